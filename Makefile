@@ -1,0 +1,52 @@
+# `make help` lists the targets. Everything runs from .venv, which the first target that needs it builds.
+
+PYTHON ?= python3
+# Another package index for torch, e.g. https://download.pytorch.org/whl/cpu; empty: pip's own configuration.
+TORCH_INDEX ?=
+
+TORCH := $(shell grep '^torch==' constraints.txt)
+PIP := .venv/bin/python -m pip --disable-pip-version-check
+# One intra-op thread: tests run beside each other, and results must not depend on the number of cores.
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist loadfile
+
+.DEFAULT_GOAL := help
+.PHONY: help .venv links demo test test-deep lint format bench
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' Makefile
+
+.venv: .venv/.stamp ## build the virtual environment (again, when pyproject.toml or constraints.txt changed)
+
+# torch comes first and pinned, so that no later step can pull in a CUDA build.
+.venv/.stamp: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "autopar needs Python 3.11; set PYTHON=")'
+	$(PYTHON) -m venv .venv
+	$(PIP) install -q -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) '$(TORCH)'
+	$(PIP) install -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+links:
+	@for name in passes strategies; do \
+	  [ -L autopar/$$name ] || { echo "autopar/$$name must be a link to ../$$name: ln -sfn ../$$name autopar/$$name" >&2; exit 1; }; \
+	done
+
+demo: .venv ## plan, rewrite and check a small model on one machine
+	.venv/bin/python -m autopar.demo
+
+test: lint ## set-up, lint, types and the tests (what the CI runs)
+	$(PYTEST) -m "not deep"
+
+test-deep: lint ## the same with the deep tests and 2000 examples per property
+	$(PYTEST) -m "deep or not deep" --hypothesis-profile=deep
+
+lint: .venv links ## ruff, formatting and mypy, changing nothing
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+format: .venv ## rewrite the sources with ruff's fixes and formatting
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+bench: .venv ## run every benchmark
+	@for file in $(wildcard benchmarks/*.py); do echo "== $$file"; .venv/bin/python $$file || exit 1; done

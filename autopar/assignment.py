@@ -1,0 +1,143 @@
+"""A plan applied to a program: the layouts of every node's tensors, and every move between them.
+
+Both the prediction and the rewriting read this one account, so that what is emitted is what was counted.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.candidates import combine
+from autopar.dims import Dims
+from autopar.errors import PlanError
+from autopar.layout import Layout, divides, replicated
+from autopar.plan import Plan
+from autopar.program import Program, is_operator, producer, tensor_arguments, user_line
+from autopar.redistribute import Machine, Move, Redistributions, Tables
+from autopar.search.quotient import Quotient
+
+Value = tuple[fx.Node, int]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Layouts of every tensor.
+
+    Attributes:
+        outputs: layout in which each value is made.
+        inputs: layouts in which each operator takes its tensor arguments.
+        relays: layout that a value is brought to first, for all its users.
+        strategies: names of the strategies of each operator, axis by axis.
+        finals: layout that each output of the program must have, in order.
+    """
+
+    outputs: dict[Value, Layout]
+    inputs: dict[fx.Node, tuple[Layout, ...]]
+    relays: dict[Value, Layout]
+    strategies: dict[fx.Node, tuple[str, ...]]
+    finals: tuple[Layout, ...]
+
+
+def assign(program: Program, dims: Dims, plan: Plan, classes: Quotient) -> Assignment:
+    """Look up every node's layouts in a plan.
+
+    Raises:
+        PlanError: the plan has no, or an impossible, entry for a node.
+    """
+    whole = replicated(len(plan.axes))
+    outputs: dict[Value, Layout] = {}
+    inputs: dict[fx.Node, tuple[Layout, ...]] = {}
+    chosen: dict[fx.Node, tuple[str, ...]] = {}
+    sources = dict(zip(program.placeholders, program.inputs, strict=True))
+    for node in classes.key:
+        if node in sources:
+            spec = sources[node]
+            table = {"parameter": plan.parameters, "batch": plan.batch, "tangent": plan.results}.get(spec.kind, {})
+            outputs[node, 0] = table.get(spec.name, whole)
+        elif node.op == "get_attr":
+            outputs[node, 0] = whole
+        else:
+            names = plan.choices.get(f"{classes.key[node]} @{node.name}", plan.choices.get(classes.key[node]))
+            chosen[node], inputs[node], made = _operator(node, dims, plan, names)
+            outputs.update({(node, i): layout for i, layout in enumerate(made)})
+    relays = {}
+    for value in outputs:
+        layout = plan.relays.get(f"{classes.key[value[0]]} {value[1]}")
+        if layout is not None:
+            relays[value] = layout
+    finals = []
+    for output in program.outputs:
+        table = {"gradient": plan.parameters, "result": plan.results}.get(output.kind, {})
+        finals.append(table.get(output.name, whole))
+    return Assignment(outputs, inputs, relays, chosen, tuple(finals))
+
+
+def _operator(
+    node: fx.Node, dims: Dims, plan: Plan, names: tuple[str, ...] | None
+) -> tuple[tuple[str, ...], tuple[Layout, ...], tuple[Layout, ...]]:
+    operator = dims.operators[node]
+    if names is None:
+        raise PlanError(f"the plan says nothing of {node.target} (node {node.name}, {user_line(node)}); plan again")
+    try:
+        into, made = combine(operator, names)
+    except KeyError as e:
+        raise PlanError(f"the plan wants strategy {e} of {node.target} (node {node.name}), which has none such") from e
+    types = [t for t in (*operator.inputs, *operator.outputs)]
+    for type_, layout in zip(types, (*into, *made), strict=True):
+        if type_ is not None and not divides(type_, layout, plan.axis_sizes):
+            raise PlanError(f"the plan splits {type_} of {node.target} (node {node.name}) into unequal parts; plan again")
+    return names, into, made
+
+
+def uses(program: Program, assignment: Assignment) -> dict[Value, list[Layout]]:
+    """The layouts in which each value is wanted, in order, by operators and by the program's outputs."""
+    wanted: dict[Value, list[Layout]] = defaultdict(list)
+    for node in program.graph.graph.nodes:
+        if is_operator(node):
+            for argument, layout in zip(tensor_arguments(node), assignment.inputs[node], strict=True):
+                wanted[producer(argument)].append(layout)
+    for value, layout in zip(program.output_values, assignment.finals, strict=True):
+        if value is not None:
+            wanted[producer(value)].append(layout)
+    return wanted
+
+
+def value_moves(
+    table: Redistributions, made: Layout, relay: Layout | None, wanted: Sequence[Layout]
+) -> list[Move]:
+    """Every move of one value, each once, in order: to its relay, and from there to what is wanted."""
+    found: dict[Move, None] = {}
+    reached = {made}
+    start = made if relay is None else relay
+    for source, target in ((made, start), *((start, w) for w in wanted)):
+        if target in reached:
+            continue
+        for move in table.path(source, target):
+            if move.target not in reached:
+                found[move] = None
+                reached.add(move.target)
+    return list(found)
+
+
+def all_moves(
+    program: Program, dims: Dims, assignment: Assignment, tables: Tables
+) -> dict[Value, list[Move]]:
+    """Every move of a step, by the value moved, in program order."""
+    wanted = uses(program, assignment)
+    found = {}
+    for value, made in assignment.outputs.items():
+        if value in dims.types and wanted.get(value):
+            moves = value_moves(tables.of(dims.types[value]), made, assignment.relays.get(value), wanted[value])
+            if moves:
+                found[value] = moves
+    return found
+
+
+def machine_of(plan: Plan) -> Machine:
+    """The mesh that a plan is for."""
+    links = plan.cluster.link_for(dict(plan.axes))
+    return Machine(plan.axis_names, plan.axis_sizes, links, plan.cluster.device)

@@ -1,0 +1,255 @@
+"""`capture`: a model and a batch become one `Program`, the joint forward and backward graph of ATen operators.
+
+Everything runs on fake tensors: no memory is taken for parameters or activations, whatever device they are on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar import tree
+from autopar._torch_compat import FakeTensorMode, aot_export_joint_with_descriptors, get_decompositions
+from autopar.errors import CaptureError
+from autopar.program import Input, Output, Program
+
+aten = torch.ops.aten
+logger = logging.getLogger("autopar")
+
+Batch = tuple[Any, ...] | list[Any] | dict[str, Any]
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+# Composite operators that are simpler to split as their parts: cross-entropy with ignored labels, biases.
+_DECOMPOSED = [aten.nll_loss_forward, aten.nll_loss_backward, aten.addmm, aten.baddbmm, aten.nll_loss2d_forward]
+_DECOMPOSED += [aten.nll_loss2d_backward, aten.std_mean, aten.var_mean, aten.addcmul, aten.addcdiv, aten.addmv]
+
+
+def capture(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    loss_fn: LossFunction | None = None,
+    training: bool | None = None,
+) -> Program:
+    """Trace one step of ``model`` on ``batch``.
+
+    Args:
+        model: real, fake or on the meta device; it is not changed.
+        batch: positional (tuple or list) or keyword (dict) arguments; real, fake or meta tensors.
+        loss_fn: ``loss_fn(output, batch)`` for a model that does not return its loss.
+        training: with a backward pass; default: gradients are enabled and some parameter requires one.
+
+    Raises:
+        CaptureError: the model cannot be traced, with the user's line and the remedy.
+    """
+    if not any(True for _ in model.parameters()):
+        raise CaptureError(f"{type(model).__name__} has no parameters: there is nothing to parallelize")
+    wants_gradient = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+    training = wants_gradient if training is None else training
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    tensors, skeleton = tree.flatten(batch, "batch")
+    harness = _Harness(_fake_module(model, mode, training), skeleton, loss_fn, training)
+    fakes = tuple(_fake_tensor(t, mode) for t in tensors)
+    with torch.set_grad_enabled(training), _quiet():
+        joint = _trace(harness, fakes)
+    program = _describe(joint, harness, _aliases(model), training)
+    return _check_gradients(program, harness, fakes, mode)
+
+
+class _Seen:
+    """What the harness learns while it is traced; the tracer would restore plain attributes of a module."""
+
+    skeleton: Any = None
+    loss: int | None = None
+
+
+class _Harness(nn.Module):
+    """Calls the model on flat tensors and returns flat tensors, the loss made the only differentiable one."""
+
+    def __init__(self, model: nn.Module, skeleton: Any, loss_fn: LossFunction | None, training: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.batch_skeleton = skeleton
+        self.loss_fn = loss_fn
+        self.differentiable = training
+        self.seen = _Seen()
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        batch = tree.unflatten(self.batch_skeleton, tensors)
+        output = self.model(**batch) if isinstance(batch, dict) else self.model(*batch)
+        if self.loss_fn is not None:
+            output = self.loss_fn(output, batch)
+            if not isinstance(output, torch.Tensor) or output.numel() != 1:
+                raise CaptureError("loss_fn(output, batch) must return a scalar tensor")
+        results, self.seen.skeleton = tree.flatten(_without_cache(output), "the model's output")
+        if not results:
+            raise CaptureError("the model returns no tensor")
+        scalars = [i for i, r in enumerate(results) if r.ndim == 0 and r.is_floating_point() and r.requires_grad]
+        self.seen.loss = loss = scalars[0] if scalars else None
+        if self.differentiable and loss is not None:
+            results = [r if i == loss else r.detach() for i, r in enumerate(results)]
+        return tuple(results)
+
+
+def _without_cache(output: Any) -> Any:
+    """Drop key-value caches: they are for generation, and no gradient flows through them."""
+    cache = getattr(output, "past_key_values", None)
+    if cache is None or not isinstance(output, dict):
+        return output
+    logger.info("dropped past_key_values from the output of the parallelized model; set use_cache=False to be explicit")
+    return type(output)(**{k: v for k, v in output.items() if k != "past_key_values"})
+
+
+def _fake_tensor(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return fake.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+
+
+def _fake_module(model: nn.Module, mode: FakeTensorMode, training: bool) -> nn.Module:
+    """A copy of the model on fake tensors; tied parameters stay tied."""
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        data = getattr(p, "_local_tensor", p)  # a parameter that was parallelized before: its global shape counts
+        fake = _fake_tensor(torch.empty(p.shape, dtype=p.dtype, device="meta"), mode) if data is not p else None
+        fake = _fake_tensor(p.detach(), mode) if fake is None else fake
+        memo[id(p)] = nn.Parameter(fake, requires_grad=p.requires_grad and training)
+    tensors = list(model.buffers())
+    tensors += [v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Tensor)]
+    for t in tensors:
+        memo.setdefault(id(t), _fake_tensor(t.detach(), mode))
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as e:
+        raise CaptureError(f"cannot copy {type(model).__name__} for tracing: {e}; make copy.deepcopy(model) work") from e
+
+
+def _trace(harness: _Harness, fakes: tuple[torch.Tensor, ...]) -> fx.GraphModule:
+    try:
+        exported = torch.export.export(harness, fakes, strict=False).module(check_guards=False)
+        table = get_decompositions(_DECOMPOSED)
+        with contextlib.ExitStack() as stack:
+            joint = aot_export_joint_with_descriptors(
+                stack, exported, fakes, decompositions=table, _record_nn_module_stack=True
+            )
+            return joint.graph_module
+    except CaptureError:
+        raise
+    except Exception as e:
+        raise _explain(e) from e
+
+
+def _explain(error: Exception) -> CaptureError:
+    """A tracing failure in the user's terms: their line, the reason, the remedy."""
+    text = str(error)
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if not re.search(r"[/\\]torch[/\\]|[/\\]autopar[/\\]", f.filename)
+    ]
+    line = f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+    kind = type(error).__name__
+    if "DataDependent" in kind or "data-dependent" in text.lower() or "Could not guard" in text:
+        return CaptureError(
+            f"control flow that depends on data{line}: one graph must serve every batch; "
+            "use torch.where or torch.cond, or move the decision out of the model"
+        )
+    return CaptureError(f"cannot capture the model{line}: {kind}: {text.splitlines()[0] if text else ''}")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Every further name of a tied parameter or shared buffer, to the first."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    named = list(model.named_parameters(remove_duplicate=False)) + list(model.named_buffers(remove_duplicate=False))
+    for name, tensor in named:
+        if first.setdefault(id(tensor), name) != name:
+            aliases[name] = first[id(tensor)]
+    return aliases
+
+
+def _own_name(target: str, aliases: dict[str, str]) -> str:
+    name = target.removeprefix("model.")
+    return aliases.get(name, name)
+
+
+def _describe(joint: fx.GraphModule, harness: _Harness, aliases: dict[str, str], training: bool) -> Program:
+    """Read inputs and outputs off the descriptors that the tracer left."""
+    placeholders = [n for n in joint.graph.nodes if n.op == "placeholder"]
+    inputs = tuple(_input(n.meta["desc"], aliases) for n in placeholders)
+    output = next(iter(reversed(joint.graph.nodes)))
+    pairs = [(d, v) for d, v in zip(output.meta["desc"], output.args[0], strict=True) if d is not None]
+    output.args = ([v for _, v in pairs],)
+    outputs = tuple(_output(d, aliases) for d, _ in pairs)
+    forward = sum(o.kind != "gradient" for o in outputs)
+    loss = harness.seen.loss if training else None
+    return Program(joint, inputs, outputs, forward, harness.seen.skeleton, loss, training, (), aliases)
+
+
+def _input(desc: Any, aliases: dict[str, str]) -> Input:
+    kind = type(desc).__name__
+    if kind == "ParamAOTInput":
+        return Input("parameter", _own_name(desc.target, aliases))
+    if kind == "BufferAOTInput":
+        return Input("buffer", _own_name(desc.target, aliases))
+    if kind == "PlainAOTInput":
+        return Input("batch", str(desc.idx))
+    if kind == "TangentAOTInput":
+        return Input("tangent", str(desc.output.idx))
+    raise CaptureError(f"the graph has an input of an unknown kind: {desc}")
+
+
+def _output(desc: Any, aliases: dict[str, str]) -> Output:
+    kind = type(desc).__name__
+    if kind == "PlainAOTOutput":
+        return Output("result", str(desc.idx))
+    if kind == "GradAOTOutput":
+        source = _input(desc.grad_of, aliases)
+        return Output("gradient", source.name if source.kind == "parameter" else f"batch {source.name}")
+    if kind == "InputMutationAOTOutput":
+        source = _input(desc.mutated_input, aliases)
+        if source.kind == "buffer":
+            return Output("buffer", source.name)
+        raise CaptureError(f"the model writes to its {source.kind} {source.name!r} in place; write to a copy instead")
+    raise CaptureError(f"the graph has an output of an unknown kind: {desc}")
+
+
+def _check_gradients(
+    program: Program, harness: _Harness, fakes: Sequence[torch.Tensor], mode: FakeTensorMode
+) -> Program:
+    """Parameters without a gradient must have none in the plain model either."""
+    if not program.training:
+        return program
+    values = dict(zip(program.outputs, program.output_values, strict=True))
+    trainable = {n for n, p in harness.model.named_parameters() if p.requires_grad}
+    have = {o.name for o, v in values.items() if o.kind == "gradient" and v is not None}
+    missing = sorted(trainable - have)
+    if not missing:
+        return program
+    with mode, _quiet():
+        results = harness(*fakes)
+        live = [r for r in results if r.requires_grad]
+        if live:
+            torch.autograd.backward(live, [torch.ones_like(r) for r in live])
+    lost = [n for n, p in harness.model.named_parameters() if n in missing and p.grad is not None]
+    if lost:
+        raise CaptureError(
+            f"parameter {lost[0]!r} ({len(lost)} in all) gets a gradient in the plain model but not in the captured graph; "
+            "torch.utils.checkpoint(..., use_reentrant=True) does that: use use_reentrant=False"
+        )
+    return Program(**{**program.__dict__, "unused": tuple(missing)})

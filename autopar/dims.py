@@ -1,0 +1,326 @@
+"""Dimension analysis: which dims of which tensors are the same factor.
+
+A union-find over tensor dims. A rule says which dims of an operator's tensors are the same; a view that splits or
+merges dims splits their class into factors, everywhere at once. Afterwards most views never stand in the way of a
+split. Factorings that contradict each other (320 as 32 x 10 and as 5 x 64) stay apart: there a tensor is redistributed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.errors import InvalidRuleError, MissingRuleError
+from autopar.layout import Factor, TensorType
+from autopar.naming import factor_names
+from autopar.program import Program, is_operator, operators, producer, tensor_arguments, user_line, values_of
+from autopar.strategy import Rule, Spec, find_rule, letter_sizes
+
+
+@dataclass(frozen=True)
+class Letter:
+    """Where one letter of a rule occurs in one call.
+
+    Attributes:
+        factors: the letter's factors, in order.
+        inputs: ``(tensor argument, dim, index of the first factor in that dim)`` of each occurrence.
+        outputs: the same among outputs.
+    """
+
+    factors: tuple[Factor, ...]
+    inputs: tuple[tuple[int, int, int], ...]
+    outputs: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A node's rule, bound to the factors of the program.
+
+    Attributes:
+        rule: the operator's rule for this call.
+        letters: the letters that have the same factors wherever they occur; the others cannot be split.
+        inputs: types of the tensor arguments.
+        outputs: types of the outputs, None for one that does not exist.
+    """
+
+    rule: Rule
+    letters: dict[str, Letter]
+    inputs: tuple[TensorType, ...]
+    outputs: tuple[TensorType | None, ...]
+
+
+@dataclass(frozen=True)
+class Dims:
+    """The result: a type for every value, and every operator node's bound rule."""
+
+    types: dict[tuple[fx.Node, int], TensorType]
+    operators: dict[fx.Node, Operator]
+
+    def type_of(self, node: fx.Node) -> TensorType:
+        """Type of the value that a node is; looks through getitem."""
+        return self.types[producer(node)]
+
+
+def analyze(program: Program) -> Dims:
+    """Find the factors of every tensor dim.
+
+    Raises:
+        MissingRuleError: an operator has no rule.
+        InvalidRuleError: a rule does not fit its operator's shapes.
+    """
+    factors = _Factors()
+    values: dict[tuple[fx.Node, int], list[list[int]]] = {}
+    rules: dict[fx.Node, Rule] = {}
+    for node in program.graph.graph.nodes:
+        if node.op == "output" or (node.op == "call_function" and not is_operator(node)):
+            continue
+        for i, value in enumerate(values_of(node)):
+            if value is not None:
+                values[node, i] = [factors.new(int(n)) for n in value.shape]
+        if is_operator(node):
+            rules[node] = node_rule(node)
+            _bind(factors, node, rules[node], values)
+    _tie_gradients(factors, program, values)
+    sizes = factors.sizes()
+    names = factor_names(program, lambda key: [factors.expand(dim) for dim in values[key]], sizes)
+    made = {root: Factor(names.get(root, f"d{size}"), size) for root, size in sizes.items()}
+    types = {
+        (node, i): TensorType(
+            str(values_of(node)[i].dtype).removeprefix("torch."),  # type: ignore[union-attr]
+            tuple(tuple(made[f] for f in factors.expand(dim)) for dim in dims),
+        )
+        for (node, i), dims in values.items()
+    }
+    bounds = {n: _operator(factors, n, rules[n], values, types, made) for n in operators(program.graph.graph)}
+    return Dims(types, bounds)
+
+
+def node_rule(node: fx.Node) -> Rule:
+    """The rule for one call.
+
+    Raises:
+        MissingRuleError: names the operator, node, the user's line and the remedy.
+    """
+    function = find_rule(node.target)
+    if function is None:
+        raise MissingRuleError(
+            f"no rule for {node.target} (node {node.name}, {user_line(node)}); register one with autopar.rule"
+            + _random_hint(str(node.target))
+        )
+    args, kwargs = fx.map_arg((node.args, node.kwargs), _spec)
+    try:
+        return function(*args, **kwargs)
+    except (InvalidRuleError, TypeError, IndexError, ValueError) as e:
+        raise InvalidRuleError(f"rule of {node.target} failed (node {node.name}, {user_line(node)}): {e}") from e
+
+
+def _random_hint(name: str) -> str:
+    random = any(word in name for word in ("dropout", "bernoulli", "rand", "normal_", "uniform"))
+    return ": random operators such as dropout are not supported yet; set their probability to 0" if random else ""
+
+
+def _spec(node: fx.Node) -> Spec:
+    source, index = producer(node)
+    value = values_of(source)[index]
+    assert value is not None
+    return Spec(tuple(int(n) for n in value.shape), value.dtype)
+
+
+def _shapes(node: fx.Node) -> tuple[list[tuple[int, ...]], list[tuple[int, ...] | None]]:
+    inputs = [_spec(a).shape for a in tensor_arguments(node)]
+    return inputs, [tuple(int(n) for n in v.shape) if v is not None else None for v in values_of(node)]
+
+
+def _outputs(rule: Rule, node: fx.Node) -> int:
+    """Outputs that both the rule and the node have; a fake tensor may stand for an output that the rule denies."""
+    return min(len(rule.outputs), len(values_of(node)))
+
+
+Place = tuple[str, int, int]
+"""Side (``in`` or ``out``), tensor number, dim."""
+
+
+def _occurrences(
+    node: fx.Node, rule: Rule, values: dict[tuple[fx.Node, int], list[list[int]]]
+) -> list[tuple[Place, tuple[str, ...], list[int]]]:
+    """Letters and factors of every dim of every tensor of the operator."""
+    found: list[tuple[Place, tuple[str, ...], list[int]]] = []
+    for i, (dims, argument) in enumerate(zip(rule.inputs, tensor_arguments(node), strict=True)):
+        for d, (letters, factors) in enumerate(zip(dims, values[producer(argument)], strict=True)):
+            found.append((("in", i, d), letters, factors))
+    for i in range(_outputs(rule, node)):
+        dims_or_none = rule.outputs[i]
+        if dims_or_none is not None and (node, i) in values:
+            for d, (letters, factors) in enumerate(zip(dims_or_none, values[node, i], strict=True)):
+                found.append((("out", i, d), letters, factors))
+    return found
+
+
+def _bind(
+    factors: _Factors, node: fx.Node, rule: Rule, values: dict[tuple[fx.Node, int], list[list[int]]]
+) -> None:
+    """Unite the dims that a rule says are the same."""
+    inputs, outputs = _shapes(node)
+    count = _outputs(rule, node)
+    if len(inputs) != len(rule.inputs) or any(o is not None for o in outputs[len(rule.outputs) :]):
+        raise InvalidRuleError(f"rule {rule.equation} of {node.target} does not fit node {node.name}: {inputs} -> {outputs}")
+    shapes = [o if rule.outputs[i] is not None else None for i, o in enumerate(outputs[:count])]
+    padded: list[tuple[int, ...] | None] = shapes + [None] * (len(rule.outputs) - count)
+    sizes = letter_sizes(rule, inputs, padded)
+    classes = {c: factors.new(sizes[c]) for c in rule.letters}
+    for _, letters, dim in _occurrences(node, rule, values):
+        factors.unite(dim, [f for c in letters for f in classes[c]])
+
+
+def _operator(
+    factors: _Factors,
+    node: fx.Node,
+    rule: Rule,
+    values: dict[tuple[fx.Node, int], list[list[int]]],
+    types: dict[tuple[fx.Node, int], TensorType],
+    made: dict[int, Factor],
+) -> Operator:
+    """Bind letters to factors, now that all factors are known."""
+    inputs, outputs = _shapes(node)
+    count = _outputs(rule, node)
+    shapes = [o if rule.outputs[i] is not None else None for i, o in enumerate(outputs[:count])]
+    sizes = letter_sizes(rule, inputs, shapes + [None] * (len(rule.outputs) - count))
+    parts: dict[str, tuple[int, ...] | None] = {}
+    places: dict[str, list[tuple[Place, int]]] = {}
+    for place, group, dim in _occurrences(node, rule, values):
+        for c, (start, part) in zip(group, _cut(factors, dim, [sizes[c] for c in group]), strict=True):
+            parts[c] = part if parts.get(c, part) == part else None
+            places.setdefault(c, []).append((place, start))
+    letters = {
+        c: Letter(
+            tuple(made[f] for f in part),
+            tuple((i, d, start) for (side, i, d), start in places[c] if side == "in"),
+            tuple((i, d, start) for (side, i, d), start in places[c] if side == "out"),
+        )
+        for c, part in parts.items()
+        if part is not None
+    }
+    return Operator(
+        rule,
+        letters,
+        tuple(types[producer(a)] for a in tensor_arguments(node)),
+        tuple(types.get((node, i)) if rule.outputs[i] is not None else None for i in range(count)),
+    )
+
+
+def _cut(factors: _Factors, dim: list[int], sizes: Sequence[int]) -> list[tuple[int, tuple[int, ...] | None]]:
+    """The dim's factors, dealt to consecutive letters of the given sizes, each with the index of its first factor.
+
+    None for letters whose bounds a factor straddles.
+    """
+    parts: list[tuple[int, tuple[int, ...] | None]] = []
+    remaining = factors.expand(dim)
+    position, done = 0, 1
+    boundary = 1
+    for size in sizes:
+        start, boundary = boundary, boundary * size
+        first = position
+        taken = []
+        aligned = done == start
+        while position < len(remaining) and done < boundary:
+            done *= factors.size[remaining[position]]
+            taken.append(remaining[position])
+            position += 1
+        parts.append((first, tuple(taken) if aligned and done == boundary else None))
+    return parts
+
+
+def _tie_gradients(
+    factors: _Factors, program: Program, values: dict[tuple[fx.Node, int], list[list[int]]]
+) -> None:
+    """A gradient has its parameter's dims, a buffer's new value its buffer's, an output its tangent's."""
+    by_input = {i: n for i, n in zip(program.inputs, program.placeholders, strict=True)}
+    kinds = {"gradient": "parameter", "buffer": "buffer", "result": "tangent"}
+    named = {(i.kind, i.name): n for i, n in by_input.items()}
+    for output, value in zip(program.outputs, program.output_values, strict=True):
+        source = named.get((kinds[output.kind], output.name))
+        if source is None or value is None:
+            continue
+        for a, b in zip(values[source, 0], values[producer(value)], strict=True):
+            factors.unite(a, b)
+
+
+class _Factors:
+    """Union-find over factor classes, in which a class can be split; every change can be undone."""
+
+    def __init__(self) -> None:
+        self.parent: list[int] = []
+        self.size: list[int] = []
+        self.parts: list[tuple[int, int] | None] = []
+        self.log: list[tuple[list[object], int, object]] = []
+
+    def new(self, size: int) -> list[int]:
+        """A dim of ``size`` in one fresh factor; no factor if the size is 1."""
+        if size == 1:
+            return []
+        self.parent.append(len(self.parent))
+        self.size.append(size)
+        self.parts.append(None)
+        return [len(self.parent) - 1]
+
+    def find(self, x: int) -> int:
+        while self.parent[x] != x:
+            x = self.parent[x]
+        return x
+
+    def expand(self, dim: Sequence[int]) -> list[int]:
+        """The irreducible factors of a dim, in order."""
+        found: list[int] = []
+        stack = list(reversed(dim))
+        while stack:
+            root = self.find(stack.pop())
+            parts = self.parts[root]
+            if parts is None:
+                found.append(root)
+            else:
+                stack += reversed(parts)
+        return found
+
+    def sizes(self) -> dict[int, int]:
+        """Size of every irreducible class, by its root."""
+        roots = (x for x in range(len(self.parent)) if self.parent[x] == x and self.parts[x] is None)
+        return {x: self.size[x] for x in roots}
+
+    def _set(self, array: list, index: int, value: object) -> None:  # type: ignore[type-arg]
+        self.log.append((array, index, array[index]))
+        array[index] = value
+
+    def unite(self, a: Sequence[int], b: Sequence[int]) -> bool:
+        """Make two dims the same, splitting classes where one is finer; all or nothing."""
+        self.log.clear()
+        if self._unite(a, b):
+            return True
+        for array, index, old in reversed(self.log):
+            array[index] = old
+        return False
+
+    def _unite(self, a: Sequence[int], b: Sequence[int]) -> bool:
+        left, right = self.expand(a)[::-1], self.expand(b)[::-1]
+        while left and right:
+            x, y = self.find(left.pop()), self.find(right.pop())
+            if self.parts[x] is not None or self.parts[y] is not None:  # split meanwhile, through the other side
+                left += self.expand([x])[::-1]
+                right += self.expand([y])[::-1]
+                continue
+            if x == y:
+                continue
+            small, large = (x, y) if self.size[x] <= self.size[y] else (y, x)
+            if self.size[small] == self.size[large]:
+                # The older class stays the root: names and orders do not depend on what comes later.
+                self._set(self.parent, max(x, y), min(x, y))
+                continue
+            if self.size[large] % self.size[small]:
+                return False
+            rest = self.new(self.size[large] // self.size[small])[0]
+            head = self.new(self.size[small])[0]
+            self._set(self.parts, large, (head, rest))
+            self._set(self.parent, max(head, small), min(head, small))
+            (left if large == x else right).append(rest)
+        return not left and not right

@@ -1,0 +1,409 @@
+"""The oracle: a rule is true if sharding, running and reassembling gives what the operator gives.
+
+Every strategy of a rule, alone and two at a time on a mesh of two axes, is run on real tensors: inputs are cut (or
+written as a sum of random terms), each rank runs the operator (or its lowering) on its part with local sizes, and the
+outputs are put together and compared with the operator on the whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autopar.errors import InvalidRuleError, MissingRuleError
+from autopar.strategy import Dims, Rule, Spec, find_rule, letter_sizes
+
+Tensors = list[torch.Tensor | None]
+Tree = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class AxisStrategy:
+    """What one mesh axis does: split ``letter``, or pass ``Partial`` through in the inputs ``partial``."""
+
+    letter: str = ""
+    partial: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return self.letter or f"linear{list(self.partial)}"
+
+
+def rule_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rule:
+    """The rule of one call, from its real arguments.
+
+    Raises:
+        MissingRuleError: the operator has none.
+    """
+    function = find_rule(target)
+    if function is None:
+        raise MissingRuleError(f"no strategy for {target}; add one in strategies/")
+    specs, named = pytree.tree_map_only(torch.Tensor, lambda t: Spec(tuple(t.shape), t.dtype), (tuple(args), dict(kwargs)))
+    return function(*specs, **named)
+
+
+def check_rule(
+    target: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    parts: int = 2,
+    rtol: float = 1e-9,
+    pairs: bool = True,
+    rule: Rule | None = None,
+    seed: int = 0,
+) -> list[str]:
+    """Prove every strategy of the operator's rule on one call; returns them as text: ``"m: S,R->S"``.
+
+    Args:
+        target: an operator overload.
+        args: its positional arguments, floating tensors in float64.
+        kwargs: its keyword arguments.
+        parts: how many devices an axis has.
+        rtol: largest difference, relative to the largest entry of the tensor (at least 1).
+        pairs: also check two strategies at once, on a mesh of two axes.
+        rule: check this rule instead of the registered one.
+        seed: of the random terms of partial inputs.
+
+    Raises:
+        InvalidRuleError: the equation does not fit the shapes, or a strategy is false.
+    """
+    rule = rule or rule_of(target, args, kwargs)
+    call = _Call.make(target, args, kwargs, rule, seed)
+    proven = []
+    for count in (1, 2) if pairs else (1,):
+        for chosen in itertools.combinations(_strategies(rule), count):
+            if not call.exists(chosen, parts):
+                continue
+            try:
+                call.check(chosen, parts, rtol)
+            except InvalidRuleError:
+                raise
+            except Exception as error:
+                raise InvalidRuleError(f"{target} ({rule.equation}), {_join(chosen)}: the local run fails: {error}") from error
+            proven.append(f"{_join(chosen)}: {call.describe(chosen)}")
+    return proven
+
+
+def _join(chosen: Sequence[AxisStrategy]) -> str:
+    return " x ".join(map(str, chosen))
+
+
+def _strategies(rule: Rule) -> list[AxisStrategy]:
+    free = [AxisStrategy(letter=c) for c in rule.letters if c not in rule.blocked]
+    return free + [AxisStrategy(partial=s) for s in rule.linear]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of an operator: its arguments, what it gives, and the rule under test."""
+
+    target: Any
+    leaves: list[Any]
+    tree: pytree.TreeSpec
+    inputs: list[torch.Tensor]
+    outputs: Tensors
+    rule: Rule
+    sizes: dict[str, int]
+    seed: int
+
+    @staticmethod
+    def make(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], rule: Rule, seed: int) -> _Call:
+        leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        inputs = [x for x in leaves if isinstance(x, torch.Tensor)]
+        outputs = _outputs(rule, target(*args, **kwargs))
+        shapes = [None if t is None else tuple(t.shape) for t in outputs]
+        sizes = letter_sizes(rule, [tuple(t.shape) for t in inputs], shapes)
+        return _Call(target, leaves, tree, inputs, outputs, rule, sizes, seed)
+
+    def placement(self, strategy: AxisStrategy, output: int) -> str | None:
+        """``S``, ``P`` or ``R``: how an output lies along an axis; None if the strategy does not exist."""
+        dims = self.rule.outputs[output]
+        if strategy.partial:
+            return "P"
+        if any(strategy.letter in dim for dim in dims or ()):
+            return "S"
+        if strategy.letter in self.rule.reduce:
+            return "P"
+        return "R" if strategy.letter in self.rule.keep else None
+
+    def input_placement(self, strategy: AxisStrategy, i: int) -> str:
+        """``S``, ``P`` or ``R``: how an input lies along an axis."""
+        if i in strategy.partial:
+            return "P"
+        return "S" if any(strategy.letter in dim for dim in self.rule.inputs[i]) and strategy.letter else "R"
+
+    def exists(self, chosen: Sequence[AxisStrategy], parts: int) -> bool:
+        """Whether sizes divide, every output has a layout, and one lowering at most is asked for."""
+        present = [j for j, t in enumerate(self.outputs) if t is not None]
+        divided = all(s.partial or self.sizes[s.letter] % parts == 0 for s in chosen)
+        lowerings = {id(self.rule.lower[s.letter]) for s in chosen if s.letter in self.rule.lower}
+        return divided and len(lowerings) <= 1 and all(self.placement(s, j) for s in chosen for j in present)
+
+    def describe(self, chosen: Sequence[AxisStrategy]) -> str:
+        """``S,R->S``, with one letter for each axis: ``SR,RS->SP``."""
+        left = ("".join(self.input_placement(s, i) for s in chosen) for i in range(len(self.inputs)))
+        present = [j for j, t in enumerate(self.outputs) if t is not None]
+        right = ("".join(self.placement(s, j) or "" for s in chosen) for j in present)
+        return f"{','.join(left)}->{','.join(right)}"
+
+    def check(self, chosen: Sequence[AxisStrategy], parts: int, rtol: float) -> None:
+        """Shard, run, reassemble, compare."""
+        mesh = [parts] * len(chosen)
+        ranks = list(itertools.product(*map(range, mesh)))
+        scattered = [self._scatter(i, chosen, parts) for i in range(len(self.inputs))]
+        split = {c: math.prod(parts for s in chosen if s.letter == c) for c in self.rule.letters}
+        local = {r: self._arguments([s[r] for s in scattered], split) for r in ranks}
+        results = self._run(chosen, parts, ranks, local, split)
+        for j, expected in enumerate(self.outputs):
+            if expected is None:
+                continue
+            pieces = {r: results[r][j] for r in ranks}
+            where = f"{self.target} ({self.rule.equation}), {_join(chosen)}: {self.describe(chosen)}, output {j}"
+            actual = self._gather(j, chosen, parts, pieces, split, (), where, rtol)
+            if not _is_uninitialised(self.target):
+                _compare(actual.reshape(expected.shape), expected, rtol, where)
+
+    def _scatter(self, i: int, chosen: Sequence[AxisStrategy], parts: int) -> dict[tuple[int, ...], torch.Tensor]:
+        """The local tensor of input ``i`` on every rank."""
+        dims, x = self.rule.inputs[i], self.inputs[i]
+        generator = torch.Generator().manual_seed(self.seed + i)
+        blocks = {(): x.reshape(_fine(dims, self.sizes, tuple(x.shape)))}
+        for strategy in chosen:
+            kind = self.input_placement(strategy, i)
+            next_: dict[tuple[int, ...], torch.Tensor] = {}
+            for rank, block in blocks.items():
+                if kind == "S":
+                    cut = block.chunk(parts, _position(dims, strategy.letter))
+                else:
+                    cut = _terms(block, parts, generator) if kind == "P" else (block,) * parts
+                next_ |= {(*rank, k): piece for k, piece in enumerate(cut)}
+            blocks = next_
+        split = {s.letter: parts for s in chosen if s.letter}
+        shape = _coarse(dims, self.sizes, split, tuple(x.shape))
+        return {rank: block.reshape(shape).contiguous() for rank, block in blocks.items()}
+
+    def _arguments(self, tensors: Sequence[torch.Tensor], split: Mapping[str, int]) -> Tree:
+        """The call's arguments on one rank: local tensors, local sizes."""
+        remaining = iter(tensors)
+        leaves = [next(remaining) if isinstance(x, torch.Tensor) else x for x in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.tree)
+        values: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        for key, letters in self.rule.scaled.items():
+            if key in values:
+                values[key] = _scale(values[key], math.prod(split[c] for c in letters))
+        first, whole = self.rule.outputs[0], self.outputs[0]
+        for position in self.rule.shapes:
+            if first is not None and whole is not None:
+                values[position] = list(_coarse(first, self.sizes, split, tuple(whole.shape)))
+        return tuple(values[i] for i in range(len(args))), {k: values[k] for k in kwargs}
+
+    def _run(
+        self,
+        chosen: Sequence[AxisStrategy],
+        parts: int,
+        ranks: Sequence[tuple[int, ...]],
+        local: Mapping[tuple[int, ...], Tree],
+        split: Mapping[str, int],
+    ) -> dict[tuple[int, ...], Tensors]:
+        """Each rank's outputs; with a lowering all ranks run in lock step, one thread each."""
+        lowered = [k for k, s in enumerate(chosen) if s.letter in self.rule.lower]
+        if not lowered:
+            return {r: _outputs(self.rule, self.target(*a, **k)) for r, (a, k) in local.items()}
+        build = self.rule.lower[chosen[lowered[0]].letter].build
+        local_sizes = {c: n // split[c] for c, n in self.sizes.items()}
+        meetings: dict[tuple[int, ...], _Meeting] = {}
+        contexts = {}
+        for r in ranks:
+            others = tuple(i for k, i in enumerate(r) if k not in lowered)
+            meeting = meetings.setdefault(others, _Meeting(parts ** len(lowered)))
+            index = 0
+            for k in lowered:
+                index = index * parts + r[k]
+            contexts[r] = OracleContext(index, meeting, local_sizes, self.sizes)
+        return {r: _outputs(self.rule, y) for r, y in _lock_step(build, contexts, local, meetings.values()).items()}
+
+    def _gather(
+        self,
+        j: int,
+        chosen: Sequence[AxisStrategy],
+        parts: int,
+        pieces: Mapping[tuple[int, ...], torch.Tensor | None],
+        split: Mapping[str, int],
+        rank: tuple[int, ...],
+        where: str,
+        rtol: float,
+    ) -> torch.Tensor:
+        """Output ``j`` put together over the axes from number ``len(rank)`` on, letter by letter."""
+        dims, expected = self.rule.outputs[j], self.outputs[j]
+        assert dims is not None and expected is not None
+        if len(rank) == len(chosen):
+            piece = pieces[rank]
+            shape = _coarse(dims, self.sizes, split, tuple(expected.shape))
+            if piece is None or tuple(piece.shape) != shape or piece.dtype != expected.dtype:
+                got = None if piece is None else (tuple(piece.shape), piece.dtype)
+                raise InvalidRuleError(f"{where}: local output is {got}, expected {(shape, expected.dtype)}")
+            return piece.reshape(_fine(dims, {c: n // split[c] for c, n in self.sizes.items()}, shape))
+        strategy = chosen[len(rank)]
+        blocks = [self._gather(j, chosen, parts, pieces, split, (*rank, k), where, rtol) for k in range(parts)]
+        kind = self.placement(strategy, j)
+        if kind == "S":
+            return torch.cat(blocks, _position(dims, strategy.letter))
+        if kind == "R":
+            for other in blocks[1:]:
+                _compare(other, blocks[0], rtol, f"{where}, replicas")
+            return blocks[0]
+        if expected.dtype == torch.bool:
+            raise InvalidRuleError(f"{where}: a boolean output cannot be partial")
+        return torch.stack(blocks).sum(0)
+
+
+@dataclass
+class _Meeting:
+    """Where the ranks of one split meet to reduce."""
+
+    parts: int
+    slots: dict[int, torch.Tensor] = field(default_factory=dict)
+    barrier: threading.Barrier = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.parts, timeout=60)
+
+
+@dataclass(frozen=True)
+class OracleContext:
+    """What a `Lowering` sees of its device, for ranks that are threads."""
+
+    index: int
+    meeting: _Meeting
+    local: Mapping[str, int]
+    whole: Mapping[str, int]
+
+    @property
+    def parts(self) -> int:
+        """How many devices the split has."""
+        return self.meeting.parts
+
+    def axis_index(self) -> int:
+        """This device's number along the split."""
+        return self.index
+
+    def local_size(self, letter: str) -> int:
+        """Size of a letter on this device."""
+        return self.local[letter]
+
+    def global_size(self, letter: str) -> int:
+        """Size of a letter in the whole."""
+        return self.whole[letter]
+
+    def all_reduce(self, x: torch.Tensor, op: str) -> torch.Tensor:
+        """Sum or maximum over the devices of the split."""
+        self.meeting.slots[self.index] = x
+        self.meeting.barrier.wait()
+        stacked = torch.stack([self.meeting.slots[i] for i in range(self.parts)])
+        self.meeting.barrier.wait()
+        return {"sum": lambda: stacked.sum(0), "max": lambda: stacked.amax(0)}[op]()
+
+
+def _lock_step(
+    build: Callable[..., Any],
+    contexts: Mapping[tuple[int, ...], OracleContext],
+    local: Mapping[tuple[int, ...], Tree],
+    meetings: Any,
+) -> dict[tuple[int, ...], Any]:
+    results: dict[tuple[int, ...], Any] = {}
+    errors: list[Exception] = []
+
+    def run(rank: tuple[int, ...]) -> None:
+        args, kwargs = local[rank]
+        try:
+            results[rank] = build(contexts[rank], *args, **kwargs)
+        except Exception as error:
+            errors.append(error)
+            for meeting in meetings:
+                meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in contexts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    real = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
+    if errors:
+        raise (real or errors)[0]
+    return results
+
+
+def _outputs(rule: Rule, value: Any) -> Tensors:
+    """The outputs that the rule speaks about; ``_`` is None whatever the operator gives."""
+    values = list(value) if isinstance(value, (tuple, list)) else [value]
+    if len(values) != len(rule.outputs):
+        raise InvalidRuleError(f"{rule.equation}: {len(rule.outputs)} outputs for {len(values)}")
+    return [None if dims is None else v for dims, v in zip(rule.outputs, values, strict=True)]
+
+
+def _letters(dims: Dims, shape: tuple[int, ...]) -> Iterator[tuple[str, int]]:
+    """Letters in order, with ``""`` and its size for a dim without."""
+    for dim, size in zip(dims, shape, strict=True):
+        yield from ((c, 0) for c in dim) if dim else [("", size)]
+
+
+def _fine(dims: Dims, sizes: Mapping[str, int], shape: tuple[int, ...]) -> list[int]:
+    """The shape with a dim of its own for every letter."""
+    return [sizes[c] if c else n for c, n in _letters(dims, shape)]
+
+
+def _coarse(dims: Dims, sizes: Mapping[str, int], split: Mapping[str, int], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The local shape."""
+    return tuple(
+        math.prod(sizes[c] // split.get(c, 1) for c in dim) if dim else n for dim, n in zip(dims, shape, strict=True)
+    )
+
+
+def _position(dims: Dims, letter: str) -> int:
+    """Where a letter's own dim is in the fine shape."""
+    return [c for c, _ in _letters(dims, (0,) * len(dims))].index(letter)
+
+
+def _terms(x: torch.Tensor, parts: int, generator: torch.Generator) -> list[torch.Tensor]:
+    """Random tensors that add up to ``x``."""
+    if x.dtype == torch.bool:
+        raise InvalidRuleError("a boolean input cannot be partial; leave it out of linear")
+    if x.dtype.is_floating_point or x.dtype.is_complex:
+        terms = [torch.randn(x.shape, dtype=x.dtype, generator=generator) for _ in range(parts - 1)]
+    else:
+        terms = [torch.randint(-5, 5, x.shape, dtype=x.dtype, generator=generator) for _ in range(parts - 1)]
+    return [*terms, x - sum(terms)]
+
+
+def _scale(value: Any, parts: int) -> Any:
+    """A local number of elements; of every entry of a list."""
+    if value is None:
+        return None
+    if isinstance(value, (list, tuple)):
+        return [_scale(v, parts) for v in value]
+    if value % parts:
+        raise InvalidRuleError(f"a size argument of {value} cannot be cut into {parts} parts")
+    return value // parts
+
+
+def _is_uninitialised(target: Any) -> bool:
+    return "empty" in str(target)
+
+
+def _compare(actual: torch.Tensor, expected: torch.Tensor, rtol: float, where: str) -> None:
+    exact = not (expected.dtype.is_floating_point or expected.dtype.is_complex)
+    if exact and torch.equal(actual, expected):
+        return
+    a, b = (t.to(torch.complex128 if expected.dtype.is_complex else torch.float64) for t in (actual, expected))
+    finite = b[b.isfinite()]
+    bound = 0.0 if exact else rtol * max(1.0, finite.abs().max().item() if finite.numel() else 0.0)
+    if torch.allclose(a, b, rtol=0, atol=bound, equal_nan=True):
+        return
+    raise InvalidRuleError(f"{where}: the largest difference is {(a - b).abs().nan_to_num(math.inf).max().item():.3g}")

@@ -1,0 +1,212 @@
+"""`Plan`: a layout for every tensor of a model on a mesh, what it is predicted to cost, and how good it can be said to be.
+
+A plan is data: readable, versioned JSON keyed by parameter and operator class, with fingerprints of what it is for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autopar.cluster import Cluster
+from autopar.errors import PlanError
+from autopar.layout import Layout, parse_placement
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """How far from the best a plan can be.
+
+    Attributes:
+        objective: predicted seconds of one step, as the search counts them.
+        lower_bound: no plan of ``space`` costs less under the same cost model.
+        space: the set of plans that the bound speaks of.
+        method: what closed the search.
+    """
+
+    objective: float
+    lower_bound: float
+    space: str
+    method: str
+
+    @property
+    def gap(self) -> float:
+        """Relative distance between objective and lower bound."""
+        return max(0.0, (self.objective - self.lower_bound) / max(self.objective, 1e-300))
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What one step costs on each device.
+
+    Attributes:
+        step_seconds: compute and communication, nothing overlapped.
+        compute_seconds: the part that is compute.
+        memory_bytes: by category: parameters, gradients, optimizer, buffers.
+        communication_bytes: bytes that a device sends, by axis.
+        collectives: how many, by axis and kind.
+    """
+
+    step_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    memory_bytes: Mapping[str, float] = field(default_factory=dict)
+    communication_bytes: Mapping[str, float] = field(default_factory=dict)
+    collectives: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """One line of the plan's table: all instances of a repeated module together."""
+
+    path: str
+    instances: int
+    layouts: Mapping[str, str]
+    seconds: float
+    communication_bytes: Mapping[str, float]
+    memory_bytes: float
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pipeline stage: modules that run on the same devices. A plan without a pipeline has one."""
+
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout for every tensor.
+
+    Attributes:
+        axes: name and size of each mesh axis, outermost first.
+        cluster: what it was planned for; redistribution takes the paths that are cheapest there.
+        parameters: layout of each parameter (and of its gradient and optimizer state).
+        batch: layout of each batch tensor, by position.
+        results: layout of each output tensor, by position.
+        choices: strategy of each operator class on each axis.
+        relays: layout in which a value is handed to its users, where that is not the one it was made in.
+        optimizer: whose state the memory counts.
+        fingerprint: of the captured graph.
+        torch: version of torch that captured it.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    cluster: Cluster
+    parameters: Mapping[str, Layout]
+    batch: Mapping[str, Layout]
+    results: Mapping[str, Layout]
+    choices: Mapping[str, tuple[str, ...]]
+    relays: Mapping[str, Layout]
+    optimizer: str
+    fingerprint: str
+    torch: str
+    certificate: Certificate
+    predicted: Predicted = field(default_factory=Predicted)
+    modules: tuple[ModuleRow, ...] = ()
+    stages: tuple[Stage, ...] = (Stage(("",)),)
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """Names of the mesh axes."""
+        return tuple(n for n, _ in self.axes)
+
+    @property
+    def axis_sizes(self) -> tuple[int, ...]:
+        """Sizes of the mesh axes."""
+        return tuple(n for _, n in self.axes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as `save` writes it."""
+        data: dict[str, Any] = {"autopar_plan": VERSION, "torch": self.torch, "fingerprint": self.fingerprint}
+        data["axes"] = dict(self.axes)
+        data["optimizer"] = self.optimizer
+        data["cluster"] = self.cluster.to_toml()
+        for name in _LAYOUTS:
+            data[name] = {k: [str(p) for p in v] for k, v in getattr(self, name).items()}
+        data["choices"] = {k: list(v) for k, v in self.choices.items()}
+        data["certificate"] = {**asdict(self.certificate), "gap": self.certificate.gap}
+        data["predicted"] = asdict(self.predicted)
+        data["modules"] = [asdict(m) for m in self.modules]
+        data["stages"] = [list(s.modules) for s in self.stages]
+        return data
+
+    def save(self, path: str | Path) -> None:
+        """Write readable JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read what `save` wrote.
+
+        Raises:
+            PlanError: the file is missing, corrupt or of another version; names the file and the reason.
+        """
+        try:
+            return Plan.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except OSError as e:
+            raise PlanError(f"cannot read plan file {path}: {e.strerror}") from e
+        except ValueError as e:
+            raise PlanError(f"plan file {path} is corrupt: {e}; save it again with Plan.save") from e
+        except PlanError as e:
+            raise PlanError(f"plan file {path}: {e}") from e
+
+    @staticmethod
+    def from_dict(data: Any) -> Plan:
+        """Inverse of `to_dict`.
+
+        Raises:
+            PlanError: a key is missing or wrong, or the version is another one.
+        """
+        if not isinstance(data, dict) or "autopar_plan" not in data:
+            raise PlanError("this is no plan of autopar; save one with Plan.save or `autopar plan --save`")
+        if data["autopar_plan"] != VERSION:
+            raise PlanError(f"version {data['autopar_plan']} of the format, this autopar reads {VERSION}; plan again")
+        try:
+            return _parse(data)
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            raise PlanError(f"corrupt: {type(e).__name__}: {e}; save it again with Plan.save") from e
+
+    def summary(self) -> str:
+        """A table for people."""
+        from autopar.report.table import plan_table
+
+        return plan_table(self)
+
+    def __str__(self) -> str:
+        """The same as `summary`."""
+        return self.summary()
+
+
+_LAYOUTS = ("parameters", "batch", "results", "relays")
+
+
+def _layout(texts: list[str]) -> Layout:
+    return tuple(parse_placement(t) for t in texts)
+
+
+def _parse(data: dict[str, Any]) -> Plan:
+    axes = tuple((str(n), int(size)) for n, size in data["axes"].items())
+    layouts = {name: {k: _layout(v) for k, v in data[name].items()} for name in _LAYOUTS}
+    wrong = [f"{name} {k}" for name in _LAYOUTS for k, v in layouts[name].items() if len(v) != len(axes)]
+    wrong += [f"choices {k}" for k, v in data["choices"].items() if len(v) != len(axes)]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} does not have one placement for each of {len(axes)} axes")
+    certificate = {k: v for k, v in data["certificate"].items() if k != "gap"}
+    return Plan(
+        axes=axes,
+        cluster=Cluster.from_toml(data["cluster"]),
+        **layouts,
+        choices={k: tuple(v) for k, v in data["choices"].items()},
+        optimizer=str(data["optimizer"]),
+        fingerprint=str(data["fingerprint"]),
+        torch=str(data["torch"]),
+        certificate=Certificate(**certificate),
+        predicted=Predicted(**data["predicted"]),
+        modules=tuple(ModuleRow(**m) for m in data["modules"]),
+        stages=tuple(Stage(tuple(s)) for s in data["stages"]),
+    )

@@ -1,0 +1,166 @@
+"""`Program`: one step of a model as one graph of ATen operators on global tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Input:
+    """What a placeholder of the graph stands for.
+
+    Attributes:
+        kind: ``parameter``, ``buffer``, ``batch`` or ``tangent``.
+        name: qualified name of a parameter or buffer; index of a batch tensor or of the output of a tangent.
+    """
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Output:
+    """What an output of the graph is: a ``buffer``'s new value, a ``result`` of the model or a ``gradient``.
+
+    Attributes:
+        name: of the buffer or parameter; index of the result.
+    """
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Program:
+    """A captured step: the joint forward and backward graph, and what goes in and out.
+
+    Attributes:
+        graph: joint graph; call_function nodes on ATen overloads, ``meta["val"]`` a fake tensor.
+        inputs: one for each placeholder.
+        outputs: one for each output; those of the forward pass come first.
+        forward_outputs: how many outputs belong to the forward pass (buffers, then results).
+        skeleton: structure of the model's output, see `autopar.tree`.
+        loss: index of the result that is the loss; None if the outputs carry gradients.
+        unused: parameters that require a gradient and, in the plain model too, get none.
+        aliases: every further name of a tied parameter or shared buffer, to the name that stands for it.
+    """
+
+    graph: fx.GraphModule
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    forward_outputs: int
+    skeleton: Any
+    loss: int | None = None
+    training: bool = True
+    unused: tuple[str, ...] = ()
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """Placeholder nodes, in the order of ``inputs``."""
+        return [n for n in self.graph.graph.nodes if n.op == "placeholder"]
+
+    @property
+    def output_node(self) -> fx.Node:
+        """The graph's output node."""
+        return next(iter(reversed(self.graph.graph.nodes)))
+
+    @property
+    def output_values(self) -> list[fx.Node | None]:
+        """The node of each output, in the order of ``outputs``; None for a gradient that does not exist."""
+        values: list[fx.Node | None] = list(self.output_node.args[0])  # type: ignore[arg-type]
+        return values
+
+
+def tensor_arguments(node: fx.Node) -> list[fx.Node]:
+    """The node's arguments that are tensors, in order of appearance among args and kwargs, lists flattened."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n) or n)
+    return found
+
+
+def replace_tensor_arguments(node: fx.Node, values: list[Any]) -> Arguments:
+    """``(args, kwargs)`` of the node with its tensor arguments, in order, replaced by ``values``."""
+    remaining = iter(values)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(remaining))
+    return args, kwargs
+
+
+def producer(node: fx.Node) -> tuple[fx.Node, int]:
+    """The operator node and the number of its output that a value is; looks through getitem."""
+    if node.op == "call_function" and node.target is operator.getitem:
+        source, index = node.args
+        assert isinstance(source, fx.Node)
+        assert isinstance(index, int)
+        return source, index
+    return node, 0
+
+
+def values_of(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
+    """Fake tensors of the node's outputs; None for one that does not exist."""
+    value = node.meta.get("val")
+    if isinstance(value, tuple | list):
+        return tuple(v if isinstance(v, torch.Tensor) else None for v in value)
+    return (value if isinstance(value, torch.Tensor) else None,)
+
+
+def is_operator(node: fx.Node) -> bool:
+    """Whether the node computes tensors by an operator (getitem belongs to its producer)."""
+    return node.op == "call_function" and node.target is not operator.getitem
+
+
+def operators(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Operator nodes in order."""
+    return (n for n in graph.nodes if is_operator(n))
+
+
+def module_path(node: fx.Node) -> str:
+    """Qualified name of the innermost module that the node (or the forward node it differentiates) comes from."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    return re.sub(r"^(L\['self'\]\.)?model\.?", "", path, count=1)
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Whether the node belongs to the backward pass."""
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def user_line(node: fx.Node) -> str:
+    """``file.py:12`` of the user's code that the node comes from, or the module's name."""
+    trace = node.meta.get("stack_trace") or ""
+    lines = re.findall(r'File "([^"]+)", line (\d+)', trace)
+    if lines:
+        return f"{lines[-1][0]}:{lines[-1][1]}"
+    return f"module {module_path(node)!r}" if module_path(node) else "no source line"
+
+
+def static_arguments(node: fx.Node) -> str:
+    """Text of the node's arguments that are not tensors; the same for equal calls in every process."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: "%")
+    return f"{args!r}{sorted(kwargs.items())!r}"
+
+
+def fingerprint(program: Program) -> str:
+    """A hash of operators, arguments, shapes and dtypes, of parameter names, and of nothing else."""
+    digest = hashlib.sha256()
+    number = {node: i for i, node in enumerate(program.graph.graph.nodes)}
+    for node in program.graph.graph.nodes:
+        shapes = [(tuple(v.shape), str(v.dtype)) if v is not None else None for v in values_of(node)]
+        arguments = [number[a] for a in tensor_arguments(node)]
+        digest.update(f"{node.op} {node.target if node.op == 'call_function' else ''} {arguments}".encode())
+        digest.update(f"{static_arguments(node)} {shapes}\n".encode())
+    digest.update(repr((program.inputs, program.outputs)).encode())
+    return digest.hexdigest()[:16]

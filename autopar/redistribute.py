@@ -1,0 +1,180 @@
+"""Redistribution: the cheapest sequence of single-axis moves from one layout of a tensor to another.
+
+Moves are all-gather, reduce-scatter, all-reduce, all-to-all and a local slice. Axes that split one factor nest in mesh
+order, so only the innermost of them can be moved. All pairs are found at once: Floyd-Warshall over the tensor's layouts
+(R. W. Floyd, "Algorithm 97: Shortest path", 1962), in numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.candidates import layouts, split_parts
+from autopar.cluster import Device, Link
+from autopar.cost import collectives
+from autopar.layout import Layout, Partial, Placement, Replicate, Split, TensorType
+
+ITEM_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2}
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element; one byte for bool and eight-bit types."""
+    return ITEM_BYTES.get(dtype, 1)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A mesh on a cluster: everything that a cost depends on.
+
+    Attributes:
+        names: of the axes, outermost first.
+        sizes: devices along each axis.
+        links: the link that a collective along each axis uses.
+        device: what each device can do.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    links: tuple[Link, ...]
+    device: Device
+
+
+@dataclass(frozen=True)
+class Move:
+    """One single-axis step of a redistribution.
+
+    Attributes:
+        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all`` or ``slice``.
+        axis: index of the mesh axis.
+        source: layout before.
+        target: layout after.
+    """
+
+    kind: str
+    axis: int
+    source: Layout
+    target: Layout
+
+
+def move_kind(source: Placement, target: Placement) -> str | None:
+    """The collective that turns one placement into another on one axis; None if there is none."""
+    if isinstance(source, Split):
+        return {Replicate: "all_gather", Split: "all_to_all"}.get(type(target))
+    if isinstance(source, Partial):
+        return {Replicate: "all_reduce", Split: "reduce_scatter"}.get(type(target))
+    return "slice" if isinstance(target, Split) else None
+
+
+def innermost(layout: Layout, axis: int) -> bool:
+    """Whether no later axis splits the factor that ``axis`` splits, so that its blocks are contiguous."""
+    return layout[axis] not in layout[axis + 1 :]
+
+
+def moved_bytes(type_: TensorType, move: Move, sizes: Sequence[int]) -> float:
+    """Bytes by which the move's collective is charged: the larger of the local tensors before and after."""
+    whole = type_.numel * item_bytes(type_.dtype)
+    return whole / min(split_parts(move.source, sizes), split_parts(move.target, sizes))
+
+
+class Redistributions:
+    """All moves of one type of tensor on one machine."""
+
+    def __init__(self, type_: TensorType, machine: Machine) -> None:
+        """Enumerate layouts; costs are computed when they are asked for."""
+        self.type = type_
+        self.machine = machine
+        self.layouts = layouts(type_, machine.sizes)
+        self.index = {layout: i for i, layout in enumerate(self.layouts)}
+
+    def move_seconds(self, move: Move) -> float:
+        """Time of one move, a launch and a pass over the local tensor included."""
+        link, n = self.machine.links[move.axis], self.machine.sizes[move.axis]
+        size = moved_bytes(self.type, move, self.machine.sizes)
+        local = self.machine.device.launch + size / self.machine.device.bandwidth
+        if move.kind == "slice":
+            return local
+        return local + float(getattr(collectives, move.kind)(size, n, link))
+
+    def moves(self) -> list[Move]:
+        """Every legal single-axis move between two layouts."""
+        found = []
+        for source in self.layouts:
+            for axis, placement in enumerate(source):
+                if isinstance(placement, Split) and not innermost(source, axis):
+                    continue
+                for other in self._placements:
+                    target = (*source[:axis], other, *source[axis + 1 :])
+                    kind = move_kind(placement, other)
+                    if kind and other != placement and target in self.index and self._legal(target, axis):
+                        found.append(Move(kind, axis, source, target))
+        return found
+
+    @cached_property
+    def _placements(self) -> tuple[Placement, ...]:
+        return tuple(dict.fromkeys(p for layout in self.layouts for p in layout))
+
+    @staticmethod
+    def _legal(target: Layout, axis: int) -> bool:
+        return not isinstance(target[axis], Split) or innermost(target, axis)
+
+    @cached_property
+    def _solved(self) -> tuple[NDArray[np.float64], NDArray[np.int64], dict[tuple[int, int], Move]]:
+        count = len(self.layouts)
+        distance = np.full((count, count), np.inf)
+        np.fill_diagonal(distance, 0.0)
+        step = np.tile(np.arange(count), (count, 1))  # first hop from row towards column
+        arcs: dict[tuple[int, int], Move] = {}
+        for move in self.moves():
+            a, b = self.index[move.source], self.index[move.target]
+            distance[a, b] = self.move_seconds(move)
+            arcs[a, b] = move
+        for k in range(count):
+            through = distance[:, k, None] + distance[None, k, :]
+            better = through < distance * (1 - 1e-12)
+            distance = np.where(better, through, distance)
+            step = np.where(better, step[:, k, None], step)
+        return distance, step, arcs
+
+    @property
+    def seconds(self) -> NDArray[np.float64]:
+        """``[layouts, layouts]``: time from row to column; inf where there is no way (nothing becomes Partial)."""
+        return self._solved[0]
+
+    def path(self, source: Layout, target: Layout) -> tuple[Move, ...]:
+        """The cheapest moves from ``source`` to ``target``.
+
+        Raises:
+            ValueError: there is no way.
+        """
+        distance, step, arcs = self._solved
+        a, b = self.index[source], self.index[target]
+        if not np.isfinite(distance[a, b]):
+            raise ValueError(f"no way to redistribute {self.type} from {source} to {target}")
+        found = []
+        while a != b:
+            hop = int(step[a, b])
+            found.append(arcs[a, hop])
+            a = hop
+        return tuple(found)
+
+
+class Tables:
+    """Redistribution tables, one for each type of tensor; shared by all problems of one search."""
+
+    def __init__(self, machine: Machine) -> None:
+        """Start empty."""
+        self.machine = machine
+        self._made: dict[Any, Redistributions] = {}
+
+    def of(self, type_: TensorType) -> Redistributions:
+        """The table of a type; types that differ in names only share one."""
+        key = (type_.dtype, tuple(tuple(f.size for f in dim) for dim in type_.dims))
+        if key not in self._made:
+            self._made[key] = Redistributions(type_, self.machine)
+        return self._made[key]

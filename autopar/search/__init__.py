@@ -1,0 +1,1 @@
+"""Search: choose one candidate per node at the least cost, with a certificate."""

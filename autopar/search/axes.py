@@ -1,0 +1,133 @@
+"""Three axes and more: solve axis by axis, never the full product, and bound the whole from below by its axes.
+
+With the others held fixed, the layouts on one or two axes are an exact problem; solving these in turn until nothing
+improves is block coordinate descent. The lower bound is a sum over axes. A plan's moves, projected on one axis, are
+moves of that axis, and no tensor is smaller than split along all the others. Compute that is split over a set of axes
+takes ``T / N * prod(n_a, a not split)``, which is at least ``T / N * (1 + sum(n_a - 1, a not split))``: a sum over axes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from autopar.candidates import candidates
+from autopar.dims import Dims
+from autopar.layout import Layout
+from autopar.program import Program
+from autopar.redistribute import Machine, Tables
+from autopar.search.build import Built, Restrictions, build, operator_seconds
+from autopar.search.problem import Node, Problem, Solution
+from autopar.search.quotient import Quotient
+from autopar.search.solve import solve
+
+Make = Callable[[Restrictions], Built]
+Progress = Callable[[str, float, float], None]
+
+def descend(
+    make: Make,
+    restrictions: Restrictions,
+    tables: Tables,
+    memory: float | None,
+    gap: float,
+    time_limit: float,
+    progress: Progress | None,
+) -> tuple[Built, Solution]:
+    """Block coordinate descent over axes, from everything replicated.
+
+    Raises:
+        InfeasibleError: the last axis cannot bring memory under the budget.
+    """
+    deadline = time.monotonic() + time_limit
+    machine = tables.machine
+    count = len(machine.sizes)
+    fixed: dict[str, tuple[Any, ...]] = {}
+    best: tuple[Built, Solution] | None = None
+    # Fast links first: they carry the traffic that cannot be avoided.
+    order = sorted(range(count), key=lambda a: (-machine.links[a].bandwidth, a))
+    remaining = float(np.prod(machine.sizes))
+    for axis in order:
+        remaining /= machine.sizes[axis]
+        budget = None if memory is None else memory * remaining
+        best = _solve_block(make, replace(restrictions, fixed=fixed, free=(axis,)), budget, gap, deadline)
+        fixed = _placements(*best, tables)
+    assert best is not None
+    blocks = [(a,) for a in range(count)] + list(itertools.combinations(range(count), 2))
+    improved = True
+    while improved and time.monotonic() < deadline:
+        improved = False
+        for block in blocks:
+            found = _solve_block(make, replace(restrictions, fixed=fixed, free=block), memory, gap, deadline)
+            if found[1].objective < best[1].objective * (1 - 1e-6):
+                best, improved = found, True
+                fixed = _placements(*best, tables)
+            if progress:
+                progress(f"axes {block}", best[1].objective, 0.0)
+    return best
+
+
+def _solve_block(
+    make: Make, restrictions: Restrictions, budget: float | None, gap: float, deadline: float
+) -> tuple[Built, Solution]:
+    built = make(restrictions)
+    return built, solve(built.problem, budget=budget, gap=gap, time_limit=max(1.0, deadline - time.monotonic()))
+
+
+def _placements(built: Built, solution: Solution, tables: Tables) -> dict[str, tuple[Any, ...]]:
+    """What every variable does on every axis: strategy names of operators, placements of tensors."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for variable, label in zip(built.variables, solution.labels, strict=True):
+        if variable.choices is not None:
+            found[variable.key] = variable.choices.names(int(label))
+        else:
+            found[variable.key] = tables.of(variable.types["in", 0]).layouts[int(variable.ports["in", 0][label])]
+    return found
+
+
+def bound_by_axes(
+    program: Program, dims: Dims, classes: Quotient, machine: Machine, restrictions: Restrictions
+) -> float:
+    """Seconds that no plan on any of the axes can undercut; memory is not counted, so it holds for every budget."""
+    total, devices = 0.0, math.prod(machine.sizes)
+    for axis, (name, n, link) in enumerate(zip(machine.names, machine.sizes, machine.links, strict=True)):
+        others = devices // n
+        # With every other axis splitting it, each tensor is `others` times smaller: the same as a faster machine.
+        fast = replace(link, bandwidth=link.bandwidth * others)
+        device = replace(machine.device, bandwidth=machine.device.bandwidth * others)
+        single = Machine((name,), (n,), (fast,), device)
+        limits = replace(restrictions, layouts=_project(restrictions.layouts, axis), fixed={}, free=None)
+        built = build(program, dims, classes, Tables(single), defaultdict(float), limits)
+        problem, share = _share(built, dims, classes, machine, n)
+        total += solve(problem, gap=1e-4).lower_bound + (share if axis == 0 else 0.0)
+    return total
+
+
+def _project(layouts: Mapping[Any, Layout], axis: int) -> dict[Any, Layout]:
+    return {key: (layout[axis],) for key, layout in layouts.items()}
+
+
+def _share(built: Built, dims: Dims, classes: Quotient, machine: Machine, n: int) -> tuple[Problem, float]:
+    """The axis's part of the compute bound in place of the operators' own costs, and the part that nobody avoids."""
+    nodes = []
+    devices = math.prod(machine.sizes)
+    base = 0.0
+    for variable, node in zip(built.variables, built.problem.nodes, strict=True):
+        if variable.choices is None:
+            nodes.append(node)
+            continue
+        operator = dims.operators[classes.members[variable.key][0]]
+        whole = candidates(operator, (1,), allowed=[["R"]])
+        alone = Machine(("one",), (1,), machine.links[:1], replace(machine.device, launch=1e-30))
+        ideal = variable.count * float(operator_seconds(operator, whole, alone)[0]) / devices
+        launch = variable.count * machine.device.launch if ideal > 0 else 0.0
+        base += ideal + launch
+        splits = np.array([s.splits for s in variable.choices.strategies])[variable.choices.choice[:, 0]]
+        nodes.append(Node(node.name, np.where(splits, 0.0, ideal * (n - 1)), node.memory))
+    return Problem(tuple(nodes), built.problem.edges), base

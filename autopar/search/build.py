@@ -1,0 +1,341 @@
+"""From candidates to a combinatorial problem: variables, their costs, and what it costs to connect them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import fx
+
+from autopar.candidates import REPLICATE, Candidates, candidates, split_parts
+from autopar.cost import collectives
+from autopar.cost.compute import roofline
+from autopar.dims import Dims, Operator
+from autopar.errors import InfeasibleError
+from autopar.layout import Layout, Partial, Placement, Replicate, Split, TensorType
+from autopar.program import Program, producer, tensor_arguments
+from autopar.redistribute import Machine, Tables, item_bytes
+from autopar.search.problem import Edge, Node, Problem
+from autopar.search.quotient import Quotient
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Port = tuple[str, int]
+"""``("in", 1)``: second tensor argument; ``("out", 0)``: first output."""
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One decision: the candidate of a class of operators, or the layout of a class of tensors.
+
+    Attributes:
+        key: of the class; a relay (where a value used more than once is moved for all its users) has its own.
+        count: how many nodes share the decision.
+        ports: layout number of each label, by port.
+        types: type of the tensor at each port.
+        choices: an operator's candidates; None for a tensor's layout.
+        cost: seconds of each label, all members together.
+        memory: bytes of each label, all members together.
+    """
+
+    key: str
+    count: int
+    ports: Mapping[Port, Ints]
+    types: Mapping[Port, TensorType]
+    choices: Candidates | None
+    cost: Floats
+    memory: Floats
+
+
+@dataclass(frozen=True)
+class Restrictions:
+    """What a search leaves open.
+
+    Attributes:
+        layouts: for parameters, batch tensors and results, by kind and name: the only layout allowed.
+        fixed: strategy name or placement of each variable on each axis that is not searched; absent: replicated.
+        free: axes that are searched; None searches all.
+        data_axes_only: batch tensors may be split along the first factor of their first dim only.
+    """
+
+    layouts: Mapping[tuple[str, str], Layout] = field(default_factory=dict)
+    fixed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    free: tuple[int, ...] | None = None
+    data_axes_only: bool = False
+
+
+@dataclass(frozen=True)
+class Built:
+    """The problem, and what its variables mean."""
+
+    problem: Problem
+    variables: tuple[Variable, ...]
+
+
+def build(
+    program: Program,
+    dims: Dims,
+    classes: Quotient,
+    tables: Tables,
+    state_bytes: Mapping[str, float],
+    restrictions: Restrictions,
+) -> Built:
+    """The layout problem of a program on a machine.
+
+    Args:
+        program: the canonical program.
+        dims: its dimension analysis.
+        classes: which nodes share a decision.
+        tables: redistribution costs.
+        state_bytes: bytes of parameter, gradient and optimizer state of each parameter, when replicated.
+        restrictions: what is decided already.
+    """
+    maker = _Maker(program, dims, classes, tables, restrictions)
+    variables = maker.variables(state_bytes)
+    number = {v.key: i for i, v in enumerate(variables)}
+    edges = []
+    for (source, out), (target, into), weight in maker.connections(variables):
+        u, v = variables[number[source]], variables[number[target]]
+        edges.append(_edge(number[source], number[target], u, v, out, into, weight, tables))
+    nodes = tuple(Node(v.key, v.cost, v.memory) for v in variables)
+    return Built(Problem(nodes, tuple(edges)), variables)
+
+
+def _edge(
+    i: int, j: int, u: Variable, v: Variable, out: Port, into: Port, weight: int, tables: Tables
+) -> Edge:
+    rows, u_group = np.unique(u.ports[out], return_inverse=True)
+    columns, v_group = np.unique(v.ports[into], return_inverse=True)
+    table = tables.of(u.types[out]).seconds[np.ix_(rows, columns)] * weight
+    return Edge(i, j, u_group.astype(np.int64), v_group.astype(np.int64), np.ascontiguousarray(table))
+
+
+class _Maker:
+    """Makes variables and their connections, class by class."""
+
+    def __init__(
+        self, program: Program, dims: Dims, classes: Quotient, tables: Tables, restrictions: Restrictions
+    ) -> None:
+        self.program, self.dims, self.classes, self.tables = program, dims, classes, tables
+        self.restrictions = restrictions
+        self.sizes = tables.machine.sizes
+        self.uses = _uses(program, classes)
+
+    def variables(self, state_bytes: Mapping[str, float]) -> list[Variable]:
+        inputs = dict(zip(self.program.placeholders, self.program.inputs, strict=True))
+        results = {o.name: v for o, v in zip(self.program.outputs, self.program.output_values, strict=True)
+                   if o.kind == "result" and v is not None}  # fmt: skip
+        made: list[Variable] = []
+        for key, members in self.classes.members.items():
+            node = members[0]
+            if node in self.dims.operators:
+                made.append(self._operator(key, node, len(members)))
+            elif node.op == "get_attr" or inputs[node].kind == "buffer":
+                made.append(self._tensor(key, len(members), self.dims.types[node, 0], "constant", ()))
+            elif inputs[node].kind == "parameter":
+                names = tuple(inputs[n].name for n in members)
+                memory = sum(state_bytes[n] for n in names)
+                made.append(self._tensor(key, len(members), self.dims.types[node, 0], "parameter", names, memory))
+            elif inputs[node].kind == "batch":
+                made.append(self._tensor(key, len(members), self.dims.types[node, 0], "batch", (inputs[node].name,)))
+            elif inputs[node].name not in results or _is_loss(self.program, inputs[node].name):
+                made.append(self._tensor(key, len(members), self.dims.types[node, 0], "constant", ()))
+        for name, value in results.items():
+            kind = "constant" if _is_loss(self.program, name) else "result"
+            made.append(self._tensor(f"result {name}", 1, self.dims.type_of(value), kind, (name,)))
+        for (key, out), users in self.uses.items():
+            if len(users) > 1 or max(users.values()) > len(self.classes.members.get(key, (0,))):
+                node = self.classes.members[key][0]
+                count = len(self.classes.members[key])
+                made.append(self._tensor(f"relay {key} {out}", count, self.dims.types[node, out], "relay", ()))
+        return made
+
+    def connections(self, variables: Sequence[Variable]) -> list[tuple[tuple[str, Port], tuple[str, Port], int]]:
+        """``(source, its port), (target, its port), how many edges`` of the quotient graph."""
+        known = {v.key for v in variables}
+        found = []
+        for (key, out), users in self.uses.items():
+            source: tuple[str, Port] = (_source(key, self.program), ("out", out))
+            relay = f"relay {key} {out}"
+            if relay in known:
+                count = len(self.classes.members[key])
+                found.append((source, (relay, ("in", 0)), count))
+                source = (relay, ("out", 0))
+            for (target, into), weight in users.items():
+                found.append((source, (target, ("in", into)), weight))
+        return found
+
+    def _operator(self, key: str, node: fx.Node, count: int) -> Variable:
+        operator = self.dims.operators[node]
+        fixed = self.restrictions.fixed.get(key)
+        chosen = candidates(operator, self.sizes, self._allowed(fixed))
+        ports: dict[Port, Ints] = {}
+        types: dict[Port, TensorType] = {}
+        for i, type_ in enumerate(operator.inputs):
+            types["in", i] = type_
+            ports["in", i] = self._encode(type_, [s.inputs[i] for s in chosen.strategies], chosen.choice)
+        for i, output in enumerate(operator.outputs):
+            if output is not None:
+                types["out", i] = output
+                ports["out", i] = self._encode(output, [s.outputs[i] for s in chosen.strategies], chosen.choice)
+        cost = operator_seconds(operator, chosen, self.tables.machine) * count
+        return Variable(key, count, ports, types, chosen, cost, np.zeros(len(cost)))
+
+    def _allowed(self, fixed: Sequence[Any] | None) -> list[list[str]] | None:
+        free = self.restrictions.free
+        if free is None:
+            return None
+        return [_Everything() if a in free else [fixed[a] if fixed else REPLICATE] for a in range(len(self.sizes))]
+
+    def _encode(self, type_: TensorType, placements: list[Placement], choice: Ints) -> Ints:
+        """Layout number of each candidate, from each strategy's placement of this tensor."""
+        table = self.tables.of(type_)
+        numbers = {p: i for i, p in enumerate(dict.fromkeys(placements))}
+        code = np.array([numbers[p] for p in placements])[choice]
+        base = len(numbers)
+        packed = code @ (base ** np.arange(len(self.sizes)))
+        unique, inverse = np.unique(packed, return_inverse=True)
+        names = list(numbers)
+        found = [
+            table.index[tuple(names[(int(u) // base**a) % base] for a in range(len(self.sizes)))] for u in unique
+        ]
+        return np.array(found, dtype=np.int64)[inverse]
+
+    def _tensor(
+        self, key: str, count: int, type_: TensorType, kind: str, names: tuple[str, ...], memory: float = 0.0
+    ) -> Variable:
+        table = self.tables.of(type_)
+        allowed = [i for i, layout in enumerate(table.layouts) if self._admits(kind, names, type_, layout, key)]
+        if not allowed:
+            pinned = [self.restrictions.layouts.get((kind, n)) for n in names]
+            raise InfeasibleError(
+                f"no layout of {kind} {', '.join(names) or key} of shape {type_.shape} satisfies what is pinned "
+                f"({', '.join(map(str, (p and tuple(map(str, p)) for p in pinned)))}) on axes of sizes {self.sizes}"
+            )
+        labels = np.array(allowed, dtype=np.int64)
+        parts = np.array([split_parts(table.layouts[i], self.sizes) for i in allowed], dtype=np.float64)
+        ports: dict[Port, Ints] = {("in", 0): labels, ("out", 0): labels}
+        types: dict[Port, TensorType] = {("in", 0): type_, ("out", 0): type_}
+        return Variable(key, count, ports, types, None, np.zeros(len(labels)), memory / parts)
+
+    def _admits(self, kind: str, names: tuple[str, ...], type_: TensorType, layout: Layout, key: str) -> bool:
+        fixed = self.restrictions.fixed.get(key)
+        free = self.restrictions.free
+        if free is not None and any(
+            layout[a] != (fixed[a] if fixed else Replicate()) for a in range(len(layout)) if a not in free
+        ):
+            return False
+        if kind == "constant":
+            return all(isinstance(p, Replicate) for p in layout)
+        if kind == "relay":
+            return True
+        if any(isinstance(p, Partial) for p in layout):
+            return False
+        if any(self.restrictions.layouts.get((kind, n), layout) != layout for n in names):
+            return False
+        if kind == "batch":
+            return not self.restrictions.data_axes_only or all(p in (Replicate(), Split(0, 0)) for p in layout)
+        return is_boundary_layout(type_, layout)
+
+
+class _Everything(list[str]):
+    """A list that contains every name."""
+
+    def __contains__(self, item: object) -> bool:
+        return True
+
+
+def is_boundary_layout(type_: TensorType, layout: Layout) -> bool:
+    """Whether torch's placements express the layout of a parameter or output.
+
+    ``Shard`` says the leading factor of a dim, along any number of axes; ``_StridedShard`` another one, along one axis.
+    """
+    for d in range(len(type_.dims)):
+        splits = [p for p in layout if isinstance(p, Split) and p.dim == d]
+        if len(set(splits)) > 1 or (len(splits) > 1 and splits[0].factor > 0):
+            return False
+    return True
+
+
+def operator_seconds(operator: Operator, chosen: Candidates, machine: Machine) -> Floats:
+    """Seconds of each candidate of one operator: roofline over what stays local, and a lowering's collectives."""
+    choice = chosen.choice
+    sizes = np.array(machine.sizes)
+    if operator.rule.view:
+        return np.zeros(len(choice))
+    total = np.zeros(len(choice))
+    for side, types in (("inputs", operator.inputs), ("outputs", operator.outputs)):
+        for i, type_ in enumerate(types):
+            if type_ is None:
+                continue
+            split = np.array([isinstance(getattr(s, side)[i], Split) for s in chosen.strategies])
+            parts = np.where(split[choice], sizes, 1).prod(axis=1)
+            total += type_.numel * item_bytes(type_.dtype) / parts
+    splits = np.array([s.splits for s in chosen.strategies])
+    flops = operator.rule.flops / np.where(splits[choice], sizes, 1).prod(axis=1)
+    known = (t.dtype for t in (*operator.outputs, *operator.inputs) if t is not None and t.dtype in machine.device.flops)
+    dtype = next(known, "float32")
+    seconds = np.asarray(roofline(flops, total, dtype, machine.device), dtype=np.float64)
+    return seconds + _lowering_seconds(operator, chosen, machine)
+
+
+def lowered_bytes(operator: Operator, factor: tuple[str, int]) -> list[float]:
+    """Global bytes of each tensor that the lowering of a letter all-reduces."""
+    dtype = next(t.dtype for t in operator.inputs if t is not None)
+    found = []
+    for letters in operator.rule.lower[factor[0]].all_reduces:
+        size = float(item_bytes(dtype))
+        for c in letters:
+            for f in operator.letters[c].factors if c in operator.letters else ():
+                size *= f.size
+        found.append(size)
+    return found
+
+
+def _lowering_seconds(operator: Operator, chosen: Candidates, machine: Machine) -> Floats:
+    total = np.zeros(len(chosen.choice))
+    for s, strategy in enumerate(chosen.strategies):
+        if strategy.factor is None or strategy.factor[0] not in operator.rule.lower:
+            continue
+        for axis, (n, link) in enumerate(zip(machine.sizes, machine.links, strict=True)):
+            uses = chosen.choice[:, axis] == s
+            for size in lowered_bytes(operator, strategy.factor):
+                total += uses * (machine.device.launch + float(collectives.all_reduce(size, n, link)))
+    return total
+
+
+def _is_loss(program: Program, name: str) -> bool:
+    return program.loss is not None and int(name) == program.loss
+
+
+def _source(key: str, program: Program) -> str:
+    """The variable that a class's values come from: a tangent lies as its result does."""
+    if key.startswith("tangent "):
+        name = key.split()[1]
+        return key if _is_loss(program, name) else f"result {name}"
+    return key
+
+
+def _uses(program: Program, classes: Quotient) -> dict[tuple[str, int], dict[tuple[str, int], int]]:
+    """For every value class: ``(class, argument)`` of its users, with how many edges."""
+    uses: dict[tuple[str, int], dict[tuple[str, int], int]] = defaultdict(lambda: defaultdict(int))
+    for node in classes.key:
+        if node.op != "call_function":
+            continue
+        for i, argument in enumerate(tensor_arguments(node)):
+            source, out = producer(argument)
+            uses[classes.key[source], out][classes.key[node], i] += 1
+    named = {(i.kind, i.name): classes.key[n] for n, i in zip(program.placeholders, program.inputs, strict=True)}
+    for output, value in zip(program.outputs, program.output_values, strict=True):
+        if value is None:
+            continue
+        source, out = producer(value)
+        kind = {"gradient": "parameter", "buffer": "buffer"}.get(output.kind)
+        target = named.get((kind, output.name)) if kind else f"result {output.name}"
+        if target is not None:
+            uses[classes.key[source], out][target, 0] += 1
+    return uses

@@ -1,0 +1,93 @@
+"""The values of the combinatorial solver: a pairwise cost minimisation with one optional memory budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Node:
+    """A variable with L labels.
+
+    Attributes:
+        name: Used in messages only.
+        cost: Seconds of each label, [L]; inf forbids a label.
+        memory: Bytes of each label, [L].
+    """
+
+    name: str
+    cost: Floats
+    memory: Floats
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A cost between two nodes: `table[u_group[label of u], v_group[label of v]]`.
+
+    Attributes:
+        u: Index of the first node.
+        v: Index of the second node; equal to `u` for a self loop.
+        u_group: Row of each label of u, [L_u].
+        v_group: Column of each label of v, [L_v].
+        table: Seconds, [A, B]; inf forbids a pair.
+    """
+
+    u: int
+    v: int
+    u_group: Ints
+    v_group: Ints
+    table: Floats
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Minimise node costs plus edge costs."""
+
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A labelling with its certificate.
+
+    Attributes:
+        labels: One label per node, [n].
+        objective: Seconds of these labels, exactly as `evaluate` counts them.
+        lower_bound: No labelling within the budget costs less, up to float rounding.
+        memory: Bytes of these labels.
+        method: What closed the search, e.g. "fold" or "time limit".
+    """
+
+    labels: Ints
+    objective: float
+    lower_bound: float
+    memory: float
+    method: str
+
+    @property
+    def gap(self) -> float:
+        """Relative distance between the objective and the lower bound."""
+        return (self.objective - self.lower_bound) / max(self.objective, 1e-300)
+
+
+def evaluate(problem: Problem, labels: Ints) -> tuple[float, float]:
+    """Objective in seconds and memory in bytes of a labelling.
+
+    Args:
+        problem: The problem.
+        labels: One label per node, [n].
+
+    Returns:
+        (objective, memory); the objective is inf if a forbidden label or pair is used.
+    """
+    chosen = [int(x) for x in labels]
+    cost = sum(float(node.cost[x]) for node, x in zip(problem.nodes, chosen, strict=True))
+    cost += sum(float(e.table[e.u_group[chosen[e.u]], e.v_group[chosen[e.v]]]) for e in problem.edges)
+    return cost, sum(float(node.memory[x]) for node, x in zip(problem.nodes, chosen, strict=True))

@@ -1,0 +1,97 @@
+"""The quotient graph: nodes of repeated modules share one variable, so the search does not grow with depth.
+
+Two nodes are tied when they are the same operator call, by number, in the same module, indices of repeated blocks
+removed. Nodes without a module (sums of gradients, constants) are tied when their arguments are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.dims import Dims
+from autopar.layout import TensorType
+from autopar.program import Program, is_backward, is_operator, module_path, producer, static_arguments, tensor_arguments
+
+
+@dataclass(frozen=True)
+class Quotient:
+    """A partition of a program's nodes.
+
+    Attributes:
+        key: the class of every placeholder and operator node; readable and the same in every process.
+        members: nodes of each class, in program order; classes in order of their first node.
+    """
+
+    key: dict[fx.Node, str]
+    members: dict[str, tuple[fx.Node, ...]]
+
+
+def quotient(program: Program, dims: Dims, *, tie: bool = True) -> Quotient:
+    """Tie the nodes of repeated modules; with ``tie=False`` every node is a class of its own."""
+    blocks = _block_prefixes(i.name for i in program.inputs if i.kind == "parameter")
+    key: dict[fx.Node, str] = {}
+    count: dict[tuple[str, str], int] = defaultdict(int)
+    inputs = dict(zip(program.placeholders, program.inputs, strict=True))
+    for node in program.graph.graph.nodes:
+        if node.op == "placeholder":
+            spec = inputs[node]
+            name = _without_indices(spec.name, blocks) if spec.kind in ("parameter", "buffer") else spec.name
+            key[node] = f"{spec.kind} {name} {_signature(dims.types[node, 0])}"
+        elif node.op == "get_attr":
+            key[node] = f"constant {_signature(dims.types[node, 0])}" if (node, 0) in dims.types else "constant"
+        elif is_operator(node):
+            key[node] = _operator_key(node, dims, blocks, key, count)
+    if not tie:
+        key = {n: f"{k} @{n.name}" for n, k in key.items()}
+    members: dict[str, list[fx.Node]] = defaultdict(list)
+    for node, k in key.items():
+        members[k].append(node)
+    return Quotient(key, {k: tuple(v) for k, v in members.items()})
+
+
+def _operator_key(
+    node: fx.Node, dims: Dims, blocks: frozenset[str], key: dict[fx.Node, str], count: dict[tuple[str, str], int]
+) -> str:
+    path = module_path(node)
+    operator = dims.operators[node]
+    phase = "backward" if is_backward(node) else "forward"
+    types = [_signature(t) for t in (*operator.inputs, *operator.outputs) if t is not None]
+    bound = "".join(c if c in operator.letters else "" for c in operator.rule.letters)
+    detail = _short("|".join([operator.rule.equation, bound, static_arguments(node), *types]))
+    name = str(node.target).removeprefix("aten.").removesuffix(".default")
+    if path:
+        call = f"{phase} {name} {detail}"
+        number = count[path, call]
+        count[path, call] += 1
+        return f"{_without_indices(path, blocks)}: {call} #{number}"
+    sources = [key[producer(a)[0]] + str(producer(a)[1]) for a in tensor_arguments(node)]
+    return f": {phase} {name} {_short(detail + '|'.join(sources))}"
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _signature(type_: TensorType) -> str:
+    """A type without names: they may differ between layers."""
+    return f"{type_.dtype}{[[f.size for f in dim] for dim in type_.dims]}".replace(" ", "")
+
+
+def _block_prefixes(names: Iterable[str]) -> frozenset[str]:
+    """Prefixes ``layers.3`` of numbered modules that contain modules: these repeat; numbered leaves need not."""
+    found = set()
+    for name in names:
+        parts = name.split(".")
+        found.update(".".join(parts[: i + 1]) for i, p in enumerate(parts[:-2]) if p.isdigit())
+    return frozenset(found)
+
+
+def _without_indices(path: str, blocks: frozenset[str]) -> str:
+    parts = re.sub(r"@\d+", "", path).split(".")
+    return ".".join("*" if ".".join(parts[: i + 1]) in blocks else p for i, p in enumerate(parts))

@@ -1,0 +1,200 @@
+"""The rule language: one equation an operator, from which every way to split it follows.
+
+A rule names each dim of the operator's tensors by *letters*. ``"mk,kn->mn"`` is a matrix product; ``"(ab)c->abc"`` is a
+view that splits the first dim; ``1`` is a dim of size one or one that is broadcast. On one mesh axis every letter
+offers a strategy: split it wherever it occurs; an output without it is ``Partial`` if the rule *reduces* the letter.
+Rules are pure: they see the call's arguments (tensors as `Spec`) and nothing of meshes, costs or graphs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+from autopar.errors import InvalidRuleError
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+Dims = tuple[tuple[str, ...], ...]
+"""The letters of one tensor, dim by dim."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a rule sees of a tensor argument: global shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: Any = None
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """Other code than the operator's own, for one letter split over ``axes``.
+
+    Attributes:
+        build: ``build(context, *args, **kwargs)`` emits the local code with `torch.ops.aten` calls on graph proxies.
+            ``args`` are the operator's own arguments, tensors replaced by local proxies, sizes already local.
+            ``context.axis_index()`` is this device's number along the split, ``context.parts`` how many there are,
+            ``context.all_reduce(x, op)`` sums (or takes the maximum) over the devices of the split.
+        all_reduces: the letters of each tensor that ``build`` all-reduces, for its cost: ``("n", "n")``.
+    """
+
+    build: Callable[..., Any]
+    all_reduces: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How an operator's tensors share dims, and what may be split.
+
+    Attributes:
+        equation: tensor arguments (in the order in which they appear among args and kwargs, lists flattened, absent
+            ones left out) and outputs, comma separated: ``"mk,kn->mn"``. ``_`` is an output that does not exist.
+        reduce: letters summed over; an output without a split letter of these is ``Partial("sum")``.
+        keep: letters whose split leaves the outputs without them replicated (complete on every device).
+        blocked: letters along which the operator cannot be split.
+        linear: sets of tensor arguments in which the operator is jointly linear, the others being held fixed:
+            ``Partial`` in exactly these arguments passes through to every output.
+        shapes: positions of arguments that are the shape of output 0; made local when the output is split.
+        scaled: argument (position, or name) that is a number of elements along some letters: ``{1: "r"}``.
+        lower: letters whose split needs other code.
+        flops: floating point operations of the whole operator; None counts memory traffic only.
+        view: the operator moves no data.
+        sizes: sizes of letters that shapes alone do not give (two unknown letters in one group).
+    """
+
+    equation: str
+    reduce: str = ""
+    keep: str = ""
+    blocked: str = ""
+    linear: tuple[tuple[int, ...], ...] = ()
+    shapes: tuple[int, ...] = ()
+    scaled: Mapping[int | str, str] = field(default_factory=lambda: MappingProxyType({}))
+    lower: Mapping[str, Lowering] = field(default_factory=lambda: MappingProxyType({}))
+    flops: float = 0.0
+    view: bool = False
+    sizes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+
+    @cached_property
+    def inputs(self) -> tuple[Dims, ...]:
+        """Letters of every tensor argument."""
+        return _parse_side(self.equation.partition("->")[0])
+
+    @cached_property
+    def outputs(self) -> tuple[Dims | None, ...]:
+        """Letters of every output; None for one that does not exist."""
+        right = self.equation.partition("->")[2]
+        return tuple(None if part == "_" else _parse_tensor(part) for part in right.split(","))
+
+    @cached_property
+    def letters(self) -> tuple[str, ...]:
+        """Every letter, in order of first appearance."""
+        seen = dict.fromkeys(c for c in self.equation if c.isalpha())
+        return tuple(seen)
+
+
+def _parse_side(text: str) -> tuple[Dims, ...]:
+    return tuple(_parse_tensor(part) for part in text.split(",")) if text != "" else ()
+
+
+def _parse_tensor(text: str) -> Dims:
+    text = text.replace(".", "")
+    if not re.fullmatch(r"(?:\([A-Za-z]*\)|[A-Za-z1])*", text):
+        raise InvalidRuleError(f"cannot read {text!r} in a rule's equation; write dims as letters, (groups) or 1")
+    dims = re.findall(r"\([A-Za-z]*\)|[A-Za-z1]", text)
+    return tuple(tuple(c for c in dim if c.isalpha()) for dim in dims)
+
+
+RuleFunction = Callable[..., Rule]
+
+_RULES: dict[Any, RuleFunction] = {}
+
+
+def rule(*targets: Any) -> Callable[[RuleFunction], RuleFunction]:
+    """Register the decorated function as the rule of each operator overload in ``targets``.
+
+    The function takes the operator's own arguments, tensors replaced by `Spec`, and returns a `Rule`.
+
+    Raises:
+        InvalidRuleError: an operator already has a rule.
+    """
+
+    def register(function: RuleFunction) -> RuleFunction:
+        for target in targets:
+            if target in _RULES:
+                raise InvalidRuleError(f"{target} already has a rule: {_RULES[target].__module__}")
+            _RULES[target] = function
+        return function
+
+    return register
+
+
+def find_rule(target: Any) -> RuleFunction | None:
+    """The rule registered for an operator overload, or None."""
+    return _RULES.get(target)
+
+
+def registered() -> dict[Any, RuleFunction]:
+    """Every registered rule, by operator, in order of registration."""
+    return dict(_RULES)
+
+
+def letters(count: int, start: int = 0) -> str:
+    """``count`` letters from the ``start``-th on, for operators on any number of dims."""
+    if start + count > len(LETTERS):
+        raise InvalidRuleError(f"a rule needs {start + count} letters; at most {len(LETTERS)} exist")
+    return LETTERS[start : start + count]
+
+
+def dims(parts: list[str] | tuple[str, ...]) -> str:
+    """One tensor of an equation from the letters of each dim: ``["ab", "c", ""]`` is ``"(ab)c1"``."""
+    return "".join(p if len(p) == 1 else f"({p})" if p else "1" for p in parts)
+
+
+def letter_sizes(rule: Rule, inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...] | None]) -> dict[str, int]:
+    """The size of every letter, from the global shapes of tensor arguments and outputs.
+
+    Raises:
+        InvalidRuleError: the equation does not fit the shapes, or leaves a letter without a size.
+    """
+    sizes = dict(rule.sizes)
+    pairs = [
+        (dim, size)
+        for sides, shapes in ((rule.inputs, inputs), (rule.outputs, outputs))
+        for dims_, shape in _zip(rule, sides, shapes)
+        for dim, size in _zip(rule, dims_, shape)
+    ]
+    pending = pairs
+    while pending:
+        unknown = [(dim, size) for dim, size in pending if sum(c not in sizes for c in dim) > 1]
+        for dim, size in pending:
+            missing = [c for c in dim if c not in sizes]
+            known = math.prod(sizes[c] for c in dim if c in sizes)
+            if len(missing) == 1 and known and size % known == 0:
+                sizes[missing[0]] = size // known
+        if len(unknown) == len(pending):
+            raise InvalidRuleError(f"{rule.equation}: letters {unknown[0][0]} have no size; give Rule(sizes=...)")
+        pending = unknown
+    for dim, size in pairs:
+        if dim and math.prod(sizes.get(c, -1) for c in dim) != size:
+            raise InvalidRuleError(f"{rule.equation} does not fit shapes {list(inputs)} -> {list(outputs)}")
+    return sizes
+
+
+def _zip(rule: Rule, left: Sequence[Any], right: Sequence[Any] | None) -> list[tuple[Any, Any]]:
+    """Pairs of an equation's part and what it describes; absent outputs are passed over."""
+    if left is None or right is None:
+        return []
+    if len(left) != len(right):
+        raise InvalidRuleError(f"{rule.equation}: {len(left)} parts for {len(right)} ({left} for {right})")
+    return list(zip(left, right, strict=True))

@@ -1,0 +1,1 @@
+"""Graph rewrites, one file a pass, each named after its function."""

@@ -1,0 +1,31 @@
+"""One file an operator family; importing this package registers every rule, in this order."""
+
+from autopar.strategies import (
+    attention,
+    convolution,
+    creation,
+    embedding,
+    indexing,
+    loss,
+    matmul,
+    normalization,
+    pointwise,
+    pooling,
+    reduction,
+    view,
+)
+
+__all__ = [
+    "attention",
+    "convolution",
+    "creation",
+    "embedding",
+    "indexing",
+    "loss",
+    "matmul",
+    "normalization",
+    "pointwise",
+    "pooling",
+    "reduction",
+    "view",
+]

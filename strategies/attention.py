@@ -1,0 +1,177 @@
+"""Scaled dot-product attention, one rule for the variants of each device.
+
+Batch and heads are free. Without a causal mask the queries are, too: the gradients of keys and values are sums over
+them. Keys are tied together by the softmax.
+"""
+
+from typing import Any
+
+import torch
+
+from autopar.strategy import Rule, Spec, dims, rule
+
+aten = torch.ops.aten
+
+BHQD = "b(hg)qd"
+BHKD = "bhkd"
+BHKE = "bhke"
+BHQE = "b(hg)qe"
+
+
+def _mask(mask: Spec) -> str:
+    """Letters of a mask that broadcasts to ``b(hg)qk``; g is 1 where there is one."""
+    names = ["b", "hg", "q", "k"][4 - mask.ndim :]
+    return dims([c if n != 1 else "" for c, n in zip(names, mask.shape, strict=True)])
+
+
+def _plain(t: Any) -> list[str]:
+    """A tensor argument without split dims, such as a random state; nothing if it is absent."""
+    return ["1" * t.ndim or "."] if isinstance(t, Spec) else []
+
+
+def _sizes(query: Spec, key: Spec) -> dict[str, int]:
+    return {"h": key.shape[1], "g": query.shape[1] // key.shape[1]}
+
+
+def _blocked(dropout_p: float, tied: bool) -> str:
+    if dropout_p > 0:
+        return "bhgqkde"  # random numbers depend on the position in the local tensor
+    return "kde" + ("q" if tied else "")
+
+
+def _forward(
+    query: Spec, key: Spec, value: Spec, extra: list[str], outputs: str, dropout_p: float, tied: bool
+) -> Rule:
+    (b, h, q, d), k, e = query.shape, key.shape[2], value.shape[3]
+    return Rule(
+        f"{','.join([BHQD, BHKD, BHKE, *extra])}->{outputs}",
+        blocked=_blocked(dropout_p, tied),
+        keep="bhgq",
+        sizes=_sizes(query, key),
+        flops=2.0 * b * h * q * k * (d + e),
+    )
+
+
+def _backward(
+    query: Spec, key: Spec, value: Spec, inputs: list[str], outputs: str, dropout_p: float, tied: bool, scaled: Any = ()
+) -> Rule:
+    (b, h, q, d), k, e = query.shape, key.shape[2], value.shape[3]
+    return Rule(
+        f"{','.join(inputs)}->{outputs}",
+        blocked=_blocked(dropout_p, tied),
+        reduce="bhgq",
+        linear=((0,),) if dropout_p == 0 else (),
+        scaled=dict(scaled),
+        sizes=_sizes(query, key),
+        flops=5.0 * b * h * q * k * (d + e),
+    )
+
+
+@rule(aten._scaled_dot_product_flash_attention_for_cpu.default)
+def cpu(
+    query: Spec,
+    key: Spec,
+    value: Spec,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Spec | None = None,
+    scale: float | None = None,
+) -> Rule:
+    """Attention on a CPU."""
+    extra = [] if attn_mask is None else [_mask(attn_mask)]
+    return _forward(query, key, value, extra, f"{BHQE},b(hg)q", dropout_p, is_causal)
+
+
+@rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+def cpu_backward(
+    grad: Spec,
+    query: Spec,
+    key: Spec,
+    value: Spec,
+    out: Spec,
+    logsumexp: Spec,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Spec | None = None,
+    scale: float | None = None,
+) -> Rule:
+    """Its gradients of query, key and value."""
+    extra = [] if attn_mask is None else [_mask(attn_mask)]
+    inputs = [BHQE, BHQD, BHKD, BHKE, BHQE, "b(hg)q", *extra]
+    return _backward(query, key, value, inputs, f"{BHQD},{BHKD},{BHKE}", dropout_p, is_causal)
+
+
+@rule(aten._scaled_dot_product_flash_attention.default)
+def flash(
+    query: Spec, key: Spec, value: Spec, dropout_p: float = 0.0, is_causal: bool = False, *_: Any, **__: Any
+) -> Rule:
+    """Flash attention on a GPU."""
+    outputs = f"{BHQE},b(hg)q,_,_,_,_,1,.,1"
+    return _forward(query, key, value, [], outputs, dropout_p, is_causal)
+
+
+@rule(aten._scaled_dot_product_flash_attention_backward.default)
+def flash_backward(grad: Spec, query: Spec, key: Spec, value: Spec, *args: Any, **_: Any) -> Rule:
+    """Its gradients; ``args``: out, logsumexp, cum_seq (2), max_q, max_k, dropout, causal, seed, offset."""
+    plain = [text for t in (*args[2:4], *args[8:10]) for text in _plain(t)]
+    inputs = [BHQE, BHQD, BHKD, BHKE, BHQE, "b(hg)q", *plain]
+    return _backward(query, key, value, inputs, f"{BHQD},{BHKD},{BHKE}", args[6], args[7], {8: "q"})
+
+
+@rule(aten._scaled_dot_product_efficient_attention.default)
+def efficient(
+    query: Spec,
+    key: Spec,
+    value: Spec,
+    attn_bias: Spec | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> Rule:
+    """Memory-efficient attention on a GPU; its logsumexp is padded, so queries are not split."""
+    extra = [] if attn_bias is None else [_mask(attn_bias)]
+    return _forward(query, key, value, extra, f"{BHQE},b(hg)1,.,.", dropout_p, tied=True)
+
+
+@rule(aten._scaled_dot_product_efficient_attention_backward.default)
+def efficient_backward(
+    grad: Spec, query: Spec, key: Spec, value: Spec, attn_bias: Spec | None, *args: Any, **_: Any
+) -> Rule:
+    """Its gradients; ``args``: out, logsumexp, seed, offset, dropout, gradient mask, causal."""
+    bias = [] if attn_bias is None else [_mask(attn_bias)]
+    plain = [text for t in args[2:4] for text in _plain(t)]
+    inputs = [BHQE, BHQD, BHKD, BHKE, *bias, BHQE, "b(hg)1", *plain]
+    outputs = [BHQD, BHKD, BHKE, *(bias or ["_"])]
+    masked = ",".join(text if wanted else "_" for text, wanted in zip(outputs, args[5], strict=True))
+    return _backward(query, key, value, inputs, masked, args[4], tied=True)
+
+
+@rule(aten._scaled_dot_product_cudnn_attention.default)
+def cudnn(
+    query: Spec,
+    key: Spec,
+    value: Spec,
+    attn_bias: Spec | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *_: Any,
+    **__: Any,
+) -> Rule:
+    """cuDNN's attention."""
+    extra = [] if attn_bias is None else [_mask(attn_bias)]
+    return _forward(query, key, value, extra, f"{BHQE},b(hg)q1,_,_,_,_,.,.,_", dropout_p, is_causal)
+
+
+@rule(aten._scaled_dot_product_cudnn_attention_backward.default)
+def cudnn_backward(grad: Spec, query: Spec, key: Spec, value: Spec, *args: Any, **_: Any) -> Rule:
+    """Its gradients; ``args``: out, logsumexp, seed, offset, bias, cum_seq (2), max_q, max_k, dropout, causal."""
+    bias = [_mask(args[4])] if isinstance(args[4], Spec) else []
+    plain = [text for t in args[2:4] for text in _plain(t)]
+    cumulative = [text for t in args[5:7] for text in _plain(t)]
+    inputs = [BHQE, BHQD, BHKD, BHKE, BHQE, "b(hg)q1", *plain, *bias, *cumulative]
+    return _backward(query, key, value, inputs, f"{BHQD},{BHKD},{BHKE}", args[9], args[10], {11: "q"})

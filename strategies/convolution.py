@@ -1,0 +1,100 @@
+"""Convolution and its backward: batch, groups, channels, and whole patches.
+
+Where the kernel is as large as the stride and nothing is padded (1x1 convolutions, patch embeddings), every output
+reads a patch of its own: the spatial dims are ``(Xu)`` and free in X.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from autopar.strategy import Rule, Spec, dims, rule
+
+aten = torch.ops.aten
+
+INSIDE, KERNEL, OUTSIDE = "xyz", "uvw", "XYZ"
+
+
+def _spatial(x: Spec, weight: Spec, args: Sequence[Any]) -> tuple[list[str], list[str], list[str], str]:
+    """Letters of the spatial dims of input, weight and output, and which of them are blocked."""
+    stride, padding, dilation, transposed, output_padding, _ = args
+    small, large = (OUTSIDE, INSIDE) if not transposed else (INSIDE, OUTSIDE)
+    sides: tuple[list[str], list[str], list[str]] = ([], [], [])
+    blocked = ""
+    for i, size in enumerate(x.shape[2:]):
+        k = weight.shape[2 + i]
+        patches = (
+            k == _at(stride, i)
+            and _at(padding, i) == 0
+            and (_at(dilation, i) == 1 or k == 1)
+            and _at(output_padding, i) == 0
+            and (transposed or size % k == 0)
+        )
+        if patches:
+            fine, coarse = small[i] + KERNEL[i], small[i]
+            sides[0].append(coarse if transposed else fine)
+            sides[2].append(fine if transposed else coarse)
+            blocked += KERNEL[i]
+        else:
+            sides[0].append(INSIDE[i])
+            sides[2].append(OUTSIDE[i])
+            blocked += INSIDE[i] + KERNEL[i] + OUTSIDE[i]
+        sides[1].append(KERNEL[i])
+    return *sides, blocked
+
+
+def _at(sizes: Sequence[int], i: int) -> int:
+    return sizes[i] if len(sizes) > 1 else sizes[0]
+
+
+def _tensors(x: Spec, weight: Spec, args: Sequence[Any]) -> tuple[str, str, str, str]:
+    """Equations of input, weight and output, and the blocked letters."""
+    inside, kernel, outside, blocked = _spatial(x, weight, args)
+    first = ["gi", "o"] if args[3] else ["go", "i"]
+    return dims(["n", "gi", *inside]), dims([*first, *kernel]), dims(["n", "go", *outside]), blocked
+
+
+def _flops(x: Spec, weight: Spec, output: Spec | None, args: Sequence[Any]) -> float:
+    """Two operations for each weight, sample and place (of the input where transposed, else of the output)."""
+    count = 2.0 * x.shape[0]
+    for n in weight.shape:
+        count *= n
+    for i in range(x.ndim - 2):
+        s, p, d = _at(args[0], i), _at(args[1], i), _at(args[2], i)
+        places = x.shape[2 + i]
+        count *= places if args[3] else (places + 2 * p - d * (weight.shape[2 + i] - 1) - 1) // s + 1
+    return count
+
+
+@rule(aten.convolution.default)
+def convolution(x: Spec, weight: Spec, bias: Spec | None, *args: Any) -> Rule:
+    """Convolution; ``args``: stride, padding, dilation, transposed, output padding, groups."""
+    a, b, c, blocked = _tensors(x, weight, args)
+    plain = bias is None
+    return Rule(
+        f"{a},{b}->{c}" if plain else f"{a},{b},(go)->{c}",
+        reduce="i" if plain else "",
+        blocked=blocked + ("" if plain else "i"),
+        linear=((0,), (1,)) if plain else ((0, 2), (1, 2)),
+        scaled={8: "g"},
+        sizes={"g": args[5]},
+        flops=_flops(x, weight, None, args),
+    )
+
+
+@rule(aten.convolution_backward.default)
+def convolution_backward(grad: Spec, x: Spec, weight: Spec, bias_sizes: Sequence[int] | None, *args: Any) -> Rule:
+    """Gradients of input, weight and bias; ``args`` as of the convolution, and the output mask."""
+    a, b, c, blocked = _tensors(x, weight, args[:6])
+    outputs = ",".join(t if wanted else "_" for t, wanted in zip((a, b, "(go)"), args[6], strict=True))
+    return Rule(
+        f"{c},{a},{b}->{outputs}",
+        reduce="noXYZ" if not args[3] else "noxyz",
+        keep="i",
+        blocked=blocked,
+        linear=((0,),),
+        scaled={3: "go", 9: "g"},
+        sizes={"g": args[5]},
+        flops=2.0 * _flops(x, weight, grad, args[:6]),
+    )

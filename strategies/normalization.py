@@ -1,0 +1,156 @@
+"""Layer, RMS, group and batch normalisation, forward and backward."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from autopar.strategy import Rule, Spec, letters, rule
+
+aten = torch.ops.aten
+
+
+def _rows(x: Spec, normalized_shape: Sequence[int]) -> tuple[str, str, str]:
+    """Letters of the free dims, of the normalised ones, and the equation of a statistic."""
+    names = letters(x.ndim)
+    free, inner = names[: x.ndim - len(normalized_shape)], names[x.ndim - len(normalized_shape) :]
+    return free, inner, free + "1" * len(inner)
+
+
+def _present(*tensors: Spec | None) -> int:
+    return sum(t is not None for t in tensors)
+
+
+@rule(aten.native_layer_norm.default)
+def layer_norm(x: Spec, normalized_shape: Sequence[int], weight: Spec | None, bias: Spec | None, eps: float) -> Rule:
+    """Each row less its mean, over its deviation; mean and reciprocal deviation are outputs too."""
+    free, inner, statistic = _rows(x, normalized_shape)
+    inputs = [free + inner, *[inner] * _present(weight, bias)]
+    return Rule(f"{','.join(inputs)}->{free + inner},{statistic},{statistic}", blocked=inner)
+
+
+@rule(aten.native_layer_norm_backward.default)
+def layer_norm_backward(
+    grad: Spec,
+    x: Spec,
+    normalized_shape: Sequence[int],
+    mean: Spec,
+    rstd: Spec,
+    weight: Spec | None,
+    bias: Spec | None,
+    output_mask: Sequence[bool],
+) -> Rule:
+    """Gradients of input, weight and bias; the last two are sums over rows."""
+    free, inner, statistic = _rows(x, normalized_shape)
+    inputs = [free + inner] * 2 + [statistic] * 2 + [inner] * _present(weight, bias)
+    outputs = _masked([free + inner, inner, inner], output_mask)
+    return Rule(f"{','.join(inputs)}->{outputs}", reduce=free, blocked=inner, linear=((0,),))
+
+
+def _masked(outputs: Sequence[str], mask: Sequence[bool]) -> str:
+    return ",".join(text if wanted else "_" for text, wanted in zip(outputs, mask, strict=True))
+
+
+@rule(aten._fused_rms_norm.default)
+def rms_norm(x: Spec, normalized_shape: Sequence[int], weight: Spec | None, eps: float | None) -> Rule:
+    """Each row over its root mean square, the reciprocal of which is an output too."""
+    free, inner, statistic = _rows(x, normalized_shape)
+    inputs = [free + inner, *[inner] * _present(weight)]
+    return Rule(f"{','.join(inputs)}->{free + inner},{statistic}", blocked=inner)
+
+
+@rule(aten._fused_rms_norm_backward.default)
+def rms_norm_backward(
+    grad: Spec, x: Spec, normalized_shape: Sequence[int], rstd: Spec, weight: Spec | None, output_mask: Sequence[bool]
+) -> Rule:
+    """Gradients of input and weight; the latter is a sum over rows."""
+    free, inner, statistic = _rows(x, normalized_shape)
+    inputs = [free + inner] * 2 + [statistic] + [inner] * _present(weight)
+    outputs = _masked([free + inner, inner], output_mask)
+    return Rule(f"{','.join(inputs)}->{outputs}", reduce=free, blocked=inner, linear=((0,),))
+
+
+def _grouped(x: Spec) -> tuple[str, str]:
+    """A batch of channels in groups, ``n(gc)xy``, and its spatial letters."""
+    spatial = letters(x.ndim - 2, letters(52).index("u"))
+    return f"n(gc){spatial}", spatial
+
+
+@rule(aten.native_group_norm.default)
+def group_norm(x: Spec, weight: Spec | None, bias: Spec | None, *sizes: Any) -> Rule:
+    """Each group of channels of each sample normalised; ``sizes`` are N, C, HxW, groups, eps."""
+    whole, spatial = _grouped(x)
+    inputs = [whole, *["(gc)"] * _present(weight, bias)]
+    return Rule(
+        f"{','.join(inputs)}->{whole},ng,ng",
+        blocked="c" + spatial,
+        keep="n",
+        scaled={3: "n", 4: "g", 6: "g"},
+        sizes={"g": sizes[3]},
+    )
+
+
+@rule(aten.native_group_norm_backward.default)
+def group_norm_backward(
+    grad: Spec, x: Spec, mean: Spec, rstd: Spec, weight: Spec | None, *sizes: Any
+) -> Rule:
+    """Gradients of input, weight and bias; ``sizes`` are N, C, HxW, groups, output mask."""
+    whole, spatial = _grouped(x)
+    inputs = [whole, whole, "ng", "ng", *["(gc)"] * _present(weight)]
+    return Rule(
+        f"{','.join(inputs)}->{_masked([whole, '(gc)', '(gc)'], sizes[4])}",
+        blocked="c" + spatial,
+        reduce="n",
+        linear=((0,),),
+        scaled={5: "n", 6: "g", 8: "g"},
+        sizes={"g": sizes[3]},
+    )
+
+
+def _batch_norm(x: Spec, channelwise: Sequence[Any], training: bool, outputs: int) -> Rule:
+    """Statistics over the batch tie samples together in training; the saved ones are empty otherwise."""
+    names = letters(x.ndim)
+    free, channel = names.replace("b", ""), "b"
+    inputs = [names, *[channel for t in channelwise if isinstance(t, Spec)]]
+    saved = [channel if training else "1"] * 2
+    text = ",".join([names, *saved, *[channel] * (outputs - 3)])
+    return Rule(f"{','.join(inputs)}->{text}", blocked=free if training else "", keep="" if training else names)
+
+
+@rule(aten.native_batch_norm.default)
+def native_batch_norm(x: Spec, *args: Any) -> Rule:
+    """Batch normalisation: arguments are weight, bias, running mean and variance, training, momentum, eps."""
+    return _batch_norm(x, args[:4], args[4], 3)
+
+
+@rule(aten._native_batch_norm_legit_functional.default)
+def batch_norm_functional(x: Spec, *args: Any) -> Rule:
+    """The same, returning new running statistics."""
+    return _batch_norm(x, args[:4], args[4], 5)
+
+
+@rule(aten._native_batch_norm_legit.no_stats)
+def batch_norm_without_statistics(x: Spec, *args: Any) -> Rule:
+    """The same, without running statistics: arguments are weight, bias, training, momentum, eps."""
+    return _batch_norm(x, args[:2], args[2], 3)
+
+
+@rule(aten._native_batch_norm_legit_no_training.default)
+def batch_norm_inference(x: Spec, *args: Any) -> Rule:
+    """The same, with the running statistics."""
+    return _batch_norm(x, args[:4], False, 3)
+
+
+@rule(aten.native_batch_norm_backward.default)
+def batch_norm_backward(grad: Spec, x: Spec, *args: Any) -> Rule:
+    """Gradients of input, weight and bias; ``args`` are weight, four statistics, train, eps, output mask."""
+    names = letters(x.ndim)
+    free = names.replace("b", "")
+    statistics = ["b" if t.shape == (x.shape[1],) else "1" for t in args[:5] if t is not None]
+    outputs = _masked([names, "b", "b"], args[7])
+    return Rule(
+        f"{','.join([names, names, *statistics])}->{outputs}",
+        blocked=free if args[5] else "",
+        reduce=free,
+        linear=((0,),),
+    )

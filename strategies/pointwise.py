@@ -1,0 +1,118 @@
+"""Operators that compute each element from the elements at the same place, with broadcasting.
+
+They can be split along every dim. What differs is only which operands they are linear in: the tables below.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autopar.strategy import Rule, Spec, dims, letters, rule
+
+aten = torch.ops.aten
+
+Linear = tuple[tuple[int, ...], ...]
+
+FIRST: Linear = ((0,),)
+
+NONLINEAR = (
+    *(aten.abs, aten.sign, aten.reciprocal, aten.rsqrt, aten.sqrt, aten.exp, aten.exp2, aten.expm1, aten.log),
+    *(aten.log1p, aten.log2, aten.sin, aten.cos, aten.tan, aten.asin, aten.acos, aten.atan, aten.sinh, aten.cosh),
+    *(aten.tanh, aten.erf, aten.floor, aten.ceil, aten.round, aten.trunc, aten.sigmoid, aten.relu, aten.silu),
+    *(aten.gelu, aten.leaky_relu, aten.elu, aten.softplus, aten.hardtanh, aten.hardsigmoid, aten.hardswish, aten.mish),
+    *(aten.clamp, aten.clamp_min, aten.clamp_max, aten.maximum, aten.minimum, aten.isnan, aten.isinf, aten.isfinite),
+    *(aten.logical_not, aten.logical_and, aten.logical_or, aten.logical_xor, aten.bitwise_not, aten.floor_divide),
+    *(aten.nan_to_num, aten.square, aten.atan2, aten.ones_like, aten.full_like, aten.empty_like),
+)
+"""Operators whose default overload is linear in no operand."""
+
+NONLINEAR_OVERLOADS = (
+    *(op.Tensor for op in (aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.remainder, aten.fmod)),
+    *(op.Scalar for op in (aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.remainder, aten.fmod)),
+    *(op.Tensor for op in (aten.bitwise_and, aten.bitwise_or, aten.bitwise_xor, aten.clamp)),
+    *(op.Scalar for op in (aten.bitwise_and, aten.bitwise_or, aten.bitwise_xor, aten.floor_divide, aten.fill)),
+    *(aten.pow.Tensor_Tensor, aten.pow.Tensor_Scalar, aten.pow.Scalar, aten.div.Tensor_mode, aten.div.Scalar_mode),
+)
+
+LINEAR_IN_FIRST = (
+    *(op.default for op in (aten.neg, aten.clone, aten.alias, aten.detach, aten.zeros_like, aten.native_dropout_backward)),
+    *(op.default for op in (aten.silu_backward, aten.gelu_backward, aten.threshold_backward, aten.tanh_backward)),
+    *(op.default for op in (aten.sigmoid_backward, aten.leaky_relu_backward, aten.elu_backward, aten.mish_backward)),
+    *(op.default for op in (aten.hardtanh_backward, aten.softplus_backward, aten.hardsigmoid_backward)),
+    *(aten.hardswish_backward.default, aten.div.Tensor, aten.div.Scalar, aten.mul.Scalar),
+)
+
+LINEAR: dict[Any, Linear] = {
+    aten.where.self: ((1, 2),),
+    aten.masked_fill.Tensor: ((0, 2),),
+    aten.lerp.Scalar: ((0, 1),),
+    aten.lerp.Tensor: ((0, 1),),
+    aten.addcmul.default: ((0, 1), (0, 2)),
+    aten.addcdiv.default: ((0, 1),),
+    aten.copy.default: ((1,),),
+}
+"""Other sets of tensor operands in which an operator is jointly linear."""
+
+
+def equation(tensors: list[Spec]) -> str:
+    """Letters for operands that broadcast: a dim of size 1, or repeated, has none."""
+    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    names = [c if n != 1 else "" for c, n in zip(letters(len(shape)), shape, strict=True)]
+    inputs = []
+    for t in tensors:
+        aligned = names[len(shape) - t.ndim :]
+        inputs.append(dims([c if n != 1 else "" for c, n in zip(aligned, t.shape, strict=True)]) or ".")
+    return f"{','.join(inputs)}->{dims(names) or '.'}"
+
+
+def pointwise(linear: Callable[..., Linear]) -> Callable[..., Rule]:
+    """A rule function for an operator with the linear sets that ``linear(*args, **kwargs)`` names."""
+
+    def pointwise_rule(*args: Any, **kwargs: Any) -> Rule:
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Spec)]
+        sets = linear(*args, **kwargs)
+        # A sum of booleans is no boolean: they are never partial.
+        valid = tuple(s for s in sets if all(tensors[i].dtype != torch.bool for i in s))
+        return Rule(equation(tensors), linear=valid)
+
+    return pointwise_rule
+
+
+def _sum(_: Spec, other: Any, alpha: Any = 1) -> Linear:
+    if isinstance(other, Spec):
+        return ((0, 1),)
+    return FIRST if other == 0 else ()
+
+
+def _product(_: Spec, other: Any) -> Linear:
+    return ((0,), (1,)) if isinstance(other, Spec) else FIRST
+
+
+def _masked_fill(_: Spec, mask: Spec, value: Any) -> Linear:
+    return FIRST if value == 0 else ()
+
+
+def _cast(x: Spec, *, dtype: torch.dtype | None = None, **_: Any) -> Linear:
+    kinds = [d is None or d.is_floating_point or d.is_complex for d in (x.dtype, dtype)]
+    return FIRST if all(kinds) else ()
+
+
+def _always(linear: Linear) -> Callable[..., Linear]:
+    return lambda *args, **kwargs: linear
+
+
+for _op in NONLINEAR:
+    rule(_op.default)(pointwise(_always(())))
+for _op in NONLINEAR_OVERLOADS:
+    rule(_op)(pointwise(_always(())))
+for _op in LINEAR_IN_FIRST:
+    rule(_op)(pointwise(_always(FIRST)))
+for _op, _sets in LINEAR.items():
+    rule(_op)(pointwise(_always(_sets)))
+
+rule(aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor)(pointwise(_sum))
+rule(aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar)(pointwise(_sum))
+rule(aten.mul.Tensor)(pointwise(_product))
+rule(aten.masked_fill.Scalar)(pointwise(_masked_fill))
+rule(aten._to_copy.default)(pointwise(_cast))

@@ -1,0 +1,116 @@
+"""Sums, and operators that look at whole dims: extrema, scans, sorts, moments, norms."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from autopar.strategy import Lowering, Rule, Spec, dims, letters, rule
+
+aten = torch.ops.aten
+
+Dim = int | Sequence[int] | None
+
+
+def _normalize(x: Spec, dim: Dim) -> tuple[int, ...]:
+    """The dims that ``dim`` names; None and ``[]`` name all of them."""
+    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
+        return tuple(range(x.ndim))
+    return tuple(d % x.ndim for d in ((dim,) if isinstance(dim, int) else dim)) if x.ndim else ()
+
+
+def _equation(x: Spec, dim: Dim, keepdim: bool, outputs: int = 1) -> tuple[str, str]:
+    """The equation of a reduction over ``dim``, and the letters that it reduces."""
+    reduced = _normalize(x, dim)
+    names = letters(x.ndim)
+    left = [c if d not in reduced else "" for d, c in enumerate(names) if keepdim or d not in reduced]
+    right = ",".join([dims(left) or "."] * outputs)
+    return f"{names or '.'}->{right}", "".join(names[d] for d in reduced)
+
+
+@rule(aten.sum.dim_IntList)
+def sum_(x: Spec, dim: Dim, keepdim: bool = False, *, dtype: Any = None) -> Rule:
+    """Sum over some dims, or all."""
+    equation, reduced = _equation(x, dim, keepdim)
+    return Rule(equation, reduce=reduced, linear=() if x.dtype == torch.bool else ((0,),))
+
+
+@rule(aten.mean.dim)
+def mean(x: Spec, dim: Dim, keepdim: bool = False, *, dtype: Any = None) -> Rule:
+    """Mean over some dims, or all: split along them, a sum divided by the global count."""
+    equation, reduced = _equation(x, dim, keepdim)
+    count = math.prod(x.shape[d] for d in _normalize(x, dim))
+
+    def build(context: Any, x: Any, dim: Dim, keepdim: bool = False, *, dtype: Any = None) -> Any:
+        return aten.div.Scalar(aten.sum.dim_IntList(x, dim, keepdim, dtype=dtype), count)
+
+    # The count is global, so this one lowering is right for several reduced letters split at once, too.
+    return Rule(equation, reduce=reduced, linear=((0,),), lower=dict.fromkeys(reduced, Lowering(build)))
+
+
+def _whole(outputs: int) -> Callable[..., Rule]:
+    def whole(x: Spec, dim: Dim = None, keepdim: bool = False, **_: Any) -> Rule:
+        equation, reduced = _equation(x, dim, keepdim, outputs)
+        return Rule(equation, blocked=reduced)
+
+    return whole
+
+
+for _op in (aten.amax, aten.amin, aten.argmax, aten.argmin, aten.any, aten.all, aten.max, aten.min, aten.logsumexp):
+    rule(_op.default)(_whole(1))
+rule(aten.any.dim, aten.any.dims, aten.all.dim, aten.all.dims, aten.prod.default, aten.prod.dim_int)(_whole(1))
+rule(aten.var.correction, aten.std.correction)(_whole(1))
+rule(aten.max.dim, aten.min.dim, aten.var_mean.correction)(_whole(2))
+
+
+@rule(aten.var.dim, aten.std.dim)
+def var(x: Spec, dim: Dim, unbiased: bool = True, keepdim: bool = False) -> Rule:
+    """Variance and standard deviation: not split along the dims they look at."""
+    return _whole(1)(x, dim, keepdim)
+
+
+@rule(aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim, aten.norm.Scalar)
+def norm(x: Spec, order: Any = 2, dim: Dim = None, keepdim: bool = False, *, dtype: Any = None) -> Rule:
+    """Vector norms: not split along the dims they look at."""
+    return _whole(1)(x, dim, keepdim)
+
+
+def _same(x: Spec, dim: int, outputs: int, linear: bool = False) -> Rule:
+    """An operator that keeps every dim and looks along ``dim``."""
+    names = letters(x.ndim)
+    equation = f"{names or '.'}->{','.join([names or '.'] * outputs)}"
+    return Rule(equation, blocked=names[dim % x.ndim] if x.ndim else "", linear=((0,),) if linear else ())
+
+
+@rule(aten.cumsum.default)
+def cumsum(x: Spec, dim: int, *, dtype: Any = None) -> Rule:
+    """Running sum."""
+    return _same(x, dim, 1, linear=x.dtype != torch.bool)
+
+
+@rule(aten.cumprod.default, aten.logcumsumexp.default)
+def cumprod(x: Spec, dim: int, *, dtype: Any = None) -> Rule:
+    """Running product and the like."""
+    return _same(x, dim, 1)
+
+
+@rule(aten.sort.default)
+def sort(x: Spec, dim: int = -1, descending: bool = False) -> Rule:
+    """Sorted values and where they were."""
+    return _same(x, dim, 2)
+
+
+@rule(aten.sort.stable)
+def stable_sort(x: Spec, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Rule:
+    """Sorted values and where they were, equal ones in order."""
+    return _same(x, dim, 2)
+
+
+@rule(aten.topk.default)
+def topk(x: Spec, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Rule:  # noqa: A002
+    """The largest entries along a dim."""
+    names = list(letters(x.ndim))
+    last = letters(1, x.ndim)
+    right = [last if d == dim % x.ndim else c for d, c in enumerate(names)]
+    return Rule(f"{dims(names)}->{dims(right)},{dims(right)}", blocked=names[dim % x.ndim] + last)

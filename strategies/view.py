@@ -1,0 +1,268 @@
+"""Operators that only move elements: views, slices, concatenations, padding.
+
+A dim that is cut into equal pieces is ``(pr)``: which piece, and where in it; r stays free. Sizes that do not factor
+alike on both sides are letters of their own on each, and blocked.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from autopar.strategy import Rule, Spec, dims, letters, rule
+
+aten = torch.ops.aten
+
+ONE = ((0,),)
+
+
+def _names(count: int, sizes: Sequence[int]) -> list[str]:
+    """A letter for each dim, the first ``count`` at most; none where the size is 1."""
+    return [c if n != 1 else "" for c, n in zip(letters(count), sizes, strict=True)]
+
+
+@rule(aten.view.default)
+def view(x: Spec, shape: Sequence[int]) -> Rule:
+    """Row-major reshape: a walk over both lists of sizes that cuts off common factors from the left."""
+    left: list[str] = [""] * x.ndim
+    right: list[str] = [""] * len(shape)
+    sizes: dict[str, int] = {}
+    blocked = ""
+
+    def fresh(size: int, *places: tuple[list[str], int]) -> str:
+        letter = letters(1, len(sizes))
+        sizes[letter] = size
+        for side, i in places:
+            side[i] += letter
+        return letter
+
+    ins = [(i, n) for i, n in enumerate(x.shape) if n != 1]
+    outs = [(j, n) for j, n in enumerate(shape) if n != 1]
+    while ins and outs:
+        (i, a), (j, b) = ins.pop(0), outs.pop(0)
+        common = math.gcd(a, b)
+        if common > 1:
+            fresh(common, (left, i), (right, j))
+            ins = [(i, a // common), *ins] if a != common else ins
+            outs = [(j, b // common), *outs] if b != common else outs
+            continue
+        # No common factor: both runs up to where they meet again are opaque to each other.
+        blocked += fresh(a, (left, i)) + fresh(b, (right, j))
+        while a != b:
+            if a < b:
+                i, n = ins.pop(0)
+                blocked += fresh(n, (left, i))
+                a *= n
+            else:
+                j, n = outs.pop(0)
+                blocked += fresh(n, (right, j))
+                b *= n
+    return Rule(
+        f"{dims(left) or '.'}->{dims(right) or '.'}",
+        blocked=blocked,
+        linear=ONE,
+        shapes=(1,),
+        view=True,
+        sizes=sizes,
+    )
+
+
+@rule(aten.permute.default)
+def permute(x: Spec, order: Sequence[int]) -> Rule:
+    """Dims in another order."""
+    names = letters(x.ndim)
+    return Rule(f"{names or '.'}->{''.join(names[d] for d in order) or '.'}", linear=ONE, view=True)
+
+
+@rule(aten.expand.default)
+def expand(x: Spec, shape: Sequence[int], *, implicit: bool = False) -> Rule:
+    """Dims of size 1 repeated, new dims in front: these are split where they appear."""
+    right = _names(len(shape), shape)
+    aligned = zip(right[len(shape) - x.ndim :], x.shape, strict=True)
+    left = [c if n != 1 else "" for c, n in aligned]
+    return Rule(f"{dims(left) or '.'}->{dims(right) or '.'}", linear=ONE, shapes=(1,), view=True)
+
+
+class _Pieces:
+    """Dim ``dim`` of ``shape`` seen as pieces of length ``unit``; the other dims have a letter each."""
+
+    def __init__(self, ndim: int, dim: int, unit: int) -> None:
+        self.names: list[str] = list(letters(ndim))
+        self.dim = dim % ndim
+        self.unit = unit
+        self.inner = self.names[self.dim] if unit > 1 else ""
+        self.counts: dict[int, str] = {}
+
+    def tensor(self, size: int) -> str:
+        """The equation of a tensor whose dim is ``size`` long: equal numbers of pieces share a letter."""
+        count = size // self.unit
+        if count != 1 and count not in self.counts:
+            self.counts[count] = letters(1, len(self.names) + len(self.counts))
+        outer = self.counts[count] if count != 1 else ""
+        return dims([outer + self.inner if d == self.dim else c for d, c in enumerate(self.names)])
+
+    def rule(self, equation: str, **options: Any) -> Rule:
+        """The rule of a linear operator that is free within pieces."""
+        sizes = {letter: count for count, letter in self.counts.items()}
+        if self.inner:
+            sizes[self.inner] = self.unit
+        return Rule(equation, blocked="".join(self.counts.values()), sizes=sizes, **options)
+
+    def scaled(self, *arguments: int) -> dict[int | str, str]:
+        """Arguments that count elements within a piece."""
+        return dict.fromkeys(arguments, self.inner) if self.inner else {}
+
+
+def _cut(size: int, start: int | None, end: int | None, step: int) -> tuple[int, int]:
+    """First element and length of a slice."""
+    first, stop, _ = slice(start, end).indices(size)
+    return first, max(0, -(-(stop - first) // step))
+
+
+def _sliced(ndim: int, dim: int, size: int, start: Any, end: Any, step: int) -> tuple[_Pieces, str, str]:
+    """The whole and the slice: pieces for step 1, every step-th element of groups otherwise."""
+    first, length = _cut(size, start, end, step)
+    if step == 1:
+        pieces = _Pieces(ndim, dim, math.gcd(size, first, length) if length else 1)
+        return pieces, pieces.tensor(size), pieces.tensor(length)
+    pieces = _Pieces(ndim, dim, 1)
+    if first < step and length * step == size and length > 1:
+        names, inner = list(pieces.names), letters(1, ndim)
+        pieces.inner, pieces.unit = names[dim], length
+        pieces.counts[step] = inner
+        whole = [c + inner if d == dim else c for d, c in enumerate(names)]
+        return pieces, dims(whole), dims(names)
+    return pieces, pieces.tensor(size), pieces.tensor(length)
+
+
+@rule(aten.slice.Tensor)
+def slice_(x: Spec, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Rule:
+    """Part of a dim; ``start`` and ``end`` are scaled where they fall between pieces."""
+    pieces, whole, part = _sliced(x.ndim, dim, x.shape[dim], start, end, step)
+    scaled = pieces.scaled(2, 3) if step == 1 else pieces.scaled(3)
+    return pieces.rule(f"{whole}->{part}", linear=ONE, scaled=scaled, view=True)
+
+
+@rule(aten.slice_backward.default)
+def slice_backward(grad: Spec, shape: Sequence[int], dim: int, start: int, end: int, step: int) -> Rule:
+    """Zeros but for a slice."""
+    pieces, whole, part = _sliced(grad.ndim, dim, shape[dim], start, end, step)
+    scaled = pieces.scaled(3, 4) if step == 1 else pieces.scaled(4)
+    return pieces.rule(f"{part}->{whole}", linear=ONE, scaled=scaled, shapes=(1,))
+
+
+@rule(aten.select.int)
+def select(x: Spec, dim: int, index: int) -> Rule:
+    """One element of a dim."""
+    names = letters(x.ndim)
+    gone = names[dim % x.ndim]
+    return Rule(f"{names}->{names.replace(gone, '') or '.'}", blocked=gone, linear=ONE, view=True)
+
+
+@rule(aten.select_backward.default)
+def select_backward(grad: Spec, shape: Sequence[int], dim: int, index: int) -> Rule:
+    """Zeros but for one element of a dim."""
+    names = letters(len(shape))
+    gone = names[dim % len(shape)]
+    return Rule(f"{names.replace(gone, '') or '.'}->{names}", blocked=gone, linear=ONE, shapes=(1,))
+
+
+@rule(aten.unbind.int)
+def unbind(x: Spec, dim: int = 0) -> Rule:
+    """Every element of a dim."""
+    names = letters(x.ndim)
+    gone = names[dim % x.ndim]
+    outputs = [names.replace(gone, "") or "."] * x.shape[dim]
+    return Rule(f"{names}->{','.join(outputs)}", blocked=gone, linear=ONE, view=True)
+
+
+@rule(aten.stack.default)
+def stack(tensors: Sequence[Spec], dim: int = 0) -> Rule:
+    """A new dim made of tensors of one shape."""
+    names = letters(tensors[0].ndim + 1)
+    new = names[dim % len(names)]
+    inputs = [names.replace(new, "") or "."] * len(tensors)
+    return Rule(f"{','.join(inputs)}->{names}", blocked=new, linear=(tuple(range(len(tensors))),))
+
+
+@rule(aten.split_with_sizes.default, aten.split.Tensor)
+def split(x: Spec, sizes: int | Sequence[int], dim: int = 0) -> Rule:
+    """Consecutive parts of a dim, in pieces as long as the largest length that divides all of them."""
+    total = x.shape[dim]
+    parts = [min(sizes, total - i) for i in range(0, total, sizes)] if isinstance(sizes, int) else list(sizes)
+    pieces = _Pieces(x.ndim, dim, math.gcd(*parts) or 1)
+    whole, outputs = pieces.tensor(total), [pieces.tensor(n) for n in parts]
+    return pieces.rule(f"{whole}->{','.join(outputs)}", linear=ONE, scaled=pieces.scaled(1), view=True)
+
+
+@rule(aten.cat.default)
+def cat(tensors: Sequence[Spec], dim: int = 0) -> Rule:
+    """Tensors one after the other along a dim; the reverse of a split."""
+    parts = [t.shape[dim] for t in tensors]
+    pieces = _Pieces(tensors[0].ndim, dim, math.gcd(*parts) or 1)
+    inputs = ",".join(pieces.tensor(n) for n in parts)
+    return pieces.rule(f"{inputs}->{pieces.tensor(sum(parts))}", linear=(tuple(range(len(parts))),))
+
+
+@rule(aten.constant_pad_nd.default)
+def constant_pad_nd(x: Spec, pad: Sequence[int], value: float = 0) -> Rule:
+    """Elements added at (or with negative numbers taken from) both ends of the last dims."""
+    ends = {x.ndim - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}
+    padded = {d: e for d, e in ends.items() if any(e)}
+    linear = ONE if value == 0 else ()
+    if not padded:
+        return Rule(f"{letters(x.ndim) or '.'}->{letters(x.ndim) or '.'}", linear=linear)
+    if len(padded) == 1:
+        ((d, (low, high)),) = padded.items()
+        pieces = _Pieces(x.ndim, d, math.gcd(x.shape[d], low, high) or 1)
+        equation = f"{pieces.tensor(x.shape[d])}->{pieces.tensor(x.shape[d] + low + high)}"
+        return pieces.rule(equation, linear=linear, scaled=pieces.scaled(1))
+    names = list(letters(2 * x.ndim))
+    left = names[: x.ndim]
+    right = [names[x.ndim + d] if d in padded else c for d, c in enumerate(left)]
+    blocked = "".join(left[d] + right[d] for d in padded)
+    return Rule(f"{dims(left)}->{dims(right)}", blocked=blocked, linear=linear)
+
+
+@rule(aten.flip.default)
+def flip(x: Spec, flipped: Sequence[int]) -> Rule:
+    """Dims in reverse."""
+    names = letters(x.ndim)
+    return Rule(f"{names or '.'}->{names or '.'}", blocked="".join({names[d]: 0 for d in flipped}), linear=ONE)
+
+
+@rule(aten.roll.default)
+def roll(x: Spec, shifts: Sequence[int], rolled: Sequence[int] = ()) -> Rule:
+    """Dims moved around their ends; all of them as one if none is named."""
+    names = letters(x.ndim)
+    return Rule(
+        f"{names or '.'}->{names or '.'}", blocked="".join({names[d]: 0 for d in rolled}) or names, linear=ONE
+    )
+
+
+@rule(aten.unfold.default)
+def unfold(x: Spec, dim: int, size: int, step: int) -> Rule:
+    """Windows of a dim, in a new last dim; free in the windows if they tile the dim."""
+    names = list(letters(x.ndim))
+    dim %= x.ndim
+    window, count = letters(2, x.ndim)
+    if size == step and x.shape[dim] % size == 0:
+        left = [c + window if d == dim else c for d, c in enumerate(names)]
+        return Rule(f"{dims(left)}->{dims([*names, window])}", blocked=window, linear=ONE, view=True)
+    right = [count if d == dim else c for d, c in enumerate(names)]
+    return Rule(f"{dims(names)}->{dims([*right, window])}", blocked=names[dim] + count + window, linear=ONE, view=True)
+
+
+@rule(aten.view_as_real.default)
+def view_as_real(x: Spec) -> Rule:
+    """Real and imaginary parts in a new last dim."""
+    names = letters(x.ndim + 1)
+    return Rule(f"{names[:-1] or '.'}->{names}", blocked=names[-1], linear=ONE, view=True)
+
+
+@rule(aten.view_as_complex.default)
+def view_as_complex(x: Spec) -> Rule:
+    """The last dim as real and imaginary parts."""
+    names = letters(x.ndim)
+    return Rule(f"{names}->{names[:-1] or '.'}", blocked=names[-1], linear=ONE, view=True)

@@ -1,0 +1,246 @@
+"""The layout of the repository: what may import what, and where things live."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Which layer a module or subpackage of autopar belongs to. A module imports from its own layer and from those above it
+# in this table, never from those below it.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors",),
+    ("layout", "cluster", "tree"),
+    ("_torch_compat",),
+    ("strategy",),
+    ("strategies",),
+    ("dims", "candidates", "cost", "redistribute", "plan", "program", "naming", "capture"),
+    ("search", "passes"),
+    ("emulate", "simulate", "runtime", "checkpoint"),
+    ("report",),
+    ("compiler", "module", "verify"),
+    ("autopar",),  # autopar/__init__.py
+    ("cli", "demo", "__main__"),
+)
+LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
+
+# What plans must run where there is no process group, and hardware is described without any framework.
+FORBIDDEN = {
+    "cluster": ("torch",),
+    "cost": ("torch.distributed",),
+    "dims": ("torch.distributed",),
+    "candidates": ("torch.distributed",),
+    "search": ("torch.distributed",),
+}
+
+VAGUE_NAMES = {"utils.py", "util.py", "helpers.py", "helper.py", "misc.py", "common.py"}
+
+
+def sources(*folders: str) -> list[Path]:
+    """Python files under these folders, links not followed."""
+    found = []
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            relative = path.relative_to(ROOT)
+            linked = any((ROOT / parent).is_symlink() for parent in relative.parents)
+            if "__pycache__" not in relative.parts and not linked:
+                found.append(relative)
+    return found
+
+
+def module_name(path: Path) -> str:
+    """The name a file is imported under: passes/cut.py is autopar.passes.cut."""
+    parts = path.with_suffix("").parts
+    parts = parts if parts[0] == "autopar" else ("autopar", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def unit(module: str) -> str:
+    """The module or subpackage of autopar that a module belongs to: autopar.cost.compute -> cost."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+def imports(tree: ast.AST, module: str, package: bool) -> Iterator[tuple[str, str]]:
+    """Each import as (module, name), relative ones resolved; the name is empty for a plain `import`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            base = module.split(".")
+            base = base[: len(base) - node.level + package] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((origin, alias.name) for alias in node.names)
+
+
+def imported_modules(tree: ast.AST, module: str, package: bool) -> set[str]:
+    """Dotted names of what is imported; `from autopar import plan` counts as autopar.plan."""
+    found = set()
+    for origin, name in imports(tree, module, package):
+        path = ROOT / origin.replace(".", "/") / name
+        is_module = bool(name) and (path.is_dir() or path.with_name(f"{name}.py").exists())
+        found.add(f"{origin}.{name}" if is_module or (origin == "autopar" and name in LAYER) else origin)
+    return found
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_torch_uses(tree: ast.AST) -> list[str]:
+    """Private torch modules and names that a file imports or reaches by attribute; `torch.ops.*` is public."""
+    used = []
+    for origin, name in imports(tree, "", False):
+        if origin.split(".")[0] == "torch" and any(is_private(part) for part in [*origin.split("."), name]):
+            used.append(f"{origin}.{name}" if name else origin)
+    for node in ast.walk(tree):
+        chain: list[str] = []
+        root: ast.AST = node
+        while isinstance(root, ast.Attribute):
+            chain.insert(0, root.attr)
+            root = root.value
+        from_torch = isinstance(root, ast.Name) and root.id == "torch"
+        if from_torch and chain and chain[0] != "ops" and is_private(chain[-1]):
+            used.append(".".join(["torch", *chain]))
+    return used
+
+
+def direction_errors(module: str, imported: set[str]) -> list[str]:
+    """Imports of a module that go against the layers."""
+    own = unit(module)
+    errors = []
+    for target in sorted(name for name in imported if name.split(".")[0] == "autopar"):
+        if unit(target) not in LAYER:
+            errors.append(f"{module} imports {target}, which has no layer: add it to LAYERS")
+        elif LAYER[unit(target)] > LAYER[own]:
+            errors.append(f"{module} ({own}) imports {target}, which is built on top of it")
+    return errors
+
+
+def stray_imports(imported: set[str], allowed: tuple[str, ...]) -> list[str]:
+    """Imports that are neither in the standard library nor in an allowed package or module."""
+    return sorted(
+        name
+        for name in imported
+        if name.split(".")[0] not in sys.stdlib_module_names
+        and not any(name == prefix or name.startswith(prefix + ".") for prefix in allowed)
+    )
+
+
+def parse(path: Path) -> tuple[ast.Module, str, set[str]]:
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"), filename=str(path))
+    name = module_name(path)
+    return tree, name, imported_modules(tree, name, path.name == "__init__.py")
+
+
+def by_path(path: Path) -> str:
+    return path.as_posix()
+
+
+@pytest.mark.parametrize("path", sources("autopar", "passes", "strategies"), ids=by_path)
+def test_dependencies_point_one_way(path: Path) -> None:
+    _, module, imported = parse(path)
+    assert unit(module) in LAYER, f"{path} has no layer: add {unit(module)!r} to LAYERS in {Path(__file__).name}"
+    assert direction_errors(module, imported) == []
+
+
+@pytest.mark.parametrize("path", sources("autopar", "passes", "strategies"), ids=by_path)
+def test_planning_needs_no_process_group(path: Path) -> None:
+    _, module, imported = parse(path)
+    for forbidden in FORBIDDEN.get(unit(module), ()):
+        bad = [name for name in imported if name == forbidden or name.startswith(forbidden + ".")]
+        assert not bad, f"{path} imports {bad}: {unit(module)} must do without {forbidden}"
+
+
+@pytest.mark.parametrize("path", sources("strategies"), ids=by_path)
+def test_strategies_import_only_the_rule_language(path: Path) -> None:
+    _, _, imported = parse(path)
+    own = ("autopar.strategies",) if path.name == "__init__.py" else ()
+    assert stray_imports(imported, ("autopar.strategy", "autopar.layout", "torch", *own)) == []
+
+
+@pytest.mark.parametrize("path", sources("passes"), ids=by_path)
+def test_a_pass_never_imports_another_pass(path: Path) -> None:
+    _, _, imported = parse(path)
+    others = [name for name in imported if name.startswith("autopar.passes")]
+    assert path.name == "__init__.py" or others == []
+
+
+@pytest.mark.parametrize("path", sources("autopar", "passes", "strategies", "benchmarks"), ids=by_path)
+def test_private_torch_is_used_in_one_place_only(path: Path) -> None:
+    tree, module, _ = parse(path)
+    assert module == "autopar._torch_compat" or private_torch_uses(tree) == []
+
+
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    graph = {}
+    for path in sources("autopar", "passes", "strategies"):
+        tree, module, _ = parse(path)
+        # Imports inside functions and for type checking run later or never: only those at the top can be circular.
+        top = ast.Module([node for node in tree.body if not isinstance(node, ast.If)], [])
+        top.body = [node for node in top.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        graph[module] = imported_modules(top, module, path.name == "__init__.py")
+    edges = {module: sorted((graph.keys() & imported) - {module}) for module, imported in graph.items()}
+    while leaves := {module for module, targets in edges.items() if not targets}:
+        edges = {m: [t for t in targets if t not in leaves] for m, targets in edges.items() if m not in leaves}
+    assert not edges, f"circular imports among {edges}"
+
+
+@pytest.mark.parametrize("name", ["passes", "strategies"])
+def test_the_package_links_are_links(name: str) -> None:
+    link = ROOT / "autopar" / name
+    assert link.is_symlink()
+    assert link.readlink() == Path("..") / name
+
+
+def test_files_are_named_after_what_they_do() -> None:
+    vague = [path for path in sources("autopar", "passes", "strategies", "tests") if path.name in VAGUE_NAMES]
+    assert vague == []
+
+
+# The checks above pass on a clean tree; these show that each of them can fail.
+
+
+@pytest.mark.parametrize(
+    ("source", "used"),
+    [
+        ("import torch._dynamo.config", ["torch._dynamo.config"]),
+        ("from torch._inductor import config", ["torch._inductor.config"]),
+        ("from torch.utils._pytree import tree_map", ["torch.utils._pytree.tree_map"]),
+        ("from torch import _C", ["torch._C"]),
+        ("def f():\n    from torch.fx._lazy import x", ["torch.fx._lazy.x"]),
+        ("torch.utils._pytree", ["torch.utils._pytree"]),
+        ("from torch.fx import GraphModule", []),
+        ("torch.ops._c10d_functional.all_reduce", []),
+        ("torch.__version__", []),
+        ("from mytorch._x import y", []),
+    ],
+)
+def test_private_torch_uses(source: str, used: list[str]) -> None:
+    assert private_torch_uses(ast.parse(source)) == used
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "count"),
+    [
+        ("autopar.layout", "from autopar.search.problem import Problem", 1),
+        ("autopar.layout", "from autopar import plan", 1),
+        ("autopar.cost.compute", "from ..compiler import PASSES", 1),
+        ("autopar.cost.compute", "from autopar.cluster import Device\nfrom . import memory", 0),
+        ("autopar.search.fold", "import autopar.cost.compute", 0),
+        ("autopar.search.fold", "import autopar.unheard_of", 1),
+        ("autopar.cli", "from autopar import parallelize", 0),
+        ("autopar.dims", "from autopar import parallelize", 1),
+    ],
+)
+def test_direction_errors(module: str, source: str, count: int) -> None:
+    imported = imported_modules(ast.parse(source), module, package=False)
+    assert len(direction_errors(module, imported)) == count
+
+
+def test_stray_imports() -> None:
+    imported = {"math", "torch.nn", "torchvision", "numpy", "autopar.strategy", "autopar.strategies.view"}
+    assert stray_imports(imported, ("torch", "autopar.strategy")) == ["autopar.strategies.view", "numpy", "torchvision"]
