@@ -190,15 +190,42 @@ def _own_name(target: str, aliases: dict[str, str]) -> str:
 
 def _describe(joint: fx.GraphModule, harness: _Harness, aliases: dict[str, str], training: bool) -> Program:
     """Read inputs and outputs off the descriptors that the tracer left."""
-    placeholders = [n for n in joint.graph.nodes if n.op == "placeholder"]
-    inputs = tuple(_input(n.meta["desc"], aliases) for n in placeholders)
-    output = next(iter(reversed(joint.graph.nodes)))
-    pairs = [(d, v) for d, v in zip(output.meta["desc"], output.args[0], strict=True) if d is not None]
-    output.args = ([v for _, v in pairs],)
-    outputs = tuple(_output(d, aliases) for d, _ in pairs)
+    inputs = _merge_inputs(joint, aliases)
+    outputs = _merge_outputs(joint, aliases)
     forward = sum(o.kind != "gradient" for o in outputs)
     loss = harness.seen.loss if training else None
     return Program(joint, inputs, outputs, forward, harness.seen.skeleton, loss, training, (), aliases)
+
+
+def _merge_inputs(joint: fx.GraphModule, aliases: dict[str, str]) -> tuple[Input, ...]:
+    """One placeholder for each parameter or buffer: the tracer gives a tied one a placeholder for each name."""
+    first: dict[Input, fx.Node] = {}
+    for node in [n for n in joint.graph.nodes if n.op == "placeholder"]:
+        spec = _input(node.meta["desc"], aliases)
+        if first.setdefault(spec, node) is not node:
+            node.replace_all_uses_with(first[spec])
+            joint.graph.erase_node(node)
+    return tuple(first)
+
+
+def _merge_outputs(joint: fx.GraphModule, aliases: dict[str, str]) -> tuple[Output, ...]:
+    """One gradient for each parameter: those of its further names are added."""
+    node = next(iter(reversed(joint.graph.nodes)))
+    merged: dict[Output, fx.Node | None] = {}
+    for desc, value in zip(node.meta["desc"], node.args[0], strict=True):
+        if desc is None:  # an input that needs no gradient
+            continue
+        spec = _output(desc, aliases)
+        known = merged.get(spec)
+        if known is None or value is None:
+            merged[spec] = known if value is None else value
+            continue
+        with joint.graph.inserting_before(node):
+            total = joint.graph.call_function(aten.add.Tensor, (known, value))
+        total.meta = {"val": known.meta["val"], "partitioner_tag": "is_backward"}
+        merged[spec] = total
+    node.args = (list(merged.values()),)
+    return tuple(merged)
 
 
 def _input(desc: Any, aliases: dict[str, str]) -> Input:

@@ -36,7 +36,11 @@ class Folded:
 
 @dataclass
 class Graph:
-    """Mutable workspace. A label is dead when its cost is inf; labels are never renumbered."""
+    """Mutable workspace. A label is dead when its cost is inf; labels are never renumbered.
+
+    `tidy` remembers, for each factor already compacted, how many labels its nodes had then; `checked` remembers
+    the factors and the cost array with which a node's labels were last compared. Both only save work.
+    """
 
     cost: list[Floats]
     memory: list[Floats]
@@ -46,12 +50,14 @@ class Graph:
     folded: list[Folded] = field(default_factory=list)
     constant: float = 0.0
     next_id: int = 0
+    tidy: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    checked: dict[int, tuple[tuple[int, ...], Floats]] = field(default_factory=dict)
 
     def copy(self) -> Graph:
         """An independent workspace; arrays are shared because they are replaced, never written."""
         return Graph(
             list(self.cost), list(self.memory), dict(self.factors), [dict(d) for d in self.incident],
-            list(self.active), list(self.folded), self.constant, self.next_id,
+            list(self.active), list(self.folded), self.constant, self.next_id, dict(self.tidy), dict(self.checked),
         )  # fmt: skip
 
     def add(self, factor: Factor) -> int:
@@ -65,6 +71,7 @@ class Graph:
     def remove(self, fid: int) -> Factor:
         """Take a factor out."""
         factor = self.factors.pop(fid)
+        self.tidy.pop(fid, None)
         for node in factor.nodes:
             del self.incident[node][fid]
         return factor

@@ -36,6 +36,7 @@ class Messages:
     nodes: list[int]
     labels: list[Ints]
     unary: list[Floats]
+    memory: list[Floats]
     tables: list[Floats]
     ids: list[int]
     ends: list[list[_End]]
@@ -86,17 +87,23 @@ class Messages:
             rest = rest - share[end.group]
         self.unary[i] = rest
 
-    def decode(self) -> list[int]:
-        """A labelling of the core, as positions: each node's best given those already chosen."""
+    def decode(self, budget: float) -> list[int]:
+        """A labelling of the core, as positions: each node's best given those already chosen.
+
+        Labels that would leave the later nodes less memory than they need at least are avoided.
+        """
         chosen: list[int] = []
         views = list(self.tables)
+        least = [float(m[np.isfinite(u)].min()) for m, u in zip(self.memory, self.unary, strict=True)]
+        room = budget - sum(least)
         for i, ends in enumerate(self.ends):
-            total = self.unary[i].copy()
+            total = np.where(self.memory[i] - least[i] <= room, self.unary[i], np.inf)
             for end in ends:
                 table = views[end.table]
                 total += table.min(axis=end.others)[end.group]
             pick = int(np.argmin(total))
             chosen.append(pick)
+            room -= float(self.memory[i][pick]) - least[i]
             for end in ends:
                 # Keep the axis with length 1, so that the other ends' axes stay where they are.
                 g = int(end.group[pick])
@@ -117,7 +124,8 @@ def compact(graph: Graph) -> Messages:
         for axis, n in enumerate(factor.nodes):
             ends[position[n]].append(_end(factor, t, axis, labels[position[n]], position))
     unary = [graph.cost[n][ls] for n, ls in zip(nodes, labels, strict=True)]
-    return Messages(nodes, labels, unary, [graph.factors[f].table.copy() for f in ids], ids, ends, graph.constant)
+    memory = [graph.memory[n][ls] for n, ls in zip(nodes, labels, strict=True)]
+    return Messages(nodes, labels, unary, memory, [graph.factors[f].table.copy() for f in ids], ids, ends, graph.constant)
 
 
 def _end(factor: Factor, table: int, axis: int, labels: Ints, position: dict[int, int]) -> _End:
@@ -144,6 +152,7 @@ def write_back(graph: Graph, messages: Messages, cutoff: float) -> None:
     Table entries that reach the cutoff become inf, as labels did in the sweeps.
     """
     graph.constant = messages.bound
+    graph.tidy.clear()
     for n, ls, unary in zip(messages.nodes, messages.labels, messages.unary, strict=True):
         cost = np.full(len(graph.cost[n]), np.inf)
         cost[ls] = unary

@@ -130,20 +130,26 @@ def _inherit(snapshot: Graph, graph: Graph) -> None:
         snapshot.cost[n] = np.where(np.isfinite(graph.cost[n]), snapshot.cost[n], np.inf)
 
 
-def ascend(graph: Graph, best: Incumbent, limits: Limits, max_sweeps: int = MAX_SWEEPS) -> float:
+def ascend(graph: Graph, best: Incumbent, limits: Limits, budget: float = float("inf")) -> float:
     """Sweep until the bound stalls or many labels are fixed; the graph keeps the costs and the fixings.
+
+    Args:
+        graph: Presolved; edited in place.
+        best: Offered the labellings met on the way.
+        limits: Deadline.
+        budget: Bytes that the labels of the live nodes may take in those labellings.
 
     Returns:
         The bound on labellings below the cutoff.
     """
     messages = compact(graph)
     total, fixed, last = sum(len(ls) for ls in messages.labels), 0, -np.inf
-    for sweep in range(1, max_sweeps + 1):
+    for sweep in range(1, MAX_SWEEPS + 1):
         fixed += messages.sweep(True, best.cutoff()) + messages.sweep(False, best.cutoff())
         if sweep % SWEEPS_PER_DECODE:
             continue
         if messages.bound < best.cutoff():
-            best.offer(_decode(graph, messages))
+            best.offer(decode(graph, messages, budget))
         left = best.cutoff() - messages.bound
         if left <= 0 or limits.expired() or fixed > 0.4 * total or messages.bound - last < 0.02 * left:
             break
@@ -152,9 +158,10 @@ def ascend(graph: Graph, best: Incumbent, limits: Limits, max_sweeps: int = MAX_
     return messages.bound
 
 
-def _decode(graph: Graph, messages: Messages) -> Ints:
+def decode(graph: Graph, messages: Messages, budget: float = float("inf")) -> Ints:
+    """Labels of all nodes, read off the messages."""
     labels = np.zeros(len(graph.cost), dtype=np.int64)
-    for n, ls, pick in zip(messages.nodes, messages.labels, messages.decode(), strict=True):
+    for n, ls, pick in zip(messages.nodes, messages.labels, messages.decode(budget), strict=True):
         labels[n] = ls[pick]
     return unfold(graph, labels)
 

@@ -55,6 +55,8 @@ def _merge_parallel(graph: Graph, node: int) -> list[int]:
 def _tidy(graph: Graph, fid: int) -> list[int]:
     """Compact one factor; returns nodes that lost labels and must be looked at again."""
     factor = graph.factors[fid]
+    if graph.tidy.get(fid) == tuple(len(graph.alive(n)) for n in factor.nodes):
+        return []
     groups, table, touched = list(factor.groups), factor.table, []
     changed = False
     for axis, node in enumerate(factor.nodes):
@@ -83,16 +85,14 @@ def _tidy(graph: Graph, fid: int) -> list[int]:
         for axis in range(table.ndim):
             table, groups[axis], merged = _merge_rows(table, groups[axis], axis)
             changed |= merged
-    if not changed and table.any():
-        return touched
-    graph.remove(fid)
-    if touched or not _is_zero(table):
-        graph.add(Factor(factor.nodes, tuple(groups), table))
+    if changed or not table.any():
+        graph.remove(fid)
+        if not touched and not table.any():
+            return touched
+        fid = graph.add(Factor(factor.nodes, tuple(groups), table))
+    if not touched:
+        graph.tidy[fid] = tuple(len(graph.alive(n)) for n in factor.nodes)
     return touched
-
-
-def _is_zero(table: Floats) -> bool:
-    return not table.any()
 
 
 def _merge_rows(table: Floats, group: Ints, axis: int) -> tuple[Floats, Ints, bool]:
@@ -103,6 +103,10 @@ def _merge_rows(table: Floats, group: Ints, axis: int) -> tuple[Floats, Ints, bo
     finite = rows[np.isfinite(rows)]
     unit = NOISE * float(np.abs(finite).max(initial=0.0))
     keys = np.rint(rows / unit) if unit else rows
+    hashes = np.sort(np.where(np.isfinite(keys), keys, -1.0) @ np.cos(np.arange(keys.shape[1])))
+    # Equal rows have equal hashes up to rounding: without near-equal hashes there is nothing to merge.
+    if np.diff(hashes).min() > 1e-9 * max(abs(hashes[0]), abs(hashes[-1])):
+        return table, group, False
     seen: dict[bytes, int] = {}
     new = np.array([seen.setdefault((k + 0.0).tobytes(), len(seen)) for k in keys])
     if len(seen) == len(rows):
@@ -113,7 +117,12 @@ def _merge_rows(table: Floats, group: Ints, axis: int) -> tuple[Floats, Ints, bo
 
 def _drop_labels(graph: Graph, node: int, regrets: Regrets, limit: int) -> bool:
     """Kill labels that another label beats whatever the neighbours choose."""
+    stamp = tuple(graph.incident[node])
+    last = graph.checked.get(node)
+    if last is not None and last[0] == stamp and last[1] is graph.cost[node]:
+        return False
     alive = graph.alive(node)
+    graph.checked[node] = (stamp, graph.cost[node])
     if len(alive) == 1:
         return False
     cost, memory = graph.cost[node][alive], graph.memory[node][alive]

@@ -1,0 +1,155 @@
+"""The compiler, top to bottom: what happens between `parallelize` and a module that runs on a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+import autopar.strategies  # noqa: F401  registers every rule
+from autopar.capture import Batch, LossFunction, capture
+from autopar.check import check
+from autopar.cluster import Cluster
+from autopar.cost.memory import parse_bytes
+from autopar.dims import analyze
+from autopar.errors import PassError, PlanError
+from autopar.passes.annotate_layouts import annotate_layouts
+from autopar.passes.bucket_collectives import bucket_collectives
+from autopar.passes.canonicalize import canonicalize
+from autopar.passes.eliminate_dead_code import eliminate_dead_code
+from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.localize_shapes import localize_shapes
+from autopar.passes.lower_operators import lower_operators
+from autopar.plan import Plan
+from autopar.predict import predict
+from autopar.program import Program, fingerprint
+from autopar.search.find import Progress, Search, find_plan
+from autopar.search.restrict import Restrictions, read_pins
+
+Pass = Callable[[Program, Plan], Program]
+
+PASSES: tuple[Pass, ...] = (
+    annotate_layouts,
+    insert_collectives,
+    localize_shapes,
+    lower_operators,
+    bucket_collectives,
+    eliminate_dead_code,
+)
+
+
+def program_of(
+    model: nn.Module, batch: Batch, *, loss_fn: LossFunction | None = None, training: bool | None = None
+) -> Program:
+    """Capture a model and bring its graph into canonical form."""
+    return canonicalize(capture(model, batch, loss_fn=loss_fn, training=training))
+
+
+def solve(
+    program: Program,
+    axes: Mapping[str, int],
+    cluster: Cluster | str | Path,
+    *,
+    memory: str | float | None = None,
+    optimizer: str = "adamw",
+    search: Search | None = None,
+    restrictions: Restrictions | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Analyze a program, enumerate candidates and search; the plan carries its prediction and certificate."""
+    search = search or Search()
+    dims = analyze(program)
+    limits = read_pins(program, dims, search.pins, axes, restrictions)
+    plan = find_plan(
+        program,
+        dims,
+        axes,
+        Cluster.resolve(cluster),
+        memory=None if memory is None else parse_bytes(memory),
+        optimizer=optimizer,
+        search=search,
+        restrictions=limits,
+        progress=progress,
+    )
+    return predict(program, dims, plan)
+
+
+def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) -> Program:
+    """Run the passes; the graph is copied once and verified after each.
+
+    Raises:
+        PlanError: the plan is for another program.
+        PassError: a pass left an invalid graph.
+    """
+    if plan.fingerprint != fingerprint(program):
+        raise PlanError(
+            f"the plan is for another graph (fingerprint {plan.fingerprint}, this one has {fingerprint(program)}): "
+            "the model, its configuration, the batch's shapes or torch differ; plan again"
+        )
+    program = copy_program(program)
+    done: tuple[str, ...] = ()
+    for step in passes:
+        try:
+            program = step(program, plan)
+            check(program, plan)
+        except (AssertionError, RuntimeError, ValueError, TypeError) as e:
+            raise PassError(step.__name__, done, str(e)) from e
+        done = (*done, step.__name__)
+    return program
+
+
+def copy_program(program: Program) -> Program:
+    """The program on a graph of its own; fake tensors and constants are shared."""
+    graph = fx.Graph()
+    environment: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(program.graph.graph, environment)
+    graph.output(output)
+    graph.output_node().meta = dict(program.output_node.meta)
+    for old, new in environment.items():
+        new.meta = dict(old.meta)
+    return replace(program, graph=fx.GraphModule(program.graph, graph))
+
+
+def plan(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    cluster: Cluster | str | Path,
+    axes: Mapping[str, int] | None = None,
+    loss_fn: LossFunction | None = None,
+    memory: str | float | None = None,
+    optimizer: str = "adamw",
+    precision: Any = None,
+    search: Search | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Plan for devices that are not here: no process group, no GPU, no weights.
+
+    Args:
+        model: real, fake or on the meta device.
+        batch: example of the *global* batch: tuple or dict of real, fake or meta tensors.
+        cluster: a `Cluster`, a preset's name or a TOML file.
+        axes: name and size of each mesh axis, outermost first; default: one axis over one innermost group.
+        loss_fn: ``loss_fn(output, batch)`` for a model that does not return its loss.
+        memory: budget per device, such as ``"70GiB"``; default: the device's memory less a tenth.
+        optimizer: whose state the budget counts: adamw, adam, sgd, sgd-momentum, adagrad.
+        precision: None; precision policies are not supported yet.
+        search: limits and pins.
+        progress: called with ``(phase, incumbent, bound)``.
+
+    Raises:
+        CaptureError, MissingRuleError, InfeasibleError: see there.
+    """
+    if precision is not None:
+        raise ValueError("precision= is not supported yet; cast the model before planning")
+    machine = Cluster.resolve(cluster)
+    axes = axes or {"device": machine.group_sizes[0] if machine.group_sizes else 1}
+    program = program_of(model, batch, loss_fn=loss_fn)
+    budget = 0.9 * machine.device.memory if memory is None else memory
+    return solve(
+        program, axes, machine, memory=budget, optimizer=optimizer, search=search, progress=progress
+    )
