@@ -39,9 +39,7 @@ def _blocked(dropout_p: float, tied: bool) -> str:
     return "kde" + ("q" if tied else "")
 
 
-def _forward(
-    query: Spec, key: Spec, value: Spec, extra: list[str], outputs: str, dropout_p: float, tied: bool
-) -> Rule:
+def _forward(query: Spec, key: Spec, value: Spec, extra: list[str], outputs: str, dropout_p: float, tied: bool) -> Rule:
     (b, h, q, d), k, e = query.shape, key.shape[2], value.shape[3]
     return Rule(
         f"{','.join([BHQD, BHKD, BHKE, *extra])}->{outputs}",
@@ -162,7 +160,7 @@ def cudnn(
     *_: Any,
     **__: Any,
 ) -> Rule:
-    """cuDNN's attention."""
+    """CuDNN's attention."""
     extra = [] if attn_bias is None else [_mask(attn_bias)]
     return _forward(query, key, value, extra, f"{BHQE},b(hg)q1,_,_,_,_,.,.,_", dropout_p, is_causal)
 

@@ -4,6 +4,7 @@ Where the kernel is as large as the stride and nothing is padded (1x1 convolutio
 reads a patch of its own: the spatial dims are ``(Xu)`` and free in X.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ INSIDE, KERNEL, OUTSIDE = "xyz", "uvw", "XYZ"
 def _spatial(x: Spec, weight: Spec, args: Sequence[Any]) -> tuple[list[str], list[str], list[str], str]:
     """Letters of the spatial dims of input, weight and output, and which of them are blocked."""
     stride, padding, dilation, transposed, output_padding, _ = args
-    small, large = (OUTSIDE, INSIDE) if not transposed else (INSIDE, OUTSIDE)
+    small = INSIDE if transposed else OUTSIDE
     sides: tuple[list[str], list[str], list[str]] = ([], [], [])
     blocked = ""
     for i, size in enumerate(x.shape[2:]):
@@ -55,11 +56,9 @@ def _tensors(x: Spec, weight: Spec, args: Sequence[Any]) -> tuple[str, str, str,
     return dims(["n", "gi", *inside]), dims([*first, *kernel]), dims(["n", "go", *outside]), blocked
 
 
-def _flops(x: Spec, weight: Spec, output: Spec | None, args: Sequence[Any]) -> float:
+def _flops(x: Spec, weight: Spec, args: Sequence[Any]) -> float:
     """Two operations for each weight, sample and place (of the input where transposed, else of the output)."""
-    count = 2.0 * x.shape[0]
-    for n in weight.shape:
-        count *= n
+    count = 2.0 * x.shape[0] * math.prod(weight.shape)
     for i in range(x.ndim - 2):
         s, p, d = _at(args[0], i), _at(args[1], i), _at(args[2], i)
         places = x.shape[2 + i]
@@ -79,7 +78,7 @@ def convolution(x: Spec, weight: Spec, bias: Spec | None, *args: Any) -> Rule:
         linear=((0,), (1,)) if plain else ((0, 2), (1, 2)),
         scaled={8: "g"},
         sizes={"g": args[5]},
-        flops=_flops(x, weight, None, args),
+        flops=_flops(x, weight, args),
     )
 
 
@@ -96,5 +95,5 @@ def convolution_backward(grad: Spec, x: Spec, weight: Spec, bias_sizes: Sequence
         linear=((0,),),
         scaled={3: "go", 9: "g"},
         sizes={"g": args[5]},
-        flops=2.0 * _flops(x, weight, grad, args[:6]),
+        flops=2.0 * _flops(x, weight, args[:6]),
     )

@@ -4,6 +4,7 @@ A dim that is indexed can be split: each device takes the indices within its blo
 the sum over devices is the result; on writing, the others go to one element too many, which is cut off.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -156,7 +157,8 @@ def _places(x: Spec, indices: Sequence[Spec | None]) -> tuple[str, list[str], li
     names = letters(x.ndim)
     used = [d for d, t in enumerate(indices) if t is not None]
     tensors = [t for t in indices if t is not None]
-    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    padded = itertools.zip_longest(*(reversed(t.shape) for t in tensors), fillvalue=1)
+    shape = [next((n for n in column if n != 1), 1) for column in padded][::-1]
     own = [c if n != 1 else "" for c, n in zip(letters(len(shape), x.ndim), shape, strict=True)]
     index_texts = [
         dims([c if n != 1 else "" for c, n in zip(own[len(shape) - t.ndim :], t.shape, strict=True)]) or "."
@@ -219,5 +221,3 @@ def index_put(x: Spec, indices: Sequence[Spec | None], values: Spec, accumulate:
         return _write(context, indexed, x, indices[-1], trailing, put)
 
     return Rule(equation, blocked=own, linear=linear, lower={indexed: Lowering(build)})
-
-

@@ -91,9 +91,7 @@ def group_norm(x: Spec, weight: Spec | None, bias: Spec | None, *sizes: Any) -> 
 
 
 @rule(aten.native_group_norm_backward.default)
-def group_norm_backward(
-    grad: Spec, x: Spec, mean: Spec, rstd: Spec, weight: Spec | None, *sizes: Any
-) -> Rule:
+def group_norm_backward(grad: Spec, x: Spec, mean: Spec, rstd: Spec, weight: Spec | None, *sizes: Any) -> Rule:
     """Gradients of input, weight and bias; ``sizes`` are N, C, HxW, groups, output mask."""
     whole, spatial = _grouped(x)
     inputs = [whole, whole, "ng", "ng", *["(gc)"] * _present(weight)]

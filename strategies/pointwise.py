@@ -3,6 +3,7 @@
 They can be split along every dim. What differs is only which operands they are linear in: the tables below.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +37,10 @@ NONLINEAR_OVERLOADS = (
 )
 
 LINEAR_IN_FIRST = (
-    *(op.default for op in (aten.neg, aten.clone, aten.alias, aten.detach, aten.zeros_like, aten.native_dropout_backward)),
+    *(
+        op.default
+        for op in (aten.neg, aten.clone, aten.alias, aten.detach, aten.zeros_like, aten.native_dropout_backward)
+    ),
     *(op.default for op in (aten.silu_backward, aten.gelu_backward, aten.threshold_backward, aten.tanh_backward)),
     *(op.default for op in (aten.sigmoid_backward, aten.leaky_relu_backward, aten.elu_backward, aten.mish_backward)),
     *(op.default for op in (aten.hardtanh_backward, aten.softplus_backward, aten.hardsigmoid_backward)),
@@ -57,7 +61,8 @@ LINEAR: dict[Any, Linear] = {
 
 def equation(tensors: list[Spec]) -> str:
     """Letters for operands that broadcast: a dim of size 1, or repeated, has none."""
-    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    padded = itertools.zip_longest(*(reversed(t.shape) for t in tensors), fillvalue=1)
+    shape = [next((n for n in column if n != 1), 1) for column in padded][::-1]
     names = [c if n != 1 else "" for c, n in zip(letters(len(shape)), shape, strict=True)]
     inputs = []
     for t in tensors:
@@ -102,12 +107,8 @@ def _always(linear: Linear) -> Callable[..., Linear]:
     return lambda *args, **kwargs: linear
 
 
-for _op in NONLINEAR:
-    rule(_op.default)(pointwise(_always(())))
-for _op in NONLINEAR_OVERLOADS:
-    rule(_op)(pointwise(_always(())))
-for _op in LINEAR_IN_FIRST:
-    rule(_op)(pointwise(_always(FIRST)))
+rule(*(op.default for op in NONLINEAR), *NONLINEAR_OVERLOADS)(pointwise(_always(())))
+rule(*LINEAR_IN_FIRST)(pointwise(_always(FIRST)))
 for _op, _sets in LINEAR.items():
     rule(_op)(pointwise(_always(_sets)))
 

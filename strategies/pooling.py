@@ -30,9 +30,7 @@ def _backward(spatial: int) -> Callable[..., Rule]:
     def backward(grad: Spec, x: Spec, *rest: Any) -> Rule:
         before, after, inside, outside = _planes(x, spatial)
         indices = [after for t in rest if isinstance(t, Spec)]
-        return Rule(
-            f"{','.join([after, before, *indices])}->{before}", blocked=inside + outside, linear=((0,),)
-        )
+        return Rule(f"{','.join([after, before, *indices])}->{before}", blocked=inside + outside, linear=((0,),))
 
     return backward
 

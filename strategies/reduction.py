@@ -108,7 +108,7 @@ def stable_sort(x: Spec, *, stable: bool | None = None, dim: int = -1, descendin
 
 
 @rule(aten.topk.default)
-def topk(x: Spec, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Rule:  # noqa: A002
+def topk(x: Spec, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Rule:
     """The largest entries along a dim."""
     names = list(letters(x.ndim))
     last = letters(1, x.ndim)

@@ -236,9 +236,7 @@ def flip(x: Spec, flipped: Sequence[int]) -> Rule:
 def roll(x: Spec, shifts: Sequence[int], rolled: Sequence[int] = ()) -> Rule:
     """Dims moved around their ends; all of them as one if none is named."""
     names = letters(x.ndim)
-    return Rule(
-        f"{names or '.'}->{names or '.'}", blocked="".join({names[d]: 0 for d in rolled}) or names, linear=ONE
-    )
+    return Rule(f"{names or '.'}->{names or '.'}", blocked="".join({names[d]: 0 for d in rolled}) or names, linear=ONE)
 
 
 @rule(aten.unfold.default)
@@ -246,7 +244,7 @@ def unfold(x: Spec, dim: int, size: int, step: int) -> Rule:
     """Windows of a dim, in a new last dim; free in the windows if they tile the dim."""
     names = list(letters(x.ndim))
     dim %= x.ndim
-    window, count = letters(2, x.ndim)
+    window, count = letters(1, x.ndim), letters(1, x.ndim + 1)
     if size == step and x.shape[dim] % size == 0:
         left = [c + window if d == dim else c for d, c in enumerate(names)]
         return Rule(f"{dims(left)}->{dims([*names, window])}", blocked=window, linear=ONE, view=True)

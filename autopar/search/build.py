@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from autopar.program import Program, producer, tensor_arguments
 from autopar.redistribute import Machine, Tables, item_bytes
 from autopar.search.problem import Edge, Node, Problem
 from autopar.search.quotient import Quotient
+from autopar.search.restrict import Restrictions, is_boundary_layout
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -49,23 +50,6 @@ class Variable:
     choices: Candidates | None
     cost: Floats
     memory: Floats
-
-
-@dataclass(frozen=True)
-class Restrictions:
-    """What a search leaves open.
-
-    Attributes:
-        layouts: for parameters, batch tensors and results, by kind and name: the only layout allowed.
-        fixed: strategy name or placement of each variable on each axis that is not searched; absent: replicated.
-        free: axes that are searched; None searches all.
-        data_axes_only: batch tensors may be split along the first factor of their first dim only.
-    """
-
-    layouts: Mapping[tuple[str, str], Layout] = field(default_factory=dict)
-    fixed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    free: tuple[int, ...] | None = None
-    data_axes_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -247,18 +231,6 @@ class _Everything(list[str]):
 
     def __contains__(self, item: object) -> bool:
         return True
-
-
-def is_boundary_layout(type_: TensorType, layout: Layout) -> bool:
-    """Whether torch's placements express the layout of a parameter or output.
-
-    ``Shard`` says the leading factor of a dim, along any number of axes; ``_StridedShard`` another one, along one axis.
-    """
-    for d in range(len(type_.dims)):
-        splits = [p for p in layout if isinstance(p, Split) and p.dim == d]
-        if len(set(splits)) > 1 or (len(splits) > 1 and splits[0].factor > 0):
-            return False
-    return True
 
 
 def operator_seconds(operator: Operator, chosen: Candidates, machine: Machine) -> Floats:

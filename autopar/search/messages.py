@@ -55,6 +55,10 @@ class Messages:
             self._push(i, unary, forward)
         return fixed
 
+    def price(self, step: float) -> None:
+        """Add `step` seconds per byte of memory; `bound` is valid again after the next sweep."""
+        self.unary = [u + step * m for u, m in zip(self.unary, self.memory, strict=True)]
+
     def _pull(self, i: int) -> Floats:
         unary = self.unary[i]
         for end in self.ends[i]:

@@ -49,12 +49,13 @@ class Limits:
 
 @dataclass
 class Incumbent:
-    """The best labelling so far; the only state that outlives a level."""
+    """The best labelling so far, and the largest value worth looking for: the only state that outlives a level."""
 
     value_of: Value
     gap: float
     labels: Ints | None = None
     value: float = float("inf")
+    cap: float = float("inf")
     applied: float = float("inf")
 
     def offer(self, labels: Ints) -> None:
@@ -67,7 +68,9 @@ class Incumbent:
         """Solutions that cost this much or more are not looked for from now on."""
         if np.isfinite(self.value):
             # A tenth of the gap goes to pruning, so that what is returned is well within what was asked.
-            self.applied = self.value - max(EXACT, self.gap / 10) * abs(self.value)
+            self.applied = min(self.cap, self.value - max(EXACT, self.gap / 10) * abs(self.value))
+        else:
+            self.applied = self.cap
         return self.applied
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,13 +13,18 @@ from autopar.errors import InfeasibleError
 from autopar.search.fold import fold, unfold
 from autopar.search.graph import Graph, build
 from autopar.search.ilp import solve_ilp
-from autopar.search.minimise import LEVELS, WORK_PER_ENTRY, Incumbent, Limits, ascend, minimise
+from autopar.search.messages import Messages, compact, write_back
+from autopar.search.minimise import LEVELS, WORK_PER_ENTRY, EXACT, Incumbent, Limits, ascend, decode, minimise
 from autopar.search.presolve import presolve
 from autopar.search.problem import Edge, Ints, Node, Problem, evaluate
 
 Progress = Callable[[str, float, float], None]
 
-MAX_STEPS = 24
+MAX_STEPS = 16
+SWEEPS_PER_STEP = 8
+NARROW = 0.05  # relative width of the multiplier's bracket at which to stop
+FIRST_WINDOW = 0.003  # first share of the objective searched above the bound
+WIDEN = 2.5
 ROUNDING = 1e-12  # relative: memory sums may exceed the budget by float rounding
 
 
@@ -81,20 +87,25 @@ def solve_within(problem: Problem, budget: float, free: Outcome, limits: Limits,
             needed=least.memory,
             budget=budget,
         )
-    base = build(problem, True)
-    if not presolve(base) or not fold(base, LEVELS[0][0], LEVELS[0][1], LEVELS[0][1] * WORK_PER_ENTRY):
+    graph = build(problem, True)
+    degree, entries = LEVELS[1]
+    if not presolve(graph) or not fold(graph, degree, entries, entries * WORK_PER_ENTRY):
         raise InfeasibleError("no choice of labels avoids every forbidden label and pair; allow more candidates")
-    outcome, multiplier = _bracket(problem, base, budget, replace(free, point=least), free.point, limits, progress)
-    progress("multiplier", outcome.point.cost, outcome.bound)
-    if _closed(outcome, limits) or limits.expired():
-        return outcome
-    outcome = _close(problem, base, budget, multiplier, outcome, limits)
+
+    def value_of(labels: Ints) -> float:
+        cost, memory = evaluate(problem, labels)
+        return cost if fits(memory, budget) else float("inf")
+
+    best = Incumbent(value_of, limits.gap)
+    best.offer(least.labels)
+    bound, multiplier = _bracket(problem, graph, budget, free.point, best, limits)
+    bound = max(bound, free.bound)
+    progress("multiplier", best.value, bound)
+    if best.value - bound <= limits.gap * abs(best.value) or limits.expired():
+        return _outcome(problem, best, bound, "time limit" if limits.expired() else "multiplier")
+    outcome = _close(problem, graph, budget, multiplier, best, bound, limits)
     progress(outcome.method, outcome.point.cost, outcome.bound)
     return outcome
-
-
-def _closed(outcome: Outcome, limits: Limits) -> bool:
-    return outcome.point.cost - outcome.bound <= limits.gap * abs(outcome.point.cost)
 
 
 def reprice(graph: Graph, multiplier: float) -> Graph:
@@ -105,76 +116,116 @@ def reprice(graph: Graph, multiplier: float) -> Graph:
 
 
 def _bracket(
-    problem: Problem, base: Graph, budget: float, start: Outcome, over: Point, limits: Limits, progress: Progress
-) -> tuple[Outcome, float]:
+    problem: Problem, graph: Graph, budget: float, over: Point, best: Incumbent, limits: Limits
+) -> tuple[float, float]:
     """Kelley's method in one dimension: the next multiplier is where the lines of the two best points cross.
 
+    The messages of one multiplier start the next, so each step needs few sweeps.
+
+    Args:
+        problem: The problem.
+        graph: Presolved; gets the messages' costs, without the price of memory.
+        budget: Bytes.
+        over: The cheapest labelling, which exceeds the budget.
+        best: A labelling within the budget; offered better ones.
+        limits: Deadline.
+
     Returns:
-        The best point within the budget with the best bound, and the multiplier that gave the bound.
+        The best bound, and the multiplier that gave it.
     """
-    best, bound, best_multiplier, under = start.point, start.bound, 0.0, start.point
-    inner = replace(limits, gap=limits.gap / 4)
+    messages = compact(graph)
+    room = budget - _settled(graph)
+    _sweep(messages, limits)
+    best.offer(decode(graph, messages, room))
+    under, bound, chosen, current = locate(problem, _known(best)), -np.inf, 0.0, 0.0
+    low, high = 0.0, np.inf
     for _ in range(MAX_STEPS):
-        if under.cost <= over.cost or limits.expired():
+        if under.cost <= over.cost or limits.expired() or high - low < NARROW * high:
             break
         multiplier = (under.cost - over.cost) / (over.memory - under.memory)
-
-        def priced(labels: Ints, multiplier: float = multiplier) -> float:
-            cost, memory = evaluate(problem, labels)
-            return cost + multiplier * memory
-
-        crossing = over.cost + multiplier * over.memory
-        found = minimise(reprice(base, multiplier), priced, inner, best.labels)
-        if found.bound - multiplier * budget > bound:
-            bound, best_multiplier = found.bound - multiplier * budget, multiplier
-        assert found.labels is not None
-        point = locate(problem, found.labels)
+        if not low < multiplier < high:
+            # The messages' labellings are not exact, so lines can cross outside the bracket: bisect instead.
+            multiplier = np.sqrt(low * high) if low else high / 4
+        messages.price(multiplier - current)
+        current = multiplier
+        _sweep(messages, limits)
+        if messages.bound - multiplier * budget > bound:
+            bound, chosen = messages.bound - multiplier * budget, multiplier
+        best.offer(decode(graph, messages, room))
+        point = locate(problem, decode(graph, messages))
         if fits(point.memory, budget):
-            under = point
-            best = min(best, point, key=lambda p: p.cost)
+            best.offer(point.labels)
+            under, high = point, multiplier
         else:
-            over = point
-        progress("multiplier", best.cost, min(best.cost, bound))
-        if found.value >= crossing - 1e-9 * abs(crossing) or best.cost - bound <= limits.gap * abs(best.cost):
-            break
-    return Outcome(best, min(bound, best.cost), "multiplier"), best_multiplier
+            over, low = point, multiplier
+    messages.price(-current)
+    write_back(graph, messages, np.inf)
+    return bound, chosen
+
+
+def _sweep(messages: Messages, limits: Limits) -> None:
+    for _ in range(SWEEPS_PER_STEP):
+        messages.sweep(True, np.inf)
+        messages.sweep(False, np.inf)
+        if limits.expired():
+            return
+
+
+def _known(best: Incumbent) -> Ints:
+    assert best.labels is not None
+    return best.labels
 
 
 def _close(
-    problem: Problem, base: Graph, budget: float, multiplier: float, outcome: Outcome, limits: Limits
+    problem: Problem, graph: Graph, budget: float, multiplier: float, best: Incumbent, bound: float, limits: Limits
 ) -> Outcome:
-    """Fix labels by priced reduced cost, fold what carries no memory, and give the rest to HiGHS with the row."""
+    """Look for labellings just above the bound, then further: what is cut off before is proved not to exist.
 
-    def value_of(labels: Ints) -> float:
-        cost, memory = evaluate(problem, labels)
-        return cost if fits(memory, budget) else float("inf")
+    The smaller the window above the bound, the more labels the reduced costs fix; so a bad incumbent costs nothing.
+    """
+    window, proved, method = max(2 * limits.gap, FIRST_WINDOW), bound, "multiplier"
+    while True:
+        best.cap = proved + window * abs(best.value)
+        found, method = _search(graph.copy(), budget, multiplier, best, limits)
+        proved = max(proved, min(best.applied, found))
+        done = best.value - proved <= max(limits.gap, 20 * EXACT) * abs(best.value) or best.applied < best.cap
+        if done or method == "time limit":
+            return Outcome(locate(problem, _known(best)), min(best.value, proved), method)
+        window *= WIDEN
 
-    best = Incumbent(value_of, limits.gap)
-    best.offer(outcome.point.labels)
-    graph, bound, level = base, outcome.bound, 1
+
+def _search(graph: Graph, budget: float, multiplier: float, best: Incumbent, limits: Limits) -> tuple[float, str]:
+    """Fix labels by priced reduced cost, fold what carries no memory, and give the rest to HiGHS with the row.
+
+    Returns:
+        A bound on labellings within the budget and below the cutoff, and what closed it.
+    """
+    level = 1
     while level < len(LEVELS) - 1:
         priced = reprice(graph, multiplier)
         priced.constant -= multiplier * budget
         before = sum(len(graph.alive(n)) for n in graph.live_nodes())
-        bound = max(bound, ascend(priced, best, limits))
+        bound = ascend(priced, best, limits, budget - _settled(graph))
         if bound >= best.cutoff():
-            return _outcome(problem, best, bound, "multiplier")
+            return np.inf, "multiplier"
         graph = reprice(priced, -multiplier)
         graph.constant += multiplier * budget
         degree, entries = LEVELS[level]
         if not presolve(graph) or not fold(graph, degree, entries, entries * WORK_PER_ENTRY):
-            return _outcome(problem, best, np.inf, "multiplier")
+            return np.inf, "multiplier"
         after = sum(len(graph.alive(n)) for n in graph.live_nodes())
         level += after > 0.8 * before
+        if limits.expired():
+            return bound, "time limit"
     scale = abs(best.value)
-    seconds = limits.deadline - time.monotonic()
     import os
-    if os.environ.get('DBG'): print('   ilp', len(graph.live_nodes()), 'labels', sum(len(graph.alive(n)) for n in graph.live_nodes()),'pinned',sum(graph.carries_memory(n) for n in graph.live_nodes()), 'entries', sum(f.table.size for f in graph.factors.values()), 'gap',1-bound/best.value, 'lb',bound,'ub',best.value); t=time.time()
+    if os.environ.get('DBG'): print('   ilp', len(graph.live_nodes()), 'labels', sum(len(graph.alive(n)) for n in graph.live_nodes()),'pinned',sum(graph.carries_memory(n) for n in graph.live_nodes()), 'entries', sum(f.table.size for f in graph.factors.values()), 'gap',1-bound/best.value, 'lb',bound,'ub',best.value, 'cut',best.applied); t=time.time()
+    seconds = limits.deadline - time.monotonic()
     found = solve_ilp(graph, scale, limits.gap / 2 * scale, seconds, budget - _settled(graph))
-    if os.environ.get('DBG'): print('   ilp took', time.time()-t)
+    if os.environ.get('DBG'): print('   ilp took', time.time()-t, found.labels is not None, found.bound)
     if found.labels is not None:
         best.offer(unfold(graph, found.labels))
-    return _outcome(problem, best, max(bound, found.bound), found.method)
+    return max(bound, found.bound), found.method
 
 
 def _settled(graph: Graph) -> float:

@@ -1,12 +1,13 @@
 """Every registered rule is proven by the oracle on every sample of its operator."""
 
-import autopar.strategies  # noqa: F401
 import pytest
 import torch
+
+import autopar.strategies  # noqa: F401
 from autopar.oracle import check_rule
 from autopar.strategy import registered
-
-from tests.strategies.samples import Sample, all_samples
+from tests.strategies.sample import Sample
+from tests.strategies.samples import all_samples
 from tests.strategies.stand_ins import STAND_INS
 
 SAMPLES = all_samples()

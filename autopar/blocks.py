@@ -1,0 +1,66 @@
+"""Blocks of tensors: which part of a full tensor a device holds under a layout, and the full tensor from all parts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from autopar.layout import Layout, Partial, Replicate, Split, TensorType, local_shape
+
+
+def coordinates(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Mesh coordinates of every rank, in order of rank: the last axis runs fastest."""
+    return itertools.product(*(range(n) for n in sizes))
+
+
+def block_ranges(
+    type_: TensorType, layout: Layout, sizes: Sequence[int], where: Sequence[int]
+) -> list[list[tuple[int, int]]]:
+    """For every factor of every dim, the ``(start, length)`` that the device at coordinates ``where`` holds."""
+    ranges = [[(0, f.size) for f in dim] for dim in type_.dims]
+    for placement, n, i in zip(layout, sizes, where, strict=True):  # later axes split what earlier ones left
+        if isinstance(placement, Split):
+            start, length = ranges[placement.dim][placement.factor]
+            ranges[placement.dim][placement.factor] = (start + i * (length // n), length // n)
+    return ranges
+
+
+def block(
+    full: torch.Tensor, type_: TensorType, layout: Layout, sizes: Sequence[int], where: Sequence[int]
+) -> torch.Tensor:
+    """The contiguous local tensor of the device at ``where``; a Partial term is the whole on coordinate 0, else zero."""
+    ranges = block_ranges(type_, layout, sizes, where)
+    part = full.reshape([f.size for dim in type_.dims for f in dim])
+    for d, (start, length) in enumerate(itertools.chain.from_iterable(ranges)):
+        part = part.narrow(d, start, length)
+    local = part.reshape(local_shape(type_, layout, sizes)).contiguous()
+    absent = any(isinstance(p, Partial) and i for p, i in zip(layout, where, strict=True))
+    return torch.zeros_like(local) if absent else local.clone()
+
+
+def assemble(
+    parts: Sequence[torch.Tensor], type_: TensorType, layout: Layout, sizes: Sequence[int]
+) -> tuple[torch.Tensor, float]:
+    """The full tensor from every rank's block, and the largest difference between copies that should be equal."""
+    shape = [f.size for dim in type_.dims for f in dim]
+    full = torch.zeros(shape, dtype=parts[0].dtype)
+    sums: dict[tuple[int, ...], torch.Tensor] = {}
+    difference = 0.0
+    for where, part in zip(coordinates(sizes), parts, strict=True):
+        replica = tuple(i for p, i in zip(layout, where, strict=True) if isinstance(p, Replicate))
+        copy = sums.setdefault(replica, torch.zeros_like(full))
+        view = copy
+        ranges = list(itertools.chain.from_iterable(block_ranges(type_, layout, sizes, where)))
+        for d, (start, length) in enumerate(ranges):
+            view = view.narrow(d, start, length)
+        view += part.reshape([length for _, length in ranges])
+    first = next(iter(sums.values()))
+    for other in sums.values():
+        if other.is_floating_point() and math.prod(shape):
+            difference = max(difference, float((other - first).abs().max()))
+        elif not torch.equal(other, first):
+            difference = math.inf
+    return first.reshape(type_.shape), difference

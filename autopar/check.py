@@ -1,0 +1,65 @@
+"""The graph checker: what holds after each pass. Its invariants grow as passes add them."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autopar.layout import local_shape
+from autopar.plan import Plan
+from autopar.program import Program, is_operator, producer, tensor_arguments, values_of
+
+
+def check(program: Program, plan: Plan) -> None:
+    """Check a program between passes.
+
+    The invariants that hold by now are named in ``graph.meta["invariants"]``: ``layouts`` (every tensor has one),
+    ``placed`` (every argument lies as its user takes it, so no Partial meets a nonlinear operator), ``local`` (local
+    shapes are what the layouts say).
+
+    Raises:
+        ValueError: an invariant is broken; names the node.
+        RuntimeError: the graph is malformed.
+    """
+    program.graph.graph.lint()
+    holds = program.graph.meta.get("invariants", ())
+    for node in program.graph.graph.nodes:
+        if "layouts" in holds:
+            _check_layouts(node)
+        if "placed" in holds:
+            _check_placed(node)
+        if "local" in holds:
+            _check_local(node, plan)
+
+
+def _check_layouts(node: fx.Node) -> None:
+    if node.meta.get("internal") or not (is_operator(node) or node.op == "placeholder"):
+        return
+    if "layouts" not in node.meta:
+        raise ValueError(f"node {node.name} has no layout")
+
+
+def _check_placed(node: fx.Node) -> None:
+    if "input_layouts" not in node.meta:
+        return
+    values = tensor_arguments(node) if node.op != "output" else [v for v in node.args[0] if v is not None]  # type: ignore[union-attr]
+    wanted = node.meta["input_layouts"]
+    if node.op == "output":
+        wanted = [w for w, v in zip(wanted, node.args[0], strict=True) if v is not None]  # type: ignore[arg-type]
+    for value, layout in zip(values, wanted, strict=True):
+        source, index = producer(value)  # type: ignore[arg-type]
+        if source.meta["layouts"][index] != layout:
+            raise ValueError(
+                f"node {node.name} takes {value} as ({', '.join(map(str, layout))}), "
+                f"and it lies as ({', '.join(map(str, source.meta['layouts'][index]))})"
+            )
+
+
+def _check_local(node: fx.Node, plan: Plan) -> None:
+    if "layouts" not in node.meta or node.op == "output":
+        return
+    for value, type_, layout in zip(values_of(node), node.meta["types"], node.meta["layouts"], strict=False):
+        if type_ is None or value is None:
+            continue
+        expected = local_shape(type_, layout, plan.axis_sizes)
+        if tuple(value.shape) != expected:
+            raise ValueError(f"node {node.name} computes a local tensor of shape {tuple(value.shape)}, not {expected}")

@@ -1,0 +1,249 @@
+"""The ``autopar`` command: `plan`, `verify` and `doctor`.
+
+Exit codes: 0 done; 1 `verify` found a difference; 2 wrong input or a model that cannot be planned; 3 nothing fits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from autopar.errors import AutoparError, InfeasibleError
+
+if TYPE_CHECKING:  # torch takes a second to import: only commands that need it do
+    from autopar.verify import EquivalenceReport
+
+DIFFERENT, WRONG_INPUT, INFEASIBLE = 1, 2, 3
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Model = Annotated[str, typer.Option(metavar="FILE.py:FUNCTION", help="Function that returns (model, batch).")]
+Axes = Annotated[str, typer.Option(metavar="NAME=SIZE,...", help="Mesh axes, outermost first: node=32,gpu=8.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Limit = Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of the search.")]
+
+
+class Task(NamedTuple):
+    """What FUNCTION returns: a model, an example batch and, for a model that does not return its loss, a loss."""
+
+    model: Any
+    batch: Any
+    loss_fn: Any = None
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        try:
+            version = importlib.metadata.version("autopar")
+        except importlib.metadata.PackageNotFoundError:
+            version = "from its sources, not installed"
+        typer.echo(f"autopar {version}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Plan the layout of a PyTorch model on many devices, and check that the plan computes the same."""
+
+
+@app.command("plan")
+def plan_command(
+    model: Model,
+    cluster: Annotated[str, typer.Option(metavar="NAME|FILE.toml", help="A preset (see doctor) or a file.")],
+    axes: Axes,
+    memory: Annotated[str | None, typer.Option(help="Budget per device, such as 70GiB; default: 0.9 of it.")] = None,
+    optimizer: Annotated[str, typer.Option(help="Whose state the budget counts.")] = "adamw",
+    time_limit: Limit = 60.0,
+    save: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the plan to a file.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Find the fastest layouts of a model on a mesh, for devices that need not be here."""
+    with _clear_errors(debug):
+        sizes = parse_axes(axes)
+        _check_target(save)
+        task = load_task(model)
+        from autopar.compiler import plan
+        from autopar.report.progress import SearchProgress
+        from autopar.search.find import Search
+
+        with SearchProgress() as progress:
+            found = plan(
+                task.model,
+                task.batch,
+                cluster=cluster,
+                axes=sizes,
+                loss_fn=task.loss_fn,
+                memory=memory,
+                optimizer=optimizer,
+                search=Search(time_limit=time_limit),
+                progress=progress,
+            )
+        if save is not None:
+            found.save(save)
+            typer.echo(f"saved {save}", err=True)
+        typer.echo(json.dumps(found.to_dict(), indent=1) if as_json else found.summary())
+
+
+@app.command("verify")
+def verify_command(
+    model: Model,
+    axes: Axes,
+    plan: Annotated[
+        str | None, typer.Option(metavar="FILE.json|random", help="A plan, or a random feasible one; default: search.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of parameters, data and random plans.")] = 0,
+    tolerance: Annotated[float, typer.Option(help="Largest error that is still equal.")] = 1e-9,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Run the rewritten graphs of every device in this process, in float64, and compare with the plain model."""
+    with _clear_errors(debug):
+        sizes = parse_axes(axes)
+        if not tolerance >= 0:
+            raise ValueError(f"--tolerance must be a number that is not negative, got {tolerance}")
+        task = load_task(model)
+        from autopar.plan import Plan
+        from autopar.verify import verify
+
+        chosen = plan if plan in (None, "random") else Plan.load(str(plan))
+        report = verify(task.model, task.batch, sizes, loss_fn=task.loss_fn, plan=chosen, seed=seed)
+        _print_report(report, tolerance, as_json)
+        if not report.max_error <= tolerance:  # NaN is a difference
+            raise typer.Exit(DIFFERENT)
+
+
+@app.command("doctor")
+def doctor_command(as_json: Json = False, debug: Debug = False) -> None:
+    """Say what this machine has of what autopar uses, what is missing, and how to get it."""
+    with _clear_errors(debug):
+        from autopar.report.doctor import doctor_table, examine
+
+        facts = examine()
+        typer.echo(json.dumps(facts, indent=1) if as_json else doctor_table(facts))
+
+
+def _print_report(report: EquivalenceReport, tolerance: float, as_json: bool) -> None:
+    from autopar.report.equivalence import equivalence_dict, equivalence_table
+
+    typer.echo(
+        json.dumps(equivalence_dict(report, tolerance), indent=1) if as_json else equivalence_table(report, tolerance)
+    )
+
+
+@contextlib.contextmanager
+def _clear_errors(debug: bool) -> Iterator[None]:
+    """Errors that a user can act on become one line and an exit code; others are bugs and keep their traceback."""
+    try:
+        yield
+    except (AutoparError, ValueError, OSError) as error:
+        if debug:
+            traceback.print_exc()
+        typer.echo(f"error: {' '.join(str(error).split()) or type(error).__name__}", err=True)
+        raise typer.Exit(INFEASIBLE if isinstance(error, InfeasibleError) else WRONG_INPUT) from error
+
+
+def parse_axes(text: str) -> dict[str, int]:
+    """Axes from ``node=32,gpu=8``.
+
+    Raises:
+        ValueError: a part is not NAME=SIZE, a size is not a positive integer, or a name comes twice.
+
+    >>> parse_axes("node=32, gpu=8")
+    {'node': 32, 'gpu': 8}
+    """
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = (piece.strip() for piece in part.partition("="))
+        if not name or not size.isascii() or not size.isdigit() or int(size) < 1:
+            raise ValueError(f"--axes {text!r}: {part.strip()!r} is not NAME=SIZE; write for example node=32,gpu=8")
+        if name in axes:
+            raise ValueError(f"--axes {text!r} names axis {name!r} twice; give each axis a name of its own")
+        axes[name] = int(size)
+    return axes
+
+
+def load_task(spec: str) -> Task:
+    """Model and batch from ``FILE.py:FUNCTION``; the file's folder is importable from then on.
+
+    Raises:
+        ValueError: there is no such function, it fails, or it returns something else; says where.
+        OSError: the file cannot be read.
+    """
+    file, separator, name = spec.rpartition(":")
+    if not separator or not file or not name.isidentifier():
+        raise ValueError(f"--model {spec!r} is not FILE.py:FUNCTION; write for example model.py:make")
+    function = getattr(_import_file(Path(file)), name, None)
+    if not callable(function):
+        raise ValueError(f"{file} has no function {name!r}; write one that returns (model, batch)")
+    with _user_code(spec):
+        made = function()
+    if isinstance(made, Mapping) or not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise ValueError(f"{spec} returned {type(made).__name__}; it must return (model, batch) or add a loss_fn")
+    import torch
+
+    if not isinstance(made[0], torch.nn.Module):
+        raise ValueError(f"{spec} returned a {type(made[0]).__name__} as the model; it must be a torch.nn.Module")
+    return Task(*made)
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ValueError(f"no file {path}; --model takes FILE.py:FUNCTION")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is not a Python file; --model takes FILE.py:FUNCTION")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # classes of the file can be pickled
+    with _user_code(str(path)):
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def _user_code(what: str) -> Iterator[None]:
+    """An exception of the user's file, with its line."""
+    try:
+        yield
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise ValueError(f"{what} failed at {last.filename}:{last.lineno}: {type(error).__name__}: {error}") from error
+
+
+def _check_target(path: Path | None) -> None:
+    """Complain before a long search, not after it."""
+    if path is not None and not path.resolve().parent.is_dir():
+        raise ValueError(f"--save {path}: there is no folder {path.resolve().parent}; make it first")
+
+
+def main() -> None:
+    """Entry point of the ``autopar`` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""An emulated mesh: one process runs a rewritten graph for all ranks in lock step, without a process group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.blocks import coordinates
+from autopar.collective import GROUP_ARGUMENT, axis_index, c10d
+from autopar.program import Program
+
+aten = torch.ops.aten
+
+Group = list[int]
+
+
+def emulate(
+    program: Program, names: Sequence[str], sizes: Sequence[int], inputs: Sequence[Sequence[torch.Tensor]]
+) -> list[list[torch.Tensor | None]]:
+    """Run a rewritten program on every rank of a mesh.
+
+    Args:
+        program: graph on local tensors, collectives named by mesh axis.
+        names: of the mesh axes.
+        sizes: of the mesh axes.
+        inputs: ``inputs[i][rank]``, the local tensors of each placeholder.
+
+    Returns:
+        ``outputs[i][rank]``; None for an output that does not exist.
+
+    Raises:
+        RuntimeError: a node failed on some rank; names node and rank.
+    """
+    where = list(coordinates(sizes))
+    groups = {name: _groups(where, axis) for axis, name in enumerate(names)}
+    environment: dict[fx.Node, list[Any]] = dict(zip(program.placeholders, map(list, inputs), strict=True))
+    last = _last_uses(program.graph.graph)
+    with torch.no_grad():
+        for node in program.graph.graph.nodes:
+            if node.op == "get_attr":
+                constant = getattr(program.graph, str(node.target))
+                environment[node] = [constant] * len(where)
+            elif node.op == "call_function":
+                environment[node] = _step(node, environment, names, where, groups)
+            for dead in last.get(node, ()):
+                del environment[dead]
+    ranks = range(len(where))
+    return [[None if v is None else environment[v][r] for r in ranks] for v in program.output_values]
+
+
+def run_whole(program: Program, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Run a program on global tensors, as one device would."""
+    return [v[0] for v in emulate(program, (), (), [[x] for x in inputs])]
+
+
+def _groups(where: list[tuple[int, ...]], axis: int) -> list[Group]:
+    """Ranks that differ along one axis only, in order of their coordinate."""
+    found: dict[tuple[int, ...], Group] = {}
+    for rank, c in enumerate(where):
+        found.setdefault((*c[:axis], *c[axis + 1 :]), []).append(rank)
+    return list(found.values())
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Nodes whose values are not needed after each node."""
+    last: dict[fx.Node, list[fx.Node]] = {}
+    seen: set[fx.Node] = set()
+    for node in reversed(list(graph.nodes)):
+        for argument in node.all_input_nodes:
+            if argument not in seen:
+                seen.add(argument)
+                last.setdefault(node, []).append(argument)
+    last.pop(graph.output_node(), None)
+    return last
+
+
+def _step(
+    node: fx.Node,
+    environment: dict[fx.Node, list[Any]],
+    names: Sequence[str],
+    where: list[tuple[int, ...]],
+    groups: dict[str, list[Group]],
+) -> list[Any]:
+    if node.target is axis_index:
+        axis = list(names).index(str(node.args[0]))
+        return [c[axis] for c in where]
+    if node.target is c10d.wait_tensor.default:
+        return environment[node.args[0]]  # type: ignore[index]
+    if node.target in GROUP_ARGUMENT:
+        axis_name = str(node.args[GROUP_ARGUMENT[node.target]])
+        return _COLLECTIVES[node.target](node, environment[node.args[0]], groups[axis_name])  # type: ignore[index]
+    results = []
+    for rank in range(len(where)):
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n, r=rank: environment[n][r])
+        try:
+            results.append(node.target(*args, **kwargs))  # type: ignore[operator]
+        except Exception as e:
+            raise RuntimeError(f"node {node.name} ({node.target}) failed on rank {rank}: {e}") from e
+    return results
+
+
+def _all_reduce(node: fx.Node, values: list[torch.Tensor], groups: list[Group]) -> list[torch.Tensor]:
+    results = list(values)
+    for group in groups:
+        stacked = torch.stack([values[r] for r in group])
+        total = stacked.sum(0).to(stacked.dtype) if node.args[1] == "sum" else stacked.amax(0)
+        for r in group:
+            results[r] = total
+    return results
+
+
+def _all_gather(node: fx.Node, values: list[torch.Tensor], groups: list[Group]) -> list[torch.Tensor]:
+    results = list(values)
+    for group in groups:
+        whole = torch.cat([values[r] for r in group])
+        for r in group:
+            results[r] = whole
+    return results
+
+
+def _reduce_scatter(node: fx.Node, values: list[torch.Tensor], groups: list[Group]) -> list[torch.Tensor]:
+    results = list(values)
+    for group in groups:
+        total = torch.stack([values[r] for r in group]).sum(0).to(values[0].dtype)
+        for r, part in zip(group, total.chunk(len(group)), strict=True):
+            results[r] = part.contiguous()
+    return results
+
+
+def _all_to_all(node: fx.Node, values: list[torch.Tensor], groups: list[Group]) -> list[torch.Tensor]:
+    results = list(values)
+    for group in groups:
+        parts = [values[r].chunk(len(group)) for r in group]
+        for i, r in enumerate(group):
+            results[r] = torch.cat([p[i] for p in parts])
+    return results
+
+
+_COLLECTIVES: dict[Any, Callable[[fx.Node, list[torch.Tensor], list[Group]], list[torch.Tensor]]] = {
+    c10d.all_reduce.default: _all_reduce,
+    c10d.all_gather_into_tensor.default: _all_gather,
+    c10d.reduce_scatter_tensor.default: _reduce_scatter,
+    c10d.all_to_all_single.default: _all_to_all,
+}
+
+
+def census(program: Program) -> dict[str, dict[str, tuple[int, float]]]:
+    """Redistributions and bytes sent per device in a rewritten graph, by axis and kind of collective."""
+    from autopar.cost.collectives import wire_bytes
+
+    sizes: dict[str, int] = program.graph.meta["axes"]
+    found: dict[str, dict[str, tuple[int, float]]] = {}
+    for node in program.graph.graph.nodes:
+        info = node.meta.get("collective")
+        if info is None:
+            continue
+        count, sent = found.setdefault(info.axis, {}).get(info.kind, (0, 0.0))
+        more = float(wire_bytes(info.kind, info.bytes, sizes[info.axis]))
+        found[info.axis][info.kind] = (count + info.members, sent + more)
+    assert all(math.isfinite(s) for kinds in found.values() for _, s in kinds.values())
+    return found

@@ -1,0 +1,161 @@
+"""`predict`: what a plan costs, counted move by move on the whole program."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from autopar.assignment import Assignment, all_moves, assign, machine_of
+from autopar.candidates import candidates, split_parts, strategies
+from autopar.cost.collectives import wire_bytes
+from autopar.cost.memory import optimizer_state_bytes
+from autopar.dims import Dims
+from autopar.layout import describe
+from autopar.plan import ModuleRow, Plan, Predicted
+from autopar.program import Program, module_path
+from autopar.redistribute import Machine, Tables, item_bytes, moved_bytes
+from autopar.search.build import lowered_bytes, operator_seconds
+from autopar.search.quotient import Quotient, quotient
+
+
+def predict(program: Program, dims: Dims, plan: Plan) -> Plan:
+    """The plan with its prediction and its table filled in."""
+    classes = quotient(program, dims)
+    assignment = assign(program, dims, plan, classes)
+    account = _Account(machine_of(plan))
+    _count_operators(program, dims, assignment, classes, account)
+    tables = Tables(account.machine)
+    for (node, out), moves in all_moves(program, dims, assignment, tables).items():
+        table = tables.of(dims.types[node, out])
+        for move in moves:
+            size = moved_bytes(table.type, move, account.machine.sizes)
+            account.move(node, move.kind, move.axis, size, table.move_seconds(move))
+    predicted = Predicted(
+        step_seconds=sum(account.seconds.values()),
+        compute_seconds=account.compute,
+        memory_bytes=_memory(program, plan),
+        communication_bytes={a: account.sent[a] for a in plan.axis_names},
+        collectives={a: dict(sorted(account.collectives[a].items())) for a in plan.axis_names},
+    )
+    return replace(plan, predicted=predicted, modules=_rows(program, dims, plan, assignment, account))
+
+
+@dataclass
+class _Account:
+    """Totals, by module and by axis."""
+
+    machine: Machine
+    compute: float = 0.0
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    sent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    module_sent: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
+    collectives: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(int)))
+
+    def move(self, node: fx.Node, kind: str, axis: int, size: float, seconds: float) -> None:
+        """Add one redistribution step, or one all-reduce of a lowering."""
+        path = module_path(node)
+        self.seconds[path] += seconds
+        if kind == "slice":
+            return
+        name, n = self.machine.names[axis], self.machine.sizes[axis]
+        sent = float(wire_bytes(kind, size, n))
+        self.sent[name] += sent
+        self.module_sent[path][name] += sent
+        self.collectives[name][kind] += 1
+
+
+def _count_operators(
+    program: Program, dims: Dims, assignment: Assignment, classes: Quotient, account: _Account
+) -> None:
+    known: dict[tuple[str, tuple[str, ...]], float] = {}
+    machine = account.machine
+    for node, names in assignment.strategies.items():
+        operator = dims.operators[node]
+        key = (classes.key[node], names)
+        if key not in known:
+            one = candidates(operator, machine.sizes, allowed=[[n] for n in names])
+            known[key] = float(operator_seconds(operator, one, machine)[0])
+        account.compute += known[key]
+        account.seconds[module_path(node)] += known[key]
+        _count_lowering(node, dims, names, account)
+
+
+def _count_lowering(node: fx.Node, dims: Dims, names: tuple[str, ...], account: _Account) -> None:
+    operator = dims.operators[node]
+    if not operator.rule.lower:
+        return
+    by_name = {s.name: s for s in strategies(operator)}
+    for axis, name in enumerate(names):
+        factor = by_name[name].factor
+        if factor is None or factor[0] not in operator.rule.lower:
+            continue
+        for size, letters in zip(lowered_bytes(operator, factor), operator.rule.lower[factor[0]].all_reduces, strict=True):
+            cut = math.prod(
+                n for other, n in zip(names, account.machine.sizes, strict=True) if other.partition(".")[0] in tuple(letters)
+            )
+            account.move(node, "all_reduce", axis, size / cut, 0.0)  # its time is the operator's
+
+
+def _memory(program: Program, plan: Plan) -> dict[str, float]:
+    """Bytes per device, by category."""
+    trained = {o.name for o, v in zip(program.outputs, program.output_values, strict=True) if o.kind == "gradient" and v}
+    memory = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "buffers": 0.0}
+    for node, spec in zip(program.placeholders, program.inputs, strict=True):
+        value = node.meta["val"]
+        item = item_bytes(str(value.dtype).removeprefix("torch."))
+        if spec.kind == "buffer":
+            memory["buffers"] += value.numel() * item
+        if spec.kind != "parameter":
+            continue
+        local = value.numel() // split_parts(plan.parameters[spec.name], plan.axis_sizes)
+        memory["parameters"] += local * item
+        if spec.name in trained:
+            memory["gradients"] += local * item
+            memory["optimizer"] += optimizer_state_bytes(plan.optimizer, local, item)
+    return memory
+
+
+def _rows(
+    program: Program, dims: Dims, plan: Plan, assignment: Assignment, account: _Account
+) -> tuple[ModuleRow, ...]:
+    """One row for each module that owns parameters or takes time, repeated layers joined."""
+    layouts: dict[str, dict[str, str]] = defaultdict(dict)
+    memory: dict[str, float] = defaultdict(float)
+    instances: dict[str, set[str]] = defaultdict(set)
+    for node, spec in zip(program.placeholders, program.inputs, strict=True):
+        if spec.kind != "parameter":
+            continue
+        owner, _, name = spec.name.rpartition(".")
+        type_, layout = dims.type_of(node), plan.parameters[spec.name]
+        row = _joined(owner)
+        instances[row].add(owner)
+        layouts[row].setdefault(name, describe(type_, layout, plan.axis_names))
+        memory[row] += type_.numel * item_bytes(type_.dtype) / split_parts(layout, plan.axis_sizes)
+    last: dict[str, str] = {}
+    for node, names in assignment.strategies.items():
+        del names
+        path, type_or_none = _joined(module_path(node)), dims.types.get((node, 0))
+        instances[path].add(module_path(node))
+        if type_or_none is not None and node.meta.get("partitioner_tag") != "is_backward":
+            last[path] = describe(type_or_none, assignment.outputs[node, 0], plan.axis_names)
+    seconds: dict[str, float] = defaultdict(float)
+    sent: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for path, value in account.seconds.items():
+        seconds[_joined(path)] += value
+    for path, by_axis in account.module_sent.items():
+        for axis, value in by_axis.items():
+            sent[_joined(path)][axis] += value
+    rows = []
+    for path in dict.fromkeys((*layouts, *seconds)):
+        described: Mapping[str, str] = {**layouts[path], **({"output": last[path]} if path in last else {})}
+        rows.append(ModuleRow(path, len(instances[path]), described, seconds[path], dict(sent[path]), memory[path]))
+    return tuple(rows)
+
+
+def _joined(path: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", path)

@@ -1,0 +1,162 @@
+"""A plan as text for people: where every module's tensors lie, what a step costs, and how good the plan can be said to be."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable, Mapping
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autopar.cost.memory import format_bytes
+from autopar.plan import Certificate, ModuleRow, Plan
+
+METHODS = {
+    "fold": "exact elimination",
+    "messages": "message passing and reduced costs",
+    "ilp": "integer linear program",
+    "multiplier": "memory priced by a multiplier",
+    "time limit": "stopped by the time limit",
+    "axis by axis": "one or two axes at a time, bounded axis by axis",
+}
+"""What closed a search, in words; a method that is not here is printed as it is."""
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "buffers")
+
+
+LEGEND = "{axis}: split over that axis; +sum{axis}: still to be summed; xN: N alike, figures of all"
+
+
+def plan_table(plan: Plan, width: int = 100) -> str:
+    """The plan as plain text, at most ``width`` columns wide.
+
+    Args:
+        plan: with or without a prediction; what was not predicted is left out.
+        width: columns; from 60 on nothing is lost, long layouts are folded.
+    """
+    parts: list[RenderableType] = [_header(plan)]
+    if plan.modules:
+        parts.append(_modules(plan))
+    if plan.predicted.step_seconds:
+        parts.append(_totals(plan))
+    parts.append(_certificate(plan.certificate))
+    return render(parts, width)
+
+
+def render(parts: Iterable[RenderableType], width: int) -> str:
+    """Rich renderables as plain text without colours or trailing spaces."""
+    buffer = io.StringIO()
+    console = Console(file=buffer, width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    for part in parts:
+        console.print(part)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()).strip("\n")
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration for people, with three digits.
+
+    >>> format_seconds(0.0123), format_seconds(4.2e-5), format_seconds(0)
+    ('12.3 ms', '42 us', '0 s')
+    """
+    if seconds == 0 or not math.isfinite(seconds):
+        return f"{seconds:g} s"
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= 0.9995 * scale:
+            return f"{float(f'{seconds / scale:.3g}'):g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
+
+
+def format_share(share: float) -> str:
+    """A share in per cent; never rounded to zero.
+
+    >>> format_share(0.0123), format_share(0.00001), format_share(0)
+    ('1.23%', '0.001%', '0%')
+    """
+    return f"{float(f'{100 * share:.3g}'):g}%" if share >= 1e-7 or share == 0 else "less than 0.00001%"
+
+
+def figures(rows: Iterable[tuple[str, str]]) -> Table:
+    """Two columns, a name and its value; long values are folded."""
+    grid = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in rows:
+        grid.add_row(Text(name), Text(value))
+    return grid
+
+
+def _header(plan: Plan) -> RenderableType:
+    links = plan.cluster.link_for(dict(plan.axes))
+    devices = math.prod(plan.axis_sizes)
+    axes = ", ".join(f"{name}={size}" for name, size in plan.axes) or "none"
+    over = ", ".join(f"{name} over {link.name}" for (name, _), link in zip(plan.axes, links, strict=True))
+    rows = [
+        ("axes", f"{axes} ({devices} device{'s' if devices != 1 else ''})"),
+        ("cluster", f"{plan.cluster.name}: {plan.cluster.device.name}" + (f"; {over}" if over else "")),
+        ("optimizer", plan.optimizer),
+    ]
+    if len(plan.stages) > 1:
+        rows.append(("stages", str(len(plan.stages))))
+    return figures(rows)
+
+
+def _modules(plan: Plan) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left", caption_justify="left")
+    table.add_column("module and its layouts", overflow="fold")
+    table.add_column("time", justify="right", no_wrap=True)
+    table.add_column("sent by a device", justify="right", no_wrap=True)
+    table.add_column("memory", justify="right", no_wrap=True)
+    for row in plan.modules:
+        lines = [_path(row), *(f"  {name} {layout}" for name, layout in row.layouts.items())]
+        figures_ = (format_seconds(row.seconds), _traffic(row.communication_bytes), format_bytes(row.memory_bytes))
+        table.add_row(*(Text(cell) for cell in ("\n".join(lines), *figures_)))
+    table.caption = Text(LEGEND, style="none")
+    return table
+
+
+def _path(row: ModuleRow) -> str:
+    return (row.path or "(model)") + (f" x{row.instances}" if row.instances > 1 else "")
+
+
+def _traffic(by_axis: Mapping[str, float]) -> str:
+    return "\n".join(f"{axis} {format_bytes(size)}" for axis, size in by_axis.items() if size) or "-"
+
+
+def _totals(plan: Plan) -> RenderableType:
+    """Figures of a whole step on one device; a table with a row for each axis, and memory by category."""
+    predicted = plan.predicted
+    communication = max(0.0, predicted.step_seconds - predicted.compute_seconds)
+    split = f"compute {format_seconds(predicted.compute_seconds)}, communication {format_seconds(communication)}"
+    rows = [("predicted step", f"{format_seconds(predicted.step_seconds)}: {split}, nothing overlapped")]
+    for name, size in plan.axes:
+        sent = format_bytes(predicted.communication_bytes.get(name, 0.0))
+        counts = predicted.collectives.get(name, {})
+        kinds = ", ".join(f"{count} {kind.replace('_', '-')}" for kind, count in counts.items() if count)
+        rows.append((f"axis {name} ({size})", f"{sent} sent by each device; {kinds or 'no collectives'}"))
+    memory = predicted.memory_bytes
+    order = [name for name in CATEGORIES if name in memory] + [name for name in memory if name not in CATEGORIES]
+    each = ", ".join(f"{name} {format_bytes(memory[name])}" for name in order)
+    rows.append(("memory a device", f"{format_bytes(sum(memory.values()))}: {each}" if each else "not predicted"))
+    return figures([("", ""), *rows])
+
+
+def _certificate(certificate: Certificate) -> RenderableType:
+    gap, bound = certificate.gap, format_seconds(certificate.lower_bound)
+    meaning = (
+        f"no plan of the space below is predicted to take less than {bound} under the same costs"
+        if certificate.lower_bound > 0
+        else "no lower bound was proved"
+    )
+    return figures(
+        [
+            ("", ""),
+            ("objective", f"{format_seconds(certificate.objective)} a step, as the search counts"),
+            ("lower bound", f"{bound}: {meaning}"),
+            ("gap", format_share(gap)),
+            ("space", certificate.space),
+            ("method", METHODS.get(certificate.method, certificate.method)),
+        ]
+    )

@@ -1,0 +1,119 @@
+"""A random feasible plan: one strategy per node and axis, drawn without enumerating their product.
+
+The space holds far more than a solver would choose; that every plan in it computes the same is what tests check.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import fx
+
+from autopar.candidates import REPLICATE, Strategy, layouts, strategies
+from autopar.cluster import Cluster
+from autopar.dims import Dims, Operator
+from autopar.layout import Layout, Partial, Replicate, divides, replicated
+from autopar.plan import Certificate, Plan
+from autopar.program import Program, fingerprint, is_operator, producer, tensor_arguments
+from autopar.search.quotient import quotient
+from autopar.search.restrict import is_boundary_layout
+
+Choose = Callable[[int], int]
+"""``choose(n)``: a number below ``n``."""
+
+SPLIT_BIAS = 3
+"""A split is this many times as likely as its share: long chains of replicated nodes test little."""
+
+
+def random_plan(
+    program: Program, dims: Dims, axes: Mapping[str, int], cluster: Cluster, choose: Choose | int = 0, optimizer: str = "adamw"
+) -> Plan:
+    """Draw a plan.
+
+    Args:
+        program: canonical program.
+        dims: its dimension analysis.
+        axes: name and size of each mesh axis.
+        cluster: for redistribution paths.
+        choose: source of choices, or a seed.
+        optimizer: recorded in the plan.
+    """
+    choose = random.Random(choose).randrange if isinstance(choose, int) else choose
+    classes = quotient(program, dims)
+    sizes = tuple(axes.values())
+    whole = replicated(len(sizes))
+    made: dict[tuple[fx.Node, int], Layout] = {}
+    parameters: dict[str, Layout] = {}
+    batch: dict[str, Layout] = {}
+    results: dict[str, Layout] = {}
+    choices: dict[str, tuple[str, ...]] = {}
+    for output, value in zip(program.outputs, program.output_values, strict=True):
+        if output.kind == "result" and value is not None:
+            loss = program.loss is not None and int(output.name) == program.loss
+            results[output.name] = whole if loss else _boundary(dims, value, sizes, choose)
+    inputs = dict(zip(program.placeholders, program.inputs, strict=True))
+    for node in program.graph.graph.nodes:
+        if node in inputs:
+            spec = inputs[node]
+            made[node, 0] = whole
+            if spec.kind == "parameter":
+                made[node, 0] = parameters[spec.name] = _boundary(dims, node, sizes, choose)
+            elif spec.kind == "batch":
+                options = layouts(dims.type_of(node), sizes, False)
+                made[node, 0] = batch[spec.name] = options[choose(len(options))]
+            elif spec.kind == "tangent":
+                made[node, 0] = results.get(spec.name, whole)
+        elif node.op == "get_attr":
+            made[node, 0] = whole
+        elif is_operator(node):
+            have = [made[producer(a)] for a in tensor_arguments(node)]
+            chosen = _draw(dims.operators[node], have, sizes, choose)
+            choices[f"{classes.key[node]} @{node.name}"] = tuple(s.name for s in chosen)
+            for i in range(len(dims.operators[node].outputs)):
+                made[node, i] = tuple(s.outputs[i] for s in chosen)
+    certificate = Certificate(0.0, 0.0, "one random plan, nothing was searched", "random")
+    return Plan(
+        axes=tuple(axes.items()), cluster=cluster, parameters=parameters, batch=batch, results=results, choices=choices,
+        relays={}, optimizer=optimizer, fingerprint=fingerprint(program), torch=str(torch.__version__),
+        certificate=certificate,
+    )  # fmt: skip
+
+
+def _boundary(dims: Dims, node: fx.Node, sizes: tuple[int, ...], choose: Choose) -> Layout:
+    type_ = dims.type_of(node)
+    options = [x for x in layouts(type_, sizes, False) if is_boundary_layout(type_, x)]
+    return options[choose(len(options))]
+
+
+def _draw(operator: Operator, have: Sequence[Layout], sizes: Sequence[int], choose: Choose) -> list[Strategy]:
+    """One strategy an axis; Partial only where the value is partial already, and only splits that divide."""
+    every = strategies(operator)
+    chosen: list[Strategy] = []
+    for axis in range(len(sizes)):
+        options = [s for s in every if _reachable(s, have, axis) and _fits(operator, [*chosen, s], sizes)]
+        options += [s for s in options if s.name != REPLICATE] * (SPLIT_BIAS - 1)
+        chosen.append(options[choose(len(options))])
+    return chosen
+
+
+def _reachable(strategy: Strategy, have: Sequence[Layout], axis: int) -> bool:
+    return all(
+        not isinstance(wanted, Partial) or layout[axis] == wanted
+        for wanted, layout in zip(strategy.inputs, have, strict=True)
+    )
+
+
+def _fits(operator: Operator, chosen: Sequence[Strategy], sizes: Sequence[int]) -> bool:
+    rest = [Replicate()] * (len(sizes) - len(chosen))
+    lowered = {s.factor[0] for s in chosen if s.factor is not None and s.factor[0] in operator.rule.lower}
+    if len(lowered) > 1:
+        return False
+    for i, type_ in enumerate(operator.inputs):
+        if not divides(type_, (*(s.inputs[i] for s in chosen), *rest), sizes):
+            return False
+    return all(
+        type_ is None or divides(type_, (*(s.outputs[i] for s in chosen), *rest), sizes)
+        for i, type_ in enumerate(operator.outputs)
+    )

@@ -1,0 +1,123 @@
+"""What a search leaves open: pins by the user, layouts that a running module has already, axes that are not searched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from autopar.dims import Dims
+from autopar.layout import Layout, Partial, Placement, Replicate, Split, TensorType, divides, parse_placement
+from autopar.program import Program
+
+
+@dataclass(frozen=True)
+class Restrictions:
+    """What a search leaves open.
+
+    Attributes:
+        layouts: for parameters, batch tensors and results, by kind and name: the only layout allowed.
+        fixed: strategy name or placement of each variable on each axis that is not searched; absent: replicated.
+        free: axes that are searched; None searches all.
+        data_axes_only: batch tensors may be split along the first factor of their first dim only.
+    """
+
+    layouts: Mapping[tuple[str, str], Layout] = field(default_factory=dict)
+    fixed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    free: tuple[int, ...] | None = None
+    data_axes_only: bool = False
+
+
+def read_pins(
+    program: Program, dims: Dims, pins: Mapping[str, Any], axes: Mapping[str, int], restrictions: Restrictions | None
+) -> Restrictions:
+    """Restrictions with the user's pins added.
+
+    Args:
+        program: names of parameters, batch tensors (``batch.0``) and results (``result.0``) come from here.
+        dims: their types.
+        pins: a name or pattern (``*.up_proj.weight``) to placements: one an axis, or a dict by axis name; each as text
+            (``R``, ``S(0)``, ``S(0.1)`` for factor 1 of dim 0, ``Shard(0)``), or torch's or autopar's own object.
+        axes: name and size of each mesh axis.
+        restrictions: what holds besides.
+
+    Raises:
+        ValueError: a pin names nothing, is no placement, or does not divide; names the pin and what there is.
+    """
+    restrictions = restrictions or Restrictions()
+    if not pins:
+        return restrictions
+    named = _pinnable(program, dims)
+    layouts = dict(restrictions.layouts)
+    for pattern, value in pins.items():
+        found = [key for key in named if fnmatchcase(_pin_name(key), pattern)]
+        if not found:
+            some = ", ".join(_pin_name(k) for k in list(named)[:6])
+            raise ValueError(f"pin {pattern!r} names no parameter, batch.N or result.N of the model; there are {some}, ...")
+        for key in found:
+            layout = _read_layout(pattern, value, tuple(axes))
+            if not divides(named[key], layout, tuple(axes.values())) or not is_boundary_layout(named[key], layout):
+                raise ValueError(
+                    f"pin {pattern!r}: {_pin_name(key)} is {named[key]} and cannot be laid out as "
+                    f"({', '.join(map(str, layout))}) on axes {dict(axes)}: sizes must divide, and one dim splits in one way"
+                )
+            layouts[key] = layout
+    return replace(restrictions, layouts=layouts)
+
+
+def _pin_name(key: tuple[str, str]) -> str:
+    return key[1] if key[0] == "parameter" else f"{key[0]}.{key[1]}"
+
+
+def _pinnable(program: Program, dims: Dims) -> dict[tuple[str, str], TensorType]:
+    found = {}
+    for node, spec in zip(program.placeholders, program.inputs, strict=True):
+        if spec.kind in ("parameter", "batch"):
+            found[spec.kind, spec.name] = dims.type_of(node)
+    for output, value in zip(program.outputs, program.output_values, strict=True):
+        if output.kind == "result" and value is not None:
+            found["result", output.name] = dims.type_of(value)
+    return found
+
+
+def _read_layout(pattern: str, value: Any, axes: Sequence[str]) -> Layout:
+    if isinstance(value, Mapping):
+        unknown = [a for a in value if a not in axes]
+        if unknown:
+            raise ValueError(f"pin {pattern!r} names axis {unknown[0]!r}; the mesh has {', '.join(axes)}")
+        value = [value.get(a, Replicate()) for a in axes]
+    if isinstance(value, str) or len(value) != len(axes):
+        raise ValueError(f"pin {pattern!r} must give one placement for each axis ({', '.join(axes)}), got {value!r}")
+    return tuple(_read_placement(pattern, v) for v in value)
+
+
+def _read_placement(pattern: str, value: Any) -> Placement:
+    """A placement from text or from torch's or autopar's object."""
+    if isinstance(value, Replicate | Split):
+        return value
+    if isinstance(value, Partial):
+        raise ValueError(f"pin {pattern!r}: a parameter or batch tensor cannot be Partial")
+    kind = type(value).__name__
+    if kind == "Shard":
+        return Split(int(value.dim))
+    if kind == "Replicate":
+        return Replicate()
+    text = re.sub(r"^Shard", "S", str(value).strip()).replace("dim=", "")
+    try:
+        return parse_placement("R" if text in ("Replicate()", "Replicate") else text)
+    except ValueError as e:
+        raise ValueError(f"pin {pattern!r}: {value!r} is no placement; write R, S(dim), S(dim.factor) or Shard(dim)") from e
+
+
+def is_boundary_layout(type_: TensorType, layout: Layout) -> bool:
+    """Whether torch's placements express the layout of a parameter or output.
+
+    ``Shard`` says the leading factor of a dim, along any number of axes; ``_StridedShard`` another one, along one axis.
+    """
+    for d in range(len(type_.dims)):
+        splits = [p for p in layout if isinstance(p, Split) and p.dim == d]
+        if len(set(splits)) > 1 or (len(splits) > 1 and splits[0].factor > 0):
+            return False
+    return True

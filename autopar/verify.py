@@ -1,0 +1,212 @@
+"""`verify`: the rewritten graphs of every rank, run in one process, against the plain model; in float64, every gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar import tree
+from autopar.blocks import assemble, block, coordinates
+from autopar.capture import Batch, LossFunction
+from autopar.cluster import Cluster
+from autopar.compiler import program_of, rewrite, solve
+from autopar.dims import Dims, analyze
+from autopar.emulate import emulate, run_whole
+from autopar.errors import VerifyError
+from autopar.float64 import as_dtype
+from autopar.plan import Plan
+from autopar.predict import predict
+from autopar.program import Input, Program
+from autopar.search.random_plan import random_plan
+
+SMALLEST = 1e-6
+"""A tensor's error is relative to its own largest entry, or to this share of the model's largest gradient entry."""
+
+
+@dataclass(frozen=True)
+class EquivalenceReport:
+    """How far the distributed program is from the plain model.
+
+    Attributes:
+        loss: of the distributed program; None without one.
+        reference_loss: of the plain model.
+        gradients: full gradients by parameter name.
+        reference_gradients: the same from the plain model.
+        results: full outputs by position.
+        reference_results: the same from the plain model.
+        errors: of every tensor by name; replicas that differ count.
+        capture_error: largest difference between the captured graph and the eager model, in the model's own precision.
+        plan: the plan that was run.
+        program: the rewritten program.
+    """
+
+    loss: torch.Tensor | None
+    reference_loss: torch.Tensor | None
+    gradients: Mapping[str, torch.Tensor]
+    reference_gradients: Mapping[str, torch.Tensor]
+    results: Mapping[str, torch.Tensor]
+    reference_results: Mapping[str, torch.Tensor]
+    errors: Mapping[str, float]
+    capture_error: float
+    plan: Plan
+    program: Program = field(repr=False)
+
+    @property
+    def max_error(self) -> float:
+        """The largest error of any tensor."""
+        return max(self.errors.values(), default=0.0)
+
+    @property
+    def worst(self) -> str:
+        """The tensor with the largest error."""
+        return max(self.errors, key=lambda n: self.errors[n], default="")
+
+
+def verify(
+    model: nn.Module,
+    batch: Batch,
+    axes: Mapping[str, int],
+    *,
+    loss_fn: LossFunction | None = None,
+    plan: Plan | str | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+) -> EquivalenceReport:
+    """Compare a plan's program with the plain model, on an emulated mesh.
+
+    Args:
+        model: with real parameters; it is not changed.
+        batch: tuple or dict of real tensors, the global batch.
+        axes: name and size of each mesh axis.
+        loss_fn: for a model that does not return its loss.
+        plan: what to run; None searches for one, ``"random"`` draws a feasible one.
+        seed: of the random plan and of the tangents of outputs that are no loss.
+        dtype: in which everything is computed.
+
+    Raises:
+        VerifyError: a parameter or batch tensor holds no data.
+    """
+    program = program_of(model, batch, loss_fn=loss_fn)
+    dims = analyze(program)
+    plan = _plan(program, dims, axes, plan, seed)
+    local = rewrite(program, plan)
+    return compare(program, local, dims, plan, _values(program, model, batch, seed), dtype)
+
+
+def _plan(program: Program, dims: Dims, axes: Mapping[str, int], plan: Plan | str | None, seed: int) -> Plan:
+    if isinstance(plan, Plan):
+        if dict(plan.axes) != dict(axes):
+            raise ValueError(f"the plan is for axes {dict(plan.axes)}, not {dict(axes)}")
+        return plan
+    if plan == "random":
+        return predict(program, dims, random_plan(program, dims, axes, Cluster.preset("cpu"), seed))
+    if plan is not None:
+        raise ValueError(f'plan must be a Plan, None or "random", got {plan!r}')
+    return solve(program, axes, "cpu")
+
+
+def compare(
+    program: Program, local: Program, dims: Dims, plan: Plan, values: Sequence[torch.Tensor], dtype: torch.dtype
+) -> EquivalenceReport:
+    """Run a program whole and its rewritten form on an emulated mesh, and compare every output."""
+    values = [v.to(dtype) if v.is_floating_point() else v for v in values]
+    expected = run_whole(as_dtype(program, dtype), values)
+    placed = as_dtype(local, dtype)
+    sizes = plan.axis_sizes
+    blocks = []
+    for node, value in zip(local.placeholders, values, strict=True):
+        type_, layout = node.meta["types"][0], node.meta["layouts"][0]
+        blocks.append([block(value, type_, layout, sizes, where) for where in coordinates(sizes)])
+    outputs = emulate(placed, plan.axis_names, sizes, blocks)
+    found: dict[tuple[str, str], torch.Tensor] = {}
+    wanted: dict[tuple[str, str], torch.Tensor] = {}
+    replicas: dict[tuple[str, str], float] = {}
+    finals = local.output_node.meta["input_layouts"]
+    for spec, node_, full, parts, layout in zip(
+        program.outputs, program.output_values, expected, outputs, finals, strict=True
+    ):
+        if node_ is None or full is None:
+            continue
+        key = (spec.kind, spec.name)
+        wanted[key] = full
+        found[key], replicas[key] = assemble([p for p in parts if p is not None], dims.type_of(node_), layout, sizes)
+    return _report(program, local, plan, found, wanted, replicas)
+
+
+def _report(
+    program: Program,
+    local: Program,
+    plan: Plan,
+    found: Mapping[tuple[str, str], torch.Tensor],
+    wanted: Mapping[tuple[str, str], torch.Tensor],
+    replicas: Mapping[tuple[str, str], float],
+) -> EquivalenceReport:
+    scale = max((float(g.abs().max()) for (kind, _), g in wanted.items() if kind == "gradient" and g.numel()), default=0.0)
+    errors = {}
+    for (kind, name), expected in wanted.items():
+        label = name if kind == "gradient" else f"{kind} {name}"
+        errors[label] = tensor_error(found[kind, name], expected, scale, replicas[kind, name])
+
+    def pick(source: Mapping[tuple[str, str], torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+        return {name: value for (k, name), value in source.items() if k == kind}
+
+    loss = None if program.loss is None else ("result", str(program.loss))
+    return EquivalenceReport(
+        loss=found[loss] if loss else None,
+        reference_loss=wanted[loss] if loss else None,
+        gradients=pick(found, "gradient"),
+        reference_gradients=pick(wanted, "gradient"),
+        results=pick(found, "result"),
+        reference_results=pick(wanted, "result"),
+        errors=errors,
+        capture_error=0.0,
+        plan=plan,
+        program=local,
+    )
+
+
+def tensor_error(found: torch.Tensor, expected: torch.Tensor, scale: float, replicas: float = 0.0) -> float:
+    """Largest difference over the tensor's largest entry, or over a share of the largest gradient entry."""
+    if not expected.numel():
+        return 0.0
+    if not expected.is_floating_point():
+        return 0.0 if torch.equal(found, expected) and replicas == 0.0 else float("inf")
+    if bool(torch.isfinite(found).all()) != bool(torch.isfinite(expected).all()):
+        return float("inf")
+    largest = max(float(expected.abs().max()), SMALLEST * scale, 1e-300)
+    return max(float((found - expected).abs().max()), replicas) / largest
+
+
+def _values(program: Program, model: nn.Module, batch: Batch, seed: int) -> list[torch.Tensor]:
+    """Global tensors for every placeholder."""
+    tensors, _ = tree.flatten(batch, "batch")
+    named: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    generator = torch.Generator().manual_seed(seed)
+    values = []
+    for node, spec in zip(program.placeholders, program.inputs, strict=True):
+        values.append(_value(spec, named, tensors, node.meta["val"], program, generator))
+    return values
+
+
+def _value(
+    spec: Input,
+    named: Mapping[str, torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    fake: Any,
+    program: Program,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    if spec.kind == "tangent":
+        if program.loss is not None:
+            return torch.ones(fake.shape, dtype=fake.dtype)
+        return torch.randn(fake.shape, dtype=torch.float64, generator=generator).to(fake.dtype)
+    value = tensors[int(spec.name)] if spec.kind == "batch" else named[spec.name]
+    if value.device.type == "meta":
+        raise VerifyError(f"{spec.kind} {spec.name!r} is on the meta device: verification needs values; initialise it first")
+    return value.detach()
+
+

@@ -1,0 +1,41 @@
+"""annotate_layouts: every node learns the layouts of its tensors.
+
+Before::
+
+    mm = aten.mm(view, t)
+
+After (the graph computes the same; ``meta`` holds)::
+
+    mm = aten.mm(view, t)   # inputs [(batch{data} seq), hidden], [hidden, ffn{model}] -> [(batch{data} seq), ffn{model}]
+"""
+
+from __future__ import annotations
+
+from autopar.assignment import assign
+from autopar.dims import analyze
+from autopar.plan import Plan
+from autopar.program import Program, is_operator
+from autopar.search.quotient import quotient
+
+
+def annotate_layouts(program: Program, plan: Plan) -> Program:
+    """Write ``types``, ``layouts``, ``input_layouts``, ``relays``, ``strategy`` and ``operator`` into ``meta``."""
+    dims = analyze(program)
+    assignment = assign(program, dims, plan, quotient(program, dims))
+    for node in program.graph.graph.nodes:
+        if node.op == "output":
+            node.meta["input_layouts"] = assignment.finals
+            continue
+        outputs = dims.operators[node].outputs if is_operator(node) else (dims.types.get((node, 0)),)
+        if not is_operator(node) and (node, 0) not in dims.types:
+            continue  # getitem: its producer speaks for it
+        node.meta["types"] = tuple(outputs)
+        node.meta["layouts"] = tuple(assignment.outputs.get((node, i)) for i in range(len(outputs)))
+        node.meta["relays"] = {i: assignment.relays[node, i] for i in range(len(outputs)) if (node, i) in assignment.relays}
+        if is_operator(node):
+            node.meta["operator"] = dims.operators[node]
+            node.meta["strategy"] = assignment.strategies[node]
+            node.meta["input_layouts"] = assignment.inputs[node]
+    program.graph.meta["invariants"] = ("layouts",)
+    program.graph.meta["axes"] = dict(plan.axes)
+    return program

@@ -1,0 +1,123 @@
+"""bucket_collectives: gradients are reduced many at a time, as DDP does.
+
+Before::
+
+    r1 = all_reduce(g1, "sum", "data"); w1 = wait(r1); ...; r2 = all_reduce(g2, "sum", "data"); w2 = wait(r2)
+
+After::
+
+    flat = cat([reshape(g1, [-1]), reshape(g2, [-1])]); r = all_reduce(flat, "sum", "data"); w = wait(r)
+    w1 = reshape(narrow(w, 0, 0, n1), shape1); w2 = reshape(narrow(w, 0, n1, n2), shape2)
+
+Only reductions whose result is nothing but a gradient are joined, so none is delayed that another node waits for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.collective import Collective, c10d
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.propagate import propagate
+
+aten = torch.ops.aten
+
+BUCKET_BYTES = 25 * 2**20
+"""Size of a bucket, DDP's default (Li et al., "PyTorch Distributed", VLDB 2020)."""
+
+
+def bucket_collectives(program: Program, plan: Plan) -> Program:
+    """Join gradient all-reduces of one axis and dtype into buckets, level by level where axes follow each other."""
+    graph = program.graph.graph
+    pending = [n for n in graph.nodes if _is_gradient_reduction(n)]
+    joined = False
+    while pending:
+        ready = [n for n in pending if not _depends(n, pending)]
+        groups: dict[tuple[str, torch.dtype], list[fx.Node]] = {}
+        for node in ready:
+            groups.setdefault((node.args[2], node.meta["val"].dtype), []).append(node)  # type: ignore[arg-type]
+        for members in groups.values():
+            for bucket in _buckets(members):
+                _join(graph, bucket)
+                joined = True
+        pending = [n for n in pending if n not in ready]
+    if joined:
+        propagate(program, plan)
+    return program
+
+
+def _is_gradient_reduction(node: fx.Node) -> bool:
+    info = node.meta.get("collective")
+    return isinstance(info, Collective) and info.gradient and node.target is c10d.all_reduce.default
+
+
+def _depends(node: fx.Node, others: list[fx.Node]) -> bool:
+    """Whether a reduction over another axis comes first: its result is this one's argument."""
+    source: Any = node.args[0]
+    return isinstance(source, fx.Node) and source.target is c10d.wait_tensor.default and source.args[0] in others
+
+
+def _buckets(members: list[fx.Node]) -> list[list[fx.Node]]:
+    buckets: list[list[fx.Node]] = [[]]
+    size = 0
+    for node in members:
+        value = node.meta["val"]
+        if buckets[-1] and size + value.nbytes > BUCKET_BYTES:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(node)
+        size += value.nbytes
+    return buckets
+
+
+def _join(graph: fx.Graph, members: list[fx.Node]) -> None:
+    """Reduce all members at once, at the end of the graph: only outputs, and reductions over other axes, follow."""
+    output = graph.output_node()
+    waits = [next(iter(m.users)) for m in members]
+    infos = [m.meta["collective"] for m in members]
+    with graph.inserting_before(output):
+        flat = members[0].args[0]
+        if len(members) > 1:
+            pieces = [_call(graph, members[0], aten.reshape.default, m.args[0], [-1]) for m in members]
+            flat = _call(graph, members[0], aten.cat.default, pieces)
+        reduced = _call(graph, members[0], c10d.all_reduce.default, flat, *members[0].args[1:])
+        reduced.meta["collective"] = Collective(
+            "all_reduce", infos[0].axis, sum(i.bytes for i in infos), sum(i.members for i in infos), True
+        )
+        whole = _call(graph, members[0], c10d.wait_tensor.default, reduced)
+        start = 0
+        for member, wait in zip(members, waits, strict=True):
+            value = member.meta["val"]
+            result = whole
+            if len(members) > 1:
+                part = _call(graph, member, aten.narrow.default, whole, 0, start, value.numel())
+                result = _call(graph, member, aten.reshape.default, part, list(value.shape))
+            start += value.numel()
+            result.meta.update({k: wait.meta[k] for k in ("types", "layouts", "relays") if k in wait.meta}, internal=False)
+            wait.replace_all_uses_with(result)
+    for member, wait in zip(members, waits, strict=True):
+        graph.erase_node(wait)
+        graph.erase_node(member)
+    _move_users_behind(graph, output)
+
+
+def _call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
+    node = graph.call_function(target, args)
+    for key in ("nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "stack_trace"):
+        if key in like.meta:
+            node.meta[key] = like.meta[key]
+    node.meta["internal"] = True
+    return node
+
+
+def _move_users_behind(graph: fx.Graph, output: fx.Node) -> None:
+    """Reductions over further axes, and what reshapes around them, follow the bucket that they use."""
+    position = {n: i for i, n in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        if node is not output and any(position[a] > position[node] for a in node.all_input_nodes):
+            output.prepend(node)
+            position[node] = len(position) + position[node]

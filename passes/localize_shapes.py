@@ -1,0 +1,70 @@
+"""localize_shapes: arguments that are sizes become the local sizes; numbers that are not sizes stay global.
+
+Before::
+
+    view = aten.view(mm, [8, 16, 64]); div = aten.div(sum, 64)      # view is [batch{data}, seq, hidden], data = 4
+
+After::
+
+    view = aten.reshape(mm, [2, 16, 64]); div = aten.div(sum, 64)
+
+Views become reshapes: a local block need not be contiguous where the global tensor was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.dims import Operator
+from autopar.layout import local_shape
+from autopar.plan import Plan
+from autopar.program import Program, is_operator
+from autopar.propagate import propagate
+
+aten = torch.ops.aten
+
+
+def localize_shapes(program: Program, plan: Plan) -> Program:
+    """Make size arguments local, then propagate local shapes."""
+    for node in program.graph.graph.nodes:
+        if is_operator(node) and "operator" in node.meta:
+            _localize(node, plan.axis_sizes)
+            if node.target is aten.view.default:
+                node.target = aten.reshape.default
+    propagate(program, plan)
+    program.graph.meta["invariants"] = ("layouts", "placed", "local")
+    return program
+
+
+def _localize(node: fx.Node, sizes: Sequence[int]) -> None:
+    operator: Operator = node.meta["operator"]
+    for position in operator.rule.shapes:
+        shape = local_shape(operator.outputs[0], node.meta["layouts"][0], sizes)  # type: ignore[arg-type]
+        node.update_arg(position, list(shape))
+    for key, letters in operator.rule.scaled.items():
+        parts = letter_parts(operator, node.meta["strategy"], letters, sizes)
+        if parts == 1:
+            continue
+        if isinstance(key, int) and key < len(node.args):
+            node.update_arg(key, _divide(node.args[key], parts))
+        elif str(key) in node.kwargs:
+            node.update_kwarg(str(key), _divide(node.kwargs[str(key)], parts))
+
+
+def _divide(value: Any, parts: int) -> Any:
+    if isinstance(value, list | tuple):
+        return [_divide(v, parts) for v in value]
+    assert isinstance(value, int)
+    assert value % parts == 0
+    return value // parts
+
+
+def letter_parts(operator: Operator, strategy: Sequence[str], letters: str, sizes: Sequence[int]) -> int:
+    """Into how many parts the product of some letters is cut under one strategy name an axis."""
+    del operator
+    return math.prod(n for name, n in zip(strategy, sizes, strict=True) if name.partition(".")[0] in tuple(letters))

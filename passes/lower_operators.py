@@ -1,0 +1,127 @@
+"""lower_operators: where a strategy needs other code than the operator's own, that code.
+
+Before::
+
+    embedding = aten.embedding(w, tokens)        # w [vocab{model}, hidden]: each device holds some rows
+
+After::
+
+    index = axis_index("model"); start = index * 64; local = tokens - start; ...
+    rows = aten.embedding(w, where(outside, 0, local)); embedding = where(outside, 0, rows)     # +sum{model}
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.assignment import machine_of
+from autopar.candidates import strategies
+from autopar.collective import Collective, axis_index, c10d
+from autopar.dims import Operator
+from autopar.plan import Plan
+from autopar.program import Program, is_operator
+from autopar.propagate import propagate
+from autopar.redistribute import Machine, item_bytes
+
+
+def lower_operators(program: Program, plan: Plan) -> Program:
+    """Replace every operator that is split along a letter with a lowering."""
+    machine = machine_of(plan)
+    changed = False
+    for node in list(program.graph.graph.nodes):
+        if is_operator(node) and "operator" in node.meta:
+            letters = lowered_letters(node.meta["operator"], node.meta["strategy"])
+            if len(letters) > 1:
+                raise ValueError(f"node {node.name} is split along {letters}, each with other code; choose one of them")
+            if letters:
+                _lower(program.graph.graph, node, letters[0], machine)
+                changed = True
+    if changed:
+        propagate(program, plan)
+    return program
+
+
+def lowered_letters(operator: Operator, names: tuple[str, ...]) -> list[str]:
+    """Letters with a lowering that are split by one strategy name an axis."""
+    by_name = {s.name: s for s in strategies(operator)}
+    factors = [by_name[n].factor for n in names]
+    return list(dict.fromkeys(f[0] for f in factors if f is not None and f[0] in operator.rule.lower))
+
+
+@dataclass
+class Context:
+    """What a lowering may ask; see `autopar.strategy.Lowering`."""
+
+    graph: fx.Graph
+    tracer: fx.Tracer
+    node: fx.Node
+    letter: str
+    axes: tuple[int, ...]
+    machine: Machine
+    reduced: int = 0
+
+    @property
+    def parts(self) -> int:
+        """Devices that share the letter."""
+        return math.prod(self.machine.sizes[a] for a in self.axes)
+
+    def axis_index(self) -> Any:
+        """This device's number among them: the first axis is the outermost."""
+        index: Any = 0
+        for a in self.axes:
+            here = fx.Proxy(self.graph.call_function(axis_index, (self.machine.names[a],)), self.tracer)
+            index = here if a == self.axes[0] else index * self.machine.sizes[a] + here
+        return index
+
+    def global_size(self, letter: str) -> int:
+        """Global size of a letter."""
+        return math.prod(f.size for f in self.node.meta["operator"].letters[letter].factors)
+
+    def local_size(self, letter: str) -> int:
+        """Size of a letter on this device."""
+        names = self.node.meta["strategy"]
+        cut = math.prod(n for name, n in zip(names, self.machine.sizes, strict=True) if name.partition(".")[0] == letter)
+        return self.global_size(letter) // cut
+
+    def all_reduce(self, x: Any, op: str) -> Any:
+        """Reduce over the devices that share the letter."""
+        operator: Operator = self.node.meta["operator"]
+        letters = operator.rule.lower[self.letter].all_reduces[self.reduced]
+        self.reduced += 1
+        size = item_bytes(operator.inputs[0].dtype) * math.prod(
+            self.local_size(c) if c in operator.letters else 1 for c in letters
+        )
+        for a in self.axes:
+            node = self.graph.call_function(c10d.all_reduce.default, (x.node, op, self.machine.names[a]))
+            node.meta["collective"] = Collective("all_reduce", self.machine.names[a], float(size))
+            x = fx.Proxy(self.graph.call_function(c10d.wait_tensor.default, (node,)), self.tracer)
+        return x
+
+
+def _lower(graph: fx.Graph, node: fx.Node, letter: str, machine: Machine) -> None:
+    operator: Operator = node.meta["operator"]
+    axes = tuple(a for a, name in enumerate(node.meta["strategy"]) if name.partition(".")[0] == letter)
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    last = node.prev
+    with graph.inserting_before(node):
+        context = Context(graph, tracer, node, letter, axes, machine)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: fx.Proxy(n, tracer))
+        result = operator.rule.lower[letter].build(context, *args, **kwargs)
+    made = last.next
+    while made is not node:
+        for key in ("nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "stack_trace"):
+            if key in node.meta:
+                made.meta[key] = node.meta[key]
+        made.meta["internal"] = True
+        made = made.next
+    if context.reduced != len(operator.rule.lower[letter].all_reduces):
+        raise ValueError(f"the lowering of {node.target} along {letter} announced other all-reduces than it made")
+    result.node.meta.update({k: v for k, v in node.meta.items() if k not in ("operator", "strategy", "input_layouts")})
+    result.node.meta["internal"] = False
+    node.replace_all_uses_with(result.node)
+    graph.erase_node(node)

@@ -1,0 +1,31 @@
+import io
+import time
+
+from rich.console import Console
+
+from autopar.report.progress import SearchProgress
+
+
+def written(terminal: bool, delay: float, seconds: float) -> str:
+    file = io.StringIO()
+    console = Console(file=file, width=100, force_terminal=terminal, color_system=None)
+    with SearchProgress(console, delay=delay) as progress:
+        progress("search")
+        time.sleep(seconds)
+        progress("multiplier", 0.012, 0.006)
+    return file.getvalue()
+
+
+def test_what_is_fast_is_silent() -> None:
+    assert written(False, 60.0, 0.0) == ""
+    assert written(True, 60.0, 0.0) == ""
+
+
+def test_a_file_gets_one_line_a_phase() -> None:
+    first, second = written(False, 0.05, 0.2).splitlines()
+    assert first.startswith("search, 0 s")
+    assert second == "multiplier, 0 s; best plan so far 12 ms a step; gap 50%"
+
+
+def test_a_terminal_gets_a_line_that_is_removed_again() -> None:
+    assert "search, 0 s" in written(True, 0.05, 0.4)

@@ -1,0 +1,69 @@
+import dataclasses
+import re
+
+import pytest
+from tests.report.stand_ins import hand_made_plan
+
+from autopar.plan import Predicted
+from autopar.report.table import format_seconds, format_share, plan_table
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+def test_no_line_is_wider_than_asked_for_and_nothing_is_cut(width: int) -> None:
+    deep = "model.encoder.block.layers.*.attention.self_attention.query_projection.inner"
+    text = plan_table(hand_made_plan(module=deep), width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    assert "…" not in text
+    columns = re.sub(r"\s", "", text)
+    assert deep[:6] in columns
+    assert columns.isascii() or set(columns) - set(map(chr, range(128))) <= {"─", "━"}
+
+
+def test_the_table_says_what_a_person_asks() -> None:
+    text = plan_table(hand_made_plan())
+    for expected in (
+        "node=32, gpu=8 (256 devices)",
+        "h100: NVIDIA H100 SXM; node over InfiniBand NDR, gpu over NVLink 4",
+        "adamw",
+        "weight f32[hidden, ffn{gpu}]",
+        "layers.*.mlp.down_proj x32",
+        "compute 10 ms, communication 2.5 ms",
+        "3.0 MiB sent by each device; 5 all-reduce",
+        "1.0 MiB sent by each device; 7 all-gather, 2 reduce-scatter",
+        "4.0 GiB: parameters 1.0 GiB, gradients 1.0 GiB, optimizer 2.0 GiB, buffers 512 B",
+        "lower bound  12.2 ms",
+        "2.4%",
+        "one layout per tensor on every axis; no pipelines",
+        "exact elimination",
+    ):
+        assert expected in text, expected
+    assert "optimal" not in text
+
+
+def test_a_plan_without_prediction_and_without_a_bound() -> None:
+    plan = dataclasses.replace(hand_made_plan(lower_bound=0.0), predicted=Predicted(), modules=())
+    text = plan_table(plan)
+    assert "predicted step" not in text
+    assert "no lower bound was proved" in text
+    assert "100%" in text
+
+
+def test_an_unknown_method_is_printed_as_it_is() -> None:
+    assert "branch and bound" in plan_table(hand_made_plan(method="branch and bound"))
+
+
+def test_print_uses_the_table() -> None:
+    plan = hand_made_plan()
+    assert str(plan) == plan_table(plan)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(1.0, "1 s"), (123.4, "123 s"), (0.99996, "1 s"), (0.0005, "500 us"), (3e-9, "3 ns")]
+)
+def test_format_seconds(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+def test_a_gap_is_never_rounded_to_zero() -> None:
+    assert format_share(1e-9) != "0%"
+    assert format_share(0.0) == "0%"
