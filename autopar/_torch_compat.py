@@ -10,8 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 
 __all__ = [
+    "BoxedCodeGen",
     "DTensorSpec",
     "FakeTensor",
     "FakeTensorMode",

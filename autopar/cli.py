@@ -14,14 +14,13 @@ import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from autopar.errors import AutoparError, InfeasibleError
 
-if TYPE_CHECKING:  # torch takes a second to import: only commands that need it do
-    from autopar.verify import EquivalenceReport
+# torch takes a second to import: the commands that need it import what they use.
 
 DIFFERENT, WRONG_INPUT, INFEASIBLE = 1, 2, 3
 
@@ -113,7 +112,7 @@ def verify_command(
     plan: Annotated[
         str | None, typer.Option(metavar="FILE.json|random", help="A plan, or a random feasible one; default: search.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of parameters, data and random plans.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of a random plan.")] = 0,
     tolerance: Annotated[float, typer.Option(help="Largest error that is still equal.")] = 1e-9,
     as_json: Json = False,
     debug: Debug = False,
@@ -125,12 +124,14 @@ def verify_command(
             raise ValueError(f"--tolerance must be a number that is not negative, got {tolerance}")
         task = load_task(model)
         from autopar.plan import Plan
+        from autopar.report.equivalence import agrees, equivalence_dict, equivalence_table
         from autopar.verify import verify
 
         chosen = plan if plan in (None, "random") else Plan.load(str(plan))
         report = verify(task.model, task.batch, sizes, loss_fn=task.loss_fn, plan=chosen, seed=seed)
-        _print_report(report, tolerance, as_json)
-        if not report.max_error <= tolerance:  # NaN is a difference
+        text = json.dumps(equivalence_dict(report, tolerance), indent=1) if as_json else ""
+        typer.echo(text or equivalence_table(report, tolerance))
+        if not agrees(report, tolerance):
             raise typer.Exit(DIFFERENT)
 
 
@@ -142,14 +143,6 @@ def doctor_command(as_json: Json = False, debug: Debug = False) -> None:
 
         facts = examine()
         typer.echo(json.dumps(facts, indent=1) if as_json else doctor_table(facts))
-
-
-def _print_report(report: EquivalenceReport, tolerance: float, as_json: bool) -> None:
-    from autopar.report.equivalence import equivalence_dict, equivalence_table
-
-    typer.echo(
-        json.dumps(equivalence_dict(report, tolerance), indent=1) if as_json else equivalence_table(report, tolerance)
-    )
 
 
 @contextlib.contextmanager

@@ -96,8 +96,7 @@ def check_rule(
 
 def _map_tensors(tree: Tree, function: Callable[[torch.Tensor], Any]) -> Tree:
     """``tree`` with ``function`` of each tensor, in order; lists stay lists."""
-    mapped: Any = map_aggregate(tree, lambda a: function(a) if isinstance(a, torch.Tensor) else a)
-    return mapped  # type: ignore[no-any-return]
+    return map_aggregate(tree, lambda a: function(a) if isinstance(a, torch.Tensor) else a)
 
 
 def _join(chosen: Sequence[AxisStrategy]) -> str:
@@ -152,10 +151,10 @@ class _Call:
         return "S" if any(strategy.letter in dim for dim in self.rule.inputs[i]) and strategy.letter else "R"
 
     def exists(self, chosen: Sequence[AxisStrategy], parts: int) -> bool:
-        """Whether sizes divide, every output has a layout, and one lowering at most is asked for."""
+        """Whether sizes divide, every output has a layout, and one letter at most is lowered."""
         present = [j for j, t in enumerate(self.outputs) if t is not None]
         divided = all(self.sizes[c] % n == 0 for c, n in _split(chosen, parts).items())
-        lowerings = {id(self.rule.lower[s.letter]) for s in chosen if s.letter in self.rule.lower}
+        lowerings = {s.letter for s in chosen if s.letter in self.rule.lower}
         return divided and len(lowerings) <= 1 and all(self.placement(s, j) for s in chosen for j in present)
 
     def describe(self, chosen: Sequence[AxisStrategy]) -> str:
@@ -175,7 +174,7 @@ class _Call:
         for j, expected in enumerate(self.outputs):
             if expected is None:
                 continue
-            pieces = {r: results[r][j] for r in ranks}
+            pieces = {r: outputs[j] for r, outputs in results.items()}
             where = f"{self.target} ({self.rule.equation}), {_join(chosen)}: {self.describe(chosen)}, output {j}"
             actual = self._gather(j, chosen, parts, pieces, (where, rtol), ())
             if "empty" not in str(self.target):  # uninitialised: shapes only

@@ -7,7 +7,7 @@ Before::
 
 After::
 
-    t = aten.permute(w, [1, 0]); b = aten.view(mm, [4, 16, 4, 16])
+    t = aten.permute(w, [1, 0]); b = aten.reshape(mm, [4, 16, 4, 16])
     s = aten.sum.dim_IntList(x, [2], True); m = aten.div.Scalar(s, 64)
 """
 
@@ -45,7 +45,7 @@ _DIM_ARGUMENT = {
     aten.index_select.default: 1, aten.stack.default: 1, aten.sum.dim_IntList: 1, aten.amax.default: 1,
     aten.amin.default: 1,
 }  # fmt: skip
-_SHARED = {aten.view.default, aten.permute.default, aten.expand.default, aten.scalar_tensor.default, aten.full.default}
+_SHARED = {aten.reshape.default, aten.permute.default, aten.expand.default, aten.scalar_tensor.default, aten.full.default}
 _SHARED |= {aten.arange.default, aten.arange.start, aten.arange.start_step, aten.slice.Tensor, aten.select.int}
 
 
@@ -125,18 +125,18 @@ def _identity(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _as_view(graph: fx.Graph, node: fx.Node) -> bool:
-    """Every reshape is a view with explicit sizes; a view of a view is one view."""
+    """Every view is a reshape with explicit sizes; a reshape of a reshape is one. A local block need not be contiguous."""
     if node.target not in _VIEWS:
         return False
     source = node.args[0]
     assert isinstance(source, fx.Node)
-    while source.target is aten.view.default:
+    while source.target is aten.reshape.default:
         source = source.args[0]
         assert isinstance(source, fx.Node)
     shape = list(_value(node).shape)
     if shape == list(_value(source).shape):
         return _forward(node, source)
-    return _become(node, aten.view.default, (source, shape))
+    return _become(node, aten.reshape.default, (source, shape))
 
 
 def _as_permute(graph: fx.Graph, node: fx.Node) -> bool:

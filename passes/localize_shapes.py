@@ -2,13 +2,11 @@
 
 Before::
 
-    view = aten.view(mm, [8, 16, 64]); div = aten.div(sum, 64)      # view is [batch{data}, seq, hidden], data = 4
+    view = aten.reshape(mm, [8, 16, 64]); div = aten.div(sum, 64)      # view is [batch{data}, seq, hidden], data = 4
 
 After::
 
     view = aten.reshape(mm, [2, 16, 64]); div = aten.div(sum, 64)
-
-Views become reshapes: a local block need not be contiguous where the global tensor was.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from autopar.dims import Operator
@@ -26,16 +23,12 @@ from autopar.plan import Plan
 from autopar.program import Program, is_operator
 from autopar.propagate import propagate
 
-aten = torch.ops.aten
-
 
 def localize_shapes(program: Program, plan: Plan) -> Program:
     """Make size arguments local, then propagate local shapes."""
     for node in program.graph.graph.nodes:
         if is_operator(node) and "operator" in node.meta:
             _localize(node, plan.axis_sizes)
-            if node.target is aten.view.default:
-                node.target = aten.reshape.default
     propagate(program, plan)
     program.graph.meta["invariants"] = ("layouts", "placed", "local")
     return program

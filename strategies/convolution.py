@@ -93,7 +93,7 @@ def convolution_backward(grad: Spec, x: Spec, weight: Spec, bias_sizes: Sequence
         keep="i",
         blocked=blocked,
         linear=((0,),),
-        scaled={3: "go", 9: "g"},
+        scaled={9: "g"} if bias_sizes is None else {3: "go", 9: "g"},
         sizes={"g": args[5]},
         flops=2.0 * _flops(x, weight, args[:6]),
     )

@@ -55,6 +55,7 @@ LINEAR: dict[Any, Linear] = {
     aten.addcmul.default: ((0, 1), (0, 2)),
     aten.addcdiv.default: ((0, 1),),
     aten.copy.default: ((1,),),
+    aten.fill.Tensor: ((1,),),
 }
 """Other sets of tensor operands in which an operator is jointly linear."""
 

@@ -1,12 +1,14 @@
-"""Sums, and operators that look at whole dims: extrema, scans, sorts, moments, norms."""
+"""Sums, and operators that look at whole dims: extrema, scans, sorts, moments, norms.
 
-import math
+Means are sums divided by the global count before rules are asked.
+"""
+
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from autopar.strategy import Lowering, Rule, Spec, dims, letters, rule
+from autopar.strategy import Rule, Spec, dims, letters, rule
 
 aten = torch.ops.aten
 
@@ -34,19 +36,6 @@ def sum_(x: Spec, dim: Dim, keepdim: bool = False, *, dtype: Any = None) -> Rule
     """Sum over some dims, or all."""
     equation, reduced = _equation(x, dim, keepdim)
     return Rule(equation, reduce=reduced, linear=() if x.dtype == torch.bool else ((0,),))
-
-
-@rule(aten.mean.dim)
-def mean(x: Spec, dim: Dim, keepdim: bool = False, *, dtype: Any = None) -> Rule:
-    """Mean over some dims, or all: split along them, a sum divided by the global count."""
-    equation, reduced = _equation(x, dim, keepdim)
-    count = math.prod(x.shape[d] for d in _normalize(x, dim))
-
-    def build(context: Any, x: Any, dim: Dim, keepdim: bool = False, *, dtype: Any = None) -> Any:
-        return aten.div.Scalar(aten.sum.dim_IntList(x, dim, keepdim, dtype=dtype), count)
-
-    # The count is global, so this one lowering is right for several reduced letters split at once, too.
-    return Rule(equation, reduce=reduced, linear=((0,),), lower=dict.fromkeys(reduced, Lowering(build)))
 
 
 def _whole(outputs: int) -> Callable[..., Rule]:
@@ -114,3 +103,9 @@ def topk(x: Spec, k: int, dim: int = -1, largest: bool = True, sorted: bool = Tr
     last = letters(1, x.ndim)
     right = [last if d == dim % x.ndim else c for d, c in enumerate(names)]
     return Rule(f"{dims(names)}->{dims(right)},{dims(right)}", blocked=names[dim % x.ndim] + last)
+
+
+@rule(aten.histc.default)
+def histc(x: Spec, *_: Any) -> Rule:
+    """Counts of values in intervals."""
+    return Rule(f"{letters(x.ndim)}->{letters(1, x.ndim)}", blocked=letters(x.ndim + 1))

@@ -22,7 +22,7 @@ def _names(count: int, sizes: Sequence[int]) -> list[str]:
     return [c if n != 1 else "" for c, n in zip(letters(count), sizes, strict=True)]
 
 
-@rule(aten.view.default)
+@rule(aten.reshape.default)
 def view(x: Spec, shape: Sequence[int]) -> Rule:
     """Row-major reshape: a walk over both lists of sizes that cuts off common factors from the left."""
     left: list[str] = [""] * x.ndim
@@ -127,7 +127,7 @@ def _sliced(ndim: int, dim: int, size: int, start: Any, end: Any, step: int) -> 
         pieces = _Pieces(ndim, dim, math.gcd(size, first, length) if length else 1)
         return pieces, pieces.tensor(size), pieces.tensor(length)
     pieces = _Pieces(ndim, dim, 1)
-    if first < step and length * step == size and length > 1:
+    if first < step and length * step == size == (size if end is None else end) and length > 1:
         names, inner = list(pieces.names), letters(1, ndim)
         pieces.inner, pieces.unit = names[dim], length
         pieces.counts[step] = inner
@@ -139,7 +139,7 @@ def _sliced(ndim: int, dim: int, size: int, start: Any, end: Any, step: int) -> 
 @rule(aten.slice.Tensor)
 def slice_(x: Spec, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Rule:
     """Part of a dim; ``start`` and ``end`` are scaled where they fall between pieces."""
-    pieces, whole, part = _sliced(x.ndim, dim, x.shape[dim], start, end, step)
+    pieces, whole, part = _sliced(x.ndim, dim % x.ndim, x.shape[dim], start, end, step)
     scaled = pieces.scaled(2, 3) if step == 1 else pieces.scaled(3)
     return pieces.rule(f"{whole}->{part}", linear=ONE, scaled=scaled, view=True)
 
@@ -147,7 +147,7 @@ def slice_(x: Spec, dim: int = 0, start: int | None = None, end: int | None = No
 @rule(aten.slice_backward.default)
 def slice_backward(grad: Spec, shape: Sequence[int], dim: int, start: int, end: int, step: int) -> Rule:
     """Zeros but for a slice."""
-    pieces, whole, part = _sliced(grad.ndim, dim, shape[dim], start, end, step)
+    pieces, whole, part = _sliced(grad.ndim, dim % grad.ndim, shape[dim], start, end, step)
     scaled = pieces.scaled(3, 4) if step == 1 else pieces.scaled(4)
     return pieces.rule(f"{part}->{whole}", linear=ONE, scaled=scaled, shapes=(1,))
 
@@ -166,6 +166,24 @@ def select_backward(grad: Spec, shape: Sequence[int], dim: int, index: int) -> R
     names = letters(len(shape))
     gone = names[dim % len(shape)]
     return Rule(f"{names.replace(gone, '') or '.'}->{names}", blocked=gone, linear=ONE, shapes=(1,))
+
+
+@rule(aten.slice_scatter.default)
+def slice_scatter(
+    x: Spec, source: Spec, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Rule:
+    """``x`` with a slice replaced."""
+    pieces, whole, part = _sliced(x.ndim, dim % x.ndim, x.shape[dim], start, end, step)
+    scaled = pieces.scaled(3, 4) if step == 1 else pieces.scaled(4)
+    return pieces.rule(f"{whole},{part}->{whole}", linear=((0, 1),), scaled=scaled)
+
+
+@rule(aten.select_scatter.default)
+def select_scatter(x: Spec, source: Spec, dim: int, index: int) -> Rule:
+    """``x`` with one element of a dim replaced."""
+    names = letters(x.ndim)
+    gone = names[dim % x.ndim]
+    return Rule(f"{names},{names.replace(gone, '') or '.'}->{names}", blocked=gone, linear=((0, 1),))
 
 
 @rule(aten.unbind.int)

@@ -108,7 +108,7 @@ def _modules(plan: Plan) -> Table:
     table.add_column("module and its layouts", overflow="fold")
     table.add_column("time", justify="right", no_wrap=True)
     table.add_column("sent by a device", justify="right", no_wrap=True)
-    table.add_column("memory", justify="right", no_wrap=True)
+    table.add_column("parameters", justify="right", no_wrap=True)
     for row in plan.modules:
         lines = [_path(row), *(f"  {name} {layout}" for name, layout in row.layouts.items())]
         figures_ = (format_seconds(row.seconds), _traffic(row.communication_bytes), format_bytes(row.memory_bytes))

@@ -97,7 +97,7 @@ def eliminate(graph: Graph, node: int) -> bool:
 def _min_sum(
     parts: list[Factor], node: int, cost: Floats, alive: Ints, around: list[int], picks: list[dict[int, Ints]]
 ) -> Floats:
-    """min over the node's labels of the sum of its cost and its factors, [groups of each neighbour]."""
+    """Take the least, over the node's labels, of its cost plus its factors, [groups of each neighbour]."""
     shape = [len(next(iter(p.values()))) for p in picks]
     blocks: list[tuple[Floats, Ints]] = []  # (row of the node, ...) broadcastable over `shape`
     for k, part in enumerate(parts):

@@ -42,9 +42,7 @@ class Model:
     first: Ints  # first column of each live node
 
 
-def solve_ilp(
-    graph: Graph, scale: float, gap: float, seconds: float, budget: float | None = None
-) -> IlpResult:
+def solve_ilp(graph: Graph, scale: float, gap: float, seconds: float, budget: float | None = None) -> IlpResult:
     """Solve what is left of a problem to the gap.
 
     Args:

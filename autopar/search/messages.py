@@ -129,7 +129,9 @@ def compact(graph: Graph) -> Messages:
             ends[position[n]].append(_end(factor, t, axis, labels[position[n]], position))
     unary = [graph.cost[n][ls] for n, ls in zip(nodes, labels, strict=True)]
     memory = [graph.memory[n][ls] for n, ls in zip(nodes, labels, strict=True)]
-    return Messages(nodes, labels, unary, memory, [graph.factors[f].table.copy() for f in ids], ids, ends, graph.constant)
+    return Messages(
+        nodes, labels, unary, memory, [graph.factors[f].table.copy() for f in ids], ids, ends, graph.constant
+    )
 
 
 def _end(factor: Factor, table: int, axis: int, labels: Ints, position: dict[int, int]) -> _End:

@@ -181,4 +181,3 @@ def _close(graph: Graph, best: Incumbent, bound: float, limits: Limits) -> Minim
     if found.labels is not None:
         best.offer(unfold(graph, found.labels))
     return _finish(best, max(bound, found.bound), found.method)
-

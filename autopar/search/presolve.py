@@ -28,10 +28,12 @@ def presolve(graph: Graph, queue: list[int] | None = None, dominance_entries: in
         del todo[node]
         if not graph.active[node]:
             continue
+        if not all(graph.alive(n).size for n in (node, *graph.neighbours(node))):
+            return False
         touched = _merge_parallel(graph, node)
         for fid in list(graph.incident[node]):
             touched += _tidy(graph, fid)
-        if not graph.alive(node).size:
+        if not all(graph.alive(n).size for n in (node, *touched)):
             return False
         if _drop_labels(graph, node, regrets, dominance_entries):
             touched += graph.neighbours(node)

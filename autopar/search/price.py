@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,9 +13,9 @@ from autopar.search.fold import fold, unfold
 from autopar.search.graph import Graph, build
 from autopar.search.ilp import solve_ilp
 from autopar.search.messages import Messages, compact, write_back
-from autopar.search.minimise import LEVELS, WORK_PER_ENTRY, EXACT, Incumbent, Limits, ascend, decode, minimise
+from autopar.search.minimise import EXACT, LEVELS, WORK_PER_ENTRY, Incumbent, Limits, ascend, decode, minimise
 from autopar.search.presolve import presolve
-from autopar.search.problem import Edge, Ints, Node, Problem, evaluate
+from autopar.search.problem import Ints, Problem, evaluate
 
 Progress = Callable[[str, float, float], None]
 
@@ -60,7 +59,12 @@ def least_memory(problem: Problem, limits: Limits) -> Point:
     """The labelling that needs least memory, whatever it costs; raises InfeasibleError if there is none."""
     nodes = tuple(replace(n, cost=np.where(np.isfinite(n.cost), n.memory, np.inf)) for n in problem.nodes)
     edges = tuple(replace(e, table=np.where(np.isfinite(e.table), 0.0, np.inf)) for e in problem.edges)
-    found = minimise(build(Problem(nodes, edges), False), lambda ls: evaluate(problem, ls)[1], replace(limits, gap=0.0))
+
+    def value_of(labels: Ints) -> float:
+        cost, memory = evaluate(problem, labels)
+        return memory if np.isfinite(cost) else float("inf")
+
+    found = minimise(build(Problem(nodes, edges), False), value_of, replace(limits, gap=0.0))
     if found.labels is None:
         raise InfeasibleError("no choice of labels avoids every forbidden label and pair; allow more candidates")
     return locate(problem, found.labels)
@@ -155,9 +159,9 @@ def _bracket(
         point = locate(problem, decode(graph, messages))
         if fits(point.memory, budget):
             best.offer(point.labels)
-            under, high = point, multiplier
+            under, high = point if np.isfinite(point.cost) else under, multiplier
         else:
-            over, low = point, multiplier
+            over, low = point if np.isfinite(point.cost) else over, multiplier
     messages.price(-current)
     write_back(graph, messages, np.inf)
     return bound, chosen
@@ -186,9 +190,10 @@ def _close(
     window, proved, method = max(2 * limits.gap, FIRST_WINDOW), bound, "multiplier"
     while True:
         best.cap = proved + window * abs(best.value)
+        whole = best.cap >= best.value
         found, method = _search(graph.copy(), budget, multiplier, best, limits)
         proved = max(proved, min(best.applied, found))
-        done = best.value - proved <= max(limits.gap, 20 * EXACT) * abs(best.value) or best.applied < best.cap
+        done = best.value - proved <= max(limits.gap, 20 * EXACT) * abs(best.value) or whole
         if done or method == "time limit":
             return Outcome(locate(problem, _known(best)), min(best.value, proved), method)
         window *= WIDEN
@@ -218,11 +223,8 @@ def _search(graph: Graph, budget: float, multiplier: float, best: Incumbent, lim
         if limits.expired():
             return bound, "time limit"
     scale = abs(best.value)
-    import os
-    if os.environ.get('DBG'): print('   ilp', len(graph.live_nodes()), 'labels', sum(len(graph.alive(n)) for n in graph.live_nodes()),'pinned',sum(graph.carries_memory(n) for n in graph.live_nodes()), 'entries', sum(f.table.size for f in graph.factors.values()), 'gap',1-bound/best.value, 'lb',bound,'ub',best.value, 'cut',best.applied); t=time.time()
     seconds = limits.deadline - time.monotonic()
     found = solve_ilp(graph, scale, limits.gap / 2 * scale, seconds, budget - _settled(graph))
-    if os.environ.get('DBG'): print('   ilp took', time.time()-t, found.labels is not None, found.bound)
     if found.labels is not None:
         best.offer(unfold(graph, found.labels))
     return max(bound, found.bound), found.method

@@ -149,8 +149,13 @@ def backward(tape: Tape, saved: list[tuple[int, str]], grads: dict[int, list[tup
         for i, (x, dims) in enumerate(node.inputs):
             rest = [p for j, p in enumerate(node.inputs) if j != i]
             own = [] if node.linear else [(x, dims)]
-            g = tape.add(f"d_{node.name}", [(dy, node.output), *rest, *own], dims, linear=node.linear or dims == "d",
-                         blocked=node.blocked)
+            g = tape.add(
+                f"d_{node.name}",
+                [(dy, node.output), *rest, *own],
+                dims,
+                linear=node.linear or dims == "d",
+                blocked=node.blocked,
+            )
             grads.setdefault(x, []).append((g, dims))
     for p, node in enumerate(tape.ops[: len(tape.ops)]):
         if node.parameter and p in grads:
@@ -185,6 +190,6 @@ def make_node(op: Op, labels: list[tuple[tuple[str, tuple[int, ...], int], ...]]
     return Node(op.name, np.zeros(len(labels)), state)
 
 
-def synthetic_problem(layers: int = 2, ring: bool = True, converts: int = 1) -> Problem:
-    """The default has about 360 nodes, as the quotient graph of a real decoder does."""
+def synthetic_problem(layers: int = 2, ring: bool = True, converts: int = 2) -> Problem:
+    """The default has about 350 nodes, as the quotient graph of a real decoder does."""
     return to_problem(transformer(layers, ring, converts))

@@ -91,6 +91,7 @@ def pointwise_others() -> Iterator[Sample]:
     yield call(aten.clamp_max.default, x(4, 2), 0.0)
     yield call(aten.full_like.default, x(4, 2), 3.0)
     yield call(aten.fill.Scalar, x(4, 2), 3.0)
+    yield call(aten.fill.Tensor, x(4, 2), x())
     yield call(aten.where.self, boolean(4, 1), x(4, 2), x())
     yield call(aten.where.self, boolean(4, 2), boolean(4, 2), boolean(4, 2))
     yield call(aten.masked_fill.Scalar, x(4, 2), boolean(2), 0)
@@ -127,7 +128,7 @@ def view() -> Iterator[Sample]:
         ((2, 3, 4), (2, 4, 3)),
     ]
     for before, after in shapes:
-        yield call(aten.view.default, x(*before), list(after))
+        yield call(aten.reshape.default, x(*before), list(after))
     yield call(aten.permute.default, x(2, 4, 6), [2, 0, 1])
     yield call(aten.expand.default, x(2, 1, 4), [6, 2, 4, 4])
     yield call(aten.expand.default, x(), [4])
@@ -161,6 +162,8 @@ def pieces() -> Iterator[Sample]:
         length = len(range(start, end, step))
         yield call(aten.slice.Tensor, x(2, 8, 2), 1, start, end, step)
         yield call(aten.slice_backward.default, x(2, length, 2), [2, 8, 2], 1, start, end, step)
+        yield call(aten.slice_scatter.default, x(2, 8, 2), x(2, length, 2), -2, start, end, step)
+    yield call(aten.select_scatter.default, x(2, 6, 4), x(2, 4), 1, 2)
     yield call(aten.split.Tensor, x(2, 12), 4, 1)
     yield call(aten.split.Tensor, x(2, 10), 4, 1)
     yield call(aten.split_with_sizes.default, x(12, 2), [8, 2, 2], 0)
@@ -177,8 +180,6 @@ def reduction() -> Iterator[Sample]:
         yield call(aten.sum.dim_IntList, x(2, 4, 6), dims, keepdim)
     yield call(aten.sum.dim_IntList, boolean(4, 2), [0])
     yield call(aten.sum.dim_IntList, x(), [])
-    yield call(aten.mean.dim, x(2, 4, 6), [0, 1], True)
-    yield call(aten.mean.dim, x(2, 4), None)
     for op in (aten.amax, aten.amin):
         yield call(op.default, x(2, 4, 6), [0, 2], True)
         yield call(op.default, x(2, 4, 6))
@@ -207,6 +208,7 @@ def reduction() -> Iterator[Sample]:
     yield call(aten.logcumsumexp.default, x(2, 4), 1)
     yield call(aten.sort.default, x(2, 4), 0, True)
     yield call(aten.sort.stable, x(2, 4), stable=True, dim=0)
+    yield call(aten.histc.default, x(4), 4)
     yield call(aten.topk.default, x(2, 4), 2)
 
 

@@ -32,8 +32,8 @@ MM = Rule("mk,kn->mn", reduce="k")
         (aten.add.Tensor, (x(4) > 0, x(4) > 0), Rule("a,a->a", linear=((0, 1),)), "boolean input cannot be partial"),
         (aten.cumsum.default, (x(4), 0), Rule("a->a"), "a: S->S, output 0: the largest difference"),
         (aten.sum.dim_IntList, (x(4), [0]), Rule("b->.", keep="b"), "replicas"),
-        (aten.view.default, (x(4, 6), [24]), Rule("ab->(ab)", sizes={"a": 4, "b": 6}), "the local run fails"),
-        (aten.view.default, (x(4, 6), [6, 4]), Rule("ab->ba", shapes=(1,)), "output 0: the largest difference"),
+        (aten.reshape.default, (x(4, 6), [24]), Rule("ab->(ab)", sizes={"a": 4, "b": 6}), "the local run fails"),
+        (aten.reshape.default, (x(4, 6), [6, 4]), Rule("ab->ba", shapes=(1,)), "output 0: the largest difference"),
         (aten.slice.Tensor, (x(8), 0, 0, 4), Rule("(pr)->r", blocked="p", sizes={"p": 2}), "local output"),
     ],
 )

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch import fx
+from torch.utils import _pytree as pytree
 
 import autopar.strategies  # noqa: F401
-from autopar.oracle import check_rule
-from autopar.strategy import registered
+from autopar.oracle import check_rule, rule_of
+from autopar.strategy import letter_sizes, registered
 from tests.strategies.sample import Sample
 from tests.strategies.samples import all_samples
 from tests.strategies.stand_ins import STAND_INS
@@ -30,3 +32,47 @@ def test_every_rule_has_a_sample():
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_rule(sample: Sample):
     check_rule(sample.target, sample.args, sample.kwargs, run=STAND_INS.get(sample.target))
+
+
+class _Alone:
+    """A split over one device."""
+
+    parts = 1
+
+    def __init__(self, sizes: dict[str, int], index: fx.Proxy) -> None:
+        self.sizes, self.index, self.reduced = sizes, index, 0
+
+    def axis_index(self) -> fx.Proxy:
+        return self.index
+
+    def local_size(self, letter: str) -> int:
+        return self.sizes[letter]
+
+    global_size = local_size
+
+    def all_reduce(self, value: fx.Proxy, op: str) -> fx.Proxy:
+        self.reduced += 1
+        return value
+
+
+LOWERED = [s for s in SAMPLES if rule_of(s.target, s.args, s.kwargs).lower]
+
+
+@pytest.mark.parametrize("sample", LOWERED, ids=str)
+def test_lowerings_write_graphs(sample: Sample):
+    """Lowerings are called with graph proxies: they compute with operators only, and on one device what it does."""
+    rule = rule_of(sample.target, sample.args, sample.kwargs)
+    tensors = [a for a in pytree.tree_leaves((sample.args, sample.kwargs)) if isinstance(a, torch.Tensor)]
+    expected = sample.target(*sample.args, **sample.kwargs)
+    sizes = letter_sizes(rule, [tuple(t.shape) for t in tensors], [tuple(expected.shape)])
+    for lowering in rule.lower.values():
+        graph = fx.Graph()
+        tracer = fx.proxy.GraphAppendingTracer(graph)
+        index = fx.Proxy(graph.placeholder("index"), tracer)
+        made = iter([fx.Proxy(graph.placeholder(f"t{i}"), tracer) for i in range(len(tensors))])
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda _, made=made: next(made), (sample.args, sample.kwargs))
+        context = _Alone(sizes, index)
+        graph.output(lowering.build(context, *args, **kwargs).node)
+        assert context.reduced == len(lowering.all_reduces)
+        actual = fx.GraphModule({}, graph)(0, *tensors)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)

@@ -1,0 +1,47 @@
+"""autopar: a compiler-pass auto-parallelization tool for PyTorch.
+
+``autopar.parallelize(model, mesh)`` searches over layouts, rewrites the graph, and hands back a distributed module that
+computes what one device would; ``autopar.verify`` proves it on an emulated mesh, in one process.
+"""
+
+from autopar.cluster import Cluster
+from autopar.compiler import plan
+from autopar.errors import (
+    AutoparError,
+    CaptureError,
+    InfeasibleError,
+    InvalidRuleError,
+    MissingRuleError,
+    PassError,
+    PlanError,
+    RankError,
+    VerifyError,
+)
+from autopar.plan import Plan
+from autopar.search.find import Search
+from autopar.strategy import Lowering, Rule, Spec, rule
+from autopar.verify import EquivalenceReport, verify
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AutoparError",
+    "CaptureError",
+    "Cluster",
+    "EquivalenceReport",
+    "InfeasibleError",
+    "InvalidRuleError",
+    "Lowering",
+    "MissingRuleError",
+    "PassError",
+    "Plan",
+    "PlanError",
+    "RankError",
+    "Rule",
+    "Search",
+    "Spec",
+    "VerifyError",
+    "plan",
+    "rule",
+    "verify",
+]

@@ -1,0 +1,155 @@
+"""Where layouts meet torch's placements: this rank's block of a tensor, and tensors from blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Partial as TorchPartial
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+from autopar import layout as lay
+from autopar._torch_compat import DTensorSpec, StridedShard, TensorMeta
+from autopar.layout import Layout, TensorType
+from autopar.runtime.place import Place
+
+Placements = tuple[TorchPlacement, ...]
+
+
+def to_placements(type_: TensorType, layout: Layout) -> Placements:
+    """Torch's placements of a boundary layout (`autopar.search.build.is_boundary_layout`)."""
+    found: list[TorchPlacement] = []
+    for placement in layout:
+        if isinstance(placement, lay.Replicate):
+            found.append(Replicate())
+        elif isinstance(placement, lay.Partial):
+            found.append(TorchPartial(placement.op))
+        else:
+            before = math.prod(f.size for f in type_.dims[placement.dim][: placement.factor])
+            found.append(StridedShard(placement.dim, split_factor=before) if before > 1 else Shard(placement.dim))
+    return tuple(found)
+
+
+def from_placements(type_: TensorType, placements: Sequence[TorchPlacement], sizes: Sequence[int]) -> Layout | None:
+    """The layout that says the same as torch's placements; None if the tensor's factors cannot say it."""
+    found: list[lay.Placement] = []
+    for placement in placements:
+        if isinstance(placement, StridedShard | Shard):
+            factor = _factor(type_, placement)
+            if factor is None:
+                return None
+            found.append(lay.Split(placement.dim % len(type_.dims), factor))
+        elif isinstance(placement, TorchPartial):
+            found.append(lay.Partial(placement.reduce_op))
+        else:
+            found.append(lay.Replicate())
+    layout = tuple(found)
+    return layout if lay.divides(type_, layout, sizes) else None
+
+
+def _factor(type_: TensorType, placement: Shard | StridedShard) -> int | None:
+    """Number of the factor that a placement splits; None if the split is across factors."""
+    if not -len(type_.dims) <= placement.dim < len(type_.dims):
+        return None
+    before = 1
+    for j, factor in enumerate(type_.dims[placement.dim]):
+        if before == (placement.split_factor if isinstance(placement, StridedShard) else 1):
+            return j
+        before *= factor.size
+    return None
+
+
+def plain_type(shape: Sequence[int], dtype: torch.dtype) -> TensorType:
+    """A type for a tensor whose factors are unknown: one factor a dim."""
+    dims = tuple((lay.Factor(f"d{i}", n),) if n != 1 else () for i, n in enumerate(shape))
+    return TensorType(str(dtype).removeprefix("torch."), dims)
+
+
+def local_block(
+    full: torch.Tensor, type_: TensorType, layout: Layout, sizes: Sequence[int], coordinates: Sequence[int]
+) -> torch.Tensor:
+    """The block of ``full`` that the device at ``coordinates`` holds: contiguous, and a copy if it is a part only."""
+    if not any(isinstance(p, lay.Split) for p in layout):
+        return full.contiguous()
+    starts: dict[tuple[int, int], int] = {}
+    for placement, n, index in zip(layout, sizes, coordinates, strict=True):
+        if isinstance(placement, lay.Split):
+            key = (placement.dim, placement.factor)
+            starts[key] = starts.get(key, 0) * n + index  # earlier axes are further out
+    block = full.reshape([f.size for dim in type_.dims for f in dim])
+    position = 0
+    parts = lay.factor_parts(layout, sizes)
+    for d, j in type_.positions:
+        if (d, j) in parts:
+            size = type_.dims[d][j].size // parts[d, j]
+            block = block.narrow(position, starts[d, j] * size, size)
+        position += 1
+    return block.clone(memory_format=torch.contiguous_format).view(lay.local_shape(type_, layout, sizes))
+
+
+def block_ranges(
+    type_: TensorType, layout: Layout, sizes: Sequence[int], coordinates: Sequence[int]
+) -> tuple[tuple[slice, ...], Layout]:
+    """For reading a part of a file: the hull of this device's block, and the layout of the block within it.
+
+    A dim split along its leading factor is one range; any other is read whole and cut afterwards.
+    """
+    ranges = [slice(0, n) for n in type_.shape]
+    rest: list[lay.Placement] = []
+    for placement, n, index in zip(layout, sizes, coordinates, strict=True):
+        if not isinstance(placement, lay.Split) or placement.factor > 0:
+            rest.append(placement)
+            continue
+        rest.append(lay.Replicate())
+        current = ranges[placement.dim]
+        size = (current.stop - current.start) // n
+        ranges[placement.dim] = slice(current.start + index * size, current.start + (index + 1) * size)
+    return tuple(ranges), tuple(rest)
+
+
+def spec_of(place: Place, shape: Sequence[int], dtype: torch.dtype, placements: Placements) -> DTensorSpec:
+    """What a DTensor of this global shape knows about itself."""
+    assert place.mesh is not None
+    stride, step = [], 1
+    for n in reversed(shape):
+        stride.insert(0, step)
+        step *= max(n, 1)
+    return DTensorSpec(place.mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
+
+
+def from_local(local: torch.Tensor, place: Place, shape: Sequence[int], placements: Placements) -> torch.Tensor:
+    """A DTensor around a block; the block itself where there is no mesh."""
+    if place.mesh is None:
+        return local
+    spec = spec_of(place, shape, local.dtype, placements)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's block of a DTensor, without autograd; any other tensor as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor on every rank; a collective call if it is a DTensor."""
+    with torch.no_grad():
+        return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def redistribute(tensor: torch.Tensor, place: Place, placements: Placements) -> torch.Tensor:
+    """A DTensor in other placements; a collective call unless it has them already."""
+    assert isinstance(tensor, DTensor)
+    if tuple(tensor.placements) == placements:
+        return tensor
+    return tensor.detach().redistribute(place.mesh, placements)
+
+
+def part_of(tensor: torch.Tensor, type_: TensorType, layout: Layout, place: Place) -> torch.Tensor:
+    """This rank's block in ``layout`` of a DTensor of any placements, or of a whole plain tensor."""
+    if not isinstance(tensor, DTensor):
+        return local_block(tensor.detach(), type_, layout, place.sizes, place.coordinates)
+    if from_placements(type_, tensor.placements, place.sizes) == layout:
+        return tensor._local_tensor.detach().contiguous()
+    return local_block(full_tensor(tensor), type_, layout, place.sizes, place.coordinates)

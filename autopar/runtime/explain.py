@@ -1,0 +1,53 @@
+"""`explain`: the layout of a parameter, what it takes and costs, and what else it could have been."""
+
+from __future__ import annotations
+
+from autopar.candidates import layouts
+from autopar.cost.memory import format_bytes
+from autopar.layout import Partial, describe, factor_parts
+from autopar.redistribute import item_bytes
+from autopar.runtime.specialise import Specialisation
+from autopar.search.build import is_boundary_layout
+
+SHOWN = 6
+"""Alternatives that are listed."""
+
+
+def explain(found: Specialisation, name: str) -> str:
+    """Text about a parameter, or about every parameter of a module.
+
+    Raises:
+        ValueError: the model has neither of that name.
+    """
+    types, plan = found.step.types.parameters, found.plan
+    name = found.program.aliases.get(name, name)
+    chosen = [name] if name in types else [n for n in types if n.startswith(name + ".")]
+    if not chosen:
+        raise ValueError(f"no parameter or module {name!r}; there are {', '.join(list(types)[:5])}, ...")
+    lines = []
+    for parameter in chosen:
+        type_, layout = types[parameter]
+        size = type_.numel * item_bytes(type_.dtype)
+
+        def local(candidate: object, size: int = size) -> float:
+            parts = 1
+            for n in factor_parts(candidate, plan.axis_sizes).values():  # type: ignore[arg-type]
+                parts *= n
+            return size / parts
+
+        lines.append(f"{parameter}: {describe(type_, layout, plan.axis_names)}, {format_bytes(local(layout))} a device")
+        others = [
+            c for c in layouts(type_, plan.axis_sizes)
+            if c != layout and is_boundary_layout(type_, c) and not any(isinstance(p, Partial) for p in c)
+        ]  # fmt: skip
+        for other in others[:SHOWN]:
+            lines.append(f"  instead: {describe(type_, other, plan.axis_names)}, {format_bytes(local(other))} a device")
+        if len(others) > SHOWN:
+            lines.append(f"  and {len(others) - SHOWN} more")
+    for row in plan.modules:
+        if chosen and (row.path == name or chosen[0].rpartition(".")[0] == row.path):
+            sent = ", ".join(f"{format_bytes(v)} over {a}" for a, v in row.communication_bytes.items())
+            lines.append(f"module {row.path} x{row.instances}: {row.seconds:.3g} s, sends {sent or 'nothing'}")
+    lines.append(f"chosen together with all other layouts for the shortest step: {plan.certificate.objective:.3g} s, "
+                 f"at least {plan.certificate.lower_bound:.3g} s in {plan.certificate.space}")  # fmt: skip
+    return "\n".join(lines)

@@ -1,0 +1,279 @@
+"""`ParallelModule`: the model that the user trains, on a mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.tensor import DTensor
+
+from autopar import tree
+from autopar.errors import AutoparError, PlanError
+from autopar.layout import Replicate, Split
+from autopar.plan import Plan
+from autopar.runtime.boundary import Placements, local_block, part_of, plain_type, to_local, to_placements
+from autopar.runtime.load import load_full, prepare_load, savable
+from autopar.runtime.materialise import Init, materialise, uninitialised
+from autopar.runtime.place import Place
+from autopar.runtime.postpone import Postponed
+from autopar.runtime.specialise import Request, Settings, Specialisation, data_layout, data_parts, specialise
+from autopar.runtime.state import checksum, contents, gathered, slice_replicated
+from autopar.runtime.step import Call, run
+
+CACHED = 16
+"""How many specialisations are kept."""
+
+_OWN = ("_original", "_place", "_settings", "_init", "_cache", "_first", "_latest", "_postponed")
+
+
+class ParallelModule(nn.Module):
+    """A model whose parameters lie on a mesh and whose steps run as rewritten graphs.
+
+    Parameters are `DTensor`s under the original names (plain tensors where there is no mesh), so optimizers, clipping
+    and state dicts work as usual. The first call decides how they lie, unless `autopar.parallelize` was given a batch.
+    """
+
+    def __init__(self, model: nn.Module, place: Place, settings: Settings, init: Init | None) -> None:
+        super().__init__()
+        self.__dict__["_parameters"] = model._parameters
+        self.__dict__["_buffers"] = model._buffers
+        self.__dict__["_modules"] = model._modules
+        self.__dict__["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
+        self.training = model.training
+        self.__dict__["_original"] = model
+        self._place, self._settings, self._init = place, settings, init
+        self._cache: OrderedDict[Any, Specialisation] = OrderedDict()
+        self._first: Specialisation | None = None
+        self._latest: Specialisation | None = None
+        self._postponed = Postponed()
+        self.register_state_dict_post_hook(_save_hook)
+        self.register_load_state_dict_pre_hook(_load_hook)
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of the original model, such as ``config``."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in _OWN or name.startswith("__") or "_original" not in self.__dict__:
+                raise
+            return getattr(self.__dict__["_original"], name)
+
+    def train(self, mode: bool = True) -> ParallelModule:
+        """As in `nn.Module`; the next call specialises for the mode if it has not yet."""
+        super().train(mode)
+        self._original.training = mode
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the original returns: scalars plain, other tensors as DTensors."""
+        tensors, skeleton = tree.flatten(self._batch(args, kwargs), "batch")
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            i = next(i for i, t in enumerate(tensors) if t.requires_grad)
+            raise ValueError(f"batch tensor {i} requires a gradient, which is not computed; detach it, or make it a parameter")
+        request = self._request(tensors, skeleton)
+        found = self._specialised(request, tensors)
+        step = found.step
+        batch = [part_of(t, *step.types.batch[str(i)], self._place) if self._is_whole(t) else to_local(t).contiguous()
+                 for i, t in enumerate(tensors) if str(i) in step.types.batch]  # fmt: skip
+        named = dict(self.named_parameters())
+        buffers = dict(self.named_buffers(remove_duplicate=False))
+        call = Call(step, buffers, [t.to(self._place.device) for t in batch], self._postponed)
+        results = run(call, [named[n] for n in step.parameters])
+        return tree.unflatten(found.program.skeleton, results)
+
+    def specialise(self, batch: Any) -> None:
+        """Decide layouts and build the graphs for a global batch (real, fake or meta tensors) ahead of the first call."""
+        tensors, skeleton = tree.flatten(batch, "batch")
+        shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
+        self._specialised(Request(skeleton, shapes, {}), None)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the parameters' layouts: that of the first specialisation."""
+        if self._first is None and self._settings.plan is not None:
+            return self._settings.plan
+        return self._known(self._first).plan
+
+    @property
+    def logical_graph(self) -> fx.GraphModule:
+        """The latest specialisation's graph on global tensors, with layouts."""
+        found = self._known(self._latest)
+        return self._settings.toolchain.annotate(found.program, found.plan).graph
+
+    @property
+    def forward_graph(self) -> fx.GraphModule:
+        """The latest specialisation's forward graph on this rank's tensors."""
+        return self._known(self._latest).step.cut.forward
+
+    @property
+    def backward_graph(self) -> fx.GraphModule | None:
+        """Its backward graph; None if it does not train."""
+        return self._known(self._latest).step.cut.backward
+
+    @property
+    def data_world_size(self) -> int:
+        """Into how many parts the rows of a batch are split: ``num_replicas`` of a sampler."""
+        return data_parts(self._rows(), self._place.sizes)
+
+    @property
+    def data_rank(self) -> int:
+        """Which part this rank takes: ``rank`` of a sampler."""
+        index = 0
+        for placement, n, coordinate in zip(self._rows(), self._place.sizes, self._place.coordinates, strict=True):
+            index = index * n + coordinate if placement == Split(0, 0) else index
+        return index
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Plain tensors by original name, as one device would hold them; a collective call."""
+        self._require_values()
+        return gathered(nn.Module.state_dict(_Unhooked(self), keep_vars=True))
+
+    def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take values from plain full tensors; every rank keeps its part.
+
+        Raises:
+            AutoparError: names are missing or unexpected, or a shape differs; nothing is changed then.
+        """
+        load_full(self, dict(nn.Module.state_dict(_Unhooked(self), keep_vars=True)), state, self._place, self._types())
+
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        """Plain gradients by original name, of parameters that have one; a collective call."""
+        return gathered({n: p.grad for n, p in self.named_parameters() if p.grad is not None})
+
+    def explain(self, name: str) -> str:
+        """Why a parameter, or the parameters of a module, lie as they do."""
+        from autopar.runtime.explain import explain
+
+        return explain(self._known(self._first), name)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes within leave gradients unreduced; the next one outside reduces the sum, once."""
+        before, self._postponed.active = self._postponed.active, True
+        try:
+            yield
+        finally:
+            self._postponed.active = before
+
+    def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The batch in the form it was passed in; positional and named arguments together become named ones."""
+        if not (args and kwargs):
+            return kwargs or args
+        return dict(inspect.signature(self._original.forward).bind(*args, **kwargs).arguments)
+
+    def _is_whole(self, tensor: torch.Tensor) -> bool:
+        return self._settings.inputs == "global" or isinstance(tensor, DTensor)
+
+    def _request(self, tensors: list[torch.Tensor], skeleton: Any) -> Request:
+        shapes = []
+        for i, t in enumerate(tensors):
+            shape = tuple(t.shape)
+            if not self._is_whole(t) and shape and self._splits(i, len(tensors)):
+                shape = (shape[0] * self.data_world_size, *shape[1:])
+            shapes.append((shape, t.dtype))
+        layouts = {i: tuple(t.placements) for i, t in enumerate(tensors) if isinstance(t, DTensor)}
+        return Request(skeleton, tuple(shapes), layouts)
+
+    def _splits(self, index: int, count: int) -> bool:
+        """Whether ranks pass different rows of this batch tensor; position ids of one row, for example, are alike."""
+        layouts = self.plan.batch
+        if len(layouts) != count or str(index) not in layouts:
+            return True
+        return any(p == Split(0, 0) for p in layouts[str(index)])
+
+    def _specialised(self, request: Request, tensors: list[torch.Tensor] | None) -> Specialisation:
+        key = self._key(request)
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            self._latest = self._cache[key]
+            return self._latest
+        if tensors is not None and self._settings.inputs == "global":
+            whole = [t for t in tensors if not isinstance(t, DTensor)]
+            request = Request(request.skeleton, request.shapes, request.layouts, contents(whole))
+        first = self._first is None
+        placements = None if first else self._placements()
+        weights = checksum(dict(self.named_parameters())) if first else ""
+        found = specialise(
+            self._original, request, self._settings, self._place, placements=placements, weights=weights
+        )
+        if first:
+            self._lay_out(found)
+            self._first = found
+        self._latest = self._cache[key] = found
+        while len(self._cache) > CACHED:
+            self._cache.popitem(last=False)
+        return found
+
+    def _key(self, request: Request) -> Any:
+        device = self._place.device.type
+        modes = tuple(m.training for m in self.modules())
+        parameters = tuple((p.requires_grad, p.dtype) for p in self.parameters())
+        autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        layouts = tuple(sorted((i, str(p)) for i, p in request.layouts.items()))
+        return request.shapes, repr(request.skeleton), layouts, modes, parameters, torch.is_grad_enabled(), autocast
+
+    def _placements(self) -> dict[str, Placements]:
+        whole = (Replicate(),) * len(self._place.axes)
+        plain = to_placements(plain_type((), torch.float32), whole)
+        return {n: tuple(p.placements) if isinstance(p, DTensor) else plain for n, p in self.named_parameters()}
+
+    def _lay_out(self, found: Specialisation) -> None:
+        """Keep this rank's part of every parameter, under the first plan."""
+        types, named = found.step.types.parameters, dict(self.named_parameters())
+        for name, parameter in named.items():
+            if not to_local(parameter).is_meta and name in types:
+                slice_replicated(parameter, *types[name], self._place)
+        materialise(self._original, self._init, types, found.program.aliases, self._place)
+
+    def _types(self) -> Any:
+        return {} if self._first is None else self._first.step.types.parameters
+
+    def _require_values(self) -> None:
+        missing = uninitialised(self._original)
+        if missing:
+            raise AutoparError(f"{missing[0]!r} is on the meta device and has no values; pass init= to autopar.parallelize")
+
+    def _rows(self) -> Any:
+        if self._first is None:
+            plan = self._known(None).plan if self._settings.plan is None else self._settings.plan
+            whole = (Replicate(),) * len(self._place.axes)
+            found = [tuple(p if p == Split(0, 0) else Replicate() for p in v) for v in plan.batch.values()]
+            return max(found, key=lambda v: data_parts(v, self._place.sizes), default=whole)
+        return data_layout(self._first.program, self._first.plan)[0]
+
+    def _known(self, found: Specialisation | None) -> Specialisation:
+        if found is None:
+            raise PlanError(
+                "there is no plan yet: call the model once, or pass batch= (an example of the global batch) or plan= to "
+                "autopar.parallelize; inputs=\"local\" needs that, since how many parts a batch has is the plan's decision"
+            )
+        return found
+
+
+class _Unhooked(nn.Module):
+    """The same tables without the hooks."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[table] = module.__dict__[table]
+
+
+def _save_hook(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    assert isinstance(module, ParallelModule)
+    for name, value in list(state.items()):
+        if name.startswith(prefix) and isinstance(value, DTensor):
+            state[name] = savable(value, module._place)
+
+
+def _load_hook(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    assert isinstance(module, ParallelModule)
+    prepare_load(module, state, prefix, module._place, module._types())
+
+
+__all__ = ["ParallelModule", "local_block"]

@@ -1,0 +1,118 @@
+"""`cut`: a joint graph becomes a forward graph that hands its saved tensors to a backward graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from autopar._torch_compat import BoxedCodeGen, FakeTensor, FakeTensorMode, TracingContext, default_partition, tracing
+from autopar.program import Input, Output, Program
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The two graphs of a step.
+
+    Attributes:
+        forward: parameters, buffers and batch to the forward outputs and the saved values.
+        backward: list of saved values and tangents to gradients (it empties the list); None for inference.
+        inputs: of the forward graph.
+        outputs: of the forward graph, without the saved values.
+        saved: names of the saved values, in the order in which the backward graph takes them.
+        tangents: indices of the results whose incoming gradients the backward graph takes, in order.
+        gradients: what the backward graph returns; None where there is no gradient.
+        kept: buffers that are saved although the step gives them new values.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    saved: tuple[str, ...] = ()
+    tangents: tuple[str, ...] = ()
+    gradients: tuple[Output, ...] = ()
+    kept: frozenset[int] = frozenset()
+
+
+def cut(program: Program) -> Cut:
+    """Cut a bound program (`autopar.runtime.bind`) into forward and backward.
+
+    Args:
+        program: its graph computes on local tensors and has no axis names left.
+    """
+    program = _renamed(program)
+    inputs = tuple(i for i in program.inputs if i.kind != "tangent")
+    outputs = program.outputs[: program.forward_outputs]
+    if not any(o.kind == "gradient" and v is not None for o, v in _described(program)):
+        return Cut(_forward_only(program), None, inputs, outputs)
+    with tracing(TracingContext(_fake_mode(program.graph))):
+        forward, backward = default_partition(program.graph, (), num_fwd_outputs=program.forward_outputs)
+    names = [n.name for n in backward.graph.nodes if n.op == "placeholder"]
+    tangents = {n.name: i.name for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "tangent"}
+    produced = [n.name if isinstance(n, fx.Node) else "" for n in forward.graph.output_node().args[0]]
+    saved = tuple(produced[program.forward_outputs :])
+    assert [n for n in names if n not in tangents] == list(saved), "the partitioner saves one thing and takes another"
+    backward.graph.set_codegen(BoxedCodeGen())
+    backward.recompile()
+    used = tuple(tangents[n] for n in names if n in tangents)
+    mutated = {o.name for o in outputs if o.kind == "buffer"}
+    taken = {n.name for n, i in zip(program.placeholders, program.inputs, strict=True)
+             if i.kind == "buffer" and i.name in mutated}  # fmt: skip
+    kept = frozenset(i for i, name in enumerate(saved) if name in taken)
+    return Cut(forward, backward, inputs, outputs, saved, used, program.outputs[program.forward_outputs :], kept)
+
+
+def _described(program: Program) -> list[tuple[Output, fx.Node | None]]:
+    return list(zip(program.outputs, program.output_values, strict=True))
+
+
+def _fake_mode(graph: fx.GraphModule) -> FakeTensorMode:
+    for node in graph.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _renamed(program: Program) -> Program:
+    """The program with the partitioner's names for placeholders: ``primals_1``, ``tangents_1``."""
+    graph = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    counts = {"primals": 0, "tangents": 0}
+    kinds = iter(program.inputs)
+    # Tangents come last: the partitioner takes every placeholder before the first tangent's as the forward pass's.
+    for node in program.graph.graph.nodes:
+        if node.op == "placeholder":
+            kind = "tangents" if next(kinds).kind == "tangent" else "primals"
+            counts[kind] += 1
+            known[node] = graph.placeholder(f"{kind}_{counts[kind]}")
+        else:
+            known[node] = graph.node_copy(node, known.__getitem__)
+        known[node].meta = dict(node.meta)
+    return replace(program, graph=fx.GraphModule(program.graph, graph))
+
+
+def _forward_only(program: Program) -> fx.GraphModule:
+    graph = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    kinds = iter(program.inputs)
+    for node in program.graph.graph.nodes:
+        if node.op == "output":
+            graph.output([known[v] if v is not None else None for v in program.output_values[: program.forward_outputs]])
+            continue
+        if node.op == "placeholder" and next(kinds).kind == "tangent":
+            continue
+        if any(a not in known for a in node.all_input_nodes):
+            continue  # depends on a tangent
+        known[node] = graph.node_copy(node, known.__getitem__)
+        known[node].meta = dict(node.meta)
+    graph.eliminate_dead_code(is_impure_node=lambda n: n.op == "placeholder")
+    return fx.GraphModule(program.graph, graph)
+
+
+def saved_bytes(step: Cut) -> int:
+    """Bytes of the tensors that the forward pass keeps for the backward pass, inputs included."""
+    values = [n.meta.get("val") for n in step.forward.graph.output_node().args[0][len(step.outputs) :]]  # type: ignore[union-attr,index]
+    return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))

@@ -1,0 +1,282 @@
+"""`specialise`: from shapes and modes to a `Step`, in agreement with every other rank of the mesh."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar import tree
+from autopar._torch_compat import FakeTensorMode
+from autopar.cluster import Cluster
+from autopar.collective import GROUP_ARGUMENT
+from autopar.dims import analyze
+from autopar.errors import PlanError, RankError
+from autopar.layout import Layout, Replicate, Split
+from autopar.plan import Plan
+from autopar.program import Program, fingerprint
+from autopar.runtime.bind import bind
+from autopar.runtime.boundary import Placements, from_placements
+from autopar.runtime.partition import cut
+from autopar.runtime.place import Place
+from autopar.runtime.state import plain_parameters
+from autopar.runtime.step import Step, Types
+from autopar.search.find import Search
+from autopar.search.restrict import Restrictions
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """The compiler, handed in from above.
+
+    Attributes:
+        program_of: ``(model, batch, loss_fn=) -> Program``.
+        solve: ``(program, axes, cluster, memory=, optimizer=, search=, restrictions=) -> Plan``.
+        rewrite: ``(program, plan) -> Program`` on local tensors.
+        annotate: ``(program, plan) -> Program`` on global tensors, with layouts.
+    """
+
+    program_of: Callable[..., Program]
+    solve: Callable[..., Plan]
+    rewrite: Callable[[Program, Plan], Program]
+    annotate: Callable[[Program, Plan], Program]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked for.
+
+    Attributes:
+        toolchain: the compiler.
+        cluster: the devices.
+        memory: bytes per device; None for no limit.
+        optimizer: whose state the memory counts.
+        search: limits and pins.
+        plan: to be used instead of searching.
+        loss_fn: for models that do not return their loss.
+        inputs: ``global`` or ``local``.
+    """
+
+    toolchain: Toolchain
+    cluster: Cluster
+    memory: float | None
+    optimizer: str
+    search: Search
+    plan: Plan | None
+    loss_fn: Any
+    inputs: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a call looks like.
+
+    Attributes:
+        skeleton: of the batch, see `autopar.tree`.
+        shapes: global shape and dtype of each batch tensor.
+        layouts: of batch tensors that lie on the mesh already, as torch's placements.
+        digest: of the batch's contents, where ranks must have the same; None: not compared.
+    """
+
+    skeleton: Any
+    shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    layouts: Mapping[int, Placements]
+    digest: str | None = None
+
+
+@dataclass(frozen=True)
+class Specialisation:
+    """A step and where it comes from: the captured program and its plan."""
+
+    program: Program
+    plan: Plan
+    step: Step
+
+
+def specialise(
+    model: nn.Module,
+    request: Request,
+    settings: Settings,
+    place: Place,
+    *,
+    placements: Mapping[str, Placements] | None,
+    weights: str = "",
+) -> Specialisation:
+    """Capture, plan, rewrite, bind and cut; every rank calls it with a batch of the same global shapes.
+
+    Args:
+        model: with DTensor parameters, or plain ones where there is no mesh.
+        request: the call.
+        settings: what the user asked for.
+        place: where this rank is.
+        placements: of the parameters, which stay; None: they are decided now.
+        weights: a checksum that must be the same on every rank.
+
+    Raises:
+        RankError: the ranks disagree, or one does not answer.
+    """
+    tools = settings.toolchain
+    program = place.together(lambda: _capture(model, request, settings, place), "capturing the model")
+    _compare(program, request, weights, place)
+    plan = place.decide(
+        lambda: _plan(program, request, settings, place, placements).to_dict(), "the plan, which rank 0 searches"
+    )
+    chosen = Plan.from_dict(plan)
+
+    def build() -> tuple[Step, str]:
+        local = tools.rewrite(program, chosen)
+        names = {name: name for name, _ in place.axes}
+        coordinates = dict(zip(names, place.coordinates, strict=True))
+        bound = bind(local.graph, place.groups or names, coordinates)
+        step = Step(local, cut(replace(local, graph=bound)), _types(program, chosen), place)
+        return step, collective_order(local)
+
+    step, order = place.together(build, "rewriting the graph")
+    place.agree(order, "the order of collectives", "use the same versions of autopar and torch on every rank")
+    return Specialisation(program, chosen, step)
+
+
+def collective_order(program: Program) -> str:
+    """A hash of which collectives run, on which axes and shapes, in order."""
+    digest = hashlib.sha256()
+    for node in program.graph.graph.nodes:
+        if node.target in GROUP_ARGUMENT:
+            value = node.meta.get("val")
+            shape = (tuple(value.shape), str(value.dtype)) if isinstance(value, torch.Tensor) else ()
+            digest.update(f"{node.target} {node.args[GROUP_ARGUMENT[node.target]]} {shape}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _capture(model: nn.Module, request: Request, settings: Settings, place: Place) -> Program:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fakes = [torch.empty(shape, dtype=dtype, device=place.device) for shape, dtype in request.shapes]
+    batch = tree.unflatten(request.skeleton, fakes)
+    with plain_parameters(model, place.device):
+        return settings.toolchain.program_of(model, batch, loss_fn=settings.loss_fn)
+
+
+def _compare(program: Program, request: Request, weights: str, place: Place) -> None:
+    """What must be the same on every rank before it is worth planning."""
+    shapes = str([(list(shape), str(dtype)) for shape, dtype in request.shapes])
+    everyone = place.gather(
+        (shapes, fingerprint(program), request.digest, weights), "the shapes of the batch (do all ranks see a new one?)"
+    )
+    remedies = (
+        ("the global shape of the batch", "pass tensors of equal shapes on every rank (drop_last=True for a sampler)"),
+        ("the captured model", "build the same model, in the same mode, on every rank"),
+        ("the batch's contents", 'pass the same global batch on every rank, or inputs="local" for each rank\'s own part'),
+        ("the parameters' values", "call torch.manual_seed with the same seed on every rank, or load the same weights"),
+    )
+    for i, (what, remedy) in enumerate(remedies):
+        for rank, values in enumerate(everyone):
+            if values[i] != everyone[0][i]:
+                raise RankError(f"{what} differs: rank {rank} has {values[i]}, rank 0 has {everyone[0][i]}; {remedy}")
+
+
+def _plan(
+    program: Program, request: Request, settings: Settings, place: Place, placements: Mapping[str, Placements] | None
+) -> Plan:
+    given = settings.plan
+    if given is not None and (given.fingerprint == fingerprint(program) or (placements is None and program.training)):
+        return given  # a wrong fingerprint is reported by the rewriting
+    dims = analyze(program)
+    types = {(i.kind, i.name): dims.type_of(n) for n, i in zip(program.placeholders, program.inputs, strict=True)}
+    layouts: dict[tuple[str, str], Layout] = {}
+    for (kind, name), type_ in types.items():
+        if kind != "parameter" or (placements is None and given is None):
+            continue
+        if placements is None and given is not None:
+            layouts[kind, name] = _planned(given, name)
+            continue
+        assert placements is not None
+        layout = from_placements(type_, placements[name], place.sizes)
+        if layout is None:
+            raise PlanError(
+                f"parameter {name!r} lies as {placements[name]}, which this shape of the batch or mode cannot express "
+                f"(its dims are {type_} here); call parallelize with the batch that decides, or pin the parameter"
+            )
+        layouts[kind, name] = layout
+    for index, lies in request.layouts.items():
+        known = from_placements(types["batch", str(index)], lies, place.sizes)
+        if known is not None:
+            layouts["batch", str(index)] = known
+    return _search(program, layouts, settings, place, first=placements is None)
+
+
+def _planned(plan: Plan, name: str) -> Layout:
+    if name not in plan.parameters:
+        raise PlanError(f"the plan has no parameter {name!r}, which the model has; plan again for this model")
+    return plan.parameters[name]
+
+
+def _search(
+    program: Program, layouts: dict[tuple[str, str], Layout], settings: Settings, place: Place, *, first: bool
+) -> Plan:
+    local = settings.inputs == "local"
+    # Pins have done their work once parameters lie; a batch pinned to be split must not stop a short last one.
+    search = settings.search if first else replace(settings.search, pins={})
+
+    def solve(found: Mapping[tuple[str, str], Layout]) -> Plan:
+        limits = Restrictions(layouts=found, data_axes_only=local)
+        return settings.toolchain.solve(
+            program, dict(place.axes), settings.cluster, memory=settings.memory, optimizer=settings.optimizer,
+            search=search, restrictions=limits,
+        )  # fmt: skip
+
+    plan = solve(layouts)
+    if not local:
+        return plan
+    alike = {("batch", name): layout for name, layout in same_rows(program, plan).items()}
+    if all(plan.batch[name] == layout for (_, name), layout in alike.items()):
+        return plan
+    return solve({**layouts, **alike})
+
+
+def same_rows(program: Program, plan: Plan) -> dict[str, Layout]:
+    """Layouts that give each rank the same rows of every batch tensor: those of the tensor split the most."""
+    lead, rows = data_layout(program, plan)
+    values = {i.name: n.meta["val"] for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "batch"}
+    whole = (Replicate(),) * len(lead)
+    return {name: lead if v.ndim and v.shape[0] == rows else whole for name, v in values.items()}
+
+
+def data_layout(program: Program, plan: Plan) -> tuple[Layout, int]:
+    """How the rows of a batch are split, and how many there are."""
+    best: tuple[Layout, int] = ((Replicate(),) * len(plan.axes), 1)
+    most = 0
+    for node, spec in zip(program.placeholders, program.inputs, strict=True):
+        value = node.meta["val"]
+        if spec.kind != "batch" or value.ndim == 0:
+            continue
+        layout = tuple(p if p == Split(0, 0) else Replicate() for p in plan.batch[spec.name])
+        parts = data_parts(layout, plan.axis_sizes)
+        if parts > most:
+            best, most = (layout, value.shape[0]), parts
+    return best
+
+
+def data_parts(layout: Layout, sizes: tuple[int, ...]) -> int:
+    """Into how many parts a layout splits the rows."""
+    parts = 1
+    for placement, n in zip(layout, sizes, strict=True):
+        parts *= n if placement == Split(0, 0) else 1
+    return parts
+
+
+def _types(program: Program, plan: Plan) -> Types:
+    dims = analyze(program)
+    named = {(i.kind, i.name): dims.type_of(n) for n, i in zip(program.placeholders, program.inputs, strict=True)}
+    results = {
+        o.name: (dims.type_of(v), plan.results[o.name])
+        for o, v in zip(program.outputs, program.output_values, strict=True)
+        if o.kind == "result" and v is not None
+    }
+    return Types(
+        {name: (named["parameter", name], layout) for name, layout in plan.parameters.items()},
+        {name: (named["batch", name], layout) for name, layout in plan.batch.items()},
+        results,
+    )

@@ -1,0 +1,125 @@
+"""Parameters as DTensors: put in place of the plain ones, laid out anew in place, and gathered again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from autopar._torch_compat import FakeTensorMode
+from autopar.layout import Layout, TensorType
+from autopar.runtime.boundary import from_local, full_tensor, local_block, spec_of, to_local, to_placements
+from autopar.runtime.place import Place
+
+SAMPLES = 1024
+"""Elements of each tensor that go into a checksum."""
+
+
+def distribute_parameters(model: nn.Module, place: Place) -> None:
+    """Put a replicated DTensor around every parameter; no communication, and no change where there is no mesh."""
+    if place.mesh is None:
+        return
+    placements = (Replicate(),) * len(place.axes)
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, old in module._parameters.items():
+            if old is None:
+                continue
+            if id(old) not in made:
+                local = old.detach().contiguous()
+                wrapped = from_local(local, place, old.shape, placements)
+                made[id(old)] = nn.Parameter(wrapped, requires_grad=old.requires_grad)
+                if old.grad is not None:
+                    made[id(old)].grad = from_local(old.grad.contiguous(), place, old.shape, placements)
+            module._parameters[name] = made[id(old)]
+
+
+def lay_out(parameter: torch.Tensor, local: torch.Tensor, type_: TensorType, layout: Layout, place: Place) -> None:
+    """Give a DTensor parameter another local tensor and layout, in place: identity, hooks and references stay.
+
+    A plain parameter (no mesh) gets ``local`` as its data.
+    """
+    if not isinstance(parameter, DTensor):
+        parameter.data = local
+        return
+    placements = to_placements(type_, layout)
+    parameter._local_tensor = local.requires_grad_(parameter.requires_grad).detach()
+    parameter._spec = spec_of(place, type_.shape, local.dtype, placements)
+
+
+def slice_replicated(parameter: torch.Tensor, type_: TensorType, layout: Layout, place: Place) -> None:
+    """Keep this rank's block of a parameter that is replicated, and of its gradient."""
+    if not isinstance(parameter, DTensor):
+        return
+    gradient = parameter.grad
+    parameter.grad = None
+    block = local_block(to_local(parameter).detach(), type_, layout, place.sizes, place.coordinates)
+    lay_out(parameter, block, type_, layout, place)
+    if gradient is not None:
+        part = local_block(to_local(gradient), type_, layout, place.sizes, place.coordinates)
+        parameter.grad = from_local(part, place, type_.shape, to_placements(type_, layout))
+
+
+@contextmanager
+def plain_parameters(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Fake plain tensors of global shape in place of DTensor or meta parameters and buffers, for tracing."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    made: dict[int, Any] = {}
+    restore: list[tuple[dict[str, Any], str, Any]] = []
+    with mode:
+        for module in model.modules():
+            for table in (module._parameters, module._buffers):
+                for name, old in table.items():
+                    if old is None or not (isinstance(old, DTensor) or old.is_meta):
+                        continue
+                    if id(old) not in made:
+                        fake = torch.empty(old.shape, dtype=old.dtype, device=device)
+                        is_parameter = isinstance(old, nn.Parameter)
+                        made[id(old)] = nn.Parameter(fake, requires_grad=old.requires_grad) if is_parameter else fake
+                    restore.append((table, name, old))  # type: ignore[arg-type]
+                    table[name] = made[id(old)]
+    try:
+        yield
+    finally:
+        for table, name, old in restore:
+            table[name] = old
+
+
+def checksum(tensors: Mapping[str, torch.Tensor]) -> str:
+    """A hash of up to `SAMPLES` elements of each tensor, the same for equal tensors in every process."""
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        flat = to_local(tensor).detach().reshape(-1)
+        if not flat.is_meta:
+            digest.update(name.encode() + _bytes(flat[:: max(1, flat.numel() // SAMPLES)]))
+    return digest.hexdigest()[:16]
+
+
+def contents(tensors: list[torch.Tensor]) -> str:
+    """A hash of all elements."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(_bytes(tensor.detach().reshape(-1)))
+    return digest.hexdigest()[:16]
+
+
+def _bytes(flat: torch.Tensor) -> bytes:
+    data: bytes = flat.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return data
+
+
+def gathered(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The whole of each tensor, shared ones once; a collective call."""
+    seen: dict[int, torch.Tensor] = {}
+    found = {}
+    for name, tensor in tensors.items():
+        if id(tensor) not in seen:
+            full = full_tensor(tensor)
+            seen[id(tensor)] = full.clone() if full.data_ptr() == to_local(tensor).data_ptr() else full
+        found[name] = seen[id(tensor)]
+    return found

@@ -1,0 +1,210 @@
+"""`Step`: the graphs of one specialisation, run inside one autograd function on plain local tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import AutoparError
+from autopar.layout import Layout, TensorType
+from autopar.program import Program
+from autopar.runtime.boundary import from_local, part_of, to_local, to_placements
+from autopar.runtime.partition import Cut
+from autopar.runtime.place import Place
+from autopar.runtime.postpone import Postponed, split_reductions
+
+
+@dataclass(frozen=True)
+class Types:
+    """Global types and layouts at the boundary, by name or index."""
+
+    parameters: Mapping[str, tuple[TensorType, Layout]]
+    batch: Mapping[str, tuple[TensorType, Layout]]
+    results: Mapping[str, tuple[TensorType, Layout]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What runs for one combination of shapes and modes.
+
+    Attributes:
+        program: the global program; its graph has been rewritten, see ``cut``.
+        cut: the bound forward and backward graphs.
+        types: of everything that crosses the boundary.
+        place: where this rank is.
+    """
+
+    program: Program
+    cut: Cut
+    types: Types
+    place: Place
+    split: list[tuple[fx.GraphModule, fx.GraphModule]] = field(default_factory=list, compare=False)
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names of the parameters that go in, in order."""
+        return [i.name for i in self.cut.inputs if i.kind == "parameter"]
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a backward graph."""
+        return self.cut.backward is not None
+
+    def forward(
+        self, parameters: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]
+    ) -> tuple[list[Any], list[Any]]:
+        """Local results, and what the backward pass needs; buffers get their new values in place."""
+        remaining = iter(parameters)
+        sources: dict[str, Callable[[str], torch.Tensor]] = {
+            "parameter": lambda _: to_local(next(remaining)),
+            "buffer": buffers.__getitem__,
+            "batch": lambda name: batch[int(name)],
+        }
+        arguments = [sources[i.kind](i.name) for i in self.cut.inputs]
+        with torch.no_grad(), torch.autocast(self.place.device.type, enabled=False):
+            values = list(self.cut.forward(*arguments))
+        outputs, saved = values[: len(self.cut.outputs)], values[len(self.cut.outputs) :]
+        for i in self.cut.kept:
+            saved[i] = saved[i].clone()
+        results = []
+        for output, value in zip(self.cut.outputs, outputs, strict=True):
+            if output.kind == "buffer":
+                buffers[output.name].copy_(value)
+            else:
+                results.append(value)
+        return results, saved
+
+    def backward(self, saved: list[Any], tangents: list[torch.Tensor], postponed: Postponed) -> dict[str, torch.Tensor]:
+        """Local gradients by parameter name; empty while their reduction is postponed."""
+        assert self.cut.backward is not None
+        values = [*saved, *tangents]
+        saved.clear()
+        tangents.clear()
+        with torch.no_grad(), torch.autocast(self.place.device.type, enabled=False):
+            if postponed.active:
+                if not self.split:
+                    self.split.append(split_reductions(self.cut.backward))
+                postponed.add(self, self.split[0][0](values))
+                return {}
+            found = self._named(self.cut.backward(values))
+            for step, partial in postponed.take():
+                earlier = step._named(step.split[0][1](list(partial)))
+                for name, gradient in earlier.items():
+                    found[name] = found[name] + gradient if name in found else gradient
+        return found
+
+    def _named(self, values: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        pairs = zip(self.cut.gradients, values, strict=True)
+        return {o.name: v for o, v in pairs if v is not None and o.kind == "gradient"}
+
+    def wrap(self, index: int, local: torch.Tensor) -> torch.Tensor:
+        """A result as the user gets it: scalars plain, other tensors as DTensors."""
+        if local.ndim == 0:
+            return local
+        type_, layout = self.types.results[str(index)]
+        return from_local(local, self.place, type_.shape, to_placements(type_, layout))
+
+    def tangent(self, name: str, gradient: torch.Tensor | None) -> torch.Tensor:
+        """The incoming gradient of a result, in the layout that the backward graph expects."""
+        type_, layout = self.types.results[name]
+        if gradient is not None:
+            return part_of(gradient, type_, layout, self.place)
+        node = next(
+            n for n, i in zip(self.program.placeholders, self.program.inputs, strict=True)
+            if i.kind == "tangent" and i.name == name
+        )  # fmt: skip
+        value = node.meta["val"]
+        return torch.zeros(value.shape, dtype=value.dtype, device=self.place.device)
+
+
+@dataclass
+class Call:
+    """One call of the module: goes into the autograd function in one piece, and brings the results out."""
+
+    step: Step
+    buffers: Mapping[str, torch.Tensor]
+    batch: list[torch.Tensor]
+    postponed: Postponed
+    results: list[torch.Tensor] = field(default_factory=list)
+
+
+def run(call: Call, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Run a step; the results of the model, in order, with gradients where the step has a backward pass."""
+    step = call.step
+    if not step.trains:
+        results, _ = step.forward(parameters, call.buffers, call.batch)
+        return [step.wrap(i, r) for i, r in enumerate(results)]
+    outputs = _StepFunction.apply(call, *parameters)
+    loss = step.program.loss
+    if loss is None:
+        return list(outputs)
+    anchor = torch.empty(0, requires_grad=True)
+    detached = [
+        _Refusal.apply(anchor, [r], i) if r.is_floating_point() else r for i, r in enumerate(call.results)
+    ]
+    detached[loss] = outputs
+    return detached
+
+
+class _StepFunction(torch.autograd.Function):
+    """The whole model as one node of the user's autograd graph."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *parameters: torch.Tensor) -> Any:
+        step = call.step
+        locals_, saved = step.forward(parameters, call.buffers, call.batch)
+        ctx.set_materialize_grads(False)
+        ctx.call = Call(step, {}, [], call.postponed)
+        tensors = [isinstance(v, torch.Tensor) for v in saved]
+        ctx.is_tensor, ctx.others = tensors, [v for v in saved if not isinstance(v, torch.Tensor)]
+        ctx.save_for_backward(*(v for v in saved if isinstance(v, torch.Tensor)))
+        ctx.parameters = [(p.shape, tuple(p.placements) if isinstance(p, DTensor) else ()) for p in parameters]
+        call.results = [step.wrap(i, r) for i, r in enumerate(locals_)]
+        if step.program.loss is not None:
+            return call.results[step.program.loss]
+        differentiable = {i.name for i in step.program.inputs if i.kind == "tangent"}
+        ctx.mark_non_differentiable(*(r for i, r in enumerate(call.results) if str(i) not in differentiable))
+        return tuple(call.results)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        step: Step = ctx.call.step
+        tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
+        saved = [next(tensors if is_tensor else others) for is_tensor in ctx.is_tensor]
+        ctx.maybe_clear_saved_tensors()
+        loss = step.program.loss
+        incoming = {str(i): g for i, g in enumerate(gradients)} if loss is None else {str(loss): gradients[0]}
+        tangents = [step.tangent(name, incoming[name]) for name in step.cut.tangents]
+        found = step.backward(saved, tangents, ctx.call.postponed)
+        wrapped: list[torch.Tensor | None] = [None]
+        for name, (shape, placements) in zip(step.parameters, ctx.parameters, strict=True):
+            local = found.get(name)
+            wrapped.append(None if local is None else from_local(local, step.place, shape, placements))
+        return tuple(wrapped)
+
+
+class _Refusal(torch.autograd.Function):
+    """A result beside the loss: cut off from the parameters, and saying so when a gradient is asked of it.
+
+    Merely detaching it would drop the gradient of ``loss + penalty(logits)`` in silence.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, box: list[torch.Tensor], index: int) -> torch.Tensor:
+        ctx.index = index
+        return box[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        raise AutoparError(
+            f"a gradient was asked through output {ctx.index} of the parallelized model, which returns its loss: only "
+            "the loss carries gradients. Compute everything that is trained on inside the model, or pass "
+            "loss_fn=lambda output, batch: ... to autopar.parallelize and make the model return no scalar"
+        )

@@ -1,0 +1,192 @@
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from autopar import cli
+from autopar.plan import Plan
+
+SOURCE = """
+import torch
+from torch import nn
+from beside import WIDTH
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, WIDTH), nn.Linear(WIDTH, 16)
+
+    def forward(self, x):
+        return (self.down(self.up(x).relu()) - x).square().mean()
+
+class Outputs(Net):
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+def make():
+    torch.manual_seed(0)
+    return Net(), (torch.randn(8, 16),)
+
+def make_with_loss():
+    return Outputs(), (torch.randn(8, 16),), lambda output, batch: (output - batch[0]).square().mean()
+
+def no_model(): return "model", ()
+def no_pair(): return Net()
+def broken(): return 1 / 0
+number = 3
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    path = list(sys.path)
+    (tmp_path / "two_layers.py").write_text(SOURCE)
+    (tmp_path / "beside.py").write_text("WIDTH = 32\n")
+    monkeypatch.chdir(tmp_path)
+    yield "two_layers.py"
+    sys.path[:] = path
+    sys.modules.pop("beside", None)
+    sys.modules.pop("two_layers", None)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, list(arguments))
+
+
+def plan(model: str, *more: str) -> Result:
+    return run("plan", "--model", model, "--cluster", "cpu", "--axes", "a=2,b=2", *more)
+
+
+def test_plan_prints_a_table_and_saves_what_can_be_loaded(model: str, tmp_path: Path) -> None:
+    result = plan(f"{model}:make", "--save", "plan.json")
+    assert result.exit_code == 0, result.output
+    assert "a=2, b=2 (4 devices)" in result.stdout
+    assert "lower bound" in result.stdout
+    assert "saved plan.json" in result.stderr
+    assert "saved" not in result.stdout
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert dict(loaded.axes) == {"a": 2, "b": 2}
+    assert set(loaded.parameters) == {"up.weight", "up.bias", "down.weight", "down.bias"}
+
+
+def test_json_is_the_plan_and_nothing_else(model: str) -> None:
+    result = plan(f"{model}:make", "--json", "--memory", "1GiB", "--optimizer", "sgd")
+    assert result.exit_code == 0, result.output
+    loaded = Plan.from_dict(json.loads(result.stdout))
+    assert loaded.optimizer == "sgd"
+    assert loaded.certificate.gap <= 1e-3
+
+
+def test_a_loss_function_may_come_third(model: str) -> None:
+    result = plan(f"{model}:make_with_loss", "--json")
+    assert result.exit_code == 0, result.output
+
+
+def test_verify_accepts_the_plan_of_a_file_and_a_random_one(model: str) -> None:
+    assert plan(f"{model}:make", "--save", "plan.json").exit_code == 0
+    for chosen in ("plan.json", "random"):
+        result = run("verify", "--model", f"{model}:make", "--axes", "a=2,b=2", "--plan", chosen, "--seed", "1")
+        assert result.exit_code == 0, result.output
+        assert "up.weight" in result.stdout
+        assert "verdict   equal" in result.stdout
+
+
+def test_verify_exits_with_1_when_something_differs(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import autopar.verify
+
+    original = autopar.verify.verify
+
+    def worse(*arguments: object, **options: object) -> SimpleNamespace:
+        report = original(*arguments, **options)  # type: ignore[arg-type]
+        errors = {**report.errors, "up.weight": 2e-9, "up.bias": float("nan")}
+        return SimpleNamespace(errors=errors, loss=report.loss, reference_loss=report.reference_loss, plan=report.plan)
+
+    monkeypatch.setattr(autopar.verify, "verify", worse)
+    arguments = ("verify", "--model", f"{model}:make", "--axes", "a=2")
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert "DIFFERENT: largest error nan (up.bias)" in result.stdout
+    facts = json.loads(run(*arguments, "--json").stdout)
+    assert facts["equal"] is False
+    assert facts["max_error"] == facts["errors"]["up.bias"] == "nan"
+    assert facts["errors"]["up.weight"] == 2e-9
+
+
+def test_what_does_not_fit_exits_with_3(model: str) -> None:
+    result = plan(f"{model}:make", "--memory", "1KiB")
+    assert result.exit_code == 3
+    assert "missing" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "expected"),
+    [
+        ("make", ("--cluster", "h10"), "did you mean 'h100'"),
+        ("make", ("--axes", "a=2,b"), "'b' is not NAME=SIZE"),
+        ("make", ("--axes", "a=0"), "'a=0' is not NAME=SIZE"),
+        ("make", ("--axes", "a=2,a=2"), "names axis 'a' twice"),
+        ("make", ("--memory", "lots"), "cannot read 'lots' as a size"),
+        ("make", ("--optimizer", "adamv"), "unknown optimizer 'adamv'"),
+        ("make", ("--save", "nowhere/plan.json"), "there is no folder"),
+        ("absent", (), "has no function 'absent'"),
+        ("number", (), "has no function 'number'"),
+        ("no_model", (), "returned a str as the model"),
+        ("no_pair", (), "must return (model, batch)"),
+        ("broken", (), "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_wrong_input_is_one_clear_line(model: str, name: str, more: tuple[str, ...], expected: str) -> None:
+    result = plan(f"{model}:{name}", *more)
+    assert result.exit_code == 2
+    assert expected in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("spec", ["two_layers.py", "nowhere.py:make", ":make", "two_layers.py:1"])
+def test_a_model_must_be_a_file_and_a_function(model: str, spec: str) -> None:
+    result = plan(spec)
+    assert result.exit_code == 2
+    assert "FILE.py:FUNCTION" in result.stderr
+
+
+def test_an_error_at_import_names_the_users_line(model: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("x = 1\nraise RuntimeError('no')\n")
+    result = plan("bad.py:make")
+    assert result.exit_code == 2
+    assert "bad.py:2: RuntimeError: no" in result.stderr
+
+
+def test_debug_adds_the_traceback(model: str) -> None:
+    result = plan(f"{model}:broken", "--debug")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+
+
+def test_doctor() -> None:
+    assert "preset h100" in run("doctor").stdout
+    assert "h100" in json.loads(run("doctor", "--json").stdout)["presets"]
+
+
+def test_a_plan_file_of_another_model_is_refused(model: str) -> None:
+    assert plan(f"{model}:make", "--save", "plan.json").exit_code == 0
+    result = run("verify", "--model", f"{model}:make_with_loss", "--axes", "a=2", "--plan", "plan.json")
+    assert result.exit_code == 2
+    assert "axes" in result.stderr
+    result = run("verify", "--model", f"{model}:make", "--axes", "a=2", "--plan", "absent.json")
+    assert result.exit_code == 2
+    assert "absent.json" in result.stderr
+
+
+def test_it_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "autopar.cli", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("autopar ")
