@@ -32,9 +32,9 @@ def predict(program: Program, dims: Dims, plan: Plan) -> Plan:
     tables = Tables(account.machine)
     for (node, out), moves in all_moves(program, dims, assignment, tables).items():
         table = tables.of(dims.types[node, out])
-        for move in moves:
+        for move, seconds in zip(moves, table.move_seconds(moves), strict=True):
             size = moved_bytes(table.type, move, account.machine.sizes)
-            account.move(node, move.kind, move.axis, size, table.move_seconds(move))
+            account.move(node, move.kind, move.axis, size, float(seconds))
     predicted = Predicted(
         step_seconds=sum(account.seconds.values()),
         compute_seconds=account.compute,

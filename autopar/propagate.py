@@ -13,23 +13,22 @@ from autopar.plan import Plan
 from autopar.program import Program
 
 
-def propagate(program: Program, plan: Plan) -> None:
-    """Refresh ``meta["val"]`` of every node to the local fake tensor.
+def propagate(program: Program, plan: Plan, *, everything: bool = False) -> None:
+    """Set ``meta["val"]`` to the local fake tensor: of every node, or of nodes that have none yet.
 
     Raises:
         RuntimeError: a node does not accept its local arguments; names the node.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    values: dict[fx.Node, Any] = {}
+    if everything:
+        program.graph.meta["fake_mode"] = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = program.graph.meta["fake_mode"]
     with mode, torch.no_grad():
         for node in program.graph.graph.nodes:
-            if node.op == "output":
-                continue
-            values[node] = _run(program.graph, node, values, plan, mode)
-            node.meta["val"] = values[node]
+            if node.op != "output" and (everything or "val" not in node.meta):
+                node.meta["val"] = _run(program.graph, node, plan, mode)
 
 
-def _run(module: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any], plan: Plan, mode: FakeTensorMode) -> Any:
+def _run(module: fx.GraphModule, node: fx.Node, plan: Plan, mode: FakeTensorMode) -> Any:
     if node.op == "placeholder":
         known = node.meta["val"]
         shape = local_shape(node.meta["types"][0], node.meta["layouts"][0], plan.axis_sizes)
@@ -39,7 +38,7 @@ def _run(module: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any], plan
         if isinstance(constant, FakeTensor):
             return torch.empty(constant.shape, dtype=constant.dtype, device=constant.device)
         return mode.from_tensor(constant)
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     try:
         return node.target(*args, **kwargs)  # type: ignore[operator]
     except Exception as e:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from autopar.candidates import layouts, split_parts
 from autopar.cluster import Device, Link
 from autopar.cost import collectives
-from autopar.layout import Layout, Partial, Placement, Replicate, Split, TensorType
+from autopar.layout import Factor, Layout, Partial, Placement, Replicate, Split, TensorType
 
 ITEM_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2}
 
@@ -92,36 +91,36 @@ class Redistributions:
         self.layouts = layouts(type_, machine.sizes)
         self.index = {layout: i for i, layout in enumerate(self.layouts)}
 
-    def move_seconds(self, move: Move) -> float:
-        """Time of one move, a launch and a pass over the local tensor included."""
-        link, n = self.machine.links[move.axis], self.machine.sizes[move.axis]
-        size = moved_bytes(self.type, move, self.machine.sizes)
-        local = self.machine.device.launch + size / self.machine.device.bandwidth
-        if move.kind == "slice":
-            return local
-        return local + float(getattr(collectives, move.kind)(size, n, link))
-
     def moves(self) -> list[Move]:
         """Every legal single-axis move between two layouts."""
         found = []
+        placements = tuple(dict.fromkeys(p for layout in self.layouts for p in layout))
         for source in self.layouts:
             for axis, placement in enumerate(source):
                 if isinstance(placement, Split) and not innermost(source, axis):
                     continue
-                for other in self._placements:
+                for other in placements:
+                    kind = move_kind(placement, other) if other != placement else None
                     target = (*source[:axis], other, *source[axis + 1 :])
-                    kind = move_kind(placement, other)
-                    if kind and other != placement and target in self.index and self._legal(target, axis):
+                    if kind and target in self.index and (isinstance(other, Replicate) or innermost(target, axis)):
                         found.append(Move(kind, axis, source, target))
         return found
 
-    @cached_property
-    def _placements(self) -> tuple[Placement, ...]:
-        return tuple(dict.fromkeys(p for layout in self.layouts for p in layout))
-
-    @staticmethod
-    def _legal(target: Layout, axis: int) -> bool:
-        return not isinstance(target[axis], Split) or innermost(target, axis)
+    def move_seconds(self, moves: Sequence[Move]) -> NDArray[np.float64]:
+        """Time of each move: the collective, a launch and a pass over the local tensor."""
+        device = self.machine.device
+        parts = np.array([split_parts(layout, self.machine.sizes) for layout in self.layouts])
+        ends = np.array([(self.index[m.source], self.index[m.target]) for m in moves]).reshape(-1, 2)
+        size = self.type.numel * item_bytes(self.type.dtype) / parts[ends].min(axis=1)
+        seconds = np.asarray(device.launch + size / device.bandwidth, dtype=np.float64)
+        groups: dict[tuple[str, int], list[int]] = {}
+        for i, move in enumerate(moves):
+            groups.setdefault((move.kind, move.axis), []).append(i)
+        for (kind, axis), members in groups.items():
+            if kind != "slice":
+                collective = getattr(collectives, kind)
+                seconds[members] += collective(size[members], self.machine.sizes[axis], self.machine.links[axis])
+        return seconds
 
     @cached_property
     def _solved(self) -> tuple[NDArray[np.float64], NDArray[np.int64], dict[tuple[int, int], Move]]:
@@ -129,16 +128,16 @@ class Redistributions:
         distance = np.full((count, count), np.inf)
         np.fill_diagonal(distance, 0.0)
         step = np.tile(np.arange(count), (count, 1))  # first hop from row towards column
-        arcs: dict[tuple[int, int], Move] = {}
-        for move in self.moves():
-            a, b = self.index[move.source], self.index[move.target]
-            distance[a, b] = self.move_seconds(move)
-            arcs[a, b] = move
+        moves = self.moves()
+        arcs = {(self.index[m.source], self.index[m.target]): m for m in moves}
+        for (a, b), seconds in zip(arcs, self.move_seconds(moves), strict=True):
+            distance[a, b] = seconds
         for k in range(count):
             through = distance[:, k, None] + distance[None, k, :]
-            better = through < distance * (1 - 1e-12)
-            distance = np.where(better, through, distance)
-            step = np.where(better, step[:, k, None], step)
+            better = through < distance
+            if better.any():
+                np.copyto(distance, through, where=better)
+                np.copyto(step, step[:, k, None], where=better)
         return distance, step, arcs
 
     @property
@@ -165,16 +164,18 @@ class Redistributions:
 
 
 class Tables:
-    """Redistribution tables, one for each type of tensor; shared by all problems of one search."""
+    """Redistribution tables on one machine, one for each type of tensor."""
 
     def __init__(self, machine: Machine) -> None:
-        """Start empty."""
+        """Tables are made when they are asked for."""
         self.machine = machine
-        self._made: dict[Any, Redistributions] = {}
 
     def of(self, type_: TensorType) -> Redistributions:
         """The table of a type; types that differ in names only share one."""
-        key = (type_.dtype, tuple(tuple(f.size for f in dim) for dim in type_.dims))
-        if key not in self._made:
-            self._made[key] = Redistributions(type_, self.machine)
-        return self._made[key]
+        plain = TensorType(type_.dtype, tuple(tuple(Factor("", f.size) for f in dim) for dim in type_.dims))
+        return _table(plain, self.machine)
+
+
+@lru_cache(maxsize=1024)
+def _table(type_: TensorType, machine: Machine) -> Redistributions:
+    return Redistributions(type_, machine)

@@ -29,7 +29,7 @@ def localize_shapes(program: Program, plan: Plan) -> Program:
     for node in program.graph.graph.nodes:
         if is_operator(node) and "operator" in node.meta:
             _localize(node, plan.axis_sizes)
-    propagate(program, plan)
+    propagate(program, plan, everything=True)
     program.graph.meta["invariants"] = ("layouts", "placed", "local")
     return program
 

@@ -121,7 +121,7 @@ def _lower(graph: fx.Graph, node: fx.Node, letter: str, machine: Machine) -> Non
         made = made.next
     if context.reduced != len(operator.rule.lower[letter].all_reduces):
         raise ValueError(f"the lowering of {node.target} along {letter} announced other all-reduces than it made")
-    result.node.meta.update({k: v for k, v in node.meta.items() if k not in ("operator", "strategy", "input_layouts")})
+    result.node.meta.update({k: v for k, v in node.meta.items() if k not in ("operator", "strategy", "input_layouts", "val")})
     result.node.meta["internal"] = False
     node.replace_all_uses_with(result.node)
     graph.erase_node(node)

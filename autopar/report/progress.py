@@ -18,6 +18,9 @@ from autopar.report.table import format_seconds, format_share
 DELAY = 2.0
 """Seconds of silence: what is faster needs no progress."""
 
+PHASES = {"unconstrained": "fastest plan of any size", "multiplier": "fastest plan that fits"}
+"""The solver's phases in words; one that is not here is printed as it is."""
+
 
 class SearchProgress:
     """A context that is also the ``progress`` callback of `autopar.plan`.
@@ -46,7 +49,7 @@ class SearchProgress:
     def line(self) -> Text:
         """The line as it is now."""
         phase, incumbent, bound = self._state
-        parts = [f"{phase}, {time.monotonic() - self._start:.0f} s"]
+        parts = [f"{PHASES.get(phase, phase)}, {time.monotonic() - self._start:.0f} s"]
         if math.isfinite(incumbent):
             parts.append(f"best plan so far {format_seconds(incumbent)} a step")
             if bound > 0:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -80,7 +81,7 @@ def format_share(share: float) -> str:
 
 def figures(rows: Iterable[tuple[str, str]]) -> Table:
     """Two columns, a name and its value; long values are folded."""
-    grid = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    grid = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     for name, value in rows:
@@ -104,15 +105,16 @@ def _header(plan: Plan) -> RenderableType:
 
 
 def _modules(plan: Plan) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, title_justify="left", caption_justify="left")
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, caption_justify="left")
     table.add_column("module and its layouts", overflow="fold")
     table.add_column("time", justify="right", no_wrap=True)
     table.add_column("sent by a device", justify="right", no_wrap=True)
     table.add_column("parameters", justify="right", no_wrap=True)
     for row in plan.modules:
-        lines = [_path(row), *(f"  {name} {layout}" for name, layout in row.layouts.items())]
-        figures_ = (format_seconds(row.seconds), _traffic(row.communication_bytes), format_bytes(row.memory_bytes))
-        table.add_row(*(Text(cell) for cell in ("\n".join(lines), *figures_)))
+        layouts = Padding(figures(row.layouts.items()), (0, 0, 0, 2))
+        name = Group(Text(_path(row), overflow="fold"), *([layouts] if row.layouts else []))
+        sent = _traffic(row.communication_bytes, plan.axis_names)
+        table.add_row(name, *map(Text, (format_seconds(row.seconds), sent, format_bytes(row.memory_bytes))))
     table.caption = Text(LEGEND, style="none")
     return table
 
@@ -121,8 +123,8 @@ def _path(row: ModuleRow) -> str:
     return (row.path or "(model)") + (f" x{row.instances}" if row.instances > 1 else "")
 
 
-def _traffic(by_axis: Mapping[str, float]) -> str:
-    return "\n".join(f"{axis} {format_bytes(size)}" for axis, size in by_axis.items() if size) or "-"
+def _traffic(by_axis: Mapping[str, float], axes: Sequence[str]) -> str:
+    return "\n".join(f"{axis} {format_bytes(by_axis[axis])}" for axis in axes if by_axis.get(axis)) or "-"
 
 
 def _totals(plan: Plan) -> RenderableType:

@@ -108,7 +108,7 @@ def _forward_only(program: Program) -> fx.GraphModule:
             continue  # depends on a tangent
         known[node] = graph.node_copy(node, known.__getitem__)
         known[node].meta = dict(node.meta)
-    graph.eliminate_dead_code(is_impure_node=lambda n: n.op == "placeholder")
+    graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or n.op in ("placeholder", "output"))
     return fx.GraphModule(program.graph, graph)
 
 

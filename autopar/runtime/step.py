@@ -145,11 +145,10 @@ def run(call: Call, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if loss is None:
         return list(outputs)
     anchor = torch.empty(0, requires_grad=True)
-    detached = [
-        _Refusal.apply(anchor, [r], i) if r.is_floating_point() else r for i, r in enumerate(call.results)
+    return [
+        outputs if i == loss else _Refusal.apply(anchor, [r], i) if r.is_floating_point() else r
+        for i, r in enumerate(call.results)
     ]
-    detached[loss] = outputs
-    return detached
 
 
 class _StepFunction(torch.autograd.Function):

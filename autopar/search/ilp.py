@@ -57,7 +57,7 @@ def solve_ilp(graph: Graph, scale: float, gap: float, seconds: float, budget: fl
     """
     unit = OBJECTIVE_SCALE / (scale or 1.0)
     model = build_model(graph, budget)
-    solver = highspy.Highs()
+    solver = highspy.Highs()  # type: ignore[no-untyped-call]
     for option, value in (
         ("output_flag", False), ("threads", 1), ("random_seed", 0), ("time_limit", max(seconds, 0.01)),
         ("mip_rel_gap", 0.0), ("mip_abs_gap", gap * unit), ("mip_feasibility_tolerance", 1e-7),

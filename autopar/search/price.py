@@ -149,7 +149,7 @@ def _bracket(
         multiplier = (under.cost - over.cost) / (over.memory - under.memory)
         if not low < multiplier < high:
             # The messages' labellings are not exact, so lines can cross outside the bracket: bisect instead.
-            multiplier = np.sqrt(low * high) if low else high / 4
+            multiplier = low * 4 if np.isinf(high) else float(np.sqrt(low * high)) if low else high / 4
         messages.price(multiplier - current)
         current = multiplier
         _sweep(messages, limits)
@@ -220,6 +220,9 @@ def _search(graph: Graph, budget: float, multiplier: float, best: Incumbent, lim
             return np.inf, "multiplier"
         after = sum(len(graph.alive(n)) for n in graph.live_nodes())
         level += after > 0.8 * before
+        if not graph.live_nodes():
+            best.offer(unfold(graph, np.zeros(len(graph.cost), dtype=np.int64)))
+            return (graph.constant if fits(_settled(graph), budget) else np.inf), "fold"
         if limits.expired():
             return bound, "time limit"
     scale = abs(best.value)

@@ -24,7 +24,7 @@ def test_what_is_fast_is_silent() -> None:
 def test_a_file_gets_one_line_a_phase() -> None:
     first, second = written(False, 0.05, 0.2).splitlines()
     assert first.startswith("search, 0 s")
-    assert second == "multiplier, 0 s; best plan so far 12 ms a step; gap 50%"
+    assert second == "fastest plan that fits, 0 s; best plan so far 12 ms a step; gap 50%"
 
 
 def test_a_terminal_gets_a_line_that_is_removed_again() -> None:

@@ -25,7 +25,7 @@ def test_the_table_says_what_a_person_asks() -> None:
         "node=32, gpu=8 (256 devices)",
         "h100: NVIDIA H100 SXM; node over InfiniBand NDR, gpu over NVLink 4",
         "adamw",
-        "weight f32[hidden, ffn{gpu}]",
+        "weight  f32[hidden, ffn{gpu}]",
         "layers.*.mlp.down_proj x32",
         "compute 10 ms, communication 2.5 ms",
         "3.0 MiB sent by each device; 5 all-reduce",

@@ -1,0 +1,160 @@
+"""`parallelize`: a single-device model becomes a distributed one whose training loop is unchanged."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import DeviceMesh
+
+from autopar.capture import Batch, LossFunction
+from autopar.cluster import Cluster
+from autopar.compiler import program_of, rewrite, solve
+from autopar.cost.memory import parse_bytes
+from autopar.errors import PlanError
+from autopar.passes.annotate_layouts import annotate_layouts
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.runtime.materialise import Init
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.place import Place, one_device, place_on
+from autopar.runtime.specialise import Settings, Toolchain
+from autopar.runtime.state import distribute_parameters
+from autopar.search.find import Search
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    batch: Batch | None = None,
+    *,
+    loss_fn: LossFunction | None = None,
+    inputs: str = "global",
+    memory: str | float | None = None,
+    optimizer: str = "adamw",
+    precision: Any = None,
+    deterministic: bool = False,
+    cluster: Cluster | str | Path | None = None,
+    plan: Plan | str | Path | None = None,
+    search: Search | None = None,
+    timeout: float = 600,
+    init: Init | None = None,
+) -> ParallelModule:
+    """Distribute a model over a mesh; every rank calls it with the same model.
+
+    Args:
+        model: its parameters become DTensors in place; it may be on the meta device.
+        mesh: of any number of axes; None for one device, without a process group.
+        batch: example of the *global* batch (tuple or dict of real, fake or meta tensors): layouts are decided now.
+            Without it they are decided by the first call.
+        loss_fn: ``loss_fn(output, batch) -> scalar`` for a model that does not return its loss.
+        inputs: ``"global"``: each rank passes the whole batch, and its part is sliced; ``"local"``: its own rows,
+            see ``data_rank`` and ``data_world_size``. DTensors say it themselves.
+        memory: budget per device, such as ``"70GiB"``; default: what the device has, less a margin.
+        optimizer: whose state the budget counts: adamw, adam, sgd, sgd-momentum, adagrad.
+        precision: None; precision policies are not supported yet.
+        deterministic: every graph is deterministic up to the operators' own kernels; there is nothing to switch yet.
+        cluster: a `Cluster`, a preset's name or a TOML file; default: the devices at hand.
+        plan: a `Plan` or a file to use instead of searching; a new batch shape is planned under its parameter layouts.
+        search: limits and pins.
+        timeout: seconds that a rank waits for the others, in every wait.
+        init: for models on the meta device: ``init(name, tensor)`` fills one full CPU tensor in place, the same on
+            every rank; or a file or folder of safetensors, of which each rank reads its part.
+
+    Raises:
+        ValueError: an argument is wrong.
+        CaptureError, MissingRuleError, InfeasibleError, PlanError, RankError: see there.
+    """
+    del deterministic
+    _check_arguments(model, inputs, precision)
+    _check_optimizers(model)
+    place = one_device(_device(model)) if mesh is None else place_on(mesh, timeout)
+    _check_devices(model, place)
+    machine = Cluster.resolve(cluster) if cluster is not None else _cluster(place)
+    given = Plan.load(plan) if isinstance(plan, str | Path) else plan
+    if given is not None:
+        _check_plan(given, place)
+    toolchain = Toolchain(program_of, solve, rewrite, _annotate)
+    budget = _budget(place) if memory is None else parse_bytes(memory)
+    settings = Settings(toolchain, machine, budget, optimizer, search or Search(), given, loss_fn, inputs)
+    distribute_parameters(model, place)
+    parallel = ParallelModule(model, place, settings, init)
+    if batch is not None:
+        parallel.specialise(batch)
+    return parallel
+
+
+def _annotate(program: Program, plan: Plan) -> Program:
+    return rewrite(program, plan, passes=(annotate_layouts,))
+
+
+def _check_arguments(model: nn.Module, inputs: str, precision: Any) -> None:
+    if isinstance(model, ParallelModule):
+        raise ValueError("the model is parallelized already; pass the original to parallelize")
+    if not any(True for _ in model.parameters()):
+        raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to parallelize")
+    if inputs not in ("global", "local"):
+        raise ValueError(f'inputs={inputs!r}: expected "global" (each rank passes the whole batch) or "local" (its part)')
+    if precision is not None:
+        raise ValueError("precision= is not supported yet; cast the model before parallelizing")
+    hooked = [n for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    if hooked:
+        raise ValueError(f"parameter {hooked[0]!r} has hooks, which would be lost; register them after parallelize()")
+
+
+def _check_optimizers(model: nn.Module) -> None:
+    """An optimizer made before would go on updating the old parameters."""
+    own = {id(p) for p in model.parameters()}
+    for found in [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]:
+        if any(id(p) in own for group in found.param_groups for p in group["params"]):
+            raise ValueError(
+                f"an optimizer ({type(found).__name__}) holds the model's parameters, which parallelize() replaces: "
+                "make the optimizer after parallelize(), from the module that it returns"
+            )
+
+
+def _device(model: nn.Module) -> torch.device:
+    devices = {p.device for p in model.parameters() if not p.is_meta}
+    if len(devices) > 1:
+        raise ValueError(f"the parameters are on {sorted(map(str, devices))}; move the model to one device")
+    return devices.pop() if devices else torch.device("cpu")
+
+
+def _check_devices(model: nn.Module, place: Place) -> None:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in named:
+        if not tensor.is_meta and tensor.device.type != place.device.type:
+            raise ValueError(
+                f"{name!r} is on {tensor.device} and the mesh is of {place.device.type} devices; "
+                f"call model.to({str(place.device)!r}) first"
+            )
+
+
+def _cluster(place: Place) -> Cluster:
+    """The preset of the devices at hand."""
+    if place.device.type != "cuda":
+        return Cluster.preset("cpu")
+    name = torch.cuda.get_device_name(place.device).lower()
+    return Cluster.preset("a100-80gb" if "a100" in name else "h200" if "h200" in name else "h100")
+
+
+def _budget(place: Place) -> float:
+    """Bytes that a device may use: nine tenths of a GPU, or this rank's share of half of the machine's memory."""
+    if place.device.type == "cuda":
+        return 0.9 * float(torch.cuda.get_device_properties(place.device).total_memory)
+    physical = float(os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PHYS_PAGES")
+    world = dist.get_world_size() if place.mesh is not None else 1
+    return physical / 2 / int(os.environ.get("LOCAL_WORLD_SIZE", world))
+
+
+def _check_plan(plan: Plan, place: Place) -> None:
+    if plan.axes != place.axes:
+        raise PlanError(
+            f"the plan is for axes {dict(plan.axes)} and the mesh has {dict(place.axes)}; plan again with "
+            "axes= of the mesh, or name the mesh's dims (mesh_dim_names=) as in the plan"
+        )

@@ -1,0 +1,99 @@
+"""Four processes with Gloo that run functions of the test modules: started once, used by many tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import DeviceMesh, init_device_mesh
+
+
+class RanksError(Exception):
+    """A job failed on some rank, or did not end in time."""
+
+
+class Ranks:
+    """A pool of ranks; a job that fails or hangs takes the pool down."""
+
+    def __init__(self, count: int = 4) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        store = str(Path(self.folder.name) / "store")
+        context = multiprocessing.get_context("spawn")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, count, store, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, work: Callable[..., Any], *args: Any, timeout: float = 60, silent: tuple[int, ...] = ()) -> list[Any]:
+        """``work(rank, *args)`` on every rank; what each returned, None for the ``silent``, which may die."""
+        for pipe in self.pipes:
+            pipe.send((work, args))
+        deadline = time.monotonic() + timeout
+        results: list[Any] = [None] * len(self.pipes)
+        errors: dict[int, str] = {}
+        waiting = {r: p for r, p in enumerate(self.pipes) if r not in silent}
+        while waiting and time.monotonic() < deadline:
+            for pipe in multiprocessing.connection.wait(list(waiting.values()), max(0, deadline - time.monotonic())):
+                rank = self.pipes.index(pipe)  # type: ignore[arg-type]
+                del waiting[rank]
+                try:
+                    error, results[rank] = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    error = "the process died"
+                if error:
+                    errors[rank] = error
+        if waiting or errors:
+            self.close()
+            late = f"ranks {sorted(waiting)} did not end within {timeout} s\n" if waiting else ""
+            raise RanksError(late + "\n".join(f"rank {r}: {e}" for r, e in sorted(errors.items())))
+        return results
+
+    @property
+    def alive(self) -> bool:
+        return all(p.is_alive() for p in self.processes)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        self.folder.cleanup()
+
+
+def _serve(rank: int, count: int, store: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ["LOCAL_WORLD_SIZE"] = str(count)
+    dist.init_process_group("gloo", rank=rank, world_size=count, store=dist.FileStore(store, count))
+    while True:
+        try:
+            work, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(("", work(rank, *args)))
+        except BaseException:
+            pipe.send((traceback.format_exc(), None))
+
+
+_MESHES: dict[tuple[int, ...], DeviceMesh] = {}
+
+
+def mesh_of(*sizes: int) -> DeviceMesh:
+    """A mesh with axes ``a``, ``b``, ...; in a worker."""
+    if sizes not in _MESHES:
+        _MESHES[sizes] = init_device_mesh("cpu", sizes, mesh_dim_names=tuple("abcd"[: len(sizes)]))
+    return _MESHES[sizes]

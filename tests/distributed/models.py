@@ -1,0 +1,73 @@
+"""Small models in double precision, with seeded weights, and batches for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Mlp(nn.Module):
+    """Two linear layers with a loss inside, and a batch norm's buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = self.down(torch.relu(self.up(x)))
+        return {"loss": ((out - y) ** 2).mean(), "out": out}
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return Mlp().double()
+
+
+def mlp_batch(step: int, rows: int = 8) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(step)
+    return {k: torch.randn(rows, 16, generator=g, dtype=torch.float64) for k in ("x", "y")}
+
+
+def llama(tie: bool = False) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=64, tie_word_embeddings=tie, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).double()
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=64, n_positions=32, n_embd=32, n_layer=1, n_head=4, use_cache=False,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config).double()
+
+
+def token_batch(step: int, rows: int = 8) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, 64, (rows, 16), generator=g)
+    return {"input_ids": ids, "labels": ids}
+
+
+MODELS: dict[str, Any] = {
+    "mlp": (mlp, mlp_batch),
+    "gpt2": (gpt2, token_batch),
+    "llama": (llama, token_batch),
+    "tied": (lambda: llama(tie=True), token_batch),
+}
+
+
+def make(name: str) -> tuple[nn.Module, Any]:
+    """A model and the function that gives its batch of a step."""
+    build, batch = MODELS[name]
+    return build(), batch

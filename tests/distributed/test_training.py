@@ -1,0 +1,97 @@
+"""Training on four ranks gives the parameters of training on one device, whatever the plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.launch import Ranks, mesh_of
+from tests.distributed.models import make
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 3
+TOLERANCE = 1e-9
+
+# Pins that force a plan, by mesh axis count: data parallel, fully sharded, tensor parallel.
+DATA = {"batch.*": "S(0)"}
+SHARDED = {"batch.*": "S(0)", "*.weight": "S(0)"}
+PLANS: dict[str, dict[str, dict[str, str]]] = {
+    "mlp": {
+        "search": {},
+        "data": DATA,
+        "sharded": SHARDED,
+        "tensor": {"up.weight": "S(0)", "up.bias": "S(0)", "down.weight": "S(1)"},
+        "columns": {"*.weight": "S(1)", "batch.0": "S(1)"},
+    },
+    "gpt2": {
+        "search": {},
+        "data": DATA,
+        "sharded": SHARDED,
+        "tensor": {"*.c_attn.weight": "S(1.1)", "*.c_attn.bias": "S(0.1)", "*.mlp.c_fc.weight": "S(1)"},
+    },
+    "llama": {
+        "search": {},
+        "data": DATA,
+        "sharded": SHARDED,
+        "tensor": {"*.[qkv]_proj.weight": "S(0)", "*.gate_proj.weight": "S(0)", "*.down_proj.weight": "S(1)"},
+    },
+    "tied": {"search": {}, "sharded": SHARDED, "vocabulary": {"model.embed_tokens.weight": "S(0)"}},
+}
+MESHES = {"4": (4,), "2x2": (2, 2)}
+
+
+def pins_on(pins: dict[str, str], axes: int) -> dict[str, Any]:
+    """The same placement on every axis; strided ones on the last only, since one axis is all that they can take."""
+    return {k: tuple("R" if "." in v and a < axes - 1 else v for a in range(axes)) for k, v in pins.items()}
+
+
+def reference(name: str, steps: int = STEPS) -> list[dict[str, torch.Tensor]]:
+    """Parameters after each step on one device."""
+    model, batch = make(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for step in range(steps):
+        model(**batch(step))["loss"].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append({k: v.clone() for k, v in model.state_dict().items()})
+    return found
+
+
+def train(rank: int, name: str, plans: dict[str, dict[str, str]], meshes: list[tuple[int, ...]]) -> dict[str, Any]:
+    from autopar.parallelize import parallelize
+    from autopar.search.find import Search
+
+    expected = reference(name)
+    found = {}
+    for sizes in meshes:
+        for label, pins in plans.items():
+            model, batch = make(name)
+            search = Search(pins=pins_on(pins, len(sizes)))
+            parallel = parallelize(model, mesh_of(*sizes), search=search, timeout=30)
+            optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+            worst = 0.0
+            for step in range(STEPS):
+                parallel(**batch(step))["loss"].backward()
+                torch.nn.utils.clip_grad_norm_(parallel.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+                full = parallel.full_state_dict()
+                assert list(full) == list(expected[step])
+                worst = max(worst, *(float((full[k] - v).abs().max()) for k, v in expected[step].items()))
+            text = str(parallel.forward_graph.graph) + str(parallel.backward_graph.graph)
+            found[f"{label} {sizes}"] = (worst, text.count("_c10d_functional.") > 0)
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(PLANS))
+def test_three_steps_of_adamw_equal_one_device(ranks: Ranks, name: str) -> None:
+    results = ranks.run(train, name, PLANS[name], list(MESHES.values()), timeout=120)
+    assert all(r.keys() == results[0].keys() for r in results)
+    for label in results[0]:
+        assert all(r[label][0] < TOLERANCE for r in results), f"{name} {label}: {[r[label] for r in results]}"
+        assert results[0][label][1] or label.startswith("search"), f"{name} {label}: no communication, the pins did nothing"
