@@ -70,8 +70,15 @@ def _operator_key(
         number = count[path, call]
         count[path, call] += 1
         return f"{_without_indices(path, blocks)}: {call} #{number}"
-    sources = [key[producer(a)[0]] + str(producer(a)[1]) for a in tensor_arguments(node)]
-    return f": {phase} {name} {_short(detail + '|'.join(sources))}"
+    sources = "|".join(_shallow(*producer(a), key) for a in tensor_arguments(node))
+    return f": {phase} {name} {_short(detail + sources)}"
+
+
+def _shallow(node: fx.Node, output: int, key: dict[fx.Node, str]) -> str:
+    """A node as an argument: its class if it has a module, else its operator only, or sums would count their depth."""
+    if node.op == "call_function" and not module_path(node):
+        return f"{node.target}{output}"
+    return f"{key[node]}{output}"
 
 
 def _short(text: str) -> str:

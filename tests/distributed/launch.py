@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
+import multiprocessing.connection
 import os
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -76,6 +79,9 @@ class Ranks:
 
 def _serve(rank: int, count: int, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
     os.environ["LOCAL_WORLD_SIZE"] = str(count)
     dist.init_process_group("gloo", rank=rank, world_size=count, store=dist.FileStore(store, count))
     while True:

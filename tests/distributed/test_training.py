@@ -15,32 +15,31 @@ pytestmark = pytest.mark.distributed
 STEPS = 3
 TOLERANCE = 1e-9
 
-# Pins that force a plan, by mesh axis count: data parallel, fully sharded, tensor parallel.
+# Pins that force a plan (data parallel, fully sharded, tensor parallel), and the meshes on which it is tried.
 DATA = {"batch.*": "S(0)"}
 SHARDED = {"batch.*": "S(0)", "*.weight": "S(0)"}
-PLANS: dict[str, dict[str, dict[str, str]]] = {
+LINE, SQUARE = (4,), (2, 2)
+PLANS: dict[str, dict[str, tuple[dict[str, str], tuple[tuple[int, ...], ...]]]] = {
     "mlp": {
-        "search": {},
-        "data": DATA,
-        "sharded": SHARDED,
-        "tensor": {"up.weight": "S(0)", "up.bias": "S(0)", "down.weight": "S(1)"},
-        "columns": {"*.weight": "S(1)", "batch.0": "S(1)"},
+        "search": ({}, (LINE, SQUARE)),
+        "data": (DATA, (LINE,)),
+        "sharded": (SHARDED, (LINE, SQUARE)),
+        "tensor": ({"up.weight": "S(0)", "up.bias": "S(0)", "down.weight": "S(1)"}, (LINE, SQUARE)),
+        "columns": ({"*.weight": "S(1)", "batch.0": "S(1)"}, (SQUARE,)),
     },
     "gpt2": {
-        "search": {},
-        "data": DATA,
-        "sharded": SHARDED,
-        "tensor": {"*.c_attn.weight": "S(1.1)", "*.c_attn.bias": "S(0.1)", "*.mlp.c_fc.weight": "S(1)"},
+        "sharded": (SHARDED, (LINE,)),
+        "tensor": ({"*.c_attn.weight": "S(1.1)", "*.c_attn.bias": "S(0.1)", "*.mlp.c_fc.weight": "S(1)"}, (SQUARE,)),
     },
     "llama": {
-        "search": {},
-        "data": DATA,
-        "sharded": SHARDED,
-        "tensor": {"*.[qkv]_proj.weight": "S(0)", "*.gate_proj.weight": "S(0)", "*.down_proj.weight": "S(1)"},
+        "search": ({}, (LINE,)),
+        "sharded": (SHARDED, (SQUARE,)),
+        "tensor": (
+            {"*.[qkv]_proj.weight": "S(0)", "*.gate_proj.weight": "S(0)", "*.down_proj.weight": "S(1)"}, (LINE,),
+        ),
     },
-    "tied": {"search": {}, "sharded": SHARDED, "vocabulary": {"model.embed_tokens.weight": "S(0)"}},
-}
-MESHES = {"4": (4,), "2x2": (2, 2)}
+    "tied": {"sharded": (SHARDED, (LINE,)), "vocabulary": ({"model.embed_tokens.weight": "S(0)"}, (SQUARE,))},
+}  # fmt: skip
 
 
 def pins_on(pins: dict[str, str], axes: int) -> dict[str, Any]:
@@ -62,14 +61,14 @@ def reference(name: str, steps: int = STEPS) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def train(rank: int, name: str, plans: dict[str, dict[str, str]], meshes: list[tuple[int, ...]]) -> dict[str, Any]:
+def train(rank: int, name: str, plans: Any) -> dict[str, Any]:
     from autopar.parallelize import parallelize
     from autopar.search.find import Search
 
     expected = reference(name)
     found = {}
-    for sizes in meshes:
-        for label, pins in plans.items():
+    for label, (pins, meshes) in plans.items():
+        for sizes in meshes:
             model, batch = make(name)
             search = Search(pins=pins_on(pins, len(sizes)))
             parallel = parallelize(model, mesh_of(*sizes), search=search, timeout=30)
@@ -90,7 +89,7 @@ def train(rank: int, name: str, plans: dict[str, dict[str, str]], meshes: list[t
 
 @pytest.mark.parametrize("name", sorted(PLANS))
 def test_three_steps_of_adamw_equal_one_device(ranks: Ranks, name: str) -> None:
-    results = ranks.run(train, name, PLANS[name], list(MESHES.values()), timeout=120)
+    results = ranks.run(train, name, PLANS[name], timeout=120)
     assert all(r.keys() == results[0].keys() for r in results)
     for label in results[0]:
         assert all(r[label][0] < TOLERANCE for r in results), f"{name} {label}: {[r[label] for r in results]}"
