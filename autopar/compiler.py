@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import fx, nn
+from torch import nn
 
 import autopar.strategies  # noqa: F401  registers every rule
 from autopar.capture import Batch, LossFunction, capture
@@ -26,7 +25,7 @@ from autopar.passes.localize_shapes import localize_shapes
 from autopar.passes.lower_operators import lower_operators
 from autopar.plan import Plan
 from autopar.predict import predict
-from autopar.program import Program, fingerprint
+from autopar.program import Program, copy_graph, fingerprint
 from autopar.search.find import Progress, Search, find_plan
 from autopar.search.restrict import Restrictions, read_pins
 
@@ -90,7 +89,7 @@ def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) 
             f"the plan is for another graph (fingerprint {plan.fingerprint}, this one has {fingerprint(program)}): "
             "the model, its configuration, the batch's shapes or torch differ; plan again"
         )
-    program = copy_program(program)
+    program = replace(program, graph=copy_graph(program.graph))
     done: tuple[str, ...] = ()
     for step in passes:
         try:
@@ -100,18 +99,6 @@ def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) 
             raise PassError(step.__name__, done, str(e)) from e
         done = (*done, step.__name__)
     return program
-
-
-def copy_program(program: Program) -> Program:
-    """The program on a graph of its own; fake tensors and constants are shared."""
-    graph = fx.Graph()
-    environment: dict[fx.Node, fx.Node] = {}
-    output = graph.graph_copy(program.graph.graph, environment)
-    graph.output(output)
-    graph.output_node().meta = dict(program.output_node.meta)
-    for old, new in environment.items():
-        new.meta = dict(old.meta)
-    return replace(program, graph=fx.GraphModule(program.graph, graph))
 
 
 def plan(

@@ -136,7 +136,7 @@ def train(rank: int, settings: Settings, messages: Any) -> None:
                 plain_loss = plain(**batch).loss
                 plain_loss.backward()
                 difference, name = compare(gradients, plain)
-                messages.put(Step(number + 1, float(loss), float(plain_loss), difference, name))
+                messages.put(Step(number + 1, loss.item(), plain_loss.item(), difference, name))
                 plain_optimizer.step()
                 plain_optimizer.zero_grad()
             optimizer.step()

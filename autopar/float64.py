@@ -6,9 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
 
-from autopar.program import Program
+from autopar.program import Program, copy_graph
 
 aten = torch.ops.aten
 
@@ -17,15 +16,8 @@ _HALF_TO_FLOAT = {aten._softmax.default: 2, aten._log_softmax.default: 2}
 
 def as_dtype(program: Program, dtype: torch.dtype = torch.float64) -> Program:
     """A copy of the program whose every floating cast, constant and creation is in ``dtype``."""
-    graph = fx.Graph()
-    environment: dict[fx.Node, fx.Node] = {}
-    output = graph.graph_copy(program.graph.graph, environment)
-    graph.output(output)
-    for old, new in environment.items():
-        new.meta = dict(old.meta)
-    module = fx.GraphModule(program.graph, graph)
-    module.meta = dict(program.graph.meta)
-    for node in graph.nodes:
+    module = copy_graph(program.graph)
+    for node in module.graph.nodes:
         if node.op == "call_function":
             node.args = _cast(node.args, dtype)
             node.kwargs = _cast(node.kwargs, dtype)

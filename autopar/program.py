@@ -82,6 +82,19 @@ class Program:
         return values
 
 
+def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
+    """The same module on a graph of its own; fake tensors and constants are shared."""
+    graph = fx.Graph()
+    environment: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(module.graph, environment))
+    graph.output_node().meta = dict(module.graph.output_node().meta)
+    for old, new in environment.items():
+        new.meta = dict(old.meta)
+    copied = fx.GraphModule(module, graph)
+    copied.meta = dict(module.meta)
+    return copied
+
+
 def tensor_arguments(node: fx.Node) -> list[fx.Node]:
     """The node's arguments that are tensors, in order of appearance among args and kwargs, lists flattened."""
     found: list[fx.Node] = []

@@ -94,7 +94,7 @@ def verify(
     dims = analyze(program)
     plan = _plan(program, dims, axes, plan, seed)
     local = rewrite(program, plan)
-    return compare(program, local, dims, plan, _values(program, model, batch, seed), dtype)
+    return compare(program, local, dims, plan, global_values(program, model, batch, seed), dtype)
 
 
 def _plan(program: Program, dims: Dims, axes: Mapping[str, int], plan: Plan | str | None, seed: int) -> Plan:
@@ -181,7 +181,7 @@ def tensor_error(found: torch.Tensor, expected: torch.Tensor, scale: float, repl
     return max(float((found - expected).abs().max()), replicas) / largest
 
 
-def _values(program: Program, model: nn.Module, batch: Batch, seed: int) -> list[torch.Tensor]:
+def global_values(program: Program, model: nn.Module, batch: Batch, seed: int = 0) -> list[torch.Tensor]:
     """Global tensors for every placeholder."""
     tensors, _ = tree.flatten(batch, "batch")
     named: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}

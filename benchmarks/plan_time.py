@@ -153,14 +153,18 @@ def small(name: str) -> tuple[Any, Any]:
         return WithLoss.of(net), images
     if name == "encoder":
         layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
-        net = nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Flatten(), nn.Linear(2048, 16))
+        net = nn.Sequential(
+            nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Flatten(), nn.Linear(2048, 16)
+        )
         return WithLoss.of(net), {"x": torch.randn(8, 32, 64), "labels": images["labels"]}
     if name == "cnn":
         blocks = [m for i in (3, 32) for m in (nn.Conv2d(i, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.ReLU())]
         return WithLoss.of(nn.Sequential(*blocks, nn.Flatten(), nn.Linear(32 * 32 * 32, 16))), images
     if name == "gpt2":
         dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        config = hf.GPT2Config(vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=64, use_cache=False, **dropouts)
+        config = hf.GPT2Config(
+            vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=64, use_cache=False, **dropouts
+        )
         return hf.GPT2LMHeadModel(config), text
     if name == "llama":
         config = hf.LlamaConfig(vocab_size=128, num_key_value_heads=2, use_cache=False, **sizes)

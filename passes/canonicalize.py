@@ -13,7 +13,6 @@ After::
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.program import Program, is_operator, static_arguments, tensor_arguments
+from autopar.program import Program, copy_graph, is_operator, static_arguments, tensor_arguments
 
 aten = torch.ops.aten
 
@@ -51,7 +50,7 @@ _SHARED |= {aten.arange.default, aten.arange.start, aten.arange.start_step, aten
 
 def canonicalize(program: Program) -> Program:
     """Rewrite a captured program into canonical operators; computes the same."""
-    graph = copy.deepcopy(program.graph)
+    graph = copy_graph(program.graph)
     for node in list(graph.graph.nodes):
         if node.op == "call_function":
             _rewrite(graph.graph, node)

@@ -17,10 +17,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_torch_compat",),
     ("strategy",),
     ("strategies",),
-    ("dims", "candidates", "cost", "redistribute", "plan", "program", "naming", "capture"),
+    ("dims", "candidates", "cost", "redistribute", "plan", "report", "program", "naming", "capture"),
     ("search", "passes"),
     ("emulate", "simulate", "runtime", "checkpoint"),
-    ("report",),
     ("compiler", "module", "verify"),
     ("autopar",),  # autopar/__init__.py
     ("cli", "demo", "__main__"),

@@ -13,8 +13,8 @@ from safetensors import safe_open
 from torch import nn
 
 from autopar.errors import AutoparError
-from autopar.layout import Layout, TensorType
-from autopar.runtime.boundary import block_ranges, local_block, plain_type
+from autopar.layout import Layout, TensorType, replicated
+from autopar.runtime.boundary import block_ranges, local_block, plain_type, to_local
 from autopar.runtime.place import Place
 from autopar.runtime.state import checksum, lay_out
 
@@ -25,7 +25,7 @@ Types = Mapping[str, tuple[TensorType, Layout]]
 def uninitialised(model: nn.Module) -> list[str]:
     """Names of parameters and persistent buffers that are still on the meta device."""
     named = list(model.named_parameters()) + _persistent(model)
-    return [name for name, tensor in named if tensor.is_meta or getattr(tensor, "_local_tensor", tensor).is_meta]
+    return [name for name, tensor in named if to_local(tensor).is_meta]
 
 
 def materialise(model: nn.Module, init: Init | None, types: Types, aliases: Mapping[str, str], place: Place) -> None:
@@ -66,28 +66,18 @@ def _fill(model: nn.Module, names: list[str], source: _Function | _Files, types:
         type_, layout = types.get(name, whole) if isinstance(old, nn.Parameter) else whole
         local = source.block(name, old.dtype, type_, layout, place).to(place.device)
         if isinstance(old, nn.Parameter):
-            _place_parameter(model, name, old, local, type_, layout, place)
+            _place_parameter(old, local, type_, layout, place)
         else:
             _set(model, "_buffers", old, local)
 
 
 def _place_parameter(
-    model: nn.Module, name: str, old: nn.Parameter, local: torch.Tensor, type_: TensorType, layout: Layout, place: Place
+    old: nn.Parameter, local: torch.Tensor, type_: TensorType, layout: Layout, place: Place
 ) -> None:
     if place.mesh is not None:
-        lay_out(old, local, type_, layout or _replicated(place), place)
-        return
-    try:
-        old.data = local  # keeps identity for an optimizer
-    except RuntimeError:  # a meta parameter cannot take data of another device
+        lay_out(old, local, type_, layout or replicated(len(place.axes)), place)
+    else:  # a meta parameter cannot take data of another device; swapping keeps its identity for an optimizer
         torch.utils.swap_tensors(old, nn.Parameter(local, requires_grad=old.requires_grad))
-    del model, name
-
-
-def _replicated(place: Place) -> Layout:
-    from autopar.layout import replicated
-
-    return replicated(len(place.axes))
 
 
 class _Function:

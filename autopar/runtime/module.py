@@ -6,6 +6,7 @@ import contextlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from autopar import tree
 from autopar.errors import AutoparError, PlanError
-from autopar.layout import Replicate, Split
+from autopar.layout import Layout, Replicate, Split, replicated
 from autopar.plan import Plan
-from autopar.runtime.boundary import Placements, local_block, part_of, plain_type, to_local, to_placements
+from autopar.runtime.boundary import Placements, part_of, plain_type, to_local, to_placements
 from autopar.runtime.load import load_full, prepare_load, savable
 from autopar.runtime.materialise import Init, materialise, uninitialised
 from autopar.runtime.place import Place
@@ -170,14 +171,16 @@ class ParallelModule(nn.Module):
         return self._settings.inputs == "global" or isinstance(tensor, DTensor)
 
     def _request(self, tensors: list[torch.Tensor], skeleton: Any) -> Request:
-        shapes = []
+        shapes, rows = [], {}
         for i, t in enumerate(tensors):
             shape = tuple(t.shape)
-            if not self._is_whole(t) and shape and self._splits(i, len(tensors)):
-                shape = (shape[0] * self.data_world_size, *shape[1:])
+            if not self._is_whole(t):
+                split = bool(shape) and self._splits(i, len(tensors))
+                shape = (shape[0] * self.data_world_size, *shape[1:]) if split else shape
+                rows[i] = self._rows() if split else replicated(len(self._place.axes))
             shapes.append((shape, t.dtype))
         layouts = {i: tuple(t.placements) for i, t in enumerate(tensors) if isinstance(t, DTensor)}
-        return Request(skeleton, tuple(shapes), layouts)
+        return Request(skeleton, tuple(shapes), layouts, rows)
 
     def _splits(self, index: int, count: int) -> bool:
         """Whether ranks pass different rows of this batch tensor; position ids of one row, for example, are alike."""
@@ -194,7 +197,7 @@ class ParallelModule(nn.Module):
             return self._latest
         if tensors is not None and self._settings.inputs == "global":
             whole = [t for t in tensors if not isinstance(t, DTensor)]
-            request = Request(request.skeleton, request.shapes, request.layouts, contents(whole))
+            request = replace(request, digest=contents(whole))
         first = self._first is None
         placements = None if first else self._placements()
         weights = checksum(dict(self.named_parameters())) if first else ""
@@ -218,8 +221,7 @@ class ParallelModule(nn.Module):
         return request.shapes, repr(request.skeleton), layouts, modes, parameters, torch.is_grad_enabled(), autocast
 
     def _placements(self) -> dict[str, Placements]:
-        whole = (Replicate(),) * len(self._place.axes)
-        plain = to_placements(plain_type((), torch.float32), whole)
+        plain = to_placements(plain_type((), torch.float32), replicated(len(self._place.axes)))
         return {n: tuple(p.placements) if isinstance(p, DTensor) else plain for n, p in self.named_parameters()}
 
     def _lay_out(self, found: Specialisation) -> None:
@@ -238,10 +240,10 @@ class ParallelModule(nn.Module):
         if missing:
             raise AutoparError(f"{missing[0]!r} is on the meta device and has no values; pass init= to autopar.parallelize")
 
-    def _rows(self) -> Any:
+    def _rows(self) -> Layout:
         if self._first is None:
             plan = self._known(None).plan if self._settings.plan is None else self._settings.plan
-            whole = (Replicate(),) * len(self._place.axes)
+            whole = replicated(len(self._place.axes))
             found = [tuple(p if p == Split(0, 0) else Replicate() for p in v) for v in plan.batch.values()]
             return max(found, key=lambda v: data_parts(v, self._place.sizes), default=whole)
         return data_layout(self._first.program, self._first.plan)[0]
@@ -275,5 +277,3 @@ def _load_hook(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any
     assert isinstance(module, ParallelModule)
     prepare_load(module, state, prefix, module._place, module._types())
 
-
-__all__ = ["ParallelModule", "local_block"]

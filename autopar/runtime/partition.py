@@ -77,21 +77,41 @@ def _fake_mode(graph: fx.GraphModule) -> FakeTensorMode:
 
 
 def _renamed(program: Program) -> Program:
-    """The program with the partitioner's names for placeholders: ``primals_1``, ``tangents_1``."""
+    """The program as the partitioner wants it: ``primals_1``, ``tangents_1``, forward nodes first and tagged."""
     graph = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
     counts = {"primals": 0, "tangents": 0}
-    kinds = iter(program.inputs)
-    # Tangents come last: the partitioner takes every placeholder before the first tangent's as the forward pass's.
-    for node in program.graph.graph.nodes:
-        if node.op == "placeholder":
-            kind = "tangents" if next(kinds).kind == "tangent" else "primals"
-            counts[kind] += 1
-            known[node] = graph.placeholder(f"{kind}_{counts[kind]}")
-        else:
-            known[node] = graph.node_copy(node, known.__getitem__)
+    for node, spec in zip(program.placeholders, program.inputs, strict=True):
+        kind = "tangents" if spec.kind == "tangent" else "primals"
+        counts[kind] += 1
+        known[node] = graph.placeholder(f"{kind}_{counts[kind]}")
         known[node].meta = dict(node.meta)
+    early = _forward_nodes(program)
+    rest = [n for n in program.graph.graph.nodes if n not in known]
+    for node in sorted(rest, key=lambda n: n not in early):  # stable: order is kept within both
+        known[node] = graph.node_copy(node, known.__getitem__)
+        known[node].meta = dict(node.meta)
+        known[node].meta["partitioner_tag"] = "is_forward" if node in early else "is_backward"
     return replace(program, graph=fx.GraphModule(program.graph, graph))
+
+
+def _forward_nodes(program: Program) -> set[fx.Node]:
+    """What forward outputs and forward-tagged nodes are computed from, and these nodes."""
+    after: set[fx.Node] = {
+        n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "tangent"
+    }
+    for node in program.graph.graph.nodes:
+        if any(a in after for a in node.all_input_nodes):
+            after.add(node)
+    tagged = [n for n in program.graph.graph.nodes if n.meta.get("partitioner_tag") == "is_forward" and n not in after]
+    waiting = [*tagged, *(v for v in program.output_values[: program.forward_outputs] if v is not None)]
+    found: set[fx.Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node not in found and node.op != "output":
+            found.add(node)
+            waiting.extend(node.all_input_nodes)
+    return found
 
 
 def _forward_only(program: Program) -> fx.GraphModule:

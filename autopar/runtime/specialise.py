@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -79,12 +79,14 @@ class Request:
         skeleton: of the batch, see `autopar.tree`.
         shapes: global shape and dtype of each batch tensor.
         layouts: of batch tensors that lie on the mesh already, as torch's placements.
+        rows: layouts of batch tensors of which each rank passes its part, by index.
         digest: of the batch's contents, where ranks must have the same; None: not compared.
     """
 
     skeleton: Any
     shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     layouts: Mapping[int, Placements]
+    rows: Mapping[int, Layout] = field(default_factory=dict)
     digest: str | None = None
 
 
@@ -204,6 +206,7 @@ def _plan(
         known = from_placements(types["batch", str(index)], lies, place.sizes)
         if known is not None:
             layouts["batch", str(index)] = known
+    layouts.update({("batch", str(index)): layout for index, layout in request.rows.items()})
     return _search(program, layouts, settings, place, first=placements is None)
 
 
@@ -228,7 +231,7 @@ def _search(
         )  # fmt: skip
 
     plan = solve(layouts)
-    if not local:
+    if not local or not first:
         return plan
     alike = {("batch", name): layout for name, layout in same_rows(program, plan).items()}
     if all(plan.batch[name] == layout for (_, name), layout in alike.items()):

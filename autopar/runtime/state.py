@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autopar._torch_compat import FakeTensorMode
 from autopar.layout import Layout, TensorType
-from autopar.runtime.boundary import from_local, full_tensor, local_block, spec_of, to_local, to_placements
+from autopar.runtime.boundary import Placements, from_local, full_tensor, local_block, spec_of, to_local, to_placements
 from autopar.runtime.place import Place
 
 SAMPLES = 1024
@@ -31,12 +31,20 @@ def distribute_parameters(model: nn.Module, place: Place) -> None:
             if old is None:
                 continue
             if id(old) not in made:
-                local = old.detach().contiguous()
-                wrapped = from_local(local, place, old.shape, placements)
-                made[id(old)] = nn.Parameter(wrapped, requires_grad=old.requires_grad)
-                if old.grad is not None:
-                    made[id(old)].grad = from_local(old.grad.contiguous(), place, old.shape, placements)
+                made[id(old)] = _distributed(old, place, placements)
             module._parameters[name] = made[id(old)]
+
+
+def _distributed(old: nn.Parameter, place: Place, placements: Placements) -> nn.Parameter:
+    local = old.detach().contiguous()
+    if old.is_meta:  # what a DTensor says of its device it takes from its first local tensor, and keeps
+        local = torch.empty((), dtype=old.dtype, device=place.device).expand(old.shape)
+    new = nn.Parameter(from_local(local, place, old.shape, placements), requires_grad=old.requires_grad)
+    if old.is_meta:
+        new._local_tensor = old.detach()  # type: ignore[attr-defined]
+    if old.grad is not None:
+        new.grad = from_local(old.grad.contiguous(), place, old.shape, placements)
+    return new
 
 
 def lay_out(parameter: torch.Tensor, local: torch.Tensor, type_: TensorType, layout: Layout, place: Place) -> None:

@@ -129,7 +129,8 @@ def test_same_labels_under_any_hash_seed() -> None:
     """In fresh processes."""
     script = (
         "from tests.search.brute import random_problem\nfrom autopar.search.solve import solve\n"
-        "p = random_problem(0, 40, 1.6, 1e-3, 0.0, 0.5)\nfree = solve(p)\ntight = solve(p, budget=0.5 * free.memory)\n"
+        "p = random_problem(0, 40, 1.6, 1e-3, 0.0, 0.5)\nfree = solve(p)\n"
+        "least = sum(n.memory.min() for n in p.nodes)\ntight = solve(p, budget=(least + free.memory) / 2)\n"
         "print(free, tight)"
     )
     outputs = {

@@ -1,0 +1,87 @@
+"""Ranks that disagree or die: the others say so, and none hangs."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+from tests.distributed.launch import Ranks, mesh_of
+from tests.distributed.models import mlp, mlp_batch
+
+pytestmark = pytest.mark.distributed
+
+
+def disagreements(rank: int) -> list[str]:
+    from torch import nn
+
+    from autopar.errors import InfeasibleError, RankError
+    from autopar.parallelize import parallelize
+
+    mesh = mesh_of(4)
+    found = []
+    model = parallelize(mlp(), mesh, timeout=30)
+    with pytest.raises(RankError) as batches:
+        model(**mlp_batch(rank))
+    found.append(str(batches.value))
+    assert model(**mlp_batch(0))["loss"].ndim == 0  # and goes on
+    with pytest.raises(RankError) as models:
+        parallelize(nn.Linear(8, 8 if rank else 4), mesh, (torch.randn(4, 8),), timeout=30)
+    found.append(str(models.value))
+    torch.manual_seed(rank)
+    with pytest.raises(RankError) as weights:
+        parallelize(nn.Linear(8, 8), mesh, (torch.zeros(4, 8),), timeout=30)
+    found.append(str(weights.value))
+
+    def lazy_rank(output: torch.Tensor, batch: object) -> torch.Tensor:
+        if rank == 2:
+            raise RuntimeError("only here")
+        return output.sum()
+
+    torch.manual_seed(0)
+    with pytest.raises(Exception, match="only here") as other:
+        parallelize(nn.Linear(8, 8), mesh, (torch.zeros(4, 8),), loss_fn=lazy_rank, timeout=30)
+    found.append(f"{type(other.value).__name__}: {other.value}")
+    with pytest.raises(InfeasibleError) as memory:
+        parallelize(mlp(), mesh, mlp_batch(0), memory="1KiB", timeout=30)
+    found.append(str(memory.value))
+    return found
+
+
+def test_disagreements(ranks: Ranks) -> None:
+    for rank, (batch, model, weights, other, memory) in enumerate(ranks.run(disagreements)):
+        assert 'inputs="local"' in batch
+        assert "the captured model differs" in model
+        assert "torch.manual_seed" in weights
+        assert other.startswith("CaptureError" if rank == 2 else "RankError: rank 2 failed")
+        assert "memory" in memory
+
+
+def dying(rank: int) -> tuple[str, float]:
+    from autopar.parallelize import parallelize
+
+    model = parallelize(mlp(), mesh_of(4), timeout=5)
+    loss = model(**mlp_batch(0))["loss"]
+    loss.backward()
+    if rank == 3:
+        os._exit(1)
+    start = time.monotonic()
+    try:
+        model(**mlp_batch(0, rows=4))["loss"].backward()
+    except Exception as e:
+        return f"{type(e).__name__}: {e}", time.monotonic() - start
+    return "", time.monotonic() - start
+
+
+def test_a_dead_rank_ends_the_others_within_the_timeout() -> None:
+    ranks = Ranks()
+    try:
+        results = ranks.run(dying, silent=(3,), timeout=60)
+    finally:
+        ranks.close()
+    for rank in range(3):
+        message, seconds = results[rank]
+        assert message.startswith("RankError: no answer"), message
+        assert seconds < 20

@@ -1,0 +1,178 @@
+"""What goes in and comes out: local batches, short batches, accumulation, outputs with gradients, meta models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed.launch import Ranks, mesh_of
+from tests.distributed.models import make, mlp, mlp_batch
+
+pytestmark = pytest.mark.distributed
+
+SHARDED = {"batch.*": ("S(0)", "S(0)"), "*.weight": ("S(0)", "S(0)")}
+
+
+def parallel_mlp(**options: Any) -> Any:
+    from autopar.parallelize import parallelize
+    from autopar.search.find import Search
+
+    pins = options.pop("pins", SHARDED)
+    return parallelize(mlp(), mesh_of(2, 2), search=Search(pins=pins), timeout=30, **options)
+
+
+def gradients(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    for batch in batches:
+        model(**batch)["loss"].backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    return max(float((found[n] - v).abs().max()) for n, v in expected.items())
+
+
+def local_inputs(rank: int) -> float:
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+    model = parallel_mlp(inputs="local", batch=mlp_batch(0))
+    assert (model.data_world_size, model.data_rank) == (4, rank)
+    whole = mlp_batch(7, 32)
+    data = TensorDataset(whole["x"], whole["y"])
+    sampler = DistributedSampler(data, model.data_world_size, model.data_rank, shuffle=False)
+    reference = mlp()
+    for step, (x, y) in enumerate(DataLoader(data, batch_size=2, sampler=sampler)):
+        model(x, y)["loss"].backward()  # ranks take every fourth row: the global batch is rows 8 step to 8 step + 8
+        rows = torch.arange(8 * step, 8 * step + 8).reshape(2, 4).T.reshape(-1)
+        reference(whole["x"][rows], whole["y"][rows])["loss"].backward()
+    expected = {n: p.grad for n, p in reference.named_parameters()}
+    return error(model.full_gradients(), expected)
+
+
+def short_last_batch(rank: int) -> float:
+    worst = 0.0
+    model, reference = parallel_mlp(), mlp()
+    for rows in (8, 8, 6, 3, 8):
+        model.zero_grad()
+        reference.zero_grad()
+        batch = mlp_batch(rows, rows)
+        expected = gradients(reference, [batch])
+        model(**batch)["loss"].backward()
+        worst = max(worst, error(model.full_gradients(), expected))
+    local = parallel_mlp(inputs="local", batch=mlp_batch(0))
+    batch = mlp_batch(3, 4)
+    mine = {k: v[rank : rank + 1] for k, v in batch.items()}
+    local(**mine)["loss"].backward()
+    return max(worst, error(local.full_gradients(), gradients(mlp(), [batch])))
+
+
+def accumulation(rank: int) -> list[float]:
+    batches = [mlp_batch(i) for i in range(3)]
+    expected = gradients(mlp(), batches)
+    several = parallel_mlp()
+    gradients(several, batches)
+    together = parallel_mlp()
+    sum(together(**b)["loss"] for b in batches).backward()
+    postponed = parallel_mlp()
+    with postponed.no_sync():
+        gradients(postponed, batches[:2])
+        assert not postponed.full_gradients()
+    gradients(postponed, batches[2:])
+    return [error(m.full_gradients(), expected) for m in (several, together, postponed)]
+
+
+class Plain(nn.Module):
+    """No loss: the output carries gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 8)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = self.norm(self.linear(x))
+        return out, out * 2
+
+
+def outputs_with_gradients(rank: int) -> float:
+    from torch.distributed.tensor import DTensor
+
+    from autopar.parallelize import parallelize
+    from autopar.search.find import Search
+
+    torch.manual_seed(0)
+    reference = Plain().double()
+    torch.manual_seed(0)
+    pins = {"batch.0": "S(0)", "linear.weight": "S(0)", "result.0": "S(0)", "result.1": "S(1)"}
+    model = parallelize(Plain().double(), mesh_of(4), search=Search(pins={k: (v,) for k, v in pins.items()}), timeout=30)
+    x = mlp_batch(0)["x"]
+    first, second = reference(x)
+    (first.pow(3).sum() + second.sum()).backward()
+    a, b = model(x)
+    assert isinstance(a, DTensor)
+    assert a.shape == first.shape
+    (a.pow(3).sum().full_tensor() + b.full_tensor().sum()).backward()
+    assert torch.allclose(model.norm.running_mean, reference.norm.running_mean, atol=1e-12)
+    assert model.norm.num_batches_tracked == 1
+    worst = error(model.full_gradients(), {n: p.grad for n, p in reference.named_parameters()})
+    model.eval()
+    reference.eval()
+    with torch.no_grad():
+        whole = model(x)[0]
+        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+        return max(worst, float((whole - reference(x)[0]).abs().max()))
+
+
+def meta_model(rank: int, folder: str) -> list[float]:
+    from autopar.errors import AutoparError
+    from autopar.parallelize import parallelize
+    from autopar.search.find import Search
+
+    reference, batch = make("tied")
+    state = reference.state_dict()
+    found = []
+    pins = {"*.weight": ("S(0)", "R"), "*.[qk]_proj.weight": ("S(0.1)", "S(1)")}
+    for init in (lambda name, tensor: tensor.copy_(state[name]), folder, None):
+        with torch.device("meta"):
+            blank, _ = make("tied")
+        model = parallelize(blank, mesh_of(2, 2), init=init, search=Search(pins=pins), timeout=30)
+        if init is None:
+            with pytest.raises(AutoparError, match=r"embed_tokens.weight.*init="):
+                model(**batch(0))
+            continue
+        loss = model(**batch(0))["loss"]
+        full = model.full_state_dict()
+        found.append(max(float((full[k] - v).abs().max()) for k, v in state.items()))
+        found.append(abs(float(loss - reference(**batch(0))["loss"])))
+        model.load_full_state_dict({k: v + 1 for k, v in state.items()})
+        full = model.full_state_dict()
+        found.append(max(float((full[k] - v - 1).abs().max()) for k, v in state.items()))
+    return found
+
+
+def test_local_inputs_of_a_distributed_sampler(ranks: Ranks) -> None:
+    assert max(ranks.run(local_inputs)) < 1e-12
+
+
+def test_short_batches(ranks: Ranks) -> None:
+    assert max(ranks.run(short_last_batch)) < 1e-12
+
+
+def test_accumulated_gradients(ranks: Ranks) -> None:
+    assert max(map(max, ranks.run(accumulation))) < 1e-12
+
+
+def test_outputs_carry_gradients_without_a_loss(ranks: Ranks) -> None:
+    assert max(ranks.run(outputs_with_gradients)) < 1e-10
+
+
+def test_models_on_the_meta_device(ranks: Ranks, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    state = make("tied")[0].state_dict()
+    save_file({k: v for k, v in state.items() if k != "lm_head.weight"}, tmp_path / "model.safetensors")
+    assert max(map(max, ranks.run(meta_model, str(tmp_path), timeout=90))) < 1e-12

@@ -1,0 +1,60 @@
+"""Any feasible plan of any model computes what one device would: loss and every gradient, in float64."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from autopar.cluster import Cluster
+from autopar.compiler import program_of, rewrite
+from autopar.dims import Dims, analyze
+from autopar.program import Program
+from autopar.search.random_plan import random_plan
+from autopar.verify import compare, global_values
+from tests import models as zoo
+from tests.property.random_models import models
+
+BOUND = 1e-10
+MESHES = [{"a": 4}, {"a": 2, "b": 2}, {"a": 2, "b": 2, "c": 2}, {"a": 1, "b": 4}]
+
+meshes = st.sampled_from(MESHES)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def check(program: Program, dims: Dims, values: list[Tensor], axes: dict[str, int], seed: int) -> None:
+    plan = random_plan(program, dims, axes, Cluster.preset("cpu"), seed)
+    report = compare(program, rewrite(program, plan), dims, plan, values, torch.float64)
+    assert report.max_error <= BOUND, f"{report.worst}: {report.max_error} on {axes}, seed {seed}"
+
+
+# The profile decides how many examples the deep run draws; the suite draws these many.
+@settings(max_examples=max(160, settings().max_examples))
+@given(drawn=models(), axes=meshes, seed=seeds)
+def test_random_plan_of_random_model(drawn: tuple[nn.Module, tuple[Tensor, ...]], axes: dict[str, int], seed: int) -> None:
+    model, batch = drawn
+    program = program_of(model, batch)
+    check(program, analyze(program), global_values(program, model, batch), axes, seed)
+
+
+@cache
+def captured(name: str) -> tuple[Program, Dims, list[Tensor]]:
+    model, batch = zoo.MODELS[name]()
+    program = program_of(model, batch)
+    return program, analyze(program), global_values(program, model, batch)
+
+
+EXAMPLES = int(os.environ.get("AUTOPAR_MODEL_EXAMPLES", "7"))
+
+
+@pytest.mark.parametrize("name", sorted(zoo.MODELS))
+@settings(max_examples=max(EXAMPLES, settings().max_examples // 20))
+@given(axes=meshes, seed=seeds)
+def test_random_plan_of_real_model(name: str, axes: dict[str, int], seed: int) -> None:
+    program, dims, values = captured(name)
+    check(program, dims, values, axes, seed)

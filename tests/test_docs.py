@@ -1,0 +1,115 @@
+"""The examples of the documentation run: Python blocks of a page in order, and every `autopar` command."""
+
+import io
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from typer.testing import CliRunner
+
+from autopar import cli, strategy
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+NO_RUN = "no-run"  # needs several processes or a GPU: only compiled
+
+
+class Block(NamedTuple):
+    """A fenced block: ``language``, the words behind it, its text, and the line where the text begins."""
+
+    language: str
+    words: tuple[str, ...]
+    text: str
+    line: int
+
+
+def blocks(page: str) -> list[Block]:
+    found = []
+    for match in re.finditer(r"^```(\S+)([^\n]*)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
+        line = page[: match.start(3)].count("\n")
+        found.append(Block(match[1], tuple(match[2].split()), match[3], line))
+    return found
+
+
+def commands(block: Block) -> list[list[str]]:
+    """Arguments of each line that calls autopar."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("autopar ")]
+
+
+def run_page(path: Path, folder: Path) -> int:
+    """Run a page's blocks in the folder, in order; returns how many ran."""
+    names: dict[str, Any] = {"__name__": path.stem}
+    count = 0
+    for block in blocks(path.read_text(encoding="utf-8")):
+        if block.language == "python":
+            files = [w.removeprefix("file=") for w in block.words if w.startswith("file=")]
+            code = compile("\n" * block.line + block.text, str(path), "exec")
+            if files:
+                (folder / files[0]).write_text(block.text, encoding="utf-8")
+            elif NO_RUN not in block.words:
+                exec(code, names)
+                count += 1
+        elif block.language == "sh" and NO_RUN not in block.words:
+            for arguments in commands(block):
+                result = CliRunner().invoke(cli.app, arguments)
+                assert result.exit_code == 0, f"{path.name}: autopar {shlex.join(arguments)}\n{result.output}"
+                count += 1
+    return count
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    path = list(sys.path)
+    monkeypatch.setattr(strategy, "_RULES", dict(strategy._RULES))  # rules of examples have no samples
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    sys.path[:] = path
+    sys.modules.pop("model", None)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_the_examples_run(page: Path, folder: Path) -> None:
+    with redirect_stdout(io.StringIO()):
+        run_page(page, folder)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http://", "https://")):
+            continue
+        file, _, anchor = target.partition("#")
+        found = (page.parent / file) if file else page
+        assert found.exists(), f"{page.name} links to {target}, which does not exist"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+            assert anchor in slugs, f"{page.name} links to {target}; {found.name} has {sorted(slugs)}"
+
+
+def test_every_command_and_option_is_documented() -> None:
+    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    help_ = {name: CliRunner().invoke(cli.app, [name, "--help"]).output for name in ("plan", "verify", "doctor")}
+    options = {option for output in help_.values() for option in re.findall(r"--[a-z-]+", output)}
+    assert {o for o in options if f"{o}`" not in text and f"{o} " not in text} == set()
+
+
+def test_an_example_that_fails_is_noticed(folder: Path) -> None:
+    page = folder / "page.md"
+    page.write_text("text\n\n```python\nx = 1\n```\n\n```python no-run\n1 / 0\n```\n\n```python\nassert x == 2\n```\n")
+    with pytest.raises(AssertionError):
+        run_page(page, folder)
+    page.write_text("```sh\nautopar plan --model absent.py:make --cluster cpu --axes a=2\n```\n")
+    with pytest.raises(AssertionError, match=r"absent\.py"):
+        run_page(page, folder)
+    page.write_text("```python no-run\n1 +\n```\n")
+    with pytest.raises(SyntaxError):
+        run_page(page, folder)
