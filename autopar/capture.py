@@ -193,6 +193,7 @@ def _describe(joint: fx.GraphModule, harness: _Harness, aliases: dict[str, str],
     inputs = _merge_inputs(joint, aliases)
     outputs = _merge_outputs(joint, aliases)
     forward = sum(o.kind != "gradient" for o in outputs)
+    joint.recompile()
     loss = harness.seen.loss if training else None
     return Program(joint, inputs, outputs, forward, harness.seen.skeleton, loss, training, (), aliases)
 

@@ -43,9 +43,7 @@ def state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | None = 
     state: dict[str, dict[str, Any]] = {}
     for parameter, values in optimizer.state.items():
         place = model._place
-        state[names[parameter]] = {
-            k: savable(v, place) if isinstance(v, DTensor) else v for k, v in values.items()
-        }
+        state[names[parameter]] = {k: savable(v, place) if isinstance(v, DTensor) else v for k, v in values.items()}
     groups = {str(i): {k: v for k, v in g.items() if k != "params"} for i, g in enumerate(optimizer.param_groups)}
     found["optimizer"] = {"state": state, "groups": groups}
     return found
@@ -66,7 +64,9 @@ def load_state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | No
     for parameter, values in optimizer.state.items():
         name = names[parameter]
         if name not in saved["state"]:
-            raise AutoparError(f"the optimizer state has nothing for {name!r}; it belongs to another model or optimizer")
+            raise AutoparError(
+                f"the optimizer state has nothing for {name!r}; it belongs to another model or optimizer"
+            )
         for key, value in saved["state"][name].items():
             if isinstance(value, DTensor):
                 assert isinstance(parameter, DTensor)
@@ -81,12 +81,12 @@ def load_state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | No
 
 def _names(model: ParallelModule, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
     """Original name of each of the optimizer's parameters."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in names:
                 raise AutoparError(
-                    "the optimizer holds a parameter that the model does not have; make it from model.parameters() of the "
+                    "the optimizer holds a parameter that the model does not have; make it from the parameters of the "
                     "module that parallelize() returned"
                 )
     return names

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import torch.multiprocessing as mp
+import torch.multiprocessing
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 from torch import nn
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from autopar.cli import parse_axes
 from autopar.errors import AutoparError
@@ -177,10 +178,10 @@ def run(settings: Settings, console: Console) -> list[Step]:
     Raises:
         AutoparError: a process failed, or the time ran out.
     """
-    messages = mp.get_context("spawn").Queue()
+    processes: Any = torch.multiprocessing  # not annotated
+    messages = processes.get_context("spawn").Queue()
     world = torch.Size(settings.axes.values()).numel()
-    context = mp.spawn(train, args=(settings, messages), nprocs=world, join=False)
-    assert context is not None
+    context = processes.spawn(train, args=(settings, messages), nprocs=world, join=False)
     deadline = time.monotonic() + LIMIT
     steps: list[Step] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -193,9 +194,9 @@ def run(settings: Settings, console: Console) -> list[Step]:
                 _follow(messages, steps, progress, task)
                 if not done and time.monotonic() > deadline:
                     raise AutoparError(f"not done after {LIMIT:.0f} s ({len(steps)} steps); use fewer --steps")
-    except mp.ProcessRaisedException as e:
+    except ProcessRaisedException as e:
         raise AutoparError(f"a process failed: {str(e).strip().splitlines()[-1]}") from e
-    except mp.ProcessExitedException as e:
+    except ProcessExitedException as e:
         raise AutoparError(f"a process ended: {e}; is there enough memory?") from e
     finally:
         for process in context.processes:

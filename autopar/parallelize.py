@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture import Batch, LossFunction
 from autopar.cluster import Cluster
@@ -99,7 +99,7 @@ def _check_arguments(model: nn.Module, inputs: str, precision: Any) -> None:
     if not any(True for _ in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to parallelize")
     if inputs not in ("global", "local"):
-        raise ValueError(f'inputs={inputs!r}: expected "global" (each rank passes the whole batch) or "local" (its part)')
+        raise ValueError(f'inputs={inputs!r}: expected "global" (ranks pass the whole batch) or "local" (their part)')
     if precision is not None:
         raise ValueError("precision= is not supported yet; cast the model before parallelizing")
     hooked = [n for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]

@@ -65,7 +65,8 @@ def print_row(row: dict[str, Any], header: bool) -> None:
     """One line of the table."""
     widths = (22, 9, 8, 8, 7, 8, 12, 9, 0)
     if header:
-        print("  ".join(name.ljust(w) if i == 0 else name.rjust(w) for i, (name, w) in enumerate(zip(COLUMNS, widths))))
+        first, *others = zip(COLUMNS, widths, strict=True)
+        print("  ".join([first[0].ljust(first[1]), *(name.rjust(width) for name, width in others)]))
     if "error" in row:
         print(f"{row['case']:22}  {row['error']}", flush=True)
         return

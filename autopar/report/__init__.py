@@ -1,0 +1,1 @@
+"""Plans, verifications and machines as text for people."""

@@ -6,7 +6,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import sys
 from typing import Any
 
 import torch
@@ -99,8 +98,6 @@ def _preset(name: str) -> str:
 def _missing(facts: dict[str, Any]) -> list[str]:
     """One line for each thing that is not there."""
     found = []
-    if sys.version_info < (3, 11):
-        found.append(f"Python 3.11 or newer (this is {facts['python']}): make a new environment with it")
     versions = facts["packages"]
     found += [f"{name}: pip install {name}" for name in REQUIRED if versions[name] is None]
     found += [f"{name}, for {use}: pip install {name}" for name, use in OPTIONAL.items() if versions[name] is None]

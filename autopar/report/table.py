@@ -1,4 +1,4 @@
-"""A plan as text for people: where every module's tensors lie, what a step costs, and how good the plan can be said to be."""
+"""A plan as text for people: where tensors lie, what a step costs, and how good the plan can be said to be."""
 
 from __future__ import annotations
 

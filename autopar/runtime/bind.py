@@ -47,5 +47,10 @@ def _is_arithmetic(node: fx.Node) -> bool:
 
 def _nodes(args: Any, kwargs: Any) -> bool:
     found: list[fx.Node] = []
-    fx.map_arg((args, kwargs), lambda n: found.append(n) or n)
+
+    def note(node: fx.Node) -> fx.Node:
+        found.append(node)
+        return node
+
+    fx.map_arg((args, kwargs), note)
     return bool(found)

@@ -19,7 +19,7 @@ Placements = tuple[TorchPlacement, ...]
 
 
 def to_placements(type_: TensorType, layout: Layout) -> Placements:
-    """Torch's placements of a boundary layout (`autopar.search.build.is_boundary_layout`)."""
+    """Torch's placements of a boundary layout (`autopar.search.restrict.is_boundary_layout`)."""
     found: list[TorchPlacement] = []
     for placement in layout:
         if isinstance(placement, lay.Replicate):
@@ -112,7 +112,8 @@ def block_ranges(
 def spec_of(place: Place, shape: Sequence[int], dtype: torch.dtype, placements: Placements) -> DTensorSpec:
     """What a DTensor of this global shape knows about itself."""
     assert place.mesh is not None
-    stride, step = [], 1
+    stride: list[int] = []
+    step = 1
     for n in reversed(shape):
         stride.insert(0, step)
         step *= max(n, 1)
@@ -124,7 +125,7 @@ def from_local(local: torch.Tensor, place: Place, shape: Sequence[int], placemen
     if place.mesh is None:
         return local
     spec = spec_of(place, shape, local.dtype, placements)
-    return DTensor(local, spec, requires_grad=False)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def to_local(tensor: torch.Tensor) -> torch.Tensor:
@@ -135,7 +136,7 @@ def to_local(tensor: torch.Tensor) -> torch.Tensor:
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor on every rank; a collective call if it is a DTensor."""
     with torch.no_grad():
-        return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        return DTensor.full_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def redistribute(tensor: torch.Tensor, place: Place, placements: Placements) -> torch.Tensor:
@@ -143,7 +144,8 @@ def redistribute(tensor: torch.Tensor, place: Place, placements: Placements) -> 
     assert isinstance(tensor, DTensor)
     if tuple(tensor.placements) == placements:
         return tensor
-    return tensor.detach().redistribute(place.mesh, placements)
+    with torch.no_grad():
+        return tensor.redistribute(place.mesh, placements)
 
 
 def part_of(tensor: torch.Tensor, type_: TensorType, layout: Layout, place: Place) -> torch.Tensor:

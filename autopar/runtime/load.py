@@ -47,7 +47,9 @@ def load_full(
         )
     if wrong:
         n = wrong[0]
-        raise AutoparError(f"{n!r} has shape {list(state[n].shape)}, the model's has {list(own[n].shape)}: another configuration")
+        raise AutoparError(
+            f"{n!r} has shape {list(state[n].shape)}, the model's {list(own[n].shape)}: another configuration"
+        )
     with torch.no_grad():
         for name, tensor in own.items():
             value = full_tensor(state[name])
@@ -84,9 +86,8 @@ def materialise_plain(module: nn.Module, name: str, value: torch.Tensor) -> None
     """Replace a plain tensor on the meta device, under this name and every other."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
-    old = owner._parameters.get(leaf)
-    table = "_buffers" if old is None else "_parameters"
-    old = owner._buffers.get(leaf) if old is None else old
+    table = "_parameters" if leaf in owner._parameters else "_buffers"
+    old: torch.Tensor | None = getattr(owner, table)[leaf]
     new = nn.Parameter(value.clone(), old.requires_grad) if isinstance(old, nn.Parameter) else value.clone()
     for each in module.modules():
         for key, tensor in getattr(each, table).items():

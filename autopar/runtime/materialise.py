@@ -71,13 +71,12 @@ def _fill(model: nn.Module, names: list[str], source: _Function | _Files, types:
             _set(model, "_buffers", old, local)
 
 
-def _place_parameter(
-    old: nn.Parameter, local: torch.Tensor, type_: TensorType, layout: Layout, place: Place
-) -> None:
+def _place_parameter(old: nn.Parameter, local: torch.Tensor, type_: TensorType, layout: Layout, place: Place) -> None:
     if place.mesh is not None:
         lay_out(old, local, type_, layout or replicated(len(place.axes)), place)
     else:  # a meta parameter cannot take data of another device; swapping keeps its identity for an optimizer
-        torch.utils.swap_tensors(old, nn.Parameter(local, requires_grad=old.requires_grad))
+        swap: Any = torch.utils.swap_tensors
+        swap(old, nn.Parameter(local, requires_grad=old.requires_grad))
 
 
 class _Function:
@@ -121,7 +120,8 @@ class _Files:
                     f"{list(type_.shape)}; the file belongs to another configuration"
                 )
             if not type_.shape:
-                return file.get_tensor(known).to(dtype)
+                scalar: torch.Tensor = file.get_tensor(known).to(dtype)
+                return scalar
             ranges, rest = block_ranges(type_, layout, place.sizes[: len(layout)], place.coordinates[: len(layout)])
             block = part[ranges].to(dtype)
         inner = _within(type_, ranges)
@@ -156,7 +156,7 @@ def _index(path: Path) -> dict[str, Path]:
     if len(single) != 1:
         raise AutoparError(
             f"init={str(path)!r}: expected a .safetensors file, or a folder with model.safetensors.index.json or one "
-            f".safetensors file; {'it does not exist' if not path.exists() else f'found {len(single)} files and no index'}"
+            f".safetensors file; {f'found {len(single)} files and no index' if path.exists() else 'it does not exist'}"
         )
     return _names(single[0])
 
@@ -169,9 +169,7 @@ def _names(path: Path) -> dict[str, Path]:
         raise AutoparError(f"cannot read {path} as safetensors: {e}") from e
 
 
-def rebuild_buffers(
-    model: nn.Module, fill: Callable[[str, torch.Tensor], Any] | None, device: torch.device
-) -> None:
+def rebuild_buffers(model: nn.Module, fill: Callable[[str, torch.Tensor], Any] | None, device: torch.device) -> None:
     """Compute the non-persistent buffers of a meta model anew: files do not have them."""
     for path, module in model.named_modules():
         lost = [n for n, b in module._buffers.items() if b is not None and b.is_meta and n in _volatile(module)]
@@ -189,7 +187,7 @@ def rebuild_buffers(
                 fill(f"{path}.{name}" if path else name, value)
             else:
                 raise AutoparError(
-                    f"buffer {path}.{name} is on the meta device, is not saved in files, and {type(module).__name__} has "
+                    f"buffer {path}.{name} is on the meta device, no file has it, and {type(module).__name__} has "
                     "no reset_parameters() or reset_buffers() that computes it; add one, or pass a function as init="
                 )
             module._buffers[name] = value.to(device)
@@ -211,7 +209,8 @@ def _initialised(model: nn.Module, module: nn.Module) -> nn.Module | None:
     with torch.no_grad():
         if hasattr(model, "_init_weights"):
             before = {n: _mark(b) for n, b in marks.items()}
-            model._init_weights(shallow)
+            initialise: Any = model._init_weights
+            initialise(shallow)
             if all(not _marked(shallow._buffers[n], before[n]) for n in _volatile(module) if n in marks):
                 return shallow
         for method in ("reset_buffers", "reset_parameters"):
@@ -233,7 +232,9 @@ def _mark(buffer: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _marked(buffer: torch.Tensor | None, mark: torch.Tensor | None) -> bool:
-    if buffer is None or mark is None or buffer.shape != mark.shape or buffer.numel() == 0 or buffer.dtype == torch.bool:
+    if buffer is None or mark is None or buffer.shape != mark.shape:
+        return False
+    if buffer.numel() == 0 or buffer.dtype == torch.bool:
         return False
     return bool(torch.equal(buffer.nan_to_num(0.123), mark.nan_to_num(0.123)))
 

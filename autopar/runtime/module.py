@@ -52,8 +52,8 @@ class ParallelModule(nn.Module):
         self._first: Specialisation | None = None
         self._latest: Specialisation | None = None
         self._postponed = Postponed()
-        self.register_state_dict_post_hook(_save_hook)
-        self.register_load_state_dict_pre_hook(_load_hook)
+        self.register_state_dict_post_hook(_save_hook)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_load_hook)  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the original model, such as ``config``."""
@@ -75,7 +75,7 @@ class ParallelModule(nn.Module):
         tensors, skeleton = tree.flatten(self._batch(args, kwargs), "batch")
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             i = next(i for i, t in enumerate(tensors) if t.requires_grad)
-            raise ValueError(f"batch tensor {i} requires a gradient, which is not computed; detach it, or make it a parameter")
+            raise ValueError(f"batch tensor {i} requires a gradient, which is not computed: detach it")
         request = self._request(tensors, skeleton)
         found = self._specialised(request, tensors)
         step = found.step
@@ -88,7 +88,7 @@ class ParallelModule(nn.Module):
         return tree.unflatten(found.program.skeleton, results)
 
     def specialise(self, batch: Any) -> None:
-        """Decide layouts and build the graphs for a global batch (real, fake or meta tensors) ahead of the first call."""
+        """Decide layouts and build the graphs for a global batch (real, fake or meta tensors) before the first call."""
         tensors, skeleton = tree.flatten(batch, "batch")
         shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
         self._specialised(Request(skeleton, shapes, {}), None)
@@ -201,9 +201,7 @@ class ParallelModule(nn.Module):
         first = self._first is None
         placements = None if first else self._placements()
         weights = checksum(dict(self.named_parameters())) if first else ""
-        found = specialise(
-            self._original, request, self._settings, self._place, placements=placements, weights=weights
-        )
+        found = specialise(self._original, request, self._settings, self._place, placements=placements, weights=weights)
         if first:
             self._lay_out(found)
             self._first = found
@@ -238,7 +236,7 @@ class ParallelModule(nn.Module):
     def _require_values(self) -> None:
         missing = uninitialised(self._original)
         if missing:
-            raise AutoparError(f"{missing[0]!r} is on the meta device and has no values; pass init= to autopar.parallelize")
+            raise AutoparError(f"{missing[0]!r} is on the meta device and has no values; pass init= to parallelize()")
 
     def _rows(self) -> Layout:
         if self._first is None:
@@ -251,8 +249,8 @@ class ParallelModule(nn.Module):
     def _known(self, found: Specialisation | None) -> Specialisation:
         if found is None:
             raise PlanError(
-                "there is no plan yet: call the model once, or pass batch= (an example of the global batch) or plan= to "
-                "autopar.parallelize; inputs=\"local\" needs that, since how many parts a batch has is the plan's decision"
+                "there is no plan yet: call the model once, or pass batch= (an example of the global batch) or plan= "
+                'to parallelize(); inputs="local" needs that, since the plan decides how a batch is split'
             )
         return found
 
@@ -276,4 +274,3 @@ def _save_hook(module: nn.Module, state: dict[str, Any], prefix: str, metadata: 
 def _load_hook(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     assert isinstance(module, ParallelModule)
     prepare_load(module, state, prefix, module._place, module._types())
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -50,22 +51,27 @@ def cut(program: Program) -> Cut:
     with tracing(TracingContext(_fake_mode(program.graph))):
         forward, backward = default_partition(program.graph, (), num_fwd_outputs=program.forward_outputs)
     names = [n.name for n in backward.graph.nodes if n.op == "placeholder"]
-    tangents = {n.name: i.name for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "tangent"}
-    produced = [n.name if isinstance(n, fx.Node) else "" for n in forward.graph.output_node().args[0]]
-    saved = tuple(produced[program.forward_outputs :])
+    described = list(zip(program.placeholders, program.inputs, strict=True))
+    tangents = {n.name: i.name for n, i in described if i.kind == "tangent"}
+    saved = tuple(n.name for n in _returned(forward)[program.forward_outputs :])
     assert [n for n in names if n not in tangents] == list(saved), "the partitioner saves one thing and takes another"
     backward.graph.set_codegen(BoxedCodeGen())
     backward.recompile()
     used = tuple(tangents[n] for n in names if n in tangents)
     mutated = {o.name for o in outputs if o.kind == "buffer"}
-    taken = {n.name for n, i in zip(program.placeholders, program.inputs, strict=True)
-             if i.kind == "buffer" and i.name in mutated}  # fmt: skip
+    taken = {n.name for n, i in described if i.kind == "buffer" and i.name in mutated}
     kept = frozenset(i for i, name in enumerate(saved) if name in taken)
     return Cut(forward, backward, inputs, outputs, saved, used, program.outputs[program.forward_outputs :], kept)
 
 
 def _described(program: Program) -> list[tuple[Output, fx.Node | None]]:
     return list(zip(program.outputs, program.output_values, strict=True))
+
+
+def _returned(graph: fx.GraphModule) -> list[Any]:
+    """What a graph's output node returns."""
+    values: Any = graph.graph.output_node().args[0]
+    return list(values)
 
 
 def _fake_mode(graph: fx.GraphModule) -> FakeTensorMode:
@@ -97,9 +103,7 @@ def _renamed(program: Program) -> Program:
 
 def _forward_nodes(program: Program) -> set[fx.Node]:
     """What forward outputs and forward-tagged nodes are computed from, and these nodes."""
-    after: set[fx.Node] = {
-        n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "tangent"
-    }
+    after: set[fx.Node] = {n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "tangent"}
     for node in program.graph.graph.nodes:
         if any(a in after for a in node.all_input_nodes):
             after.add(node)
@@ -120,7 +124,8 @@ def _forward_only(program: Program) -> fx.GraphModule:
     kinds = iter(program.inputs)
     for node in program.graph.graph.nodes:
         if node.op == "output":
-            graph.output([known[v] if v is not None else None for v in program.output_values[: program.forward_outputs]])
+            values = program.output_values[: program.forward_outputs]
+            graph.output([known[v] if v is not None else None for v in values])
             continue
         if node.op == "placeholder" and next(kinds).kind == "tangent":
             continue
@@ -134,5 +139,5 @@ def _forward_only(program: Program) -> fx.GraphModule:
 
 def saved_bytes(step: Cut) -> int:
     """Bytes of the tensors that the forward pass keeps for the backward pass, inputs included."""
-    values = [n.meta.get("val") for n in step.forward.graph.output_node().args[0][len(step.outputs) :]]  # type: ignore[union-attr,index]
+    values = [n.meta.get("val") for n in _returned(step.forward)[len(step.outputs) :]]
     return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._torch_compat import set_group_timeout
 from autopar.errors import AutoparError, RankError
@@ -119,7 +120,7 @@ class Place:
     def _silence(self, what: str, error: Exception) -> str:
         return (
             f"no answer from every rank about {what} within {self.timeout:g} s: {error}; "
-            "a rank died, raised an error of its own (see its log) or takes another branch; raise timeout= if it is slow"
+            "a rank died, raised an error of its own (see its log) or went elsewhere; raise timeout= if it is slow"
         )
 
 
@@ -164,7 +165,7 @@ def place_on(mesh: DeviceMesh, timeout: float) -> Place:
     device = torch.device(mesh.device_type)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    named = {n: g.group_name for n, g in zip(names, groups, strict=True)}
+    named = {n: str(g.group_name) for n, g in zip(names, groups, strict=True)}
     axes = tuple(zip(names, sizes, strict=True))
     return Place(axes, tuple(coordinate), device, mesh, named, whole, timeout)
 
@@ -173,6 +174,6 @@ def _check_backend(group: ProcessGroup | None, device_type: str) -> None:
     backends = dist.get_backend_config(group)
     if f"{device_type}:" not in str(backends):
         raise ValueError(
-            f"the process group's backend ({backends}) does not serve {device_type} tensors, which the mesh is made of; "
+            f"the process group's backend ({backends}) does not serve {device_type} tensors, as the mesh needs; "
             f'use init_process_group("{"nccl" if device_type == "cuda" else "gloo"}") or a mesh of another device type'
         )

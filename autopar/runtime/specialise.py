@@ -170,7 +170,7 @@ def _compare(program: Program, request: Request, weights: str, place: Place) -> 
     remedies = (
         ("the global shape of the batch", "pass tensors of equal shapes on every rank (drop_last=True for a sampler)"),
         ("the captured model", "build the same model, in the same mode, on every rank"),
-        ("the batch's contents", 'pass the same global batch on every rank, or inputs="local" for each rank\'s own part'),
+        ("the batch's contents", 'pass the same batch on every rank, or inputs="local" for each rank\'s own part'),
         ("the parameters' values", "call torch.manual_seed with the same seed on every rank, or load the same weights"),
     )
     for i, (what, remedy) in enumerate(remedies):
@@ -242,7 +242,8 @@ def _search(
 def same_rows(program: Program, plan: Plan) -> dict[str, Layout]:
     """Layouts that give each rank the same rows of every batch tensor: those of the tensor split the most."""
     lead, rows = data_layout(program, plan)
-    values = {i.name: n.meta["val"] for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "batch"}
+    described = zip(program.placeholders, program.inputs, strict=True)
+    values = {i.name: n.meta["val"] for n, i in described if i.kind == "batch"}
     whole = (Replicate(),) * len(lead)
     return {name: lead if v.ndim and v.shape[0] == rows else whole for name, v in values.items()}
 

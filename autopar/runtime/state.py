@@ -89,7 +89,7 @@ def plain_parameters(model: nn.Module, device: torch.device) -> Iterator[None]:
                         fake = torch.empty(old.shape, dtype=old.dtype, device=device)
                         is_parameter = isinstance(old, nn.Parameter)
                         made[id(old)] = nn.Parameter(fake, requires_grad=old.requires_grad) if is_parameter else fake
-                    restore.append((table, name, old))  # type: ignore[arg-type]
+                    restore.append((table, name, old))
                     table[name] = made[id(old)]
     try:
         yield

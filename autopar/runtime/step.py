@@ -140,13 +140,14 @@ def run(call: Call, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if not step.trains:
         results, _ = step.forward(parameters, call.buffers, call.batch)
         return [step.wrap(i, r) for i, r in enumerate(results)]
-    outputs = _StepFunction.apply(call, *parameters)
+    outputs = _StepFunction.apply(call, *parameters)  # type: ignore[no-untyped-call]
     loss = step.program.loss
     if loss is None:
         return list(outputs)
     anchor = torch.empty(0, requires_grad=True)
+    refuse: Any = _Refusal.apply
     return [
-        outputs if i == loss else _Refusal.apply(anchor, [r], i) if r.is_floating_point() else r
+        outputs if i == loss else refuse(anchor, [r], i) if r.is_floating_point() else r
         for i, r in enumerate(call.results)
     ]
 
@@ -172,7 +173,7 @@ class _StepFunction(torch.autograd.Function):
         return tuple(call.results)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         step: Step = ctx.call.step
         tensors, others = iter(ctx.saved_tensors), iter(ctx.others)

@@ -108,7 +108,8 @@ def outputs_with_gradients(rank: int) -> float:
     reference = Plain().double()
     torch.manual_seed(0)
     pins = {"batch.0": "S(0)", "linear.weight": "S(0)", "result.0": "S(0)", "result.1": "S(1)"}
-    model = parallelize(Plain().double(), mesh_of(4), search=Search(pins={k: (v,) for k, v in pins.items()}), timeout=30)
+    search = Search(pins={k: (v,) for k, v in pins.items()})
+    model = parallelize(Plain().double(), mesh_of(4), search=search, timeout=30)
     x = mlp_batch(0)["x"]
     first, second = reference(x)
     (first.pow(3).sum() + second.sum()).backward()

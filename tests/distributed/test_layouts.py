@@ -11,14 +11,20 @@ pytestmark = pytest.mark.distributed
 
 
 def every_layout(rank: int) -> int:
-    from autopar.candidates import layouts
     from autopar.layout import Factor, Partial, TensorType, divides
     from autopar.runtime.boundary import (
-        from_local, from_placements, full_tensor, local_block, part_of, redistribute, to_local, to_placements,
+        from_local,
+        from_placements,
+        full_tensor,
+        local_block,
+        part_of,
+        redistribute,
+        to_local,
+        to_placements,
     )  # fmt: skip
     from autopar.runtime.load import plain_shards
     from autopar.runtime.place import place_on
-    from autopar.search.build import is_boundary_layout
+    from autopar.search.restrict import is_boundary_layout, layouts
 
     place = place_on(mesh_of(2, 2), 30)
     type_ = TensorType("float64", ((Factor("three", 4), Factor("heads", 4), Factor("head", 2)), (Factor("hidden", 8),)))

@@ -2,9 +2,9 @@ import json
 from types import SimpleNamespace
 
 import torch
-from tests.report.stand_ins import hand_made_plan
 
 from autopar.report.equivalence import LONGEST, agrees, equivalence_dict, equivalence_table
+from tests.report.stand_ins import hand_made_plan
 
 
 def outcome(errors: dict[str, float]) -> SimpleNamespace:

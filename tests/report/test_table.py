@@ -2,10 +2,10 @@ import dataclasses
 import re
 
 import pytest
-from tests.report.stand_ins import hand_made_plan
 
 from autopar.plan import Predicted
 from autopar.report.table import format_seconds, format_share, plan_table
+from tests.report.stand_ins import hand_made_plan
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120])
