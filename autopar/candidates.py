@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,7 @@ class Strategy:
         return self.factor is not None
 
 
+@lru_cache(maxsize=8192)
 def strategies(operator: Operator) -> tuple[Strategy, ...]:
     """Every strategy of an operator on one axis: replicate, each letter's factors, each linear set."""
     rule = operator.rule
@@ -115,7 +116,8 @@ def candidates(operator: Operator, sizes: Sequence[int], allowed: Sequence[Seque
     return Candidates(options, choice[valid])
 
 
-def combine(operator: Operator, names: Sequence[str]) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+@lru_cache(maxsize=8192)
+def combine(operator: Operator, names: tuple[str, ...]) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
     """Layouts of tensor arguments and outputs under one named strategy an axis.
 
     Raises:

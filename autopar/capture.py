@@ -28,9 +28,12 @@ logger = logging.getLogger("autopar")
 Batch = tuple[Any, ...] | list[Any] | dict[str, Any]
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
-# Composite operators that are simpler to split as their parts: cross-entropy with ignored labels, biases.
+# Composite operators that are simpler to split as their parts: losses, cross-entropy with ignored labels, biases.
 _DECOMPOSED = [aten.nll_loss_forward, aten.nll_loss_backward, aten.addmm, aten.baddbmm, aten.nll_loss2d_forward]
 _DECOMPOSED += [aten.nll_loss2d_backward, aten.std_mean, aten.var_mean, aten.addcmul, aten.addcdiv, aten.addmv]
+_DECOMPOSED += [aten.mse_loss, aten.mse_loss_backward, aten.smooth_l1_loss, aten.smooth_l1_loss_backward, aten.huber_loss]
+_DECOMPOSED += [aten.huber_loss_backward, aten.binary_cross_entropy_with_logits, aten.xlogy]
+_DECOMPOSED += [aten.log_sigmoid_forward, aten.log_sigmoid_backward]
 
 
 def capture(
@@ -124,10 +127,10 @@ def _fake_module(model: nn.Module, mode: FakeTensorMode, training: bool) -> nn.M
         fake = _fake_tensor(torch.empty(p.shape, dtype=p.dtype, device="meta"), mode) if data is not p else None
         fake = _fake_tensor(p.detach(), mode) if fake is None else fake
         memo[id(p)] = nn.Parameter(fake, requires_grad=p.requires_grad and training)
-    tensors = list(model.buffers())
-    tensors += [v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Tensor)]
-    for t in tensors:
+    for t in model.buffers():
         memo.setdefault(id(t), _fake_tensor(t.detach(), mode))
+    for t in (v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Tensor)):
+        memo.setdefault(id(t), t.detach().clone())  # becomes a constant of the graph, which needs its values
     try:
         return copy.deepcopy(model, memo)
     except Exception as e:
@@ -161,6 +164,11 @@ def _explain(error: Exception) -> CaptureError:
         return CaptureError(
             f"control flow that depends on data{line}: one graph must serve every batch; "
             "use torch.where or torch.cond, or move the decision out of the model"
+        )
+    if "DeviceMismatch" in kind and "meta" in text:
+        return CaptureError(
+            f"a tensor on the meta device that is no parameter, buffer or batch tensor{line}: its values would become "
+            "constants of the graph; make it with register_buffer, or on a real device"
         )
     return CaptureError(f"cannot capture the model{line}: {kind}: {text.splitlines()[0] if text else ''}")
 

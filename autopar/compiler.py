@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,20 +63,32 @@ def solve(
 ) -> Plan:
     """Analyze a program, enumerate candidates and search; the plan carries its prediction and certificate."""
     search = search or Search()
-    dims = analyze(program)
-    limits = read_pins(program, dims, search.pins, axes, restrictions)
-    plan = find_plan(
-        program,
-        dims,
-        axes,
-        Cluster.resolve(cluster),
-        memory=None if memory is None else parse_bytes(memory),
-        optimizer=optimizer,
-        search=search,
-        restrictions=limits,
-        progress=progress,
-    )
-    return predict(program, dims, plan)
+    with _collector_paused():
+        dims = analyze(program)
+        plan = find_plan(
+            program,
+            dims,
+            axes,
+            Cluster.resolve(cluster),
+            memory=None if memory is None else parse_bytes(memory),
+            optimizer=optimizer,
+            search=search,
+            restrictions=read_pins(program, dims, search.pins, axes, restrictions),
+            progress=progress,
+        )
+        return predict(program, dims, plan)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Pause the cyclic garbage collector: it would scan a captured graph's millions of objects over and over."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) -> Program:

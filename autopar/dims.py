@@ -9,13 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
 from autopar.errors import InvalidRuleError, MissingRuleError
 from autopar.layout import Factor, TensorType
 from autopar.naming import factor_names
-from autopar.program import Program, is_operator, operators, producer, tensor_arguments, user_line, values_of
+from autopar.program import (
+    Program,
+    is_operator,
+    operators,
+    producer,
+    static_arguments,
+    tensor_arguments,
+    user_line,
+    values_of,
+)
 from autopar.strategy import Rule, Spec, find_rule, letter_sizes
 
 
@@ -34,9 +44,9 @@ class Letter:
     outputs: tuple[tuple[int, int, int], ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Operator:
-    """A node's rule, bound to the factors of the program.
+    """A rule bound to factors; calls that are alike share one, so what is derived from it is derived once.
 
     Attributes:
         rule: the operator's rule for this call.
@@ -72,29 +82,63 @@ def analyze(program: Program) -> Dims:
     """
     factors = _Factors()
     values: dict[tuple[fx.Node, int], list[list[int]]] = {}
-    rules: dict[fx.Node, Rule] = {}
+    calls: dict[fx.Node, _Call] = {}
+    known: dict[Any, _Call] = {}
     for node in program.graph.graph.nodes:
         if node.op == "output" or (node.op == "call_function" and not is_operator(node)):
             continue
         for i, value in enumerate(values_of(node)):
             if value is not None:
                 values[node, i] = [factors.new(int(n)) for n in value.shape]
-        if is_operator(node):
-            rules[node] = node_rule(node)
-            _bind(factors, node, rules[node], values)
-    _tie_gradients(factors, program, values)
+    _tie_gradients(factors, program, values)  # first: nothing contradicts it yet, and layouts must mean the same in both
+    for node in operators(program.graph.graph):
+        calls[node] = _call(node, known)
+        _bind(factors, node, calls[node], values)
     sizes = factors.sizes()
     names = factor_names(program, lambda key: [factors.expand(dim) for dim in values[key]], sizes)
     made = {root: Factor(names.get(root, f"d{size}"), size) for root, size in sizes.items()}
+    expanded = {key: [factors.expand(dim) for dim in dims] for key, dims in values.items()}
     types = {
-        (node, i): TensorType(
-            str(values_of(node)[i].dtype).removeprefix("torch."),  # type: ignore[union-attr]
-            tuple(tuple(made[f] for f in factors.expand(dim)) for dim in dims),
-        )
-        for (node, i), dims in values.items()
+        (node, i): TensorType(_dtype(node, i), tuple(tuple(made[f] for f in dim) for dim in dims))
+        for (node, i), dims in expanded.items()
     }
-    bounds = {n: _operator(factors, n, rules[n], values, types, made) for n in operators(program.graph.graph)}
-    return Dims(types, bounds)
+    shared: dict[Any, Operator] = {}
+    return Dims(types, {n: _operator(n, call, expanded, factors.size, types, shared) for n, call in calls.items()})
+
+
+def _dtype(node: fx.Node, output: int) -> str:
+    return str(values_of(node)[output].dtype).removeprefix("torch.")  # type: ignore[union-attr]
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """An operator call as its rule sees it; equal calls share one.
+
+    Attributes:
+        rule: of the call.
+        sizes: of the rule's letters.
+        outputs: how many outputs both the rule and the node have.
+    """
+
+    rule: Rule
+    sizes: dict[str, int]
+    outputs: int
+
+
+def _call(node: fx.Node, known: dict[Any, _Call]) -> _Call:
+    key = (node.target, static_arguments(node), tuple(_spec(a) for a in tensor_arguments(node)))
+    if key not in known:
+        rule = node_rule(node)
+        inputs, outputs = _shapes(node)
+        count = min(len(rule.outputs), len(outputs))  # a fake tensor may stand for an output that the rule denies
+        if len(inputs) != len(rule.inputs) or any(o is not None for o in outputs[count:]):
+            raise InvalidRuleError(
+                f"rule {rule.equation} of {node.target} does not fit node {node.name}: {inputs} -> {outputs}"
+            )
+        shapes = [o if rule.outputs[i] is not None else None for i, o in enumerate(outputs[:count])]
+        sizes = letter_sizes(rule, inputs, shapes + [None] * (len(rule.outputs) - count))
+        known[key] = _Call(rule, sizes, count)
+    return known[key]
 
 
 def node_rule(node: fx.Node) -> Rule:
@@ -133,25 +177,20 @@ def _shapes(node: fx.Node) -> tuple[list[tuple[int, ...]], list[tuple[int, ...] 
     return inputs, [tuple(int(n) for n in v.shape) if v is not None else None for v in values_of(node)]
 
 
-def _outputs(rule: Rule, node: fx.Node) -> int:
-    """Outputs that both the rule and the node have; a fake tensor may stand for an output that the rule denies."""
-    return min(len(rule.outputs), len(values_of(node)))
-
-
 Place = tuple[str, int, int]
 """Side (``in`` or ``out``), tensor number, dim."""
 
 
 def _occurrences(
-    node: fx.Node, rule: Rule, values: dict[tuple[fx.Node, int], list[list[int]]]
+    node: fx.Node, call: _Call, values: dict[tuple[fx.Node, int], list[list[int]]]
 ) -> list[tuple[Place, tuple[str, ...], list[int]]]:
     """Letters and factors of every dim of every tensor of the operator."""
     found: list[tuple[Place, tuple[str, ...], list[int]]] = []
-    for i, (dims, argument) in enumerate(zip(rule.inputs, tensor_arguments(node), strict=True)):
+    for i, (dims, argument) in enumerate(zip(call.rule.inputs, tensor_arguments(node), strict=True)):
         for d, (letters, factors) in enumerate(zip(dims, values[producer(argument)], strict=True)):
             found.append((("in", i, d), letters, factors))
-    for i in range(_outputs(rule, node)):
-        dims_or_none = rule.outputs[i]
+    for i in range(call.outputs):
+        dims_or_none = call.rule.outputs[i]
         if dims_or_none is not None and (node, i) in values:
             for d, (letters, factors) in enumerate(zip(dims_or_none, values[node, i], strict=True)):
                 found.append((("out", i, d), letters, factors))
@@ -159,76 +198,78 @@ def _occurrences(
 
 
 def _bind(
-    factors: _Factors, node: fx.Node, rule: Rule, values: dict[tuple[fx.Node, int], list[list[int]]]
+    factors: _Factors, node: fx.Node, call: _Call, values: dict[tuple[fx.Node, int], list[list[int]]]
 ) -> None:
     """Unite the dims that a rule says are the same."""
-    inputs, outputs = _shapes(node)
-    count = _outputs(rule, node)
-    if len(inputs) != len(rule.inputs) or any(o is not None for o in outputs[len(rule.outputs) :]):
-        raise InvalidRuleError(f"rule {rule.equation} of {node.target} does not fit node {node.name}: {inputs} -> {outputs}")
-    shapes = [o if rule.outputs[i] is not None else None for i, o in enumerate(outputs[:count])]
-    padded: list[tuple[int, ...] | None] = shapes + [None] * (len(rule.outputs) - count)
-    sizes = letter_sizes(rule, inputs, padded)
-    classes = {c: factors.new(sizes[c]) for c in rule.letters}
-    for _, letters, dim in _occurrences(node, rule, values):
+    classes = {c: factors.new(call.sizes[c]) for c in call.rule.letters}
+    for _, letters, dim in _occurrences(node, call, values):
         factors.unite(dim, [f for c in letters for f in classes[c]])
 
 
 def _operator(
-    factors: _Factors,
     node: fx.Node,
-    rule: Rule,
-    values: dict[tuple[fx.Node, int], list[list[int]]],
+    call: _Call,
+    expanded: dict[tuple[fx.Node, int], list[list[int]]],
+    size: list[int],
     types: dict[tuple[fx.Node, int], TensorType],
-    made: dict[int, Factor],
+    shared: dict[Any, Operator],
 ) -> Operator:
-    """Bind letters to factors, now that all factors are known."""
-    inputs, outputs = _shapes(node)
-    count = _outputs(rule, node)
-    shapes = [o if rule.outputs[i] is not None else None for i, o in enumerate(outputs[:count])]
-    sizes = letter_sizes(rule, inputs, shapes + [None] * (len(rule.outputs) - count))
+    """Bind letters to factors, now that all factors are known; calls whose factors coincide alike share the result."""
+    occurrences = _occurrences(node, call, expanded)
+    number: dict[int, int] = {}
+    pattern = tuple(
+        tuple((number.setdefault(f, len(number)), size[f]) for f in dim) for _, _, dim in occurrences
+    )
+    key = (call, pattern, values_of(node)[0].dtype if values_of(node)[0] is not None else None)  # type: ignore[union-attr]
+    if key not in shared:
+        inputs = tuple(types[producer(a)] for a in tensor_arguments(node))
+        outputs = tuple(types.get((node, i)) if call.rule.outputs[i] is not None else None for i in range(call.outputs))
+        shared[key] = Operator(call.rule, _letters(call, occurrences, size, inputs, outputs), inputs, outputs)
+    return shared[key]
+
+
+def _letters(
+    call: _Call,
+    occurrences: list[tuple[Place, tuple[str, ...], list[int]]],
+    size: list[int],
+    inputs: tuple[TensorType, ...],
+    outputs: tuple[TensorType | None, ...],
+) -> dict[str, Letter]:
     parts: dict[str, tuple[int, ...] | None] = {}
     places: dict[str, list[tuple[Place, int]]] = {}
-    for place, group, dim in _occurrences(node, rule, values):
-        for c, (start, part) in zip(group, _cut(factors, dim, [sizes[c] for c in group]), strict=True):
+    for place, group, dim in occurrences:
+        for c, (start, part) in zip(group, _cut(dim, size, [call.sizes[c] for c in group]), strict=True):
             parts[c] = part if parts.get(c, part) == part else None
             places.setdefault(c, []).append((place, start))
-    letters = {
-        c: Letter(
-            tuple(made[f] for f in part),
+    found = {}
+    for c, part in parts.items():
+        if part is None:
+            continue
+        (side, i, d), start = places[c][0]
+        type_ = inputs[i] if side == "in" else outputs[i]
+        assert type_ is not None
+        found[c] = Letter(
+            type_.dims[d][start : start + len(part)],
             tuple((i, d, start) for (side, i, d), start in places[c] if side == "in"),
             tuple((i, d, start) for (side, i, d), start in places[c] if side == "out"),
         )
-        for c, part in parts.items()
-        if part is not None
-    }
-    return Operator(
-        rule,
-        letters,
-        tuple(types[producer(a)] for a in tensor_arguments(node)),
-        tuple(types.get((node, i)) if rule.outputs[i] is not None else None for i in range(count)),
-    )
+    return found
 
 
-def _cut(factors: _Factors, dim: list[int], sizes: Sequence[int]) -> list[tuple[int, tuple[int, ...] | None]]:
+def _cut(dim: list[int], size: list[int], letters: Sequence[int]) -> list[tuple[int, tuple[int, ...] | None]]:
     """The dim's factors, dealt to consecutive letters of the given sizes, each with the index of its first factor.
 
     None for letters whose bounds a factor straddles.
     """
     parts: list[tuple[int, tuple[int, ...] | None]] = []
-    remaining = factors.expand(dim)
-    position, done = 0, 1
-    boundary = 1
-    for size in sizes:
-        start, boundary = boundary, boundary * size
-        first = position
-        taken = []
+    position, done, boundary = 0, 1, 1
+    for letter in letters:
+        start, boundary, first = boundary, boundary * letter, position
         aligned = done == start
-        while position < len(remaining) and done < boundary:
-            done *= factors.size[remaining[position]]
-            taken.append(remaining[position])
+        while position < len(dim) and done < boundary:
+            done *= size[dim[position]]
             position += 1
-        parts.append((first, tuple(taken) if aligned and done == boundary else None))
+        parts.append((first, tuple(dim[first:position]) if aligned and done == boundary else None))
     return parts
 
 
@@ -266,9 +307,12 @@ class _Factors:
         return [len(self.parent) - 1]
 
     def find(self, x: int) -> int:
-        while self.parent[x] != x:
-            x = self.parent[x]
-        return x
+        root = x
+        while self.parent[root] != root:
+            root = self.parent[root]
+        while not self.log and self.parent[x] != root:  # shorten the way, unless it may have to be undone
+            self.parent[x], x = root, self.parent[x]
+        return root
 
     def expand(self, dim: Sequence[int]) -> list[int]:
         """The irreducible factors of a dim, in order."""
@@ -294,12 +338,12 @@ class _Factors:
 
     def unite(self, a: Sequence[int], b: Sequence[int]) -> bool:
         """Make two dims the same, splitting classes where one is finer; all or nothing."""
+        done = self._unite(a, b)
+        if not done:
+            for array, index, old in reversed(self.log):
+                array[index] = old
         self.log.clear()
-        if self._unite(a, b):
-            return True
-        for array, index, old in reversed(self.log):
-            array[index] = old
-        return False
+        return done
 
     def _unite(self, a: Sequence[int], b: Sequence[int]) -> bool:
         left, right = self.expand(a)[::-1], self.expand(b)[::-1]

@@ -15,7 +15,7 @@ from autopar.candidates import candidates, split_parts, strategies
 from autopar.cost.collectives import wire_bytes
 from autopar.cost.memory import optimizer_state_bytes
 from autopar.dims import Dims
-from autopar.layout import describe
+from autopar.layout import Layout, TensorType, describe
 from autopar.plan import ModuleRow, Plan, Predicted
 from autopar.program import Program, module_path
 from autopar.redistribute import Machine, Tables, item_bytes, moved_bytes
@@ -136,13 +136,13 @@ def _rows(
         instances[row].add(owner)
         layouts[row].setdefault(name, describe(type_, layout, plan.axis_names))
         memory[row] += type_.numel * item_bytes(type_.dtype) / split_parts(layout, plan.axis_sizes)
-    last: dict[str, str] = {}
-    for node, names in assignment.strategies.items():
-        del names
+    final: dict[str, tuple[TensorType, Layout]] = {}
+    for node in assignment.strategies:
         path, type_or_none = _joined(module_path(node)), dims.types.get((node, 0))
         instances[path].add(module_path(node))
         if type_or_none is not None and node.meta.get("partitioner_tag") != "is_backward":
-            last[path] = describe(type_or_none, assignment.outputs[node, 0], plan.axis_names)
+            final[path] = type_or_none, assignment.outputs[node, 0]
+    last = {path: describe(type_, layout, plan.axis_names) for path, (type_, layout) in final.items()}
     seconds: dict[str, float] = defaultdict(float)
     sent: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for path, value in account.seconds.items():

@@ -41,7 +41,7 @@ class Mlp(nn.Module):
         self.down = nn.Linear(ffn, hidden)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return ((self.down(torch.relu(self.up(x))) - y) ** 2).mean()
+        return F.mse_loss(self.down(torch.relu(self.up(x))), y)
 
 
 def mlp(hidden: int = 16, ffn: int = 32, batch: int = 8) -> tuple[nn.Module, Tensors]:

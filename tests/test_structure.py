@@ -17,10 +17,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_torch_compat",),
     ("strategy",),
     ("strategies",),
-    ("dims", "candidates", "cost", "redistribute", "plan", "report", "program", "naming", "capture"),
+    ("dims", "candidates", "cost", "redistribute", "plan", "report", "program", "naming", "capture", "collective"),
     ("search", "passes"),
     ("emulate", "simulate", "runtime", "checkpoint"),
-    ("compiler", "module", "verify"),
+    ("compiler", "module", "parallelize", "verify"),
     ("autopar",),  # autopar/__init__.py
     ("cli", "demo", "__main__"),
 )

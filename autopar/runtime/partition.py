@@ -98,6 +98,8 @@ def _renamed(program: Program) -> Program:
         known[node] = graph.node_copy(node, known.__getitem__)
         known[node].meta = dict(node.meta)
         known[node].meta["partitioner_tag"] = "is_forward" if node in early else "is_backward"
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            known[node].meta["tensor_meta"] = node.meta["val"]  # or it takes a meta tensor for no tensor
     return replace(program, graph=fx.GraphModule(program.graph, graph))
 
 

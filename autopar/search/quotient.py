@@ -11,10 +11,11 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from torch import fx
 
-from autopar.dims import Dims
+from autopar.dims import Dims, Operator
 from autopar.layout import TensorType
 from autopar.program import Program, is_backward, is_operator, module_path, producer, static_arguments, tensor_arguments
 
@@ -61,9 +62,7 @@ def _operator_key(
     path = module_path(node)
     operator = dims.operators[node]
     phase = "backward" if is_backward(node) else "forward"
-    types = [_signature(t) for t in (*operator.inputs, *operator.outputs) if t is not None]
-    bound = "".join(c if c in operator.letters else "" for c in operator.rule.letters)
-    detail = _short("|".join([operator.rule.equation, bound, static_arguments(node), *types]))
+    detail = _detail(operator, static_arguments(node))
     name = str(node.target).removeprefix("aten.").removesuffix(".default")
     if path:
         call = f"{phase} {name} {detail}"
@@ -79,6 +78,13 @@ def _shallow(node: fx.Node, output: int, key: dict[fx.Node, str]) -> str:
     if node.op == "call_function" and not module_path(node):
         return f"{node.target}{output}"
     return f"{key[node]}{output}"
+
+
+@lru_cache(maxsize=8192)
+def _detail(operator: Operator, arguments: str) -> str:
+    types = [_signature(t) for t in (*operator.inputs, *operator.outputs) if t is not None]
+    bound = "".join(c if c in operator.letters else "" for c in operator.rule.letters)
+    return _short("|".join([operator.rule.equation, bound, arguments, *types]))
 
 
 def _short(text: str) -> str:

@@ -22,7 +22,7 @@ def all_samples() -> list[Sample]:
 
 UNARY = (
     *(
-        "abs sign reciprocal rsqrt sqrt exp exp2 expm1 log log1p log2 sin cos tan asin acos atan sinh cosh tanh erf"
+        "abs sign sgn reciprocal rsqrt sqrt exp exp2 expm1 log log1p log2 sin cos tan asin acos atan sinh cosh tanh erf"
     ).split(),
     *(
         "floor ceil round trunc sigmoid relu silu gelu leaky_relu elu softplus hardtanh hardsigmoid hardswish mish"
