@@ -89,7 +89,9 @@ def _operator(
     types = [t for t in (*operator.inputs, *operator.outputs)]
     for type_, layout in zip(types, (*into, *made), strict=True):
         if type_ is not None and not divides(type_, layout, plan.axis_sizes):
-            raise PlanError(f"the plan splits {type_} of {node.target} (node {node.name}) into unequal parts; plan again")
+            raise PlanError(
+                f"the plan splits {type_} of {node.target} (node {node.name}) into unequal parts; plan again"
+            )
     return names, into, made
 
 
@@ -106,9 +108,7 @@ def uses(program: Program, assignment: Assignment) -> dict[Value, list[Layout]]:
     return wanted
 
 
-def value_moves(
-    table: Redistributions, made: Layout, relay: Layout | None, wanted: Sequence[Layout]
-) -> list[Move]:
+def value_moves(table: Redistributions, made: Layout, relay: Layout | None, wanted: Sequence[Layout]) -> list[Move]:
     """Every move of one value, each once, in order: to its relay, and from there to what is wanted."""
     found: dict[Move, None] = {}
     reached = {made}
@@ -123,9 +123,7 @@ def value_moves(
     return list(found)
 
 
-def all_moves(
-    program: Program, dims: Dims, assignment: Assignment, tables: Tables
-) -> dict[Value, list[Move]]:
+def all_moves(program: Program, dims: Dims, assignment: Assignment, tables: Tables) -> dict[Value, list[Move]]:
     """Every move of a step, by the value moved, in program order."""
     wanted = uses(program, assignment)
     found = {}

@@ -31,7 +31,13 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 # Composite operators that are simpler to split as their parts: losses, cross-entropy with ignored labels, biases.
 _DECOMPOSED = [aten.nll_loss_forward, aten.nll_loss_backward, aten.addmm, aten.baddbmm, aten.nll_loss2d_forward]
 _DECOMPOSED += [aten.nll_loss2d_backward, aten.std_mean, aten.var_mean, aten.addcmul, aten.addcdiv, aten.addmv]
-_DECOMPOSED += [aten.mse_loss, aten.mse_loss_backward, aten.smooth_l1_loss, aten.smooth_l1_loss_backward, aten.huber_loss]
+_DECOMPOSED += [
+    aten.mse_loss,
+    aten.mse_loss_backward,
+    aten.smooth_l1_loss,
+    aten.smooth_l1_loss_backward,
+    aten.huber_loss,
+]
 _DECOMPOSED += [aten.huber_loss_backward, aten.binary_cross_entropy_with_logits, aten.xlogy]
 _DECOMPOSED += [aten.log_sigmoid_forward, aten.log_sigmoid_backward]
 
@@ -60,7 +66,7 @@ def capture(
     training = wants_gradient if training is None else training
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tensors, skeleton = tree.flatten(batch, "batch")
-    harness = _Harness(_fake_module(model, mode, training), skeleton, loss_fn, training)
+    harness = Harness(_fake_module(model, mode, training), skeleton, loss_fn, training)
     fakes = tuple(_fake_tensor(t, mode) for t in tensors)
     with torch.set_grad_enabled(training), _quiet():
         joint = _trace(harness, fakes)
@@ -75,7 +81,7 @@ class _Seen:
     loss: int | None = None
 
 
-class _Harness(nn.Module):
+class Harness(nn.Module):
     """Calls the model on flat tensors and returns flat tensors, the loss made the only differentiable one."""
 
     def __init__(self, model: nn.Module, skeleton: Any, loss_fn: LossFunction | None, training: bool) -> None:
@@ -87,6 +93,7 @@ class _Harness(nn.Module):
         self.seen = _Seen()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Tensors of the batch to tensors of the output."""
         batch = tree.unflatten(self.batch_skeleton, tensors)
         output = self.model(**batch) if isinstance(batch, dict) else self.model(*batch)
         if self.loss_fn is not None:
@@ -134,13 +141,15 @@ def _fake_module(model: nn.Module, mode: FakeTensorMode, training: bool) -> nn.M
     try:
         return copy.deepcopy(model, memo)
     except Exception as e:
-        raise CaptureError(f"cannot copy {type(model).__name__} for tracing: {e}; make copy.deepcopy(model) work") from e
+        raise CaptureError(
+            f"cannot copy {type(model).__name__} for tracing: {e}; make copy.deepcopy(model) work"
+        ) from e
 
 
-def _trace(harness: _Harness, fakes: tuple[torch.Tensor, ...]) -> fx.GraphModule:
+def _trace(harness: Harness, fakes: tuple[torch.Tensor, ...]) -> fx.GraphModule:
     try:
         exported = torch.export.export(harness, fakes, strict=False).module(check_guards=False)
-        table = get_decompositions(_DECOMPOSED)
+        table: Any = get_decompositions(_DECOMPOSED)
         with contextlib.ExitStack() as stack:
             joint = aot_export_joint_with_descriptors(
                 stack, exported, fakes, decompositions=table, _record_nn_module_stack=True
@@ -156,7 +165,9 @@ def _explain(error: Exception) -> CaptureError:
     """A tracing failure in the user's terms: their line, the reason, the remedy."""
     text = str(error)
     frames = [
-        f for f in traceback.extract_tb(error.__traceback__) if not re.search(r"[/\\]torch[/\\]|[/\\]autopar[/\\]", f.filename)
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if not re.search(r"[/\\]torch[/\\]|[/\\]autopar[/\\]", f.filename)
     ]
     line = f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
     kind = type(error).__name__
@@ -196,12 +207,11 @@ def _own_name(target: str, aliases: dict[str, str]) -> str:
     return aliases.get(name, name)
 
 
-def _describe(joint: fx.GraphModule, harness: _Harness, aliases: dict[str, str], training: bool) -> Program:
+def _describe(joint: fx.GraphModule, harness: Harness, aliases: dict[str, str], training: bool) -> Program:
     """Read inputs and outputs off the descriptors that the tracer left."""
     inputs = _merge_inputs(joint, aliases)
     outputs = _merge_outputs(joint, aliases)
     forward = sum(o.kind != "gradient" for o in outputs)
-    joint.recompile()
     loss = harness.seen.loss if training else None
     return Program(joint, inputs, outputs, forward, harness.seen.skeleton, loss, training, (), aliases)
 
@@ -266,7 +276,7 @@ def _output(desc: Any, aliases: dict[str, str]) -> Output:
 
 
 def _check_gradients(
-    program: Program, harness: _Harness, fakes: Sequence[torch.Tensor], mode: FakeTensorMode
+    program: Program, harness: Harness, fakes: Sequence[torch.Tensor], mode: FakeTensorMode
 ) -> Program:
     """Parameters without a gradient must have none in the plain model either."""
     if not program.training:
@@ -285,7 +295,7 @@ def _check_gradients(
     lost = [n for n, p in harness.model.named_parameters() if n in missing and p.grad is not None]
     if lost:
         raise CaptureError(
-            f"parameter {lost[0]!r} ({len(lost)} in all) gets a gradient in the plain model but not in the captured graph; "
-            "torch.utils.checkpoint(..., use_reentrant=True) does that: use use_reentrant=False"
+            f"parameter {lost[0]!r} ({len(lost)} in all) gets a gradient in the plain model but not in the captured "
+            "graph; torch.utils.checkpoint(..., use_reentrant=True) does that: use use_reentrant=False"
         )
     return Program(**{**program.__dict__, "unused": tuple(missing)})

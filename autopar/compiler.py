@@ -151,6 +151,4 @@ def plan(
     axes = axes or {"device": machine.group_sizes[0] if machine.group_sizes else 1}
     program = program_of(model, batch, loss_fn=loss_fn)
     budget = 0.9 * machine.device.memory if memory is None else memory
-    return solve(
-        program, axes, machine, memory=budget, optimizer=optimizer, search=search, progress=progress
-    )
+    return solve(program, axes, machine, memory=budget, optimizer=optimizer, search=search, progress=progress)

@@ -29,18 +29,17 @@ from autopar.errors import AutoparError
 from autopar.plan import Plan
 
 Batch = dict[str, torch.Tensor]
-LIMIT = 170.0
-"""Seconds after which the processes are ended, whatever they do."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What every process needs to know."""
+    """What every process needs to know; ``limit`` is in seconds, after which the processes are ended."""
 
     axes: dict[str, int]
     steps: int
     folder: str
     port: int
+    limit: float = 170.0
     vocabulary: int = 256
     sequence: int = 128
     batch: int = 16
@@ -182,7 +181,7 @@ def run(settings: Settings, console: Console) -> list[Step]:
     messages = processes.get_context("spawn").Queue()
     world = torch.Size(settings.axes.values()).numel()
     context = processes.spawn(train, args=(settings, messages), nprocs=world, join=False)
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + settings.limit
     steps: list[Step] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
@@ -193,7 +192,7 @@ def run(settings: Settings, console: Console) -> list[Step]:
                 done = context.join(timeout=0.1)
                 _follow(messages, steps, progress, task)
                 if not done and time.monotonic() > deadline:
-                    raise AutoparError(f"not done after {LIMIT:.0f} s ({len(steps)} steps); use fewer --steps")
+                    raise AutoparError(f"not done after {settings.limit:.0f} s ({len(steps)} steps); use fewer --steps")
     except ProcessRaisedException as e:
         raise AutoparError(f"a process failed: {str(e).strip().splitlines()[-1]}") from e
     except ProcessExitedException as e:
@@ -244,6 +243,7 @@ def demo(
     processes: Annotated[int, typer.Option(min=1, help="Must be the product of the axes.")] = 4,
     out: Annotated[Path, typer.Option(help="Folder for plan, table and graphs.")] = Path("demo-output"),
     axes: Annotated[str, typer.Option(help="Default: data=PROCESSES/2,model=2, or data=PROCESSES if odd.")] = "",
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which the processes are ended.")] = 170.0,
 ) -> None:
     """Train a small language model on several processes and on one, and compare."""
     console = Console()
@@ -252,7 +252,7 @@ def demo(
         sizes = parse_axes(axes or even)
         if torch.Size(sizes.values()).numel() != processes:
             raise ValueError(f"--axes {sizes} has not {processes} devices; give --processes their product")
-        _run_demo(Settings(sizes, steps, str(out.resolve()), free_port()), out, console)
+        _run_demo(Settings(sizes, steps, str(out.resolve()), free_port(), timeout), out, console)
     except (AutoparError, ValueError, OSError, ImportError) as e:
         Console(stderr=True).print(Text(f"error: {e}"))
         raise typer.Exit(2) from e

@@ -19,6 +19,7 @@ from autopar.naming import factor_names
 from autopar.program import (
     Program,
     is_operator,
+    map_nodes,
     operators,
     producer,
     static_arguments,
@@ -90,7 +91,9 @@ def analyze(program: Program) -> Dims:
         for i, value in enumerate(values_of(node)):
             if value is not None:
                 values[node, i] = [factors.new(int(n)) for n in value.shape]
-    _tie_gradients(factors, program, values)  # first: nothing contradicts it yet, and layouts must mean the same in both
+    _tie_gradients(
+        factors, program, values
+    )  # first: nothing contradicts it yet, and layouts must mean the same in both
     for node in operators(program.graph.graph):
         calls[node] = _call(node, known)
         _bind(factors, node, calls[node], values)
@@ -153,7 +156,7 @@ def node_rule(node: fx.Node) -> Rule:
             f"no rule for {node.target} (node {node.name}, {user_line(node)}); register one with autopar.rule"
             + _random_hint(str(node.target))
         )
-    args, kwargs = fx.map_arg((node.args, node.kwargs), _spec)
+    args, kwargs = map_nodes((node.args, node.kwargs), _spec)
     try:
         return function(*args, **kwargs)
     except (InvalidRuleError, TypeError, IndexError, ValueError) as e:
@@ -197,9 +200,7 @@ def _occurrences(
     return found
 
 
-def _bind(
-    factors: _Factors, node: fx.Node, call: _Call, values: dict[tuple[fx.Node, int], list[list[int]]]
-) -> None:
+def _bind(factors: _Factors, node: fx.Node, call: _Call, values: dict[tuple[fx.Node, int], list[list[int]]]) -> None:
     """Unite the dims that a rule says are the same."""
     classes = {c: factors.new(call.sizes[c]) for c in call.rule.letters}
     for _, letters, dim in _occurrences(node, call, values):
@@ -217,9 +218,7 @@ def _operator(
     """Bind letters to factors, now that all factors are known; calls whose factors coincide alike share the result."""
     occurrences = _occurrences(node, call, expanded)
     number: dict[int, int] = {}
-    pattern = tuple(
-        tuple((number.setdefault(f, len(number)), size[f]) for f in dim) for _, _, dim in occurrences
-    )
+    pattern = tuple(tuple((number.setdefault(f, len(number)), size[f]) for f in dim) for _, _, dim in occurrences)
     key = (call, pattern, values_of(node)[0].dtype if values_of(node)[0] is not None else None)  # type: ignore[union-attr]
     if key not in shared:
         inputs = tuple(types[producer(a)] for a in tensor_arguments(node))
@@ -273,9 +272,7 @@ def _cut(dim: list[int], size: list[int], letters: Sequence[int]) -> list[tuple[
     return parts
 
 
-def _tie_gradients(
-    factors: _Factors, program: Program, values: dict[tuple[fx.Node, int], list[list[int]]]
-) -> None:
+def _tie_gradients(factors: _Factors, program: Program, values: dict[tuple[fx.Node, int], list[list[int]]]) -> None:
     """A gradient has its parameter's dims, a buffer's new value its buffer's, an output its tangent's."""
     by_input = {i: n for i, n in zip(program.inputs, program.placeholders, strict=True)}
     kinds = {"gradient": "parameter", "buffer": "buffer", "result": "tangent"}

@@ -11,7 +11,7 @@ from torch import fx
 
 from autopar.blocks import coordinates
 from autopar.collective import GROUP_ARGUMENT, axis_index, c10d
-from autopar.program import Program
+from autopar.program import Program, map_nodes
 
 aten = torch.ops.aten
 
@@ -95,7 +95,8 @@ def _step(
         return _COLLECTIVES[node.target](node, environment[node.args[0]], groups[axis_name])  # type: ignore[index]
     results = []
     for rank in range(len(where)):
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n, r=rank: environment[n][r])
+        here = {n: environment[n][rank] for n in node.all_input_nodes}
+        args, kwargs = map_nodes((node.args, node.kwargs), here.__getitem__)
         try:
             results.append(node.target(*args, **kwargs))  # type: ignore[operator]
         except Exception as e:

@@ -123,9 +123,7 @@ def divides(type_: TensorType, layout: Layout, sizes: Sequence[int]) -> bool:
 def local_dims(type_: TensorType, layout: Layout, sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Local size of every factor of every dim."""
     parts = factor_parts(layout, sizes)
-    return tuple(
-        tuple(f.size // parts.get((d, j), 1) for j, f in enumerate(dim)) for d, dim in enumerate(type_.dims)
-    )
+    return tuple(tuple(f.size // parts.get((d, j), 1) for j, f in enumerate(dim)) for d, dim in enumerate(type_.dims))
 
 
 def local_shape(type_: TensorType, layout: Layout, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -144,9 +142,7 @@ def describe(type_: TensorType, layout: Layout, axes: Sequence[str]) -> str:
             partial.setdefault(placement.op, []).append(axis)
     dims = []
     for d, dim in enumerate(type_.dims):
-        names = [
-            f.name + ("{" + ",".join(split[d, j]) + "}" if (d, j) in split else "") for j, f in enumerate(dim)
-        ]
+        names = [f.name + ("{" + ",".join(split[d, j]) + "}" if (d, j) in split else "") for j, f in enumerate(dim)]
         dims.append(f"({' '.join(names)})" if len(names) > 1 else "".join(names) or "1")
     short = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}.get(type_.dtype, type_.dtype)
     sums = "".join(f" +{op}{{{','.join(names)}}}" for op, names in partial.items())

@@ -1,4 +1,4 @@
-"""`Plan`: a layout for every tensor of a model on a mesh, what it is predicted to cost, and how good it can be said to be.
+"""`Plan`: a layout for every tensor of a model on a mesh, what it is predicted to cost, and how good it is.
 
 A plan is data: readable, versioned JSON keyed by parameter and operator class, with fingerprints of what it is for.
 """

@@ -94,16 +94,22 @@ def _count_lowering(node: fx.Node, dims: Dims, names: tuple[str, ...], account: 
         factor = by_name[name].factor
         if factor is None or factor[0] not in operator.rule.lower:
             continue
-        for size, letters in zip(lowered_bytes(operator, factor), operator.rule.lower[factor[0]].all_reduces, strict=True):
+        for size, letters in zip(
+            lowered_bytes(operator, factor), operator.rule.lower[factor[0]].all_reduces, strict=True
+        ):
             cut = math.prod(
-                n for other, n in zip(names, account.machine.sizes, strict=True) if other.partition(".")[0] in tuple(letters)
+                n
+                for other, n in zip(names, account.machine.sizes, strict=True)
+                if other.partition(".")[0] in tuple(letters)
             )
             account.move(node, "all_reduce", axis, size / cut, 0.0)  # its time is the operator's
 
 
 def _memory(program: Program, plan: Plan) -> dict[str, float]:
     """Bytes per device, by category."""
-    trained = {o.name for o, v in zip(program.outputs, program.output_values, strict=True) if o.kind == "gradient" and v}
+    trained = {
+        o.name for o, v in zip(program.outputs, program.output_values, strict=True) if o.kind == "gradient" and v
+    }
     memory = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "buffers": 0.0}
     for node, spec in zip(program.placeholders, program.inputs, strict=True):
         value = node.meta["val"]
@@ -120,9 +126,7 @@ def _memory(program: Program, plan: Plan) -> dict[str, float]:
     return memory
 
 
-def _rows(
-    program: Program, dims: Dims, plan: Plan, assignment: Assignment, account: _Account
-) -> tuple[ModuleRow, ...]:
+def _rows(program: Program, dims: Dims, plan: Plan, assignment: Assignment, account: _Account) -> tuple[ModuleRow, ...]:
     """One row for each module that owns parameters or takes time, repeated layers joined."""
     layouts: dict[str, dict[str, str]] = defaultdict(dict)
     memory: dict[str, float] = defaultdict(float)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,7 +73,7 @@ class Program:
     @property
     def output_node(self) -> fx.Node:
         """The graph's output node."""
-        return next(iter(reversed(self.graph.graph.nodes)))
+        return self.graph.graph.output_node()
 
     @property
     def output_values(self) -> list[fx.Node | None]:
@@ -95,17 +95,22 @@ def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
+def map_nodes(value: Any, function: Callable[[fx.Node], Any]) -> Any:
+    """``value`` with ``function`` applied to every node in it; lists, tuples and dicts keep their structure."""
+    return fx.map_arg(value, function)
+
+
 def tensor_arguments(node: fx.Node) -> list[fx.Node]:
     """The node's arguments that are tensors, in order of appearance among args and kwargs, lists flattened."""
     found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n) or n)
+    map_nodes((node.args, node.kwargs), found.append)
     return found
 
 
 def replace_tensor_arguments(node: fx.Node, values: list[Any]) -> Arguments:
     """``(args, kwargs)`` of the node with its tensor arguments, in order, replaced by ``values``."""
     remaining = iter(values)
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(remaining))
+    args, kwargs = map_nodes((node.args, node.kwargs), lambda _: next(remaining))
     return args, kwargs
 
 
@@ -162,7 +167,7 @@ def user_line(node: fx.Node) -> str:
 
 def static_arguments(node: fx.Node) -> str:
     """Text of the node's arguments that are not tensors; the same for equal calls in every process."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: "%")
+    args, kwargs = map_nodes((node.args, node.kwargs), lambda _: "%")
     return f"{args!r}{sorted(kwargs.items())!r}"
 
 

@@ -9,7 +9,7 @@ from torch import fx
 
 from autopar.layout import local_shape
 from autopar.plan import Plan
-from autopar.program import Program
+from autopar.program import Program, map_nodes
 
 
 def propagate(program: Program, plan: Plan, *, everything: bool = False) -> None:
@@ -31,7 +31,7 @@ def _run(module: fx.GraphModule, node: fx.Node, plan: Plan) -> Any:
     if node.op == "get_attr":
         constant = getattr(module, str(node.target))
         return torch.empty(constant.shape, dtype=constant.dtype, device="meta")
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    args, kwargs = map_nodes((node.args, node.kwargs), lambda n: n.meta["val"])
     if "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("meta")}
     try:

@@ -19,7 +19,16 @@ from autopar.cluster import Device, Link
 from autopar.cost import collectives
 from autopar.layout import Factor, Layout, Partial, Placement, Replicate, Split, TensorType
 
-ITEM_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2}
+ITEM_BYTES = {
+    "float64": 8,
+    "int64": 8,
+    "complex64": 8,
+    "float32": 4,
+    "int32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int16": 2,
+}
 
 
 def item_bytes(dtype: str) -> int:
@@ -110,7 +119,7 @@ class Redistributions:
         """Time of each move: the collective, a launch and a pass over the local tensor."""
         device = self.machine.device
         parts = np.array([split_parts(layout, self.machine.sizes) for layout in self.layouts])
-        ends = np.array([(self.index[m.source], self.index[m.target]) for m in moves]).reshape(-1, 2)
+        ends = np.array([(self.index[m.source], self.index[m.target]) for m in moves], dtype=np.int64).reshape(-1, 2)
         size = self.type.numel * item_bytes(self.type.dtype) / parts[ends].min(axis=1)
         seconds = np.asarray(device.launch + size / device.bandwidth, dtype=np.float64)
         groups: dict[tuple[str, int], list[int]] = {}

@@ -161,7 +161,9 @@ def dims(parts: list[str] | tuple[str, ...]) -> str:
     return "".join(p if len(p) == 1 else f"({p})" if p else "1" for p in parts)
 
 
-def letter_sizes(rule: Rule, inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...] | None]) -> dict[str, int]:
+def letter_sizes(
+    rule: Rule, inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...] | None]
+) -> dict[str, int]:
     """The size of every letter, from the global shapes of tensor arguments and outputs.
 
     Raises:

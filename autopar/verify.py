@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from autopar import tree
 from autopar.blocks import assemble, block, coordinates
-from autopar.capture import Batch, LossFunction
+from autopar.capture import Batch, Harness, LossFunction
 from autopar.cluster import Cluster
 from autopar.compiler import program_of, rewrite, solve
 from autopar.dims import Dims, analyze
@@ -39,7 +40,8 @@ class EquivalenceReport:
         results: full outputs by position.
         reference_results: the same from the plain model.
         errors: of every tensor by name; replicas that differ count.
-        capture_error: largest difference between the captured graph and the eager model, in the model's own precision.
+        capture_error: largest difference between the captured graph and the eager model, both in the model's own
+            precision; NaN where they were not compared.
         plan: the plan that was run.
         program: the rewritten program.
     """
@@ -94,7 +96,41 @@ def verify(
     dims = analyze(program)
     plan = _plan(program, dims, axes, plan, seed)
     local = rewrite(program, plan)
-    return compare(program, local, dims, plan, global_values(program, model, batch, seed), dtype)
+    values = global_values(program, model, batch, seed)
+    report = compare(program, local, dims, plan, values, dtype)
+    return replace(report, capture_error=_capture_error(program, model, batch, loss_fn, values))
+
+
+def _capture_error(
+    program: Program, model: nn.Module, batch: Batch, loss_fn: LossFunction | None, values: Sequence[torch.Tensor]
+) -> float:
+    """Largest difference between the captured graph and the eager model, both in the model's own precision.
+
+    Raises:
+        VerifyError: it is more than rounding.
+    """
+    tensors, skeleton = tree.flatten(batch, "batch")
+    harness = Harness(model, skeleton, loss_fn, program.training)
+    state = {f"model.{n}": p.detach().clone().requires_grad_(p.requires_grad) for n, p in model.named_parameters()}
+    state.update({f"model.{n}": b.detach().clone() for n, b in model.named_buffers()})
+    with torch.set_grad_enabled(program.training):
+        results = torch.func.functional_call(harness, state, tuple(tensors))
+    found = {("result", str(i)): r.detach() for i, r in enumerate(results)}
+    tangents = [v for v, i in zip(values, program.inputs, strict=True) if i.kind == "tangent"]
+    live = [r for r in results if r.requires_grad]
+    if program.training:
+        torch.autograd.backward(live, tangents)
+        found.update({("gradient", n.removeprefix("model.")): t.grad for n, t in state.items() if t.grad is not None})
+    expected = run_whole(program, values)
+    pairs = [(found.get((o.kind, o.name)), e) for o, e in zip(program.outputs, expected, strict=True)]
+    scale = max((float(e.abs().max()) for (k, _), e in found.items() if k == "gradient"), default=0.0)
+    error = max((tensor_error(f, e, 1e3 * scale) for f, e in pairs if f is not None and e is not None), default=0.0)
+    precise = all(t.dtype in (torch.float32, torch.float64) for t in state.values() if t.is_floating_point())
+    if not error <= (1e-2 if precise else 0.3):
+        raise VerifyError(
+            f"the captured graph differs from the eager model by {error:.2g}: the capture is wrong; report it"
+        )
+    return error
 
 
 def _plan(program: Program, dims: Dims, axes: Mapping[str, int], plan: Plan | str | None, seed: int) -> Plan:
@@ -145,7 +181,9 @@ def _report(
     wanted: Mapping[tuple[str, str], torch.Tensor],
     replicas: Mapping[tuple[str, str], float],
 ) -> EquivalenceReport:
-    scale = max((float(g.abs().max()) for (kind, _), g in wanted.items() if kind == "gradient" and g.numel()), default=0.0)
+    scale = max(
+        (float(g.abs().max()) for (kind, _), g in wanted.items() if kind == "gradient" and g.numel()), default=0.0
+    )
     errors = {}
     for (kind, name), expected in wanted.items():
         label = name if kind == "gradient" else f"{kind} {name}"
@@ -163,7 +201,7 @@ def _report(
         results=pick(found, "result"),
         reference_results=pick(wanted, "result"),
         errors=errors,
-        capture_error=0.0,
+        capture_error=math.nan,
         plan=plan,
         program=local,
     )
@@ -206,7 +244,7 @@ def _value(
         return torch.randn(fake.shape, dtype=torch.float64, generator=generator).to(fake.dtype)
     value = tensors[int(spec.name)] if spec.kind == "batch" else named[spec.name]
     if value.device.type == "meta":
-        raise VerifyError(f"{spec.kind} {spec.name!r} is on the meta device: verification needs values; initialise it first")
+        raise VerifyError(
+            f"{spec.kind} {spec.name!r} is on the meta device: verification needs values; initialise it first"
+        )
     return value.detach()
-
-

@@ -31,7 +31,9 @@ def annotate_layouts(program: Program, plan: Plan) -> Program:
             continue  # getitem: its producer speaks for it
         node.meta["types"] = tuple(outputs)
         node.meta["layouts"] = tuple(assignment.outputs.get((node, i)) for i in range(len(outputs)))
-        node.meta["relays"] = {i: assignment.relays[node, i] for i in range(len(outputs)) if (node, i) in assignment.relays}
+        node.meta["relays"] = {
+            i: assignment.relays[node, i] for i in range(len(outputs)) if (node, i) in assignment.relays
+        }
         if is_operator(node):
             node.meta["operator"] = dims.operators[node]
             node.meta["strategy"] = assignment.strategies[node]

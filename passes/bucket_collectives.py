@@ -39,7 +39,7 @@ def bucket_collectives(program: Program, plan: Plan) -> Program:
         ready = [n for n in pending if not _depends(n, pending)]
         groups: dict[tuple[str, torch.dtype], list[fx.Node]] = {}
         for node in ready:
-            groups.setdefault((node.args[2], node.meta["val"].dtype), []).append(node)  # type: ignore[arg-type]
+            groups.setdefault((str(node.args[2]), node.meta["val"].dtype), []).append(node)
         for members in groups.values():
             for bucket in _buckets(members):
                 _join(graph, bucket)
@@ -97,7 +97,9 @@ def _join(graph: fx.Graph, members: list[fx.Node]) -> None:
                 part = _call(graph, member, aten.narrow.default, whole, 0, start, value.numel())
                 result = _call(graph, member, aten.reshape.default, part, list(value.shape))
             start += value.numel()
-            result.meta.update({k: wait.meta[k] for k in ("types", "layouts", "relays") if k in wait.meta}, internal=False)
+            result.meta.update(
+                {k: wait.meta[k] for k in ("types", "layouts", "relays") if k in wait.meta}, internal=False
+            )
             wait.replace_all_uses_with(result)
     for member, wait in zip(members, waits, strict=True):
         graph.erase_node(wait)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -44,7 +44,13 @@ _DIM_ARGUMENT = {
     aten.index_select.default: 1, aten.stack.default: 1, aten.sum.dim_IntList: 1, aten.amax.default: 1,
     aten.amin.default: 1,
 }  # fmt: skip
-_SHARED = {aten.reshape.default, aten.permute.default, aten.expand.default, aten.scalar_tensor.default, aten.full.default}
+_SHARED = {
+    aten.reshape.default,
+    aten.permute.default,
+    aten.expand.default,
+    aten.scalar_tensor.default,
+    aten.full.default,
+}
 _SHARED |= {aten.arange.default, aten.arange.start, aten.arange.start_step, aten.slice.Tensor, aten.select.int}
 
 
@@ -156,9 +162,8 @@ def _as_permute(graph: fx.Graph, node: fx.Node) -> bool:
     else:
         return False
     if source.target is aten.permute.default:
-        inner = source.args[1]
-        order = [inner[d] for d in order]  # type: ignore[index]
-        source = source.args[0]  # type: ignore[assignment]
+        source, inner = cast("tuple[fx.Node, list[int]]", source.args)
+        order = [inner[d] for d in order]
     if order == sorted(order):
         return _forward(node, source)
     return _become(node, aten.permute.default, (source, order))
@@ -208,10 +213,10 @@ def _as_slice(graph: fx.Graph, node: fx.Node) -> bool:
     fixed = node.args[:2] if backward else node.args[:1]
     rest = list(node.args[2:] if backward else node.args[1:])
     rest += [0, None, None, 1][len(rest) :]
-    dim, start, end, step = rest
+    dim, start, end, step = cast(list[Any], rest)
     whole = _value(node) if backward else _value(node.args[0])
-    size = whole.shape[dim]  # type: ignore[index]
-    begin, stop, stride = slice(start, end).indices(size)[:2] + (step or 1,)  # type: ignore[operator]
+    size = whole.shape[dim]
+    begin, stop, stride = slice(start, end).indices(size)[:2] + (step or 1,)
     if (begin, stop, stride) == (0, size, 1):
         return _forward(node, node.args[0])
     return _become(node, node.target, (*fixed, dim, begin, stop, stride))
@@ -229,7 +234,7 @@ def _as_cat(graph: fx.Graph, node: fx.Node) -> bool:
 
 def _normalize_dims(node: fx.Node) -> None:
     """Dim arguments count from the front."""
-    position = _DIM_ARGUMENT.get(node.target)
+    position = _DIM_ARGUMENT.get(cast(Any, node.target))
     tensors = tensor_arguments(node)
     if position is None or position >= len(node.args) or not tensors:
         return
@@ -242,35 +247,28 @@ def _normalize_dims(node: fx.Node) -> None:
     if isinstance(dim, int):
         node.update_arg(position, dim % max(ndim, 1))
     elif isinstance(dim, list | tuple):
-        node.update_arg(position, [int(d) % max(ndim, 1) for d in dim])  # type: ignore[arg-type]
+        node.update_arg(position, [int(d) % max(ndim, 1) for d in cast(list[int], dim)])
 
 
 def _merge_equal(graph: fx.Graph) -> None:
-    """Equal views and constants are one node, so that what they need is moved once for all who use them."""
+    """Equal views, and equal masks and positions that depend on no input, are one node.
+
+    What they need is then moved once for all who use them.
+    """
     seen: dict[Any, fx.Node] = {}
+    constant: set[fx.Node] = set()
     for node in list(graph.nodes):
-        if node.op != "call_function":
+        if not is_operator(node) or not isinstance(node.meta.get("val"), torch.Tensor):
             continue
-        if node.target not in _SHARED and not all(_cheap(n) for n in tensor_arguments(node)):
+        arguments = tuple(tensor_arguments(node))
+        if node.target in _CREATION or (arguments and all(a in constant for a in arguments)):
+            constant.add(node)
+        elif node.target not in _SHARED:
             continue
-        if isinstance(node.meta.get("val"), tuple | list) or not is_operator(node):
-            continue
-        # Forward and backward stay apart: what the backward pass computes again is its own business.
-        key = (node.target, tuple(tensor_arguments(node)), static_arguments(node))
-        if node.target not in _SHARED:
-            key = (*key, node.meta.get("partitioner_tag"))
-        first = seen.setdefault(key, node)
+        first = seen.setdefault((node.target, arguments, static_arguments(node)), node)
         if first is not node:
             node.replace_all_uses_with(first)
             graph.erase_node(node)
-
-
-def _cheap(node: fx.Node) -> bool:
-    """Masks and positions: computed from constants and buffers alone."""
-    if node.op == "call_function" and node.target in _CREATION:
-        return True
-    known: bool = node.meta.get("constant_only", False)
-    return known
 
 
 _CREATION: set[Callable[..., Any]] = {aten.arange.default, aten.scalar_tensor.default, aten.full.default}

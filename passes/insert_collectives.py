@@ -50,10 +50,10 @@ def insert_collectives(program: Program, plan: Plan) -> Program:
             node.args, node.kwargs = replace_tensor_arguments(node, values)
     output = program.output_node
     finals = [
-        None
-        if value is None
-        else _bring(graph, output, value, layout, tables, placed, spec.kind == "gradient")
-        for spec, value, layout in zip(program.outputs, program.output_values, output.meta["input_layouts"], strict=True)
+        None if value is None else _bring(graph, output, value, layout, tables, placed, spec.kind == "gradient")
+        for spec, value, layout in zip(
+            program.outputs, program.output_values, output.meta["input_layouts"], strict=True
+        )
     ]
     output.args = (finals,)
     program.graph.meta["invariants"] = ("layouts", "placed")
@@ -100,7 +100,7 @@ class _Emitter:
     gradient: bool
 
     def emit(self, local: fx.Node) -> fx.Node:
-        result = getattr(self, f"_{self.move.kind}")(local)
+        result: fx.Node = getattr(self, f"_{self.move.kind}")(local)
         result.meta.update(types=(self.type,), layouts=(self.move.target,), relays={}, internal=False)
         return result
 

@@ -16,7 +16,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from autopar.assignment import machine_of
@@ -24,7 +23,7 @@ from autopar.candidates import strategies
 from autopar.collective import Collective, axis_index, c10d
 from autopar.dims import Operator
 from autopar.plan import Plan
-from autopar.program import Program, is_operator
+from autopar.program import Program, is_operator, map_nodes
 from autopar.propagate import propagate
 from autopar.redistribute import Machine, item_bytes
 
@@ -58,7 +57,7 @@ class Context:
     """What a lowering may ask; see `autopar.strategy.Lowering`."""
 
     graph: fx.Graph
-    tracer: fx.Tracer
+    tracer: Any
     node: fx.Node
     letter: str
     axes: tuple[int, ...]
@@ -85,7 +84,9 @@ class Context:
     def local_size(self, letter: str) -> int:
         """Size of a letter on this device."""
         names = self.node.meta["strategy"]
-        cut = math.prod(n for name, n in zip(names, self.machine.sizes, strict=True) if name.partition(".")[0] == letter)
+        cut = math.prod(
+            n for name, n in zip(names, self.machine.sizes, strict=True) if name.partition(".")[0] == letter
+        )
         return self.global_size(letter) // cut
 
     def all_reduce(self, x: Any, op: str) -> Any:
@@ -110,7 +111,7 @@ def _lower(graph: fx.Graph, node: fx.Node, letter: str, machine: Machine) -> Non
     last = node.prev
     with graph.inserting_before(node):
         context = Context(graph, tracer, node, letter, axes, machine)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: fx.Proxy(n, tracer))
+        args, kwargs = map_nodes((node.args, node.kwargs), lambda n: fx.Proxy(n, tracer))
         result = operator.rule.lower[letter].build(context, *args, **kwargs)
     made = last.next
     while made is not node:
@@ -121,7 +122,9 @@ def _lower(graph: fx.Graph, node: fx.Node, letter: str, machine: Machine) -> Non
         made = made.next
     if context.reduced != len(operator.rule.lower[letter].all_reduces):
         raise ValueError(f"the lowering of {node.target} along {letter} announced other all-reduces than it made")
-    result.node.meta.update({k: v for k, v in node.meta.items() if k not in ("operator", "strategy", "input_layouts", "val")})
+    result.node.meta.update(
+        {k: v for k, v in node.meta.items() if k not in ("operator", "strategy", "input_layouts", "val")}
+    )
     result.node.meta["internal"] = False
     node.replace_all_uses_with(result.node)
     graph.erase_node(node)

@@ -19,7 +19,19 @@ FIRST: Linear = ((0,),)
 
 NONLINEAR = (
     *(aten.abs, aten.sign, aten.sgn, aten.reciprocal, aten.rsqrt, aten.sqrt, aten.exp, aten.exp2, aten.expm1),
-    *(aten.log, aten.log1p, aten.log2, aten.sin, aten.cos, aten.tan, aten.asin, aten.acos, aten.atan, aten.sinh, aten.cosh),
+    *(
+        aten.log,
+        aten.log1p,
+        aten.log2,
+        aten.sin,
+        aten.cos,
+        aten.tan,
+        aten.asin,
+        aten.acos,
+        aten.atan,
+        aten.sinh,
+        aten.cosh,
+    ),
     *(aten.tanh, aten.erf, aten.floor, aten.ceil, aten.round, aten.trunc, aten.sigmoid, aten.relu, aten.silu),
     *(aten.gelu, aten.leaky_relu, aten.elu, aten.softplus, aten.hardtanh, aten.hardsigmoid, aten.hardswish, aten.mish),
     *(aten.clamp, aten.clamp_min, aten.clamp_max, aten.maximum, aten.minimum, aten.isnan, aten.isinf, aten.isfinite),

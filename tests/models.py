@@ -168,9 +168,7 @@ def bert(
     return BertForMaskedLM(BertConfig(**(settings | config))), batch_ | {"token_type_ids": batch_["input_ids"] % 2}
 
 
-def vit(
-    hidden: int = 32, layers: int = 1, heads: int = 4, batch: int = 8, **config: Any
-) -> tuple[nn.Module, Tensors]:
+def vit(hidden: int = 32, layers: int = 1, heads: int = 4, batch: int = 8, **config: Any) -> tuple[nn.Module, Tensors]:
     """transformers' ViT classifier: a convolution into patches, a class token (so a sequence of 5)."""
     from transformers import ViTConfig, ViTForImageClassification
 

@@ -1,3 +1,4 @@
+import importlib
 import json
 import subprocess
 import sys
@@ -97,16 +98,15 @@ def test_verify_accepts_the_plan_of_a_file_and_a_random_one(model: str) -> None:
 
 
 def test_verify_exits_with_1_when_something_differs(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import autopar.verify
-
-    original = autopar.verify.verify
+    module = importlib.import_module("autopar.verify")  # `autopar.verify` is the function
+    original = module.verify
 
     def worse(*arguments: object, **options: object) -> SimpleNamespace:
-        report = original(*arguments, **options)  # type: ignore[arg-type]
+        report = original(*arguments, **options)
         errors = {**report.errors, "up.weight": 2e-9, "up.bias": float("nan")}
         return SimpleNamespace(errors=errors, loss=report.loss, reference_loss=report.reference_loss, plan=report.plan)
 
-    monkeypatch.setattr(autopar.verify, "verify", worse)
+    monkeypatch.setattr(module, "verify", worse)
     arguments = ("verify", "--model", f"{model}:make", "--axes", "a=2")
     result = run(*arguments)
     assert result.exit_code == 1

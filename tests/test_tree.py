@@ -29,7 +29,9 @@ def _tensor() -> torch.Tensor:
     return torch.zeros(1)
 
 
-leaves = st.one_of(st.builds(_tensor), st.none(), st.booleans(), st.integers(), st.text(max_size=2), st.just(torch.float32))
+leaves = st.one_of(
+    st.builds(_tensor), st.none(), st.booleans(), st.integers(), st.text(max_size=2), st.just(torch.float32)
+)
 values = st.recursive(
     leaves,
     lambda inner: st.one_of(
@@ -70,7 +72,10 @@ def test_order_is_of_appearance() -> None:
     a, b, c = (torch.full((), float(i)) for i in range(3))
     tensors, skeleton = tree.flatten({"z": a, "a": [b, {"k": c}]})
     assert [float(t) for t in tensors] == [0.0, 1.0, 2.0]
-    assert skeleton.items == {"z": tree.Leaf(0), "a": [tree.Leaf(1), tree.flatten({"k": c})[1].__class__(dict, {"k": tree.Leaf(2)})]}
+    assert skeleton.items == {
+        "z": tree.Leaf(0),
+        "a": [tree.Leaf(1), tree.flatten({"k": c})[1].__class__(dict, {"k": tree.Leaf(2)})],
+    }
 
 
 def test_skeleton_holds_no_tensor_and_can_be_filled_with_anything() -> None:

@@ -1,9 +1,9 @@
 """Three axes and more: solve axis by axis, never the full product, and bound the whole from below by its axes.
 
-With the others held fixed, the layouts on one or two axes are an exact problem; solving these in turn until nothing
-improves is block coordinate descent. The lower bound is a sum over axes. A plan's moves, projected on one axis, are
+With the others held fixed, the layouts on two axes are an exact problem; solving these in turn until nothing improves
+is block coordinate descent. The lower bound is a sum over axes. A plan's moves, projected on one axis, are
 moves of that axis, and no tensor is smaller than split along all the others. Compute that is split over a set of axes
-takes ``T / N * prod(n_a, a not split)``, which is at least ``T / N * (1 + sum(n_a - 1, a not split))``: a sum over axes.
+takes ``T / N * prod(n_a, a not split)``, at least ``T / N * (1 + sum(n_a - 1, a not split))``: a sum over axes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from autopar.dims import Dims
 from autopar.layout import Layout
 from autopar.program import Program
 from autopar.redistribute import Machine, Tables
-from autopar.search.build import Built, Restrictions, build, operator_seconds
+from autopar.search.build import Built, build, operator_seconds
 from autopar.search.problem import Node, Problem, Solution
 from autopar.search.quotient import Quotient
+from autopar.search.restrict import Restrictions
 from autopar.search.solve import solve
 
 Make = Callable[[Restrictions], Built]
 Progress = Callable[[str, float, float], None]
+
 
 def descend(
     make: Make,
@@ -59,17 +61,17 @@ def descend(
         best = _solve_block(make, replace(restrictions, fixed=fixed, free=(axis,)), budget, gap, deadline)
         fixed = _placements(*best, tables)
     assert best is not None
-    blocks = [(a,) for a in range(count)] + list(itertools.combinations(range(count), 2))
-    improved = True
-    while improved and time.monotonic() < deadline:
-        improved = False
-        for block in blocks:
-            found = _solve_block(make, replace(restrictions, fixed=fixed, free=block), memory, gap, deadline)
-            if found[1].objective < best[1].objective * (1 - 1e-6):
-                best, improved = found, True
-                fixed = _placements(*best, tables)
-            if progress:
-                progress(f"axes {block}", best[1].objective, 0.0)
+    pairs = itertools.cycle(itertools.combinations(range(count), 2))
+    stale, every = 0, count * (count - 1) // 2
+    while stale < every and time.monotonic() < deadline:  # until no pair of axes improves on the others' layouts
+        block = next(pairs)
+        found = _solve_block(make, replace(restrictions, fixed=fixed, free=block), memory, gap, deadline)
+        stale += 1
+        if found[1].objective < best[1].objective * (1 - gap):
+            best, stale = found, 1
+            fixed = _placements(*best, tables)
+        if progress:
+            progress(f"axes {block}", best[1].objective, 0.0)
     return best
 
 

@@ -86,12 +86,10 @@ def build(
         u, v = variables[number[source]], variables[number[target]]
         edges.append(_edge(number[source], number[target], u, v, out, into, weight, tables))
     nodes = tuple(Node(v.key, v.cost, v.memory) for v in variables)
-    return Built(Problem(nodes, tuple(edges)), variables)
+    return Built(Problem(nodes, tuple(edges)), tuple(variables))
 
 
-def _edge(
-    i: int, j: int, u: Variable, v: Variable, out: Port, into: Port, weight: int, tables: Tables
-) -> Edge:
+def _edge(i: int, j: int, u: Variable, v: Variable, out: Port, into: Port, weight: int, tables: Tables) -> Edge:
     rows, u_group = np.unique(u.ports[out], return_inverse=True)
     columns, v_group = np.unique(v.ports[into], return_inverse=True)
     table = tables.of(u.types[out]).seconds[np.ix_(rows, columns)] * weight
@@ -184,9 +182,7 @@ class _Maker:
         packed = code @ (base ** np.arange(len(self.sizes)))
         unique, inverse = np.unique(packed, return_inverse=True)
         names = list(numbers)
-        found = [
-            table.index[tuple(names[(int(u) // base**a) % base] for a in range(len(self.sizes)))] for u in unique
-        ]
+        found = [table.index[tuple(names[(int(u) // base**a) % base] for a in range(len(self.sizes)))] for u in unique]
         return np.array(found, dtype=np.int64)[inverse]
 
     def _tensor(
@@ -198,7 +194,7 @@ class _Maker:
             pinned = [self.restrictions.layouts.get((kind, n)) for n in names]
             raise InfeasibleError(
                 f"no layout of {kind} {', '.join(names) or key} of shape {type_.shape} satisfies what is pinned "
-                f"({', '.join(map(str, (p and tuple(map(str, p)) for p in pinned)))}) on axes of sizes {self.sizes}"
+                f"({', '.join(str(p) for p in dict.fromkeys(pinned) if p)}) on axes of sizes {self.sizes}"
             )
         labels = np.array(allowed, dtype=np.int64)
         parts = np.array([split_parts(table.layouts[i], self.sizes) for i in allowed], dtype=np.float64)
@@ -249,7 +245,9 @@ def operator_seconds(operator: Operator, chosen: Candidates, machine: Machine) -
             total += type_.numel * item_bytes(type_.dtype) / parts
     splits = np.array([s.splits for s in chosen.strategies])
     flops = operator.rule.flops / np.where(splits[choice], sizes, 1).prod(axis=1)
-    known = (t.dtype for t in (*operator.outputs, *operator.inputs) if t is not None and t.dtype in machine.device.flops)
+    known = (
+        t.dtype for t in (*operator.outputs, *operator.inputs) if t is not None and t.dtype in machine.device.flops
+    )
     dtype = next(known, "float32")
     seconds = np.asarray(roofline(flops, total, dtype, machine.device), dtype=np.float64)
     return seconds + _lowering_seconds(operator, chosen, machine)

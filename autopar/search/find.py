@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from autopar.cluster import Cluster
 from autopar.cost.memory import format_bytes, optimizer_state_bytes
 from autopar.dims import Dims
 from autopar.errors import InfeasibleError
-from autopar.layout import Layout, Replicate
+from autopar.layout import Layout
 from autopar.plan import Certificate, Plan
 from autopar.program import Program, fingerprint
 from autopar.redistribute import Machine, Tables, item_bytes
 from autopar.search.axes import bound_by_axes, descend
-from autopar.search.build import Built, Restrictions, build
+from autopar.search.build import Built, build
 from autopar.search.problem import Solution
 from autopar.search.quotient import Quotient, quotient
+from autopar.search.restrict import Restrictions
 from autopar.search.solve import solve
 
 Progress = Callable[[str, float, float], None]
@@ -95,28 +95,34 @@ def find_plan(
             solution = solve(
                 built.problem, budget=memory, gap=search.gap, time_limit=search.time_limit, progress=progress
             )
-            space = "one layout per tensor on every axis"
         else:
             built, solution = descend(make, restrictions, tables, memory, search.gap, search.time_limit, progress)
             bound = bound_by_axes(program, dims, classes, machine, restrictions)
             solution = replace(solution, lower_bound=max(bound, 0.0), method="axis by axis")
-            space = "one layout per tensor on every axis"
     except InfeasibleError as e:
         raise _explain(e, state, axes, memory) from e
-    tied = ", repeated layers alike" if search.tie_layers else ""
     certificate = Certificate(
         solution.objective,
         min(solution.lower_bound, solution.objective),
-        f"{space}{tied}; a value has one layout besides its own for all its users; no pipelines, no recomputation; "
-        f"costs: roofline and alpha-beta on {cluster.name}",
+        _space(search, cluster),
         solution.method,
     )
     return _read(program, dims, classes, built, solution, certificate, axes, cluster, optimizer, tables)
 
 
+def _space(search: Search, cluster: Cluster) -> str:
+    tied = ", repeated layers alike" if search.tie_layers else ""
+    return (
+        f"one layout per tensor on every axis{tied}; a value has one layout besides its own for all its users; "
+        f"no pipelines, no recomputation; costs: roofline and alpha-beta on {cluster.name}"
+    )
+
+
 def state_bytes(program: Program, optimizer: str) -> dict[str, float]:
     """Bytes of each parameter with its gradient and optimizer state, on one device."""
-    trained = {o.name for o, v in zip(program.outputs, program.output_values, strict=True) if o.kind == "gradient" and v}
+    trained = {
+        o.name for o, v in zip(program.outputs, program.output_values, strict=True) if o.kind == "gradient" and v
+    }
     found = {}
     for node, spec in zip(program.placeholders, program.inputs, strict=True):
         if spec.kind == "parameter":
@@ -129,7 +135,9 @@ def state_bytes(program: Program, optimizer: str) -> dict[str, float]:
     return found
 
 
-def _explain(error: InfeasibleError, state: Mapping[str, float], axes: Mapping[str, int], memory: float | None) -> InfeasibleError:
+def _explain(
+    error: InfeasibleError, state: Mapping[str, float], axes: Mapping[str, int], memory: float | None
+) -> InfeasibleError:
     """Add what is missing and the smallest change that would do."""
     if memory is None or error.needed is None:
         return error

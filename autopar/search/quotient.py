@@ -98,7 +98,7 @@ def _signature(type_: TensorType) -> str:
 
 def _block_prefixes(names: Iterable[str]) -> frozenset[str]:
     """Prefixes ``layers.3`` of numbered modules that contain modules: these repeat; numbered leaves need not."""
-    found = set()
+    found: set[str] = set()
     for name in names:
         parts = name.split(".")
         found.update(".".join(parts[: i + 1]) for i, p in enumerate(parts[:-2]) if p.isdigit())

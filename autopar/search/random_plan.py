@@ -28,7 +28,12 @@ SPLIT_BIAS = 3
 
 
 def random_plan(
-    program: Program, dims: Dims, axes: Mapping[str, int], cluster: Cluster, choose: Choose | int = 0, optimizer: str = "adamw"
+    program: Program,
+    dims: Dims,
+    axes: Mapping[str, int],
+    cluster: Cluster,
+    choose: Choose | int = 0,
+    optimizer: str = "adamw",
 ) -> Plan:
     """Draw a plan.
 

@@ -55,7 +55,9 @@ def read_pins(
         found = [key for key in named if fnmatchcase(_pin_name(key), pattern)]
         if not found:
             some = ", ".join(_pin_name(k) for k in list(named)[:6])
-            raise ValueError(f"pin {pattern!r} names no parameter, batch.N or result.N of the model; there are {some}, ...")
+            raise ValueError(
+                f"pin {pattern!r} names no parameter, batch.N or result.N of the model; there are {some}, ..."
+            )
         for key in found:
             layout = _read_layout(pattern, value, tuple(axes))
             if not divides(named[key], layout, tuple(axes.values())) or not is_boundary_layout(named[key], layout):
@@ -108,7 +110,9 @@ def _read_placement(pattern: str, value: Any) -> Placement:
     try:
         return parse_placement("R" if text in ("Replicate()", "Replicate") else text)
     except ValueError as e:
-        raise ValueError(f"pin {pattern!r}: {value!r} is no placement; write R, S(dim), S(dim.factor) or Shard(dim)") from e
+        raise ValueError(
+            f"pin {pattern!r}: {value!r} is no placement; write R, S(dim), S(dim.factor) or Shard(dim)"
+        ) from e
 
 
 def is_boundary_layout(type_: TensorType, layout: Layout) -> bool:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 
+def slow_devices() -> Any:
+    """A cluster on which it pays to split even the smallest computation."""
+    from autopar.cluster import Cluster
+
+    cpu = Cluster.preset("cpu")
+    device = replace(cpu.device, flops=dict.fromkeys(cpu.device.flops, 1e6), bandwidth=1e6, launch=1e-12)
+    return replace(cpu, device=device, links=tuple(replace(link, latency=1e-9) for link in cpu.links))
+
+
 class Mlp(nn.Module):
-    """Two linear layers with a loss inside, and a batch norm's buffers."""
+    """Two linear layers with a loss inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,12 +41,12 @@ def mlp_batch(step: int, rows: int = 8) -> dict[str, torch.Tensor]:
     return {k: torch.randn(rows, 16, generator=g, dtype=torch.float64) for k in ("x", "y")}
 
 
-def llama(tie: bool = False) -> nn.Module:
+def llama(tie: bool = False, layers: int = 2) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=4, max_position_embeddings=64, tie_word_embeddings=tie, use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config).double()
@@ -63,7 +73,7 @@ MODELS: dict[str, Any] = {
     "mlp": (mlp, mlp_batch),
     "gpt2": (gpt2, token_batch),
     "llama": (llama, token_batch),
-    "tied": (lambda: llama(tie=True), token_batch),
+    "tied": (lambda: llama(tie=True, layers=1), token_batch),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.distributed.launch import Ranks, mesh_of
-from tests.distributed.models import make, mlp, mlp_batch
+from tests.distributed.models import make, mlp, mlp_batch, slow_devices
 
 pytestmark = pytest.mark.distributed
 
@@ -22,7 +22,7 @@ def parallel_mlp(**options: Any) -> Any:
     from autopar.search.find import Search
 
     pins = options.pop("pins", SHARDED)
-    return parallelize(mlp(), mesh_of(2, 2), search=Search(pins=pins), timeout=30, **options)
+    return parallelize(mlp(), mesh_of(2, 2), search=Search(pins=pins), cluster=slow_devices(), timeout=30, **options)
 
 
 def gradients(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -109,7 +109,7 @@ def outputs_with_gradients(rank: int) -> float:
     torch.manual_seed(0)
     pins = {"batch.0": "S(0)", "linear.weight": "S(0)", "result.0": "S(0)", "result.1": "S(1)"}
     search = Search(pins={k: (v,) for k, v in pins.items()})
-    model = parallelize(Plain().double(), mesh_of(4), search=search, timeout=30)
+    model = parallelize(Plain().double(), mesh_of(4), search=search, cluster=slow_devices(), timeout=30)
     x = mlp_batch(0)["x"]
     first, second = reference(x)
     (first.pow(3).sum() + second.sum()).backward()
@@ -140,7 +140,9 @@ def meta_model(rank: int, folder: str) -> list[float]:
     for init in (lambda name, tensor: tensor.copy_(state[name]), folder, None):
         with torch.device("meta"):
             blank, _ = make("tied")
-        model = parallelize(blank, mesh_of(2, 2), init=init, search=Search(pins=pins), timeout=30)
+        model = parallelize(
+            blank, mesh_of(2, 2), init=init, search=Search(pins=pins), cluster=slow_devices(), timeout=30
+        )
         if init is None:
             with pytest.raises(AutoparError, match=r"embed_tokens.weight.*init="):
                 model(**batch(0))

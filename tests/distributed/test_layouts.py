@@ -11,6 +11,7 @@ pytestmark = pytest.mark.distributed
 
 
 def every_layout(rank: int) -> int:
+    from autopar.candidates import layouts
     from autopar.layout import Factor, Partial, TensorType, divides
     from autopar.runtime.boundary import (
         from_local,
@@ -24,7 +25,7 @@ def every_layout(rank: int) -> int:
     )  # fmt: skip
     from autopar.runtime.load import plain_shards
     from autopar.runtime.place import place_on
-    from autopar.search.restrict import is_boundary_layout, layouts
+    from autopar.search.restrict import is_boundary_layout
 
     place = place_on(mesh_of(2, 2), 30)
     type_ = TensorType("float64", ((Factor("three", 4), Factor("heads", 4), Factor("head", 2)), (Factor("hidden", 8),)))

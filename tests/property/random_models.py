@@ -122,7 +122,9 @@ def models(draw: st.DrawFn) -> tuple[nn.Module, tuple[Tensor, ...]]:
     plain = st.one_of(
         pointwise,
         st.just(None).map(lambda _: nn.Linear(HIDDEN, HIDDEN)),
-        st.just(None).map(lambda _: nn.Sequential(nn.Linear(HIDDEN, 4 * HIDDEN), nn.ReLU(), nn.Linear(4 * HIDDEN, HIDDEN))),
+        st.just(None).map(
+            lambda _: nn.Sequential(nn.Linear(HIDDEN, 4 * HIDDEN), nn.ReLU(), nn.Linear(4 * HIDDEN, HIDDEN))
+        ),
         st.just(None).map(lambda _: nn.LayerNorm(HIDDEN)),
         st.just(None).map(lambda _: nn.Softmax(-1)),
         st.just(None).map(lambda _: Scale()),

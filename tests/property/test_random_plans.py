@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from functools import cache
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -34,27 +31,19 @@ def check(program: Program, dims: Dims, values: list[Tensor], axes: dict[str, in
 
 
 # The profile decides how many examples the deep run draws; the suite draws these many.
-@settings(max_examples=max(160, settings().max_examples))
+@settings(max_examples=max(150, settings().max_examples))
 @given(drawn=models(), axes=meshes, seed=seeds)
-def test_random_plan_of_random_model(drawn: tuple[nn.Module, tuple[Tensor, ...]], axes: dict[str, int], seed: int) -> None:
+def test_random_plan_of_random_model(
+    drawn: tuple[nn.Module, tuple[Tensor, ...]], axes: dict[str, int], seed: int
+) -> None:
     model, batch = drawn
     program = program_of(model, batch)
     check(program, analyze(program), global_values(program, model, batch), axes, seed)
 
 
-@cache
-def captured(name: str) -> tuple[Program, Dims, list[Tensor]]:
-    model, batch = zoo.MODELS[name]()
-    program = program_of(model, batch)
-    return program, analyze(program), global_values(program, model, batch)
-
-
-EXAMPLES = int(os.environ.get("AUTOPAR_MODEL_EXAMPLES", "7"))
-
-
 @pytest.mark.parametrize("name", sorted(zoo.MODELS))
-@settings(max_examples=max(EXAMPLES, settings().max_examples // 20))
+@settings(max_examples=max(7, settings().max_examples // 20))
 @given(axes=meshes, seed=seeds)
 def test_random_plan_of_real_model(name: str, axes: dict[str, int], seed: int) -> None:
-    program, dims, values = captured(name)
+    program, dims, values = zoo.captured(name)
     check(program, dims, values, axes, seed)
