@@ -31,7 +31,7 @@ def block_ranges(
 def block(
     full: torch.Tensor, type_: TensorType, layout: Layout, sizes: Sequence[int], where: Sequence[int]
 ) -> torch.Tensor:
-    """The contiguous local tensor of the device at ``where``; a Partial term is all of it on coordinate 0, else zero."""
+    """The contiguous local tensor of the device at ``where``; a Partial term is whole on coordinate 0, else zero."""
     ranges = block_ranges(type_, layout, sizes, where)
     part = full.reshape([f.size for dim in type_.dims for f in dim])
     for d, (start, length) in enumerate(itertools.chain.from_iterable(ranges)):

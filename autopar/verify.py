@@ -1,4 +1,4 @@
-"""`verify`: the rewritten graphs of every rank, run in one process, against the plain model; in float64, every gradient."""
+"""`verify`: the rewritten graphs of every rank, in one process and in float64, against the plain model."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ Before::
 
 After (the graph computes the same; ``meta`` holds)::
 
-    mm = aten.mm(view, t)   # inputs [(batch{data} seq), hidden], [hidden, ffn{model}] -> [(batch{data} seq), ffn{model}]
+    mm = aten.mm(view, t)   # [(batch{data} seq), hidden], [hidden, ffn{model}] -> [(batch{data} seq), ffn{model}]
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ _IDENTITIES = {
 _DROPPED = {aten._assert_tensor_metadata.default}
 _LIKE = {aten.zeros_like.default: 0, aten.ones_like.default: 1, aten.new_zeros.default: 0, aten.new_ones.default: 1}
 _DIM_ARGUMENT = {
-    aten.select.int: 1, aten.slice.Tensor: 1, aten.split.Tensor: 2, aten.split_with_sizes.default: 2, aten.cat.default: 1,
-    aten.gather.default: 1, aten.scatter.value: 1, aten.scatter.src: 1, aten._softmax.default: 1,
+    aten.select.int: 1, aten.slice.Tensor: 1, aten.split.Tensor: 2, aten.split_with_sizes.default: 2,
+    aten.cat.default: 1, aten.gather.default: 1, aten.scatter.value: 1, aten.scatter.src: 1, aten._softmax.default: 1,
     aten._log_softmax.default: 1, aten._softmax_backward_data.default: 2, aten._log_softmax_backward_data.default: 2,
     aten.slice_backward.default: 2, aten.select_backward.default: 2, aten.cumsum.default: 1, aten.unbind.int: 1,
     aten.index_select.default: 1, aten.stack.default: 1, aten.sum.dim_IntList: 1, aten.amax.default: 1,
@@ -130,7 +130,7 @@ def _identity(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _as_view(graph: fx.Graph, node: fx.Node) -> bool:
-    """Every view is a reshape with explicit sizes; a reshape of a reshape is one. A local block need not be contiguous."""
+    """Every view is a reshape with explicit sizes: a local block need not be contiguous."""
     if node.target not in _VIEWS:
         return False
     source = node.args[0]
@@ -216,7 +216,7 @@ def _as_slice(graph: fx.Graph, node: fx.Node) -> bool:
     dim, start, end, step = cast(list[Any], rest)
     whole = _value(node) if backward else _value(node.args[0])
     size = whole.shape[dim]
-    begin, stop, stride = slice(start, end).indices(size)[:2] + (step or 1,)
+    begin, stop, stride = (*slice(start, end).indices(size)[:2], step or 1)
     if (begin, stop, stride) == (0, size, 1):
         return _forward(node, node.args[0])
     return _become(node, node.target, (*fixed, dim, begin, stop, stride))

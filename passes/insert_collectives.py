@@ -2,8 +2,8 @@
 
 Before::
 
-    mm = aten.mm(x, w)                     # x [batch, hidden{model}], w [hidden{model}, ffn] -> [batch, ffn] +sum{model}
-    relu = aten.relu(mm)                   # needs [batch, ffn]
+    mm = aten.mm(x, w)                 # [batch, hidden{model}], [hidden{model}, ffn] -> [batch, ffn] +sum{model}
+    relu = aten.relu(mm)               # needs [batch, ffn]
 
 After::
 

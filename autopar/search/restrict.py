@@ -1,4 +1,4 @@
-"""What a search leaves open: pins by the user, layouts that a running module has already, axes that are not searched."""
+"""What a search leaves open: the user's pins, layouts that a module has already, axes that are not searched."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def read_pins(
             if not divides(named[key], layout, tuple(axes.values())) or not is_boundary_layout(named[key], layout):
                 raise ValueError(
                     f"pin {pattern!r}: {_pin_name(key)} is {named[key]} and cannot be laid out as "
-                    f"({', '.join(map(str, layout))}) on axes {dict(axes)}: sizes must divide, and one dim splits in one way"
+                    f"({', '.join(map(str, layout))}) on axes {dict(axes)}: sizes must divide, one split a dim"
                 )
             layouts[key] = layout
     return replace(restrictions, layouts=layouts)
