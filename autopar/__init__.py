@@ -17,6 +17,7 @@ from autopar.errors import (
     RankError,
     VerifyError,
 )
+from autopar.parallelize import parallelize
 from autopar.plan import Plan
 from autopar.search.find import Search
 from autopar.strategy import Lowering, Rule, Spec, rule
@@ -41,6 +42,7 @@ __all__ = [
     "Search",
     "Spec",
     "VerifyError",
+    "parallelize",
     "plan",
     "rule",
     "verify",

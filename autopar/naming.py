@@ -77,8 +77,10 @@ def _name_attention(
 
 
 def _name_parameter(name: str, dims: list[list[int]], give: Callable[[list[int], str], None]) -> None:
-    parts = [p for p in name.split(".") if not p.isdigit()]
+    parts = name.split(".")
     module = parts[-2] if len(parts) > 1 else parts[-1]
+    if module.isdigit() and len(parts) > 2:
+        module = parts[-3] + module
     if re.search(r"up|gate|fc1|c_fc|intermediate|linear1|w1|w3", module):
         for dim in dims:
             give(dim, "ffn" if dim is not dims[-1] or len(dims) == 1 else "hidden")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import fx
 
@@ -20,7 +20,7 @@ from autopar.plan import ModuleRow, Plan, Predicted
 from autopar.program import Program, module_path
 from autopar.redistribute import Machine, Tables, item_bytes, moved_bytes
 from autopar.search.build import lowered_bytes, operator_seconds
-from autopar.search.quotient import Quotient, quotient
+from autopar.search.quotient import Quotient, block_prefixes, quotient, without_indices
 
 
 def predict(program: Program, dims: Dims, plan: Plan) -> Plan:
@@ -128,6 +128,7 @@ def _memory(program: Program, plan: Plan) -> dict[str, float]:
 
 def _rows(program: Program, dims: Dims, plan: Plan, assignment: Assignment, account: _Account) -> tuple[ModuleRow, ...]:
     """One row for each module that owns parameters or takes time, repeated layers joined."""
+    joined = partial(without_indices, blocks=block_prefixes(program))
     layouts: dict[str, dict[str, str]] = defaultdict(dict)
     memory: dict[str, float] = defaultdict(float)
     instances: dict[str, set[str]] = defaultdict(set)
@@ -136,13 +137,13 @@ def _rows(program: Program, dims: Dims, plan: Plan, assignment: Assignment, acco
             continue
         owner, _, name = spec.name.rpartition(".")
         type_, layout = dims.type_of(node), plan.parameters[spec.name]
-        row = _joined(owner)
+        row = joined(owner)
         instances[row].add(owner)
         layouts[row].setdefault(name, describe(type_, layout, plan.axis_names))
         memory[row] += type_.numel * item_bytes(type_.dtype) / split_parts(layout, plan.axis_sizes)
     final: dict[str, tuple[TensorType, Layout]] = {}
     for node in assignment.strategies:
-        path, type_or_none = _joined(module_path(node)), dims.types.get((node, 0))
+        path, type_or_none = joined(module_path(node)), dims.types.get((node, 0))
         instances[path].add(module_path(node))
         if type_or_none is not None and node.meta.get("partitioner_tag") != "is_backward":
             final[path] = type_or_none, assignment.outputs[node, 0]
@@ -150,16 +151,12 @@ def _rows(program: Program, dims: Dims, plan: Plan, assignment: Assignment, acco
     seconds: dict[str, float] = defaultdict(float)
     sent: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for path, value in account.seconds.items():
-        seconds[_joined(path)] += value
+        seconds[joined(path)] += value
     for path, by_axis in account.module_sent.items():
         for axis, value in by_axis.items():
-            sent[_joined(path)][axis] += value
+            sent[joined(path)][axis] += value
     rows = []
     for path in dict.fromkeys((*layouts, *seconds)):
         described: Mapping[str, str] = {**layouts[path], **({"output": last[path]} if path in last else {})}
         rows.append(ModuleRow(path, len(instances[path]), described, seconds[path], dict(sent[path]), memory[path]))
     return tuple(rows)
-
-
-def _joined(path: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", path)

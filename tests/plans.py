@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,13 +10,14 @@ import torch
 from torch import fx, nn
 
 import autopar.strategies  # noqa: F401  registers every rule
+from autopar.candidates import Strategy, combine, strategies
 from autopar.cluster import Cluster
 from autopar.collective import Collective
 from autopar.compiler import program_of
-from autopar.dims import Dims, analyze
-from autopar.layout import Layout, describe, parse_placement, replicated
+from autopar.dims import Dims, Operator, analyze
+from autopar.layout import Layout, Partial, Replicate, Split, describe, divides, parse_placement, replicated
 from autopar.plan import Certificate, Plan
-from autopar.program import Program, fingerprint, is_operator
+from autopar.program import Input, Program, fingerprint, is_operator, producer, tensor_arguments
 from autopar.search.quotient import quotient
 
 NOTHING = Certificate(0.0, 0.0, "written by hand", "none")
@@ -68,6 +70,53 @@ def hand_plan(
     )
 
 
+def follow_plan(program: Program, axes: Mapping[str, int], **boundary: Mapping[str, str]) -> Plan:
+    """A plan in which every operator takes its arguments as they lie, as far as it can: data parallel, Megatron.
+
+    Args:
+        program: canonical program.
+        axes: name and size of each mesh axis.
+        boundary: ``parameters``, ``batch``, ``results``: name to layout; the rest is replicated.
+    """
+    dims = analyze(program)
+    plain = hand_plan(program, axes, **boundary)
+    sizes = tuple(axes.values())
+    made: dict[tuple[fx.Node, int], Layout] = {}
+    for node, spec in zip(program.placeholders, program.inputs, strict=True):
+        tables = {"parameter": plain.parameters, "batch": plain.batch, "tangent": plain.results}
+        made[node, 0] = tables.get(spec.kind, {}).get(spec.name, replicated(len(axes)))
+    chosen = {}
+    for node in program.graph.graph.nodes:
+        if node.op == "get_attr":
+            made[node, 0] = replicated(len(axes))
+        if not is_operator(node):
+            continue
+        have = [made[producer(a)] for a in tensor_arguments(node)]
+        names: list[str] = []
+        for axis in range(len(axes)):
+            fits = [s for s in strategies(dims.operators[node]) if _fits(dims.operators[node], [*names, s.name], sizes)]
+            names.append(min(fits, key=lambda s: (_distance(s, have, axis), not s.splits)).name)
+        chosen[node.name] = " ".join(names)
+        made.update({(node, i): x for i, x in enumerate(combine(dims.operators[node], tuple(names))[1])})
+    return hand_plan(program, axes, chosen, **boundary)
+
+
+def _fits(operator: Operator, names: list[str], sizes: tuple[int, ...]) -> bool:
+    inputs, outputs = combine(operator, (*names, *["R"] * (len(sizes) - len(names))))
+    types = (*operator.inputs, *operator.outputs)
+    return all(t is None or divides(t, x, sizes) for t, x in zip(types, (*inputs, *outputs), strict=True))
+
+
+def _distance(strategy: Strategy, have: list[Layout], axis: int) -> float:
+    """How many arguments have to be communicated; a slice is nearly free, nothing can become Partial."""
+    total = 0.0
+    for wanted, layout_ in zip(strategy.inputs, have, strict=True):
+        if layout_[axis] != wanted:
+            free = isinstance(layout_[axis], Replicate) and isinstance(wanted, Split)
+            total += 100.0 if isinstance(wanted, Partial) else 0.1 if free else 1.0
+    return total
+
+
 class Tiny(nn.Module):
     """``relu(x @ w)``."""
 
@@ -90,40 +139,48 @@ def tiny(training: bool = False) -> tuple[Program, Dims]:
 def show(program: Program) -> str:
     """The graph in a format of our own: a line a node, layouts behind it where nodes have some.
 
-    ``name = operator(arguments)  # inputs -> layout``
+    ``name = operator(arguments)  # layouts``; placeholders go by what they stand for, operators by their own names.
     """
     axes = tuple(program.graph.meta.get("axes", {}))
-    return "\n".join(_line(n, axes) for n in program.graph.graph.nodes if n.op != "get_attr")
+    specs = dict(zip(program.placeholders, program.inputs, strict=True))
+    names: dict[fx.Node, str] = {}
+    count: Counter[str] = Counter()
+    for node in program.graph.graph.nodes:
+        name = _input_name(specs[node]) if node in specs else _target(node)
+        names[node] = f"{name}.{count[name]}" if count[name] else name
+        count[name] += 1
+    return "\n".join(_line(n, axes, names) for n in program.graph.graph.nodes)
 
 
-def _line(node: fx.Node, axes: tuple[str, ...]) -> str:
+def _input_name(spec: Input) -> str:
+    return spec.name if spec.kind == "parameter" else f"{spec.kind}{spec.name}"
+
+
+def _line(node: fx.Node, axes: tuple[str, ...], names: Mapping[fx.Node, str]) -> str:
     if node.op == "output":
-        return f"return {_text(node.args[0])}"
-    call = f"{node.name}" if node.op == "placeholder" else f"{node.name} = {_target(node)}({_arguments(node)})"
+        return f"return {_text(node.args[0], names)}"
+    call = names[node]
+    if node.op == "call_function":
+        named = [f"{k}={_text(v, names)}" for k, v in node.kwargs.items() if k not in ("device", "pin_memory", "layout")]
+        call += f" = {_target(node)}({', '.join([*(_text(a, names) for a in node.args), *named])})"
+    notes = []
     info = node.meta.get("collective")
     if isinstance(info, Collective):
-        call += f"  # {info.kind} {info.axis} {info.bytes:g} bytes" + (
-            f", {info.members} together" if info.members > 1 else ""
-        )
-    if not axes or "layouts" not in node.meta or node.meta.get("internal"):
-        return call
-    pairs = zip(node.meta["types"], node.meta["layouts"], strict=True)
-    return call + "  # " + ", ".join("-" if t is None else describe(t, x, axes) for t, x in pairs)
+        notes.append(f"{info.kind} on {info.axis}: {info.bytes:g} bytes" + (f", {info.members} together" if info.members > 1 else ""))
+    if axes and "layouts" in node.meta and not node.meta.get("internal"):
+        pairs = zip(node.meta["types"], node.meta["layouts"], strict=True)
+        notes.append(", ".join("-" if t is None else describe(t, x, axes) for t, x in pairs))
+    return "  # ".join([call, *notes])
 
 
 def _target(node: fx.Node) -> str:
-    name = (
-        str(getattr(node.target, "__name__", node.target)) if not hasattr(node.target, "_schema") else str(node.target)
-    )
-    return name.replace("_c10d_functional.", "").removeprefix("aten.").removesuffix(".default")
+    name = str(node.target) if hasattr(node.target, "_schema") else str(getattr(node.target, "__name__", node.target))
+    return name.removeprefix("_c10d_functional.").removeprefix("aten.").removesuffix(".default")
 
 
-def _arguments(node: fx.Node) -> str:
-    named = [f"{k}={_text(v)}" for k, v in node.kwargs.items() if k not in ("device", "pin_memory", "layout")]
-    return ", ".join([*map(_text, node.args), *named])
-
-
-def _text(value: Any) -> str:
+def _text(value: Any, names: Mapping[fx.Node, str]) -> str:
+    if isinstance(value, fx.Node):
+        return names[value]
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_text, value)) + "]"
+        return "[" + ", ".join(_text(v, names) for v in value) + "]"
     return repr(value) if isinstance(value, str) else str(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -144,7 +145,7 @@ def test_gap() -> None:
 
 def test_prediction_of_a_solved_plan() -> None:
     _, plan = solved()
-    assert plan.predicted.step_seconds > plan.predicted.compute_seconds > 0
+    assert plan.predicted.step_seconds >= plan.predicted.compute_seconds > 0
     assert set(plan.predicted.memory_bytes) == {"parameters", "gradients", "optimizer", "buffers"}
     assert set(plan.predicted.communication_bytes) == set(AXES)
     assert plan.certificate.objective == pytest.approx(plan.predicted.step_seconds, rel=1e-6)
@@ -155,25 +156,28 @@ def test_prediction_of_a_solved_plan() -> None:
 SCRIPT = """
 import hashlib, json, sys, torch
 torch.set_num_threads(1)
-import autopar
+from autopar.compiler import solve
 from tests import models
-model, batch = models.gpt2(layers=2, seq=4)
-plan = autopar.plan(model, batch, cluster="h100", axes={"node": 2, "gpu": 4})
+program, _, _ = models.captured("gpt2", seq=4)
+plan = solve(program, {"node": 2, "gpu": 4}, "h100")
 sys.stdout.write("plan " + hashlib.sha256(json.dumps(plan.to_dict()).encode()).hexdigest())
 """
 
 
 @pytest.mark.slow
 def test_same_plan_under_any_hash_seed() -> None:
+    """This process has a seed of its own, two more have theirs."""
     running = []
-    for seed in "012":
+    for seed in "12":
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
         running.append(
             subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
-    finished = [(*p.communicate(timeout=240), p.returncode) for p in running]
-    assert all(code == 0 for _, _, code in finished), finished[0][1][-2000:]
-    digests = {out.rpartition("plan ")[2] for out, _, _ in finished}
+    plan = solve(models.captured("gpt2", seq=4)[0], {"node": 2, "gpu": 4}, "h100")
+    digests = {hashlib.sha256(json.dumps(plan.to_dict()).encode()).hexdigest()}
+    for process in running:
+        out, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors[-2000:]
+        digests.add(out.rpartition("plan ")[2])
     assert len(digests) == 1
-    assert len(digests.pop()) == 64

@@ -13,12 +13,14 @@ ROOT = Path(__file__).resolve().parent.parent
 # in this table, never from those below it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("layout", "cluster", "tree"),
+    ("layout", "cluster", "tree", "blocks"),
     ("_torch_compat",),
-    ("strategy",),
+    ("strategy", "oracle"),
     ("strategies",),
     ("dims", "candidates", "cost", "redistribute", "plan", "report", "program", "naming", "capture", "collective"),
-    ("search", "passes"),
+    ("search",),
+    ("assignment", "predict", "propagate", "float64", "check"),
+    ("passes",),
     ("emulate", "simulate", "runtime", "checkpoint"),
     ("compiler", "module", "parallelize", "verify"),
     ("autopar",),  # autopar/__init__.py

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -35,14 +34,14 @@ class Quotient:
 
 def quotient(program: Program, dims: Dims, *, tie: bool = True) -> Quotient:
     """Tie the nodes of repeated modules; with ``tie=False`` every node is a class of its own."""
-    blocks = _block_prefixes(i.name for i in program.inputs if i.kind == "parameter")
+    blocks = block_prefixes(program)
     key: dict[fx.Node, str] = {}
     count: dict[tuple[str, str], int] = defaultdict(int)
     inputs = dict(zip(program.placeholders, program.inputs, strict=True))
     for node in program.graph.graph.nodes:
         if node.op == "placeholder":
             spec = inputs[node]
-            name = _without_indices(spec.name, blocks) if spec.kind in ("parameter", "buffer") else spec.name
+            name = without_indices(spec.name, blocks) if spec.kind in ("parameter", "buffer") else spec.name
             key[node] = f"{spec.kind} {name} {_signature(dims.types[node, 0])}"
         elif node.op == "get_attr":
             key[node] = f"constant {_signature(dims.types[node, 0])}" if (node, 0) in dims.types else "constant"
@@ -68,7 +67,7 @@ def _operator_key(
         call = f"{phase} {name} {detail}"
         number = count[path, call]
         count[path, call] += 1
-        return f"{_without_indices(path, blocks)}: {call} #{number}"
+        return f"{without_indices(path, blocks)}: {call} #{number}"
     sources = "|".join(_shallow(*producer(a), key) for a in tensor_arguments(node))
     return f": {phase} {name} {_short(detail + sources)}"
 
@@ -96,15 +95,16 @@ def _signature(type_: TensorType) -> str:
     return f"{type_.dtype}{[[f.size for f in dim] for dim in type_.dims]}".replace(" ", "")
 
 
-def _block_prefixes(names: Iterable[str]) -> frozenset[str]:
+def block_prefixes(program: Program) -> frozenset[str]:
     """Prefixes ``layers.3`` of numbered modules that contain modules: these repeat; numbered leaves need not."""
     found: set[str] = set()
-    for name in names:
+    for name in (i.name for i in program.inputs if i.kind == "parameter"):
         parts = name.split(".")
         found.update(".".join(parts[: i + 1]) for i, p in enumerate(parts[:-2]) if p.isdigit())
     return frozenset(found)
 
 
-def _without_indices(path: str, blocks: frozenset[str]) -> str:
+def without_indices(path: str, blocks: frozenset[str]) -> str:
+    """``layers.3.mlp`` as ``layers.*.mlp`` if ``layers.3`` is a repeated block."""
     parts = re.sub(r"@\d+", "", path).split(".")
     return ".".join("*" if ".".join(parts[: i + 1]) in blocks else p for i, p in enumerate(parts))

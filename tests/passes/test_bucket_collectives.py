@@ -1,0 +1,78 @@
+"""bucket_collectives: gradients are reduced together, everything else on its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autopar.collective import Collective
+from autopar.compiler import PASSES, rewrite
+from autopar.dims import Dims
+from autopar.emulate import census
+from autopar.passes import bucket_collectives as bucketing
+from autopar.passes.bucket_collectives import bucket_collectives
+from autopar.plan import Plan
+from autopar.predict import predict
+from autopar.program import Program
+from autopar.verify import compare
+from tests import models
+from tests.plans import follow_plan, show, tiny
+
+AT = PASSES.index(bucket_collectives)
+
+
+def data_parallel(axes: dict[str, int]) -> tuple[Program, Dims, list[torch.Tensor], Plan]:
+    """The MLP with whole parameters and a batch split over every axis."""
+    program, dims, values = models.captured("mlp")
+    row = " ".join(["S(0)"] * len(axes))
+    return program, dims, values, follow_plan(program, axes, batch={"0": row, "1": row})
+
+
+def reductions(program: Program) -> list[Collective]:
+    return [i for n in program.graph.graph.nodes if (i := n.meta.get("collective")) and i.gradient]
+
+
+@pytest.mark.parametrize("axes", [{"a": 4}, {"a": 2, "b": 2}])
+def test_one_bucket_an_axis(axes: dict[str, int]) -> None:
+    program, dims, values, plan = data_parallel(axes)
+    before = rewrite(program, plan, passes=PASSES[:AT])
+    after = rewrite(program, plan, passes=PASSES[: AT + 1])
+    single = reductions(before)
+    assert len(single) == 4 * len(axes)
+    assert len(reductions(after)) == len(axes)
+    assert sum(c.members for c in reductions(after)) == len(single)
+    assert sum(c.bytes for c in reductions(after)) == sum(c.bytes for c in single)
+    assert census(after) == census(before)
+    assert compare(program, after, dims, plan, values, torch.float64).max_error < 1e-12
+
+
+def test_small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, dims, values, plan = data_parallel({"a": 4})
+    monkeypatch.setattr(bucketing, "BUCKET_BYTES", 1)
+    after = rewrite(program, plan)
+    assert [c.members for c in reductions(after)] == [1] * 4
+    assert compare(program, after, dims, plan, values, torch.float64).max_error < 1e-12
+
+
+def test_census_counts_members() -> None:
+    program, dims, _, plan = data_parallel({"a": 4})
+    counts = {axis: {k: n for k, (n, _) in found.items()} for axis, found in census(rewrite(program, plan)).items()}
+    predicted = predict(program, dims, plan).predicted.collectives
+    assert counts == {a: dict(k) for a, k in predicted.items() if k}
+
+
+def test_before_and_after() -> None:
+    program, _ = tiny(True)
+    plan = follow_plan(program, {"a": 2}, batch={"0": "S(0)"}, results={"0": "S(0)"})
+    alone = show(rewrite(program, plan, passes=PASSES[: AT + 1]))
+    assert "permute(batch0, [1, 0])" in alone
+    assert alone.splitlines()[-3:] == [
+        "all_reduce = all_reduce(mm.1, 'sum', 'a')  # all_reduce on a: 128 bytes",
+        "wait_tensor = wait_tensor(all_reduce)  # f32[w.0, w.1]",
+        "return [relu, wait_tensor]",
+    ]
+    program, _, _, plan = data_parallel({"a": 4})
+    lines = show(rewrite(program, plan, passes=PASSES[: AT + 1])).splitlines()
+    (bucket,) = [line for line in lines if "together" in line]
+    assert bucket.endswith("'sum', 'a')  # all_reduce on a: 4288 bytes, 4 together")
+    assert lines[-1].count("reshape") == 4
