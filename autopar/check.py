@@ -49,6 +49,8 @@ def _check_placed(node: fx.Node) -> None:
         wanted = [w for w, v in zip(wanted, node.args[0], strict=True) if v is not None]  # type: ignore[arg-type]
     for value, layout in zip(values, wanted, strict=True):
         source, index = producer(value)  # type: ignore[arg-type]
+        if "layouts" not in source.meta:
+            raise ValueError(f"node {node.name} takes {value}, which has no layout: it is inside a move")
         if source.meta["layouts"][index] != layout:
             raise ValueError(
                 f"node {node.name} takes {value} as ({', '.join(map(str, layout))}), "

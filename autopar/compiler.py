@@ -28,7 +28,7 @@ from autopar.passes.lower_operators import lower_operators
 from autopar.plan import Plan
 from autopar.predict import predict
 from autopar.program import Program, copy_graph, fingerprint
-from autopar.search.find import Progress, Search, find_plan
+from autopar.search.find import Progress, Search, find_plan, require_splits
 from autopar.search.restrict import Restrictions, read_pins
 
 Pass = Callable[[Program, Plan], Program]
@@ -65,6 +65,8 @@ def solve(
     search = search or Search()
     with _collector_paused():
         dims = analyze(program)
+        if restrictions is None or not restrictions.layouts:  # a later shape lives with the mesh that there is
+            require_splits(dims, axes)
         plan = find_plan(
             program,
             dims,

@@ -11,6 +11,7 @@ import torch
 
 from autopar.cluster import Cluster
 from autopar.cost.memory import format_bytes, optimizer_state_bytes
+from autopar.candidates import strategies
 from autopar.dims import Dims
 from autopar.errors import InfeasibleError
 from autopar.layout import Layout
@@ -108,6 +109,23 @@ def find_plan(
         solution.method,
     )
     return _read(program, dims, classes, built, solution, certificate, axes, cluster, optimizer, tables)
+
+
+def require_splits(dims: Dims, axes: Mapping[str, int]) -> None:
+    """Refuse a mesh axis that no operator can share its work along.
+
+    Raises:
+        InfeasibleError: names the axis, the sizes that there are and the remedy.
+    """
+    operators = dict.fromkeys(dims.operators.values())
+    factors = [(o, s.factor) for o in operators for s in strategies(o) if s.factor is not None]
+    sizes = sorted({o.letters[letter].factors[j].size for o, (letter, j) in factors}, reverse=True)
+    for axis, n in axes.items():
+        if n > 1 and not any(size % n == 0 for size in sizes):
+            raise InfeasibleError(
+                f"no operator can be split along axis {axis!r} of size {n}: it divides none of the factors of the model's "
+                f"dims ({', '.join(map(str, sizes[:12]))}); choose an axis size that divides the batch or the weights"
+            )
 
 
 def _space(search: Search, cluster: Cluster) -> str:

@@ -121,3 +121,8 @@ def test_what_cannot_fit_says_how_much_is_missing() -> None:
     assert caught.value.needed >= 0.25 * whole * 0.99
     # The smallest budget that it names does work.
     plan(7, {"gpu": 4}, memory=caught.value.needed)
+
+
+def test_an_axis_that_divides_nothing_is_refused() -> None:
+    with pytest.raises(InfeasibleError, match=r"axis 'gpu' of size 7.*4096"):
+        plan(8, {"gpu": 7})

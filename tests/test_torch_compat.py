@@ -1,0 +1,157 @@
+"""Contracts of the private parts of torch that autopar uses: when one breaks, this says which."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from autopar import _torch_compat as compat
+
+aten = torch.ops.aten
+
+
+def test_every_name_has_a_contract() -> None:
+    tested = {
+        "BoxedCodeGen", "DTensorSpec", "FakeTensor", "FakeTensorMode", "StridedShard", "TensorMeta", "TracingContext",
+        "aot_export_joint_with_descriptors", "default_partition", "get_decompositions", "set_group_timeout", "tracing",
+    }  # fmt: skip
+    assert set(compat.__all__) == tested
+
+
+def joint() -> fx.GraphModule:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.register_buffer("steps", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+            self.steps.add_(1)
+            return (self.inner(x).relu().sum(),)
+
+    with compat.FakeTensorMode(allow_non_fake_inputs=True), contextlib.ExitStack() as stack:
+        model, x = Model(), torch.empty(2, 4)
+        exported = torch.export.export(model, (x,), strict=False).module(check_guards=False)
+        table = compat.get_decompositions([aten.addmm])
+        return compat.aot_export_joint_with_descriptors(
+            stack, exported, (x,), decompositions=table, _record_nn_module_stack=True
+        ).graph_module
+
+
+def test_joint_export() -> None:
+    graph = joint()
+    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    kinds = [type(n.meta["desc"]).__name__ for n in placeholders]
+    assert kinds == ["ParamAOTInput"] * 2 + ["BufferAOTInput", "PlainAOTInput", "TangentAOTInput"]
+    assert placeholders[0].meta["desc"].target == "inner.weight"
+    assert placeholders[3].meta["desc"].idx == 0
+    assert placeholders[4].meta["desc"].output.idx == 0
+    outputs = graph.graph.output_node().meta["desc"]
+    assert [type(d).__name__ for d in outputs if d is not None] == [
+        "InputMutationAOTOutput", "PlainAOTOutput", "GradAOTOutput", "GradAOTOutput"
+    ]  # fmt: skip
+    assert outputs[0].mutated_input.target == "steps"
+    assert [d.grad_of.target for d in outputs if type(d).__name__ == "GradAOTOutput"] == ["inner.weight", "inner.bias"]
+    tags = {n.meta.get("partitioner_tag") for n in graph.graph.nodes if n.op == "call_function"}
+    assert "is_backward" in tags
+    paths = [n.meta.get("nn_module_stack") or n.meta.get("fwd_nn_module_stack") for n in graph.graph.nodes if "mm" in n.name]
+    assert all(p and list(p.values())[-1][0].endswith("inner") for p in paths)
+    assert not any("addmm" in str(n.target) for n in graph.graph.nodes)
+
+
+def test_decompositions() -> None:
+    table = compat.get_decompositions([aten.nll_loss_forward])
+    assert aten.nll_loss_forward.default in table
+
+
+def test_fake_tensors() -> None:
+    mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        x = torch.empty(3, 4)
+        assert isinstance(x, compat.FakeTensor)
+        assert tuple((x @ torch.ones(4, 2)).shape) == (3, 2)
+    assert isinstance(mode.from_tensor(torch.ones(2)), compat.FakeTensor)
+
+
+def test_tracing_context() -> None:
+    mode = compat.FakeTensorMode()
+    with compat.tracing(compat.TracingContext(mode)):
+        found = compat.TracingContext.try_get()
+        assert found is not None and found.fake_mode is mode
+    assert compat.TracingContext.try_get() is None
+
+
+def test_partition() -> None:
+    """Two graphs by the names of the placeholders; what the backward pass needs is saved."""
+    graph = fx.Graph()
+    mode = compat.FakeTensorMode()
+
+    def made(node: fx.Node, *shape: int, backward: bool = False) -> fx.Node:
+        with mode:
+            node.meta["val"] = torch.empty(shape)
+        node.meta["partitioner_tag"] = "is_backward" if backward else "is_forward"
+        return node
+
+    x = made(graph.placeholder("primals_1"), 2)
+    tangent = made(graph.placeholder("tangents_1"), 2)
+    y = made(graph.call_function(aten.exp.default, (x,)), 2)
+    gradient = made(graph.call_function(aten.mul.Tensor, (tangent, y)), 2, backward=True)
+    out = graph.output([y, gradient])
+    out.meta["desc"] = [None, None]
+    module = fx.GraphModule({}, graph)
+    with compat.tracing(compat.TracingContext(mode)):
+        forward, backward = compat.default_partition(module, [x, tangent], num_fwd_outputs=1)
+    saved = forward(torch.zeros(2))
+    assert len(saved) == 2
+    assert torch.equal(backward(saved[1], torch.ones(2))[0], torch.ones(2))
+
+
+def test_boxed_code() -> None:
+    """The caller's list is emptied, so that activations are freed as they are used."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_function(aten.neg.default, (x,)),))
+    graph.set_codegen(compat.BoxedCodeGen())
+    module = fx.GraphModule({}, graph)
+    arguments = [torch.ones(2)]
+    (result,) = module(arguments)
+    assert arguments == []
+    assert result.tolist() == [-1, -1]
+
+
+@pytest.fixture(scope="module")
+def fake_group() -> object:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def test_dtensor_spec_can_be_replaced_in_place(fake_group: object) -> None:
+    """`lay_out` gives a parameter another local tensor and spec; the object stays."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    x = nn.Parameter(DTensor.from_local(torch.ones(4, 2), mesh, [Replicate()], run_check=False))
+    meta = compat.TensorMeta(torch.Size((4, 2)), (2, 1), torch.float32)
+    spec = compat.DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
+    x._local_tensor, x._spec = torch.zeros(2, 2), spec
+    assert x.placements == (Shard(0),)
+    assert tuple(x.shape) == (4, 2)
+    assert tuple(x.to_local().shape) == (2, 2)
+
+
+def test_strided_shard() -> None:
+    placement = compat.StridedShard(0, split_factor=3)
+    assert placement.dim == 0
+    assert placement.split_factor == 3
+    assert isinstance(placement, compat.StridedShard)
+
+
+def test_group_timeout(fake_group: object) -> None:
+    assert callable(compat.set_group_timeout)
