@@ -9,7 +9,8 @@ After::
     flat = cat([reshape(g1, [-1]), reshape(g2, [-1])]); r = all_reduce(flat, "sum", "data"); w = wait(r)
     w1 = reshape(narrow(w, 0, 0, n1), shape1); w2 = reshape(narrow(w, 0, n1, n2), shape2)
 
-Only reductions whose result is nothing but a gradient are joined, so none is delayed that another node waits for.
+A bucket starts when its last gradient is known and is waited for at the end of the graph, so that it runs beside the
+rest of the backward pass. Only reductions whose result is nothing but a gradient are joined.
 """
 
 from __future__ import annotations
@@ -19,35 +20,49 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.assignment import machine_of
 from autopar.collective import Collective, c10d
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.propagate import propagate
+from autopar.redistribute import Machine
 
 aten = torch.ops.aten
 
-BUCKET_BYTES = 25 * 2**20
-"""Size of a bucket, DDP's default (Li et al., "PyTorch Distributed", VLDB 2020)."""
+LARGEST, SMALLEST = 25 * 2**20, 2**20
+"""Bounds on a bucket's bytes; the larger is DDP's default (Li et al., "PyTorch Distributed", VLDB 2020)."""
+
+LATENCY_SHARE = 0.1
+"""A bucket is large enough for its latency to be at most this share of its transfer."""
 
 
 def bucket_collectives(program: Program, plan: Plan) -> Program:
     """Join gradient all-reduces of one axis and dtype into buckets, level by level where axes follow each other."""
     graph = program.graph.graph
+    machine = machine_of(plan)
     pending = [n for n in graph.nodes if _is_gradient_reduction(n)]
     joined = False
     while pending:
         ready = [n for n in pending if not _depends(n, pending)]
+        position = {n: i for i, n in enumerate(graph.nodes)}
         groups: dict[tuple[str, torch.dtype], list[fx.Node]] = {}
-        for node in ready:
+        for node in sorted(ready, key=lambda n: position[n.all_input_nodes[0]]):  # as they become available
             groups.setdefault((str(node.args[2]), node.meta["val"].dtype), []).append(node)
-        for members in groups.values():
-            for bucket in _buckets(members):
+        for (axis, _), members in groups.items():
+            for bucket in _buckets(members, bucket_bytes(machine, axis)):
                 _join(graph, bucket)
                 joined = True
         pending = [n for n in pending if n not in ready]
     if joined:
         propagate(program, plan)
     return program
+
+
+def bucket_bytes(machine: Machine, axis: str) -> float:
+    """Bytes at which a ring's latency, ``2 (n - 1) alpha``, is a small share of its ``2 (n - 1) / n bytes / beta``."""
+    i = machine.names.index(axis)
+    link = machine.links[i]
+    return min(LARGEST, max(SMALLEST, machine.sizes[i] * link.latency * link.bandwidth / LATENCY_SHARE))
 
 
 def _is_gradient_reduction(node: fx.Node) -> bool:
@@ -61,12 +76,12 @@ def _depends(node: fx.Node, others: list[fx.Node]) -> bool:
     return isinstance(source, fx.Node) and source.target is c10d.wait_tensor.default and source.args[0] in others
 
 
-def _buckets(members: list[fx.Node]) -> list[list[fx.Node]]:
+def _buckets(members: list[fx.Node], limit: float) -> list[list[fx.Node]]:
     buckets: list[list[fx.Node]] = [[]]
     size = 0
     for node in members:
         value = node.meta["val"]
-        if buckets[-1] and size + value.nbytes > BUCKET_BYTES:
+        if buckets[-1] and size + value.nbytes > limit:
             buckets.append([])
             size = 0
         buckets[-1].append(node)
@@ -75,11 +90,11 @@ def _buckets(members: list[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _join(graph: fx.Graph, members: list[fx.Node]) -> None:
-    """Reduce all members at once, at the end of the graph: only outputs, and reductions over other axes, follow."""
+    """Start one reduction when the last member is known; wait for it at the end, where only outputs follow."""
     output = graph.output_node()
     waits = [next(iter(m.users)) for m in members]
     infos = [m.meta["collective"] for m in members]
-    with graph.inserting_before(output):
+    with graph.inserting_before(members[-1].all_input_nodes[0].next):
         flat = members[0].args[0]
         if len(members) > 1:
             pieces = [_call(graph, members[0], aten.reshape.default, m.args[0], [-1]) for m in members]
@@ -88,6 +103,7 @@ def _join(graph: fx.Graph, members: list[fx.Node]) -> None:
         reduced.meta["collective"] = Collective(
             "all_reduce", infos[0].axis, sum(i.bytes for i in infos), sum(i.members for i in infos), True
         )
+    with graph.inserting_before(output):
         whole = _call(graph, members[0], c10d.wait_tensor.default, reduced)
         start = 0
         for member, wait in zip(members, waits, strict=True):

@@ -184,7 +184,8 @@ def vit(hidden: int = 32, layers: int = 1, heads: int = 4, batch: int = 8, **con
 
 
 MODELS = {
-    "mlp": mlp, "residual": residual, "encoder": encoder, "cnn": cnn, "gpt2": gpt2, "llama": llama, "bert": bert, "vit": vit,
+    "mlp": mlp, "residual": residual, "encoder": encoder, "cnn": cnn,
+    "gpt2": gpt2, "llama": llama, "bert": bert, "vit": vit,
 }  # fmt: skip
 
 

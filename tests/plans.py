@@ -161,12 +161,17 @@ def _line(node: fx.Node, axes: tuple[str, ...], names: Mapping[fx.Node, str]) ->
         return f"return {_text(node.args[0], names)}"
     call = names[node]
     if node.op == "call_function":
-        named = [f"{k}={_text(v, names)}" for k, v in node.kwargs.items() if k not in ("device", "pin_memory", "layout")]
+        named = [
+            f"{k}={_text(v, names)}" for k, v in node.kwargs.items() if k not in ("device", "pin_memory", "layout")
+        ]
         call += f" = {_target(node)}({', '.join([*(_text(a, names) for a in node.args), *named])})"
     notes = []
     info = node.meta.get("collective")
     if isinstance(info, Collective):
-        notes.append(f"{info.kind} on {info.axis}: {info.bytes:g} bytes" + (f", {info.members} together" if info.members > 1 else ""))
+        notes.append(
+            f"{info.kind} on {info.axis}: {info.bytes:g} bytes"
+            + (f", {info.members} together" if info.members > 1 else "")
+        )
     if axes and "layouts" in node.meta and not node.meta.get("internal"):
         pairs = zip(node.meta["types"], node.meta["layouts"], strict=True)
         notes.append(", ".join("-" if t is None else describe(t, x, axes) for t, x in pairs))

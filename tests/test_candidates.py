@@ -15,8 +15,8 @@ from tests import models
 from tests.plans import tiny
 
 
-def operator(name: str, model: str = "") -> Operator:
-    program, dims = models.captured(model, **({"seq": 4} if model == "gpt2" else {}))[:2] if model else tiny(True)
+def operator(name: str) -> Operator:
+    _, dims = tiny(True)
     return next(o for n, o in dims.operators.items() if n.name == name)
 
 
@@ -41,7 +41,7 @@ def test_nonlinear_operator_takes_no_partial() -> None:
 
 def test_every_factor_of_a_letter() -> None:
     """GPT-2's fused projection: its output dim is 3 x heads x head, and each can be split."""
-    program, dims, _ = models.captured("gpt2", seq=4)
+    _, dims, _ = models.captured("gpt2", seq=4)
     fused = next(
         o for n, o in dims.operators.items() if "mm" in str(n.target) and any(len(d) == 3 for d in o.outputs[0].dims)
     )

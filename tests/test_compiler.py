@@ -1,4 +1,4 @@
-"""The compiler as a whole: passes in order, each checked; what is emitted is what was predicted; and what the checks catch."""
+"""The compiler as a whole: passes in order; what is emitted is what was predicted; what the checks catch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from autopar.program import Program
 from autopar.search.random_plan import random_plan
 from autopar.verify import compare
 from tests import models
-from tests.plans import follow_plan, show, tiny
+from tests.plans import follow_plan, hand_plan, show, tiny
 
 aten = torch.ops.aten
 
@@ -103,7 +103,7 @@ def test_rewriting_leaves_the_program_alone() -> None:
 def broken(tamper: Callable[[Program], None], until: int = 3) -> str:
     """Rewrite with a pass that does damage; the error's text."""
     program, _ = tiny()
-    found = follow_plan(program, {"a": 2}, batch={"0": "S(1)"}, parameters={"w": "S(0)"})
+    found = hand_plan(program, {"a": 2}, {"mm": "k.0"}, batch={"0": "S(1)"}, parameters={"w": "S(0)"})
 
     def saboteur(program: Program, plan: Plan) -> Program:
         tamper(program)
@@ -174,7 +174,9 @@ def test_wrong_local_shape_is_caught() -> None:
 
 def test_malformed_graph_is_caught() -> None:
     def reorder(program: Program) -> None:
-        node(program, "mm").append(node(program, "w") if any(n.name == "w" for n in program.graph.graph.nodes) else node(program, "arg"))
+        node(program, "mm").append(
+            node(program, "w") if any(n.name == "w" for n in program.graph.graph.nodes) else node(program, "arg")
+        )
 
     broken(reorder, 1)
 
@@ -188,7 +190,9 @@ def test_local_arguments_that_do_not_fit_are_caught() -> None:
         first.meta["layouts"] = ((Replicate(),),)
         return program
 
-    with pytest.raises(PassError, match=r"pass localize_shapes failed after \(annotate_layouts, insert_coll.*\): node mm"):
+    with pytest.raises(
+        PassError, match=r"pass localize_shapes failed after \(annotate_layouts, insert_coll.*\): node mm"
+    ):
         rewrite(program, found, passes=(annotate_layouts, insert_collectives, _unchecked(saboteur), localize_shapes))
 
 
@@ -230,7 +234,9 @@ def error(mutate: Callable[[Program], None]) -> float:
 
 def reductions(program: Program, gradient: bool) -> list[fx.Node]:
     return [
-        n for n in program.graph.graph.nodes if n.target is c10d.all_reduce.default and n.meta["collective"].gradient is gradient
+        n
+        for n in program.graph.graph.nodes
+        if n.target is c10d.all_reduce.default and n.meta["collective"].gradient is gradient
     ]
 
 
@@ -238,36 +244,32 @@ def test_the_plan_is_right_before_it_is_mutated() -> None:
     assert error(lambda local: None) < 1e-12
     local = megatron(False)[-1]
     assert len(reductions(local, False)) >= 2  # behind the second layer, and the loss
-    assert len(reductions(local, True)) == 4
+    assert len(reductions(local, True)) >= 4
 
 
-@pytest.mark.parametrize("number", range(2))
-def test_a_lost_reduction_is_seen(number: int) -> None:
-    def drop(local: Program) -> None:
-        reduced = reductions(local, False)[number]
-        next(iter(reduced.users)).replace_all_uses_with(reduced.args[0])
+def test_every_lost_reduction_is_seen() -> None:
+    """Of an activation, of the loss, of each gradient."""
+    for gradient in (False, True):
+        for number in range(len(reductions(megatron(False)[-1], gradient))):
 
-    assert error(drop) > 1e-6
+            def drop(local: Program, gradient: bool = gradient, number: int = number) -> None:
+                reduced = reductions(local, gradient)[number]
+                next(iter(reduced.users)).replace_all_uses_with(reduced.args[0])
 
-
-@pytest.mark.parametrize("number", range(4))
-def test_a_lost_gradient_reduction_is_seen(number: int) -> None:
-    def drop(local: Program) -> None:
-        reduced = reductions(local, True)[number]
-        next(iter(reduced.users)).replace_all_uses_with(reduced.args[0])
-
-    assert error(drop) > 1e-6
+            assert error(drop) > 1e-6, (gradient, number)
 
 
-@pytest.mark.parametrize("number", range(4))
-def test_a_gradient_reduced_twice_is_seen(number: int) -> None:
-    def twice(local: Program) -> None:
-        wait = next(iter(reductions(local, True)[number].users))
-        with local.graph.graph.inserting_after(wait):
-            again = local.graph.graph.call_function(c10d.all_reduce.default, (wait, "sum", "data"))
-        wait.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
+def test_every_gradient_reduced_twice_is_seen() -> None:
+    for number in range(len(reductions(megatron(False)[-1], True))):
 
-    assert error(twice) > 1e-6
+        def twice(local: Program, number: int = number) -> None:
+            first = reductions(local, True)[number]
+            wait = next(iter(first.users))
+            with local.graph.graph.inserting_after(wait):
+                again = local.graph.graph.call_function(c10d.all_reduce.default, (wait, *first.args[1:]))
+            wait.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
+
+        assert error(twice) > 1e-6, number
 
 
 def test_swapped_axes_are_seen() -> None:
@@ -345,7 +347,7 @@ def test_plan_errors() -> None:
     model, batch = models.mlp()
     with pytest.raises(ValueError, match="precision= is not supported yet"):
         plan(model, batch, cluster="cpu", precision="bf16")
-    with pytest.raises(ValueError, match="no cluster preset|neither a file nor a preset"):
+    with pytest.raises(ValueError, match=r"neither a file nor a preset"):
         plan(model, batch, cluster="h1000")
     with pytest.raises(autopar.InfeasibleError, match=r"budget is .* are missing") as caught:
         plan(model, batch, cluster="cpu", axes={"a": 4}, memory=1000)

@@ -26,7 +26,9 @@ def program_of(build: Any, inputs: int = 1) -> Program:
     outputs = build(graph, *placeholders)
     graph.output(outputs)
     named = tuple(Output("result", str(i)) for i in range(len(outputs)))
-    return Program(fx.GraphModule({}, graph), tuple(Input("batch", str(i)) for i in range(inputs)), named, len(named), None)
+    return Program(
+        fx.GraphModule({}, graph), tuple(Input("batch", str(i)) for i in range(inputs)), named, len(named), None
+    )
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +59,9 @@ def test_collectives_do_what_torch_does(mesh: DeviceMesh, name: str, axis: str) 
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randint(-9, 9, (4, 3), generator=generator).double() for _ in range(4)]
     with LocalTensorMode(4):
-        local: Any = c10d.wait_tensor(target(LocalTensor(dict(enumerate(parts))), *arguments, mesh.get_group(axis).group_name))
+        local: Any = c10d.wait_tensor(
+            target(LocalTensor(dict(enumerate(parts))), *arguments, mesh.get_group(axis).group_name)
+        )
         expected = [local._local_tensors[r] for r in range(4)]
 
     def build(graph: fx.Graph, x: fx.Node) -> list[fx.Node]:

@@ -71,10 +71,16 @@ def broken(tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda d: d.update(autopar_plan=VERSION + 1), f"version {VERSION + 1} of the format, this autopar reads {VERSION}"),
+        (
+            lambda d: d.update(autopar_plan=VERSION + 1),
+            f"version {VERSION + 1} of the format, this autopar reads {VERSION}",
+        ),
         (lambda d: d.pop("autopar_plan"), "no plan of autopar"),
         (lambda d: d.pop("choices"), "corrupt: KeyError: 'choices'"),
-        (lambda d: d["parameters"].update({"up.weight": ["R"]}), "'parameters up.weight' does not have one placement for each"),
+        (
+            lambda d: d["parameters"].update({"up.weight": ["R"]}),
+            "'parameters up.weight' does not have one placement for each",
+        ),
         (lambda d: d["parameters"].update({"up.weight": ["R", "Q"]}), "not a placement: 'Q'"),
         (lambda d: d["choices"].update(more=["R"]), "'choices more' does not have one placement"),
         (lambda d: d.update(axes=[1, 2]), "corrupt"),
@@ -124,7 +130,9 @@ def test_plan_for_other_axes() -> None:
 def test_unknown_strategy_and_missing_choice() -> None:
     program, plan = solved()
     key = next(k for k in plan.choices if " mm " in k)
-    with pytest.raises(PlanError, match=r"wants strategy 'z\.9' of aten\.mm\.default \(node mm\w*\), which has none such"):
+    with pytest.raises(
+        PlanError, match=r"wants strategy 'z\.9' of aten\.mm\.default \(node mm\w*\), which has none such"
+    ):
         rewrite(program, replace(plan, choices={**plan.choices, key: ("z.9", "R")}))
     with pytest.raises(PlanError, match=r"says nothing of aten\.mm\.default \(node mm\w*, .*\.py:\d+\)"):
         rewrite(program, replace(plan, choices={k: v for k, v in plan.choices.items() if k != key}))
@@ -172,7 +180,9 @@ def test_same_plan_under_any_hash_seed() -> None:
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
         running.append(
-            subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
         )
     plan = solve(models.captured("gpt2", seq=4)[0], {"node": 2, "gpu": 4}, "h100")
     digests = {hashlib.sha256(json.dumps(plan.to_dict()).encode()).hexdigest()}

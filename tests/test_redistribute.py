@@ -35,8 +35,9 @@ def make_type(*dims: tuple[int, ...], dtype: str = "float64") -> TensorType:
 
 def make_plan(sizes: tuple[int, ...], cluster: str = "cpu") -> Plan:
     return Plan(
-        axes=tuple(zip(NAMES, sizes, strict=False)), cluster=Cluster.preset(cluster), parameters={}, batch={}, results={},
-        choices={}, relays={}, optimizer="adamw", fingerprint="", torch="", certificate=Certificate(0.0, 0.0, "", ""),
+        axes=tuple(zip(NAMES, sizes, strict=False)), cluster=Cluster.preset(cluster),
+        parameters={}, batch={}, results={}, choices={}, relays={}, optimizer="adamw", fingerprint="", torch="",
+        certificate=Certificate(0.0, 0.0, "", ""),
     )  # fmt: skip
 
 

@@ -60,7 +60,9 @@ def test_joint_export() -> None:
     assert [d.grad_of.target for d in outputs if type(d).__name__ == "GradAOTOutput"] == ["inner.weight", "inner.bias"]
     tags = {n.meta.get("partitioner_tag") for n in graph.graph.nodes if n.op == "call_function"}
     assert "is_backward" in tags
-    paths = [n.meta.get("nn_module_stack") or n.meta.get("fwd_nn_module_stack") for n in graph.graph.nodes if "mm" in n.name]
+    paths = [
+        n.meta.get("nn_module_stack") or n.meta.get("fwd_nn_module_stack") for n in graph.graph.nodes if "mm" in n.name
+    ]
     assert all(p and list(p.values())[-1][0].endswith("inner") for p in paths)
     assert not any("addmm" in str(n.target) for n in graph.graph.nodes)
 

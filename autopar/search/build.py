@@ -203,7 +203,10 @@ class _Maker:
         return Variable(key, count, ports, types, None, np.zeros(len(labels)), memory / parts)
 
     def _admits(self, kind: str, names: tuple[str, ...], type_: TensorType, layout: Layout, key: str) -> bool:
-        fixed = self.restrictions.fixed.get(key)
+        pinned = next(
+            (self.restrictions.layouts[kind, n] for n in names if (kind, n) in self.restrictions.layouts), None
+        )
+        fixed = self.restrictions.fixed.get(key) or pinned  # a pin holds on every axis, searched or not
         free = self.restrictions.free
         if free is not None and any(
             layout[a] != (fixed[a] if fixed else Replicate()) for a in range(len(layout)) if a not in free

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from autopar.candidates import strategies
 from autopar.cluster import Cluster
 from autopar.cost.memory import format_bytes, optimizer_state_bytes
-from autopar.candidates import strategies
 from autopar.dims import Dims
 from autopar.errors import InfeasibleError
 from autopar.layout import Layout

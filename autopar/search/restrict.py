@@ -99,8 +99,6 @@ def _read_placement(pattern: str, value: Any) -> Placement:
     """A placement from text or from torch's or autopar's object."""
     if isinstance(value, Replicate | Split):
         return value
-    if isinstance(value, Partial):
-        raise ValueError(f"pin {pattern!r}: a parameter or batch tensor cannot be Partial")
     kind = type(value).__name__
     if kind == "Shard":
         return Split(int(value.dim))
@@ -108,11 +106,14 @@ def _read_placement(pattern: str, value: Any) -> Placement:
         return Replicate()
     text = re.sub(r"^Shard", "S", str(value).strip()).replace("dim=", "")
     try:
-        return parse_placement("R" if text in ("Replicate()", "Replicate") else text)
+        found = parse_placement("R" if text in ("Replicate()", "Replicate") else text)
     except ValueError as e:
         raise ValueError(
             f"pin {pattern!r}: {value!r} is no placement; write R, S(dim), S(dim.factor) or Shard(dim)"
         ) from e
+    if isinstance(found, Partial):
+        raise ValueError(f"pin {pattern!r}: a parameter, batch tensor or result cannot be Partial")
+    return found
 
 
 def is_boundary_layout(type_: TensorType, layout: Layout) -> bool:

@@ -19,18 +19,24 @@ def test_before_and_after() -> None:
         program, AXES, {"mm": "m.0 k.0", "relu": "a.0 R"}, batch={"0": "S(0) S(1)"}, parameters={"w": "R S(0)"},
         results={"0": "S(0) R"},
     )  # fmt: skip
-    assert show(program) == """\
+    assert (
+        show(program)
+        == """\
 w
 batch0
 mm = mm(batch0, w)
 relu = relu(mm)
 return [relu]"""
-    assert show(rewrite(program, plan, passes=(annotate_layouts,))) == """\
+    )
+    assert (
+        show(rewrite(program, plan, passes=(annotate_layouts,)))
+        == """\
 w  # f32[w.0{model}, w.1]
 batch0  # f32[batch{data}, w.0{model}]
 mm = mm(batch0, w)  # f32[batch{data}, w.1] +sum{model}
 relu = relu(mm)  # f32[batch{data}, w.1]
 return [relu]"""
+    )
 
 
 def test_meta() -> None:

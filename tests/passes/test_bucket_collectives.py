@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.collective import Collective
+from autopar.cluster import Device, Link
+from autopar.collective import Collective, c10d
 from autopar.compiler import PASSES, rewrite
 from autopar.dims import Dims
 from autopar.emulate import census
@@ -14,10 +15,12 @@ from autopar.passes.bucket_collectives import bucket_collectives
 from autopar.plan import Plan
 from autopar.predict import predict
 from autopar.program import Program
+from autopar.redistribute import Machine
 from autopar.verify import compare
 from tests import models
 from tests.plans import follow_plan, show, tiny
 
+SLOW = Device("slow", {"float32": 1e6}, 1e9, 1e6, 1e-9)
 AT = PASSES.index(bucket_collectives)
 
 
@@ -46,12 +49,29 @@ def test_one_bucket_an_axis(axes: dict[str, int]) -> None:
     assert compare(program, after, dims, plan, values, torch.float64).max_error < 1e-12
 
 
-def test_small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_buckets_start_as_soon_as_they_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
     program, dims, values, plan = data_parallel({"a": 4})
-    monkeypatch.setattr(bucketing, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(bucketing, "LARGEST", 1)
     after = rewrite(program, plan)
     assert [c.members for c in reductions(after)] == [1] * 4
+    order = list(after.graph.graph.nodes)
+    starts = [i for i, n in enumerate(order) if (c := n.meta.get("collective")) and c.gradient]
+    waits = [order.index(next(iter(order[i].users))) for i in starts]
+    assert all(order[i].target is c10d.wait_tensor.default for i in waits)
+    last = max(i for i, n in enumerate(order) if n.target is torch.ops.aten.mm.default)
+    assert sum(i < last for i in starts) == 2  # the second layer's, while the backward pass goes on
+    assert min(waits) > last
     assert compare(program, after, dims, plan, values, torch.float64).max_error < 1e-12
+
+
+def test_size_of_a_bucket() -> None:
+    def size(latency: float, bandwidth: float) -> float:
+        machine = Machine(("a", "b"), (2, 8), (Link("other", 1.0, 1.0), Link("link", bandwidth, latency)), SLOW)
+        return bucketing.bucket_bytes(machine, "b")
+
+    assert size(1e-9, 1e9) == bucketing.SMALLEST
+    assert size(1.0, 1e12) == bucketing.LARGEST
+    assert size(5e-6, 50e9) == 8 * 5e-6 * 50e9 / bucketing.LATENCY_SHARE
 
 
 def test_census_counts_members() -> None:

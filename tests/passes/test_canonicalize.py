@@ -37,7 +37,9 @@ def raw(function: Callable[..., Any]) -> Program:
 
 def test_before_and_after() -> None:
     before = raw(lambda x, w: (x.t() @ w).view(2, 4, 2, -1).contiguous().mean((1, -1)) * 1)
-    assert show(before) == """\
+    assert (
+        show(before)
+        == """\
 w
 batch0
 t = t(batch0)
@@ -46,7 +48,10 @@ view = view(mm, [2, 4, 2, -1])
 mean.dim = mean.dim(view, [1, -1])
 mul.Tensor = mul.Tensor(mean.dim, 1)
 return [mul.Tensor]"""
-    assert show(canonicalize(before)) == """\
+    )
+    assert (
+        show(canonicalize(before))
+        == """\
 w
 batch0
 permute = permute(batch0, [1, 0])
@@ -55,6 +60,7 @@ reshape = reshape(mm, [2, 4, 2, 2])
 sum.dim_IntList = sum.dim_IntList(reshape, [1, 3], False)
 div.Scalar = div.Scalar(sum.dim_IntList, 8)
 return [div.Scalar]"""
+    )
 
 
 FORMS: dict[str, tuple[Callable[..., Any], list[str]]] = {

@@ -29,7 +29,9 @@ def test_before_and_after() -> None:
         return program
 
     passes = (*PASSES[:-1], litter)
-    assert show(rewrite(program, plan, passes=passes)) == """\
+    assert (
+        show(rewrite(program, plan, passes=passes))
+        == """\
 w  # f32[w.0, w.1]
 batch0  # f32[batch, w.0]
 mm = mm(batch0, w)  # f32[batch, w.1]
@@ -37,12 +39,16 @@ axis_index = axis_index('a')
 mul.Tensor = mul.Tensor(mm, axis_index)
 relu = relu(mm)  # f32[batch, w.1]
 return [relu]"""
-    assert show(rewrite(program, plan, passes=(*passes, eliminate_dead_code))) == """\
+    )
+    assert (
+        show(rewrite(program, plan, passes=(*passes, eliminate_dead_code)))
+        == """\
 w  # f32[w.0, w.1]
 batch0  # f32[batch, w.0]
 mm = mm(batch0, w)  # f32[batch, w.1]
 relu = relu(mm)  # f32[batch, w.1]
 return [relu]"""
+    )
 
 
 def test_placeholders_stay() -> None:

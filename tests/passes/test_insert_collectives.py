@@ -28,7 +28,9 @@ def test_partial_is_reduced_in_front_of_a_nonlinear_operator() -> None:
         {"data": 2, "model": 2}, choices={"mm": "m.0 k.0", "relu": "a.0 R"}, batch={"0": "S(0) S(1)"},
         parameters={"w": "R S(0)"}, results={"0": "S(0) R"},
     )  # fmt: skip
-    assert show(after) == """\
+    assert (
+        show(after)
+        == """\
 w  # f32[w.0{model}, w.1]
 batch0  # f32[batch{data}, w.0{model}]
 mm = mm(batch0, w)  # f32[batch{data}, w.1] +sum{model}
@@ -36,12 +38,15 @@ all_reduce = all_reduce(mm, 'sum', 'model')  # all_reduce on model: 32 bytes
 wait_tensor = wait_tensor(all_reduce)  # f32[batch{data}, w.1]
 relu = relu(wait_tensor)  # f32[batch{data}, w.1]
 return [relu]"""
+    )
 
 
 def test_every_other_kind_of_move() -> None:
     """A slice of the weight, a reduce-scatter behind a dim, an all-to-all."""
     after = inserted({"a": 2}, choices={"mm": "k.0", "relu": "b.0"}, batch={"0": "S(1)"}, results={"0": "S(0)"})
-    assert show(after) == """\
+    assert (
+        show(after)
+        == """\
 w  # f32[w.0, w.1]
 batch0  # f32[batch, w.0{a}]
 reshape = reshape(w, [1, 2, 16])
@@ -69,6 +74,7 @@ permute.2 = permute(reshape.7, [1, 0, 2])
 reshape.8 = reshape(permute.2, [2, 4])
 contiguous.3 = contiguous(reshape.8)  # f32[batch{a}, w.1]
 return [contiguous.3]"""
+    )
 
 
 def test_relay_comes_first() -> None:
@@ -101,6 +107,8 @@ def test_gradients_are_marked() -> None:
 
 
 def test_forward_value_for_the_backward_pass_moves_there() -> None:
-    after = inserted({"a": 2}, True, choices={"mm": "m.0", "relu": "a.0", "t": "R"}, batch={"0": "S(0)"}, results={"0": "S(0)"})
+    after = inserted(
+        {"a": 2}, True, choices={"mm": "m.0", "relu": "a.0", "t": "R"}, batch={"0": "S(0)"}, results={"0": "S(0)"}
+    )
     tags = {n.meta.get("partitioner_tag") for n in after.graph.graph.nodes if "collective" in n.meta}
     assert tags == {"is_backward"}

@@ -22,16 +22,16 @@ def classes_of(name: str, layers: int, tie: bool = True) -> Quotient:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_number_of_classes_does_not_depend_on_depth(name: str) -> None:
-    few, many = classes_of(name, 3), classes_of(name, 4)
+    few, many = classes_of(name, 2), classes_of(name, 4)
     assert list(few.members) == list(many.members)
     sizes = {k: (len(few.members[k]), len(v)) for k, v in many.members.items()}
-    assert {b - a for a, b in sizes.values()} <= {0, 1, 2}
+    assert {b - a for a, b in sizes.values()} <= {0, 2, 4}
     assert any(b > a for a, b in sizes.values())
     assert len(few.members) < len(few.key)
 
 
 def test_members_are_alike() -> None:
-    program, dims, _ = models.captured("llama", layers=3, seq=4)
+    program, dims, _ = models.captured("llama", layers=2, seq=4)
     for key, members in quotient(program, dims).members.items():
         assert len({n.op for n in members}) == 1, key
         assert len({n.target for n in members if is_operator(n)}) <= 1, key
@@ -40,7 +40,7 @@ def test_members_are_alike() -> None:
 
 
 def test_every_node_has_one_class() -> None:
-    program, dims, _ = models.captured("gpt2", layers=3, seq=4)
+    program, dims, _ = models.captured("gpt2", layers=2, seq=4)
     found = quotient(program, dims)
     nodes = [n for n in program.graph.graph.nodes if is_operator(n) or n.op in ("placeholder", "get_attr")]
     assert set(found.key) == set(nodes)
@@ -48,7 +48,7 @@ def test_every_node_has_one_class() -> None:
 
 
 def test_untied_is_one_class_a_node() -> None:
-    found = classes_of("gpt2", 3, tie=False)
+    found = classes_of("gpt2", 2, tie=False)
     assert all(len(v) == 1 for v in found.members.values())
     assert len(found.members) == len(found.key)
 
@@ -65,15 +65,15 @@ def test_numbered_leaves_are_not_layers() -> None:
 
 
 def test_keys_are_the_same_in_every_analysis() -> None:
-    program, dims, _ = models.captured("llama", layers=3, seq=4)
-    again = program_of(*models.llama(layers=3, seq=4))
+    program, dims, _ = models.captured("gpt2", layers=2, seq=4)
+    again = program_of(*models.gpt2(layers=2, seq=4))
     assert list(quotient(program, dims).members) == list(quotient(again, analyze(again)).members)
 
 
 @pytest.mark.parametrize("cluster", ["h100", FAST])
 def test_tied_optimum_equals_the_untied(cluster: str | Cluster) -> None:
     """Tying repeated layers loses nothing: two layers of Llama on one axis."""
-    program, dims, values = models.captured("llama", layers=2, seq=4)
+    program, _, _ = models.captured("llama", layers=2, seq=4)
     exact = {"gap": 1e-9}
     tied = solve(program, {"a": 4}, cluster, search=Search(**exact))
     untied = solve(program, {"a": 4}, cluster, search=Search(tie_layers=False, **exact))

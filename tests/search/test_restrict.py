@@ -90,10 +90,9 @@ def test_errors_name_the_pin(pins: dict[str, Any], message: str) -> None:
 
 
 def test_torch_partial_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"up\.weight"):
-        pinned({"up.weight": ("R", dt.Partial())})
-    with pytest.raises(ValueError, match=r"cannot be Partial|is no placement|cannot be laid out"):
-        pinned({"up.weight": ("R", "P(sum)")})
+    for value in (dt.Partial(), "P(sum)"):
+        with pytest.raises(ValueError, match=r"pin 'up\.weight': .* cannot be Partial"):
+            pinned({"up.weight": ("R", value)})
 
 
 def test_sizes_that_do_not_divide() -> None:
@@ -129,7 +128,7 @@ def test_what_torch_can_express(spelled: str, expressible: bool) -> None:
 
 def test_the_plan_keeps_pins() -> None:
     pins = {"up.weight": ("S(0)", "R"), "batch.0": ("R", "S(0)"), "down.*": {"model": "S(0)"}}
-    program, dims, _ = models.captured("mlp")
+    program, _, _ = models.captured("mlp")
     plan = solve(program, AXES, "h100", search=Search(pins=pins))
     assert plan.parameters["up.weight"] == layout("S(0) R")
     assert plan.parameters["down.weight"] == plan.parameters["down.bias"] == layout("R S(0)")
