@@ -28,6 +28,7 @@ from autopar.passes.lower_operators import lower_operators
 from autopar.plan import Plan
 from autopar.predict import predict
 from autopar.program import Program, copy_graph, fingerprint
+from autopar.search.random_plan import random_plan
 from autopar.search.find import Progress, Search, find_plan, require_splits
 from autopar.search.restrict import Restrictions, read_pins
 
@@ -67,15 +68,20 @@ def solve(
         dims = analyze(program)
         if restrictions is None or not restrictions.layouts:  # a later shape lives with the mesh that there is
             require_splits(dims, axes)
+        machine = Cluster.resolve(cluster)
+        limits = read_pins(program, dims, search.pins, axes, restrictions)
+        if search.recipe == "random":
+            drawn = random_plan(program, dims, axes, machine, search.seed, limits.layouts, optimizer)
+            return predict(program, dims, drawn)
         plan = find_plan(
             program,
             dims,
             axes,
-            Cluster.resolve(cluster),
+            machine,
             memory=None if memory is None else parse_bytes(memory),
             optimizer=optimizer,
             search=search,
-            restrictions=read_pins(program, dims, search.pins, axes, restrictions),
+            restrictions=limits,
             progress=progress,
         )
         return predict(program, dims, plan)

@@ -166,9 +166,9 @@ def user_line(node: fx.Node) -> str:
 
 
 def static_arguments(node: fx.Node) -> str:
-    """Text of the node's arguments that are not tensors; the same for equal calls in every process."""
+    """Text of the node's arguments that are not tensors; the same for equal calls in every process, on any device."""
     args, kwargs = map_nodes((node.args, node.kwargs), lambda _: "%")
-    return f"{args!r}{sorted(kwargs.items())!r}"
+    return f"{args!r}{sorted((k, v) for k, v in kwargs.items() if k not in ('device', 'pin_memory'))!r}"
 
 
 def fingerprint(program: Program) -> str:

@@ -40,8 +40,8 @@ class Search:
         gap: relative gap at which to stop.
         pins: layouts decided by hand: name of a parameter or ``batch.0`` to one placement an axis, as text
             (``("R", "S(0)")``), torch placements or a dict by axis name.
-        recipe: reserved for named hand-made plans; None searches.
-        seed: of random plans.
+        recipe: None searches; ``"random"`` draws a feasible plan instead, for tests (budgets are not looked at).
+        seed: of the random plan.
         tie_layers: repeated layers are laid out alike; False searches each on its own.
     """
 
@@ -51,6 +51,11 @@ class Search:
     recipe: str | None = None
     seed: int = 0
     tie_layers: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse recipes that do not exist."""
+        if self.recipe not in (None, "random"):
+            raise ValueError(f'recipe={self.recipe!r}: there are None and "random"; use pins= for layouts by hand')
 
 
 def find_plan(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -33,6 +34,7 @@ def random_plan(
     axes: Mapping[str, int],
     cluster: Cluster,
     choose: Choose | int = 0,
+    fixed: Mapping[tuple[str, str], Layout] = MappingProxyType({}),
     optimizer: str = "adamw",
 ) -> Plan:
     """Draw a plan.
@@ -43,6 +45,7 @@ def random_plan(
         axes: name and size of each mesh axis.
         cluster: for redistribution paths.
         choose: source of choices, or a seed.
+        fixed: layouts of parameters, batch tensors and results that are decided already, by kind and name.
         optimizer: recorded in the plan.
     """
     choose = random.Random(choose).randrange if isinstance(choose, int) else choose
@@ -57,17 +60,20 @@ def random_plan(
     for output, value in zip(program.outputs, program.output_values, strict=True):
         if output.kind == "result" and value is not None:
             loss = program.loss is not None and int(output.name) == program.loss
-            results[output.name] = whole if loss else _boundary(dims, value, sizes, choose)
+            drawn = whole if loss else _boundary(dims, value, sizes, choose)
+            results[output.name] = fixed.get(("result", output.name), drawn)
     inputs = dict(zip(program.placeholders, program.inputs, strict=True))
     for node in program.graph.graph.nodes:
         if node in inputs:
             spec = inputs[node]
             made[node, 0] = whole
             if spec.kind == "parameter":
-                made[node, 0] = parameters[spec.name] = _boundary(dims, node, sizes, choose)
+                drawn = _boundary(dims, node, sizes, choose)
+                made[node, 0] = parameters[spec.name] = fixed.get(("parameter", spec.name), drawn)
             elif spec.kind == "batch":
                 options = layouts(dims.type_of(node), sizes, False)
-                made[node, 0] = batch[spec.name] = options[choose(len(options))]
+                drawn = options[choose(len(options))]
+                made[node, 0] = batch[spec.name] = fixed.get(("batch", spec.name), drawn)
             elif spec.kind == "tangent":
                 made[node, 0] = results.get(spec.name, whole)
         elif node.op == "get_attr":

@@ -14,24 +14,29 @@ pytestmark = pytest.mark.distributed
 
 STEPS = 3
 TOLERANCE = 1e-9
+# transformers' Llama casts to float32 within its norms, also in a float64 model: plans that split a norm round elsewhere.
+ROUNDS = {("llama", "random (2, 2)"): 1e-4}
 
 # Pins that force a plan (data parallel, fully sharded, tensor parallel), and the meshes on which it is tried.
 DATA = {"batch.*": "S(0)", "*.weight": "R", "*.bias": "R"}
 SHARDED = {"batch.*": "S(0)", "*.weight": "S(0)"}
 LINE, SQUARE = (4,), (2, 2)
-PLANS: dict[str, dict[str, tuple[dict[str, str], tuple[tuple[int, ...], ...]]]] = {
+PLANS: dict[str, dict[str, tuple[dict[str, str] | int, tuple[tuple[int, ...], ...]]]] = {
     "mlp": {
         "search": ({}, (LINE, SQUARE)),
         "data": (DATA, (LINE,)),
         "sharded": (SHARDED, (LINE, SQUARE)),
         "tensor": ({"up.weight": "S(0)", "up.bias": "S(0)", "down.weight": "S(1)"}, (LINE, SQUARE)),
+        "random": (5, (LINE, SQUARE)),
         "columns": ({"*.weight": "S(1)", "batch.0": "S(1)"}, (SQUARE,)),
     },
     "gpt2": {
+        "random": (1, (SQUARE,)),
         "sharded": (SHARDED, (LINE,)),
         "tensor": ({"*.c_attn.weight": "S(1.1)", "*.c_attn.bias": "S(0.1)", "*.mlp.c_fc.weight": "S(1)"}, (SQUARE,)),
     },
     "llama": {
+        "random": (2, (SQUARE,)),
         "search": ({}, (LINE,)),
         "sharded": (SHARDED, (SQUARE,)),
         "tensor": (
@@ -70,7 +75,8 @@ def train(rank: int, name: str, plans: Any) -> dict[str, Any]:
     for label, (pins, meshes) in plans.items():
         for sizes in meshes:
             model, batch = make(name)
-            search = Search(pins=pins_on(pins, len(sizes)))
+            drawn = isinstance(pins, int)  # the seed of a random plan
+            search = Search(recipe="random", seed=pins) if drawn else Search(pins=pins_on(pins, len(sizes)))
             parallel = parallelize(model, mesh_of(*sizes), search=search, cluster=slow_devices(), timeout=30)
             optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
             worst = 0.0
@@ -96,4 +102,5 @@ def test_three_steps_of_adamw_equal_one_device(ranks: Ranks, name: str) -> None:
     assert all(r.keys() == results[0].keys() for r in results)
     for label, (_, collectives) in results[0].items():
         assert {"all_reduce", "reduce_scatter"} & set(collectives), f"{name} {label}: nothing is computed in parts"
-        assert all(r[label][0] < TOLERANCE for r in results), f"{name} {label}: {[r[label] for r in results]}"
+        tolerance = ROUNDS.get((name, label), TOLERANCE)
+        assert all(r[label][0] < tolerance for r in results), f"{name} {label}: {[r[label] for r in results]}"
