@@ -28,8 +28,8 @@ from autopar.passes.lower_operators import lower_operators
 from autopar.plan import Plan
 from autopar.predict import predict
 from autopar.program import Program, copy_graph, fingerprint
-from autopar.search.random_plan import random_plan
 from autopar.search.find import Progress, Search, find_plan, require_splits
+from autopar.search.random_plan import random_plan
 from autopar.search.restrict import Restrictions, read_pins
 
 Pass = Callable[[Program, Plan], Program]

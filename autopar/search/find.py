@@ -128,7 +128,7 @@ def require_splits(dims: Dims, axes: Mapping[str, int]) -> None:
     for axis, n in axes.items():
         if n > 1 and not any(size % n == 0 for size in sizes):
             raise InfeasibleError(
-                f"no operator can be split along axis {axis!r} of size {n}: it divides none of the factors of the model's "
+                f"no operator can be split along axis {axis!r} of size {n}: it divides no factor of the model's "
                 f"dims ({', '.join(map(str, sizes[:12]))}); choose an axis size that divides the batch or the weights"
             )
 

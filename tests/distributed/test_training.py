@@ -14,7 +14,7 @@ pytestmark = pytest.mark.distributed
 
 STEPS = 3
 TOLERANCE = 1e-9
-# transformers' Llama casts to float32 within its norms, also in a float64 model: plans that split a norm round elsewhere.
+# transformers' Llama casts to float32 within its norms, in float64 too: plans that split a norm round elsewhere.
 ROUNDS = {("llama", "random (2, 2)"): 1e-4}
 
 # Pins that force a plan (data parallel, fully sharded, tensor parallel), and the meshes on which it is tried.
