@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +39,7 @@ class Strategy:
         return self.factor is not None
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=4096)
 def strategies(operator: Operator) -> tuple[Strategy, ...]:
     """Every strategy of an operator on one axis: replicate, each letter's factors, each linear set."""
     rule = operator.rule
@@ -116,7 +116,7 @@ def candidates(operator: Operator, sizes: Sequence[int], allowed: Sequence[Seque
     return Candidates(options, choice[valid])
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=4096)
 def combine(operator: Operator, names: tuple[str, ...]) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
     """Layouts of tensor arguments and outputs under one named strategy an axis.
 
@@ -130,7 +130,7 @@ def combine(operator: Operator, names: tuple[str, ...]) -> tuple[tuple[Layout, .
     return inputs, outputs
 
 
-@cache
+@lru_cache(maxsize=1024)
 def layouts(type_: TensorType, sizes: tuple[int, ...], partial: bool = True) -> tuple[Layout, ...]:
     """Every layout of a tensor that divides, in a fixed order, the replicated one first."""
     options: list[Placement] = [Replicate(), *([Partial()] if partial else [])]

@@ -185,6 +185,6 @@ class Tables:
         return _table(plain, self.machine)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _table(type_: TensorType, machine: Machine) -> Redistributions:
     return Redistributions(type_, machine)

@@ -79,7 +79,7 @@ def _shallow(node: fx.Node, output: int, key: dict[fx.Node, str]) -> str:
     return f"{key[node]}{output}"
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=4096)
 def _detail(operator: Operator, arguments: str) -> str:
     types = [_signature(t) for t in (*operator.inputs, *operator.outputs) if t is not None]
     bound = "".join(c if c in operator.letters else "" for c in operator.rule.letters)
