@@ -66,7 +66,9 @@ def assign(program: Program, dims: Dims, plan: Plan, classes: Quotient) -> Assig
             outputs.update({(node, i): layout for i, layout in enumerate(made)})
     relays = {}
     for value in outputs:
-        layout = plan.relays.get(f"{classes.key[value[0]]} {value[1]}")
+        node, index = value
+        shared = plan.relays.get(f"{classes.key[node]} {index}")
+        layout = plan.relays.get(f"{classes.key[node]} @{node.name} {index}", shared)
         if layout is not None:
             relays[value] = layout
     finals = []

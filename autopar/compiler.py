@@ -29,6 +29,7 @@ from autopar.plan import Plan
 from autopar.predict import predict
 from autopar.program import Program, copy_graph, fingerprint
 from autopar.search.find import Progress, Search, find_plan, require_splits
+from autopar.search.quotient import quotient
 from autopar.search.random_plan import random_plan
 from autopar.search.restrict import Restrictions, read_pins
 
@@ -73,6 +74,7 @@ def solve(
         if search.recipe == "random":
             drawn = random_plan(program, dims, axes, machine, search.seed, limits.layouts, optimizer)
             return predict(program, dims, drawn)
+        classes = quotient(program, dims, tie=search.tie_layers)
         plan = find_plan(
             program,
             dims,
@@ -82,9 +84,10 @@ def solve(
             optimizer=optimizer,
             search=search,
             restrictions=limits,
+            classes=classes,
             progress=progress,
         )
-        return predict(program, dims, plan)
+        return predict(program, dims, plan, classes)
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from autopar.layout import Factor, TensorType
 from autopar.naming import factor_names
 from autopar.program import (
     Program,
-    is_operator,
     map_nodes,
     operators,
     producer,
@@ -85,15 +84,13 @@ def analyze(program: Program) -> Dims:
     values: dict[tuple[fx.Node, int], list[list[int]]] = {}
     calls: dict[fx.Node, _Call] = {}
     known: dict[Any, _Call] = {}
+    finals = {producer(v) for v in program.output_values if v is not None}
     for node in program.graph.graph.nodes:
-        if node.op == "output" or (node.op == "call_function" and not is_operator(node)):
-            continue
-        for i, value in enumerate(values_of(node)):
-            if value is not None:
+        for i, value in enumerate(values_of(node) if node.op != "output" else ()):
+            if value is not None and (node.op in ("placeholder", "get_attr") or (node, i) in finals):
                 values[node, i] = [factors.new(int(n)) for n in value.shape]
-    _tie_gradients(
-        factors, program, values
-    )  # first: nothing contradicts it yet, and layouts must mean the same in both
+    # First: nothing contradicts it yet, and a layout must mean the same for a parameter and its gradient.
+    _tie_gradients(factors, program, values)
     for node in operators(program.graph.graph):
         calls[node] = _call(node, known)
         _bind(factors, node, calls[node], values)
@@ -201,10 +198,28 @@ def _occurrences(
 
 
 def _bind(factors: _Factors, node: fx.Node, call: _Call, values: dict[tuple[fx.Node, int], list[list[int]]]) -> None:
-    """Unite the dims that a rule says are the same."""
-    classes = {c: factors.new(call.sizes[c]) for c in call.rule.letters}
+    """Unite the dims that a rule says are the same; outputs not known yet take their letters' factors."""
+    classes: dict[str, list[int]] = {}
     for _, letters, dim in _occurrences(node, call, values):
+        if len(letters) == 1 and letters[0] not in classes:
+            classes[letters[0]] = dim
+            continue
+        for c in letters:
+            if c not in classes:
+                classes[c] = factors.new(call.sizes[c])
         factors.unite(dim, [f for c in letters for f in classes[c]])
+    for i, value in enumerate(values_of(node)):
+        if value is None or (node, i) in values:
+            continue
+        dims = call.rule.outputs[i] if i < call.outputs else None
+        made = []
+        for d, size in enumerate(value.shape):
+            letters = dims[d] if dims is not None else ()
+            for c in letters:
+                if c not in classes:
+                    classes[c] = factors.new(call.sizes[c])
+            made.append([f for c in letters for f in classes[c]] if letters else factors.new(int(size)))
+        values[node, i] = made
 
 
 def _operator(
@@ -343,6 +358,8 @@ class _Factors:
         return done
 
     def _unite(self, a: Sequence[int], b: Sequence[int]) -> bool:
+        if a == b:
+            return True
         left, right = self.expand(a)[::-1], self.expand(b)[::-1]
         while left and right:
             x, y = self.find(left.pop()), self.find(right.pop())

@@ -23,9 +23,9 @@ from autopar.search.build import lowered_bytes, operator_seconds
 from autopar.search.quotient import Quotient, block_prefixes, quotient, without_indices
 
 
-def predict(program: Program, dims: Dims, plan: Plan) -> Plan:
+def predict(program: Program, dims: Dims, plan: Plan, classes: Quotient | None = None) -> Plan:
     """The plan with its prediction and its table filled in."""
-    classes = quotient(program, dims)
+    classes = classes or quotient(program, dims)
     assignment = assign(program, dims, plan, classes)
     account = _Account(machine_of(plan))
     _count_operators(program, dims, assignment, classes, account)

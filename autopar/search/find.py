@@ -68,6 +68,7 @@ def find_plan(
     optimizer: str = "adamw",
     search: Search | None = None,
     restrictions: Restrictions | None = None,
+    classes: Quotient | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """The fastest plan that fits.
@@ -81,6 +82,7 @@ def find_plan(
         optimizer: whose state is counted.
         search: limits of the search.
         restrictions: layouts decided already.
+        classes: which nodes share a decision; default: as ``search.tie_layers`` says.
         progress: called with ``(phase, incumbent, bound)``.
 
     Raises:
@@ -88,7 +90,7 @@ def find_plan(
     """
     search, restrictions = search or Search(), restrictions or Restrictions()
     machine = Machine(tuple(axes), tuple(axes.values()), cluster.link_for(dict(axes)), cluster.device)
-    classes = quotient(program, dims, tie=search.tie_layers)
+    classes = classes or quotient(program, dims, tie=search.tie_layers)
     state = state_bytes(program, optimizer)
     tables = Tables(machine)
 

@@ -74,7 +74,8 @@ class Mix(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(SEQ, SEQ)
+        # No bias: a softmax or norm behind it would make its gradient zero but for rounding.
+        self.linear = nn.Linear(SEQ, SEQ, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x.transpose(1, 2)).transpose(1, 2)
