@@ -130,8 +130,9 @@ def all_moves(program: Program, dims: Dims, assignment: Assignment, tables: Tabl
     wanted = uses(program, assignment)
     found = {}
     for value, made in assignment.outputs.items():
-        if value in dims.types and wanted.get(value):
-            moves = value_moves(tables.of(dims.types[value]), made, assignment.relays.get(value), wanted[value])
+        relay = assignment.relays.get(value)
+        if value in dims.types and any(layout != made for layout in (*wanted[value], relay or made)):
+            moves = value_moves(tables.of(dims.types[value]), made, relay, wanted[value])
             if moves:
                 found[value] = moves
     return found

@@ -144,11 +144,12 @@ def operators(graph: fx.Graph) -> Iterator[fx.Node]:
 
 def module_path(node: fx.Node) -> str:
     """Qualified name of the innermost module that the node (or the forward node it differentiates) comes from."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if not stack:
-        return ""
-    path = str(list(stack.values())[-1][0])
-    return re.sub(r"^(L\['self'\]\.)?model\.?", "", path, count=1)
+    if "module_path" not in node.meta:
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+        path = str(next(reversed(stack.values()))[0]) if stack else ""
+        node.meta["module_path"] = re.sub(r"^(L\['self'\]\.)?model\.?", "", path, count=1)
+    found: str = node.meta["module_path"]
+    return found
 
 
 def is_backward(node: fx.Node) -> bool:

@@ -104,6 +104,7 @@ def block_prefixes(program: Program) -> frozenset[str]:
     return frozenset(found)
 
 
+@lru_cache(maxsize=4096)
 def without_indices(path: str, blocks: frozenset[str]) -> str:
     """``layers.3.mlp`` as ``layers.*.mlp`` if ``layers.3`` is a repeated block."""
     parts = re.sub(r"@\d+", "", path).split(".")
