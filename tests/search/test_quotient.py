@@ -70,10 +70,11 @@ def test_keys_are_the_same_in_every_analysis() -> None:
     assert list(quotient(program, dims).members) == list(quotient(again, analyze(again)).members)
 
 
+@pytest.mark.parametrize("layers", [2, 4])
 @pytest.mark.parametrize("cluster", ["h100", FAST])
-def test_tied_optimum_equals_the_untied(cluster: str | Cluster) -> None:
-    """Tying repeated layers loses nothing: two layers of Llama on one axis."""
-    program, _, _ = models.captured("llama", layers=2, seq=4)
+def test_tied_optimum_equals_the_untied(cluster: str | Cluster, layers: int) -> None:
+    """Tying repeated layers loses nothing: Llama on one axis."""
+    program, _, _ = models.captured("llama", layers=layers, seq=4)
     exact = {"gap": 1e-9}
     tied = solve(program, {"a": 4}, cluster, search=Search(**exact))
     untied = solve(program, {"a": 4}, cluster, search=Search(tie_layers=False, **exact))
