@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from torch import fx
 
 from autopar.candidates import combine
-from autopar.dims import Dims
+from autopar.dims import Dims, Operator
 from autopar.errors import PlanError
-from autopar.layout import Layout, divides, replicated
+from autopar.layout import Layout, TensorType, divides, replicated
 from autopar.plan import Plan
 from autopar.program import Program, is_operator, producer, tensor_arguments, user_line
 from autopar.redistribute import Machine, Move, Redistributions, Tables
@@ -88,13 +89,18 @@ def _operator(
         into, made = combine(operator, names)
     except KeyError as e:
         raise PlanError(f"the plan wants strategy {e} of {node.target} (node {node.name}), which has none such") from e
-    types = [t for t in (*operator.inputs, *operator.outputs)]
-    for type_, layout in zip(types, (*into, *made), strict=True):
-        if type_ is not None and not divides(type_, layout, plan.axis_sizes):
-            raise PlanError(
-                f"the plan splits {type_} of {node.target} (node {node.name}) into unequal parts; plan again"
-            )
+    uneven = _uneven(operator, names, plan.axis_sizes)
+    if uneven is not None:
+        raise PlanError(f"the plan splits {uneven} of {node.target} (node {node.name}) into unequal parts; plan again")
     return names, into, made
+
+
+@lru_cache(maxsize=4096)
+def _uneven(operator: Operator, names: tuple[str, ...], sizes: tuple[int, ...]) -> TensorType | None:
+    """A tensor of the operator that the strategies do not split into equal parts."""
+    into, made = combine(operator, names)
+    pairs = zip((*operator.inputs, *operator.outputs), (*into, *made), strict=True)
+    return next((t for t, layout in pairs if t is not None and not divides(t, layout, sizes)), None)
 
 
 def uses(program: Program, assignment: Assignment) -> dict[Value, list[Layout]]:

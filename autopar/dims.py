@@ -126,7 +126,8 @@ class _Call:
 
 
 def _call(node: fx.Node, known: dict[Any, _Call]) -> _Call:
-    key = (node.target, static_arguments(node), tuple(_spec(a) for a in tensor_arguments(node)))
+    arguments = [values_of(source)[i] for source, i in map(producer, tensor_arguments(node))]
+    key = (node.target, static_arguments(node), tuple((v.shape, v.dtype) for v in arguments if v is not None))
     if key not in known:
         rule = node_rule(node)
         inputs, outputs = _shapes(node)
@@ -231,11 +232,16 @@ def _operator(
     shared: dict[Any, Operator],
 ) -> Operator:
     """Bind letters to factors, now that all factors are known; calls whose factors coincide alike share the result."""
-    occurrences = _occurrences(node, call, expanded)
     number: dict[int, int] = {}
-    pattern = tuple(tuple((number.setdefault(f, len(number)), size[f]) for f in dim) for _, _, dim in occurrences)
-    key = (call, pattern, values_of(node)[0].dtype if values_of(node)[0] is not None else None)  # type: ignore[union-attr]
+    pattern: list[int] = []
+    for value in (*(producer(a) for a in tensor_arguments(node)), *((node, i) for i in range(call.outputs))):
+        for dim in expanded.get(value, ()):
+            for f in dim:
+                pattern += (number.setdefault(f, len(number)), size[f])
+            pattern.append(-1)
+    key = (call, tuple(pattern))
     if key not in shared:
+        occurrences = _occurrences(node, call, expanded)
         inputs = tuple(types[producer(a)] for a in tensor_arguments(node))
         outputs = tuple(types.get((node, i)) if call.rule.outputs[i] is not None else None for i in range(call.outputs))
         shared[key] = Operator(call.rule, _letters(call, occurrences, size, inputs, outputs), inputs, outputs)
