@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.dims import Operator
-from autopar.layout import Layout, Partial, Placement, Replicate, Split, TensorType, divides
+from autopar.layout import Layout, Partial, Placement, Replicate, Split, TensorType, divides, item_bytes
 
 REPLICATE = "R"
 
@@ -142,3 +142,17 @@ def layouts(type_: TensorType, sizes: tuple[int, ...], partial: bool = True) -> 
 def split_parts(layout: Layout, sizes: Sequence[int]) -> int:
     """Into how many blocks a layout cuts its tensor."""
     return math.prod(n for p, n in zip(layout, sizes, strict=True) if isinstance(p, Split))
+
+
+def letter_parts(names: Sequence[str], letters: str, sizes: Sequence[int]) -> int:
+    """Into how many parts the product of some letters is cut under one strategy name an axis."""
+    return math.prod(n for name, n in zip(names, sizes, strict=True) if name.partition(".")[0] in tuple(letters))
+
+
+def lowered_bytes(operator: Operator, letter: str) -> list[tuple[str, float]]:
+    """Letters and global bytes of each tensor that the lowering of a letter all-reduces."""
+    found = []
+    for letters in operator.rule.lower[letter].all_reduces:
+        factors = [f.size for c in letters if c in operator.letters for f in operator.letters[c].factors]
+        found.append((letters, float(item_bytes(operator.inputs[0].dtype) * math.prod(factors))))
+    return found

@@ -130,10 +130,7 @@ def _fake_module(model: nn.Module, mode: FakeTensorMode, training: bool) -> nn.M
     """A copy of the model on fake tensors; tied parameters stay tied."""
     memo: dict[int, Any] = {}
     for p in model.parameters():
-        data = getattr(p, "_local_tensor", p)  # a parameter that was parallelized before: its global shape counts
-        fake = _fake_tensor(torch.empty(p.shape, dtype=p.dtype, device="meta"), mode) if data is not p else None
-        fake = _fake_tensor(p.detach(), mode) if fake is None else fake
-        memo[id(p)] = nn.Parameter(fake, requires_grad=p.requires_grad and training)
+        memo[id(p)] = nn.Parameter(_fake_tensor(p.detach(), mode), requires_grad=p.requires_grad and training)
     for t in model.buffers():
         memo.setdefault(id(t), _fake_tensor(t.detach(), mode))
     for t in (v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Tensor)):

@@ -11,6 +11,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+ITEM_BYTES = {
+    "float64": 8,
+    "int64": 8,
+    "complex64": 8,
+    "float32": 4,
+    "int32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int16": 2,
+}
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element; one byte for bool and eight-bit types."""
+    return ITEM_BYTES.get(dtype, 1)
+
 
 @dataclass(frozen=True, order=True)
 class Factor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,15 +10,15 @@ from functools import partial
 from torch import fx
 
 from autopar.assignment import Assignment, all_moves, assign, machine_of
-from autopar.candidates import candidates, split_parts, strategies
+from autopar.candidates import candidates, letter_parts, lowered_bytes, split_parts
 from autopar.cost.collectives import wire_bytes
 from autopar.cost.memory import optimizer_state_bytes
 from autopar.dims import Dims
-from autopar.layout import Layout, TensorType, describe
+from autopar.layout import Layout, TensorType, describe, item_bytes
 from autopar.plan import ModuleRow, Plan, Predicted
 from autopar.program import Program, module_path
-from autopar.redistribute import Machine, Tables, item_bytes, moved_bytes
-from autopar.search.build import lowered_bytes, operator_seconds
+from autopar.redistribute import Machine, Tables, moved_bytes
+from autopar.search.build import operator_seconds
 from autopar.search.quotient import Quotient, block_prefixes, quotient, without_indices
 
 
@@ -89,20 +88,11 @@ def _count_lowering(node: fx.Node, dims: Dims, names: tuple[str, ...], account: 
     operator = dims.operators[node]
     if not operator.rule.lower:
         return
-    by_name = {s.name: s for s in strategies(operator)}
     for axis, name in enumerate(names):
-        factor = by_name[name].factor
-        if factor is None or factor[0] not in operator.rule.lower:
-            continue
-        for size, letters in zip(
-            lowered_bytes(operator, factor), operator.rule.lower[factor[0]].all_reduces, strict=True
-        ):
-            cut = math.prod(
-                n
-                for other, n in zip(names, account.machine.sizes, strict=True)
-                if other.partition(".")[0] in tuple(letters)
-            )
-            account.move(node, "all_reduce", axis, size / cut, 0.0)  # its time is the operator's
+        letter = name.partition(".")[0]
+        for letters, size in lowered_bytes(operator, letter) if letter in operator.rule.lower else ():
+            local = size / letter_parts(names, letters, account.machine.sizes)
+            account.move(node, "all_reduce", axis, local, 0.0)  # its time is the operator's
 
 
 def _memory(program: Program, plan: Plan) -> dict[str, float]:

@@ -157,6 +157,14 @@ def is_backward(node: fx.Node) -> bool:
     return node.meta.get("partitioner_tag") == "is_backward"
 
 
+def inherit_origin(node: fx.Node, source: fx.Node) -> None:
+    """A node that a pass makes comes from where ``source`` does: module, pass of the step, the user's line."""
+    for key in ("nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "stack_trace"):
+        if key in source.meta:
+            node.meta[key] = source.meta[key]
+    node.meta["internal"] = True
+
+
 def user_line(node: fx.Node) -> str:
     """``file.py:12`` of the user's code that the node comes from, or the module's name."""
     trace = node.meta.get("stack_trace") or ""

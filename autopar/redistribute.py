@@ -17,23 +17,7 @@ from numpy.typing import NDArray
 from autopar.candidates import layouts, split_parts
 from autopar.cluster import Device, Link
 from autopar.cost import collectives
-from autopar.layout import Factor, Layout, Partial, Placement, Replicate, Split, TensorType
-
-ITEM_BYTES = {
-    "float64": 8,
-    "int64": 8,
-    "complex64": 8,
-    "float32": 4,
-    "int32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "int16": 2,
-}
-
-
-def item_bytes(dtype: str) -> int:
-    """Bytes of one element; one byte for bool and eight-bit types."""
-    return ITEM_BYTES.get(dtype, 1)
+from autopar.layout import Factor, Layout, Partial, Placement, Replicate, Split, TensorType, item_bytes
 
 
 @dataclass(frozen=True)

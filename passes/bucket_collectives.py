@@ -23,7 +23,7 @@ from torch import fx
 from autopar.assignment import machine_of
 from autopar.collective import Collective, c10d
 from autopar.plan import Plan
-from autopar.program import Program
+from autopar.program import Program, inherit_origin
 from autopar.propagate import propagate
 from autopar.redistribute import Machine
 
@@ -125,10 +125,7 @@ def _join(graph: fx.Graph, members: list[fx.Node]) -> None:
 
 def _call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
     node = graph.call_function(target, args)
-    for key in ("nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "stack_trace"):
-        if key in like.meta:
-            node.meta[key] = like.meta[key]
-    node.meta["internal"] = True
+    inherit_origin(node, like)
     return node
 
 

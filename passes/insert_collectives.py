@@ -29,7 +29,7 @@ from autopar.assignment import machine_of
 from autopar.collective import Collective, axis_index, c10d
 from autopar.layout import Layout, Split, TensorType, local_dims, local_shape
 from autopar.plan import Plan
-from autopar.program import Program, is_operator, producer, replace_tensor_arguments, tensor_arguments
+from autopar.program import Program, inherit_origin, is_operator, producer, replace_tensor_arguments, tensor_arguments
 from autopar.redistribute import Machine, Move, Tables, moved_bytes
 
 aten = torch.ops.aten
@@ -116,10 +116,7 @@ class _Emitter:
         node = self.graph.call_function(target, args)
         # A forward value that only the backward pass wants elsewhere is moved in the backward pass.
         owner = self.value if self.user.op == "output" else self.user
-        for key in ("nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "stack_trace"):
-            if key in owner.meta:
-                node.meta[key] = owner.meta[key]
-        node.meta["internal"] = True
+        inherit_origin(node, owner)
         return node
 
     def _communicate(self, target: Any, *args: Any) -> fx.Node:

@@ -11,12 +11,12 @@ After::
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
 
+from autopar.candidates import letter_parts
 from autopar.dims import Operator
 from autopar.layout import local_shape
 from autopar.plan import Plan
@@ -40,7 +40,7 @@ def _localize(node: fx.Node, sizes: Sequence[int]) -> None:
         shape = local_shape(operator.outputs[0], node.meta["layouts"][0], sizes)  # type: ignore[arg-type]
         node.update_arg(position, list(shape))
     for key, letters in operator.rule.scaled.items():
-        parts = letter_parts(operator, node.meta["strategy"], letters, sizes)
+        parts = letter_parts(node.meta["strategy"], letters, sizes)
         if parts == 1:
             continue
         if isinstance(key, int) and key < len(node.args):
@@ -55,9 +55,3 @@ def _divide(value: Any, parts: int) -> Any:
     assert isinstance(value, int)
     assert value % parts == 0
     return value // parts
-
-
-def letter_parts(operator: Operator, strategy: Sequence[str], letters: str, sizes: Sequence[int]) -> int:
-    """Into how many parts the product of some letters is cut under one strategy name an axis."""
-    del operator
-    return math.prod(n for name, n in zip(strategy, sizes, strict=True) if name.partition(".")[0] in tuple(letters))

@@ -19,13 +19,13 @@ from typing import Any
 from torch import fx
 
 from autopar.assignment import machine_of
-from autopar.candidates import strategies
+from autopar.candidates import letter_parts, lowered_bytes, strategies
 from autopar.collective import Collective, axis_index, c10d
 from autopar.dims import Operator
 from autopar.plan import Plan
-from autopar.program import Program, is_operator, map_nodes
+from autopar.program import Program, inherit_origin, is_operator, map_nodes
 from autopar.propagate import propagate
-from autopar.redistribute import Machine, item_bytes
+from autopar.redistribute import Machine
 
 
 def lower_operators(program: Program, plan: Plan) -> Program:
@@ -83,23 +83,16 @@ class Context:
 
     def local_size(self, letter: str) -> int:
         """Size of a letter on this device."""
-        names = self.node.meta["strategy"]
-        cut = math.prod(
-            n for name, n in zip(names, self.machine.sizes, strict=True) if name.partition(".")[0] == letter
-        )
-        return self.global_size(letter) // cut
+        return self.global_size(letter) // letter_parts(self.node.meta["strategy"], letter, self.machine.sizes)
 
     def all_reduce(self, x: Any, op: str) -> Any:
         """Reduce over the devices that share the letter."""
-        operator: Operator = self.node.meta["operator"]
-        letters = operator.rule.lower[self.letter].all_reduces[self.reduced]
+        letters, size = lowered_bytes(self.node.meta["operator"], self.letter)[self.reduced]
+        size /= letter_parts(self.node.meta["strategy"], letters, self.machine.sizes)
         self.reduced += 1
-        size = item_bytes(operator.inputs[0].dtype) * math.prod(
-            self.local_size(c) if c in operator.letters else 1 for c in letters
-        )
         for a in self.axes:
             node = self.graph.call_function(c10d.all_reduce.default, (x.node, op, self.machine.names[a]))
-            node.meta["collective"] = Collective("all_reduce", self.machine.names[a], float(size))
+            node.meta["collective"] = Collective("all_reduce", self.machine.names[a], size)
             x = fx.Proxy(self.graph.call_function(c10d.wait_tensor.default, (node,)), self.tracer)
         return x
 
@@ -115,10 +108,7 @@ def _lower(graph: fx.Graph, node: fx.Node, letter: str, machine: Machine) -> Non
         result = operator.rule.lower[letter].build(context, *args, **kwargs)
     made = last.next
     while made is not node:
-        for key in ("nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "stack_trace"):
-            if key in node.meta:
-                made.meta[key] = node.meta[key]
-        made.meta["internal"] = True
+        inherit_origin(made, node)
         made = made.next
     if context.reduced != len(operator.rule.lower[letter].all_reduces):
         raise ValueError(f"the lowering of {node.target} along {letter} announced other all-reduces than it made")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from autopar.candidates import layouts
 from autopar.cost.memory import format_bytes
-from autopar.layout import Partial, describe, factor_parts
-from autopar.redistribute import item_bytes
+from autopar.layout import Partial, describe, factor_parts, item_bytes
 from autopar.runtime.specialise import Specialisation
 from autopar.search.restrict import is_boundary_layout
 

@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
-from autopar.candidates import REPLICATE, Candidates, candidates, split_parts
+from autopar.candidates import REPLICATE, Candidates, candidates, lowered_bytes, split_parts
 from autopar.cost import collectives
 from autopar.cost.compute import roofline
 from autopar.dims import Dims, Operator
 from autopar.errors import InfeasibleError
-from autopar.layout import Layout, Partial, Placement, Replicate, Split, TensorType
+from autopar.layout import Layout, Partial, Placement, Replicate, Split, TensorType, item_bytes
 from autopar.program import Program, producer, tensor_arguments
-from autopar.redistribute import Machine, Tables, item_bytes
+from autopar.redistribute import Machine, Tables
 from autopar.search.problem import Edge, Node, Problem
 from autopar.search.quotient import Quotient
 from autopar.search.restrict import Restrictions, is_boundary_layout
@@ -256,28 +256,17 @@ def operator_seconds(operator: Operator, chosen: Candidates, machine: Machine) -
     return seconds + _lowering_seconds(operator, chosen, machine)
 
 
-def lowered_bytes(operator: Operator, factor: tuple[str, int]) -> list[float]:
-    """Global bytes of each tensor that the lowering of a letter all-reduces."""
-    dtype = next(t.dtype for t in operator.inputs if t is not None)
-    found = []
-    for letters in operator.rule.lower[factor[0]].all_reduces:
-        size = float(item_bytes(dtype))
-        for c in letters:
-            for f in operator.letters[c].factors if c in operator.letters else ():
-                size *= f.size
-        found.append(size)
-    return found
-
-
 def _lowering_seconds(operator: Operator, chosen: Candidates, machine: Machine) -> Floats:
-    total = np.zeros(len(chosen.choice))
-    for s, strategy in enumerate(chosen.strategies):
-        if strategy.factor is None or strategy.factor[0] not in operator.rule.lower:
-            continue
-        for axis, (n, link) in enumerate(zip(machine.sizes, machine.links, strict=True)):
-            uses = chosen.choice[:, axis] == s
-            for size in lowered_bytes(operator, strategy.factor):
-                total += uses * (machine.device.launch + float(collectives.all_reduce(size, n, link)))
+    """All-reduces of lowerings, on the tensors that the splits along the other axes leave."""
+    sizes, total = np.array(machine.sizes), np.zeros(len(chosen.choice))
+    letter = [s.factor[0] if s.factor is not None else "" for s in chosen.strategies]
+    for lowered in operator.rule.lower:
+        uses = np.array([c == lowered for c in letter])[chosen.choice]
+        for letters, size in lowered_bytes(operator, lowered) if uses.any() else ():
+            split = np.array([c != "" and c in letters for c in letter])
+            local = size / np.where(split[chosen.choice], sizes, 1).prod(axis=1)
+            for axis, (n, link) in enumerate(zip(machine.sizes, machine.links, strict=True)):
+                total += uses[:, axis] * (machine.device.launch + collectives.all_reduce(local, n, link))
     return total
 
 

@@ -14,10 +14,10 @@ from autopar.cluster import Cluster
 from autopar.cost.memory import format_bytes, optimizer_state_bytes
 from autopar.dims import Dims
 from autopar.errors import InfeasibleError
-from autopar.layout import Layout
+from autopar.layout import Layout, item_bytes
 from autopar.plan import Certificate, Plan
 from autopar.program import Program, fingerprint
-from autopar.redistribute import Machine, Tables, item_bytes
+from autopar.redistribute import Machine, Tables
 from autopar.search.axes import bound_by_axes, descend
 from autopar.search.build import Built, build
 from autopar.search.problem import Solution
