@@ -14,7 +14,7 @@ After::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -36,6 +36,7 @@ _IDENTITIES = {
 }  # fmt: skip
 _DROPPED = {aten._assert_tensor_metadata.default}
 _LIKE = {aten.zeros_like.default: 0, aten.ones_like.default: 1, aten.new_zeros.default: 0, aten.new_ones.default: 1}
+_LIKE[aten.new_empty_strided.default] = 0  # what is written over it later has no strides of its own either
 _DIM_ARGUMENT = {
     aten.select.int: 1, aten.slice.Tensor: 1, aten.split.Tensor: 2, aten.split_with_sizes.default: 2,
     aten.cat.default: 1, aten.gather.default: 1, aten.scatter.value: 1, aten.scatter.src: 1, aten._softmax.default: 1,
@@ -75,7 +76,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
     if not is_operator(node):
         return
     _normalize_dims(node)
-    for form in (_identity, _as_view, _as_permute, _as_sum, _as_full, _as_slice, _as_cat):
+    for form in (_identity, _as_view, _as_permute, _as_sum, _as_full, _as_slice, _as_cat, _as_repeat, _strided):
         if form(graph, node):
             return
 
@@ -230,6 +231,48 @@ def _as_cat(graph: fx.Graph, node: fx.Node) -> bool:
     if len(pieces) == 1 and _same_type(_value(pieces[0]), _value(node)):
         return _forward(node, pieces[0])
     return _become(node, aten.cat.default, (pieces or node.args[0], *node.args[1:]))
+
+
+def _as_repeat(graph: fx.Graph, node: fx.Node) -> bool:
+    """``repeat`` is a new dim in front of each repeated one, expanded: ``[a, b]`` to ``[2, a, 3, b]`` to ``[2a, 3b]``."""
+    if node.target is not aten.repeat.default:
+        return False
+    source, counts = cast("tuple[fx.Node, list[int]]", node.args)
+    value = _value(source)
+    shape = [1] * (len(counts) - value.ndim) + list(value.shape)
+    single = [n for size in shape for n in (1, size)]
+    several = [n for pair in zip(counts, shape, strict=True) for n in pair]
+    for target, sizes in ((aten.reshape.default, single), (aten.expand.default, several)):
+        with graph.inserting_before(node):
+            source = graph.call_function(target, (source, sizes))
+        value = value.reshape(sizes) if target is aten.reshape.default else value.expand(sizes)
+        source.meta = {**node.meta, "val": value}
+    return _become(node, aten.reshape.default, (source, list(_value(node).shape)))
+
+
+def _strided(graph: fx.Graph, node: fx.Node) -> bool:
+    """``as_strided`` and its inverse that look at a whole tensor in its own order are views; so is a whole ``copy``."""
+    if node.target is aten.copy.default and _same_type(_value(node.args[1]), _value(node)):
+        return _forward(node, node.args[1])
+    if node.target not in (aten.as_strided.default, aten.as_strided_scatter.default):
+        return False
+    scatter = node.target is aten.as_strided_scatter.default
+    size, stride, *offset = cast(list[Any], list(node.args[2 if scatter else 1 :]))
+    base, source = node.args[0], node.args[1 if scatter else 0]
+    whole = math.prod(size) == _value(base).numel() and not any(offset)
+    if not whole or not (_in_order(_value(base).shape, _value(base).stride()) and _in_order(size, stride)):
+        return False
+    return _become(node, aten.reshape.default, (source, list(_value(node).shape)))
+
+
+def _in_order(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements lie one after the other; the stride of a dim of size 1 means nothing."""
+    step = 1
+    for n, s in reversed([(n, s) for n, s in zip(shape, stride, strict=True) if n != 1]):
+        if s != step:
+            return False
+        step *= n
+    return True
 
 
 def _normalize_dims(node: fx.Node) -> None:

@@ -1,0 +1,201 @@
+"""Which model families are captured, planned and verified: the table of docs/models.md.
+
+Every family is built tiny, planned on axes a=2, b=2 of the "cpu" cluster and of one with slow devices (where splitting
+tiny tensors pays), and compared in float64 with the plain model; a random plan is compared, too. A family runs in a
+process of its own: one that fails is a line of the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+import warnings
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PROCESSES = multiprocessing.get_context("forkserver")  # imports once, then a process of its own for each family
+AXES = {"a": 2, "b": 2}
+TOLERANCE = 1e-10
+NOTES = {
+    "mixtral": "experts split along their matrices' dims, not by token or expert",
+    "qwen3-moe": "experts split along their matrices' dims, not by token or expert",
+    "deepseek-v3": "experts split along their matrices' dims, not by token or expert",
+    "resnet": "batch norm in training",
+    "mamba": "the scan is unrolled, a step for each token",
+    "lstm": "unrolled into matrix products, a step for each token",
+    "gru": "unrolled into matrix products, a step for each token",
+    "spectrogram": "`torch.stft`: split by sample",
+}
+HEADER = """# Models
+
+What `python benchmarks/models.py --write docs/models.md` measured with torch {torch} and transformers {transformers}: every
+family is built tiny with random weights and dropout 0, its training step is captured, planned on axes `a=2, b=2`, and the
+distributed program of all four devices is compared with the plain model in float64: loss, gradients, outputs and buffers.
+
+- *operators*: distinct ones, and nodes of the canonical forward and backward graph.
+- *gap*: of the plan for the `cpu` cluster, between its objective and the proven lower bound.
+- *errors*: largest error of any tensor relative to its largest entry; *cpu*: the searched plan; *slow*: the searched plan for
+  a cluster of slow devices, where splitting tiny tensors pays, with the share of operators that it splits; *random*: a
+  random plan.
+- *plan*: seconds from the model to the plan for `cpu`, on the machine at hand (2 shared cores).
+
+"""
+COLUMNS = ("family", "class", "operators", "captured", "gap", "error: cpu", "slow", "random", "plan", "notes")
+SLOW = """
+name = "slow devices"
+group_sizes = []
+[device]
+name = "slow"
+memory = 1e9
+bandwidth = 1e6
+launch = 1e-9
+efficiency = 1.0
+[device.flops]
+float32 = 1e6
+[[links]]
+name = "fast"
+bandwidth = 1e9
+latency = 1e-9
+"""
+
+
+def main() -> None:
+    """Run the families and print a table, or JSON, or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", metavar="NAME", action="append", help="this family; may be given several times")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each family")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--write", metavar="FILE", type=Path, help="write the page")
+    options = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    PROCESSES.set_forkserver_preload(["autopar.verify", "benchmarks.zoo"])
+    rows = []
+    for name in options.only or _names():
+        rows.append(in_a_process(name, options.timeout))
+        if not options.json:
+            print(line(rows[-1]), flush=True)
+    if options.json:
+        print(json.dumps(rows, indent=1))
+    if options.write:
+        options.write.write_text(page(rows), encoding="utf-8")
+    sys.exit(any(not passed(row) for row in rows))
+
+
+def _names() -> list[str]:
+    from benchmarks.zoo import FAMILIES
+
+    return list(FAMILIES)
+
+
+def in_a_process(name: str, timeout: float) -> dict[str, Any]:
+    """What a family reports, or why it does not."""
+    receiver, sender = PROCESSES.Pipe(duplex=False)
+    process = PROCESSES.Process(target=_report, args=(name, sender))
+    process.start()
+    sender.close()
+    try:
+        row: dict[str, Any] = {"family": name, "error": f"no result after {timeout:.0f} s"}
+        if receiver.poll(timeout):
+            row = receiver.recv()
+    except EOFError:
+        process.join()
+        row = {"family": name, "error": f"its process ended with code {process.exitcode}"}
+    process.kill()
+    process.join()
+    return row
+
+
+def _report(name: str, sender: Connection) -> None:
+    sender.send(measure(name))
+
+
+def measure(name: str) -> dict[str, Any]:
+    """Capture, plan and verify one family; where it stops, the row says why."""
+    warnings.simplefilter("ignore")
+    import torch
+
+    from autopar import Cluster
+    from autopar.compiler import program_of, rewrite, solve
+    from autopar.dims import analyze
+    from autopar.program import operators
+    from autopar.search.find import Search
+    from autopar.verify import compare, global_values, verify
+    from benchmarks.zoo import FAMILIES
+
+    torch.set_num_threads(1)
+    row: dict[str, Any] = {"family": name, "captured": False}
+    try:
+        model, batch = FAMILIES[name]()
+        row["class"] = _class(model)
+        start = time.perf_counter()
+        program = program_of(model, batch)
+        nodes = list(operators(program.graph.graph))
+        row |= {"captured": True, "nodes": len(nodes), "distinct": len({n.target for n in nodes})}
+        plan = solve(program, AXES, "cpu")
+        row |= {"plan_s": time.perf_counter() - start, "gap": plan.certificate.gap}
+        row["cpu"] = verify(model, batch, AXES, plan=plan)
+        dims, values = analyze(program), global_values(program, model, batch)
+        slow = solve(program, AXES, Cluster.from_toml(SLOW))
+        row["split"] = sum(set(c) != {"R"} for c in slow.choices.values()) / len(slow.choices)
+        random = solve(program, AXES, "cpu", search=Search(recipe="random"))
+        for key, other in (("slow", slow), ("random", random)):
+            row[key] = compare(program, rewrite(program, other), dims, other, values, torch.float64)
+    except Exception as e:
+        row["error"] = f"{type(e).__name__}: {str(e).splitlines()[0]}"
+    for key in [k for k in ("cpu", "slow", "random") if k in row]:
+        report, row[key] = row[key], row[key].max_error
+        if not report.max_error <= TOLERANCE:
+            row.setdefault("error", f"{key} plan: {report.worst} is off by {report.max_error:.2g}")
+    return row
+
+
+def _class(model: Any) -> str:
+    """The transformers class that is inside, or torch."""
+    kinds = [type(m) for m in model.modules() if type(m).__module__.startswith("transformers.")]
+    return kinds[0].__name__ if kinds else "torch"
+
+
+def passed(row: dict[str, Any]) -> bool:
+    """Captured, planned and equal under every plan."""
+    return "error" not in row
+
+
+def line(row: dict[str, Any]) -> str:
+    """One line of the table; a number that was not reached is left out."""
+
+    def number(key: str, text: str) -> str:
+        return format(row[key], text) if key in row else ""
+
+    count = f"{row['distinct']} / {row['nodes']}" if "nodes" in row else ""
+    share = f" ({row['split']:.0%} split)" if "split" in row else ""
+    notes = "; ".join(
+        t for t in (f"**fails**: {row['error']}" if "error" in row else "", NOTES.get(row["family"])) if t
+    )
+    cells = [
+        row["family"], row.get("class", ""), count, "yes" if row.get("captured") else "no", number("gap", ".1e"),
+        number("cpu", ".1e"), number("slow", ".1e") + share, number("random", ".1e"), number("plan_s", ".0f"),
+        notes.replace("|", "\\|"),
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def page(rows: list[dict[str, Any]]) -> str:
+    """The whole page."""
+    import torch
+    import transformers
+
+    versions = {"torch": str(torch.__version__).partition("+")[0], "transformers": transformers.__version__}
+    table = [f"| {' | '.join(COLUMNS)} |", "| " + " | ".join(["---"] * len(COLUMNS)) + " |", *map(line, rows)]
+    total = f"{sum(map(passed, rows))} of {len(rows)} families pass: every error is at most {TOLERANCE:g}.\n"
+    return HEADER.format(**versions) + "\n".join([total, *table]) + "\n"
+
+
+if __name__ == "__main__":
+    main()
