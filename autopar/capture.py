@@ -46,7 +46,7 @@ _DECOMPOSED += [aten.soft_margin_loss, aten.soft_margin_loss_backward, aten._wei
 def _weight_norm_backward(
     grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norms: torch.Tensor, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of ``v`` and ``g`` in ``g * v / |v|``, the norm over all dims but ``dim``; torch decomposes forward only."""
+    """Gradients in ``g * v / |v|``, the norm over all dims but ``dim``; torch decomposes the forward only."""
     along = (grad * v).sum([d for d in range(v.ndim) if d != dim], keepdim=True) / norms
     return g / norms * (grad - v * (along / norms)), along
 

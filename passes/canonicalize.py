@@ -58,6 +58,8 @@ _SHARED |= {aten.arange.default, aten.arange.start, aten.arange.start_step, aten
 def canonicalize(program: Program) -> Program:
     """Rewrite a captured program into canonical operators; computes the same."""
     graph = copy_graph(program.graph)
+    for node in graph.graph.nodes:  # before any other rewriting: strides are those of the captured graph
+        _strided(node)
     for node in list(graph.graph.nodes):
         if node.op == "call_function":
             _rewrite(graph.graph, node)
@@ -76,7 +78,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
     if not is_operator(node):
         return
     _normalize_dims(node)
-    for form in (_identity, _as_view, _as_permute, _as_sum, _as_full, _as_slice, _as_cat, _as_repeat, _strided):
+    for form in (_identity, _as_view, _as_permute, _as_sum, _as_full, _as_slice, _as_cat, _as_repeat, _as_copy):
         if form(graph, node):
             return
 
@@ -234,35 +236,43 @@ def _as_cat(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _as_repeat(graph: fx.Graph, node: fx.Node) -> bool:
-    """``repeat`` is a new dim in front of each repeated one, expanded: ``[a, b]`` to ``[2, a, 3, b]`` to ``[2a, 3b]``."""
+    """``repeat`` expands a new dim in front of each: ``[a, b]`` to ``[2, a, 3, b]`` to ``[2a, 3b]``."""
     if node.target is not aten.repeat.default:
         return False
     source, counts = cast("tuple[fx.Node, list[int]]", node.args)
     value = _value(source)
     shape = [1] * (len(counts) - value.ndim) + list(value.shape)
-    single = [n for size in shape for n in (1, size)]
-    several = [n for pair in zip(counts, shape, strict=True) for n in pair]
-    for target, sizes in ((aten.reshape.default, single), (aten.expand.default, several)):
+    pairs = list(zip(counts, shape, strict=True))
+    steps = {
+        aten.reshape.default: [n for count, size in pairs for n in ((1, size) if count != 1 else (size,))],
+        aten.expand.default: [n for count, size in pairs for n in ((count, size) if count != 1 else (size,))],
+    }
+    for target, sizes in steps.items() if any(count != 1 for count in counts) else ():
         with graph.inserting_before(node):
             source = graph.call_function(target, (source, sizes))
         value = value.reshape(sizes) if target is aten.reshape.default else value.expand(sizes)
         source.meta = {**node.meta, "val": value}
-    return _become(node, aten.reshape.default, (source, list(_value(node).shape)))
+    _become(node, aten.view.default, (source, list(_value(node).shape)))
+    return _as_view(graph, node)
 
 
-def _strided(graph: fx.Graph, node: fx.Node) -> bool:
-    """``as_strided`` and its inverse that look at a whole tensor in its own order are views; so is a whole ``copy``."""
-    if node.target is aten.copy.default and _same_type(_value(node.args[1]), _value(node)):
-        return _forward(node, node.args[1])
-    if node.target not in (aten.as_strided.default, aten.as_strided_scatter.default):
+def _as_copy(graph: fx.Graph, node: fx.Node) -> bool:
+    """A ``copy`` over a whole tensor is what is copied."""
+    if node.target is not aten.copy.default or not _same_type(_value(node.args[1]), _value(node)):
         return False
+    return _forward(node, node.args[1])
+
+
+def _strided(node: fx.Node) -> None:
+    """``as_strided`` and its inverse become views where they look at a whole tensor in its own order."""
+    if node.target not in (aten.as_strided.default, aten.as_strided_scatter.default):
+        return
     scatter = node.target is aten.as_strided_scatter.default
     size, stride, *offset = cast(list[Any], list(node.args[2 if scatter else 1 :]))
     base, source = node.args[0], node.args[1 if scatter else 0]
     whole = math.prod(size) == _value(base).numel() and not any(offset)
-    if not whole or not (_in_order(_value(base).shape, _value(base).stride()) and _in_order(size, stride)):
-        return False
-    return _become(node, aten.reshape.default, (source, list(_value(node).shape)))
+    if whole and _in_order(_value(base).shape, _value(base).stride()) and _in_order(size, stride):
+        _become(node, aten.view.default, (source, list(_value(node).shape)))
 
 
 def _in_order(shape: Sequence[int], stride: Sequence[int]) -> bool:
