@@ -98,10 +98,10 @@ def verify(
     local = rewrite(program, plan)
     values = global_values(program, model, batch, seed)
     report = compare(program, local, dims, plan, values, dtype)
-    return replace(report, capture_error=_capture_error(program, model, batch, loss_fn, values))
+    return replace(report, capture_error=capture_error(program, model, batch, loss_fn, values))
 
 
-def _capture_error(
+def capture_error(
     program: Program, model: nn.Module, batch: Batch, loss_fn: LossFunction | None, values: Sequence[torch.Tensor]
 ) -> float:
     """Largest difference between the captured graph and the eager model, both in the model's own precision.

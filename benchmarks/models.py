@@ -14,6 +14,7 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -128,12 +129,6 @@ def measure(name: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     import torch
 
-    from autopar import Cluster
-    from autopar.compiler import program_of, rewrite, solve
-    from autopar.dims import analyze
-    from autopar.program import operators
-    from autopar.search.find import Search
-    from autopar.verify import compare, global_values, verify
     from benchmarks.zoo import FAMILIES
 
     torch.set_num_threads(1)
@@ -141,26 +136,41 @@ def measure(name: str) -> dict[str, Any]:
     try:
         model, batch = FAMILIES[name]()
         row["class"] = _class(model)
-        start = time.perf_counter()
-        program = program_of(model, batch)
-        nodes = list(operators(program.graph.graph))
-        row |= {"captured": True, "nodes": len(nodes), "distinct": len({n.target for n in nodes})}
-        plan = solve(program, AXES, "cpu")
-        row |= {"plan_s": time.perf_counter() - start, "gap": plan.certificate.gap}
-        row["cpu"] = verify(model, batch, AXES, plan=plan)
-        dims, values = analyze(program), global_values(program, model, batch)
-        slow = solve(program, AXES, Cluster.from_toml(SLOW))
-        row["split"] = sum(set(c) != {"R"} for c in slow.choices.values()) / len(slow.choices)
-        random = solve(program, AXES, "cpu", search=Search(recipe="random"))
-        for key, other in (("slow", slow), ("random", random)):
-            row[key] = compare(program, rewrite(program, other), dims, other, values, torch.float64)
+        for found in _steps(model, batch):
+            row |= found
     except Exception as e:
         row["error"] = f"{type(e).__name__}: {str(e).splitlines()[0]}"
-    for key in [k for k in ("cpu", "slow", "random") if k in row]:
-        report, row[key] = row[key], row[key].max_error
-        if not report.max_error <= TOLERANCE:
-            row.setdefault("error", f"{key} plan: {report.worst} is off by {report.max_error:.2g}")
     return row
+
+
+def _steps(model: Any, batch: Any) -> Iterator[dict[str, Any]]:
+    """What is found out about a model, in order."""
+    import torch
+
+    from autopar import Cluster, Search
+    from autopar.compiler import program_of, rewrite, solve
+    from autopar.dims import analyze
+    from autopar.program import operators
+    from autopar.verify import capture_error, compare, global_values
+
+    start = time.perf_counter()
+    program = program_of(model, batch)
+    nodes = list(operators(program.graph.graph))
+    yield {"captured": True, "nodes": len(nodes), "distinct": len({n.target for n in nodes})}
+    limits = Search(time_limit=30.0)
+    plans = {"cpu": solve(program, AXES, "cpu", search=limits)}
+    yield {"plan_s": time.perf_counter() - start, "gap": plans["cpu"].certificate.gap}
+    values = global_values(program, model, batch)
+    yield {"capture": capture_error(program, model, batch, None, values)}
+    plans["random"] = solve(program, AXES, "cpu", search=Search(recipe="random"))
+    plans["slow"] = slow = solve(program, AXES, Cluster.from_toml(SLOW), search=limits)
+    yield {"split": sum(set(c) != {"R"} for c in slow.choices.values()) / len(slow.choices)}
+    dims = analyze(program)
+    for key, plan in plans.items():
+        report = compare(program, rewrite(program, plan), dims, plan, values, torch.float64)
+        yield {key: report.max_error}
+        if not report.max_error <= TOLERANCE:
+            yield {"error": f"{key} plan: {report.worst} is off by {report.max_error:.2g}"}
 
 
 def _class(model: Any) -> str:
