@@ -43,7 +43,7 @@ _DIM_ARGUMENT = {
     aten._log_softmax.default: 1, aten._softmax_backward_data.default: 2, aten._log_softmax_backward_data.default: 2,
     aten.slice_backward.default: 2, aten.select_backward.default: 2, aten.cumsum.default: 1, aten.unbind.int: 1,
     aten.index_select.default: 1, aten.stack.default: 1, aten.sum.dim_IntList: 1, aten.amax.default: 1,
-    aten.amin.default: 1,
+    aten.amin.default: 1, aten.slice_scatter.default: 2, aten.select_scatter.default: 2,
 }  # fmt: skip
 _SHARED = {
     aten.reshape.default,
@@ -210,19 +210,18 @@ def _as_full(graph: fx.Graph, node: fx.Node) -> bool:
 
 def _as_slice(graph: fx.Graph, node: fx.Node) -> bool:
     """Slices have explicit bounds within the dim."""
-    if node.target not in (aten.slice.Tensor, aten.slice_backward.default):
+    if node.target not in (aten.slice.Tensor, aten.slice_backward.default, aten.slice_scatter.default):
         return False
-    backward = node.target is aten.slice_backward.default
-    fixed = node.args[:2] if backward else node.args[:1]
-    rest = list(node.args[2:] if backward else node.args[1:])
+    first = 1 if node.target is aten.slice.Tensor else 2
+    rest = list(node.args[first:])
     rest += [0, None, None, 1][len(rest) :]
     dim, start, end, step = cast(list[Any], rest)
-    whole = _value(node) if backward else _value(node.args[0])
+    whole = _value(node.args[0] if node.target is aten.slice.Tensor else node)
     size = whole.shape[dim]
     begin, stop, stride = (*slice(start, end).indices(size)[:2], step or 1)
     if (begin, stop, stride) == (0, size, 1):
-        return _forward(node, node.args[0])
-    return _become(node, node.target, (*fixed, dim, begin, stop, stride))
+        return _forward(node, node.args[1 if node.target is aten.slice_scatter.default else 0])
+    return _become(node, node.target, (*node.args[:first], dim, begin, stop, stride))
 
 
 def _as_cat(graph: fx.Graph, node: fx.Node) -> bool:

@@ -76,6 +76,8 @@ FORMS: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "expand to the same": (lambda x, w: x.expand(8, 8) + 1, ["add"]),
     "whole slice": (lambda x, w: x[:, 0:100] + 1, ["add"]),
     "slice": (lambda x, w: x[:, -3:] + 1, ["slice", "add"]),
+    "slice_scatter": (lambda x, w: torch.slice_scatter(x, w, -1, 4) + 1, ["slice_scatter", "add"]),
+    "whole slice_scatter": (lambda x, w: torch.slice_scatter(x, x * 2, 1) + 1, ["mul", "add"]),
     "sum of all": (lambda x, w: x.sum(), ["sum"]),
     "mean of all": (lambda x, w: x.mean(), ["sum", "div"]),
     "constants": (lambda x, w: x + torch.zeros_like(x) + x.new_ones(8, 8), ["full", "add", "full", "add"]),
@@ -111,6 +113,14 @@ def test_dims_count_from_the_front() -> None:
     calls = {str(n.target): n.args for n in after.graph.graph.nodes if is_operator(n)}
     assert calls["aten._softmax.default"][1] == 1
     assert calls["aten.cumsum.default"][1] == 0
+
+
+def test_slices_have_bounds() -> None:
+    """Bounds within the dim can be divided where the dim is split; "up to the end" cannot."""
+    after = canonicalize(raw(lambda x, w: torch.slice_scatter(x, w, -1, 4) + x[:, -4:].repeat(1, 2)))
+    calls = {str(n.target): n.args for n in after.graph.graph.nodes if is_operator(n)}
+    assert calls["aten.slice_scatter.default"][2:] == (1, 4, 8, 1)
+    assert calls["aten.slice.Tensor"][1:] == (1, 4, 8, 1)
 
 
 def test_forward_and_backward_stay_apart() -> None:
