@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import autopar
@@ -27,7 +29,7 @@ def test_lstm_is_captured_as_matrix_products() -> None:
     assert not any("rnn" in t or "lstm" in t for t in targets)
 
 
-def test_a_failing_family_is_a_line_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_family_is_a_line_of_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def broken() -> None:
         raise RuntimeError("no weights | here\nmore")
 
@@ -35,4 +37,8 @@ def test_a_failing_family_is_a_line_of_the_table(monkeypatch: pytest.MonkeyPatch
     row = table.measure("broken")
     assert not table.passed(row)
     assert table.line(row) == "| broken |  |  | no |  |  |  |  |  | **fails**: RuntimeError: no weights \\| here |"
-    assert "0 of 1 families pass" in table.page([row])
+    text = table.page({"broken": table.line(row)}, ["broken", "later"])
+    assert "0 of 2 families pass" in text
+    assert "| later |  |  |  |  |  |  |  |  | **not measured** |" in text
+    (tmp_path / "page.md").write_text(text)
+    assert table.known(tmp_path / "page.md", ["broken"]) == {"broken": table.line(row)}
