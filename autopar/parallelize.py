@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from autopar.cost.memory import parse_bytes
 from autopar.errors import PlanError
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.plan import Plan
+from autopar.precision import Precision
 from autopar.program import Program
 from autopar.runtime.materialise import Init
 from autopar.runtime.module import ParallelModule
@@ -37,7 +38,7 @@ def parallelize(
     inputs: str = "global",
     memory: str | float | None = None,
     optimizer: str = "adamw",
-    precision: Any = None,
+    precision: Precision | str | torch.dtype | None = None,
     deterministic: bool = False,
     cluster: Cluster | str | Path | None = None,
     plan: Plan | str | Path | None = None,
@@ -57,7 +58,8 @@ def parallelize(
             see ``data_rank`` and ``data_world_size``. DTensors say it themselves.
         memory: budget per device, such as ``"70GiB"``; default: what the device has, less a margin.
         optimizer: whose state the budget counts: adamw, adam, sgd, sgd-momentum, adagrad.
-        precision: None; precision policies are not supported yet.
+        precision: a `Precision`, or the dtype to compute in, such as ``"bf16"``: parameters are then kept, reduced and
+            updated in float32; default: the model's own dtypes.
         deterministic: every graph is deterministic up to the operators' own kernels; there is nothing to switch yet.
         cluster: a `Cluster`, a preset's name or a TOML file; default: the devices at hand.
         plan: a `Plan` or a file to use instead of searching; a new batch shape is planned under its parameter layouts.
@@ -71,7 +73,8 @@ def parallelize(
         CaptureError, MissingRuleError, InfeasibleError, PlanError, RankError: see there.
     """
     del deterministic
-    _check_arguments(model, inputs, precision)
+    _check_arguments(model, inputs)
+    policy = Precision.resolve(precision)
     _check_optimizers(model)
     place = one_device(_device(model)) if mesh is None else place_on(mesh, timeout)
     _check_devices(model, place)
@@ -79,7 +82,10 @@ def parallelize(
     given = Plan.load(plan) if isinstance(plan, str | Path) else plan
     if given is not None:
         _check_plan(given, place)
-    toolchain = Toolchain(program_of, solve, rewrite, _annotate)
+    if policy is not None:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(policy.master) if parameter.is_floating_point() else parameter.data
+    toolchain = Toolchain(partial(program_of, precision=policy), solve, rewrite, _annotate)
     budget = _budget(place) if memory is None else parse_bytes(memory)
     settings = Settings(toolchain, machine, budget, optimizer, search or Search(), given, loss_fn, inputs)
     distribute_parameters(model, place)
@@ -93,15 +99,13 @@ def _annotate(program: Program, plan: Plan) -> Program:
     return rewrite(program, plan, passes=(annotate_layouts,))
 
 
-def _check_arguments(model: nn.Module, inputs: str, precision: Any) -> None:
+def _check_arguments(model: nn.Module, inputs: str) -> None:
     if isinstance(model, ParallelModule):
         raise ValueError("the model is parallelized already; pass the original to parallelize")
     if not any(True for _ in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to parallelize")
     if inputs not in ("global", "local"):
         raise ValueError(f'inputs={inputs!r}: expected "global" (ranks pass the whole batch) or "local" (their part)')
-    if precision is not None:
-        raise ValueError("precision= is not supported yet; cast the model before parallelizing")
     hooked = [n for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
     if hooked:
         raise ValueError(f"parameter {hooked[0]!r} has hooks, which would be lost; register them after parallelize()")

@@ -20,6 +20,7 @@ from autopar.emulate import emulate, run_whole
 from autopar.errors import VerifyError
 from autopar.float64 import as_dtype
 from autopar.plan import Plan
+from autopar.precision import Precision
 from autopar.predict import predict
 from autopar.program import Input, Program
 from autopar.search.random_plan import random_plan
@@ -77,6 +78,7 @@ def verify(
     plan: Plan | str | None = None,
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
+    precision: Precision | str | torch.dtype | None = None,
 ) -> EquivalenceReport:
     """Compare a plan's program with the plain model, on an emulated mesh.
 
@@ -88,23 +90,30 @@ def verify(
         plan: what to run; None searches for one, ``"random"`` draws a feasible one.
         seed: of the random plan and of the tangents of outputs that are no loss.
         dtype: in which everything is computed.
+        precision: policy whose casts the program has; they too become ``dtype``.
 
     Raises:
         VerifyError: a parameter or batch tensor holds no data.
     """
-    program = program_of(model, batch, loss_fn=loss_fn)
+    policy = Precision.resolve(precision)
+    program = program_of(model, batch, loss_fn=loss_fn, precision=policy)
     dims = analyze(program)
     plan = _plan(program, dims, axes, plan, seed)
     local = rewrite(program, plan)
     values = global_values(program, model, batch, seed)
     report = compare(program, local, dims, plan, values, dtype)
-    return replace(report, capture_error=_capture_error(program, model, batch, loss_fn, values))
+    return replace(report, capture_error=_capture_error(program, model, batch, loss_fn, values, policy))
 
 
 def _capture_error(
-    program: Program, model: nn.Module, batch: Batch, loss_fn: LossFunction | None, values: Sequence[torch.Tensor]
+    program: Program,
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: LossFunction | None,
+    values: Sequence[torch.Tensor],
+    policy: Precision | None,
 ) -> float:
-    """Largest difference between the captured graph and the eager model, both in the model's own precision.
+    """Largest difference between the captured graph and the eager model, both in the precision of the policy.
 
     Raises:
         VerifyError: it is more than rounding.
@@ -113,8 +122,10 @@ def _capture_error(
     harness = Harness(model, skeleton, loss_fn, program.training)
     state = {f"model.{n}": p.detach().clone().requires_grad_(p.requires_grad) for n, p in model.named_parameters()}
     state.update({f"model.{n}": b.detach().clone() for n, b in model.named_buffers()})
+    parameters = {f"model.{n}" for n, _ in model.named_parameters()}
     with torch.set_grad_enabled(program.training):
-        results = torch.func.functional_call(harness, state, tuple(tensors))
+        seen = {n: _computed(t, policy) if n in parameters else t for n, t in state.items()}
+        results = torch.func.functional_call(harness, seen, tuple(_computed(t, policy) for t in tensors))
     found = {("result", str(i)): r.detach() for i, r in enumerate(results)}
     tangents = [v for v, i in zip(values, program.inputs, strict=True) if i.kind == "tangent"]
     live = [r for r in results if r.requires_grad]
@@ -125,12 +136,17 @@ def _capture_error(
     pairs = [(found.get((o.kind, o.name)), e) for o, e in zip(program.outputs, expected, strict=True)]
     scale = max((float(e.abs().max()) for (k, _), e in found.items() if k == "gradient"), default=0.0)
     error = max((tensor_error(f, e, 1e3 * scale) for f, e in pairs if f is not None and e is not None), default=0.0)
-    precise = all(t.dtype in (torch.float32, torch.float64) for t in state.values() if t.is_floating_point())
+    precise = all(t.dtype in (torch.float32, torch.float64) for t in seen.values() if t.is_floating_point())
     if not error <= (1e-2 if precise else 0.3):
         raise VerifyError(
             f"the captured graph differs from the eager model by {error:.2g}: the capture is wrong; report it"
         )
     return error
+
+
+def _computed(tensor: torch.Tensor, policy: Precision | None) -> torch.Tensor:
+    """A parameter or batch tensor as the model sees it under a policy."""
+    return tensor if policy is None or not tensor.is_floating_point() else tensor.to(policy.compute)
 
 
 def _plan(program: Program, dims: Dims, axes: Mapping[str, int], plan: Plan | str | None, seed: int) -> Plan:

@@ -20,7 +20,7 @@ from autopar.compiler import program_of
 from autopar.dims import analyze
 from autopar.emulate import run_whole
 from autopar.errors import CaptureError, MissingRuleError
-from autopar.program import Input, Output, Program, fingerprint
+from autopar.program import Input, Output, Program
 from tests import models
 
 torch.library.define("autopar_tests::twice", "(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -73,22 +73,22 @@ def test_own_loss() -> None:
 
 def test_meta_and_fake_models_give_the_same_program() -> None:
     model, batch = models.mlp()
-    expected = fingerprint(program_of(model, batch))
+    expected = program_of(model, batch).fingerprint
     meta = {k: v.to("meta") for k, v in batch.items()}
     with torch.device("meta"):
-        assert fingerprint(program_of(models.Mlp(16, 32), meta)) == expected
+        assert program_of(models.Mlp(16, 32), meta).fingerprint == expected
     with FakeTensorMode() as mode:
         fake = models.Mlp(16, 32)
         fakes = {k: mode.from_tensor(v) for k, v in batch.items()}
-    assert fingerprint(program_of(fake, batch)) == expected
-    assert fingerprint(program_of(fake, fakes)) == expected
+    assert program_of(fake, batch).fingerprint == expected
+    assert program_of(fake, fakes).fingerprint == expected
 
 
 def test_dict_and_tuple_batches_give_the_same_program() -> None:
     model, batch = models.mlp()
-    expected = fingerprint(capture(model, batch))
-    assert fingerprint(capture(model, (batch["x"], batch["y"]))) == expected
-    assert fingerprint(capture(model, [batch["x"], batch["y"]])) == expected
+    expected = capture(model, batch).fingerprint
+    assert capture(model, (batch["x"], batch["y"])).fingerprint == expected
+    assert capture(model, [batch["x"], batch["y"]]).fingerprint == expected
 
 
 def test_loss_fn_sees_output_and_batch() -> None:

@@ -345,8 +345,8 @@ def test_plan_of_a_mesh_of_one_device_moves_nothing() -> None:
 
 def test_plan_errors() -> None:
     model, batch = models.mlp()
-    with pytest.raises(ValueError, match="precision= is not supported yet"):
-        plan(model, batch, cluster="cpu", precision="bf16")
+    with pytest.raises(ValueError, match=r"precision='int8': expected 'bf16'"):
+        plan(model, batch, cluster="cpu", precision="int8")
     with pytest.raises(ValueError, match=r"neither a file nor a preset"):
         plan(model, batch, cluster="h1000")
     with pytest.raises(autopar.InfeasibleError, match=r"budget is .* are missing") as caught:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # in this table, never from those below it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("layout", "cluster", "tree", "blocks"),
+    ("layout", "cluster", "tree", "blocks", "precision"),
     ("_torch_compat",),
     ("strategy", "oracle"),
     ("strategies",),

@@ -18,7 +18,7 @@ from autopar.dims import analyze
 from autopar.errors import PlanError, RankError
 from autopar.layout import Layout, Replicate, Split
 from autopar.plan import Plan
-from autopar.program import Program, fingerprint
+from autopar.program import Program
 from autopar.runtime.bind import bind
 from autopar.runtime.boundary import Placements, from_placements
 from autopar.runtime.partition import cut
@@ -165,7 +165,7 @@ def _compare(program: Program, request: Request, weights: str, place: Place) -> 
     """What must be the same on every rank before it is worth planning."""
     shapes = str([(list(shape), str(dtype)) for shape, dtype in request.shapes])
     everyone = place.gather(
-        (shapes, fingerprint(program), request.digest, weights), "the shapes of the batch (do all ranks see a new one?)"
+        (shapes, program.fingerprint, request.digest, weights), "the shapes of the batch (do all ranks see a new one?)"
     )
     remedies = (
         ("the global shape of the batch", "pass tensors of equal shapes on every rank (drop_last=True for a sampler)"),
@@ -183,7 +183,7 @@ def _plan(
     program: Program, request: Request, settings: Settings, place: Place, placements: Mapping[str, Placements] | None
 ) -> Plan:
     given = settings.plan
-    if given is not None and (given.fingerprint == fingerprint(program) or (placements is None and program.training)):
+    if given is not None and (given.fingerprint == program.fingerprint or (placements is None and program.training)):
         return given  # a wrong fingerprint is reported by the rewriting
     dims = analyze(program)
     types = {(i.kind, i.name): dims.type_of(n) for n, i in zip(program.placeholders, program.inputs, strict=True)}
