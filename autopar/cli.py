@@ -36,6 +36,10 @@ Model = Annotated[str, typer.Option(metavar="FILE.py:FUNCTION", help="Function t
 Axes = Annotated[str, typer.Option(metavar="NAME=SIZE,...", help="Mesh axes, outermost first: node=32,gpu=8.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Policy = Annotated[
+    str | None,
+    typer.Option(metavar="bf16|fp16|...", help="Compute in this, keep and reduce in fp32."),
+]
 Limit = Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of the search.")]
 
 
@@ -73,6 +77,7 @@ def plan_command(
     axes: Axes,
     memory: Annotated[str | None, typer.Option(help="Budget per device, such as 70GiB; default: 0.9 of it.")] = None,
     optimizer: Annotated[str, typer.Option(help="Whose state the budget counts.")] = "adamw",
+    precision: Policy = None,
     time_limit: Limit = 60.0,
     save: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the plan to a file.")] = None,
     as_json: Json = False,
@@ -96,6 +101,7 @@ def plan_command(
                 loss_fn=task.loss_fn,
                 memory=memory,
                 optimizer=optimizer,
+                precision=precision,
                 search=Search(time_limit=time_limit),
                 progress=progress,
             )
@@ -113,6 +119,7 @@ def verify_command(
         str | None, typer.Option(metavar="FILE.json|random", help="A plan, or a random feasible one; default: search.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of a random plan.")] = 0,
+    precision: Policy = None,
     tolerance: Annotated[float, typer.Option(help="Largest error that is still equal.")] = 1e-9,
     as_json: Json = False,
     debug: Debug = False,
@@ -128,7 +135,9 @@ def verify_command(
         from autopar.verify import verify
 
         chosen = plan if plan in (None, "random") else Plan.load(str(plan))
-        report = verify(task.model, task.batch, sizes, loss_fn=task.loss_fn, plan=chosen, seed=seed)
+        report = verify(
+            task.model, task.batch, sizes, loss_fn=task.loss_fn, plan=chosen, seed=seed, precision=precision
+        )
         text = json.dumps(equivalence_dict(report, tolerance), indent=1) if as_json else ""
         typer.echo(text or equivalence_table(report, tolerance))
         if not agrees(report, tolerance):
