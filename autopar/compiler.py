@@ -21,10 +21,13 @@ from autopar.errors import PassError, PlanError
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.bucket_collectives import bucket_collectives
 from autopar.passes.canonicalize import canonicalize
+from autopar.passes.canonicalize_random import canonicalize_random
 from autopar.passes.eliminate_dead_code import eliminate_dead_code
 from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.localize_random import localize_random
 from autopar.passes.localize_shapes import localize_shapes
 from autopar.passes.lower_operators import lower_operators
+from autopar.passes.replicate_random import replicate_random
 from autopar.plan import Plan
 from autopar.predict import predict
 from autopar.program import Program, copy_graph, fingerprint
@@ -39,17 +42,30 @@ PASSES: tuple[Pass, ...] = (
     annotate_layouts,
     insert_collectives,
     localize_shapes,
+    localize_random,
     lower_operators,
     bucket_collectives,
     eliminate_dead_code,
 )
+
+DETERMINISTIC_PASSES: tuple[Pass, ...] = (
+    annotate_layouts,
+    replicate_random,
+    insert_collectives,
+    localize_shapes,
+    lower_operators,
+    bucket_collectives,
+    eliminate_dead_code,
+)
+"""Instead of `PASSES` where the ranks together draw the very numbers that one device would."""
 
 
 def program_of(
     model: nn.Module, batch: Batch, *, loss_fn: LossFunction | None = None, training: bool | None = None
 ) -> Program:
     """Capture a model and bring its graph into canonical form."""
-    return canonicalize(capture(model, batch, loss_fn=loss_fn, training=training))
+    captured = capture(model, batch, loss_fn=loss_fn, training=training)
+    return canonicalize(canonicalize_random(captured))
 
 
 def solve(

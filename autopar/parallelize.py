@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture import Batch, LossFunction
 from autopar.cluster import Cluster
-from autopar.compiler import program_of, rewrite, solve
+from autopar.compiler import DETERMINISTIC_PASSES, PASSES, program_of, rewrite, solve
 from autopar.cost.memory import parse_bytes
 from autopar.errors import PlanError
 from autopar.passes.annotate_layouts import annotate_layouts
@@ -58,7 +59,9 @@ def parallelize(
         memory: budget per device, such as ``"70GiB"``; default: what the device has, less a margin.
         optimizer: whose state the budget counts: adamw, adam, sgd, sgd-momentum, adagrad.
         precision: None; precision policies are not supported yet.
-        deterministic: every graph is deterministic up to the operators' own kernels; there is nothing to switch yet.
+        deterministic: dropout and other random operators draw the very numbers that one device would, from the default
+            generator, which must be in the same state on every rank; each rank draws whole tensors for that. Else each
+            draws its own part, from seeds that the state of rank 0's generator gives. No difference on one device.
         cluster: a `Cluster`, a preset's name or a TOML file; default: the devices at hand.
         plan: a `Plan` or a file to use instead of searching; a new batch shape is planned under its parameter layouts.
         search: limits and pins.
@@ -70,7 +73,6 @@ def parallelize(
         ValueError: an argument is wrong.
         CaptureError, MissingRuleError, InfeasibleError, PlanError, RankError: see there.
     """
-    del deterministic
     _check_arguments(model, inputs, precision)
     _check_optimizers(model)
     place = one_device(_device(model)) if mesh is None else place_on(mesh, timeout)
@@ -79,9 +81,12 @@ def parallelize(
     given = Plan.load(plan) if isinstance(plan, str | Path) else plan
     if given is not None:
         _check_plan(given, place)
-    toolchain = Toolchain(program_of, solve, rewrite, _annotate)
+    deterministic = deterministic or mesh is None
+    passes = DETERMINISTIC_PASSES if deterministic else PASSES
+    toolchain = Toolchain(program_of, solve, partial(rewrite, passes=passes), _annotate)
     budget = _budget(place) if memory is None else parse_bytes(memory)
-    settings = Settings(toolchain, machine, budget, optimizer, search or Search(), given, loss_fn, inputs)
+    search = search or Search()
+    settings = Settings(toolchain, machine, budget, optimizer, search, given, loss_fn, inputs, alike)
     distribute_parameters(model, place)
     parallel = ParallelModule(model, place, settings, init)
     if batch is not None:

@@ -70,6 +70,7 @@ class Rule:
         lower: letters whose split needs other code.
         flops: floating point operations of the whole operator; None counts memory traffic only.
         view: the operator moves no data.
+        random: the outputs are random; the operator takes numbers from a generator.
         sizes: sizes of letters that shapes alone do not give (two unknown letters in one group).
     """
 
@@ -83,6 +84,7 @@ class Rule:
     lower: Mapping[str, Lowering] = field(default_factory=lambda: MappingProxyType({}))
     flops: float = 0.0
     view: bool = False
+    random: bool = False
     sizes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     @cached_property

@@ -11,6 +11,7 @@ from autopar.strategies import (
     normalization,
     pointwise,
     pooling,
+    random,
     reduction,
     view,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "normalization",
     "pointwise",
     "pooling",
+    "random",
     "reduction",
     "view",
 ]
