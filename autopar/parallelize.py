@@ -81,8 +81,8 @@ def parallelize(
     given = Plan.load(plan) if isinstance(plan, str | Path) else plan
     if given is not None:
         _check_plan(given, place)
-    deterministic = deterministic or mesh is None
-    passes = DETERMINISTIC_PASSES if deterministic else PASSES
+    alike = deterministic or mesh is None
+    passes = DETERMINISTIC_PASSES if alike else PASSES
     toolchain = Toolchain(program_of, solve, partial(rewrite, passes=passes), _annotate)
     budget = _budget(place) if memory is None else parse_bytes(memory)
     search = search or Search()

@@ -133,7 +133,11 @@ def _dropout(graph: fx.Graph, node: fx.Node) -> None:
         return
     keep = 1.0 - named["p"]
     output, kept = node.meta["val"]
-    mask = _draw(graph, node, "bernoulli", [keep], kept)
+    if keep:
+        mask = _draw(graph, node, "bernoulli", [keep], kept)
+    else:  # nothing is left to chance, and eager draws nothing
+        options = {"dtype": kept.dtype, "device": kept.device}
+        mask = _call(graph, node, kept, aten.full.default, list(kept.shape), False, **options)
     scale = 1.0 / keep if keep else 0.0
     result = _call(graph, node, output, aten.native_dropout_backward.default, named["input"], mask, scale)
     for user in list(node.users):

@@ -16,7 +16,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("layout", "cluster", "tree", "blocks"),
     ("_torch_compat",),
     ("draw",),
-    ("strategy", "oracle"),
+    ("strategy", "oracle", "random_oracle"),
     ("strategies",),
     ("dims", "candidates", "cost", "redistribute", "plan", "report", "program", "naming", "capture", "collective"),
     ("search",),

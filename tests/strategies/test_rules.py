@@ -7,6 +7,7 @@ from torch.utils import _pytree as pytree
 
 import autopar.strategies  # noqa: F401
 from autopar.oracle import check_rule, rule_of
+from autopar.random_oracle import check_random
 from autopar.strategy import letter_sizes, registered
 from tests.strategies.sample import Sample
 from tests.strategies.samples import all_samples
@@ -31,6 +32,9 @@ def test_every_rule_has_a_sample():
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_rule(sample: Sample):
+    if rule_of(sample.target, sample.args, sample.kwargs).random:
+        check_random(sample.target, sample.args, sample.kwargs)
+        return
     check_rule(sample.target, sample.args, sample.kwargs, run=STAND_INS.get(sample.target))
 
 
