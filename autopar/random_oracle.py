@@ -86,4 +86,6 @@ def _check(
     drawn, expected = torch.stack(blocks).double(), whole.double()
     deviation = max(float(expected.std()), float(drawn.std())) * math.sqrt(2 / whole.numel())
     if abs(float(drawn.mean() - expected.mean())) > 6 * deviation:
-        raise InvalidRuleError(f"{where}: the mean is {float(drawn.mean())}, that of one device {float(expected.mean())}")
+        raise InvalidRuleError(
+            f"{where}: the mean is {float(drawn.mean())}, that of one device {float(expected.mean())}"
+        )

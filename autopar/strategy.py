@@ -39,13 +39,14 @@ class Spec:
 
 @dataclass(frozen=True)
 class Lowering:
-    """Other code than the operator's own, for one letter split over ``axes``.
+    """Other code than the operator's own, for one letter split over some axes, or for several that share the object.
 
     Attributes:
         build: ``build(context, *args, **kwargs)`` emits the local code with `torch.ops.aten` calls on graph proxies.
             ``args`` are the operator's own arguments, tensors replaced by local proxies, sizes already local.
             ``context.axis_index()`` is this device's number along the split, ``context.parts`` how many there are,
             ``context.all_reduce(x, op)`` sums (or takes the maximum) over the devices of the split.
+            It returns the output, or a tuple of all outputs with None for one that does not exist.
         all_reduces: the letters of each tensor that ``build`` all-reduces, for its cost: ``("n", "n")``.
     """
 

@@ -2,6 +2,7 @@
 
 from autopar.strategies import (
     attention,
+    batch_norm,
     convolution,
     creation,
     embedding,
@@ -18,6 +19,7 @@ from autopar.strategies import (
 
 __all__ = [
     "attention",
+    "batch_norm",
     "convolution",
     "creation",
     "embedding",

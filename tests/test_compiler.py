@@ -20,6 +20,8 @@ from autopar.errors import PassError, PlanError
 from autopar.layout import Partial, Replicate, Split
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.bucket_collectives import bucket_collectives
+from autopar.passes.canonicalize import canonicalize
+from autopar.passes.canonicalize_random import canonicalize_random
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.localize_shapes import localize_shapes
 from autopar.plan import Plan

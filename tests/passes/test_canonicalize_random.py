@@ -39,8 +39,10 @@ def draws(program: Program) -> list[str]:
 
 
 def twice(x: Tensor) -> Tensor:
-    return F.dropout(x, 0.3) + F.dropout(x, 0.3) + torch.multinomial(torch.ones(6), 4) @ torch.multinomial(
-        torch.ones(6), 4
+    return (
+        F.dropout(x, 0.3)
+        + F.dropout(x, 0.3)
+        + torch.multinomial(torch.ones(6), 4) @ torch.multinomial(torch.ones(6), 4)
     )
 
 
@@ -59,9 +61,15 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
     "channels": (lambda x: F.dropout1d(x, 0.3), ["bernoulli"]),
     "alpha": (lambda x: F.alpha_dropout(x, 0.3, True), ["bernoulli"]),
     "rrelu": (lambda x: F.rrelu(x - 0.4, training=True), ["aten.rrelu_with_noise_functional.default"]),
-    "uniform": (lambda x: x * torch.rand(4, 6, 8) + torch.rand_like(x.permute(2, 1, 0)).permute(2, 1, 0), ["uniform"] * 2),
+    "uniform": (
+        lambda x: x * torch.rand(4, 6, 8) + torch.rand_like(x.permute(2, 1, 0)).permute(2, 1, 0),
+        ["uniform"] * 2,
+    ),
     "normal": (lambda x: x * torch.randn(8) + torch.randn_like(x) + torch.normal(2.0, 3.0, (8,)), ["normal"] * 3),
-    "normal of tensors": (lambda x: x + torch.normal(x, 2.0) + torch.normal(1.0, x) + torch.normal(x, x), ["normal"] * 3),
+    "normal of tensors": (
+        lambda x: x + torch.normal(x, 2.0) + torch.normal(1.0, x) + torch.normal(x, x),
+        ["normal"] * 3,
+    ),
     "integers": (lambda x: x * torch.randint(5, (8,)) + torch.randint_like(x.detach(), 2, 9), ["random"] * 2),
     "coins": (lambda x: x * torch.bernoulli(x) + torch.bernoulli(x.detach(), 0.3), ["uniform", "bernoulli"]),
     "gumbel": (lambda x: F.gumbel_softmax(x), ["exponential"]),
@@ -97,7 +105,7 @@ def test_before_and_after() -> None:
 w
 batch0
 mul.Tensor = mul.Tensor(batch0, w)
-autopar.draw = autopar.draw(bernoulli, [0.5], [4, 8], [0, 1], dtype=torch.bool)
+autopar.draw = autopar.draw('bernoulli', [0.5], [4, 8], [0, 1], dtype=torch.bool)
 native_dropout_backward = native_dropout_backward(mul.Tensor, autopar.draw, 2.0)
 return [native_dropout_backward]"""
     )

@@ -49,15 +49,15 @@ def test_before_and_after() -> None:
         show(local)
         == """\
 w  # f32[w]
-batch0  # f32[d2]
-seeded = seeded(autopar.draw.default, 0, 0, uniform, [0, 1], [3], [0], dtype=torch.float32)  # f32[d3]
+batch0  # f32[batch]
+seeded = seeded(autopar.draw.default, 0, 0, 'uniform', [0, 1], [3], [0], dtype=torch.float32)  # f32[d3]
 axis_index = axis_index('a')
 mul = mul(axis_index, 2)
 axis_index.1 = axis_index('c')
 add = add(mul, axis_index.1)
 """
     )
-    assert "autopar.draw(normal, [0, 1], [4, 8]" in show(whole)
+    assert "autopar.draw('normal', [0, 1], [4, 8]" in show(whole)
 
 
 def test_blocks_differ_replicas_are_equal_and_steps_are_new() -> None:

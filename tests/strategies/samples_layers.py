@@ -44,6 +44,15 @@ def batch_norm() -> Iterator[Sample]:
                 aten.native_batch_norm_backward.default,
                 *(x(2, 4, 6), x(2, 4, 6), x(4), x(4), positive(4), *saved, training, 1e-5, mask),
             )
+    yield call(
+        aten._native_batch_norm_legit_functional.default,
+        x(4, 4, 2, 6),
+        *(x(4), None, x(4), positive(4)),
+        True,
+        0.1,
+        1e-5,
+    )
+    yield call(aten._native_batch_norm_legit.no_stats, x(4, 4, 6), None, x(4), True, 0.1, 1e-5)
     yield call(aten._native_batch_norm_legit.no_stats, x(2, 4), x(4), x(4), True, 0.1, 1e-5)
     yield call(aten._native_batch_norm_legit_no_training.default, x(2, 4), x(4), x(4), x(4), positive(4), 0.1, 1e-5)
 
