@@ -88,10 +88,14 @@ def step_seed(seed: int) -> Iterator[None]:
         _step_seed.reset(token)
 
 
+def _cuda_is_used() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
 @contextmanager
 def same_numbers(seed: int) -> Iterator[None]:
     """The default generators start from ``seed``; afterwards they are as before."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    devices = [torch.cuda.current_device()] if _cuda_is_used() else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         yield
@@ -100,7 +104,7 @@ def same_numbers(seed: int) -> Iterator[None]:
 def generator_states() -> dict[str, torch.Tensor]:
     """States of the default generators, by device."""
     states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
+    if _cuda_is_used():
         states["cuda"] = torch.cuda.get_rng_state()
     return states
 

@@ -106,7 +106,7 @@ def _draw(
     graph: fx.Graph, node: fx.Node, distribution: str, parameters: list[Any], like: torch.Tensor, dtype: Any = None
 ) -> fx.Node:
     """A draw of the shape of ``like``, in the order of its elements in memory, as the operator ``node`` makes it."""
-    order = sorted(range(like.ndim), key=lambda d: -like.stride(d))  # stable
+    order = sorted(range(like.ndim), key=like.stride().__getitem__, reverse=True)  # stable
     options = {"dtype": dtype or like.dtype, "device": like.device}
     return _call(
         graph, node, like, torch.ops.autopar.draw.default, distribution, parameters, list(like.shape), order, **options
