@@ -24,10 +24,13 @@ from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.apply_precision import apply_precision
 from autopar.passes.bucket_collectives import bucket_collectives
 from autopar.passes.canonicalize import canonicalize
+from autopar.passes.canonicalize_random import canonicalize_random
 from autopar.passes.eliminate_dead_code import eliminate_dead_code
 from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.localize_random import localize_random
 from autopar.passes.localize_shapes import localize_shapes
 from autopar.passes.lower_operators import lower_operators
+from autopar.passes.replicate_random import replicate_random
 from autopar.plan import Plan
 from autopar.precision import Precision
 from autopar.predict import predict
@@ -45,10 +48,22 @@ PASSES: tuple[Pass, ...] = (
     annotate_layouts,
     insert_collectives,
     localize_shapes,
+    localize_random,
     lower_operators,
     bucket_collectives,
     eliminate_dead_code,
 )
+
+DETERMINISTIC_PASSES: tuple[Pass, ...] = (
+    annotate_layouts,
+    replicate_random,
+    insert_collectives,
+    localize_shapes,
+    lower_operators,
+    bucket_collectives,
+    eliminate_dead_code,
+)
+"""Instead of `PASSES` where the ranks together draw the very numbers that one device would."""
 
 
 def program_of(
@@ -64,7 +79,7 @@ def program_of(
     program = capture(model, batch, loss_fn=loss_fn, training=training, compute=compute)
     if precision is not None:
         program = apply_precision(program, precision, [t.dtype for t in tree.flatten(batch, "batch")[0]])
-    program = canonicalize(program)
+    program = canonicalize(canonicalize_random(program))
     logger.debug("captured %s operators, fingerprint %s", len(program.calls), program.fingerprint)
     return program
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from autopar.errors import InvalidRuleError, MissingRuleError
@@ -158,7 +159,7 @@ def node_rule(node: fx.Node) -> Rule:
     if function is None:
         raise MissingRuleError(
             f"no rule for {node.target} (node {node.name}, {user_line(node)}); register one with autopar.rule"
-            + _random_hint(str(node.target))
+            + _random_hint(node.target)
         )
     args, kwargs = map_nodes((node.args, node.kwargs), _spec)
     try:
@@ -167,9 +168,9 @@ def node_rule(node: fx.Node) -> Rule:
         raise InvalidRuleError(f"rule of {node.target} failed (node {node.name}, {user_line(node)}): {e}") from e
 
 
-def _random_hint(name: str) -> str:
-    random = any(word in name for word in ("dropout", "bernoulli", "rand", "normal_", "uniform"))
-    return ": random operators such as dropout are not supported yet; set their probability to 0" if random else ""
+def _random_hint(target: Any) -> str:
+    random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+    return ", or draw with torch.rand, torch.randn or torch.bernoulli and compute from that" if random else ""
 
 
 def _spec(node: fx.Node) -> Spec:

@@ -151,10 +151,10 @@ class _Call:
         return "S" if any(strategy.letter in dim for dim in self.rule.inputs[i]) and strategy.letter else "R"
 
     def exists(self, chosen: Sequence[AxisStrategy], parts: int) -> bool:
-        """Whether sizes divide, every output has a layout, and one letter at most is lowered."""
+        """Whether sizes divide, every output has a layout, and one lowering at most is needed."""
         present = [j for j, t in enumerate(self.outputs) if t is not None]
         divided = all(self.sizes[c] % n == 0 for c, n in _split(chosen, parts).items())
-        lowerings = {s.letter for s in chosen if s.letter in self.rule.lower}
+        lowerings = {id(self.rule.lower[s.letter]) for s in chosen if s.letter in self.rule.lower}
         return divided and len(lowerings) <= 1 and all(self.placement(s, j) for s in chosen for j in present)
 
     def describe(self, chosen: Sequence[AxisStrategy]) -> str:

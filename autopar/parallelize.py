@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture import Batch, LossFunction
 from autopar.cluster import Cluster
-from autopar.compiler import program_of, rewrite, solve
+from autopar.compiler import DETERMINISTIC_PASSES, PASSES, program_of, rewrite, solve
 from autopar.cost.memory import parse_bytes
 from autopar.errors import PlanError
 from autopar.passes.annotate_layouts import annotate_layouts
@@ -60,7 +60,9 @@ def parallelize(
         optimizer: whose state the budget counts: adamw, adam, sgd, sgd-momentum, adagrad.
         precision: a `Precision`, or the dtype to compute in, such as ``"bf16"``: parameters are then kept, reduced and
             updated in float32; default: the model's own dtypes.
-        deterministic: every graph is deterministic up to the operators' own kernels; there is nothing to switch yet.
+        deterministic: dropout and other random operators draw the very numbers that one device would, from the default
+            generator, which must be in the same state on every rank; each rank draws whole tensors for that. Else each
+            draws its own part, from seeds that the state of rank 0's generator gives. No difference on one device.
         cluster: a `Cluster`, a preset's name or a TOML file; default: the devices at hand.
         plan: a `Plan` or a file to use instead of searching; a new batch shape is planned under its parameter layouts.
         search: limits and pins.
@@ -72,7 +74,6 @@ def parallelize(
         ValueError: an argument is wrong.
         CaptureError, MissingRuleError, InfeasibleError, PlanError, RankError: see there.
     """
-    del deterministic
     _check_arguments(model, inputs)
     policy = Precision.resolve(precision)
     _check_optimizers(model)
@@ -85,9 +86,12 @@ def parallelize(
     if policy is not None:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(policy.master) if parameter.is_floating_point() else parameter.data
-    toolchain = Toolchain(partial(program_of, precision=policy), solve, rewrite, _annotate)
+    alike = deterministic or mesh is None
+    passes = DETERMINISTIC_PASSES if alike else PASSES
+    toolchain = Toolchain(partial(program_of, precision=policy), solve, partial(rewrite, passes=passes), _annotate)
     budget = _budget(place) if memory is None else parse_bytes(memory)
-    settings = Settings(toolchain, machine, budget, optimizer, search or Search(), given, loss_fn, inputs)
+    search = search or Search()
+    settings = Settings(toolchain, machine, budget, optimizer, search, given, loss_fn, inputs, alike)
     distribute_parameters(model, place)
     parallel = ParallelModule(model, place, settings, init)
     if batch is not None:

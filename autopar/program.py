@@ -190,6 +190,12 @@ def values_of(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
     return (value if isinstance(value, torch.Tensor) else None,)
 
 
+def draws(node: fx.Node) -> bool:
+    """Whether the node, which has been annotated, takes numbers from a random generator."""
+    operator_ = node.meta.get("operator")
+    return operator_ is not None and bool(operator_.rule.random)
+
+
 def is_operator(node: fx.Node) -> bool:
     """Whether the node computes tensors by an operator (getitem belongs to its producer)."""
     return node.op == "call_function" and node.target is not operator.getitem

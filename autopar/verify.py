@@ -14,8 +14,9 @@ from autopar import tree
 from autopar.blocks import assemble, block, coordinates
 from autopar.capture import Batch, Harness, LossFunction
 from autopar.cluster import Cluster
-from autopar.compiler import program_of, rewrite, solve
+from autopar.compiler import DETERMINISTIC_PASSES, program_of, rewrite, solve
 from autopar.dims import Dims, analyze
+from autopar.draw import same_numbers
 from autopar.emulate import emulate, run_whole
 from autopar.errors import VerifyError
 from autopar.float64 import as_dtype
@@ -99,7 +100,7 @@ def verify(
     program = program_of(model, batch, loss_fn=loss_fn, precision=policy)
     dims = analyze(program)
     plan = _plan(program, dims, axes, plan, seed)
-    local = rewrite(program, plan)
+    local = rewrite(program, plan, passes=DETERMINISTIC_PASSES)
     values = global_values(program, model, batch, seed)
     report = compare(program, local, dims, plan, values, dtype)
     return replace(report, capture_error=_capture_error(program, model, batch, loss_fn, values, policy))
@@ -123,7 +124,7 @@ def _capture_error(
     state = {f"model.{n}": p.detach().clone().requires_grad_(p.requires_grad) for n, p in model.named_parameters()}
     state.update({f"model.{n}": b.detach().clone() for n, b in model.named_buffers()})
     parameters = {f"model.{n}" for n, _ in model.named_parameters()}
-    with torch.set_grad_enabled(program.training):
+    with torch.set_grad_enabled(program.training), same_numbers(0):
         seen = {n: _computed(t, policy) if n in parameters else t for n, t in state.items()}
         results = torch.func.functional_call(harness, seen, tuple(_computed(t, policy) for t in tensors))
     found = {("result", str(i)): r.detach() for i, r in enumerate(results)}
@@ -132,7 +133,8 @@ def _capture_error(
     if program.training:
         torch.autograd.backward(live, tangents)
         found.update({("gradient", n.removeprefix("model.")): t.grad for n, t in state.items() if t.grad is not None})
-    expected = run_whole(program, values)
+    with same_numbers(0):
+        expected = run_whole(program, values)
     pairs = [(found.get((o.kind, o.name)), e) for o, e in zip(program.outputs, expected, strict=True)]
     scale = max((float(e.abs().max()) for (k, _), e in found.items() if k == "gradient"), default=0.0)
     error = max((tensor_error(f, e, 1e3 * scale) for f, e in pairs if f is not None and e is not None), default=0.0)
@@ -166,14 +168,16 @@ def compare(
 ) -> EquivalenceReport:
     """Run a program whole and its rewritten form on an emulated mesh, and compare every output."""
     values = [v.to(dtype) if v.is_floating_point() else v for v in values]
-    expected = run_whole(as_dtype(program, dtype), values)
+    with same_numbers(0):
+        expected = run_whole(as_dtype(program, dtype), values)
     placed = as_dtype(local, dtype)
     sizes = plan.axis_sizes
     blocks = []
     for node, value in zip(local.placeholders, values, strict=True):
         type_, layout = node.meta["types"][0], node.meta["layouts"][0]
         blocks.append([block(value, type_, layout, sizes, where) for where in coordinates(sizes)])
-    outputs = emulate(placed, plan.axis_names, sizes, blocks)
+    with same_numbers(0):
+        outputs = emulate(placed, plan.axis_names, sizes, blocks)
     found: dict[tuple[str, str], torch.Tensor] = {}
     wanted: dict[tuple[str, str], torch.Tensor] = {}
     replicas: dict[tuple[str, str], float] = {}

@@ -260,6 +260,8 @@ def _merge_equal(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if not is_operator(node) or not isinstance(node.meta.get("val"), torch.Tensor):
             continue
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            continue  # equal calls draw different numbers
         arguments = tuple(tensor_arguments(node))
         if node.target in _CREATION or (arguments and all(a in constant for a in arguments)):
             constant.add(node)

@@ -2,6 +2,7 @@
 
 from autopar.strategies import (
     attention,
+    batch_norm,
     convolution,
     creation,
     embedding,
@@ -11,12 +12,14 @@ from autopar.strategies import (
     normalization,
     pointwise,
     pooling,
+    random,
     reduction,
     view,
 )
 
 __all__ = [
     "attention",
+    "batch_norm",
     "convolution",
     "creation",
     "embedding",
@@ -26,6 +29,7 @@ __all__ = [
     "normalization",
     "pointwise",
     "pooling",
+    "random",
     "reduction",
     "view",
 ]

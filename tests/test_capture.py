@@ -278,10 +278,13 @@ def test_error_in_the_model_names_the_line() -> None:
         capture(Wrong(), (torch.randn(4, 8),))
 
 
-def test_dropout_says_what_to_do() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1))
-    with pytest.raises(MissingRuleError, match=r"dropout .*set their probability to 0"):
-        analyze(program_of(model, (torch.randn(8, 8),)))
+def test_a_random_operator_without_a_rule_says_what_to_do() -> None:
+    class Binomial(Scalarless):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(torch.binomial(x.detach(), x.detach()))
+
+    with pytest.raises(MissingRuleError, match=r"aten.binomial.*draw with torch.rand"):
+        analyze(program_of(Binomial(), (torch.ones(4, 8),)))
 
 
 def test_model_without_parameters() -> None:

@@ -15,7 +15,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("layout", "cluster", "tree", "blocks", "precision"),
     ("_torch_compat",),
-    ("strategy", "oracle"),
+    ("draw",),
+    ("strategy", "oracle", "random_oracle"),
     ("strategies",),
     ("dims", "candidates", "cost", "redistribute", "plan", "report", "program", "naming", "capture", "collective"),
     ("search",),
@@ -160,7 +161,7 @@ def test_planning_needs_no_process_group(path: Path) -> None:
 def test_strategies_import_only_the_rule_language(path: Path) -> None:
     _, _, imported = parse(path)
     own = ("autopar.strategies",) if path.name == "__init__.py" else ()
-    assert stray_imports(imported, ("autopar.strategy", "autopar.layout", "torch", *own)) == []
+    assert stray_imports(imported, ("autopar.strategy", "autopar.layout", "autopar.draw", "torch", *own)) == []
 
 
 @pytest.mark.parametrize("path", sources("passes"), ids=by_path)

@@ -118,8 +118,8 @@ def _reachable(strategy: Strategy, have: Sequence[Layout], axis: int) -> bool:
 
 def _fits(operator: Operator, chosen: Sequence[Strategy], sizes: Sequence[int]) -> bool:
     rest = [Replicate()] * (len(sizes) - len(chosen))
-    lowered = {s.factor[0] for s in chosen if s.factor is not None and s.factor[0] in operator.rule.lower}
-    if len(lowered) > 1:
+    letters = {s.factor[0] for s in chosen if s.factor is not None and s.factor[0] in operator.rule.lower}
+    if any(operator.rule.lower[a] is not operator.rule.lower[b] for a in letters for b in letters):
         return False
     for i, type_ in enumerate(operator.inputs):
         if not divides(type_, (*(s.inputs[i] for s in chosen), *rest), sizes):
