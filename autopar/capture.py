@@ -40,6 +40,15 @@ _DECOMPOSED += [
 ]
 _DECOMPOSED += [aten.huber_loss_backward, aten.binary_cross_entropy_with_logits, aten.xlogy]
 _DECOMPOSED += [aten.log_sigmoid_forward, aten.log_sigmoid_backward]
+_DECOMPOSED += [aten.soft_margin_loss, aten.soft_margin_loss_backward, aten._weight_norm_interface]
+
+
+def _weight_norm_backward(
+    grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norms: torch.Tensor, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients in ``g * v / |v|``, the norm over all dims but ``dim``; torch decomposes the forward only."""
+    along = (grad * v).sum([d for d in range(v.ndim) if d != dim], keepdim=True) / norms
+    return g / norms * (grad - v * (along / norms)), along
 
 
 def _with_addend(product: Any) -> Callable[..., torch.Tensor]:
@@ -54,7 +63,12 @@ def _with_addend(product: Any) -> Callable[..., torch.Tensor]:
     return decomposed
 
 
-_PRODUCTS = {aten.addmm.default: aten.mm, aten.baddbmm.default: aten.bmm, aten.addmv.default: aten.mv}
+_OWN_DECOMPOSITIONS = {
+    aten.addmm.default: _with_addend(aten.mm),
+    aten.baddbmm.default: _with_addend(aten.bmm),
+    aten.addmv.default: _with_addend(aten.mv),
+    aten._weight_norm_interface_backward.default: _weight_norm_backward,
+}
 
 
 def capture(
@@ -163,10 +177,11 @@ def _fake_module(model: nn.Module, mode: FakeTensorMode, training: bool, compute
 
 def _trace(harness: Harness, fakes: tuple[torch.Tensor, ...]) -> fx.GraphModule:
     try:
-        exported = torch.export.export(harness, fakes, strict=False).module(check_guards=False)
-        table: Any = get_decompositions(_DECOMPOSED)
-        table.update({target: _with_addend(product) for target, product in _PRODUCTS.items()})
-        with contextlib.ExitStack() as stack:
+        # With oneDNN an LSTM on a CPU is one opaque operator; without, it is matrix products, as on every other device.
+        with torch.backends.mkldnn.flags(enabled=False):
+            exported = torch.export.export(harness, fakes, strict=False).module(check_guards=False)
+        table: Any = {**get_decompositions(_DECOMPOSED), **_OWN_DECOMPOSITIONS}
+        with contextlib.ExitStack() as stack, torch.backends.mkldnn.flags(enabled=False):
             joint = aot_export_joint_with_descriptors(
                 stack, exported, fakes, decompositions=table, _record_nn_module_stack=True
             )

@@ -27,13 +27,15 @@ def as_dtype(program: Program, dtype: torch.dtype = torch.float64) -> Program:
             constant = getattr(module, str(node.target))
             if isinstance(constant, torch.Tensor) and constant.is_floating_point():
                 setattr(module, str(node.target), constant.to(dtype))
+            if isinstance(constant, torch.Tensor) and constant.is_complex():
+                setattr(module, str(node.target), constant.to(dtype.to_complex()))
     module.recompile()
     return replace(program, graph=module)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.dtype):
-        return dtype if value.is_floating_point else value
+        return dtype if value.is_floating_point else dtype.to_complex() if value.is_complex else value
     if isinstance(value, tuple):
         return tuple(_cast(v, dtype) for v in value)
     if isinstance(value, list):

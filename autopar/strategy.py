@@ -126,7 +126,8 @@ _RULES: dict[Any, RuleFunction] = {}
 def rule(*targets: Any) -> Callable[[RuleFunction], RuleFunction]:
     """Register the decorated function as the rule of each operator overload in ``targets``.
 
-    The function takes the operator's own arguments, tensors replaced by `Spec`, and returns a `Rule`.
+    The function takes the operator's own arguments, tensors replaced by `Spec`, and returns a `Rule`. A target may be
+    a name, ``"library.operator.overload"``, where the library need not be imported.
 
     Raises:
         InvalidRuleError: an operator already has a rule.
@@ -144,7 +145,7 @@ def rule(*targets: Any) -> Callable[[RuleFunction], RuleFunction]:
 
 def find_rule(target: Any) -> RuleFunction | None:
     """The rule registered for an operator overload, or None."""
-    return _RULES.get(target)
+    return _RULES.get(target) or _RULES.get(str(target))
 
 
 def registered() -> dict[Any, RuleFunction]:

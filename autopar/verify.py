@@ -103,16 +103,16 @@ def verify(
     local = rewrite(program, plan, passes=DETERMINISTIC_PASSES)
     values = global_values(program, model, batch, seed)
     report = compare(program, local, dims, plan, values, dtype)
-    return replace(report, capture_error=_capture_error(program, model, batch, loss_fn, values, policy))
+    return replace(report, capture_error=capture_error(program, model, batch, loss_fn, values, policy))
 
 
-def _capture_error(
+def capture_error(
     program: Program,
     model: nn.Module,
     batch: Batch,
     loss_fn: LossFunction | None,
     values: Sequence[torch.Tensor],
-    policy: Precision | None,
+    policy: Precision | None = None,
 ) -> float:
     """Largest difference between the captured graph and the eager model, both in the precision of the policy.
 

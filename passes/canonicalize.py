@@ -14,7 +14,7 @@ After::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -36,6 +36,7 @@ _IDENTITIES = {
 }  # fmt: skip
 _DROPPED = {aten._assert_tensor_metadata.default}
 _LIKE = {aten.zeros_like.default: 0, aten.ones_like.default: 1, aten.new_zeros.default: 0, aten.new_ones.default: 1}
+_LIKE[aten.new_empty_strided.default] = 0  # what is written over it later has no strides of its own either
 _DIM_ARGUMENT = {
     aten.select.int: 1, aten.slice.Tensor: 1, aten.split.Tensor: 2, aten.split_with_sizes.default: 2,
     aten.cat.default: 1, aten.gather.default: 1, aten.scatter.value: 1, aten.scatter.src: 1, aten._softmax.default: 1,
@@ -57,6 +58,8 @@ _SHARED |= {aten.arange.default, aten.arange.start, aten.arange.start_step, aten
 def canonicalize(program: Program) -> Program:
     """Rewrite a captured program into canonical operators; computes the same."""
     graph = copy_graph(program.graph)
+    for node in graph.graph.nodes:  # before any other rewriting: strides are those of the captured graph
+        _strided(node)
     for node in list(graph.graph.nodes):
         if node.op == "call_function":
             _rewrite(graph.graph, node)
@@ -75,7 +78,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
     if not is_operator(node):
         return
     _normalize_dims(node)
-    for form in (_identity, _as_view, _as_permute, _as_sum, _as_full, _as_slice, _as_cat):
+    for form in (_identity, _as_view, _as_permute, _as_sum, _as_full, _as_slice, _as_cat, _as_repeat, _as_copy):
         if form(graph, node):
             return
 
@@ -230,6 +233,56 @@ def _as_cat(graph: fx.Graph, node: fx.Node) -> bool:
     if len(pieces) == 1 and _same_type(_value(pieces[0]), _value(node)):
         return _forward(node, pieces[0])
     return _become(node, aten.cat.default, (pieces or node.args[0], *node.args[1:]))
+
+
+def _as_repeat(graph: fx.Graph, node: fx.Node) -> bool:
+    """``repeat`` expands a new dim in front of each: ``[a, b]`` to ``[2, a, 3, b]`` to ``[2a, 3b]``."""
+    if node.target is not aten.repeat.default:
+        return False
+    source, counts = cast("tuple[fx.Node, list[int]]", node.args)
+    value = _value(source)
+    shape = [1] * (len(counts) - value.ndim) + list(value.shape)
+    pairs = list(zip(counts, shape, strict=True))
+    steps = {
+        aten.reshape.default: [n for count, size in pairs for n in ((1, size) if count != 1 else (size,))],
+        aten.expand.default: [n for count, size in pairs for n in ((count, size) if count != 1 else (size,))],
+    }
+    for target, sizes in steps.items() if any(count != 1 for count in counts) else ():
+        with graph.inserting_before(node):
+            source = graph.call_function(target, (source, sizes))
+        value = value.reshape(sizes) if target is aten.reshape.default else value.expand(sizes)
+        source.meta = {**node.meta, "val": value}
+    _become(node, aten.view.default, (source, list(_value(node).shape)))
+    return _as_view(graph, node)
+
+
+def _as_copy(graph: fx.Graph, node: fx.Node) -> bool:
+    """A ``copy`` over a whole tensor is what is copied."""
+    if node.target is not aten.copy.default or not _same_type(_value(node.args[1]), _value(node)):
+        return False
+    return _forward(node, node.args[1])
+
+
+def _strided(node: fx.Node) -> None:
+    """``as_strided`` and its inverse become views where they look at a whole tensor in its own order."""
+    if node.target not in (aten.as_strided.default, aten.as_strided_scatter.default):
+        return
+    scatter = node.target is aten.as_strided_scatter.default
+    size, stride, *offset = list(node.args[2 if scatter else 1 :])
+    base, source = node.args[0], node.args[1 if scatter else 0]
+    whole = math.prod(size) == _value(base).numel() and not any(offset)
+    if whole and _in_order(_value(base).shape, _value(base).stride()) and _in_order(size, stride):
+        _become(node, aten.view.default, (source, list(_value(node).shape)))
+
+
+def _in_order(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements lie one after the other; the stride of a dim of size 1 means nothing."""
+    step = 1
+    for n, s in reversed([(n, s) for n, s in zip(shape, stride, strict=True) if n != 1]):
+        if s != step:
+            return False
+        step *= n
+    return True
 
 
 def _normalize_dims(node: fx.Node) -> None:

@@ -65,3 +65,8 @@ for _op in (aten.upsample_nearest2d, aten.upsample_bilinear2d, aten.upsample_bic
     rule(_op.default, _op.vec)(_linear_forward(2))
 for _op in (aten.upsample_nearest2d_backward, aten.upsample_bilinear2d_backward, aten.upsample_bicubic2d_backward):
     rule(_op.default)(_resample_backward(2))
+
+for _kind in ("reflection", "replication"):
+    for _n in (1, 2, 3):
+        rule(getattr(aten, f"{_kind}_pad{_n}d").default)(_linear_forward(_n))
+        rule(getattr(aten, f"{_kind}_pad{_n}d_backward").default)(_backward(_n))

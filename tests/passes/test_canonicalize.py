@@ -81,6 +81,12 @@ FORMS: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "constants": (lambda x, w: x + torch.zeros_like(x) + x.new_ones(8, 8), ["full", "add", "full", "add"]),
     "equal views": (lambda x, w: x.view(64).sum() + x.view(64).exp().sum(), ["reshape", "sum", "exp", "sum", "add"]),
     "equal constants": (lambda x, w: x + torch.arange(8) + torch.arange(8), ["arange", "add", "add"]),
+    "repeat": (lambda x, w: x.repeat(2, 1, 3) + 1, ["reshape", "expand", "reshape", "add"]),
+    "repeat once": (lambda x, w: x.repeat(1, 1) + 1, ["add"]),
+    "as_strided in order": (lambda x, w: torch.as_strided(x, (8, 1, 4, 2), (8, 1, 2, 1)) + 1, ["reshape", "add"]),
+    "as_strided elsewhere": (lambda x, w: torch.as_strided(x, (4, 4), (8, 1), 4) + 1, ["as_strided", "add"]),
+    "as_strided_scatter": (lambda x, w: torch.as_strided_scatter(x, x.view(64), (64,), (1,)) + 1, ["add"]),
+    "copy": (lambda x, w: torch.empty_like(x).copy_(x) + 1, ["add"]),
     "empty piece": (lambda x, w: torch.cat([x[:0], x]) + 1, ["add"]),
     "dead code": (lambda x, w: (x.exp(), x + 1)[1], ["add"]),
 }

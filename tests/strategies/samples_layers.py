@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import transformers.integrations.moe  # noqa: F401  registers its operators
 
 from tests.strategies import stand_ins
 from tests.strategies.sample import Sample, boolean, call, integer, positive, x
@@ -218,7 +219,38 @@ def random() -> Iterator[Sample]:
     yield call(aten.rrelu_with_noise_backward.default, x(2, 4), x(2, 4), positive(2, 4), 0.1, 0.3, True, False)
 
 
+def padding() -> Iterator[Sample]:
+    for kind in ("reflection", "replication"):
+        for n in (1, 2, 3):
+            a, ends = x(2, 4, *[4] * n), [1, 2] * n
+            yield call(getattr(aten, f"{kind}_pad{n}d").default, a, ends)
+            yield call(getattr(aten, f"{kind}_pad{n}d_backward").default, x(2, 4, *[7] * n), a, ends)
+
+
+def fourier() -> Iterator[Sample]:
+    for shape, transformed in (((4, 2, 6), [2]), ((4, 6, 2), [1]), ((2, 4, 6), [1, 2])):
+        a = x(*shape)
+        yield call(aten._fft_r2c.default, a, transformed, 0, False)
+        half = aten._fft_r2c.default(a, transformed, 0, True)
+        yield call(aten._fft_r2c.default, a, transformed, 0, True)
+        yield call(aten._fft_c2r.default, half, transformed, 2, shape[transformed[-1]])
+        yield call(aten._fft_c2c.default, torch.complex(a, x(*shape)), transformed, 0, True)
+
+
+def experts() -> Iterator[Sample]:
+    ends = torch.tensor([3, 3, 8], dtype=torch.int32)  # the second expert has no rows
+    rows, weight, grad = x(8, 4), x(3, 4, 2), x(8, 2)
+    transformers = torch.ops.transformers
+    yield call(transformers.grouped_mm_fallback.default, rows, weight, ends)
+    yield call(transformers.grouped_mm_fallback_backward.default, rows, weight, ends, grad)
+    yield call(aten._grouped_mm.default, rows, weight, ends)
+    yield call(aten._grouped_mm.default, rows.T.contiguous(), grad, ends)
+    yield call(aten._grouped_mm.default, x(3, 2, 4), rows.T.contiguous(), ends)
+    yield call(aten._grouped_mm.default, x(2, 6, 4), x(2, 4, 8))
+
+
 FAMILIES = (
+    *(padding, fourier, experts),
     *(normalization, batch_norm, attention, attention_elsewhere, convolution, pooling, softmax),
     *(embedding, gather_scatter, index, random),
 )

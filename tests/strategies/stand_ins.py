@@ -3,6 +3,7 @@
 A rule proven on a stand-in is right if the operator computes what the stand-in does, with outputs of the same shape.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -59,7 +60,20 @@ def cudnn_backward(
     return cpu_backward(grad, q, k, v, out, lse.squeeze(-1), *args[4:6], attn_mask=bias)
 
 
+def grouped_mm(rows: Any, weight: Any, ends: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """Without `ends` a product for each expert; with them, they cut rows, columns or what is summed over."""
+    if ends is None:
+        return rows @ weight
+    cuts = list(itertools.pairwise([0, *ends.tolist()]))
+    if rows.ndim == weight.ndim:
+        return torch.stack([rows[:, a:b] @ weight[a:b] for a, b in cuts])
+    if rows.ndim == 2:
+        return torch.cat([rows[a:b] @ w for (a, b), w in zip(cuts, weight, strict=True)])
+    return torch.cat([r @ weight[:, a:b] for (a, b), r in zip(cuts, rows, strict=True)], 1)
+
+
 STAND_INS = {
+    aten._grouped_mm.default: grouped_mm,
     aten._scaled_dot_product_flash_attention.default: flash,
     aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
     aten._scaled_dot_product_efficient_attention.default: efficient,

@@ -1,0 +1,38 @@
+"""Every model family is captured, planned, and computes what one device would, with searched and random plans."""
+
+from __future__ import annotations
+
+import pytest
+
+import autopar
+from benchmarks import models as table
+from benchmarks.zoo import FAMILIES
+
+# Cheap ones, which between them have every operator that no other test's model has.
+ALWAYS = ("bloom", "lstm", "graph", "attention masks", "spectrogram", "weight norm")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in ALWAYS else (pytest.mark.slow, pytest.mark.deep)) for n in FAMILIES]
+)
+def test_family(name: str) -> None:
+    row = table.measure(name)
+    assert table.passed(row), row
+
+
+def test_lstm_is_captured_as_matrix_products() -> None:
+    report = autopar.verify(*FAMILIES["lstm"](), table.AXES, plan="random")
+    targets = {str(n.target) for n in report.program.graph.graph.nodes}
+    assert "aten.mm.default" in targets
+    assert not any("rnn" in t or "lstm" in t for t in targets)
+
+
+def test_a_failing_family_is_a_line_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("no weights | here\nmore")
+
+    monkeypatch.setitem(FAMILIES, "broken", broken)
+    row = table.measure("broken")
+    assert not table.passed(row)
+    assert table.line(row) == "| broken |  |  | no |  |  |  |  |  | **fails**: RuntimeError: no weights \\| here |"
+    assert "0 of 1 families pass" in table.page([row])
