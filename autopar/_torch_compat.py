@@ -6,6 +6,7 @@ from torch._decomp import get_decompositions
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext, tracing
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -17,6 +18,7 @@ __all__ = [
     "DTensorSpec",
     "FakeTensor",
     "FakeTensorMode",
+    "OpOverload",
     "StridedShard",
     "TensorMeta",
     "TracingContext",

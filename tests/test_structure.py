@@ -17,6 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_torch_compat",),
     ("strategy", "oracle"),
     ("strategies",),
+    ("findings", "trial", "discover"),
     ("dims", "candidates", "cost", "redistribute", "plan", "report", "program", "naming", "capture", "collective"),
     ("search",),
     ("assignment", "predict", "propagate", "float64", "check"),
