@@ -42,6 +42,12 @@ _DECOMPOSED += [aten.huber_loss_backward, aten.binary_cross_entropy_with_logits,
 _DECOMPOSED += [aten.log_sigmoid_forward, aten.log_sigmoid_backward]
 
 
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """The operators that are traced as their parts, with what they become."""
+    table: Any = get_decompositions(_DECOMPOSED)
+    return dict(table)
+
+
 def capture(
     model: nn.Module,
     batch: Batch,
@@ -146,10 +152,9 @@ def _fake_module(model: nn.Module, mode: FakeTensorMode, training: bool) -> nn.M
 def _trace(harness: Harness, fakes: tuple[torch.Tensor, ...]) -> fx.GraphModule:
     try:
         exported = torch.export.export(harness, fakes, strict=False).module(check_guards=False)
-        table: Any = get_decompositions(_DECOMPOSED)
         with contextlib.ExitStack() as stack:
             joint = aot_export_joint_with_descriptors(
-                stack, exported, fakes, decompositions=table, _record_nn_module_stack=True
+                stack, exported, fakes, decompositions=decompositions(), _record_nn_module_stack=True
             )
             return joint.graph_module
     except CaptureError:

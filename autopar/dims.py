@@ -156,7 +156,7 @@ def node_rule(node: fx.Node) -> Rule:
     args, kwargs = map_nodes((node.args, node.kwargs), _spec)
     try:
         return function(*args, **kwargs)
-    except (InvalidRuleError, TypeError, IndexError, ValueError) as e:
+    except (InvalidRuleError, TypeError, IndexError, ValueError, ArithmeticError) as e:
         raise InvalidRuleError(f"rule of {node.target} failed (node {node.name}, {user_line(node)}): {e}") from e
 
 

@@ -22,7 +22,7 @@ from autopar.errors import InvalidRuleError, MissingRuleError
 from autopar.findings import Findings, Letter, Place, write_rule
 from autopar.oracle import check_rule
 from autopar.strategy import Rule, Spec
-from autopar.trial import LARGEST_RATIO, Call, Mode, Sizes, Tree, Trial, capped, run, size_pairs, trials
+from autopar.trial import DRAWS, LARGEST_RATIO, Call, Mode, Sizes, Tree, Trial, capped, run, size_pairs, trials
 
 logger = logging.getLogger("autopar")
 
@@ -109,7 +109,7 @@ def _find(call: Call) -> Findings:
     _check_pure(call.target, made[0])
     shapes = _shape_arguments(call)
     found = Findings(shapes=shapes, exact=all(t.real for t in made))
-    for places in _choices([tuple(t.shape) for t in made[0].inputs]):
+    for places in _choices([t.shape for t in call.inputs]):
         taken = {p for letter in found.letters for p in letter.inputs}
         if taken.isdisjoint(places):
             letter = _letter(call, made, found, places)
@@ -132,7 +132,7 @@ def _trials(call: Call, errors: list[str]) -> list[Trial]:
             mode = Mode(device, floating, follow)
             each = [trials(call, sizes, mode, i, errors) for i, sizes in enumerate(pair)]
             made = [t for ts in each for t in ts]
-            if min(map(len, each)) < 2 or any(len(t.outputs) != len(call.outputs) for t in made):
+            if min(map(len, each)) < DRAWS or any(len(t.outputs) != len(call.outputs) for t in made):
                 continue
             if all(_expected(call, t) for t in made):
                 return made
@@ -261,10 +261,10 @@ def _informative(made: Sequence[Trial], letter: Letter) -> bool:
 
 
 def _operand_sets(inputs: Sequence[Spec]) -> list[tuple[int, ...]]:
-    """Floating operands in which an operator may be linear: every set of few; of many each, each two, and all."""
+    """Floating operands in which an operator may be linear: each, each two, and all."""
     floating = [i for i, t in enumerate(inputs) if t.dtype.is_floating_point or t.dtype.is_complex]
-    counts = range(1, len(floating) + 1) if len(floating) <= 4 else (1, 2, len(floating))
-    return [s for count in counts for s in itertools.combinations(floating, count)]
+    counts = dict.fromkeys((1, 2, len(floating)))
+    return [s for count in counts for s in itertools.combinations(floating, count) if s]
 
 
 def _holds(call: Call, made: Sequence[Trial], found: Findings, pairs: bool = False) -> bool:
@@ -282,7 +282,7 @@ def _holds(call: Call, made: Sequence[Trial], found: Findings, pairs: bool = Fal
 
 def _jointly(call: Call, made: Sequence[Trial], found: Findings) -> Findings:
     """The findings that also hold together, two at a time on a mesh of two axes."""
-    few = [made[0], made[-1]]
+    few = made[:1]
     if _holds(call, few, found, pairs=True):
         return found
     kept = replace(found, letters=(), linear=())
@@ -303,7 +303,7 @@ def _confirm(call: Call, found: Findings) -> Findings:
     real = all(n == m for n, m in sizes.items())  # numbers among the arguments are then right as they are
     devices = dict.fromkeys(("cpu", call.device))
     for device, floating, follow in itertools.product(devices, (torch.float64, torch.float32), (False, True)):
-        made = trials(call, sizes, Mode(device, floating, follow and not real), 2, [])[:2]
+        made = trials(call, sizes, Mode(device, floating, follow and not real), 2, [])
         if made and all(len(t.outputs) == len(call.outputs) for t in made):
             break
     else:
