@@ -213,7 +213,7 @@ def _halves(trial: Trial, found: Findings, places: tuple[Place, ...]) -> Iterato
         if not isinstance(a, torch.Tensor):
             return a
         i = next(numbers)
-        return a.chunk(2, dims_of[i])[0].contiguous() if i in dims_of else a
+        return a.chunk(2, dims_of[i])[0].clone() if i in dims_of else a
 
     args, kwargs = map_aggregate(trial.arguments, half)
     size = min(trial.inputs[i].shape[d] for i, d in places)

@@ -15,8 +15,8 @@ from autopar.strategy import Spec
 Tree = tuple[tuple[Any, ...], dict[str, Any]]
 Sizes = Mapping[int, int]
 
-KINDS = ("normal", "ternary", "positive", "positive")
-"""Values of a floating tensor: ternary ones make comparisons come out equal, positive ones are in every domain."""
+KINDS = ("normal", "ternary", "positive", "positive", "above one", "above one")
+"""Values of a floating tensor: ternary ones make comparisons come out equal, the last ones are in narrow domains."""
 
 DRAWS = 2
 """Calls at each choice of sizes; the first kinds of values that the operator can do with."""
@@ -201,8 +201,9 @@ def _random(
         return torch.complex(*parts).to(mode.floating.to_complex()).to(mode.device)
     if kind == "normal":
         values = torch.randn(shape, dtype=torch.float64, generator=generator)
-    elif kind == "positive":
-        values = torch.rand(shape, dtype=torch.float64, generator=generator) * 0.8 + 0.1
+    elif kind in ("positive", "above one"):
+        lowest = 0.1 if kind == "positive" else 1.1
+        values = torch.rand(shape, dtype=torch.float64, generator=generator) * 0.8 + lowest
     else:
         values = torch.randint(-1, 2, shape, generator=generator).double()
     return values.to(mode.floating).to(mode.device)

@@ -22,8 +22,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("search",),
     ("assignment", "predict", "propagate", "float64", "check"),
     ("passes",),
-    ("emulate", "simulate", "runtime", "checkpoint"),
-    ("compiler", "module", "parallelize", "verify"),
+    ("emulate", "simulate", "runtime", "checkpoint", "coverage"),
+    ("compiler", "module", "parallelize", "verify", "operators"),
     ("autopar",),  # autopar/__init__.py
     ("cli", "demo", "__main__"),
 )

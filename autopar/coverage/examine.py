@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,7 +19,9 @@ from autopar.oracle import check_rule
 from autopar.program import is_operator, map_nodes, static_arguments, tensor_arguments, values_of
 from autopar.strategy import find_rule
 
-SAMPLES = 3
+SAMPLES = 2
+"""Of each operator; up to three times as many while none can be split."""
+
 LONGEST_LIST = 40
 MOST_ELEMENTS = 20_000
 
@@ -74,10 +75,12 @@ def examine(op: Any, dtype: torch.dtype) -> Outcome | None:
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         try:
-            samples = _samples(op, dtype)
+            samples = _samples(op, dtype, gradients)
         except Exception as e:
             return Outcome(name, kind, UNTRACED, f"its samples fail: {type(e).__name__}")
-        for sample in samples:
+        for i, sample in enumerate(samples):
+            if i >= SAMPLES and any(o.status in (SPLIT, DISCOVERED) for o in found):
+                break
             try:
                 traced = trace(op.op, (sample.input, *sample.args), sample.kwargs, gradients)
             except Exception as e:
@@ -87,16 +90,17 @@ def examine(op: Any, dtype: torch.dtype) -> Outcome | None:
     return _together(found) if found else Outcome(name, kind, UNTRACED, next(iter(reasons), "it has no samples"))
 
 
-def _samples(op: Any, dtype: torch.dtype) -> list[Any]:
-    """A few samples: the first, and those with the most dims that can be split."""
-    first = itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=False), LONGEST_LIST)
+def _samples(op: Any, dtype: torch.dtype, gradients: bool) -> list[Any]:
+    """A few samples: the one with the most dims longer than one, the first, then others with many."""
+    first = itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=gradients), LONGEST_LIST)
     small = [s for s in first if sum(t.numel() for t in _tensors(s)) <= MOST_ELEMENTS]
 
     def dims(sample: Any) -> int:
         return sum(n > 1 for t in _tensors(sample)[:1] for n in t.shape)
 
-    rest = sorted(small[1:], key=lambda s: (-dims(s), sum(t.numel() for t in _tensors(s))))
-    return [*small[:1], *rest[: SAMPLES - 1]]
+    order = sorted(range(len(small)), key=lambda i: -dims(small[i]))
+    order = [i for i in order if i in order[:1] or i == 0] + [i for i in order[1:] if i != 0]
+    return [small[i] for i in order[: 3 * SAMPLES]]
 
 
 def _tensors(sample: Any) -> list[torch.Tensor]:
@@ -155,7 +159,9 @@ def _best(a: str | None, b: str) -> str:
 
 def _kind(node: fx.Node, dims: Dims) -> str:
     """How a node can be split; empty if it computes from nothing, or from single numbers to single numbers."""
-    inputs = [values_of(a)[0] if is_operator(a) or a.op != "call_function" else a.meta["val"] for a in tensor_arguments(node)]
+    inputs = [
+        values_of(a)[0] if is_operator(a) or a.op != "call_function" else a.meta["val"] for a in tensor_arguments(node)
+    ]
     sizes = [t.numel() for t in (*inputs, *values_of(node)) if isinstance(t, torch.Tensor)]
     if not inputs or max(sizes, default=0) <= 1:
         return ""
@@ -205,9 +211,7 @@ def _prove(traced: Traced, dims: Dims, rtol: float) -> tuple[int, tuple[str, ...
         for parts in PARTS:
             try:
                 rule = dims.operators[node].rule
-                checks += len(
-                    check_rule(node.target, args, kwargs, parts=parts, pairs=False, rule=rule, rtol=rtol)
-                )
+                checks += len(check_rule(node.target, args, kwargs, parts=parts, pairs=False, rule=rule, rtol=rtol))
             except InvalidRuleError as e:
                 failures.append(str(e))
     return checks, tuple(failures)

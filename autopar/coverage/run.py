@@ -66,7 +66,9 @@ def figures_of(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     traced = sorted({t for o in outcomes for t in o.traced})
     known = dtensor_overloads()
     return {
-        "by_dtype": {d: _counts([o for o in outcomes if o.dtype == d]) for d in dict.fromkeys(o.dtype for o in outcomes)},
+        "by_dtype": {
+            d: _counts([o for o in outcomes if o.dtype == d]) for d in dict.fromkeys(o.dtype for o in outcomes)
+        },
         "overloads": dict(sorted(overloads.items())),
         "traced_overloads": len(traced),
         "dtensor_overloads": sum(t in known for t in traced),

@@ -42,18 +42,21 @@ def trace(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         function: what to call.
         args: positional arguments, tensors anywhere in them.
         kwargs: keyword arguments.
-        gradients: also trace the gradients of every floating tensor, where the outputs have any.
+        gradients: also trace the gradients of the tensors that require one.
     """
     tensors = _tensors((tuple(args), kwargs))
-    call = _Call(function, (tuple(args), kwargs), gradients)
+    call = _Call(function, (tuple(args), kwargs), [gradients and t.requires_grad for t in tensors])
+    tensors = [t.detach() for t in tensors]
     tangents = {i: torch.randn_like(o) for i, o in call.differentiable(tensors).items()}
     joint = torch.func.functionalize(call.joint(list(tangents)))
     with torch.enable_grad():
-        graph = make_fx(joint, decomposition_table=decompositions(), tracing_mode="fake")(tensors, list(tangents.values()))
+        graph = make_fx(joint, decomposition_table=decompositions(), tracing_mode="fake")(
+            tensors, list(tangents.values())
+        )
     _complete(graph)
     nodes = [n for n in graph.graph.nodes if n.op == "call_function" and isinstance(n.target, OpOverload)]
     overloads = tuple(dict.fromkeys(n.target for n in nodes))
-    values = [t.detach() for t in (*tensors, *tangents.values())]
+    values = [*tensors, *tangents.values()]
     inputs = tuple(Input("batch", str(i)) for i in range(len(values)))
     results = graph.graph.output_node().args[0]
     outputs = tuple(Output("result", str(i)) for i in range(len(results)))  # type: ignore[arg-type]
@@ -82,22 +85,20 @@ def _complete(graph: fx.GraphModule) -> None:
 
 @dataclass(frozen=True)
 class _Call:
-    """A function of a flat list of tensors."""
+    """A function of a flat list of tensors; ``wanted``: those whose gradients are."""
 
     function: Callable[..., Any]
     arguments: Any
-    gradients: bool
+    wanted: list[bool]
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         remaining = iter(tensors)
-        args, kwargs = map_aggregate(
-            self.arguments, lambda a: next(remaining) if isinstance(a, torch.Tensor) else a
-        )
+        args, kwargs = map_aggregate(self.arguments, lambda a: next(remaining) if isinstance(a, torch.Tensor) else a)
         return _tensors(self.function(*_plain(args), **_plain(kwargs)))
 
     def differentiable(self, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Outputs that have gradients, by number."""
-        leaves = [t.detach().requires_grad_(self.gradients and _continuous(t)) for t in tensors]
+        leaves = [t.detach().requires_grad_(w) for t, w in zip(tensors, self.wanted, strict=True)]
         with torch.enable_grad():
             return {i: o.detach() for i, o in enumerate(self.forward(leaves)) if o.requires_grad}
 
@@ -107,7 +108,7 @@ class _Call:
         def run(tensors: list[torch.Tensor], tangents: list[torch.Tensor]) -> list[torch.Tensor]:
             if not live:
                 return self.forward(tensors)
-            wanted = [i for i, t in enumerate(tensors) if _continuous(t)]
+            wanted = [i for i, w in enumerate(self.wanted) if w]
 
             def outputs(*primals: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
                 given = dict(zip(wanted, primals, strict=True))
@@ -118,10 +119,6 @@ class _Call:
             return [*primal, *rest, *pull_back(tuple(tangents))]
 
         return run
-
-
-def _continuous(t: torch.Tensor) -> bool:
-    return t.is_floating_point() or t.is_complex()
 
 
 def _plain(value: Any) -> Any:
