@@ -62,7 +62,7 @@ BOTH = ((0,), (1,))
         (aten.expand.default, (x(1, 16), [8, 16]), Rule("1a->ba", blocked="b", linear=((0,),), shapes=(1,))),
         (aten.embedding.default, (x(96, 32), places(96, 4, 16)), Rule("ab,cd->cdb", blocked="a", linear=((0,),))),
         (aten.native_layer_norm.default, (x(8, 32), [32], x(32), None, 1e-5), Rule("ab,b->ab,a1,a1", blocked="b")),
-        (aten.cross.default, (x(64, 3), x(64, 3)), Rule("ab,ab->ab", blocked="b", linear=BOTH)),
+        (aten.linalg_cross.default, (x(64, 3), x(64, 3)), Rule("ab,ab->ab", blocked="b", linear=BOTH)),
         (aten.pixel_shuffle.default, (x(8, 64, 4, 4), 2), "a(bc)de->ab(df)(eg)"),
         (aten.eq.Tensor, (x(8, 4), x(8, 4)), Rule("ab,ab->ab")),
         (aten.count_nonzero.default, (x(8, 4),), Rule("ab->.", reduce="ab")),
@@ -139,7 +139,6 @@ def test_random_and_writing_operators_are_refused() -> None:
         t.mul_(2)
         return t + 1
 
-    state = torch.get_rng_state()
     for target, reason in (
         (torch.ops.autopar_tests.noise.default, "random"),
         (aten.bernoulli.default, "random"),
@@ -147,10 +146,8 @@ def test_random_and_writing_operators_are_refused() -> None:
         (aten.add_.Tensor, "writes to its arguments"),
     ):
         args = (torch.rand(4), torch.rand(4)) if target is aten.add_.Tensor else (torch.rand(4),)
-        torch.set_rng_state(state)
         with pytest.raises(MissingRuleError, match=reason):
             found(target, *args, outputs=x(4))
-    assert torch.equal(torch.get_rng_state()[:100], torch.get_rng_state()[:100])
 
 
 def test_the_random_state_is_left_alone() -> None:
@@ -211,8 +208,8 @@ def soft_gate_backward(grad: torch.Tensor, t: torch.Tensor, gate: torch.Tensor) 
 soft_gate.register_fake(lambda t, gate: torch.empty_like(t))
 soft_gate_backward.register_fake(lambda grad, t, gate: (torch.empty_like(t), torch.empty_like(gate)))
 soft_gate.register_autograd(
-    lambda context, grad: soft_gate_backward(grad, *context.saved_tensors),
-    setup_context=lambda context, inputs, output: context.save_for_backward(*inputs),
+    lambda ctx, grad: soft_gate_backward(grad, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
 
 

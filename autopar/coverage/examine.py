@@ -140,7 +140,7 @@ def _examine(name: str, dtype: str, traced: Traced, rtol: float) -> Outcome:
     except InvalidRuleError as e:
         return Outcome(name, dtype, REPLICATED, failures=(str(e),), **common)
     kinds: dict[str, str] = {}
-    for node, operator in dims.operators.items():
+    for node in dims.operators:
         kind = _kind(node, dims)
         if kind:
             kinds[str(node.target)] = _best(kinds.get(str(node.target)), kind)

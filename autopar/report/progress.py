@@ -98,7 +98,7 @@ def counted(what: str, console: Console | None = None) -> Iterator[Callable[[int
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
 
-        def tick(done: int, total: int, name: str) -> None:
-            bar.update(task, completed=done, total=total, description=name)
+        def tick(done: int, total: int, last: str) -> None:
+            bar.update(task, completed=done, total=total, description=last)
 
         yield tick
