@@ -1,7 +1,7 @@
 """The ``autopar`` command: `plan`, `verify`, `ops` and `doctor`.
 
-Exit codes: 0 done; 1 `verify` found a difference, or `ops --coverage` a wrong rule; 2 wrong input or a model that cannot
-be planned; 3 nothing fits.
+Exit codes: 0 done; 1 `verify` found a difference, or `ops --coverage` a wrong rule; 2 wrong input or a model that
+cannot be planned; 3 nothing fits.
 """
 
 from __future__ import annotations

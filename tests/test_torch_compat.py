@@ -19,7 +19,8 @@ aten = torch.ops.aten
 def test_every_name_has_a_contract() -> None:
     tested = {
         "BoxedCodeGen", "DTensorSpec", "FakeTensor", "FakeTensorMode", "OpOverload", "StridedShard", "TensorMeta",
-        "TracingContext", "aot_export_joint_with_descriptors", "default_partition", "dtensor_overloads", "get_decompositions",
+        "TracingContext", "aot_export_joint_with_descriptors", "default_partition", "dtensor_overloads",
+        "get_decompositions",
         "operator_database", "set_group_timeout", "tracing",
     }  # fmt: skip
     assert set(compat.__all__) == tested
