@@ -146,4 +146,4 @@ for _op in (aten.logit_backward, aten.hardshrink_backward, aten.softshrink_backw
 for _op in (aten.deg2rad, aten.rad2deg, aten.real, aten.imag, aten._conj, aten._conj_physical, aten.polar):
     rule(_op.default)(pointwise(_always(FIRST)))
 rule(aten.complex.default)(pointwise(_always(((0, 1),))))
-rule(aten._prelu_kernel.default)(pointwise(_always(((1,),))))
+rule(aten._prelu_kernel.default)(pointwise(_always(())))
