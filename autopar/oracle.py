@@ -374,6 +374,15 @@ def _position(dims: Dims, letter: str) -> int:
     return [c for c, _ in _letters(dims, (0,) * len(dims))].index(letter)
 
 
+def _alone(block: torch.Tensor) -> torch.Tensor:
+    """A copy that shares no storage with other parts; what a kernel reads behind its end is not a number."""
+    if not (block.is_floating_point() or block.is_complex()):
+        return block.clone(memory_format=torch.contiguous_format)
+    room = block.new_full((2 * block.numel() + 1,), math.nan)
+    own = room[: block.numel()].view(block.shape)
+    return own.copy_(block)
+
+
 def _terms(x: torch.Tensor, parts: int, generator: torch.Generator) -> list[torch.Tensor]:
     """Random tensors that add up to ``x``."""
     if x.dtype == torch.bool:

@@ -182,16 +182,13 @@ def test_findings_are_written_for_any_sizes() -> None:
         write_rule(Findings((letter,)), [(7, 3), (4,)], [(5, 4)])
 
 
-def test_the_oracle_gives_each_part_a_storage_of_its_own() -> None:
+def test_a_kernel_that_reads_behind_a_part_is_caught() -> None:
     """`as_strided` sees all of a storage, whatever part of it the tensor is."""
-    with pytest.raises(autopar.InvalidRuleError):
-        check_rule(
-            aten.as_strided.default,
-            (x(8), [4], [1], 0),
-            {},
-            rule=Rule("(ab)->b", keep="a", sizes={"a": 2}),
-            pairs=False,
-        )
+    rule = Rule("(ab)->c", keep="a", blocked="bc", sizes={"a": 4})
+    whole = x(2).repeat(4)
+    assert check_rule(aten.as_strided.default, (whole, [2], [1], 0), {}, rule=rule, pairs=False)
+    with pytest.raises(autopar.InvalidRuleError, match="the largest difference is inf"):
+        check_rule(aten.as_strided.default, (whole, [6], [1], 0), {}, rule=rule, pairs=False)
 
 
 @torch.library.custom_op("autopar_tests::soft_gate", mutates_args=())

@@ -28,7 +28,8 @@ MOST_ELEMENTS = 20_000
 PARTS = (2, 3, 5)
 """Torch's samples have dims of 5 and 10 more often than of 4: each is cut by what divides it."""
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+PRECISE, ROUGH = 1e-9, 1e-3
+"""Tolerances of the oracle, in float64 and where float32 occurs."""
 
 SPLIT, DISCOVERED, REPLICATED = "written", "discovered", "replicated"
 NOTHING, MISSING, UNTRACED = "nothing to split", "no rule", "not captured"
@@ -86,7 +87,7 @@ def examine(op: Any, dtype: torch.dtype) -> Outcome | None:
             except Exception as e:
                 reasons.append(reason_of(e))
                 continue
-            found.append(_examine(name, kind, traced, TOLERANCE[dtype]))
+            found.append(_examine(name, kind, traced))
     return _together(found) if found else Outcome(name, kind, UNTRACED, next(iter(reasons), "it has no samples"))
 
 
@@ -130,7 +131,7 @@ def reason_of(error: Exception) -> str:
     return known or (text.splitlines()[0][:120] if text else "")
 
 
-def _examine(name: str, dtype: str, traced: Traced, rtol: float) -> Outcome:
+def _examine(name: str, dtype: str, traced: Traced) -> Outcome:
     overloads = tuple(str(o) for o in traced.overloads)
     common: dict[str, Any] = {"differentiable": traced.differentiable, "traced": overloads}
     try:
@@ -146,7 +147,7 @@ def _examine(name: str, dtype: str, traced: Traced, rtol: float) -> Outcome:
             kinds[str(node.target)] = _best(kinds.get(str(node.target)), kind)
     counted = [k for k in (_kind(node, dims) for node in dims.operators) if k]
     status = NOTHING if not counted else max(counted, key=_ORDER.index)
-    checks, failures = _prove(traced, dims, rtol)
+    checks, failures = _prove(traced, dims)
     return Outcome(name, dtype, status, overloads=kinds, checks=checks, failures=failures, **common)
 
 
@@ -198,14 +199,15 @@ def _blocking(outcome: Outcome) -> str:
 _proven: set[Any] = set()
 
 
-def _prove(traced: Traced, dims: Dims, rtol: float) -> tuple[int, tuple[str, ...]]:
+def _prove(traced: Traced, dims: Dims) -> tuple[int, tuple[str, ...]]:
     """Check the rule of each distinct call on the values that reach it; how many strategies hold, and which do not."""
     checks, failures = 0, []
     for node, args, kwargs in _calls(traced):
         tensors = [t for t in _flat(args, kwargs) if isinstance(t, torch.Tensor)]
         key = (node.target, static_arguments(node), tuple((t.shape, t.dtype) for t in tensors))
+        rtol = _tolerance([*tensors, *(v for v in values_of(node) if v is not None)])
         finite = all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point() or t.is_complex())
-        if key in _proven or not finite or node not in dims.operators:
+        if key in _proven or not finite or rtol is None:
             continue
         _proven.add(key)
         for parts in PARTS:
@@ -215,6 +217,13 @@ def _prove(traced: Traced, dims: Dims, rtol: float) -> tuple[int, tuple[str, ...
             except InvalidRuleError as e:
                 failures.append(str(e))
     return checks, tuple(failures)
+
+
+def _tolerance(tensors: list[torch.Tensor]) -> float | None:
+    """None for half precision: rounding cannot be told from a wrong rule."""
+    finest = [torch.finfo(t.dtype).eps for t in tensors if t.is_floating_point() or t.is_complex()]
+    coarse = max(finest, default=0.0)
+    return None if coarse > ROUGH / 4 else ROUGH if coarse > PRECISE else PRECISE
 
 
 def _flat(args: Any, kwargs: Any) -> list[Any]:

@@ -102,4 +102,12 @@ def dims() -> Iterator[Sample]:
     yield call(aten._cdist_backward.default, x(2, 4, 6), x(2, 4, 3), x(2, 6, 3), 2.0, distances)
 
 
-FAMILIES = (special, linalg, dims)
+def without_dims() -> Iterator[Sample]:
+    first = torch.zeros(1, dtype=torch.int64)
+    yield call(aten.index_select.default, x(), 0, first)
+    for op in (aten.index_add, aten.index_copy):
+        yield call(op.default, x(), 0, first, x(1))
+        yield call(op.default, x(), 0, first[0], x())
+
+
+FAMILIES = (special, linalg, dims, without_dims)
