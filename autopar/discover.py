@@ -22,7 +22,7 @@ from autopar.errors import InvalidRuleError, MissingRuleError
 from autopar.findings import Findings, Letter, Place, write_rule
 from autopar.oracle import check_rule
 from autopar.strategy import Rule, Spec
-from autopar.trial import DRAWS, LARGEST_RATIO, Call, Mode, Sizes, Tree, Trial, capped, run, size_pairs, trials
+from autopar.trial import DRAWS, LARGEST_RATIO, Call, Mode, Sizes, Tree, Trial, capped, pattern, run, size_pairs, trials
 
 logger = logging.getLogger("autopar")
 
@@ -58,7 +58,7 @@ def discover(call: Call) -> Rule:
     exact = _key(call, {})
     if exact not in _discovered:
         _refuse(call.target)
-        key = _key(call, next(size_pairs(call))[0])
+        key = _key(call, pattern(call))
         with torch.random.fork_rng(devices=[]):
             findings = _known[key] if key in _known else _find(call)
             if not findings.exact:
@@ -111,7 +111,9 @@ def _find(call: Call) -> Findings:
     found = Findings(shapes=shapes, exact=all(t.real for t in made))
     for places in _choices([t.shape for t in call.inputs]):
         taken = {p for letter in found.letters for p in letter.inputs}
-        if taken.isdisjoint(places):
+        # What no trial can cut in two would pass every check.
+        even = all(t.inputs[i].shape[d] % 2 == 0 for t in made for i, d in places)
+        if even and taken.isdisjoint(places):
             letter = _letter(call, made, found, places)
             found = replace(found, letters=(*found.letters, letter)) if letter else found
     sets = _operand_sets(call.inputs)

@@ -125,6 +125,11 @@ def size_pairs(call: Call) -> Iterator[tuple[Sizes, Sizes]]:
     yield real, real
 
 
+def pattern(call: Call) -> Sizes:
+    """The same for calls whose sizes are alike: which are equal, small, and small multiples of others."""
+    return shrunk(call.sizes, FOURS, kept=4)
+
+
 def capped(call: Call) -> Sizes:
     """The real sizes, the largest halved until the call is small enough to run."""
     found = {n: n for n in call.sizes}

@@ -107,6 +107,17 @@ def test_constants_in_a_kernel_do_not_fool_it() -> None:
     assert found(torch.ops.autopar_tests.pairs.default, x(256)).blocked == "a"
 
 
+def test_what_no_trial_can_cut_is_not_split() -> None:
+    """A dim of 3 must stay 3 for this operator to run, and cannot be cut in two."""
+    assert found(aten.linalg_cross.default, x(16, 3), x(16, 3)).blocked == "b"
+
+    @torch.library.custom_op("autopar_tests::rgb", mutates_args=())
+    def rgb(t: torch.Tensor) -> torch.Tensor:
+        return t.view(-1, 3) * 2
+
+    assert found(torch.ops.autopar_tests.rgb.default, x(16, 3)).blocked == "b"
+
+
 def test_a_constant_output_proves_nothing() -> None:
     """No two random numbers are equal, in any part of them."""
 
