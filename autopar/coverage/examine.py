@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from autopar.dims import Dims, analyze
 from autopar.errors import InvalidRuleError, MissingRuleError
 from autopar.oracle import check_rule
 from autopar.program import is_operator, map_nodes, static_arguments, tensor_arguments, values_of
-from autopar.strategy import find_rule
+from autopar.strategy import Rule, find_rule
 
 SAMPLES = 2
 """Of each operator; up to three times as many while none can be split."""
@@ -159,12 +159,13 @@ def _best(a: str | None, b: str) -> str:
 
 
 def _kind(node: fx.Node, dims: Dims) -> str:
-    """How a node can be split; empty if it computes from nothing, or from single numbers to single numbers."""
+    """How a node can be split; empty if it computes nothing, from nothing, or from single numbers single numbers."""
     inputs = [
         values_of(a)[0] if is_operator(a) or a.op != "call_function" else a.meta["val"] for a in tensor_arguments(node)
     ]
     sizes = [t.numel() for t in (*inputs, *values_of(node)) if isinstance(t, torch.Tensor)]
-    if not inputs or max(sizes, default=0) <= 1:
+    computes = any(v is not None for v in values_of(node))
+    if not inputs or not computes or max(sizes, default=0) <= 1:
         return ""
     if not any(s.splits for s in strategies(dims.operators[node])):
         return REPLICATED
@@ -212,11 +213,16 @@ def _prove(traced: Traced, dims: Dims) -> tuple[int, tuple[str, ...]]:
         _proven.add(key)
         for parts in PARTS:
             try:
-                rule = dims.operators[node].rule
+                rule = _reachable(dims.operators[node].rule, tensors)
                 checks += len(check_rule(node.target, args, kwargs, parts=parts, pairs=False, rule=rule, rtol=rtol))
             except InvalidRuleError as e:
                 failures.append(str(e))
     return checks, tuple(failures)
+
+
+def _reachable(rule: Rule, tensors: list[torch.Tensor]) -> Rule:
+    """Without partial booleans, which no plan has."""
+    return replace(rule, linear=tuple(s for s in rule.linear if all(tensors[i].dtype != torch.bool for i in s)))
 
 
 def _tolerance(tensors: list[torch.Tensor]) -> float | None:

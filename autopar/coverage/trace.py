@@ -115,7 +115,8 @@ class _Call:
                 found = self.forward([given.get(i, t) for i, t in enumerate(tensors)])
                 return tuple(found[i] for i in live), [o for i, o in enumerate(found) if i not in live]
 
-            primal, pull_back, rest = torch.func.vjp(outputs, *(tensors[i] for i in wanted), has_aux=True)
+            found: Any = torch.func.vjp(outputs, *(tensors[i] for i in wanted), has_aux=True)
+            primal, pull_back, rest = found
             return [*primal, *rest, *pull_back(tuple(tangents))]
 
         return run
