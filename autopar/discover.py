@@ -108,6 +108,9 @@ def _find(call: Call) -> Findings:
         return Findings(reason=f"it cannot be run on small random tensors ({errors[-1] if errors else 'too large'})")
     _check_pure(call.target, made[0])
     shapes = _shape_arguments(call)
+    floating = [j for j, t in enumerate(made[0].outputs) if t is not None and t.is_floating_point()]
+    if any(_constant(made, j) for j in floating):
+        return Findings(shapes=shapes, reason="it gives the same number for all random arguments")
     found = Findings(shapes=shapes, exact=all(t.real for t in made))
     for places in _choices([t.shape for t in call.inputs]):
         taken = {p for letter in found.letters for p in letter.inputs}
@@ -249,17 +252,18 @@ def _cut_dims(halves: Sequence[torch.Tensor | None], whole: Sequence[torch.Tenso
     return tuple(found)
 
 
+def _constant(made: Sequence[Trial], j: int) -> bool:
+    """Whether an output is one number in all trials, which any split would seem to leave alone."""
+    flat = [t.outputs[j].reshape(-1).to(torch.complex128) for t in made]  # type: ignore[union-attr]
+    values = torch.cat(flat)
+    return values.numel() == 0 or bool((values == values[0]).all())
+
+
 def _informative(made: Sequence[Trial], letter: Letter) -> bool:
-    """Outputs without the letter are more than one constant, which any split would seem to leave alone."""
+    """Outputs without the letter vary."""
     present = {j for j, _ in letter.outputs}
-    for j in range(len(made[0].outputs)):
-        values = [t.outputs[j] for t in made]
-        if j in present or values[0] is None:
-            continue
-        flat = torch.cat([v.reshape(-1).to(torch.complex128) for v in values if v is not None])
-        if flat.numel() == 0 or bool((flat == flat[0]).all()):
-            return False
-    return True
+    every = [j for j, t in enumerate(made[0].outputs) if t is not None and j not in present]
+    return not any(_constant(made, j) for j in every)
 
 
 def _operand_sets(inputs: Sequence[Spec]) -> list[tuple[int, ...]]:

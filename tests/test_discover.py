@@ -125,7 +125,12 @@ def test_a_constant_output_proves_nothing() -> None:
     def repeats(t: torch.Tensor) -> torch.Tensor:
         return (t == 17.0).any(0)
 
+    @torch.library.custom_op("autopar_tests::dead_zone", mutates_args=())
+    def dead_zone(t: torch.Tensor) -> torch.Tensor:
+        return (t.abs() - 1000.0).relu() / t.shape[0]
+
     assert found(torch.ops.autopar_tests.repeats.default, x(64, 32)).blocked == "a"
+    assert found(torch.ops.autopar_tests.dead_zone.default, x(64, 32)).blocked == "ab"
 
 
 def test_what_cannot_run_is_replicated(caplog: pytest.LogCaptureFixture) -> None:
