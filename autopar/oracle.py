@@ -199,10 +199,7 @@ class _Call:
                     cut = _terms(block, parts, generator)
                 blocks |= {(*rank, k): piece for k, piece in enumerate(cut)}
         shape = _coarse(dims, self.sizes, _split(chosen, parts), tuple(x.shape))
-        # Copies: an operator that looks at the storage (as_strided) must not see the other parts.
-        return {
-            rank: block.reshape(shape).clone(memory_format=torch.contiguous_format) for rank, block in blocks.items()
-        }
+        return {rank: _alone(block.reshape(shape)) for rank, block in blocks.items()}
 
     def _arguments(self, tensors: Sequence[torch.Tensor], split: Mapping[str, int]) -> Tree:
         """The call's arguments on one rank: local tensors, local sizes."""
