@@ -71,6 +71,12 @@ _OWN_DECOMPOSITIONS = {
 }
 
 
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """The operators that are traced as their parts, with what they become."""
+    table: Any = get_decompositions(_DECOMPOSED)
+    return {**table, **_OWN_DECOMPOSITIONS}
+
+
 def capture(
     model: nn.Module,
     batch: Batch,
@@ -180,10 +186,9 @@ def _trace(harness: Harness, fakes: tuple[torch.Tensor, ...]) -> fx.GraphModule:
         # With oneDNN an LSTM on a CPU is one opaque operator; without, it is matrix products, as on every other device.
         with torch.backends.mkldnn.flags(enabled=False):
             exported = torch.export.export(harness, fakes, strict=False).module(check_guards=False)
-        table: Any = {**get_decompositions(_DECOMPOSED), **_OWN_DECOMPOSITIONS}
         with contextlib.ExitStack() as stack, torch.backends.mkldnn.flags(enabled=False):
             joint = aot_export_joint_with_descriptors(
-                stack, exported, fakes, decompositions=table, _record_nn_module_stack=True
+                stack, exported, fakes, decompositions=decompositions(), _record_nn_module_stack=True
             )
             return joint.graph_module
     except CaptureError:

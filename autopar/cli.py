@@ -1,6 +1,7 @@
-"""The ``autopar`` command: `plan`, `verify` and `doctor`.
+"""The ``autopar`` command: `plan`, `verify`, `ops` and `doctor`.
 
-Exit codes: 0 done; 1 `verify` found a difference; 2 wrong input or a model that cannot be planned; 3 nothing fits.
+Exit codes: 0 done; 1 `verify` found a difference, or `ops --coverage` a wrong rule; 2 wrong input or a model that
+cannot be planned; 3 nothing fits.
 """
 
 from __future__ import annotations
@@ -152,6 +153,43 @@ def doctor_command(as_json: Json = False, debug: Debug = False) -> None:
 
         facts = examine()
         typer.echo(json.dumps(facts, indent=1) if as_json else doctor_table(facts))
+
+
+@app.command("ops")
+def ops_command(
+    model: Annotated[
+        str | None, typer.Option(metavar="FILE.py:FUNCTION", help="Also list what is discovered for this model.")
+    ] = None,
+    coverage: Annotated[bool, typer.Option("--coverage", help="Examine torch's own operator samples.")] = False,
+    only: Annotated[str, typer.Option(metavar="TEXT", help="Operators whose name contains this.")] = "",
+    workers: Annotated[int, typer.Option(help="Processes of --coverage.", min=1)] = 1,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """List the rules of operators, or measure how many of torch's operators they cover."""
+    with _clear_errors(debug):
+        if coverage:
+            _print_coverage(only, workers, as_json)
+            return
+        from autopar.operators import list_rules
+        from autopar.report.operators import operators_table
+
+        task = load_task(model) if model else None
+        rows = list_rules(task and (task.model, task.batch, task.loss_fn), only)
+        typer.echo(json.dumps(rows, indent=1) if as_json else operators_table(rows))
+
+
+def _print_coverage(only: str, workers: int, as_json: bool) -> None:
+    """Exit code 1 if the oracle refutes a rule."""
+    from autopar.coverage.run import cover, figures_of
+    from autopar.report.operators import coverage_table
+    from autopar.report.progress import counted
+
+    with counted("operators") as tick:
+        figures = figures_of(cover(only, workers=workers, tick=tick))
+    typer.echo(json.dumps(figures, indent=1) if as_json else coverage_table(figures))
+    if any(counts["failures"] for counts in figures["by_dtype"].values()):
+        raise typer.Exit(DIFFERENT)
 
 
 @contextlib.contextmanager

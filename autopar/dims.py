@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.discover import discover
 from autopar.errors import InvalidRuleError, MissingRuleError
 from autopar.layout import Factor, TensorType
 from autopar.naming import factor_names
@@ -27,6 +28,7 @@ from autopar.program import (
     values_of,
 )
 from autopar.strategy import Rule, Spec, find_rule, letter_sizes
+from autopar.trial import Call as DiscoveryCall
 
 
 @dataclass(frozen=True)
@@ -150,22 +152,31 @@ def _call(node: fx.Node, call: Call) -> _Call:
 
 
 def node_rule(node: fx.Node) -> Rule:
-    """The rule for one call.
+    """The rule for one call, discovered if none is written.
 
     Raises:
         MissingRuleError: names the operator, node, the user's line and the remedy.
     """
     function = find_rule(node.target)
     if function is None:
-        raise MissingRuleError(
-            f"no rule for {node.target} (node {node.name}, {user_line(node)}); register one with autopar.rule"
-            + _random_hint(node.target)
-        )
+        return _discovered(node)
     args, kwargs = map_nodes((node.args, node.kwargs), _spec)
     try:
         return function(*args, **kwargs)
-    except (InvalidRuleError, TypeError, IndexError, ValueError) as e:
+    except (InvalidRuleError, TypeError, IndexError, ValueError, ArithmeticError) as e:
         raise InvalidRuleError(f"rule of {node.target} failed (node {node.name}, {user_line(node)}): {e}") from e
+
+
+def _discovered(node: fx.Node) -> Rule:
+    values = values_of(node)
+    outputs = tuple(None if v is None else Spec(tuple(int(n) for n in v.shape), v.dtype) for v in values)
+    device = next((v.device.type for v in values if v is not None), "cpu")
+    try:
+        return discover(DiscoveryCall(node.target, map_nodes((node.args, node.kwargs), _spec), outputs, device))
+    except MissingRuleError as e:
+        raise MissingRuleError(
+            f"{e} (node {node.name}, {user_line(node)}); register one with autopar.rule" + _random_hint(node.target)
+        ) from e
 
 
 def _random_hint(target: Any) -> str:

@@ -295,10 +295,11 @@ def test_model_without_parameters() -> None:
 def test_missing_rule_names_operator_node_line_and_remedy() -> None:
     class Custom(Scalarless):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(torch.ops.autopar_tests.twice(x))
+            return self.linear(torch.bernoulli(x.detach().sigmoid()))
 
     with pytest.raises(
-        MissingRuleError, match=r"autopar_tests\.twice\.default \(node twice, .*\.py:\d+\).*autopar\.rule"
+        MissingRuleError,
+        match=r"aten\.bernoulli\.default; it is random.* \(node bernoulli, .*\.py:\d+\).*autopar\.rule",
     ):
         analyze(program_of(Custom(), (torch.randn(8, 8),)))
 

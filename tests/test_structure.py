@@ -18,12 +18,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("draw",),
     ("strategy", "oracle", "random_oracle"),
     ("strategies",),
+    ("findings", "trial", "discover"),
     ("dims", "candidates", "cost", "redistribute", "plan", "report", "program", "naming", "capture", "collective"),
     ("search",),
     ("assignment", "predict", "propagate", "float64", "check"),
     ("passes",),
-    ("emulate", "simulate", "runtime", "checkpoint"),
-    ("compiler", "module", "parallelize", "verify"),
+    ("emulate", "simulate", "runtime", "checkpoint", "coverage"),
+    ("compiler", "module", "parallelize", "verify", "operators"),
     ("autopar",),  # autopar/__init__.py
     ("cli", "demo", "__main__"),
 )
