@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-_library = torch.library.Library("autopar", "FRAGMENT")  # kept: the operator goes when the library does
+# Kept: the operator goes when the library does.
+_library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     "draw(str distribution, Scalar[] parameters, SymInt[] size, int[] order, *, ScalarType dtype, Device device, "
     "Generator? generator=None) -> Tensor",

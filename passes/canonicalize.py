@@ -268,7 +268,7 @@ def _strided(node: fx.Node) -> None:
     if node.target not in (aten.as_strided.default, aten.as_strided_scatter.default):
         return
     scatter = node.target is aten.as_strided_scatter.default
-    size, stride, *offset = list(node.args[2 if scatter else 1 :])
+    size, stride, *offset = cast(list[Any], node.args[2 if scatter else 1 :])
     base, source = node.args[0], node.args[1 if scatter else 0]
     whole = math.prod(size) == _value(base).numel() and not any(offset)
     if whole and _in_order(_value(base).shape, _value(base).stride()) and _in_order(size, stride):
