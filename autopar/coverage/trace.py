@@ -15,6 +15,7 @@ from autopar._torch_compat import OpOverload
 from autopar.capture import decompositions
 from autopar.errors import CaptureError
 from autopar.passes.canonicalize import canonicalize
+from autopar.passes.canonicalize_random import canonicalize_random
 from autopar.program import Input, Output, Program, values_of
 
 
@@ -60,7 +61,8 @@ def trace(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     inputs = tuple(Input("batch", str(i)) for i in range(len(values)))
     results = graph.graph.output_node().args[0]
     outputs = tuple(Output("result", str(i)) for i in range(len(results)))  # type: ignore[arg-type]
-    program = canonicalize(Program(graph, inputs, outputs, len(outputs), None, training=False))
+    traced = Program(graph, inputs, outputs, len(outputs), None, training=False)
+    program = canonicalize(canonicalize_random(traced))
     return Traced(program, values, overloads, bool(tangents))
 
 
