@@ -260,6 +260,8 @@ def roll(x: Spec, shifts: Sequence[int], rolled: Sequence[int] = ()) -> Rule:
 @rule(aten.unfold.default)
 def unfold(x: Spec, dim: int, size: int, step: int) -> Rule:
     """Windows of a dim, in a new last dim; free in the windows if they tile the dim."""
+    if x.ndim == 0:
+        return Rule(".->1", linear=ONE)
     names = list(letters(x.ndim))
     dim %= x.ndim
     window, count = letters(1, x.ndim), letters(1, x.ndim + 1)
