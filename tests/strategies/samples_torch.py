@@ -106,8 +106,8 @@ def without_dims() -> Iterator[Sample]:
     first = torch.zeros(1, dtype=torch.int64)
     yield call(aten.index_select.default, x(), 0, first)
     yield call(aten.unfold.default, x(), 0, 1, 1)
+    yield call(aten.index_copy.default, x(), 0, first, x(1))
     for op in (aten.index_add, aten.index_copy):
-        yield call(op.default, x(), 0, first, x(1))
         yield call(op.default, x(), 0, first[0], x())
 
 
