@@ -19,6 +19,7 @@ from autopar.errors import (
 )
 from autopar.parallelize import parallelize
 from autopar.plan import Plan
+from autopar.precision import Precision
 from autopar.search.find import Search
 from autopar.strategy import Lowering, Rule, Spec, rule
 from autopar.verify import EquivalenceReport, verify
@@ -37,6 +38,7 @@ __all__ = [
     "PassError",
     "Plan",
     "PlanError",
+    "Precision",
     "RankError",
     "Rule",
     "Search",

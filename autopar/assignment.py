@@ -17,11 +17,9 @@ from autopar.dims import Dims, Operator
 from autopar.errors import PlanError
 from autopar.layout import Layout, TensorType, divides, replicated
 from autopar.plan import Plan
-from autopar.program import Program, is_operator, producer, tensor_arguments, user_line
+from autopar.program import Program, Value, producer, user_line
 from autopar.redistribute import Machine, Move, Redistributions, Tables
 from autopar.search.quotient import Quotient
-
-Value = tuple[fx.Node, int]
 
 
 @dataclass(frozen=True)
@@ -106,10 +104,9 @@ def _uneven(operator: Operator, names: tuple[str, ...], sizes: tuple[int, ...]) 
 def uses(program: Program, assignment: Assignment) -> dict[Value, list[Layout]]:
     """The layouts in which each value is wanted, in order, by operators and by the program's outputs."""
     wanted: dict[Value, list[Layout]] = defaultdict(list)
-    for node in program.graph.graph.nodes:
-        if is_operator(node):
-            for argument, layout in zip(tensor_arguments(node), assignment.inputs[node], strict=True):
-                wanted[producer(argument)].append(layout)
+    for node, sources in program.sources.items():
+        for source, layout in zip(sources, assignment.inputs[node], strict=True):
+            wanted[source].append(layout)
     for value, layout in zip(program.output_values, assignment.finals, strict=True):
         if value is not None:
             wanted[producer(value)].append(layout)
@@ -135,10 +132,12 @@ def all_moves(program: Program, dims: Dims, assignment: Assignment, tables: Tabl
     """Every move of a step, by the value moved, in program order."""
     wanted = uses(program, assignment)
     found = {}
+    known: dict[tuple[Redistributions, Layout, Layout | None, tuple[Layout, ...]], list[Move]] = {}
     for value, made in assignment.outputs.items():
-        relay = assignment.relays.get(value)
-        if value in dims.types and any(layout != made for layout in (*wanted[value], relay or made)):
-            moves = value_moves(tables.of(dims.types[value]), made, relay, wanted[value])
+        relay, targets = assignment.relays.get(value), tuple(wanted[value])
+        if value in dims.types and any(layout != made for layout in (*targets, relay or made)):
+            key = (tables.of(dims.types[value]), made, relay, targets)
+            moves = known[key] if key in known else known.setdefault(key, value_moves(*key))
             if moves:
                 found[value] = moves
     return found

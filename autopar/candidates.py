@@ -48,6 +48,8 @@ def strategies(operator: Operator) -> tuple[Strategy, ...]:
     for letter in rule.letters:
         found += _letter_strategies(operator, letter)
     for i, linear in enumerate(rule.linear):
+        if any(operator.inputs[k].dtype == "bool" for k in linear):  # a sum of booleans is no boolean
+            continue
         placements: list[Placement] = [Replicate()] * inputs
         for k in linear:
             placements[k] = Partial()

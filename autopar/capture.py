@@ -29,8 +29,8 @@ Batch = tuple[Any, ...] | list[Any] | dict[str, Any]
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
 # Composite operators that are simpler to split as their parts: losses, cross-entropy with ignored labels, biases.
-_DECOMPOSED = [aten.nll_loss_forward, aten.nll_loss_backward, aten.addmm, aten.baddbmm, aten.nll_loss2d_forward]
-_DECOMPOSED += [aten.nll_loss2d_backward, aten.std_mean, aten.var_mean, aten.addcmul, aten.addcdiv, aten.addmv]
+_DECOMPOSED = [aten.nll_loss_forward, aten.nll_loss_backward, aten.nll_loss2d_forward]
+_DECOMPOSED += [aten.nll_loss2d_backward, aten.std_mean, aten.var_mean, aten.addcmul, aten.addcdiv]
 _DECOMPOSED += [
     aten.mse_loss,
     aten.mse_loss_backward,
@@ -51,7 +51,30 @@ def _weight_norm_backward(
     return g / norms * (grad - v * (along / norms)), along
 
 
-_OWN_DECOMPOSITIONS = {aten._weight_norm_interface_backward.default: _weight_norm_backward}
+def _with_addend(product: Any) -> Callable[..., torch.Tensor]:
+    """``beta * addend + alpha * product(a, b)`` in the dtype of the tensors; torch's own computes in float32."""
+
+    def decomposed(addend: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
+        result = product(a, b) if alpha == 1 else product(a, b) * alpha
+        if beta == 0:  # what the addend holds does not matter then, not even NaN
+            return result
+        return result + (addend if beta == 1 else addend * beta)
+
+    return decomposed
+
+
+_OWN_DECOMPOSITIONS = {
+    aten.addmm.default: _with_addend(aten.mm),
+    aten.baddbmm.default: _with_addend(aten.bmm),
+    aten.addmv.default: _with_addend(aten.mv),
+    aten._weight_norm_interface_backward.default: _weight_norm_backward,
+}
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """The operators that are traced as their parts, with what they become."""
+    table: Any = get_decompositions(_DECOMPOSED)
+    return {**table, **_OWN_DECOMPOSITIONS}
 
 
 def capture(
@@ -60,6 +83,7 @@ def capture(
     *,
     loss_fn: LossFunction | None = None,
     training: bool | None = None,
+    compute: torch.dtype | None = None,
 ) -> Program:
     """Trace one step of ``model`` on ``batch``.
 
@@ -68,6 +92,7 @@ def capture(
         batch: positional (tuple or list) or keyword (dict) arguments; real, fake or meta tensors.
         loss_fn: ``loss_fn(output, batch)`` for a model that does not return its loss.
         training: with a backward pass; default: gradients are enabled and some parameter requires one.
+        compute: dtype of floating parameters and batch tensors in the graph; default: their own.
 
     Raises:
         CaptureError: the model cannot be traced, with the user's line and the remedy.
@@ -78,8 +103,8 @@ def capture(
     training = wants_gradient if training is None else training
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tensors, skeleton = tree.flatten(batch, "batch")
-    harness = Harness(_fake_module(model, mode, training), skeleton, loss_fn, training)
-    fakes = tuple(_fake_tensor(t, mode) for t in tensors)
+    harness = Harness(_fake_module(model, mode, training, compute), skeleton, loss_fn, training)
+    fakes = tuple(_fake_tensor(t, mode, compute) for t in tensors)
     with torch.set_grad_enabled(training), _quiet():
         joint = _trace(harness, fakes)
     program = _describe(joint, harness, _aliases(model), training)
@@ -131,18 +156,19 @@ def _without_cache(output: Any) -> Any:
     return type(output)(**{k: v for k, v in output.items() if k != "past_key_values"})
 
 
-def _fake_tensor(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+def _fake_tensor(tensor: torch.Tensor, mode: FakeTensorMode, floating: torch.dtype | None = None) -> torch.Tensor:
+    dtype = floating if floating is not None and tensor.is_floating_point() else tensor.dtype
     device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
     with mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
     return fake.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
 
-def _fake_module(model: nn.Module, mode: FakeTensorMode, training: bool) -> nn.Module:
+def _fake_module(model: nn.Module, mode: FakeTensorMode, training: bool, compute: torch.dtype | None) -> nn.Module:
     """A copy of the model on fake tensors; tied parameters stay tied."""
     memo: dict[int, Any] = {}
     for p in model.parameters():
-        memo[id(p)] = nn.Parameter(_fake_tensor(p.detach(), mode), requires_grad=p.requires_grad and training)
+        memo[id(p)] = nn.Parameter(_fake_tensor(p.detach(), mode, compute), requires_grad=p.requires_grad and training)
     for t in model.buffers():
         memo.setdefault(id(t), _fake_tensor(t.detach(), mode))
     for t in (v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Tensor)):
@@ -160,10 +186,9 @@ def _trace(harness: Harness, fakes: tuple[torch.Tensor, ...]) -> fx.GraphModule:
         # With oneDNN an LSTM on a CPU is one opaque operator; without, it is matrix products, as on every other device.
         with torch.backends.mkldnn.flags(enabled=False):
             exported = torch.export.export(harness, fakes, strict=False).module(check_guards=False)
-        table: Any = {**get_decompositions(_DECOMPOSED), **_OWN_DECOMPOSITIONS}
         with contextlib.ExitStack() as stack, torch.backends.mkldnn.flags(enabled=False):
             joint = aot_export_joint_with_descriptors(
-                stack, exported, fakes, decompositions=table, _record_nn_module_stack=True
+                stack, exported, fakes, decompositions=decompositions(), _record_nn_module_stack=True
             )
             return joint.graph_module
     except CaptureError:

@@ -1,6 +1,7 @@
-"""The ``autopar`` command: `plan`, `verify` and `doctor`.
+"""The ``autopar`` command: `plan`, `verify`, `ops` and `doctor`.
 
-Exit codes: 0 done; 1 `verify` found a difference; 2 wrong input or a model that cannot be planned; 3 nothing fits.
+Exit codes: 0 done; 1 `verify` found a difference, or `ops --coverage` a wrong rule; 2 wrong input or a model that
+cannot be planned; 3 nothing fits.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ Model = Annotated[str, typer.Option(metavar="FILE.py:FUNCTION", help="Function t
 Axes = Annotated[str, typer.Option(metavar="NAME=SIZE,...", help="Mesh axes, outermost first: node=32,gpu=8.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Policy = Annotated[
+    str | None,
+    typer.Option(metavar="bf16|fp16|...", help="Compute in this, keep and reduce in fp32."),
+]
 Limit = Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of the search.")]
 
 
@@ -73,6 +78,7 @@ def plan_command(
     axes: Axes,
     memory: Annotated[str | None, typer.Option(help="Budget per device, such as 70GiB; default: 0.9 of it.")] = None,
     optimizer: Annotated[str, typer.Option(help="Whose state the budget counts.")] = "adamw",
+    precision: Policy = None,
     time_limit: Limit = 60.0,
     save: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the plan to a file.")] = None,
     as_json: Json = False,
@@ -96,6 +102,7 @@ def plan_command(
                 loss_fn=task.loss_fn,
                 memory=memory,
                 optimizer=optimizer,
+                precision=precision,
                 search=Search(time_limit=time_limit),
                 progress=progress,
             )
@@ -113,6 +120,7 @@ def verify_command(
         str | None, typer.Option(metavar="FILE.json|random", help="A plan, or a random feasible one; default: search.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of a random plan.")] = 0,
+    precision: Policy = None,
     tolerance: Annotated[float, typer.Option(help="Largest error that is still equal.")] = 1e-9,
     as_json: Json = False,
     debug: Debug = False,
@@ -128,7 +136,9 @@ def verify_command(
         from autopar.verify import verify
 
         chosen = plan if plan in (None, "random") else Plan.load(str(plan))
-        report = verify(task.model, task.batch, sizes, loss_fn=task.loss_fn, plan=chosen, seed=seed)
+        report = verify(
+            task.model, task.batch, sizes, loss_fn=task.loss_fn, plan=chosen, seed=seed, precision=precision
+        )
         text = json.dumps(equivalence_dict(report, tolerance), indent=1) if as_json else ""
         typer.echo(text or equivalence_table(report, tolerance))
         if not agrees(report, tolerance):
@@ -143,6 +153,43 @@ def doctor_command(as_json: Json = False, debug: Debug = False) -> None:
 
         facts = examine()
         typer.echo(json.dumps(facts, indent=1) if as_json else doctor_table(facts))
+
+
+@app.command("ops")
+def ops_command(
+    model: Annotated[
+        str | None, typer.Option(metavar="FILE.py:FUNCTION", help="Also list what is discovered for this model.")
+    ] = None,
+    coverage: Annotated[bool, typer.Option("--coverage", help="Examine torch's own operator samples.")] = False,
+    only: Annotated[str, typer.Option(metavar="TEXT", help="Operators whose name contains this.")] = "",
+    workers: Annotated[int, typer.Option(help="Processes of --coverage.", min=1)] = 1,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """List the rules of operators, or measure how many of torch's operators they cover."""
+    with _clear_errors(debug):
+        if coverage:
+            _print_coverage(only, workers, as_json)
+            return
+        from autopar.operators import list_rules
+        from autopar.report.operators import operators_table
+
+        task = load_task(model) if model else None
+        rows = list_rules(task and (task.model, task.batch, task.loss_fn), only)
+        typer.echo(json.dumps(rows, indent=1) if as_json else operators_table(rows))
+
+
+def _print_coverage(only: str, workers: int, as_json: bool) -> None:
+    """Exit code 1 if the oracle refutes a rule."""
+    from autopar.coverage.run import cover, figures_of
+    from autopar.report.operators import coverage_table
+    from autopar.report.progress import counted
+
+    with counted("operators") as tick:
+        figures = figures_of(cover(only, workers=workers, tick=tick))
+    typer.echo(json.dumps(figures, indent=1) if as_json else coverage_table(figures))
+    if any(counts["failures"] for counts in figures["by_dtype"].values()):
+        raise typer.Exit(DIFFERENT)
 
 
 @contextlib.contextmanager

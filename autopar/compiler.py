@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import torch
 from torch import nn
 
 import autopar.strategies  # noqa: F401  registers every rule
+from autopar import tree
 from autopar.capture import Batch, LossFunction, capture
 from autopar.check import check
 from autopar.cluster import Cluster
@@ -19,15 +21,20 @@ from autopar.cost.memory import parse_bytes
 from autopar.dims import analyze
 from autopar.errors import PassError, PlanError
 from autopar.passes.annotate_layouts import annotate_layouts
+from autopar.passes.apply_precision import apply_precision
 from autopar.passes.bucket_collectives import bucket_collectives
 from autopar.passes.canonicalize import canonicalize
+from autopar.passes.canonicalize_random import canonicalize_random
 from autopar.passes.eliminate_dead_code import eliminate_dead_code
 from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.localize_random import localize_random
 from autopar.passes.localize_shapes import localize_shapes
 from autopar.passes.lower_operators import lower_operators
+from autopar.passes.replicate_random import replicate_random
 from autopar.plan import Plan
+from autopar.precision import Precision
 from autopar.predict import predict
-from autopar.program import Program, copy_graph, fingerprint
+from autopar.program import Program, copy_graph
 from autopar.search.find import Progress, Search, find_plan, require_splits
 from autopar.search.quotient import quotient
 from autopar.search.random_plan import random_plan
@@ -35,21 +42,46 @@ from autopar.search.restrict import Restrictions, read_pins
 
 Pass = Callable[[Program, Plan], Program]
 
+logger = logging.getLogger("autopar")
+
 PASSES: tuple[Pass, ...] = (
     annotate_layouts,
+    insert_collectives,
+    localize_shapes,
+    localize_random,
+    lower_operators,
+    bucket_collectives,
+    eliminate_dead_code,
+)
+
+DETERMINISTIC_PASSES: tuple[Pass, ...] = (
+    annotate_layouts,
+    replicate_random,
     insert_collectives,
     localize_shapes,
     lower_operators,
     bucket_collectives,
     eliminate_dead_code,
 )
+"""Instead of `PASSES` where the ranks together draw the very numbers that one device would."""
 
 
 def program_of(
-    model: nn.Module, batch: Batch, *, loss_fn: LossFunction | None = None, training: bool | None = None
+    model: nn.Module,
+    batch: Batch,
+    *,
+    loss_fn: LossFunction | None = None,
+    training: bool | None = None,
+    precision: Precision | None = None,
 ) -> Program:
-    """Capture a model and bring its graph into canonical form."""
-    return canonicalize(capture(model, batch, loss_fn=loss_fn, training=training))
+    """Capture a model, under a precision policy, and bring its graph into canonical form."""
+    compute = None if precision is None else precision.compute
+    program = capture(model, batch, loss_fn=loss_fn, training=training, compute=compute)
+    if precision is not None:
+        program = apply_precision(program, precision, [t.dtype for t in tree.flatten(batch, "batch")[0]])
+    program = canonicalize(canonicalize_random(program))
+    logger.debug("captured %s operators, fingerprint %s", len(program.calls), program.fingerprint)
+    return program
 
 
 def solve(
@@ -109,16 +141,16 @@ def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) 
         PlanError: the plan is for another program.
         PassError: a pass left an invalid graph.
     """
-    if plan.fingerprint != fingerprint(program):
+    if plan.fingerprint != program.fingerprint:
         raise PlanError(
-            f"the plan is for another graph (fingerprint {plan.fingerprint}, this one has {fingerprint(program)}): "
+            f"the plan is for another graph (fingerprint {plan.fingerprint}, this one has {program.fingerprint}): "
             "the model, its configuration, the batch's shapes or torch differ; plan again"
         )
     program = replace(program, graph=copy_graph(program.graph))
     done: tuple[str, ...] = ()
     for step in passes:
         try:
-            program = step(program, plan)
+            program = replace(step(program, plan))  # a new value: it may have changed the graph in place
             check(program, plan)
         except (AssertionError, RuntimeError, ValueError, TypeError) as e:
             raise PassError(step.__name__, done, str(e)) from e
@@ -135,7 +167,7 @@ def plan(
     loss_fn: LossFunction | None = None,
     memory: str | float | None = None,
     optimizer: str = "adamw",
-    precision: Any = None,
+    precision: Precision | str | torch.dtype | None = None,
     search: Search | None = None,
     progress: Progress | None = None,
 ) -> Plan:
@@ -149,17 +181,16 @@ def plan(
         loss_fn: ``loss_fn(output, batch)`` for a model that does not return its loss.
         memory: budget per device, such as ``"70GiB"``; default: the device's memory less a tenth.
         optimizer: whose state the budget counts: adamw, adam, sgd, sgd-momentum, adagrad.
-        precision: None; precision policies are not supported yet.
+        precision: a `Precision`, or the dtype to compute in, such as ``"bf16"``; default: the model's own.
         search: limits and pins.
         progress: called with ``(phase, incumbent, bound)``.
 
     Raises:
         CaptureError, MissingRuleError, InfeasibleError: see there.
     """
-    if precision is not None:
-        raise ValueError("precision= is not supported yet; cast the model before planning")
+    policy = Precision.resolve(precision)
     machine = Cluster.resolve(cluster)
     axes = axes or {"device": machine.group_sizes[0] if machine.group_sizes else 1}
-    program = program_of(model, batch, loss_fn=loss_fn)
+    program = program_of(model, batch, loss_fn=loss_fn, precision=policy)
     budget = 0.9 * machine.device.memory if memory is None else memory
     return solve(program, axes, machine, memory=budget, optimizer=optimizer, search=search, progress=progress)

@@ -11,22 +11,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
+from autopar.discover import discover
 from autopar.errors import InvalidRuleError, MissingRuleError
 from autopar.layout import Factor, TensorType
 from autopar.naming import factor_names
 from autopar.program import (
+    Call,
     Program,
+    Value,
     map_nodes,
-    operators,
     producer,
-    static_arguments,
-    tensor_arguments,
     user_line,
     values_of,
 )
 from autopar.strategy import Rule, Spec, find_rule, letter_sizes
+from autopar.trial import Call as DiscoveryCall
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Operator:
 class Dims:
     """The result: a type for every value, and every operator node's bound rule."""
 
-    types: dict[tuple[fx.Node, int], TensorType]
+    types: dict[Value, TensorType]
     operators: dict[fx.Node, Operator]
 
     def type_of(self, node: fx.Node) -> TensorType:
@@ -81,9 +83,9 @@ def analyze(program: Program) -> Dims:
         InvalidRuleError: a rule does not fit its operator's shapes.
     """
     factors = _Factors()
-    values: dict[tuple[fx.Node, int], list[list[int]]] = {}
+    values: dict[Value, list[list[int]]] = {}
     calls: dict[fx.Node, _Call] = {}
-    known: dict[Any, _Call] = {}
+    known: dict[Call, _Call] = {}
     finals = {producer(v) for v in program.output_values if v is not None}
     for node in program.graph.graph.nodes:
         for i, value in enumerate(values_of(node) if node.op != "output" else ()):
@@ -91,23 +93,34 @@ def analyze(program: Program) -> Dims:
                 values[node, i] = [factors.new(int(n)) for n in value.shape]
     # First: nothing contradicts it yet, and a layout must mean the same for a parameter and its gradient.
     _tie_gradients(factors, program, values)
-    for node in operators(program.graph.graph):
-        calls[node] = _call(node, known)
-        _bind(factors, node, calls[node], values)
+    for node, call in program.calls.items():
+        if call not in known:
+            known[call] = _call(node, call)
+        calls[node] = known[call]
+        _bind(factors, node, calls[node], program.sources[node], values)
     sizes = factors.sizes()
     names = factor_names(program, lambda key: [factors.expand(dim) for dim in values[key]], sizes)
     made = {root: Factor(names.get(root, f"d{size}"), size) for root, size in sizes.items()}
     expanded = {key: [factors.expand(dim) for dim in dims] for key, dims in values.items()}
     types = {
-        (node, i): TensorType(_dtype(node, i), tuple(tuple(made[f] for f in dim) for dim in dims))
+        (node, i): TensorType(_dtype(node, i), tuple(tuple(made[f] for f in dim) for dim in dims), _reduce(node))
         for (node, i), dims in expanded.items()
     }
     shared: dict[Any, Operator] = {}
-    return Dims(types, {n: _operator(n, call, expanded, factors.size, types, shared) for n, call in calls.items()})
+    return Dims(
+        types,
+        {n: _operator(n, call, program.sources[n], expanded, factors.size, types, shared) for n, call in calls.items()},
+    )
 
 
 def _dtype(node: fx.Node, output: int) -> str:
-    return str(values_of(node)[output].dtype).removeprefix("torch.")  # type: ignore[union-attr]
+    value = values_of(node)[output]
+    assert value is not None
+    return str(value.dtype).removeprefix("torch.")
+
+
+def _reduce(node: fx.Node) -> str:
+    return str(node.meta["reduce_dtype"]).removeprefix("torch.") if "reduce_dtype" in node.meta else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,45 +138,50 @@ class _Call:
     outputs: int
 
 
-def _call(node: fx.Node, known: dict[Any, _Call]) -> _Call:
-    arguments = [values_of(source)[i] for source, i in map(producer, tensor_arguments(node))]
-    key = (node.target, static_arguments(node), tuple((v.shape, v.dtype) for v in arguments if v is not None))
-    if key not in known:
-        rule = node_rule(node)
-        inputs, outputs = _shapes(node)
-        count = min(len(rule.outputs), len(outputs))  # a fake tensor may stand for an output that the rule denies
-        if len(inputs) != len(rule.inputs) or any(o is not None for o in outputs[count:]):
-            raise InvalidRuleError(
-                f"rule {rule.equation} of {node.target} does not fit node {node.name}: {inputs} -> {outputs}"
-            )
-        shapes = [o if rule.outputs[i] is not None else None for i, o in enumerate(outputs[:count])]
-        sizes = letter_sizes(rule, inputs, shapes + [None] * (len(rule.outputs) - count))
-        known[key] = _Call(rule, sizes, count)
-    return known[key]
+def _call(node: fx.Node, call: Call) -> _Call:
+    rule = node_rule(node)
+    inputs, outputs = [shape for shape, _ in call.inputs], [o and o[0] for o in call.outputs]
+    count = min(len(rule.outputs), len(outputs))  # a fake tensor may stand for an output that the rule denies
+    if len(inputs) != len(rule.inputs) or any(o is not None for o in outputs[count:]):
+        raise InvalidRuleError(
+            f"rule {rule.equation} of {node.target} does not fit node {node.name}: {inputs} -> {outputs}"
+        )
+    shapes = [o if rule.outputs[i] is not None else None for i, o in enumerate(outputs[:count])]
+    sizes = letter_sizes(rule, inputs, shapes + [None] * (len(rule.outputs) - count))
+    return _Call(rule, sizes, count)
 
 
 def node_rule(node: fx.Node) -> Rule:
-    """The rule for one call.
+    """The rule for one call, discovered if none is written.
 
     Raises:
         MissingRuleError: names the operator, node, the user's line and the remedy.
     """
     function = find_rule(node.target)
     if function is None:
-        raise MissingRuleError(
-            f"no rule for {node.target} (node {node.name}, {user_line(node)}); register one with autopar.rule"
-            + _random_hint(str(node.target))
-        )
+        return _discovered(node)
     args, kwargs = map_nodes((node.args, node.kwargs), _spec)
     try:
         return function(*args, **kwargs)
-    except (InvalidRuleError, TypeError, IndexError, ValueError) as e:
+    except (InvalidRuleError, TypeError, IndexError, ValueError, ArithmeticError) as e:
         raise InvalidRuleError(f"rule of {node.target} failed (node {node.name}, {user_line(node)}): {e}") from e
 
 
-def _random_hint(name: str) -> str:
-    random = any(word in name for word in ("dropout", "bernoulli", "rand", "normal_", "uniform"))
-    return ": random operators such as dropout are not supported yet; set their probability to 0" if random else ""
+def _discovered(node: fx.Node) -> Rule:
+    values = values_of(node)
+    outputs = tuple(None if v is None else Spec(tuple(int(n) for n in v.shape), v.dtype) for v in values)
+    device = next((v.device.type for v in values if v is not None), "cpu")
+    try:
+        return discover(DiscoveryCall(node.target, map_nodes((node.args, node.kwargs), _spec), outputs, device))
+    except MissingRuleError as e:
+        raise MissingRuleError(
+            f"{e} (node {node.name}, {user_line(node)}); register one with autopar.rule" + _random_hint(node.target)
+        ) from e
+
+
+def _random_hint(target: Any) -> str:
+    random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+    return ", or draw with torch.rand, torch.randn or torch.bernoulli and compute from that" if random else ""
 
 
 def _spec(node: fx.Node) -> Spec:
@@ -173,22 +191,17 @@ def _spec(node: fx.Node) -> Spec:
     return Spec(tuple(int(n) for n in value.shape), value.dtype)
 
 
-def _shapes(node: fx.Node) -> tuple[list[tuple[int, ...]], list[tuple[int, ...] | None]]:
-    inputs = [_spec(a).shape for a in tensor_arguments(node)]
-    return inputs, [tuple(int(n) for n in v.shape) if v is not None else None for v in values_of(node)]
-
-
 Place = tuple[str, int, int]
 """Side (``in`` or ``out``), tensor number, dim."""
 
 
 def _occurrences(
-    node: fx.Node, call: _Call, values: dict[tuple[fx.Node, int], list[list[int]]]
+    node: fx.Node, call: _Call, sources: tuple[Value, ...], values: dict[Value, list[list[int]]]
 ) -> list[tuple[Place, tuple[str, ...], list[int]]]:
     """Letters and factors of every dim of every tensor of the operator."""
     found: list[tuple[Place, tuple[str, ...], list[int]]] = []
-    for i, (dims, argument) in enumerate(zip(call.rule.inputs, tensor_arguments(node), strict=True)):
-        for d, (letters, factors) in enumerate(zip(dims, values[producer(argument)], strict=True)):
+    for i, (dims, source) in enumerate(zip(call.rule.inputs, sources, strict=True)):
+        for d, (letters, factors) in enumerate(zip(dims, values[source], strict=True)):
             found.append((("in", i, d), letters, factors))
     for i in range(call.outputs):
         dims_or_none = call.rule.outputs[i]
@@ -198,10 +211,12 @@ def _occurrences(
     return found
 
 
-def _bind(factors: _Factors, node: fx.Node, call: _Call, values: dict[tuple[fx.Node, int], list[list[int]]]) -> None:
+def _bind(
+    factors: _Factors, node: fx.Node, call: _Call, sources: tuple[Value, ...], values: dict[Value, list[list[int]]]
+) -> None:
     """Unite the dims that a rule says are the same; outputs not known yet take their letters' factors."""
     classes: dict[str, list[int]] = {}
-    for _, letters, dim in _occurrences(node, call, values):
+    for _, letters, dim in _occurrences(node, call, sources, values):
         if len(letters) == 1 and letters[0] not in classes:
             classes[letters[0]] = dim
             continue
@@ -226,23 +241,24 @@ def _bind(factors: _Factors, node: fx.Node, call: _Call, values: dict[tuple[fx.N
 def _operator(
     node: fx.Node,
     call: _Call,
-    expanded: dict[tuple[fx.Node, int], list[list[int]]],
+    sources: tuple[Value, ...],
+    expanded: dict[Value, list[list[int]]],
     size: list[int],
-    types: dict[tuple[fx.Node, int], TensorType],
+    types: dict[Value, TensorType],
     shared: dict[Any, Operator],
 ) -> Operator:
     """Bind letters to factors, now that all factors are known; calls whose factors coincide alike share the result."""
     number: dict[int, int] = {}
     pattern: list[int] = []
-    for value in (*(producer(a) for a in tensor_arguments(node)), *((node, i) for i in range(call.outputs))):
+    for value in (*sources, *((node, i) for i in range(call.outputs))):
         for dim in expanded.get(value, ()):
             for f in dim:
                 pattern += (number.setdefault(f, len(number)), size[f])
             pattern.append(-1)
     key = (call, tuple(pattern))
     if key not in shared:
-        occurrences = _occurrences(node, call, expanded)
-        inputs = tuple(types[producer(a)] for a in tensor_arguments(node))
+        occurrences = _occurrences(node, call, sources, expanded)
+        inputs = tuple(types[source] for source in sources)
         outputs = tuple(types.get((node, i)) if call.rule.outputs[i] is not None else None for i in range(call.outputs))
         shared[key] = Operator(call.rule, _letters(call, occurrences, size, inputs, outputs), inputs, outputs)
     return shared[key]
@@ -293,7 +309,7 @@ def _cut(dim: list[int], size: list[int], letters: Sequence[int]) -> list[tuple[
     return parts
 
 
-def _tie_gradients(factors: _Factors, program: Program, values: dict[tuple[fx.Node, int], list[list[int]]]) -> None:
+def _tie_gradients(factors: _Factors, program: Program, values: dict[Value, list[list[int]]]) -> None:
     """A gradient has its parameter's dims, a buffer's new value its buffer's, an output its tangent's."""
     by_input = {i: n for i, n in zip(program.inputs, program.placeholders, strict=True)}
     kinds = {"gradient": "parameter", "buffer": "buffer", "result": "tangent"}

@@ -11,6 +11,7 @@ from torch import fx
 from autopar.blocks import coordinates
 from autopar.collective import GROUP_ARGUMENT, axis_index, c10d
 from autopar.cost.collectives import wire_bytes
+from autopar.draw import generator_states, restore_generators
 from autopar.program import Program, map_nodes
 
 aten = torch.ops.aten
@@ -94,7 +95,9 @@ def _step(
         axis_name = str(node.args[GROUP_ARGUMENT[node.target]])
         return _COLLECTIVES[node.target](node, environment[node.args[0]], groups[axis_name])  # type: ignore[index]
     results = []
+    states = generator_states() if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) else {}
     for rank in range(len(where)):
+        restore_generators(states)  # each rank has a generator of its own, in the same state
         here = {n: environment[n][rank] for n in node.all_input_nodes}
         args, kwargs = map_nodes((node.args, node.kwargs), here.__getitem__)
         try:

@@ -38,10 +38,17 @@ class Factor:
 
 @dataclass(frozen=True)
 class TensorType:
-    """A global tensor: its dtype's name and its dims as products of factors; a dim of size 1 has no factor."""
+    """A global tensor: its dtype's name and its dims as products of factors; a dim of size 1 has no factor.
+
+    Attributes:
+        dtype: name of the dtype.
+        dims: factors of each dim.
+        reduce: name of the dtype in which ``Partial`` terms are added up; empty for its own.
+    """
 
     dtype: str
     dims: tuple[tuple[Factor, ...], ...]
+    reduce: str = ""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -151,10 +151,10 @@ class _Call:
         return "S" if any(strategy.letter in dim for dim in self.rule.inputs[i]) and strategy.letter else "R"
 
     def exists(self, chosen: Sequence[AxisStrategy], parts: int) -> bool:
-        """Whether sizes divide, every output has a layout, and one letter at most is lowered."""
+        """Whether sizes divide, every output has a layout, and one lowering at most is needed."""
         present = [j for j, t in enumerate(self.outputs) if t is not None]
         divided = all(self.sizes[c] % n == 0 for c, n in _split(chosen, parts).items())
-        lowerings = {s.letter for s in chosen if s.letter in self.rule.lower}
+        lowerings = {id(self.rule.lower[s.letter]) for s in chosen if s.letter in self.rule.lower}
         return divided and len(lowerings) <= 1 and all(self.placement(s, j) for s in chosen for j in present)
 
     def describe(self, chosen: Sequence[AxisStrategy]) -> str:
@@ -199,7 +199,7 @@ class _Call:
                     cut = _terms(block, parts, generator)
                 blocks |= {(*rank, k): piece for k, piece in enumerate(cut)}
         shape = _coarse(dims, self.sizes, _split(chosen, parts), tuple(x.shape))
-        return {rank: block.reshape(shape).contiguous() for rank, block in blocks.items()}
+        return {rank: _alone(block.reshape(shape)) for rank, block in blocks.items()}
 
     def _arguments(self, tensors: Sequence[torch.Tensor], split: Mapping[str, int]) -> Tree:
         """The call's arguments on one rank: local tensors, local sizes."""
@@ -369,6 +369,15 @@ def _coarse(dims: Dims, sizes: Mapping[str, int], split: Mapping[str, int], shap
 def _position(dims: Dims, letter: str) -> int:
     """Where a letter's own dim is in the fine shape."""
     return [c for c, _ in _letters(dims, (0,) * len(dims))].index(letter)
+
+
+def _alone(block: torch.Tensor) -> torch.Tensor:
+    """A copy that shares no storage with other parts; what a kernel reads behind its end is not a number."""
+    if not (block.is_floating_point() or block.is_complex()):
+        return block.clone(memory_format=torch.contiguous_format)
+    room = block.new_full((2 * block.numel() + 1,), math.nan)
+    own = room[: block.numel()].view(block.shape)
+    return own.copy_(block)
 
 
 def _terms(x: torch.Tensor, parts: int, generator: torch.Generator) -> list[torch.Tensor]:

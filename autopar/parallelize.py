@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,11 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture import Batch, LossFunction
 from autopar.cluster import Cluster
-from autopar.compiler import program_of, rewrite, solve
+from autopar.compiler import DETERMINISTIC_PASSES, PASSES, program_of, rewrite, solve
 from autopar.cost.memory import parse_bytes
 from autopar.errors import PlanError
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.plan import Plan
+from autopar.precision import Precision
 from autopar.program import Program
 from autopar.runtime.materialise import Init
 from autopar.runtime.module import ParallelModule
@@ -37,7 +38,7 @@ def parallelize(
     inputs: str = "global",
     memory: str | float | None = None,
     optimizer: str = "adamw",
-    precision: Any = None,
+    precision: Precision | str | torch.dtype | None = None,
     deterministic: bool = False,
     cluster: Cluster | str | Path | None = None,
     plan: Plan | str | Path | None = None,
@@ -57,8 +58,11 @@ def parallelize(
             see ``data_rank`` and ``data_world_size``. DTensors say it themselves.
         memory: budget per device, such as ``"70GiB"``; default: what the device has, less a margin.
         optimizer: whose state the budget counts: adamw, adam, sgd, sgd-momentum, adagrad.
-        precision: None; precision policies are not supported yet.
-        deterministic: every graph is deterministic up to the operators' own kernels; there is nothing to switch yet.
+        precision: a `Precision`, or the dtype to compute in, such as ``"bf16"``: parameters are then kept, reduced and
+            updated in float32; default: the model's own dtypes.
+        deterministic: dropout and other random operators draw the very numbers that one device would, from the default
+            generator, which must be in the same state on every rank; each rank draws whole tensors for that. Else each
+            draws its own part, from seeds that the state of rank 0's generator gives. No difference on one device.
         cluster: a `Cluster`, a preset's name or a TOML file; default: the devices at hand.
         plan: a `Plan` or a file to use instead of searching; a new batch shape is planned under its parameter layouts.
         search: limits and pins.
@@ -70,8 +74,8 @@ def parallelize(
         ValueError: an argument is wrong.
         CaptureError, MissingRuleError, InfeasibleError, PlanError, RankError: see there.
     """
-    del deterministic
-    _check_arguments(model, inputs, precision)
+    _check_arguments(model, inputs)
+    policy = Precision.resolve(precision)
     _check_optimizers(model)
     place = one_device(_device(model)) if mesh is None else place_on(mesh, timeout)
     _check_devices(model, place)
@@ -79,9 +83,15 @@ def parallelize(
     given = Plan.load(plan) if isinstance(plan, str | Path) else plan
     if given is not None:
         _check_plan(given, place)
-    toolchain = Toolchain(program_of, solve, rewrite, _annotate)
+    if policy is not None:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(policy.master) if parameter.is_floating_point() else parameter.data
+    alike = deterministic or mesh is None
+    passes = DETERMINISTIC_PASSES if alike else PASSES
+    toolchain = Toolchain(partial(program_of, precision=policy), solve, partial(rewrite, passes=passes), _annotate)
     budget = _budget(place) if memory is None else parse_bytes(memory)
-    settings = Settings(toolchain, machine, budget, optimizer, search or Search(), given, loss_fn, inputs)
+    search = search or Search()
+    settings = Settings(toolchain, machine, budget, optimizer, search, given, loss_fn, inputs, alike)
     distribute_parameters(model, place)
     parallel = ParallelModule(model, place, settings, init)
     if batch is not None:
@@ -93,15 +103,13 @@ def _annotate(program: Program, plan: Plan) -> Program:
     return rewrite(program, plan, passes=(annotate_layouts,))
 
 
-def _check_arguments(model: nn.Module, inputs: str, precision: Any) -> None:
+def _check_arguments(model: nn.Module, inputs: str) -> None:
     if isinstance(model, ParallelModule):
         raise ValueError("the model is parallelized already; pass the original to parallelize")
     if not any(True for _ in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to parallelize")
     if inputs not in ("global", "local"):
         raise ValueError(f'inputs={inputs!r}: expected "global" (ranks pass the whole batch) or "local" (their part)')
-    if precision is not None:
-        raise ValueError("precision= is not supported yet; cast the model before parallelizing")
     hooked = [n for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
     if hooked:
         raise ValueError(f"parameter {hooked[0]!r} has hooks, which would be lost; register them after parallelize()")

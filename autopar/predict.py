@@ -17,7 +17,7 @@ from autopar.dims import Dims
 from autopar.layout import Layout, TensorType, describe, item_bytes
 from autopar.plan import ModuleRow, Plan, Predicted
 from autopar.program import Program, module_path
-from autopar.redistribute import Machine, Tables, moved_bytes
+from autopar.redistribute import Machine, Move, Redistributions, Tables, moved_bytes
 from autopar.search.build import operator_seconds
 from autopar.search.quotient import Quotient, block_prefixes, quotient, without_indices
 
@@ -28,12 +28,7 @@ def predict(program: Program, dims: Dims, plan: Plan, classes: Quotient | None =
     assignment = assign(program, dims, plan, classes)
     account = _Account(machine_of(plan))
     _count_operators(program, dims, assignment, classes, account)
-    tables = Tables(account.machine)
-    for (node, out), moves in all_moves(program, dims, assignment, tables).items():
-        table = tables.of(dims.types[node, out])
-        for move, seconds in zip(moves, table.move_seconds(moves), strict=True):
-            size = moved_bytes(table.type, move, account.machine.sizes)
-            account.move(node, move.kind, move.axis, size, float(seconds))
+    _count_moves(program, dims, assignment, account)
     predicted = Predicted(
         step_seconds=sum(account.seconds.values()),
         compute_seconds=account.compute,
@@ -82,6 +77,19 @@ def _count_operators(
         account.compute += known[key]
         account.seconds[module_path(node)] += known[key]
         _count_lowering(node, dims, names, account)
+
+
+def _count_moves(program: Program, dims: Dims, assignment: Assignment, account: _Account) -> None:
+    tables = Tables(account.machine)
+    known: dict[tuple[Redistributions, tuple[Move, ...]], list[tuple[Move, float, float]]] = {}
+    for (node, out), moves in all_moves(program, dims, assignment, tables).items():
+        table = tables.of(dims.types[node, out])
+        key = (table, tuple(moves))
+        if key not in known:
+            sizes = [moved_bytes(table.type, move, account.machine.sizes) for move in moves]
+            known[key] = list(zip(moves, sizes, table.move_seconds(moves).tolist(), strict=True))
+        for move, size, seconds in known[key]:
+            account.move(node, move.kind, move.axis, size, seconds)
 
 
 def _count_lowering(node: fx.Node, dims: Dims, names: tuple[str, ...], account: _Account) -> None:

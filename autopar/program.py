@@ -7,12 +7,16 @@ import operator
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+Value = tuple[fx.Node, int]
+"""A node that makes tensors, and the number of one of its outputs."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,23 @@ class Output:
 
     kind: str
     name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """An operator call, whichever tensors it takes; calls that are alike are one object.
+
+    Attributes:
+        target: the operator overload.
+        arguments: text of the arguments that are not tensors.
+        inputs: shape and dtype of each tensor argument.
+        outputs: of each output; None for one that does not exist.
+    """
+
+    target: Any
+    arguments: str
+    inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    outputs: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
 
 
 @dataclass(frozen=True)
@@ -80,6 +101,43 @@ class Program:
         """The node of each output, in the order of ``outputs``; None for a gradient that does not exist."""
         values: list[fx.Node | None] = list(self.output_node.args[0])  # type: ignore[arg-type]
         return values
+
+    # What follows is computed once: it holds as long as nobody changes the graph in place (see `compiler.rewrite`).
+
+    @cached_property
+    def sources(self) -> dict[fx.Node, tuple[Value, ...]]:
+        """The values that each operator takes, in the order of its `tensor_arguments`."""
+        return {n: tuple(producer(a) for a in tensor_arguments(n)) for n in operators(self.graph.graph)}
+
+    @cached_property
+    def calls(self) -> dict[fx.Node, Call]:
+        """What each operator node calls."""
+        types = {n: _types(n) for n in self.graph.graph.nodes}
+        known: dict[Any, Call] = {}
+        found = {}
+        for node, sources in self.sources.items():
+            inputs = tuple(types[source][i] for source, i in sources)
+            key = (node.target, static_arguments(node), inputs, types[node])
+            found[node] = known.get(key) or known.setdefault(key, Call(*key))
+        return found
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of operators, arguments, shapes and dtypes, of parameter names, and of nothing else."""
+        digest = hashlib.sha256(repr((self.inputs, self.outputs)).encode())
+        number = {node: i for i, node in enumerate(self.graph.graph.nodes)}
+        texts: dict[Call, str] = {}
+        for node in self.graph.graph.nodes:
+            call = self.calls.get(node)
+            if call is None:
+                arguments = [number[a] for a in tensor_arguments(node)]
+                digest.update(f"{node.op} {static_arguments(node)} {arguments} {_types(node)}\n".encode())
+                continue
+            if call not in texts:
+                texts[call] = f"{call.target} {call.arguments} {call.outputs}"
+            sources = [(number[source], i) for source, i in self.sources[node]]
+            digest.update(f"{texts[call]} {sources}\n".encode())
+        return digest.hexdigest()[:16]
 
 
 def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
@@ -132,6 +190,12 @@ def values_of(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
     return (value if isinstance(value, torch.Tensor) else None,)
 
 
+def draws(node: fx.Node) -> bool:
+    """Whether the node, which has been annotated, takes numbers from a random generator."""
+    operator_ = node.meta.get("operator")
+    return operator_ is not None and bool(operator_.rule.random)
+
+
 def is_operator(node: fx.Node) -> bool:
     """Whether the node computes tensors by an operator (getitem belongs to its producer)."""
     return node.op == "call_function" and node.target is not operator.getitem
@@ -180,14 +244,5 @@ def static_arguments(node: fx.Node) -> str:
     return f"{args!r}{sorted((k, v) for k, v in kwargs.items() if k not in ('device', 'pin_memory'))!r}"
 
 
-def fingerprint(program: Program) -> str:
-    """A hash of operators, arguments, shapes and dtypes, of parameter names, and of nothing else."""
-    digest = hashlib.sha256()
-    number = {node: i for i, node in enumerate(program.graph.graph.nodes)}
-    for node in program.graph.graph.nodes:
-        shapes = [(tuple(v.shape), str(v.dtype)) if v is not None else None for v in values_of(node)]
-        arguments = [number[a] for a in tensor_arguments(node)]
-        digest.update(f"{node.op} {node.target if node.op == 'call_function' else ''} {arguments}".encode())
-        digest.update(f"{static_arguments(node)} {shapes}\n".encode())
-    digest.update(repr((program.inputs, program.outputs)).encode())
-    return digest.hexdigest()[:16]
+def _types(node: fx.Node) -> tuple[Any, ...]:
+    return tuple(None if v is None else (tuple(map(int, v.shape)), v.dtype) for v in values_of(node))

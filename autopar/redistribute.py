@@ -8,7 +8,7 @@ order, so only the innermost of them can be moved. All pairs are found at once: 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -68,9 +68,19 @@ def innermost(layout: Layout, axis: int) -> bool:
     return layout[axis] not in layout[axis + 1 :]
 
 
+def reduces(kind: str) -> bool:
+    """Whether a kind of move adds terms up."""
+    return kind in ("all_reduce", "reduce_scatter")
+
+
+def sum_dtype(type_: TensorType) -> str:
+    """In which dtype the tensor's Partial terms are added up."""
+    return type_.reduce or type_.dtype
+
+
 def moved_bytes(type_: TensorType, move: Move, sizes: Sequence[int]) -> float:
     """Bytes by which the move's collective is charged: the larger of the local tensors before and after."""
-    whole = type_.numel * item_bytes(type_.dtype)
+    whole = type_.numel * item_bytes(sum_dtype(type_) if reduces(move.kind) else type_.dtype)
     return whole / min(split_parts(move.source, sizes), split_parts(move.target, sizes))
 
 
@@ -99,13 +109,20 @@ class Redistributions:
                         found.append(Move(kind, axis, source, target))
         return found
 
+    @cached_property
+    def _parts(self) -> NDArray[np.int64]:
+        """Into how many blocks each layout cuts the tensor."""
+        return np.array([split_parts(layout, self.machine.sizes) for layout in self.layouts], dtype=np.int64)
+
     def move_seconds(self, moves: Sequence[Move]) -> NDArray[np.float64]:
-        """Time of each move: the collective, a launch and a pass over the local tensor."""
+        """Time of each move: the collective, a launch and a pass over the local tensor; casts around it, if any."""
         device = self.machine.device
-        parts = np.array([split_parts(layout, self.machine.sizes) for layout in self.layouts])
+        cast = np.array([reduces(m.kind) and sum_dtype(self.type) != self.type.dtype for m in moves], dtype=bool)
+        item = np.where(cast, item_bytes(sum_dtype(self.type)), item_bytes(self.type.dtype))
         ends = np.array([(self.index[m.source], self.index[m.target]) for m in moves], dtype=np.int64).reshape(-1, 2)
-        size = self.type.numel * item_bytes(self.type.dtype) / parts[ends].min(axis=1)
-        seconds = np.asarray(device.launch + size / device.bandwidth, dtype=np.float64)
+        size = self.type.numel * item / self._parts[ends].min(axis=1)
+        passes = np.where(cast, 3, 1)
+        seconds = np.asarray(passes * (device.launch + size / device.bandwidth), dtype=np.float64)
         groups: dict[tuple[str, int], list[int]] = {}
         for i, move in enumerate(moves):
             groups.setdefault((move.kind, move.axis), []).append(i)
@@ -165,8 +182,8 @@ class Tables:
 
     def of(self, type_: TensorType) -> Redistributions:
         """The table of a type; types that differ in names only share one."""
-        plain = TensorType(type_.dtype, tuple(tuple(Factor("", f.size) for f in dim) for dim in type_.dims))
-        return _table(plain, self.machine)
+        plain = tuple(tuple(Factor("", f.size) for f in dim) for dim in type_.dims)
+        return _table(replace(type_, dims=plain), self.machine)
 
 
 @lru_cache(maxsize=256)

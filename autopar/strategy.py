@@ -39,13 +39,14 @@ class Spec:
 
 @dataclass(frozen=True)
 class Lowering:
-    """Other code than the operator's own, for one letter split over ``axes``.
+    """Other code than the operator's own, for one letter split over some axes, or for several that share the object.
 
     Attributes:
         build: ``build(context, *args, **kwargs)`` emits the local code with `torch.ops.aten` calls on graph proxies.
             ``args`` are the operator's own arguments, tensors replaced by local proxies, sizes already local.
             ``context.axis_index()`` is this device's number along the split, ``context.parts`` how many there are,
             ``context.all_reduce(x, op)`` sums (or takes the maximum) over the devices of the split.
+            It returns the output, or a tuple of all outputs with None for one that does not exist.
         all_reduces: the letters of each tensor that ``build`` all-reduces, for its cost: ``("n", "n")``.
     """
 
@@ -70,6 +71,7 @@ class Rule:
         lower: letters whose split needs other code.
         flops: floating point operations of the whole operator; None counts memory traffic only.
         view: the operator moves no data.
+        random: the outputs are random; the operator takes numbers from a generator.
         sizes: sizes of letters that shapes alone do not give (two unknown letters in one group).
     """
 
@@ -83,6 +85,7 @@ class Rule:
     lower: Mapping[str, Lowering] = field(default_factory=lambda: MappingProxyType({}))
     flops: float = 0.0
     view: bool = False
+    random: bool = False
     sizes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     @cached_property

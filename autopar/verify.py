@@ -14,12 +14,14 @@ from autopar import tree
 from autopar.blocks import assemble, block, coordinates
 from autopar.capture import Batch, Harness, LossFunction
 from autopar.cluster import Cluster
-from autopar.compiler import program_of, rewrite, solve
+from autopar.compiler import DETERMINISTIC_PASSES, program_of, rewrite, solve
 from autopar.dims import Dims, analyze
+from autopar.draw import same_numbers
 from autopar.emulate import emulate, run_whole
 from autopar.errors import VerifyError
 from autopar.float64 import as_dtype
 from autopar.plan import Plan
+from autopar.precision import Precision
 from autopar.predict import predict
 from autopar.program import Input, Program
 from autopar.search.random_plan import random_plan
@@ -77,6 +79,7 @@ def verify(
     plan: Plan | str | None = None,
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
+    precision: Precision | str | torch.dtype | None = None,
 ) -> EquivalenceReport:
     """Compare a plan's program with the plain model, on an emulated mesh.
 
@@ -88,23 +91,30 @@ def verify(
         plan: what to run; None searches for one, ``"random"`` draws a feasible one.
         seed: of the random plan and of the tangents of outputs that are no loss.
         dtype: in which everything is computed.
+        precision: policy whose casts the program has; they too become ``dtype``.
 
     Raises:
         VerifyError: a parameter or batch tensor holds no data.
     """
-    program = program_of(model, batch, loss_fn=loss_fn)
+    policy = Precision.resolve(precision)
+    program = program_of(model, batch, loss_fn=loss_fn, precision=policy)
     dims = analyze(program)
     plan = _plan(program, dims, axes, plan, seed)
-    local = rewrite(program, plan)
+    local = rewrite(program, plan, passes=DETERMINISTIC_PASSES)
     values = global_values(program, model, batch, seed)
     report = compare(program, local, dims, plan, values, dtype)
-    return replace(report, capture_error=capture_error(program, model, batch, loss_fn, values))
+    return replace(report, capture_error=capture_error(program, model, batch, loss_fn, values, policy))
 
 
 def capture_error(
-    program: Program, model: nn.Module, batch: Batch, loss_fn: LossFunction | None, values: Sequence[torch.Tensor]
+    program: Program,
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: LossFunction | None,
+    values: Sequence[torch.Tensor],
+    policy: Precision | None = None,
 ) -> float:
-    """Largest difference between the captured graph and the eager model, both in the model's own precision.
+    """Largest difference between the captured graph and the eager model, both in the precision of the policy.
 
     Raises:
         VerifyError: it is more than rounding.
@@ -113,24 +123,32 @@ def capture_error(
     harness = Harness(model, skeleton, loss_fn, program.training)
     state = {f"model.{n}": p.detach().clone().requires_grad_(p.requires_grad) for n, p in model.named_parameters()}
     state.update({f"model.{n}": b.detach().clone() for n, b in model.named_buffers()})
-    with torch.set_grad_enabled(program.training):
-        results = torch.func.functional_call(harness, state, tuple(tensors))
+    parameters = {f"model.{n}" for n, _ in model.named_parameters()}
+    with torch.set_grad_enabled(program.training), same_numbers(0):
+        seen = {n: _computed(t, policy) if n in parameters else t for n, t in state.items()}
+        results = torch.func.functional_call(harness, seen, tuple(_computed(t, policy) for t in tensors))
     found = {("result", str(i)): r.detach() for i, r in enumerate(results)}
     tangents = [v for v, i in zip(values, program.inputs, strict=True) if i.kind == "tangent"]
     live = [r for r in results if r.requires_grad]
     if program.training:
         torch.autograd.backward(live, tangents)
         found.update({("gradient", n.removeprefix("model.")): t.grad for n, t in state.items() if t.grad is not None})
-    expected = run_whole(program, values)
+    with same_numbers(0):
+        expected = run_whole(program, values)
     pairs = [(found.get((o.kind, o.name)), e) for o, e in zip(program.outputs, expected, strict=True)]
     scale = max((float(e.abs().max()) for (k, _), e in found.items() if k == "gradient"), default=0.0)
     error = max((tensor_error(f, e, 1e3 * scale) for f, e in pairs if f is not None and e is not None), default=0.0)
-    precise = all(t.dtype in (torch.float32, torch.float64) for t in state.values() if t.is_floating_point())
+    precise = all(t.dtype in (torch.float32, torch.float64) for t in seen.values() if t.is_floating_point())
     if not error <= (1e-2 if precise else 0.3):
         raise VerifyError(
             f"the captured graph differs from the eager model by {error:.2g}: the capture is wrong; report it"
         )
     return error
+
+
+def _computed(tensor: torch.Tensor, policy: Precision | None) -> torch.Tensor:
+    """A parameter or batch tensor as the model sees it under a policy."""
+    return tensor if policy is None or not tensor.is_floating_point() else tensor.to(policy.compute)
 
 
 def _plan(program: Program, dims: Dims, axes: Mapping[str, int], plan: Plan | str | None, seed: int) -> Plan:
@@ -150,14 +168,16 @@ def compare(
 ) -> EquivalenceReport:
     """Run a program whole and its rewritten form on an emulated mesh, and compare every output."""
     values = [v.to(dtype) if v.is_floating_point() else v for v in values]
-    expected = run_whole(as_dtype(program, dtype), values)
+    with same_numbers(0):
+        expected = run_whole(as_dtype(program, dtype), values)
     placed = as_dtype(local, dtype)
     sizes = plan.axis_sizes
     blocks = []
     for node, value in zip(local.placeholders, values, strict=True):
         type_, layout = node.meta["types"][0], node.meta["layouts"][0]
         blocks.append([block(value, type_, layout, sizes, where) for where in coordinates(sizes)])
-    outputs = emulate(placed, plan.axis_names, sizes, blocks)
+    with same_numbers(0):
+        outputs = emulate(placed, plan.axis_names, sizes, blocks)
     found: dict[tuple[str, str], torch.Tensor] = {}
     wanted: dict[tuple[str, str], torch.Tensor] = {}
     replicas: dict[tuple[str, str], float] = {}

@@ -267,7 +267,7 @@ def _strided(node: fx.Node) -> None:
     if node.target not in (aten.as_strided.default, aten.as_strided_scatter.default):
         return
     scatter = node.target is aten.as_strided_scatter.default
-    size, stride, *offset = list(node.args[2 if scatter else 1 :])
+    size, stride, *offset = cast(list[Any], node.args[2 if scatter else 1 :])
     base, source = node.args[0], node.args[1 if scatter else 0]
     whole = math.prod(size) == _value(base).numel() and not any(offset)
     if whole and _in_order(_value(base).shape, _value(base).stride()) and _in_order(size, stride):
@@ -312,6 +312,8 @@ def _merge_equal(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if not is_operator(node) or not isinstance(node.meta.get("val"), torch.Tensor):
             continue
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            continue  # equal calls draw different numbers
         arguments = tuple(tensor_arguments(node))
         if node.target in _CREATION or (arguments and all(a in constant for a in arguments)):
             constant.add(node)

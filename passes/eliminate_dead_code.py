@@ -1,4 +1,4 @@
-"""eliminate_dead_code: nodes that nothing uses go, collectives among them only if every rank drops them alike.
+"""eliminate_dead_code: nodes that nothing uses go, but for random ones: those after them would draw other numbers.
 
 Before::
 
@@ -12,7 +12,7 @@ After::
 from __future__ import annotations
 
 from autopar.plan import Plan
-from autopar.program import Program
+from autopar.program import Program, draws
 
 
 def eliminate_dead_code(program: Program, plan: Plan) -> Program:
@@ -20,7 +20,7 @@ def eliminate_dead_code(program: Program, plan: Plan) -> Program:
     del plan
     graph = program.graph.graph
     for node in reversed(list(graph.nodes)):
-        if node.op in ("call_function", "get_attr") and not node.users:
+        if node.op in ("call_function", "get_attr") and not node.users and not draws(node):
             graph.erase_node(node)
     program.graph.recompile()
     return program

@@ -30,7 +30,7 @@ from autopar.collective import Collective, axis_index, c10d
 from autopar.layout import Layout, Split, TensorType, local_dims, local_shape
 from autopar.plan import Plan
 from autopar.program import Program, inherit_origin, is_operator, producer, replace_tensor_arguments, tensor_arguments
-from autopar.redistribute import Machine, Move, Tables, moved_bytes
+from autopar.redistribute import Machine, Move, Tables, moved_bytes, reduces, sum_dtype
 
 aten = torch.ops.aten
 
@@ -100,7 +100,10 @@ class _Emitter:
     gradient: bool
 
     def emit(self, local: fx.Node) -> fx.Node:
+        apart = reduces(self.move.kind) and sum_dtype(self.type) != self.type.dtype
+        local = self._cast(local, sum_dtype(self.type)) if apart else local
         result: fx.Node = getattr(self, f"_{self.move.kind}")(local)
+        result = self._cast(result, self.type.dtype) if apart else result
         result.meta.update(types=(self.type,), layouts=(self.move.target,), relays={}, internal=False)
         return result
 
@@ -117,6 +120,11 @@ class _Emitter:
         # A forward value that only the backward pass wants elsewhere is moved in the backward pass.
         owner = self.value if self.user.op == "output" else self.user
         inherit_origin(node, owner)
+        return node
+
+    def _cast(self, local: fx.Node, dtype: str) -> fx.Node:
+        node = self._call(aten._to_copy.default, local)
+        node.kwargs = {"dtype": getattr(torch, dtype)}
         return node
 
     def _communicate(self, target: Any, *args: Any) -> fx.Node:

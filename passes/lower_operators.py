@@ -23,7 +23,7 @@ from autopar.candidates import letter_parts, lowered_bytes, strategies
 from autopar.collective import Collective, axis_index, c10d
 from autopar.dims import Operator
 from autopar.plan import Plan
-from autopar.program import Program, inherit_origin, is_operator, map_nodes
+from autopar.program import Program, inherit_origin, is_operator, map_nodes, producer
 from autopar.propagate import propagate
 from autopar.redistribute import Machine
 
@@ -35,10 +35,11 @@ def lower_operators(program: Program, plan: Plan) -> Program:
     for node in list(program.graph.graph.nodes):
         if is_operator(node) and "operator" in node.meta:
             letters = lowered_letters(node.meta["operator"], node.meta["strategy"])
-            if len(letters) > 1:
+            lower = node.meta["operator"].rule.lower
+            if any(lower[c] is not lower[letters[0]] for c in letters):
                 raise ValueError(f"node {node.name} is split along {letters}, each with other code; choose one of them")
             if letters:
-                _lower(program.graph.graph, node, letters[0], machine)
+                _lower(program.graph.graph, node, letters, machine)
                 changed = True
     if changed:
         propagate(program, plan)
@@ -97,9 +98,10 @@ class Context:
         return x
 
 
-def _lower(graph: fx.Graph, node: fx.Node, letter: str, machine: Machine) -> None:
+def _lower(graph: fx.Graph, node: fx.Node, letters: list[str], machine: Machine) -> None:
     operator: Operator = node.meta["operator"]
-    axes = tuple(a for a, name in enumerate(node.meta["strategy"]) if name.partition(".")[0] == letter)
+    letter = letters[0]
+    axes = tuple(a for a, name in enumerate(node.meta["strategy"]) if name.partition(".")[0] in letters)
     tracer = fx.proxy.GraphAppendingTracer(graph)
     last = node.prev
     with graph.inserting_before(node):
@@ -112,9 +114,25 @@ def _lower(graph: fx.Graph, node: fx.Node, letter: str, machine: Machine) -> Non
         made = made.next
     if context.reduced != len(operator.rule.lower[letter].all_reduces):
         raise ValueError(f"the lowering of {node.target} along {letter} announced other all-reduces than it made")
-    result.node.meta.update(
-        {k: v for k, v in node.meta.items() if k not in ("operator", "strategy", "input_layouts", "val")}
-    )
-    result.node.meta["internal"] = False
-    node.replace_all_uses_with(result.node)
+    for i, output in enumerate(result if isinstance(result, tuple) else (result,)):
+        if output is not None:
+            _stand_in(node, i, output.node, several=isinstance(result, tuple))
     graph.erase_node(node)
+
+
+def _stand_in(node: fx.Node, index: int, value: fx.Node, *, several: bool) -> None:
+    """Let ``value`` be output ``index`` of ``node`` for all its users."""
+    source, position = producer(value)
+    if position:
+        raise ValueError(f"the lowering of {node.target} returns output {position} of {source.target}, not the first")
+    for key, kept in node.meta.items():
+        if key not in ("operator", "strategy", "input_layouts", "val", "types", "layouts", "relays"):
+            source.meta[key] = kept
+    source.meta.update(types=(node.meta["types"][index],), layouts=(node.meta["layouts"][index],), relays={})
+    source.meta["internal"] = False
+    if not several:
+        node.replace_all_uses_with(value)
+        return
+    for user in [u for u in node.users if u.args[1] == index]:
+        user.replace_all_uses_with(value)
+        user.graph.erase_node(user)

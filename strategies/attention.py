@@ -45,6 +45,7 @@ def _forward(query: Spec, key: Spec, value: Spec, extra: list[str], outputs: str
         f"{','.join([BHQD, BHKD, BHKE, *extra])}->{outputs}",
         blocked=_blocked(dropout_p, tied),
         keep="bhgq",
+        random=dropout_p > 0,
         sizes=_sizes(query, key),
         flops=2.0 * b * h * q * k * (d + e),
     )

@@ -115,6 +115,8 @@ for _op in (aten.scatter.src, aten.scatter_add.default):
 @rule(aten.index_select.default)
 def index_select(x: Spec, dim: int, index: Spec) -> Rule:
     """Elements of ``dim`` in the order of ``index``."""
+    if x.ndim == 0:
+        return Rule(f".,{'1' * index.ndim or '.'}->.")
     names = list(letters(x.ndim))
     dim %= x.ndim
     letter, own = names[dim], letters(1, x.ndim)
@@ -129,6 +131,8 @@ def index_select(x: Spec, dim: int, index: Spec) -> Rule:
 
 def _index_write(target: Any) -> Callable[..., Rule]:
     def index_write(x: Spec, dim: int, index: Spec, source: Spec, **_: Any) -> Rule:
+        if x.ndim == 0:
+            return Rule(f".,{'1' * index.ndim or '.'},{'1' * source.ndim or '.'}->.")
         names = list(letters(x.ndim))
         dim %= x.ndim
         letter, own = names[dim], letters(1, x.ndim)

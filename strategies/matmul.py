@@ -33,3 +33,32 @@ def mv(a: Spec, b: Spec) -> Rule:
 def dot(a: Spec, b: Spec) -> Rule:
     """Inner product."""
     return Rule("k,k->.", reduce="k", linear=EITHER, flops=2.0 * a.shape[0])
+
+
+@rule(aten.addr.default)
+def addr(x: Spec, a: Spec, b: Spec, *, beta: float = 1, alpha: float = 1) -> Rule:
+    """Outer product, added to a matrix."""
+    shape = (a.shape[0], b.shape[0])[2 - x.ndim :]
+    whole = "".join(c if n == m else "1" for c, n, m in zip("mn"[2 - x.ndim :], x.shape, shape, strict=True))
+    return Rule(f"{whole or '.'},m,n->mn", linear=((0, 1), (0, 2)))
+
+
+@rule(aten.vdot.default)
+def vdot(a: Spec, b: Spec) -> Rule:
+    """Inner product, the first vector conjugated."""
+    return Rule("k,k->.", reduce="k", linear=EITHER, flops=2.0 * a.shape[0])
+
+
+@rule(aten._cdist_forward.default)
+def cdist(a: Spec, b: Spec, p: float, mode: int | None) -> Rule:
+    """Distances between all rows of two matrices, for each element of a batch."""
+    batch = "".join(c if n != 1 else "1" for c, n in zip("bcdefgh", a.shape[:-2], strict=False))
+    return Rule(f"{batch}pm,{batch}rm->{batch}pr", blocked="m")
+
+
+@rule(aten._cdist_backward.default)
+def cdist_backward(grad: Spec, a: Spec, b: Spec, p: float, distances: Spec) -> Rule:
+    """Its gradient of the first matrix: a sum over rows of the second."""
+    batch = "".join(c if n != 1 else "1" for c, n in zip("bcdefgh", a.shape[:-2], strict=False))
+    pairs = f"{batch}pr"
+    return Rule(f"{pairs},{batch}pm,{batch}rm,{pairs}->{batch}pm", reduce="r", blocked="m", linear=((0,),))

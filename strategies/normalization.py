@@ -1,4 +1,4 @@
-"""Layer, RMS, group and batch normalisation, forward and backward."""
+"""Layer, RMS and group normalisation, forward and backward."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -102,53 +102,4 @@ def group_norm_backward(grad: Spec, x: Spec, mean: Spec, rstd: Spec, weight: Spe
         linear=((0,),),
         scaled={5: "n", 6: "g", 8: "g"},
         sizes={"g": sizes[3]},
-    )
-
-
-def _batch_norm(x: Spec, channelwise: Sequence[Any], training: bool, outputs: int) -> Rule:
-    """Statistics over the batch tie samples together in training; the saved ones are empty otherwise."""
-    names = letters(x.ndim)
-    free, channel = names.replace("b", ""), "b"
-    inputs = [names, *[channel for t in channelwise if isinstance(t, Spec)]]
-    saved = [channel if training else "1"] * 2
-    text = ",".join([names, *saved, *[channel] * (outputs - 3)])
-    return Rule(f"{','.join(inputs)}->{text}", blocked=free if training else "", keep="" if training else names)
-
-
-@rule(aten.native_batch_norm.default)
-def native_batch_norm(x: Spec, *args: Any) -> Rule:
-    """Batch normalisation: arguments are weight, bias, running mean and variance, training, momentum, eps."""
-    return _batch_norm(x, args[:4], args[4], 3)
-
-
-@rule(aten._native_batch_norm_legit_functional.default)
-def batch_norm_functional(x: Spec, *args: Any) -> Rule:
-    """The same, returning new running statistics."""
-    return _batch_norm(x, args[:4], args[4], 5)
-
-
-@rule(aten._native_batch_norm_legit.no_stats)
-def batch_norm_without_statistics(x: Spec, *args: Any) -> Rule:
-    """The same, without running statistics: arguments are weight, bias, training, momentum, eps."""
-    return _batch_norm(x, args[:2], args[2], 3)
-
-
-@rule(aten._native_batch_norm_legit_no_training.default)
-def batch_norm_inference(x: Spec, *args: Any) -> Rule:
-    """The same, with the running statistics."""
-    return _batch_norm(x, args[:4], False, 3)
-
-
-@rule(aten.native_batch_norm_backward.default)
-def batch_norm_backward(grad: Spec, x: Spec, *args: Any) -> Rule:
-    """Gradients of input, weight and bias; ``args`` are weight, four statistics, train, eps, output mask."""
-    names = letters(x.ndim)
-    free = names.replace("b", "")
-    statistics = ["b" if t.shape == (x.shape[1],) else "1" for t in args[:5] if t is not None]
-    outputs = _masked([names, "b", "b"], args[7])
-    return Rule(
-        f"{','.join([names, names, *statistics])}->{outputs}",
-        blocked=free if args[5] else "",
-        reduce=free,
-        linear=((0,),),
     )

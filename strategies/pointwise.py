@@ -130,3 +130,20 @@ rule(aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar)(pointwise(_sum))
 rule(aten.mul.Tensor)(pointwise(_product))
 rule(aten.masked_fill.Scalar)(pointwise(_masked_fill))
 rule(aten._to_copy.default)(pointwise(_cast))
+
+SPECIAL = (
+    *("acosh asinh atanh erfc erfinv lgamma digamma polygamma mvlgamma i0 sinc logit frac signbit angle".split()),
+    *("hypot heaviside nextafter logaddexp logaddexp2 igamma igammac fmax fmin isposinf isneginf".split()),
+    *("hardshrink softshrink special_entr special_ndtri special_log_ndtr special_erfcx special_i0e special_i1".split()),
+    *("special_i1e special_bessel_j0 special_bessel_j1 special_modified_bessel_i0 special_zeta".split()),
+)
+"""Further operators, by name, whose default overload is linear in no operand."""
+
+rule(*(getattr(aten, name).default for name in SPECIAL))(pointwise(_always(())))
+rule(aten.clamp_min.Tensor, aten.clamp_max.Tensor, aten.copysign.Tensor, aten.copysign.Scalar)(pointwise(_always(())))
+for _op in (aten.logit_backward, aten.hardshrink_backward, aten.softshrink_backward):
+    rule(_op.default)(pointwise(_always(FIRST)))
+for _op in (aten.deg2rad, aten.rad2deg, aten.real, aten.imag, aten._conj, aten._conj_physical, aten.polar):
+    rule(_op.default)(pointwise(_always(FIRST)))
+rule(aten.complex.default)(pointwise(_always(((0, 1),))))
+rule(aten._prelu_kernel.default)(pointwise(_always(())))

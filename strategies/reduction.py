@@ -109,3 +109,33 @@ def topk(x: Spec, k: int, dim: int = -1, largest: bool = True, sorted: bool = Tr
 def histc(x: Spec, *_: Any) -> Rule:
     """Counts of values in intervals."""
     return Rule(f"{letters(x.ndim)}->{letters(1, x.ndim)}", blocked=letters(x.ndim + 1))
+
+
+@rule(aten.cummax.default, aten.cummin.default)
+def cummax(x: Spec, dim: int) -> Rule:
+    """Running extremum, and where it was."""
+    return _same(x, dim, 2)
+
+
+@rule(aten.mode.default, aten.median.dim, aten.nanmedian.dim)
+def median(x: Spec, dim: int = -1, keepdim: bool = False) -> Rule:
+    """One element of a dim, and where it was."""
+    return _whole(2)(x, dim, keepdim)
+
+
+rule(aten.median.default, aten.nanmedian.default)(_whole(1))
+rule(aten.kthvalue.default)(lambda x, k, dim=-1, keepdim=False: _whole(2)(x, dim, keepdim))
+rule(aten.aminmax.default)(lambda x, *, dim=None, keepdim=False: _whole(2)(x, dim, keepdim))
+
+
+@rule(aten.count_nonzero.default, aten.count_nonzero.dim_IntList)
+def count_nonzero(x: Spec, dim: Dim = None) -> Rule:
+    """How many are not zero: counts of parts add up."""
+    equation, reduced = _equation(x, dim, keepdim=False)
+    return Rule(equation, reduce=reduced)
+
+
+@rule(aten.dist.default)
+def dist(x: Spec, y: Spec, p: float = 2) -> Rule:
+    """Norm of a difference: whole."""
+    return Rule(f"{'1' * x.ndim or '.'},{'1' * y.ndim or '.'}->.")

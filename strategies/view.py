@@ -260,6 +260,8 @@ def roll(x: Spec, shifts: Sequence[int], rolled: Sequence[int] = ()) -> Rule:
 @rule(aten.unfold.default)
 def unfold(x: Spec, dim: int, size: int, step: int) -> Rule:
     """Windows of a dim, in a new last dim; free in the windows if they tile the dim."""
+    if x.ndim == 0:
+        return Rule(".->1", linear=ONE)
     names = list(letters(x.ndim))
     dim %= x.ndim
     window, count = letters(1, x.ndim), letters(1, x.ndim + 1)
@@ -282,3 +284,81 @@ def view_as_complex(x: Spec) -> Rule:
     """The last dim as real and imaginary parts."""
     names = letters(x.ndim)
     return Rule(f"{names}->{names[:-1] or '.'}", blocked=names[-1], linear=ONE, view=True)
+
+
+def _diagonal(ndim: int, dim1: int, dim2: int) -> tuple[str, str, str]:
+    """Letters of a tensor, of its diagonal (in a new last dim), and those that are tied by it."""
+    names, new = letters(ndim), letters(1, ndim)
+    tied = names[dim1 % ndim] + names[dim2 % ndim]
+    return names, "".join(c for c in names if c not in tied) + new, tied + new
+
+
+@rule(aten.diagonal.default, aten.diagonal_copy.default)
+def diagonal(x: Spec, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Rule:
+    """Elements with equal places in two dims, in a new last dim."""
+    whole, part, tied = _diagonal(x.ndim, dim1, dim2)
+    return Rule(f"{whole}->{part}", blocked=tied, linear=ONE)
+
+
+@rule(aten.diagonal_scatter.default)
+def diagonal_scatter(x: Spec, source: Spec, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Rule:
+    """``x`` with a diagonal replaced."""
+    whole, part, tied = _diagonal(x.ndim, dim1, dim2)
+    return Rule(f"{whole},{part}->{whole}", blocked=tied, linear=((0, 1),))
+
+
+@rule(aten.diagonal_backward.default)
+def diagonal_backward(grad: Spec, shape: Sequence[int], offset: int, dim1: int, dim2: int) -> Rule:
+    """Zeros but for a diagonal."""
+    whole, part, tied = _diagonal(len(shape), dim1, dim2)
+    return Rule(f"{part}->{whole}", blocked=tied, linear=ONE, shapes=(1,))
+
+
+@rule(aten.diag_embed.default)
+def diag_embed(x: Spec, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Rule:
+    """The last dim as a diagonal of two dims, zeros elsewhere."""
+    whole, part, tied = _diagonal(x.ndim + 1, dim1, dim2)
+    return Rule(f"{part}->{whole}", blocked=tied, linear=ONE)
+
+
+@rule(aten.pixel_shuffle.default)
+def pixel_shuffle(x: Spec, r: int) -> Rule:
+    """Channels in groups of ``r * r`` become pixels."""
+    names = letters(x.ndim - 3, 10)
+    sizes = {"u": r, "v": r}
+    return Rule(f"{names}(cuv)hw->{names}c(hu)(wv)", blocked="uv", linear=ONE, sizes=sizes)
+
+
+@rule(aten.pixel_unshuffle.default)
+def pixel_unshuffle(x: Spec, r: int) -> Rule:
+    """Pixels of each ``r`` by ``r`` square become channels."""
+    names = letters(x.ndim - 3, 10)
+    sizes = {"u": r, "v": r}
+    return Rule(f"{names}c(hu)(wv)->{names}(cuv)hw", blocked="uv", linear=ONE, sizes=sizes)
+
+
+@rule(aten.repeat.default)
+def repeat(x: Spec, repeats: Sequence[int]) -> Rule:
+    """Whole tensors one after the other: dims that are repeated are not split, nor are new ones."""
+    new = len(repeats) - x.ndim
+    names, outer = letters(x.ndim), letters(len(repeats), x.ndim)
+    old = [""] * new + [c if n != 1 else "" for c, n in zip(names, x.shape, strict=True)]
+    right = [(o if n != 1 else "") + c for o, c, n in zip(outer, old, repeats, strict=True)]
+    blocked = "".join(part for part, n in zip(right, repeats, strict=True) if n != 1)
+    sizes = {o: n for o, n in zip(outer, repeats, strict=True) if n != 1}
+    return Rule(f"{dims(old[new:]) or '.'}->{dims(right) or '.'}", blocked=blocked, linear=ONE, sizes=sizes)
+
+
+@rule(aten.glu.default)
+def glu(x: Spec, dim: int = -1) -> Rule:
+    """The first half of a dim, gated by the second."""
+    pieces = _Pieces(x.ndim, dim, x.shape[dim] // 2)
+    return pieces.rule(f"{pieces.tensor(x.shape[dim])}->{pieces.tensor(x.shape[dim] // 2)}")
+
+
+@rule(aten.glu_backward.default)
+def glu_backward(grad: Spec, x: Spec, dim: int) -> Rule:
+    """Its gradient."""
+    pieces = _Pieces(x.ndim, dim, x.shape[dim] // 2)
+    whole, half = pieces.tensor(x.shape[dim]), pieces.tensor(x.shape[dim] // 2)
+    return pieces.rule(f"{half},{whole}->{whole}", linear=ONE)

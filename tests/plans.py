@@ -17,7 +17,7 @@ from autopar.compiler import program_of
 from autopar.dims import Dims, Operator, analyze
 from autopar.layout import Layout, Partial, Replicate, Split, describe, divides, parse_placement, replicated
 from autopar.plan import Certificate, Plan
-from autopar.program import Input, Program, fingerprint, is_operator, producer, tensor_arguments
+from autopar.program import Input, Program, is_operator, producer, tensor_arguments
 from autopar.search.quotient import quotient
 
 NOTHING = Certificate(0.0, 0.0, "written by hand", "none")
@@ -64,7 +64,7 @@ def hand_plan(
         choices={k: tuple(said.get(n.name, "R " * len(axes)).split()) for n, k in names.items()},
         relays={f"{classes.key[n]} 0": layout(relays[n.name]) for n in classes.key if relays and n.name in relays},
         optimizer="adamw",
-        fingerprint=fingerprint(program),
+        fingerprint=program.fingerprint,
         torch=str(torch.__version__),
         certificate=NOTHING,
     )

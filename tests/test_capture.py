@@ -20,7 +20,7 @@ from autopar.compiler import program_of
 from autopar.dims import analyze
 from autopar.emulate import run_whole
 from autopar.errors import CaptureError, MissingRuleError
-from autopar.program import Input, Output, Program, fingerprint
+from autopar.program import Input, Output, Program
 from tests import models
 
 torch.library.define("autopar_tests::twice", "(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -73,22 +73,22 @@ def test_own_loss() -> None:
 
 def test_meta_and_fake_models_give_the_same_program() -> None:
     model, batch = models.mlp()
-    expected = fingerprint(program_of(model, batch))
+    expected = program_of(model, batch).fingerprint
     meta = {k: v.to("meta") for k, v in batch.items()}
     with torch.device("meta"):
-        assert fingerprint(program_of(models.Mlp(16, 32), meta)) == expected
+        assert program_of(models.Mlp(16, 32), meta).fingerprint == expected
     with FakeTensorMode() as mode:
         fake = models.Mlp(16, 32)
         fakes = {k: mode.from_tensor(v) for k, v in batch.items()}
-    assert fingerprint(program_of(fake, batch)) == expected
-    assert fingerprint(program_of(fake, fakes)) == expected
+    assert program_of(fake, batch).fingerprint == expected
+    assert program_of(fake, fakes).fingerprint == expected
 
 
 def test_dict_and_tuple_batches_give_the_same_program() -> None:
     model, batch = models.mlp()
-    expected = fingerprint(capture(model, batch))
-    assert fingerprint(capture(model, (batch["x"], batch["y"]))) == expected
-    assert fingerprint(capture(model, [batch["x"], batch["y"]])) == expected
+    expected = capture(model, batch).fingerprint
+    assert capture(model, (batch["x"], batch["y"])).fingerprint == expected
+    assert capture(model, [batch["x"], batch["y"]]).fingerprint == expected
 
 
 def test_loss_fn_sees_output_and_batch() -> None:
@@ -278,10 +278,13 @@ def test_error_in_the_model_names_the_line() -> None:
         capture(Wrong(), (torch.randn(4, 8),))
 
 
-def test_dropout_says_what_to_do() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1))
-    with pytest.raises(MissingRuleError, match=r"dropout .*set their probability to 0"):
-        analyze(program_of(model, (torch.randn(8, 8),)))
+def test_a_random_operator_without_a_rule_says_what_to_do() -> None:
+    class Binomial(Scalarless):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(torch.binomial(x.detach(), x.detach()))
+
+    with pytest.raises(MissingRuleError, match=r"aten.binomial.*draw with torch.rand"):
+        analyze(program_of(Binomial(), (torch.ones(4, 8),)))
 
 
 def test_model_without_parameters() -> None:
@@ -289,13 +292,24 @@ def test_model_without_parameters() -> None:
         capture(nn.ReLU(), (torch.randn(8),))
 
 
+@torch.library.custom_op("autopar_tests::noise", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def noise(x: torch.Tensor) -> torch.Tensor:
+    return torch.rand_like(x)
+
+
+@noise.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
 def test_missing_rule_names_operator_node_line_and_remedy() -> None:
     class Custom(Scalarless):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(torch.ops.autopar_tests.twice(x))
+            return self.linear(noise(x.detach()))
 
     with pytest.raises(
-        MissingRuleError, match=r"autopar_tests\.twice\.default \(node twice, .*\.py:\d+\).*autopar\.rule"
+        MissingRuleError,
+        match=r"autopar_tests\.noise\.default; it is random.* \(node noise\w*, .*\.py:\d+\).*autopar\.rule",
     ):
         analyze(program_of(Custom(), (torch.randn(8, 8),)))
 

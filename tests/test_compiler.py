@@ -13,13 +13,15 @@ from torch import fx
 import autopar
 from autopar.cluster import Cluster, Device, Link
 from autopar.collective import GROUP_ARGUMENT, axis_index, c10d
-from autopar.compiler import PASSES, plan, program_of, rewrite, solve
+from autopar.compiler import DETERMINISTIC_PASSES, PASSES, plan, program_of, rewrite, solve
 from autopar.dims import Dims
 from autopar.emulate import census
 from autopar.errors import PassError, PlanError
 from autopar.layout import Partial, Replicate, Split
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.bucket_collectives import bucket_collectives
+from autopar.passes.canonicalize import canonicalize
+from autopar.passes.canonicalize_random import canonicalize_random
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.localize_shapes import localize_shapes
 from autopar.plan import Plan
@@ -39,15 +41,15 @@ EAGER = Cluster("eager to split", SLOW, (Link("fast", 1e9, 1e-9),))
 
 def test_passes_in_order() -> None:
     assert [p.__name__ for p in PASSES] == [
-        "annotate_layouts", "insert_collectives", "localize_shapes", "lower_operators", "bucket_collectives",
-        "eliminate_dead_code",
+        "annotate_layouts", "insert_collectives", "localize_shapes", "localize_random", "lower_operators",
+        "bucket_collectives", "eliminate_dead_code",
     ]  # fmt: skip
 
 
 def test_every_pass_shows_its_rewrite() -> None:
     import sys
 
-    for step in PASSES:
+    for step in (canonicalize, canonicalize_random, *dict.fromkeys((*PASSES, *DETERMINISTIC_PASSES))):
         text = sys.modules[step.__module__].__doc__ or ""
         assert text.startswith(f"{step.__name__}: ")
         assert "Before::" in text or "Before (" in text
@@ -345,8 +347,8 @@ def test_plan_of_a_mesh_of_one_device_moves_nothing() -> None:
 
 def test_plan_errors() -> None:
     model, batch = models.mlp()
-    with pytest.raises(ValueError, match="precision= is not supported yet"):
-        plan(model, batch, cluster="cpu", precision="bf16")
+    with pytest.raises(ValueError, match=r"precision='int8': expected 'bf16'"):
+        plan(model, batch, cluster="cpu", precision="int8")
     with pytest.raises(ValueError, match=r"neither a file nor a preset"):
         plan(model, batch, cluster="h1000")
     with pytest.raises(autopar.InfeasibleError, match=r"budget is .* are missing") as caught:

@@ -18,8 +18,10 @@ aten = torch.ops.aten
 
 def test_every_name_has_a_contract() -> None:
     tested = {
-        "BoxedCodeGen", "DTensorSpec", "FakeTensor", "FakeTensorMode", "StridedShard", "TensorMeta", "TracingContext",
-        "aot_export_joint_with_descriptors", "default_partition", "get_decompositions", "set_group_timeout", "tracing",
+        "BoxedCodeGen", "DTensorSpec", "FakeTensor", "FakeTensorMode", "OpOverload", "StridedShard", "TensorMeta",
+        "TracingContext", "aot_export_joint_with_descriptors", "default_partition", "dtensor_overloads",
+        "get_decompositions",
+        "operator_database", "set_group_timeout", "tracing",
     }  # fmt: skip
     assert set(compat.__all__) == tested
 
@@ -70,6 +72,31 @@ def test_joint_export() -> None:
 def test_decompositions() -> None:
     table = compat.get_decompositions([aten.nll_loss_forward])
     assert aten.nll_loss_forward.default in table
+
+
+def test_operator_overloads() -> None:
+    """Discovery asks an operator whether it writes to its arguments, and whether it is random."""
+    assert isinstance(aten.add.Tensor, compat.OpOverload)
+    assert aten.add_.Tensor._schema.is_mutable
+    assert not aten.add.Tensor._schema.is_mutable
+    assert torch.Tag.nondeterministic_seeded in aten.bernoulli.default.tags
+
+
+def test_operator_database() -> None:
+    pytest.importorskip("expecttest")
+    database = {op.formatted_name: op for op in compat.operator_database()}
+    op = database["mm"]
+    assert torch.float64 in op.supported_dtypes("cpu")
+    assert torch.float64 in op.supported_backward_dtypes("cpu")
+    sample = next(iter(op.sample_inputs("cpu", torch.float64, requires_grad=True)))
+    assert sample.input.requires_grad
+    assert torch.equal(op.op(sample.input, *sample.args, **sample.kwargs), sample.input @ sample.args[0])
+
+
+def test_dtensor_overloads() -> None:
+    known = compat.dtensor_overloads()
+    assert {"aten.mm.default", "aten.add.Tensor", "aten.sum.dim_IntList"} <= known
+    assert "docs.none.default" not in known
 
 
 def test_fake_tensors() -> None:

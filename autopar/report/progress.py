@@ -6,10 +6,13 @@ import math
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console
 from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.spinner import Spinner
 from rich.text import Text
 
@@ -79,3 +82,23 @@ class SearchProgress:
                 self._live.start()
             else:
                 self._console.print(self.line())
+
+
+@contextmanager
+def counted(what: str, console: Console | None = None) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on stderr; yields ``tick(done, total, name of the last one)``. Nothing is drawn off a terminal."""
+    console = console or Console(file=sys.stderr)
+    columns = (
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+
+        def tick(done: int, total: int, last: str) -> None:
+            bar.update(task, completed=done, total=total, description=last)
+
+        yield tick

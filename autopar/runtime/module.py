@@ -6,6 +6,7 @@ import contextlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from autopar import tree
+from autopar.draw import derive_seed, step_seed
 from autopar.errors import AutoparError, PlanError
 from autopar.layout import Layout, Replicate, Split, replicated
 from autopar.plan import Plan
@@ -29,7 +31,7 @@ from autopar.runtime.step import Call, run
 CACHED = 16
 """How many specialisations are kept."""
 
-_OWN = ("_original", "_place", "_settings", "_init", "_cache", "_first", "_latest", "_postponed")
+_OWN = ("_original", "_place", "_settings", "_init", "_cache", "_first", "_latest", "_postponed", "_drawn")
 
 
 class ParallelModule(nn.Module):
@@ -52,6 +54,7 @@ class ParallelModule(nn.Module):
         self._first: Specialisation | None = None
         self._latest: Specialisation | None = None
         self._postponed = Postponed()
+        self._drawn = 0
         self.register_state_dict_post_hook(_save_hook)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_load_hook)  # type: ignore[no-untyped-call]
 
@@ -84,7 +87,8 @@ class ParallelModule(nn.Module):
         named = dict(self.named_parameters())
         buffers = dict(self.named_buffers(remove_duplicate=False))
         call = Call(step, buffers, [t.to(self._place.device) for t in batch], self._postponed)
-        results = run(call, [named[n] for n in step.parameters])
+        with self._random_numbers(found):
+            results = run(call, [named[n] for n in step.parameters])
         return tree.unflatten(found.program.skeleton, results)
 
     def specialise(self, batch: Any) -> None:
@@ -160,6 +164,13 @@ class ParallelModule(nn.Module):
             yield
         finally:
             self._postponed.active = before
+
+    def _random_numbers(self, found: Specialisation) -> AbstractContextManager[None]:
+        """New random numbers for one call, the same on every rank that computes the same."""
+        if found.seed is None:
+            return contextlib.nullcontext()
+        self._drawn += 1
+        return step_seed(derive_seed(found.seed, self._drawn))
 
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The batch in the form it was passed in; positional and named arguments together become named ones."""

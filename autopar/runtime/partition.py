@@ -50,6 +50,8 @@ def cut(program: Program) -> Cut:
         return Cut(_forward_only(program), None, inputs, outputs)
     with tracing(TracingContext(_fake_mode(program.graph))):
         forward, backward = default_partition(program.graph, (), num_fwd_outputs=program.forward_outputs)
+    # Whatever does not depend on tangents is copied here too, and draws would stay although nothing uses them.
+    backward.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     names = [n.name for n in backward.graph.nodes if n.op == "placeholder"]
     described = list(zip(program.placeholders, program.inputs, strict=True))
     tangents = {n.name: i.name for n, i in described if i.kind == "tangent"}

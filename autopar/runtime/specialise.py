@@ -15,10 +15,11 @@ from autopar._torch_compat import FakeTensorMode
 from autopar.cluster import Cluster
 from autopar.collective import GROUP_ARGUMENT
 from autopar.dims import analyze
+from autopar.draw import generator_digest
 from autopar.errors import PlanError, RankError
 from autopar.layout import Layout, Replicate, Split
 from autopar.plan import Plan
-from autopar.program import Program, fingerprint
+from autopar.program import Program, draws
 from autopar.runtime.bind import bind
 from autopar.runtime.boundary import Placements, from_placements
 from autopar.runtime.partition import cut
@@ -59,6 +60,7 @@ class Settings:
         plan: to be used instead of searching.
         loss_fn: for models that do not return their loss.
         inputs: ``global`` or ``local``.
+        deterministic: random numbers are those of one device.
     """
 
     toolchain: Toolchain
@@ -69,6 +71,7 @@ class Settings:
     plan: Plan | None
     loss_fn: Any
     inputs: str
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,11 +95,20 @@ class Request:
 
 @dataclass(frozen=True)
 class Specialisation:
-    """A step and where it comes from: the captured program and its plan."""
+    """A step and where it comes from.
+
+    Attributes:
+        program: as captured.
+        plan: of the program.
+        step: what runs.
+        seed: of the step's random numbers, the same on every rank; None where it draws from the default generator, or
+            not at all.
+    """
 
     program: Program
     plan: Plan
     step: Step
+    seed: int | None = None
 
 
 def specialise(
@@ -139,7 +151,25 @@ def specialise(
 
     step, order = place.together(build, "rewriting the graph")
     place.agree(order, "the order of collectives", "use the same versions of autopar and torch on every rank")
-    return Specialisation(program, chosen, step)
+    return Specialisation(program, chosen, step, _seed(step.program, settings, place))
+
+
+def _seed(local: Program, settings: Settings, place: Place) -> int | None:
+    """Rank 0's generator gives the seed of what each rank draws by itself; what all draw together needs no seed.
+
+    Raises:
+        RankError: the ranks draw together from generators in different states.
+    """
+    if not any(draws(n) for n in local.graph.graph.nodes):
+        return None
+    if not settings.deterministic:
+        return place.decide(lambda: generator_digest(place.device), "the seed of random numbers, which rank 0 gives")
+    place.agree(
+        generator_digest(place.device),
+        "the random generator's state (deterministic=True)",
+        "call torch.manual_seed with the same seed on every rank, and draw nothing on some ranks only",
+    )
+    return None
 
 
 def collective_order(program: Program) -> str:
@@ -165,7 +195,7 @@ def _compare(program: Program, request: Request, weights: str, place: Place) -> 
     """What must be the same on every rank before it is worth planning."""
     shapes = str([(list(shape), str(dtype)) for shape, dtype in request.shapes])
     everyone = place.gather(
-        (shapes, fingerprint(program), request.digest, weights), "the shapes of the batch (do all ranks see a new one?)"
+        (shapes, program.fingerprint, request.digest, weights), "the shapes of the batch (do all ranks see a new one?)"
     )
     remedies = (
         ("the global shape of the batch", "pass tensors of equal shapes on every rank (drop_last=True for a sampler)"),
@@ -183,7 +213,7 @@ def _plan(
     program: Program, request: Request, settings: Settings, place: Place, placements: Mapping[str, Placements] | None
 ) -> Plan:
     given = settings.plan
-    if given is not None and (given.fingerprint == fingerprint(program) or (placements is None and program.training)):
+    if given is not None and (given.fingerprint == program.fingerprint or (placements is None and program.training)):
         return given  # a wrong fingerprint is reported by the rewriting
     dims = analyze(program)
     types = {(i.kind, i.name): dims.type_of(n) for n, i in zip(program.placeholders, program.inputs, strict=True)}

@@ -17,7 +17,7 @@ from autopar.cost.compute import roofline
 from autopar.dims import Dims, Operator
 from autopar.errors import InfeasibleError
 from autopar.layout import Layout, Partial, Placement, Replicate, Split, TensorType, item_bytes
-from autopar.program import Program, producer, tensor_arguments
+from autopar.program import Program, producer
 from autopar.redistribute import Machine, Tables
 from autopar.search.problem import Edge, Node, Problem
 from autopar.search.quotient import Quotient
@@ -285,11 +285,8 @@ def _source(key: str, program: Program) -> str:
 def _uses(program: Program, classes: Quotient) -> dict[tuple[str, int], dict[tuple[str, int], int]]:
     """For every value class: ``(class, argument)`` of its users, with how many edges."""
     uses: dict[tuple[str, int], dict[tuple[str, int], int]] = defaultdict(lambda: defaultdict(int))
-    for node in classes.key:
-        if node.op != "call_function":
-            continue
-        for i, argument in enumerate(tensor_arguments(node)):
-            source, out = producer(argument)
+    for node, sources in program.sources.items():
+        for i, (source, out) in enumerate(sources):
             uses[classes.key[source], out][classes.key[node], i] += 1
     named = {(i.kind, i.name): classes.key[n] for n, i in zip(program.placeholders, program.inputs, strict=True)}
     for output, value in zip(program.outputs, program.output_values, strict=True):

@@ -16,7 +16,7 @@ from autopar.dims import Dims
 from autopar.errors import InfeasibleError
 from autopar.layout import Layout, item_bytes
 from autopar.plan import Certificate, Plan
-from autopar.program import Program, fingerprint
+from autopar.program import Program
 from autopar.redistribute import Machine, Tables
 from autopar.search.axes import bound_by_axes, descend
 from autopar.search.build import Built, build
@@ -204,6 +204,6 @@ def _read(
     results = {o.name: layouts[f"result {o.name}"] for o in program.outputs if o.kind == "result"}
     return Plan(
         axes=tuple(axes.items()), cluster=cluster, parameters=parameters, batch=batch, results=results,
-        choices=choices, relays=relays, optimizer=optimizer, fingerprint=fingerprint(program),
+        choices=choices, relays=relays, optimizer=optimizer, fingerprint=program.fingerprint,
         torch=str(torch.__version__), certificate=certificate,
     )  # fmt: skip

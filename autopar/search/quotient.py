@@ -16,7 +16,7 @@ from torch import fx
 
 from autopar.dims import Dims, Operator
 from autopar.layout import TensorType
-from autopar.program import Program, is_backward, is_operator, module_path, producer, static_arguments, tensor_arguments
+from autopar.program import Call, Program, Value, is_backward, module_path
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ def quotient(program: Program, dims: Dims, *, tie: bool = True) -> Quotient:
             key[node] = f"{spec.kind} {name} {_signature(dims.types[node, 0])}"
         elif node.op == "get_attr":
             key[node] = f"constant {_signature(dims.types[node, 0])}" if (node, 0) in dims.types else "constant"
-        elif is_operator(node):
-            key[node] = _operator_key(node, dims, blocks, key, count)
+        elif node in program.calls:
+            key[node] = _operator_key(node, program, dims, blocks, key, count)
     if not tie:
         key = {n: f"{k} @{n.name}" for n, k in key.items()}
     members: dict[str, list[fx.Node]] = defaultdict(list)
@@ -56,34 +56,36 @@ def quotient(program: Program, dims: Dims, *, tie: bool = True) -> Quotient:
 
 
 def _operator_key(
-    node: fx.Node, dims: Dims, blocks: frozenset[str], key: dict[fx.Node, str], count: dict[tuple[str, str], int]
-) -> str:
+    node: fx.Node, program: Program, dims: Dims, blocks: frozenset[str], key: dict[fx.Node, str],
+    count: dict[tuple[str, str], int],
+) -> str:  # fmt: skip
     path = module_path(node)
-    operator = dims.operators[node]
+    name, detail = _detail(dims.operators[node], program.calls[node])
     phase = "backward" if is_backward(node) else "forward"
-    detail = _detail(operator, static_arguments(node))
-    name = str(node.target).removeprefix("aten.").removesuffix(".default")
     if path:
         call = f"{phase} {name} {detail}"
         number = count[path, call]
         count[path, call] += 1
         return f"{without_indices(path, blocks)}: {call} #{number}"
-    sources = "|".join(_shallow(*producer(a), key) for a in tensor_arguments(node))
+    sources = "|".join(_shallow(source, key) for source in program.sources[node])
     return f": {phase} {name} {_short(detail + sources)}"
 
 
-def _shallow(node: fx.Node, output: int, key: dict[fx.Node, str]) -> str:
+def _shallow(value: Value, key: dict[fx.Node, str]) -> str:
     """A node as an argument: its class if it has a module, else its operator only, or sums would count their depth."""
+    node, output = value
     if node.op == "call_function" and not module_path(node):
         return f"{node.target}{output}"
     return f"{key[node]}{output}"
 
 
 @lru_cache(maxsize=4096)
-def _detail(operator: Operator, arguments: str) -> str:
+def _detail(operator: Operator, call: Call) -> tuple[str, str]:
+    """An operator's name, and a hash of all that it is called with."""
     types = [_signature(t) for t in (*operator.inputs, *operator.outputs) if t is not None]
     bound = "".join(c if c in operator.letters else "" for c in operator.rule.letters)
-    return _short("|".join([operator.rule.equation, bound, arguments, *types]))
+    detail = _short("|".join([operator.rule.equation, bound, call.arguments, *types]))
+    return str(call.target).removeprefix("aten.").removesuffix(".default"), detail
 
 
 def _short(text: str) -> str:
@@ -92,7 +94,7 @@ def _short(text: str) -> str:
 
 def _signature(type_: TensorType) -> str:
     """A type without names: they may differ between layers."""
-    return f"{type_.dtype}{[[f.size for f in dim] for dim in type_.dims]}".replace(" ", "")
+    return f"{type_.dtype}{type_.reduce}{[[f.size for f in dim] for dim in type_.dims]}".replace(" ", "")
 
 
 def block_prefixes(program: Program) -> frozenset[str]:

@@ -17,7 +17,7 @@ from autopar.cluster import Cluster
 from autopar.dims import Dims, Operator
 from autopar.layout import Layout, Partial, Replicate, divides, replicated
 from autopar.plan import Certificate, Plan
-from autopar.program import Program, fingerprint, is_operator, producer, tensor_arguments
+from autopar.program import Program, is_operator
 from autopar.search.quotient import quotient
 from autopar.search.restrict import is_boundary_layout
 
@@ -79,7 +79,7 @@ def random_plan(
         elif node.op == "get_attr":
             made[node, 0] = whole
         elif is_operator(node):
-            have = [made[producer(a)] for a in tensor_arguments(node)]
+            have = [made[source] for source in program.sources[node]]
             chosen = _draw(dims.operators[node], have, sizes, choose)
             choices[f"{classes.key[node]} @{node.name}"] = tuple(s.name for s in chosen)
             for i in range(len(dims.operators[node].outputs)):
@@ -87,7 +87,7 @@ def random_plan(
     certificate = Certificate(0.0, 0.0, "one random plan, nothing was searched", "random")
     return Plan(
         axes=tuple(axes.items()), cluster=cluster, parameters=parameters, batch=batch, results=results, choices=choices,
-        relays={}, optimizer=optimizer, fingerprint=fingerprint(program), torch=str(torch.__version__),
+        relays={}, optimizer=optimizer, fingerprint=program.fingerprint, torch=str(torch.__version__),
         certificate=certificate,
     )  # fmt: skip
 
@@ -118,8 +118,8 @@ def _reachable(strategy: Strategy, have: Sequence[Layout], axis: int) -> bool:
 
 def _fits(operator: Operator, chosen: Sequence[Strategy], sizes: Sequence[int]) -> bool:
     rest = [Replicate()] * (len(sizes) - len(chosen))
-    lowered = {s.factor[0] for s in chosen if s.factor is not None and s.factor[0] in operator.rule.lower}
-    if len(lowered) > 1:
+    letters = {s.factor[0] for s in chosen if s.factor is not None and s.factor[0] in operator.rule.lower}
+    if any(operator.rule.lower[a] is not operator.rule.lower[b] for a in letters for b in letters):
         return False
     for i, type_ in enumerate(operator.inputs):
         if not divides(type_, (*(s.inputs[i] for s in chosen), *rest), sizes):

@@ -19,6 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DeviceMesh, init_device_mesh
 
+WAIT = 120
+"""Seconds that a rank waits for the others: many times what a fast machine needs."""
+
 
 class RanksError(Exception):
     """A job failed on some rank, or did not end in time."""
@@ -41,7 +44,9 @@ class Ranks:
             self.pipes.append(ours)
             self.processes.append(process)
 
-    def run(self, work: Callable[..., Any], *args: Any, timeout: float = 60, silent: tuple[int, ...] = ()) -> list[Any]:
+    def run(
+        self, work: Callable[..., Any], *args: Any, timeout: float = 300, silent: tuple[int, ...] = ()
+    ) -> list[Any]:
         """``work(rank, *args)`` on every rank; what each returned, None for the ``silent``, which may die."""
         for pipe in self.pipes:
             pipe.send((work, args))

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from tests.distributed.launch import Ranks, mesh_of
+from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import mlp, mlp_batch
 
 pytestmark = pytest.mark.distributed
@@ -22,17 +22,17 @@ def disagreements(rank: int) -> list[str]:
 
     mesh = mesh_of(4)
     found = []
-    model = parallelize(mlp(), mesh, timeout=30)
+    model = parallelize(mlp(), mesh, timeout=WAIT)
     with pytest.raises(RankError) as batches:
         model(**mlp_batch(rank))
     found.append(str(batches.value))
     assert model(**mlp_batch(0))["loss"].ndim == 0  # and goes on
     with pytest.raises(RankError) as models:
-        parallelize(nn.Linear(8, 8 if rank else 4), mesh, (torch.randn(4, 8),), timeout=30)
+        parallelize(nn.Linear(8, 8 if rank else 4), mesh, (torch.randn(4, 8),), timeout=WAIT)
     found.append(str(models.value))
     torch.manual_seed(rank)
     with pytest.raises(RankError) as weights:
-        parallelize(nn.Linear(8, 8), mesh, (torch.zeros(4, 8),), timeout=30)
+        parallelize(nn.Linear(8, 8), mesh, (torch.zeros(4, 8),), timeout=WAIT)
     found.append(str(weights.value))
 
     def lazy_rank(output: torch.Tensor, batch: object) -> torch.Tensor:
@@ -42,10 +42,10 @@ def disagreements(rank: int) -> list[str]:
 
     torch.manual_seed(0)
     with pytest.raises(Exception, match="only here") as other:
-        parallelize(nn.Linear(8, 8), mesh, (torch.zeros(4, 8),), loss_fn=lazy_rank, timeout=30)
+        parallelize(nn.Linear(8, 8), mesh, (torch.zeros(4, 8),), loss_fn=lazy_rank, timeout=WAIT)
     found.append(f"{type(other.value).__name__}: {other.value}")
     with pytest.raises(InfeasibleError) as memory:
-        parallelize(mlp(), mesh, mlp_batch(0), memory="1KiB", timeout=30)
+        parallelize(mlp(), mesh, mlp_batch(0), memory="1KiB", timeout=WAIT)
     found.append(str(memory.value))
     return found
 
@@ -62,7 +62,7 @@ def test_disagreements(ranks: Ranks) -> None:
 def dying(rank: int) -> tuple[str, float]:
     from autopar.parallelize import parallelize
 
-    model = parallelize(mlp(), mesh_of(4), timeout=5)
+    model = parallelize(mlp(), mesh_of(4), timeout=20)
     loss = model(**mlp_batch(0))["loss"]
     loss.backward()
     if rank == 3:
@@ -78,10 +78,10 @@ def dying(rank: int) -> tuple[str, float]:
 def test_a_dead_rank_ends_the_others_within_the_timeout() -> None:
     ranks = Ranks()
     try:
-        results = ranks.run(dying, silent=(3,), timeout=60)
+        results = ranks.run(dying, silent=(3,))
     finally:
         ranks.close()
     for rank in range(3):
         message, seconds = results[rank]
         assert message.startswith("RankError: no answer"), message
-        assert seconds < 20
+        assert seconds < 80

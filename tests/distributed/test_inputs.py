@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed.launch import Ranks, mesh_of
+from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import make, mlp, mlp_batch, slow_devices
 
 pytestmark = pytest.mark.distributed
@@ -22,7 +22,7 @@ def parallel_mlp(**options: Any) -> Any:
     from autopar.search.find import Search
 
     pins = options.pop("pins", SHARDED)
-    return parallelize(mlp(), mesh_of(2, 2), search=Search(pins=pins), cluster=slow_devices(), timeout=30, **options)
+    return parallelize(mlp(), mesh_of(2, 2), search=Search(pins=pins), cluster=slow_devices(), timeout=WAIT, **options)
 
 
 def gradients(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -109,7 +109,7 @@ def outputs_with_gradients(rank: int) -> float:
     torch.manual_seed(0)
     pins = {"batch.0": "S(0)", "linear.weight": "S(0)", "result.0": "S(0)", "result.1": "S(1)"}
     search = Search(pins={k: (v,) for k, v in pins.items()})
-    model = parallelize(Plain().double(), mesh_of(4), search=search, cluster=slow_devices(), timeout=30)
+    model = parallelize(Plain().double(), mesh_of(4), search=search, cluster=slow_devices(), timeout=WAIT)
     x = mlp_batch(0)["x"]
     first, second = reference(x)
     (first.pow(3).sum() + second.sum()).backward()
@@ -141,7 +141,7 @@ def meta_model(rank: int, folder: str) -> list[float]:
         with torch.device("meta"):
             blank, _ = make("tied")
         model = parallelize(
-            blank, mesh_of(2, 2), init=init, search=Search(pins=pins), cluster=slow_devices(), timeout=30
+            blank, mesh_of(2, 2), init=init, search=Search(pins=pins), cluster=slow_devices(), timeout=WAIT
         )
         if init is None:
             with pytest.raises(AutoparError, match=r"embed_tokens.weight.*init="):
@@ -178,4 +178,4 @@ def test_models_on_the_meta_device(ranks: Ranks, tmp_path: Path) -> None:
 
     state = make("tied")[0].state_dict()
     save_file({k: v for k, v in state.items() if k != "lm_head.weight"}, tmp_path / "model.safetensors")
-    assert max(map(max, ranks.run(meta_model, str(tmp_path), timeout=90))) < 1e-12
+    assert max(map(max, ranks.run(meta_model, str(tmp_path), timeout=600))) < 1e-12

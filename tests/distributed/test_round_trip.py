@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.launch import Ranks, mesh_of
+from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import make
 
 pytestmark = pytest.mark.distributed
@@ -26,7 +26,7 @@ def round_trip(rank: int, folder: str) -> float:
     models: list[Any] = []
     for mesh, pins in ((mesh_of(4), strided), (mesh_of(2, 2), square)):
         model, batch = make("gpt2")
-        parallel = parallelize(model, mesh, batch(0), search=Search(pins=pins), timeout=30)
+        parallel = parallelize(model, mesh, batch(0), search=Search(pins=pins), timeout=WAIT)
         models.append((parallel, torch.optim.AdamW(parallel.parameters(), lr=1e-2)))
 
     def train(model: Any, optimizer: torch.optim.Optimizer, step: int) -> dict[str, torch.Tensor]:
@@ -55,4 +55,4 @@ def round_trip(rank: int, folder: str) -> float:
 
 
 def test_checkpoint_round_trip(ranks: Ranks, tmp_path: Path) -> None:
-    assert max(ranks.run(round_trip, str(tmp_path / "saved"), timeout=90)) < 1e-9
+    assert max(ranks.run(round_trip, str(tmp_path / "saved"), timeout=600)) < 1e-9

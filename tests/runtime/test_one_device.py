@@ -123,7 +123,7 @@ def test_a_loss_function_and_autocast() -> None:
     ("options", "message"),
     [
         ({"inputs": "both"}, "expected"),
-        ({"precision": "bf16"}, "precision="),
+        ({"precision": "int8"}, "precision="),
         ({"cluster": "no such cluster"}, "neither a file nor a preset"),
     ],
 )

@@ -113,12 +113,12 @@ def test_real_size_reaches_the_gap() -> None:
     """About 350 nodes of up to 64 labels; the budget lies between the least memory and that of the free minimum."""
     problem = synthetic_problem()
     assert 330 <= len(problem.nodes) <= 380
-    free = solve(problem)
+    free = solve(problem, time_limit=600)
     check_certificate(problem, free, None)
     assert free.gap <= 1e-3
     phases: list[str] = []
     budget = 0.4 * free.memory
-    tight = solve(problem, budget=budget, progress=lambda phase, incumbent, bound: phases.append(phase))
+    tight = solve(problem, budget=budget, time_limit=600, progress=lambda phase, incumbent, bound: phases.append(phase))
     check_certificate(problem, tight, budget)
     assert tight.gap <= 1e-3
     assert tight.lower_bound >= free.lower_bound

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from autopar.strategies import pointwise
-from tests.strategies import samples_layers
+from tests.strategies import samples_layers, samples_torch
 from tests.strategies.sample import Sample, boolean, call, integer, positive, restart, x
 
 aten = torch.ops.aten
@@ -17,6 +17,7 @@ def all_samples() -> list[Sample]:
     """Every sample, the same ones on every call."""
     restart()
     families = (pointwise_tables, pointwise_others, matmul, view, pieces, reduction, creation, *samples_layers.FAMILIES)
+    families += samples_torch.FAMILIES
     return [sample for family in families for sample in family()]
 
 

@@ -45,6 +45,15 @@ def batch_norm() -> Iterator[Sample]:
                 aten.native_batch_norm_backward.default,
                 *(x(2, 4, 6), x(2, 4, 6), x(4), x(4), positive(4), *saved, training, 1e-5, mask),
             )
+    yield call(
+        aten._native_batch_norm_legit_functional.default,
+        x(4, 4, 2, 6),
+        *(x(4), None, x(4), positive(4)),
+        True,
+        0.1,
+        1e-5,
+    )
+    yield call(aten._native_batch_norm_legit.no_stats, x(4, 4, 6), None, x(4), True, 0.1, 1e-5)
     yield call(aten._native_batch_norm_legit.no_stats, x(2, 4), x(4), x(4), True, 0.1, 1e-5)
     yield call(aten._native_batch_norm_legit_no_training.default, x(2, 4), x(4), x(4), x(4), positive(4), 0.1, 1e-5)
 
@@ -190,6 +199,26 @@ def index() -> Iterator[Sample]:
     yield call(aten.index_put.default, x(4, 2), [boolean(4, 2)], x())
 
 
+def random() -> Iterator[Sample]:
+    draw = torch.ops.autopar.draw.default
+    cpu = torch.device("cpu")
+    for distribution, parameters, dtype in (
+        ("bernoulli", [0.9], torch.bool),
+        ("uniform", [-1.0, 2.0], torch.float64),
+        ("normal", [1.0, 2.0], torch.float32),
+        ("random", [2, 9], torch.int64),
+        ("exponential", [2.0], torch.float64),
+    ):
+        yield call(draw, distribution, parameters, [16, 32], [1, 0], dtype=dtype, device=cpu)
+    yield call(draw, "permutation", [], [64], [0], dtype=torch.int64, device=cpu)
+    yield call(draw, "normal", [0, 1], [], [], dtype=torch.float64, device=cpu)
+    yield call(aten.multinomial.default, positive(16, 6), 4)
+    yield call(aten.multinomial.default, positive(6), 64, True)
+    yield call(aten.poisson.default, positive(16, 16) * 9)
+    yield call(aten.rrelu_with_noise_functional.default, x(16, 16), x(16, 16), 0.1, 0.3, True)
+    yield call(aten.rrelu_with_noise_backward.default, x(2, 4), x(2, 4), positive(2, 4), 0.1, 0.3, True, False)
+
+
 def padding() -> Iterator[Sample]:
     for kind in ("reflection", "replication"):
         for n in (1, 2, 3):
@@ -223,5 +252,5 @@ def experts() -> Iterator[Sample]:
 FAMILIES = (
     *(padding, fourier, experts),
     *(normalization, batch_norm, attention, attention_elsewhere, convolution, pooling, softmax),
-    *(embedding, gather_scatter, index),
+    *(embedding, gather_scatter, index, random),
 )

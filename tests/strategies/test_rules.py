@@ -7,6 +7,7 @@ from torch.utils import _pytree as pytree
 
 import autopar.strategies  # noqa: F401
 from autopar.oracle import check_rule, rule_of
+from autopar.random_oracle import check_random
 from autopar.strategy import letter_sizes, registered
 from tests.strategies.sample import Sample
 from tests.strategies.samples import all_samples
@@ -30,6 +31,9 @@ def test_every_rule_has_a_sample():
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
 def test_rule(sample: Sample):
+    if rule_of(sample.target, sample.args, sample.kwargs).random:
+        check_random(sample.target, sample.args, sample.kwargs)
+        return
     check_rule(sample.target, sample.args, sample.kwargs, run=STAND_INS.get(sample.target))
 
 
@@ -62,16 +66,27 @@ def test_lowerings_write_graphs(sample: Sample):
     """Lowerings are called with graph proxies: they compute with operators only, and on one device what it does."""
     rule = rule_of(sample.target, sample.args, sample.kwargs)
     tensors = [a for a in pytree.tree_leaves((sample.args, sample.kwargs)) if isinstance(a, torch.Tensor)]
-    expected = sample.target(*sample.args, **sample.kwargs)
-    sizes = letter_sizes(rule, [tuple(t.shape) for t in tensors], [tuple(expected.shape)])
+    outputs = sample.target(*sample.args, **sample.kwargs)
+    several = isinstance(outputs, tuple)
+    expected = [
+        t if d is not None else None for t, d in zip(outputs if several else (outputs,), rule.outputs, strict=True)
+    ]
+    sizes = letter_sizes(
+        rule, [tuple(t.shape) for t in tensors], [None if t is None else tuple(t.shape) for t in expected]
+    )
     for lowering in rule.lower.values():
         graph = fx.Graph()
         tracer = fx.proxy.GraphAppendingTracer(graph)
         index = fx.Proxy(graph.placeholder("index"), tracer)
-        made = iter([fx.Proxy(graph.placeholder(f"t{i}"), tracer) for i in range(len(tensors))])
-        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda _, made=made: next(made), (sample.args, sample.kwargs))
+        local = iter([fx.Proxy(graph.placeholder(f"t{i}"), tracer) for i in range(len(tensors))])
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor, lambda _, local=local: next(local), (sample.args, sample.kwargs)
+        )
         context = _Alone(sizes, index)
-        graph.output(lowering.build(context, *args, **kwargs).node)
+        made = lowering.build(context, *args, **kwargs)
+        graph.output([None if v is None else v.node for v in (made if several else (made,))])
         assert context.reduced == len(lowering.all_reduces)
         actual = fx.GraphModule({}, graph)(0, *tensors)
-        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+        for found, wanted in zip(actual, expected, strict=True):
+            assert (found is None) == (wanted is None)
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12) if wanted is not None else None

@@ -1,0 +1,31 @@
+"""replicate_random: every device draws the whole tensor, as one device would, and its users take their block of it.
+
+Before::
+
+    mask = autopar.draw("bernoulli", [0.9], [8, 16], [0, 1], dtype=bool)          # [batch{data}, hidden]
+
+After (the slice comes with the other moves)::
+
+    mask = autopar.draw("bernoulli", [0.9], [8, 16], [0, 1], dtype=bool)          # [batch, hidden]
+
+The generators of all devices, alike before, stay alike. This is what ``deterministic=True`` means; else
+`autopar.passes.localize_random` runs.
+"""
+
+from __future__ import annotations
+
+from autopar.candidates import REPLICATE
+from autopar.layout import replicated
+from autopar.plan import Plan
+from autopar.program import Program, draws
+
+
+def replicate_random(program: Program, plan: Plan) -> Program:
+    """Make the layouts of random operators whole; their users' stay."""
+    axes = len(plan.axes)
+    for node in program.graph.graph.nodes:
+        if draws(node):
+            node.meta["strategy"] = (REPLICATE,) * axes
+            node.meta["layouts"] = tuple(None if lay is None else replicated(axes) for lay in node.meta["layouts"])
+            node.meta["relays"] = {}
+    return program

@@ -1,0 +1,73 @@
+"""Decompositions and solvers: matrices of a batch are independent, a matrix is not split."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autopar.strategy import Rule, Spec, dims, letters, rule
+
+aten = torch.ops.aten
+
+FIRST_BATCH_LETTER = 26  # upper case; the equations below have lower case
+
+Linear = tuple[tuple[int, ...], ...]
+
+
+def batched(equation: str, linear: Linear = ()) -> Callable[..., Rule]:
+    """A rule function from the equation of one matrix: batch dims in front, which broadcast, are free."""
+    left, right = (side.split(",") for side in equation.split("->"))
+    blocked = "".join(dict.fromkeys(c for c in equation if c.isalpha()))
+
+    def batched_rule(*args: Any, **kwargs: Any) -> Rule:
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Spec)]
+        shapes = [t.shape[: t.ndim - len(own)] for t, own in zip(tensors, left, strict=True)]
+        padded = itertools.zip_longest(*(reversed(s) for s in shapes), fillvalue=1)
+        sizes = [max(column) for column in padded][::-1]
+        names = [c if n != 1 else "" for c, n in zip(letters(len(sizes), FIRST_BATCH_LETTER), sizes, strict=True)]
+        inputs = []
+        for shape, own in zip(shapes, left, strict=True):
+            aligned = zip(names[len(names) - len(shape) :], shape, strict=True)
+            inputs.append((dims([c if n != 1 else "" for c, n in aligned]) + own) or ".")
+        outputs = [own if own == "_" else (dims(names) + own or ".") for own in right]
+        return Rule(f"{','.join(inputs)}->{','.join(outputs)}", blocked=blocked, linear=linear)
+
+    return batched_rule
+
+
+ONE_MATRIX = {
+    "mn->mn": (aten.cholesky, aten.cholesky_inverse, aten.linalg_matrix_exp),
+    "mn->mn,": (aten.linalg_cholesky_ex, aten.linalg_inv_ex),
+    "mn->,mn,k": (aten._linalg_det,),
+    "mn->,,mn,k": (aten._linalg_slogdet,),
+    "mn->mn,k,": (aten.linalg_lu_factor_ex, aten.linalg_ldl_factor_ex),
+    "mn->mk,kn": (aten.linalg_qr,),
+    "mn->k,mn": (aten._linalg_eigh, aten.linalg_eig),
+    "mn->mn,k": (aten.geqrf,),
+}
+for _equation, _ops in ONE_MATRIX.items():
+    rule(*(op.default for op in _ops))(batched(_equation))
+
+rule(aten._linalg_svd.default)(batched("mn->mk,r,ln"))
+rule(aten.cholesky_solve.default)(lambda b, factor, upper=False: batched("pr,mn->pr", ((0,),))(b, factor))
+rule(aten.linalg_solve_triangular.default)(lambda a, b, **_: batched("mn,pr->pr", ((1,),))(a, b))
+rule(aten.linalg_lu_solve.default)(lambda lu, pivots, b, **_: batched("mn,k,mr->mr", ((2,),))(lu, pivots, b))
+rule(aten.linalg_householder_product.default)(batched("mn,k->mn"))
+rule(aten.ormqr.default)(lambda a, tau, b, *_: batched("mn,k,pr->pr", ((2,),))(a, tau, b))
+
+
+@rule(aten._linalg_solve_ex.default)
+def solve(a: Spec, b: Spec, *, left: bool = True, check_errors: bool = False) -> Rule:
+    """Solution, LU factors, pivots and state; a batch of vectors is told from a matrix by its dims."""
+    vectors = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
+    return batched("mn,p->p,mn,k," if vectors else "mn,pr->pr,mn,k,")(a, b)
+
+
+@rule(aten.linalg_cross.default)
+def cross(a: Spec, b: Spec, *, dim: int = -1) -> Rule:
+    """Cross product along a dim of size 3."""
+    sizes = [max(n, m) for n, m in zip(a.shape, b.shape, strict=True)]
+    names = letters(a.ndim)
+    inputs = [dims([c if n == m else "" for c, n, m in zip(names, t.shape, sizes, strict=True)]) for t in (a, b)]
+    return Rule(f"{','.join(inputs)}->{names}", blocked=names[dim], linear=((0,), (1,)))
