@@ -14,7 +14,7 @@ from torch import fx
 from autopar.candidates import strategies
 from autopar.coverage.trace import Traced, trace
 from autopar.dims import Dims, analyze
-from autopar.errors import InvalidRuleError, MissingRuleError
+from autopar.errors import CaptureError, InvalidRuleError, MissingRuleError
 from autopar.oracle import check_rule
 from autopar.program import is_operator, map_nodes, static_arguments, tensor_arguments, values_of
 from autopar.strategy import Rule, find_rule
@@ -126,6 +126,8 @@ _REASONS = {
 
 def reason_of(error: Exception) -> str:
     """Why an operator cannot be traced, in a few words."""
+    if isinstance(error, CaptureError):
+        return str(error)
     text = f"{type(error).__name__}: {error}"
     known = next((reason for word, reason in _REASONS.items() if word in text), None)
     return known or (text.splitlines()[0][:120] if text else "")

@@ -1,4 +1,5 @@
 import io
+import re
 import time
 
 from rich.console import Console
@@ -23,9 +24,9 @@ def test_what_is_fast_is_silent() -> None:
 
 def test_a_file_gets_one_line_a_phase() -> None:
     first, second = written(False, 0.05, 0.2).splitlines()
-    assert first.startswith("search, 0 s")
-    assert second == "fastest plan that fits, 0 s; best plan so far 12 ms a step; gap 50%"
+    assert re.match(r"search, \d+ s", first)
+    assert re.fullmatch(r"fastest plan that fits, \d+ s; best plan so far 12 ms a step; gap 50%", second)
 
 
 def test_a_terminal_gets_a_line_that_is_removed_again() -> None:
-    assert "search, 0 s" in written(True, 0.05, 0.4)
+    assert re.search(r"search, \d+ s", written(True, 0.05, 1.5))
