@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch import fx
 
 # Kept: the operator goes when the library does.
 _library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -51,6 +52,17 @@ def _draw(
 
 
 _library.impl("draw", _draw, "CompositeExplicitAutograd")
+
+
+# An unused call still changes what the next one draws, and the partitioner would drop it: within a tracing context
+# torch counts random operators among the pure ones. Draws are what is left of most, these three stay as they are.
+for _stays in (
+    torch.ops.autopar.draw.default,
+    torch.ops.aten.multinomial.default,
+    torch.ops.aten.poisson.default,
+    torch.ops.aten.rrelu_with_noise_functional.default,
+):
+    fx.has_side_effect(_stays)
 
 
 def seeded(target: Any, number: int, block: int, *args: Any, **kwargs: Any) -> Any:

@@ -84,6 +84,8 @@ def _check(
     if blocks[0].numel() >= ENOUGH and any(torch.equal(a, b) for a, b in itertools.combinations(others, 2)):
         raise InvalidRuleError(f"{where}: two blocks, or two steps, have the same numbers")
     drawn, expected = torch.stack(blocks).double(), whole.double()
+    if whole.numel() < ENOUGH:
+        return
     deviation = max(float(expected.std()), float(drawn.std())) * math.sqrt(2 / whole.numel())
     if abs(float(drawn.mean() - expected.mean())) > 6 * deviation:
         raise InvalidRuleError(
