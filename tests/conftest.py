@@ -1,5 +1,8 @@
-"""Settings of the whole suite: one intra-op thread, and the two hypothesis profiles."""
+"""Settings of the whole suite: one intra-op thread, the two hypothesis profiles, and what runs in one process."""
 
+from pathlib import Path
+
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -10,3 +13,11 @@ SLOW_MACHINES = (HealthCheck.too_slow,)
 settings.register_profile("default", derandomize=True, deadline=None, suppress_health_check=SLOW_MACHINES)
 settings.register_profile("deep", max_examples=2000, deadline=None, suppress_health_check=SLOW_MACHINES)
 settings.load_profile("default")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A file's tests share what they capture, and all distributed ones share a pool of ranks (`--dist loadgroup`)."""
+    pools = Path(__file__).parent / "distributed"
+    for item in items:
+        shared = pools in item.path.parents
+        item.add_marker(pytest.mark.xdist_group("distributed" if shared else item.nodeid.partition("::")[0]))

@@ -38,8 +38,9 @@ def read_pins(
     Args:
         program: names of parameters, batch tensors (``batch.0``) and results (``result.0``) come from here.
         dims: their types.
-        pins: a name or pattern (``*.up_proj.weight``) to placements: one an axis, or a dict by axis name; each as text
-            (``R``, ``S(0)``, ``S(0.1)`` for factor 1 of dim 0, ``Shard(0)``), or torch's or autopar's own object.
+        pins: a name or pattern (``*.up_proj.weight``) to placements: one an axis (just it where the mesh has one
+            axis), or a dict by axis name; each as text (``R``, ``S(0)``, ``S(0.1)`` for factor 1 of dim 0,
+            ``Shard(0)``), or torch's or autopar's own object.
         axes: name and size of each mesh axis.
         restrictions: what holds besides.
 
@@ -90,6 +91,8 @@ def _read_layout(pattern: str, value: Any, axes: Sequence[str]) -> Layout:
         if unknown:
             raise ValueError(f"pin {pattern!r} names axis {unknown[0]!r}; the mesh has {', '.join(axes)}")
         value = [value.get(a, Replicate()) for a in axes]
+    if isinstance(value, str) and len(axes) == 1:
+        value = (value,)
     if isinstance(value, str) or len(value) != len(axes):
         raise ValueError(f"pin {pattern!r} must give one placement for each axis ({', '.join(axes)}), got {value!r}")
     return tuple(_read_placement(pattern, v) for v in value)

@@ -33,7 +33,8 @@ class Ranks:
     def __init__(self, count: int = 4) -> None:
         self.folder = tempfile.TemporaryDirectory()
         store = str(Path(self.folder.name) / "store")
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["autopar", "tests.distributed.models"])  # imported once, not by every rank
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(count):

@@ -76,7 +76,7 @@ def apart(rank: int, seed: int) -> dict[str, Any]:
     mesh = mesh_of(2, 2)
     model = Dropping()
     torch.manual_seed(seed + rank)  # what ranks other than 0 draw by themselves is of no matter
-    search = Search(pins={"batch.*": ("S(0)", "R"), "*.weight": "R", "*.bias": "R"})
+    search = Search(pins={"batch.*": ("S(0)", "R"), "*.weight": ("R", "R"), "*.bias": ("R", "R")})
     parallel = parallelize(model, mesh, search=search, cluster=slow_devices(), timeout=120)
     batch = mlp_batch(0, rows=64)
     kept = [parallel(**batch)["kept"] for _ in range(2)]

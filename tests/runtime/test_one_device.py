@@ -113,7 +113,7 @@ def test_a_loss_function_and_autocast() -> None:
         expected = linear(x).float().square().mean()
     loss.backward()
     expected.backward()
-    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(loss, expected, rtol=1e-2, atol=0)  # one rounding to bfloat16 more: x @ w + b
     torch.testing.assert_close(model.weight.grad, linear.weight.grad, rtol=1e-2, atol=1e-3)
     assert "bfloat16" in str([n.meta.get("val") for n in model.forward_graph.graph.nodes])
     torch.testing.assert_close(model(x), linear(x).square().mean())

@@ -101,6 +101,12 @@ def test_sizes_that_do_not_divide() -> None:
         read_pins(program, dims, {"up.weight": ("S(0)",)}, {"a": 3}, None)
 
 
+def test_a_lone_placement_where_there_is_one_axis() -> None:
+    program, dims, _ = models.captured("mlp")
+    found = read_pins(program, dims, {"up.weight": "S(0)"}, {"a": 2}, None)
+    assert found.layouts["parameter", "up.weight"] == (Split(0),)
+
+
 def test_no_pins_restrict_nothing() -> None:
     program, dims, _ = models.captured("mlp")
     assert read_pins(program, dims, {}, AXES, None) == Restrictions()

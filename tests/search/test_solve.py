@@ -109,6 +109,7 @@ def test_ties_take_the_lowest_label() -> None:
     assert solve(Problem((node, node), (edge,))).labels.tolist() == [0, 0]
 
 
+@pytest.mark.deep
 def test_real_size_reaches_the_gap() -> None:
     """About 350 nodes of up to 64 labels; the budget lies between the least memory and that of the free minimum."""
     problem = synthetic_problem()
@@ -125,6 +126,7 @@ def test_real_size_reaches_the_gap() -> None:
     assert phases[:2] == ["unconstrained", "multiplier"]
 
 
+@pytest.mark.deep
 def test_same_labels_under_any_hash_seed() -> None:
     """In fresh processes."""
     script = (
