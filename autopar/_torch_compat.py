@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch._decomp import get_decompositions
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.partitioners import default_partition
@@ -29,6 +30,7 @@ __all__ = [
     "dtensor_overloads",
     "get_decompositions",
     "operator_database",
+    "reduce_found_inf_over_every_gradient",
     "set_group_timeout",
     "tracing",
 ]
@@ -54,3 +56,29 @@ def dtensor_overloads() -> frozenset[str]:
     rules = DTensor._op_dispatcher.sharding_propagator
     tables = ("op_to_rules", "op_strategy_funcs", "op_single_dim_strategy_funcs")
     return frozenset(str(op) for table in tables for op in getattr(rules, table, ()))
+
+
+def reduce_found_inf_over_every_gradient() -> None:
+    """Make `torch.amp.GradScaler` skip a step on every rank if a gradient overflows on one.
+
+    Torch reduces what it found over the axes on which the first of several DTensor gradients is split, and over no
+    others: where layouts differ, some ranks would skip the step and others take it.
+    """
+    from torch.distributed.tensor import DTensor
+
+    unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    one_layout = handlers[unscale]
+    if getattr(one_layout, "every_gradient", False):
+        return
+
+    def every_layout(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        gradients, *rest = args
+        alike: dict[Any, list[Any]] = {}
+        for gradient in gradients:
+            alike.setdefault((gradient.device_mesh, gradient.placements), []).append(gradient)
+        for group in alike.values():
+            one_layout(call, (group, *rest), kwargs)
+
+    every_layout.every_gradient = True  # type: ignore[attr-defined]
+    handlers[unscale] = every_layout

@@ -25,6 +25,7 @@ from autopar.passes.apply_precision import apply_precision
 from autopar.passes.bucket_collectives import bucket_collectives
 from autopar.passes.canonicalize import canonicalize
 from autopar.passes.canonicalize_random import canonicalize_random
+from autopar.passes.canonicalize_strides import canonicalize_strides
 from autopar.passes.eliminate_dead_code import eliminate_dead_code
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.localize_random import localize_random
@@ -79,7 +80,7 @@ def program_of(
     program = capture(model, batch, loss_fn=loss_fn, training=training, compute=compute)
     if precision is not None:
         program = apply_precision(program, precision, [t.dtype for t in tree.flatten(batch, "batch")[0]])
-    program = canonicalize(canonicalize_random(program))
+    program = canonicalize(canonicalize_random(canonicalize_strides(program)))
     logger.debug("captured %s operators, fingerprint %s", len(program.calls), program.fingerprint)
     return program
 

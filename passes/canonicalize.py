@@ -14,7 +14,7 @@ After::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -58,8 +58,6 @@ _SHARED |= {aten.arange.default, aten.arange.start, aten.arange.start_step, aten
 def canonicalize(program: Program) -> Program:
     """Rewrite a captured program into canonical operators; computes the same."""
     graph = copy_graph(program.graph)
-    for node in graph.graph.nodes:  # before any other rewriting: strides are those of the captured graph
-        _strided(node)
     for node in list(graph.graph.nodes):
         if node.op == "call_function":
             _rewrite(graph.graph, node)
@@ -78,7 +76,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
     if not is_operator(node):
         return
     _normalize_dims(node)
-    for form in (_identity, _as_view, _as_permute, _as_sum, _as_full, _as_slice, _as_cat, _as_repeat, _as_copy):
+    for form in _FORMS:
         if form(graph, node):
             return
 
@@ -262,26 +260,17 @@ def _as_copy(graph: fx.Graph, node: fx.Node) -> bool:
     return _forward(node, node.args[1])
 
 
-def _strided(node: fx.Node) -> None:
-    """``as_strided`` and its inverse become views where they look at a whole tensor in its own order."""
-    if node.target not in (aten.as_strided.default, aten.as_strided_scatter.default):
-        return
-    scatter = node.target is aten.as_strided_scatter.default
-    size, stride, *offset = cast(list[Any], node.args[2 if scatter else 1 :])
-    base, source = node.args[0], node.args[1 if scatter else 0]
-    whole = math.prod(size) == _value(base).numel() and not any(offset)
-    if whole and _in_order(_value(base).shape, _value(base).stride()) and _in_order(size, stride):
-        _become(node, aten.view.default, (source, list(_value(node).shape)))
-
-
-def _in_order(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements lie one after the other; the stride of a dim of size 1 means nothing."""
-    step = 1
-    for n, s in reversed([(n, s) for n, s in zip(shape, stride, strict=True) if n != 1]):
-        if s != step:
-            return False
-        step *= n
+def _without_saved(graph: fx.Graph, node: fx.Node) -> bool:
+    """Batch norm's backward in evaluation takes no saved statistics, whose shape depends on the device."""
+    if node.target is not aten.native_batch_norm_backward.default or node.args[7]:
+        return False
+    node.args = (*node.args[:5], None, None, *node.args[7:])
     return True
+
+
+_FORMS = (
+    _identity, _as_view, _as_permute, _as_sum, _as_full, _as_slice, _as_cat, _as_repeat, _as_copy, _without_saved,
+)  # fmt: skip
 
 
 def _normalize_dims(node: fx.Node) -> None:

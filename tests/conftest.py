@@ -16,8 +16,9 @@ settings.load_profile("default")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file's tests share what they capture, and all distributed ones share a pool of ranks (`--dist loadgroup`)."""
+    """A file's tests share what they capture; all distributed ones share a pool of ranks, and take longest: first."""
     pools = Path(__file__).parent / "distributed"
+    items.sort(key=lambda item: pools not in item.path.parents)
     for item in items:
         shared = pools in item.path.parents
         item.add_marker(pytest.mark.xdist_group("distributed" if shared else item.nodeid.partition("::")[0]))

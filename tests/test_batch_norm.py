@@ -43,10 +43,14 @@ def lowered(program: Program) -> int:
     return sum(n.meta["collective"].kind == "all_reduce" and n.meta["collective"].bytes == 16 for n in nodes)
 
 
-@pytest.mark.parametrize("settings", [{}, {"affine": False}, {"track_running_stats": False}], ids=str)
-def test_random_plans(settings: dict[str, bool]) -> None:
+@pytest.mark.parametrize(
+    ("settings", "seeds"),
+    [({}, 2), ({"affine": False}, 1), pytest.param({"track_running_stats": False}, 2, marks=pytest.mark.deep)],
+    ids=str,
+)
+def test_random_plans(settings: dict[str, bool], seeds: int) -> None:
     model = Normal(**settings)
-    for seed in range(2):
+    for seed in range(seeds):
         report = autopar.verify(model, batch_of(), AXES, plan="random", seed=seed)
         assert report.max_error <= 1e-10, f"{report.worst}: {report.max_error}"
         assert ("buffer norm.running_var" in report.errors) == (settings != {"track_running_stats": False})
@@ -88,6 +92,7 @@ def test_channels_are_split_without_communication() -> None:
 
 
 def test_evaluation() -> None:
+    """Gradients in evaluation: the saved statistics are empty on some devices, and not used."""
     model = Normal().eval()
     report = autopar.verify(model, batch_of(), AXES, plan="random", seed=3)
     assert report.max_error <= 1e-10

@@ -151,6 +151,7 @@ def test_fingerprint_tells_clusters_apart() -> None:
     assert len({cluster.fingerprint() for cluster in [H100, *changed]}) == len(changed) + 1
 
 
+@pytest.mark.deep
 def test_fingerprint_does_not_depend_on_order_or_process() -> None:
     shuffled = replace(
         H100,

@@ -59,6 +59,9 @@ def test_every_pass_shows_its_rewrite() -> None:
 # --- prediction and emission
 
 
+REST = [((4,), "random"), ((2, 2), "searched")]
+
+
 @cache
 def planned(name: str, sizes: tuple[int, ...], kind: str) -> tuple[Program, Dims, list[torch.Tensor], Plan]:
     program, dims, values = models.captured(name, **({} if name == "mlp" else {"seq": 4}))
@@ -68,8 +71,10 @@ def planned(name: str, sizes: tuple[int, ...], kind: str) -> tuple[Program, Dims
     return program, dims, values, predict(program, dims, random_plan(program, dims, axes, Cluster.preset("h100"), 3))
 
 
-@pytest.mark.parametrize("kind", ["searched", "random"])
-@pytest.mark.parametrize("sizes", [(4,), (2, 2)])
+@pytest.mark.parametrize(
+    ("sizes", "kind"),
+    [((4,), "searched"), ((2, 2), "random"), *(pytest.param(*c, marks=pytest.mark.deep) for c in REST)],
+)
 @pytest.mark.parametrize("name", ["mlp", pytest.param("gpt2", marks=pytest.mark.deep), "llama"])
 def test_census_equals_the_prediction(name: str, sizes: tuple[int, ...], kind: str) -> None:
     program, _, _, found = planned(name, sizes, kind)

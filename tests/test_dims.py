@@ -135,7 +135,7 @@ def test_plans_through_incompatible_factorings_are_right() -> None:
     dims = analyze(program_of(model, batch))
     cut = [n.name for n, o in dims.operators.items() if set(o.letters) != set(o.rule.letters)]
     assert cut  # somewhere the two meet, and the dim cannot be split there
-    for seed in range(4):
+    for seed in range(2):
         report = autopar.verify(model, batch, AXES, plan="random", seed=seed)
         assert report.max_error < 1e-10, (seed, report.worst)
     assert autopar.verify(model, batch, {"a": 4}).max_error < 1e-10
@@ -156,7 +156,7 @@ def test_gradients_lie_as_their_parameters() -> None:
     [
         ("gpt2", {"attn_implementation": "eager", "seq": 4}, (8, 4, 4, 4)),
         ("residual", {}, (16, 16)),
-        ("bert", {"seq": 4}, (32, 32)),
+        pytest.param("bert", {"seq": 4}, (32, 32), marks=pytest.mark.deep),
     ],
 )
 def test_one_factor_twice_in_a_tensor(name: str, arguments: dict[str, Any], shape: tuple[int, ...]) -> None:

@@ -20,8 +20,8 @@ def test_every_name_has_a_contract() -> None:
     tested = {
         "BoxedCodeGen", "DTensorSpec", "FakeTensor", "FakeTensorMode", "OpOverload", "StridedShard", "TensorMeta",
         "TracingContext", "aot_export_joint_with_descriptors", "default_partition", "dtensor_overloads",
-        "get_decompositions",
-        "operator_database", "set_group_timeout", "tracing",
+        "get_decompositions", "operator_database", "reduce_found_inf_over_every_gradient", "set_group_timeout",
+        "tracing",
     }  # fmt: skip
     assert set(compat.__all__) == tested
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from autopar._torch_compat import FakeTensorMode
+from autopar._torch_compat import FakeTensorMode, reduce_found_inf_over_every_gradient
 from autopar.layout import Layout, TensorType
 from autopar.runtime.boundary import Placements, from_local, full_tensor, local_block, spec_of, to_local, to_placements
 from autopar.runtime.place import Place
@@ -24,6 +24,7 @@ def distribute_parameters(model: nn.Module, place: Place) -> None:
     """Put a replicated DTensor around every parameter; no communication, and no change where there is no mesh."""
     if place.mesh is None:
         return
+    reduce_found_inf_over_every_gradient()
     placements = (Replicate(),) * len(place.axes)
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():

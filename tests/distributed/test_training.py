@@ -47,6 +47,15 @@ PLANS: dict[str, dict[str, tuple[dict[str, str] | int, tuple[tuple[int, ...], ..
 }  # fmt: skip
 
 
+SHORT = {
+    "mlp": {"search": LINE, "data": LINE, "tensor": SQUARE, "random": SQUARE},
+    "gpt2": {"tensor": SQUARE},
+    "llama": {"sharded": SQUARE},
+    "tied": {"vocabulary": SQUARE},
+}
+"""What `make test` tries; the others are for `make test-deep`."""
+
+
 def pins_on(pins: dict[str, str], axes: int) -> dict[str, Any]:
     """The same placement on every axis; strided ones on the last only, since one axis is all that they can take."""
     return {k: tuple("R" if "." in v and a < axes - 1 else v for a in range(axes)) for k, v in pins.items()}
@@ -96,9 +105,25 @@ def train(rank: int, name: str, plans: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", sorted(PLANS))
-def test_three_steps_of_adamw_equal_one_device(ranks: Ranks, name: str) -> None:
-    results = ranks.run(train, name, PLANS[name], timeout=600)
+def cases() -> list[Any]:
+    """Name and plans, the short ones and the others apart."""
+    found = []
+    for name, plans in sorted(PLANS.items()):
+        short = {label: (plans[label][0], (sizes,)) for label, sizes in SHORT[name].items()}
+        rest = {
+            label: (pins, tuple(s for s in meshes if SHORT[name].get(label) != s))
+            for label, (pins, meshes) in plans.items()
+        }
+        found += [
+            pytest.param(name, short, id=name),
+            pytest.param(name, rest, id=f"{name}-more", marks=pytest.mark.deep),
+        ]
+    return found
+
+
+@pytest.mark.parametrize(("name", "plans"), cases())
+def test_three_steps_of_adamw_equal_one_device(ranks: Ranks, name: str, plans: Any) -> None:
+    results = ranks.run(train, name, plans, timeout=1200)
     assert all(r.keys() == results[0].keys() for r in results)
     for label, (_, collectives) in results[0].items():
         assert {"all_reduce", "reduce_scatter"} & set(collectives), f"{name} {label}: nothing is computed in parts"

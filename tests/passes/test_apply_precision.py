@@ -60,8 +60,10 @@ def test_same_numbers_as_casting_by_hand() -> None:
         assert float((found - parameter.grad).abs().max()) <= 0.02 * float(parameter.grad.abs().max()), name
 
 
-@pytest.mark.parametrize("recipe", [None, "random"])
-@pytest.mark.parametrize("model", ["mlp", "llama"])
+@pytest.mark.parametrize(
+    ("model", "recipe"),
+    [("mlp", None), ("mlp", "random"), ("llama", "random"), pytest.param("llama", None, marks=pytest.mark.deep)],
+)
 def test_equivalence_in_float64(model: str, recipe: str | None) -> None:
     report = autopar.verify(*zoo.MODELS[model](), {"a": 2, "b": 2}, plan=recipe, precision=BF16)
     assert report.max_error <= 1e-10, report.worst

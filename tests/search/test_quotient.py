@@ -20,7 +20,7 @@ def classes_of(name: str, layers: int, tie: bool = True) -> Quotient:
     return quotient(program, dims, tie=tie)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.deep)])
 def test_number_of_classes_does_not_depend_on_depth(name: str) -> None:
     few, many = classes_of(name, 2), classes_of(name, 4)
     assert list(few.members) == list(many.members)
@@ -70,7 +70,7 @@ def test_keys_are_the_same_in_every_analysis() -> None:
     assert list(quotient(program, dims).members) == list(quotient(again, analyze(again)).members)
 
 
-@pytest.mark.parametrize("layers", [2, 4])
+@pytest.mark.parametrize("layers", [2, pytest.param(4, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("cluster", ["h100", FAST])
 def test_tied_optimum_equals_the_untied(cluster: str | Cluster, layers: int) -> None:
     """Tying repeated layers loses nothing: Llama on one axis."""
