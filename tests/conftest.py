@@ -15,6 +15,7 @@ settings.register_profile("deep", max_examples=2000, deadline=None, suppress_hea
 settings.load_profile("default")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A file's tests share what they capture; all distributed ones share a pool of ranks, and take longest: first."""
     pools = Path(__file__).parent / "distributed"
