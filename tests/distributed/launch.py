@@ -19,8 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DeviceMesh, init_device_mesh
 
-WAIT = 120
+WAIT = 240
 """Seconds that a rank waits for the others: many times what a fast machine needs."""
+
+JOB = 1200
+"""Seconds that a job may take on all ranks."""
 
 
 class RanksError(Exception):
@@ -46,7 +49,7 @@ class Ranks:
             self.processes.append(process)
 
     def run(
-        self, work: Callable[..., Any], *args: Any, timeout: float = 300, silent: tuple[int, ...] = ()
+        self, work: Callable[..., Any], *args: Any, timeout: float = JOB, silent: tuple[int, ...] = ()
     ) -> list[Any]:
         """``work(rank, *args)`` on every rank; what each returned, None for the ``silent``, which may die."""
         for pipe in self.pipes:

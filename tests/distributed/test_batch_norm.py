@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed.launch import Ranks, mesh_of
+from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import slow_devices
 from tests.test_batch_norm import Normal, batch_of
 
@@ -33,7 +33,7 @@ def train(rank: int) -> dict[str, float]:
         ("samples", (4,), Search(pins={"batch.*": "S(0)", "*.weight": "R", "*.bias": "R"})),
         ("random", (2, 2), Search(recipe="random", seed=1)),
     ):
-        model = parallelize(Normal().double(), mesh_of(*sizes), search=search, cluster=slow_devices(), timeout=120)
+        model = parallelize(Normal().double(), mesh_of(*sizes), search=search, cluster=slow_devices(), timeout=WAIT)
         state = state_after(model)
         assert state.keys() == expected.keys()
         found[label] = max(float((state[k] - v).abs().max()) for k, v in expected.items())
@@ -42,5 +42,5 @@ def train(rank: int) -> dict[str, float]:
 
 
 def test_training_equals_one_device(ranks: Ranks) -> None:
-    for found in ranks.run(train, timeout=1200):
+    for found in ranks.run(train):
         assert max(found.values()) < 1e-10, found

@@ -62,9 +62,10 @@ def test_disagreements(ranks: Ranks) -> None:
 def dying(rank: int) -> tuple[str, float]:
     from autopar.parallelize import parallelize
 
-    model = parallelize(mlp(), mesh_of(4), timeout=20)
+    model = parallelize(mlp(), mesh_of(4), timeout=WAIT)
     loss = model(**mlp_batch(0))["loss"]
     loss.backward()
+    model = parallelize(mlp(), mesh_of(4), timeout=20)  # what is waited for from now on
     if rank == 3:
         os._exit(1)
     start = time.monotonic()
@@ -84,4 +85,4 @@ def test_a_dead_rank_ends_the_others_within_the_timeout() -> None:
     for rank in range(3):
         message, seconds = results[rank]
         assert message.startswith("RankError: no answer"), message
-        assert seconds < 80
+        assert seconds < WAIT

@@ -50,7 +50,7 @@ def with_master_weights(rank: int) -> dict[str, float]:
 
 
 def test_master_weights(ranks: Ranks) -> None:
-    for found in ranks.run(with_master_weights, timeout=600):
+    for found in ranks.run(with_master_weights):
         assert max(found.values()) < 1e-5, found
 
 
@@ -82,7 +82,7 @@ def with_autocast(rank: int) -> tuple[float, list[str]]:
 
 
 def test_autocast_around_the_call_is_honoured(ranks: Ranks) -> None:
-    for error, products in ranks.run(with_autocast, timeout=600):
+    for error, products in ranks.run(with_autocast):
         assert products == ["torch.bfloat16"]
         assert error < 2e-2
 
@@ -148,7 +148,7 @@ def with_gradient_scaling(rank: int) -> tuple[list[float], list[float], float]:
 
 
 def test_gradient_scaling(ranks: Ranks) -> None:
-    for expected, found, error in ranks.run(with_gradient_scaling, timeout=600):
+    for expected, found, error in ranks.run(with_gradient_scaling):
         assert found == expected
         assert len(set(expected)) > 2, "the scale falls after overflows, and some steps are taken"
         assert error < 2e-2

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed.launch import Ranks, mesh_of
+from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import mlp_batch, slow_devices
 
 pytestmark = pytest.mark.distributed
@@ -56,7 +56,7 @@ def together(rank: int) -> list[float]:
         model = Dropping()
         torch.manual_seed(7)
         parallel = parallelize(
-            model, mesh_of(*sizes), deterministic=True, search=search, cluster=slow_devices(), timeout=120
+            model, mesh_of(*sizes), deterministic=True, search=search, cluster=slow_devices(), timeout=WAIT
         )
         steps = zip(trained(parallel), expected, strict=True)
         worst.append(max(float((a[k] - b[k]).abs().max()) for a, b in steps for k in b))
@@ -65,7 +65,7 @@ def together(rank: int) -> list[float]:
 
 
 def test_deterministic_draws_what_one_device_draws(ranks: Ranks) -> None:
-    for worst in ranks.run(together, timeout=1200):
+    for worst in ranks.run(together):
         assert max(worst) < 1e-9
 
 
@@ -77,7 +77,7 @@ def apart(rank: int, seed: int) -> dict[str, Any]:
     model = Dropping()
     torch.manual_seed(seed + rank)  # what ranks other than 0 draw by themselves is of no matter
     search = Search(pins={"batch.*": ("S(0)", "R"), "*.weight": ("R", "R"), "*.bias": ("R", "R")})
-    parallel = parallelize(model, mesh, search=search, cluster=slow_devices(), timeout=120)
+    parallel = parallelize(model, mesh, search=search, cluster=slow_devices(), timeout=WAIT)
     batch = mlp_batch(0, rows=64)
     kept = [parallel(**batch)["kept"] for _ in range(2)]
     with parallel.no_sync():
@@ -94,8 +94,8 @@ def apart(rank: int, seed: int) -> dict[str, Any]:
 
 
 def test_blocks_are_independent_and_replicas_equal(ranks: Ranks) -> None:
-    results = ranks.run(apart, 1, timeout=1200)
-    again, other = ranks.run(apart, 1, timeout=1200), ranks.run(apart, 2, timeout=600)
+    results = ranks.run(apart, 1)
+    again, other = ranks.run(apart, 1), ranks.run(apart, 2)
     first = results[0]
     assert first["placements"][0] == "S(0)" or "Shard(dim=0)" in first["placements"][0]
     for rank, found in enumerate(results):
@@ -121,15 +121,15 @@ def unlike(rank: int) -> str:
     model = Dropping()
     torch.manual_seed(rank)
     with pytest.raises(RankError) as error:
-        parallelize(model, mesh_of(4), mlp_batch(0), deterministic=True, timeout=120)
+        parallelize(model, mesh_of(4), mlp_batch(0), deterministic=True, timeout=WAIT)
     plain = nn.Sequential(nn.Linear(4, 4))
     nn.init.zeros_(plain[0].weight)
     nn.init.zeros_(plain[0].bias)
-    parallelize(plain, mesh_of(4), (torch.zeros(4, 4),), deterministic=True, timeout=120)  # draws nothing
+    parallelize(plain, mesh_of(4), (torch.zeros(4, 4),), deterministic=True, timeout=WAIT)  # draws nothing
     return str(error.value)
 
 
 def test_deterministic_needs_generators_in_the_same_state(ranks: Ranks) -> None:
-    for message in ranks.run(unlike, timeout=300):
+    for message in ranks.run(unlike):
         assert "generator's state" in message
         assert "call torch.manual_seed with the same seed on every rank" in message
