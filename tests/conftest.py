@@ -1,6 +1,6 @@
 """Settings of the whole suite: one intra-op thread, the two hypothesis profiles, and what runs in one process."""
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +15,21 @@ settings.register_profile("deep", max_examples=2000, deadline=None, suppress_hea
 settings.load_profile("default")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+DISTRIBUTED = "tests/distributed/"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file's tests share what they capture; all distributed ones share a pool of ranks, and take longest: first."""
-    pools = Path(__file__).parent / "distributed"
-    items.sort(key=lambda item: pools not in item.path.parents)
-    for item in items:
-        shared = pools in item.path.parents
-        item.add_marker(pytest.mark.xdist_group("distributed" if shared else item.nodeid.partition("::")[0]))
+    """The longest group first."""
+    items.sort(key=lambda item: not item.nodeid.startswith(DISTRIBUTED))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests share what they capture, and all distributed ones share a pool of ranks: each on one worker."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Groups(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return DISTRIBUTED if nodeid.startswith(DISTRIBUTED) else nodeid.partition("::")[0]
+
+    return Groups(config, log)
