@@ -1,7 +1,8 @@
 """How long does a plan take, and how much memory? Llama-3-8B on 256 devices, or seven small models on a 2 x 2 x 2 mesh.
 
 Each case runs in a process of its own. Capture (export and the joint graph) is timed apart from what follows
-(dimension analysis, candidates, search, prediction).
+(dimension analysis, candidates, search, prediction), by the clock and in CPU time, which a busy machine disturbs less.
+With ``--repeat`` the cases take turns, and each keeps its least times.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 LLAMA = [f"llama3-8b {layers} {memory}" for layers in (4, 32) for memory in ("none", "80GiB", "8GiB")]
 SMALL = ["mlp", "encoder", "cnn", "gpt2", "llama", "bert", "vit"]
-COLUMNS = ("case", "capture_s", "after_s", "peak_GiB", "graph", "classes", "objective_ms", "gap", "method")
+COLUMNS = ("case", "capture_s", "after_s", "cpu_s", "peak_GiB", "graph", "classes", "objective_ms", "gap", "method")
 
 
 def main() -> None:
@@ -29,20 +30,31 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="seven small models on axes a=2,b=2,c=2")
     parser.add_argument("--only", metavar="TEXT", default="", help="cases that contain TEXT")
     parser.add_argument("--time-limit", type=float, default=120.0, help="seconds of the search in each case")
+    parser.add_argument("--repeat", type=int, default=1, help="runs of each case")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
         print(json.dumps(measure(options.case, options.time_limit)))
         return
-    rows = []
-    for case in [c for c in (SMALL if options.small else LLAMA) if options.only in c]:
-        rows.append(in_a_process(case, options.time_limit))
-        if not options.json:
-            print_row(rows[-1], header=len(rows) == 1)
+    least: dict[str, dict[str, Any]] = {}
+    cases = [c for c in (SMALL if options.small else LLAMA) if options.only in c]
+    for turn in range(options.repeat):
+        for case in cases:
+            row = in_a_process(case, options.time_limit)
+            least[case] = fastest(least.get(case, row), row)
+            if turn == options.repeat - 1 and not options.json:
+                print_row(least[case], header=case == cases[0])
     if options.json:
-        print(json.dumps(rows, indent=1))
-    sys.exit(any("error" in row for row in rows))
+        print(json.dumps(list(least.values()), indent=1))
+    sys.exit(any("error" in row for row in least.values()))
+
+
+def fastest(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """The same case with the least of each time; an error stays."""
+    if "error" in a or "error" in b:
+        return a if "error" in a else b
+    return {k: min(v, b[k]) if k.endswith("_s") else v for k, v in a.items()}
 
 
 def in_a_process(case: str, time_limit: float) -> dict[str, Any]:
@@ -63,7 +75,7 @@ def in_a_process(case: str, time_limit: float) -> dict[str, Any]:
 
 def print_row(row: dict[str, Any], header: bool) -> None:
     """One line of the table."""
-    widths = (22, 9, 8, 8, 7, 8, 12, 9, 0)
+    widths = (22, 9, 8, 8, 8, 7, 8, 12, 9, 0)
     if header:
         first, *others = zip(COLUMNS, widths, strict=True)
         print("  ".join([first[0].ljust(first[1]), *(name.rjust(width) for name, width in others)]))
@@ -71,8 +83,9 @@ def print_row(row: dict[str, Any], header: bool) -> None:
         print(f"{row['case']:22}  {row['error']}", flush=True)
         return
     cells = [
-        f"{row['case']:22}", f"{row['capture_s']:9.2f}", f"{row['after_s']:8.2f}", f"{row['peak_GiB']:8.2f}",
-        f"{row['graph']:7d}", f"{row['classes']:8d}", f"{row['objective_ms']:12.5g}", f"{row['gap']:9.2e}",
+        f"{row['case']:22}", f"{row['capture_s']:9.2f}", f"{row['after_s']:8.2f}", f"{row['cpu_s']:8.2f}",
+        f"{row['peak_GiB']:8.2f}", f"{row['graph']:7d}", f"{row['classes']:8d}", f"{row['objective_ms']:12.5g}",
+        f"{row['gap']:9.2e}",
     ]  # fmt: skip
     print("  ".join([*cells, row["method"]]), flush=True)
 
@@ -100,14 +113,15 @@ def measure(case: str, time_limit: float) -> dict[str, Any]:
         axes, cluster, memory = {"a": 2, "b": 2, "c": 2}, "cpu", None
     start = time.perf_counter()
     program = program_of(model, batch)
-    captured = time.perf_counter()
+    captured, before = time.perf_counter(), time.process_time()
     plan = solve(program, axes, cluster, memory=memory, search=Search(time_limit=time_limit))
-    done = time.perf_counter()
+    done, after = time.perf_counter(), time.process_time()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {
         "case": case,
         "capture_s": captured - start,
         "after_s": done - captured,
+        "cpu_s": after - before,
         "peak_GiB": peak / 2**30,
         "graph": sum(1 for _ in operators(program.graph.graph)),
         "classes": len(quotient(program, analyze(program)).members),
