@@ -36,7 +36,7 @@ def with_master_weights(rank: int) -> dict[str, float]:
     whole = parallelize(model, None, precision=policy)
     expected = train(whole, batch)
     found = {}
-    for seed in (0, 1, 2):
+    for seed in (0, 1):
         model, batch = make("mlp")
         search = Search(recipe="random", seed=seed)
         parts = parallelize(model, mesh_of(2, 2), precision=policy, search=search, timeout=WAIT)

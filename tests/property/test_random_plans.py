@@ -30,8 +30,11 @@ def check(program: Program, dims: Dims, values: list[Tensor], axes: dict[str, in
     assert report.max_error <= BOUND, f"{report.worst}: {report.max_error} on {axes}, seed {seed}"
 
 
-# The profile decides how many examples the deep run draws; the suite draws these many.
-@settings(max_examples=max(150, settings().max_examples))
+DEEP = settings().max_examples > 1000
+"""Whether `make test-deep` runs, which draws as many examples as its profile says; `make test` draws few."""
+
+
+@settings(max_examples=settings().max_examples if DEEP else 40)
 @given(drawn=models(), axes=meshes, seed=seeds)
 def test_random_plan_of_random_model(
     drawn: tuple[nn.Module, tuple[Tensor, ...]], axes: dict[str, int], seed: int
@@ -42,7 +45,7 @@ def test_random_plan_of_random_model(
 
 
 @pytest.mark.parametrize("name", sorted(zoo.MODELS))
-@settings(max_examples=max(7, settings().max_examples // 20))
+@settings(max_examples=100 if DEEP else 2)
 @given(axes=meshes, seed=seeds)
 def test_random_plan_of_real_model(name: str, axes: dict[str, int], seed: int) -> None:
     program, dims, values = zoo.captured(name)
