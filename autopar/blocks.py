@@ -28,12 +28,37 @@ def block_ranges(
     return ranges
 
 
+def with_padding(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The tensor with zeros behind it up to ``shape``; the tensor itself if it has that shape."""
+    missing = [n - m for n, m in zip(shape, tensor.shape, strict=True)]
+    if not any(missing):
+        return tensor
+    return torch.nn.functional.pad(tensor, [end for n in reversed(missing) for end in (0, n)])
+
+
+def without_padding(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The tensor's first elements, ``shape`` of them; the tensor itself if it has that shape."""
+    for d, n in enumerate(shape):
+        tensor = tensor.narrow(d, 0, n)
+    return tensor
+
+
+def is_zero_outside(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
+    """Whether everything behind the first elements is zero."""
+    rest = tensor.clone()
+    without_padding(rest, shape).zero_()
+    return not bool(rest.any())
+
+
 def block(
     full: torch.Tensor, type_: TensorType, layout: Layout, sizes: Sequence[int], where: Sequence[int]
 ) -> torch.Tensor:
-    """The contiguous local tensor of the device at ``where``; a Partial term is whole on coordinate 0, else zero."""
+    """The contiguous local tensor of the device at ``where``; a Partial term is whole on coordinate 0, else zero.
+
+    ``full`` may lack the padding that its type has.
+    """
     ranges = block_ranges(type_, layout, sizes, where)
-    part = full.reshape([f.size for dim in type_.dims for f in dim])
+    part = with_padding(full, type_.shape).reshape([f.size for dim in type_.dims for f in dim])
     for d, (start, length) in enumerate(itertools.chain.from_iterable(ranges)):
         part = part.narrow(d, start, length)
     local = part.reshape(local_shape(type_, layout, sizes)).contiguous()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,8 +19,8 @@ from autopar.capture import Batch, LossFunction, capture
 from autopar.check import check
 from autopar.cluster import Cluster
 from autopar.cost.memory import parse_bytes
-from autopar.dims import analyze
-from autopar.errors import PassError, PlanError
+from autopar.dims import Dims, analyze
+from autopar.errors import InfeasibleError, PassError, PlanError
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.apply_precision import apply_precision
 from autopar.passes.bucket_collectives import bucket_collectives
@@ -31,12 +32,14 @@ from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.localize_random import localize_random
 from autopar.passes.localize_shapes import localize_shapes
 from autopar.passes.lower_operators import lower_operators
+from autopar.passes.pad_dims import pad, pad_dims
 from autopar.passes.replicate_random import replicate_random
 from autopar.plan import Plan
 from autopar.precision import Precision
 from autopar.predict import predict
 from autopar.program import Program, copy_graph
 from autopar.search.find import Progress, Search, find_plan, require_splits
+from autopar.search.padding import paddings
 from autopar.search.quotient import quotient
 from autopar.search.random_plan import random_plan
 from autopar.search.restrict import Restrictions, read_pins
@@ -46,6 +49,7 @@ Pass = Callable[[Program, Plan], Program]
 logger = logging.getLogger("autopar")
 
 PASSES: tuple[Pass, ...] = (
+    pad_dims,
     annotate_layouts,
     insert_collectives,
     localize_shapes,
@@ -56,6 +60,7 @@ PASSES: tuple[Pass, ...] = (
 )
 
 DETERMINISTIC_PASSES: tuple[Pass, ...] = (
+    pad_dims,
     annotate_layouts,
     replicate_random,
     insert_collectives,
@@ -96,31 +101,70 @@ def solve(
     restrictions: Restrictions | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """Analyze a program, enumerate candidates and search; the plan carries its prediction and certificate."""
+    """Analyze a program, enumerate candidates and search; the plan carries its prediction and certificate.
+
+    Where parameters have dims that an axis does not divide, this is done twice: without padding, and with it.
+    """
     search = search or Search()
     with _collector_paused():
         dims = analyze(program)
-        if restrictions is None or not restrictions.layouts:  # a later shape lives with the mesh that there is
-            require_splits(dims, axes)
         machine = Cluster.resolve(cluster)
         limits = read_pins(program, dims, search.pins, axes, restrictions)
+        options = paddings(program, dims, axes, limits.layouts, search=search.padding)
         if search.recipe == "random":
-            drawn = random_plan(program, dims, axes, machine, search.seed, limits.layouts, optimizer)
-            return predict(program, dims, drawn)
-        classes = quotient(program, dims, tie=search.tie_layers)
-        plan = find_plan(
-            program,
-            dims,
-            axes,
-            machine,
-            memory=None if memory is None else parse_bytes(memory),
-            optimizer=optimizer,
-            search=search,
-            restrictions=limits,
-            classes=classes,
-            progress=progress,
-        )
-        return predict(program, dims, plan, classes)
+            options = (options[search.seed % len(options)],)
+        found: list[Plan] = []
+        errors: list[InfeasibleError] = []
+        for shapes in options:
+            padded = pad(program, shapes)
+            dims = analyze(padded) if shapes else dims
+            try:
+                if restrictions is None or not restrictions.layouts:  # a later shape lives with the mesh that there is
+                    require_splits(dims, axes)
+                plan = _solve(padded, dims, axes, machine, memory, optimizer, search, limits, progress)
+            except InfeasibleError as e:
+                errors.append(e)
+                continue
+            found.append(replace(plan, padding=shapes, fingerprint=program.fingerprint))
+        if not found:
+            raise min(errors, key=lambda e: math.inf if e.needed is None else e.needed)
+        best = min(found, key=lambda plan: plan.certificate.objective)
+        if len(options) == 1 or search.recipe == "random":
+            return best
+        bound = min(plan.certificate.lower_bound for plan in found)
+        space = f"parameters as they are, or all padded whose dims an axis does not divide; {best.certificate.space}"
+        return replace(best, certificate=replace(best.certificate, lower_bound=bound, space=space))
+
+
+def _solve(
+    program: Program,
+    dims: Dims,
+    axes: Mapping[str, int],
+    machine: Cluster,
+    memory: str | float | None,
+    optimizer: str,
+    search: Search,
+    limits: Restrictions,
+    progress: Progress | None,
+) -> Plan:
+    """The best plan, or a random one, of a program whose dims are decided."""
+    if search.recipe == "random":
+        drawn = random_plan(program, dims, axes, machine, search.seed, limits.layouts, optimizer)
+        return predict(program, dims, drawn)
+    classes = quotient(program, dims, tie=search.tie_layers)
+    plan = find_plan(
+        program,
+        dims,
+        axes,
+        machine,
+        memory=None if memory is None else parse_bytes(memory),
+        optimizer=optimizer,
+        search=search,
+        restrictions=limits,
+        classes=classes,
+        progress=progress,
+    )
+    return predict(program, dims, plan, classes)
 
 
 @contextmanager

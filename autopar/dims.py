@@ -7,8 +7,8 @@ split. Factorings that contradict each other (320 as 32 x 10 and as 5 x 64) stay
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from autopar.layout import Factor, TensorType
 from autopar.naming import factor_names
 from autopar.program import (
     Call,
+    Input,
+    Output,
     Program,
     Value,
     map_nodes,
@@ -106,11 +108,22 @@ def analyze(program: Program) -> Dims:
         (node, i): TensorType(_dtype(node, i), tuple(tuple(made[f] for f in dim) for dim in dims), _reduce(node))
         for (node, i), dims in expanded.items()
     }
+    for padded, shape in _used(program):
+        types[padded] = replace(types[padded], used=shape)
     shared: dict[Any, Operator] = {}
     return Dims(
         types,
         {n: _operator(n, call, program.sources[n], expanded, factors.size, types, shared) for n, call in calls.items()},
     )
+
+
+def _used(program: Program) -> Iterator[tuple[Value, tuple[int, ...]]]:
+    """Padded values of the boundary, and their shapes without the padding."""
+    ends: list[tuple[Input | Output, fx.Node]] = [*zip(program.inputs, program.placeholders, strict=True)]
+    ends += [(o, v) for o, v in zip(program.outputs, program.output_values, strict=True) if v is not None]
+    for spec, node in ends:
+        if (spec.kind, spec.name) in program.used:
+            yield producer(node), program.used[spec.kind, spec.name]
 
 
 def _dtype(node: fx.Node, output: int) -> str:

@@ -44,16 +44,23 @@ class TensorType:
         dtype: name of the dtype.
         dims: factors of each dim.
         reduce: name of the dtype in which ``Partial`` terms are added up; empty for its own.
+        used: sizes of a parameter or result without its padding, see `autopar.passes.pad_dims`; empty: not padded.
     """
 
     dtype: str
     dims: tuple[tuple[Factor, ...], ...]
     reduce: str = ""
+    used: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Global sizes."""
         return tuple(math.prod(f.size for f in dim) for dim in self.dims)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Global sizes without padding: what the user sees."""
+        return self.used or self.shape
 
     @property
     def numel(self) -> int:

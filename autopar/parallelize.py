@@ -18,6 +18,7 @@ from autopar.compiler import DETERMINISTIC_PASSES, PASSES, program_of, rewrite, 
 from autopar.cost.memory import parse_bytes
 from autopar.errors import PlanError
 from autopar.passes.annotate_layouts import annotate_layouts
+from autopar.passes.pad_dims import pad_dims
 from autopar.plan import Plan
 from autopar.precision import Precision
 from autopar.program import Program
@@ -100,7 +101,7 @@ def parallelize(
 
 
 def _annotate(program: Program, plan: Plan) -> Program:
-    return rewrite(program, plan, passes=(annotate_layouts,))
+    return rewrite(program, plan, passes=(pad_dims, annotate_layouts))
 
 
 def _check_arguments(model: nn.Module, inputs: str) -> None:

@@ -93,6 +93,7 @@ class Plan:
         optimizer: whose state the memory counts.
         fingerprint: of the captured graph.
         torch: version of torch that captured it.
+        padding: padded shape of each parameter that has dims which would not divide, see `autopar.passes.pad_dims`.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -109,6 +110,7 @@ class Plan:
     predicted: Predicted = field(default_factory=Predicted)
     modules: tuple[ModuleRow, ...] = ()
     stages: tuple[Stage, ...] = (Stage(("",)),)
+    padding: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -133,6 +135,7 @@ class Plan:
         data["predicted"] = asdict(self.predicted)
         data["modules"] = [asdict(m) for m in self.modules]
         data["stages"] = [list(s.modules) for s in self.stages]
+        data["padding"] = {name: list(shape) for name, shape in self.padding.items()}
         return data
 
     def save(self, path: str | Path) -> None:
@@ -209,4 +212,5 @@ def _parse(data: dict[str, Any]) -> Plan:
         predicted=Predicted(**data["predicted"]),
         modules=tuple(ModuleRow(**m) for m in data["modules"]),
         stages=tuple(Stage(tuple(s)) for s in data["stages"]),
+        padding={str(name): tuple(map(int, shape)) for name, shape in data.get("padding", {}).items()},
     )

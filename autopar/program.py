@@ -74,6 +74,7 @@ class Program:
         loss: index of the result that is the loss; None if the outputs carry gradients.
         unused: parameters that require a gradient and, in the plain model too, get none.
         aliases: every further name of a tied parameter or shared buffer, to the name that stands for it.
+        used: shape without padding of the parameters, tangents and results that are padded, by kind and name.
     """
 
     graph: fx.GraphModule
@@ -85,6 +86,7 @@ class Program:
     training: bool = True
     unused: tuple[str, ...] = ()
     aliases: dict[str, str] = field(default_factory=dict)
+    used: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def placeholders(self) -> list[fx.Node]:

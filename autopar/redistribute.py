@@ -181,9 +181,9 @@ class Tables:
         self.machine = machine
 
     def of(self, type_: TensorType) -> Redistributions:
-        """The table of a type; types that differ in names only share one."""
+        """The table of a type; types that differ in names or padding only share one."""
         plain = tuple(tuple(Factor("", f.size) for f in dim) for dim in type_.dims)
-        return _table(replace(type_, dims=plain), self.machine)
+        return _table(replace(type_, dims=plain, used=()), self.machine)
 
 
 @lru_cache(maxsize=256)

@@ -55,6 +55,19 @@ class Lowering:
 
 
 @dataclass(frozen=True)
+class Padding:
+    """What lies behind the last element of a letter that is longer than it need be, so that the result is right.
+
+    Attributes:
+        inputs: what each tensor argument that has the letter must hold there; None, or left out: anything.
+        output: what the outputs that have the letter hold there then; None: anything.
+    """
+
+    inputs: tuple[float | None, ...] = ()
+    output: float | None = None
+
+
+@dataclass(frozen=True)
 class Rule:
     """How an operator's tensors share dims, and what may be split.
 
@@ -73,6 +86,8 @@ class Rule:
         view: the operator moves no data.
         random: the outputs are random; the operator takes numbers from a generator.
         sizes: sizes of letters that shapes alone do not give (two unknown letters in one group).
+        padded: letters that may be padded although they are not free or summed over, and how; None: none may.
+        zero: whether zero arguments give a zero result; None: where the operator is linear in some of them.
     """
 
     equation: str
@@ -87,6 +102,8 @@ class Rule:
     view: bool = False
     random: bool = False
     sizes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    padded: Mapping[str, Padding] | None = field(default_factory=lambda: MappingProxyType({}))
+    zero: bool | None = None
 
     @cached_property
     def inputs(self) -> tuple[Dims, ...]:
@@ -104,6 +121,67 @@ class Rule:
         """Every letter, in order of first appearance."""
         seen = dict.fromkeys(c for c in self.equation if c.isalpha())
         return tuple(seen)
+
+
+def padding_of(rule: Rule, letter: str) -> Padding | None:
+    """What a letter's padding must hold; None if the letter cannot be padded.
+
+    A letter that every output has is free: its elements do not see each other. One that is summed over needs zeros in
+    every argument that has it, if the operator is linear in some that all have it.
+    """
+    if rule.padded is None:
+        return None
+    if letter in rule.padded:
+        return rule.padded[letter]
+    if rule.random or letter in rule.blocked or letter in rule.keep or letter in rule.lower:
+        return None
+    if all(_has(letter, t) for t in rule.outputs if t is not None):
+        return Padding()
+    summed = letter in rule.reduce and vanishes(rule, letter)
+    return Padding((0.0,) * len(rule.inputs)) if summed else None
+
+
+def vanishes(rule: Rule, letter: str) -> bool:
+    """Whether zeros in every argument that has the letter make the result zero."""
+    if rule.zero is not None:
+        return rule.zero and all(_has(letter, t) for t in rule.inputs)
+    return any(s and all(_has(letter, rule.inputs[i]) for i in s) for s in rule.linear)
+
+
+def lengthened(
+    rule: Rule,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    shape: Sequence[int],
+    letters: Mapping[str, tuple[int, int]],
+) -> tuple[list[Any], dict[str, Any]]:
+    """A call's arguments with sizes made longer.
+
+    Args:
+        rule: of the call.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        shape: new shape of output 0.
+        letters: size and new size of each letter that gets longer.
+    """
+    found, named = list(args), dict(kwargs)
+    for position in rule.shapes:
+        found[position] = list(shape)
+    for key, counted in rule.scaled.items():
+        old, new = (math.prod(letters[c][k] for c in counted if c in letters) for k in (0, 1))
+        if isinstance(key, int) and key < len(found):
+            found[key] = _scaled(found[key], old, new)
+        elif str(key) in named:
+            named[str(key)] = _scaled(named[str(key)], old, new)
+    return found, named
+
+
+def _scaled(value: Any, old: int, new: int) -> Any:
+    return [_scaled(v, old, new) for v in value] if isinstance(value, list | tuple) else value // old * new
+
+
+def _has(letter: str, tensor: Dims) -> bool:
+    return any(letter in dim for dim in tensor)
 
 
 def _parse_side(text: str) -> tuple[Dims, ...]:

@@ -11,20 +11,17 @@ import torch
 from torch import nn
 
 from autopar import tree
-from autopar.blocks import assemble, block, coordinates
+from autopar.blocks import assemble, block, coordinates, is_zero_outside, without_padding
 from autopar.capture import Batch, Harness, LossFunction
-from autopar.cluster import Cluster
 from autopar.compiler import DETERMINISTIC_PASSES, program_of, rewrite, solve
-from autopar.dims import Dims, analyze
 from autopar.draw import same_numbers
 from autopar.emulate import emulate, run_whole
 from autopar.errors import VerifyError
 from autopar.float64 import as_dtype
 from autopar.plan import Plan
 from autopar.precision import Precision
-from autopar.predict import predict
-from autopar.program import Input, Program
-from autopar.search.random_plan import random_plan
+from autopar.program import Input, Program, producer
+from autopar.search.find import Search
 
 SMALLEST = 1e-6
 """A tensor's error is relative to its own largest entry, or to this share of the model's largest gradient entry."""
@@ -98,11 +95,10 @@ def verify(
     """
     policy = Precision.resolve(precision)
     program = program_of(model, batch, loss_fn=loss_fn, precision=policy)
-    dims = analyze(program)
-    plan = _plan(program, dims, axes, plan, seed)
+    plan = _plan(program, axes, plan, seed)
     local = rewrite(program, plan, passes=DETERMINISTIC_PASSES)
     values = global_values(program, model, batch, seed)
-    report = compare(program, local, dims, plan, values, dtype)
+    report = compare(program, local, plan, values, dtype)
     return replace(report, capture_error=capture_error(program, model, batch, loss_fn, values, policy))
 
 
@@ -151,20 +147,18 @@ def _computed(tensor: torch.Tensor, policy: Precision | None) -> torch.Tensor:
     return tensor if policy is None or not tensor.is_floating_point() else tensor.to(policy.compute)
 
 
-def _plan(program: Program, dims: Dims, axes: Mapping[str, int], plan: Plan | str | None, seed: int) -> Plan:
+def _plan(program: Program, axes: Mapping[str, int], plan: Plan | str | None, seed: int) -> Plan:
     if isinstance(plan, Plan):
         if dict(plan.axes) != dict(axes):
             raise ValueError(f"the plan is for axes {dict(plan.axes)}, not {dict(axes)}")
         return plan
-    if plan == "random":
-        return predict(program, dims, random_plan(program, dims, axes, Cluster.preset("cpu"), seed))
-    if plan is not None:
+    if plan not in (None, "random"):
         raise ValueError(f'plan must be a Plan, None or "random", got {plan!r}')
-    return solve(program, axes, "cpu")
+    return solve(program, axes, "cpu", search=Search(recipe=plan, seed=seed))
 
 
 def compare(
-    program: Program, local: Program, dims: Dims, plan: Plan, values: Sequence[torch.Tensor], dtype: torch.dtype
+    program: Program, local: Program, plan: Plan, values: Sequence[torch.Tensor], dtype: torch.dtype
 ) -> EquivalenceReport:
     """Run a program whole and its rewritten form on an emulated mesh, and compare every output."""
     values = [v.to(dtype) if v.is_floating_point() else v for v in values]
@@ -182,14 +176,17 @@ def compare(
     wanted: dict[tuple[str, str], torch.Tensor] = {}
     replicas: dict[tuple[str, str], float] = {}
     finals = local.output_node.meta["input_layouts"]
-    for spec, node_, full, parts, layout in zip(
-        program.outputs, program.output_values, expected, outputs, finals, strict=True
+    for spec, value_, full, parts, layout in zip(
+        local.outputs, local.output_values, expected, outputs, finals, strict=True
     ):
-        if node_ is None or full is None:
+        if value_ is None or full is None:
             continue
         key = (spec.kind, spec.name)
-        wanted[key] = full
-        found[key], replicas[key] = assemble([p for p in parts if p is not None], dims.type_of(node_), layout, sizes)
+        source, index = producer(value_)
+        whole, replicas[key] = assemble([p for p in parts if p is not None], source.meta["types"][index], layout, sizes)
+        wanted[key], found[key] = full, without_padding(whole, full.shape)
+        if spec.kind == "gradient" and not is_zero_outside(whole, full.shape):
+            replicas[key] = math.inf  # the optimizer would change what is not there
     return _report(program, local, plan, found, wanted, replicas)
 
 

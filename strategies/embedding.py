@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from autopar.strategy import Lowering, Rule, Spec, letters, rule
+from autopar.strategy import Lowering, Padding, Rule, Spec, letters, rule
 
 aten = torch.ops.aten
 
@@ -33,6 +33,7 @@ def embedding(
         reduce="v",
         linear=((0,),),
         lower={"v": Lowering(_build_embedding)},
+        padded={"v": Padding()},  # no token names a row there
     )
 
 
@@ -62,4 +63,5 @@ def embedding_dense_backward(
         linear=((0,),),
         scaled={2: "v"},
         lower={"v": Lowering(_build_backward)},
+        padded={"v": Padding(output=0.0)},
     )

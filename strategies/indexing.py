@@ -6,11 +6,12 @@ the sum over devices is the result; on writing, the others go to one element too
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from autopar.strategy import Lowering, Rule, Spec, dims, letters, rule
+from autopar.strategy import Lowering, Padding, Rule, Spec, dims, letters, rule
 
 aten = torch.ops.aten
 
@@ -77,7 +78,8 @@ def gather(x: Spec, dim: int, index: Spec, *, sparse_grad: bool = False) -> Rule
     def build(context: Any, x: Any, dim: int, index: Any, **_: Any) -> Any:
         return _read(context, letter, index, 0, lambda i: aten.gather.default(x, dim, i))
 
-    return _read_rule(x, f"{names},{places}->{places}", letter, build, blocked)
+    found = _read_rule(x, f"{names},{places}->{places}", letter, build, blocked)
+    return replace(found, padded={letter: Padding()})  # no index names a place there
 
 
 def _scatter(target: Any, linear: Callable[[Any], tuple[tuple[int, ...], ...]]) -> Callable[..., Rule]:
@@ -102,6 +104,7 @@ def _scatter(target: Any, linear: Callable[[Any], tuple[tuple[int, ...], ...]]) 
             blocked="".join(dict.fromkeys(blocked + own)),
             linear=linear(source),
             lower={letter: Lowering(build)},
+            padded={letter: Padding((0.0,), 0.0)},
         )
 
     return scatter

@@ -31,7 +31,8 @@ def batched(equation: str, linear: Linear = ()) -> Callable[..., Rule]:
             aligned = zip(names[len(names) - len(shape) :], shape, strict=True)
             inputs.append((dims([c if n != 1 else "" for c, n in aligned]) + own) or ".")
         outputs = [own if own == "_" else (dims(names) + own or ".") for own in right]
-        return Rule(f"{','.join(inputs)}->{','.join(outputs)}", blocked=blocked, linear=linear)
+        # A matrix of padding may have no decomposition, which raises.
+        return Rule(f"{','.join(inputs)}->{','.join(outputs)}", blocked=blocked, linear=linear, padded=None)
 
     return batched_rule
 

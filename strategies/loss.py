@@ -4,23 +4,24 @@ Split along the softmax dim they need two scalars a row from everyone: the maxim
 cross-entropy, Megatron-LM, https://arxiv.org/abs/1909.08053, section 3).
 """
 
+import math
 from typing import Any
 
 import torch
 
-from autopar.strategy import Lowering, Rule, Spec, letters, rule
+from autopar.strategy import Lowering, Padding, Rule, Spec, letters, rule
 
 aten = torch.ops.aten
 
 
-def _rule(x: Spec, dim: int, inputs: int, linear: tuple[tuple[int, ...], ...], lowering: Any, sums: int) -> Rule:
+def _rule(x: Spec, dim: int, linear: tuple[tuple[int, ...], ...], lowering: Any, sums: int, padding: Padding) -> Rule:
     """Every dim kept; ``dim`` is split with ``lowering``, which all-reduces ``sums`` numbers a row."""
     names = letters(x.ndim)
-    equation = f"{','.join([names or '.'] * inputs)}->{names or '.'}"
+    equation = f"{','.join([names or '.'] * len(padding.inputs))}->{names or '.'}"
     if not x.ndim:
         return Rule(equation, linear=linear)
-    row = names.replace(names[dim], "")
-    return Rule(equation, linear=linear, lower={names[dim]: Lowering(lowering, (row,) * sums)})
+    row, own = names.replace(names[dim], ""), names[dim]
+    return Rule(equation, linear=linear, lower={own: Lowering(lowering, (row,) * sums)}, padded={own: padding})
 
 
 def _shifted(context: Any, x: Any, dim: int, half_to_float: bool) -> tuple[Any, Any, Any]:
@@ -56,25 +57,25 @@ def _build_log_softmax_backward(context: Any, grad: Any, output: Any, dim: int, 
 @rule(aten._softmax.default)
 def softmax(x: Spec, dim: int, half_to_float: bool) -> Rule:
     """Softmax."""
-    return _rule(x, dim, 1, (), _build_softmax, 2)
+    return _rule(x, dim, (), _build_softmax, 2, Padding((-math.inf,), 0.0))
 
 
 @rule(aten._log_softmax.default)
 def log_softmax(x: Spec, dim: int, half_to_float: bool) -> Rule:
     """Logarithm of softmax."""
-    return _rule(x, dim, 1, (), _build_log_softmax, 2)
+    return _rule(x, dim, (), _build_log_softmax, 2, Padding((-math.inf,), -math.inf))
 
 
 @rule(aten._softmax_backward_data.default)
 def softmax_backward(grad: Spec, output: Spec, dim: int, input_dtype: torch.dtype) -> Rule:
     """Gradient of softmax, from its output."""
-    return _rule(grad, dim, 2, ((0,),), _build_softmax_backward, 1)
+    return _rule(grad, dim, ((0,),), _build_softmax_backward, 1, Padding((0.0, 0.0), 0.0))
 
 
 @rule(aten._log_softmax_backward_data.default)
 def log_softmax_backward(grad: Spec, output: Spec, dim: int, input_dtype: torch.dtype) -> Rule:
     """Gradient of the logarithm of softmax, from its output."""
-    return _rule(grad, dim, 2, ((0,),), _build_log_softmax_backward, 1)
+    return _rule(grad, dim, ((0,),), _build_log_softmax_backward, 1, Padding((0.0, -math.inf), 0.0))
 
 
 @rule(aten._safe_softmax.default)

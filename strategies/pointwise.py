@@ -40,6 +40,9 @@ NONLINEAR = (
 )
 """Operators whose default overload is linear in no operand."""
 
+ZERO = (aten.relu, aten.gelu, aten.silu, aten.tanh, aten.abs, aten.sign, aten.sin, aten.erf, aten.square, aten.sqrt)
+"""Those of them that give zero for zero, whatever their other arguments."""
+
 NONLINEAR_OVERLOADS = (
     *(op.Tensor for op in (aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.remainder, aten.fmod)),
     *(op.Scalar for op in (aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.remainder, aten.fmod)),
@@ -56,7 +59,7 @@ LINEAR_IN_FIRST = (
     *(op.default for op in (aten.silu_backward, aten.gelu_backward, aten.threshold_backward, aten.tanh_backward)),
     *(op.default for op in (aten.sigmoid_backward, aten.leaky_relu_backward, aten.elu_backward, aten.mish_backward)),
     *(op.default for op in (aten.hardtanh_backward, aten.softplus_backward, aten.hardsigmoid_backward)),
-    *(aten.hardswish_backward.default, aten.div.Tensor, aten.div.Scalar, aten.mul.Scalar),
+    *(aten.hardswish_backward.default, aten.div.Scalar, aten.mul.Scalar),
 )
 
 LINEAR: dict[Any, Linear] = {
@@ -65,7 +68,6 @@ LINEAR: dict[Any, Linear] = {
     aten.lerp.Scalar: ((0, 1),),
     aten.lerp.Tensor: ((0, 1),),
     aten.addcmul.default: ((0, 1), (0, 2)),
-    aten.addcdiv.default: ((0, 1),),
     aten.copy.default: ((1,),),
     aten.fill.Tensor: ((1,),),
 }
@@ -84,7 +86,7 @@ def equation(tensors: list[Spec]) -> str:
     return f"{','.join(inputs)}->{dims(names) or '.'}"
 
 
-def pointwise(linear: Callable[..., Linear]) -> Callable[..., Rule]:
+def pointwise(linear: Callable[..., Linear], *, zero: bool | None = None) -> Callable[..., Rule]:
     """A rule function for an operator with the linear sets that ``linear(*args, **kwargs)`` names."""
 
     def pointwise_rule(*args: Any, **kwargs: Any) -> Rule:
@@ -92,7 +94,7 @@ def pointwise(linear: Callable[..., Linear]) -> Callable[..., Rule]:
         sets = linear(*args, **kwargs)
         # A sum of booleans is no boolean: they are never partial.
         valid = tuple(s for s in sets if all(tensors[i].dtype != torch.bool for i in s))
-        return Rule(equation(tensors), linear=valid)
+        return Rule(equation(tensors), linear=valid, zero=zero)
 
     return pointwise_rule
 
@@ -120,7 +122,8 @@ def _always(linear: Linear) -> Callable[..., Linear]:
     return lambda *args, **kwargs: linear
 
 
-rule(*(op.default for op in NONLINEAR), *NONLINEAR_OVERLOADS)(pointwise(_always(())))
+rule(*(op.default for op in NONLINEAR if op not in ZERO), *NONLINEAR_OVERLOADS)(pointwise(_always(())))
+rule(*(op.default for op in ZERO))(pointwise(_always(()), zero=True))
 rule(*LINEAR_IN_FIRST)(pointwise(_always(FIRST)))
 for _op, _sets in LINEAR.items():
     rule(_op)(pointwise(_always(_sets)))
@@ -128,6 +131,8 @@ for _op, _sets in LINEAR.items():
 rule(aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor)(pointwise(_sum))
 rule(aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar)(pointwise(_sum))
 rule(aten.mul.Tensor)(pointwise(_product))
+rule(aten.div.Tensor)(pointwise(_always(FIRST), zero=False))
+rule(aten.addcdiv.default)(pointwise(_always(((0, 1),)), zero=False))
 rule(aten.masked_fill.Scalar)(pointwise(_masked_fill))
 rule(aten._to_copy.default)(pointwise(_cast))
 

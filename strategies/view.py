@@ -243,6 +243,28 @@ def constant_pad_nd(x: Spec, pad: Sequence[int], value: float = 0) -> Rule:
     return Rule(f"{dims(left)}->{dims(right)}", blocked=blocked, linear=linear)
 
 
+@rule(aten.narrow.default)
+def narrow(x: Spec, dim: int, start: int, length: int) -> Rule:
+    """Part of a dim that shares no factor with the whole: what `pad_dims` takes padding away with."""
+    whole, part = _cut_off(x, {dim})
+    return Rule(f"{whole[0]}->{part[0]}", blocked=whole[1] + part[1], linear=ONE, view=True)
+
+
+@rule(aten.pad.default)
+def pad(x: Spec, pads: Sequence[int], mode: str = "constant", value: float | None = None) -> Rule:
+    """Elements added behind, in dims that share no factor with what they were: what `pad_dims` pads with."""
+    left, right = _cut_off(x, {x.ndim - 1 - i // 2 for i, n in enumerate(pads) if n})
+    return Rule(f"{left[0]}->{right[0]}", blocked=left[1] + right[1], linear=ONE if not value else ())
+
+
+def _cut_off(x: Spec, changed: set[int]) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Letters before and after dims are changed, with those of the changed dims."""
+    names, others = letters(x.ndim), letters(x.ndim, x.ndim)
+    after = "".join(others[d] if d in changed else c for d, c in enumerate(names))
+    pair = "".join(names[d] for d in sorted(changed)), "".join(others[d] for d in sorted(changed))
+    return (names or ".", pair[0]), (after or ".", pair[1])
+
+
 @rule(aten.flip.default)
 def flip(x: Spec, flipped: Sequence[int]) -> Rule:
     """Dims in reverse."""

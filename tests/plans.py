@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from autopar.dims import Dims, Operator, analyze
 from autopar.layout import Layout, Partial, Replicate, Split, describe, divides, parse_placement, replicated
 from autopar.plan import Certificate, Plan
 from autopar.program import Input, Program, is_operator, producer, tensor_arguments
+from autopar.search.padding import padded_shapes
 from autopar.search.quotient import quotient
 
 NOTHING = Certificate(0.0, 0.0, "written by hand", "none")
@@ -189,3 +190,15 @@ def _text(value: Any, names: Mapping[fx.Node, str]) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_text(v, names) for v in value) + "]"
     return repr(value) if isinstance(value, str) else str(value)
+
+
+def random_padding(program: Program, dims: Dims, choose: Callable[[int], int]) -> dict[str, tuple[int, ...]]:
+    """Padded shapes of parameters: some factors, a few elements each."""
+    types = {
+        i.name: dims.type_of(n)
+        for n, i in zip(program.placeholders, program.inputs, strict=True)
+        if i.kind == "parameter"
+    }
+    whole = {id(dim[0]): dim[0].size for type_ in types.values() for dim in type_.dims if len(dim) == 1}
+    sizes = {key: n + (1, 2, 4, n % 4 or 4)[choose(4)] for key, n in whole.items() if choose(5) < 3}
+    return padded_shapes(types, sizes)

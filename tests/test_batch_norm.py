@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.compiler import program_of, rewrite
-from autopar.dims import analyze
 from autopar.program import Program
 from autopar.verify import compare, global_values
 from tests.plans import follow_plan
@@ -64,12 +63,11 @@ def test_samples_and_space_are_split(layout: str) -> None:
     model, batch = nn.BatchNorm2d(4), (batch_of()["x"].repeat(1, 2, 1, 1),)
     nn.init.uniform_(model.weight)
     program = program_of(model, batch)
-    dims = analyze(program)
     plan = follow_plan(program, AXES, batch={"0": layout}, results={"0": layout})
     local = rewrite(program, plan)
     # Two sums forward and two backward, over each axis; the gradients of weight and bias are sums already.
     assert lowered(local) == 4 * (2 - layout.count("R"))
-    report = compare(program, local, dims, plan, global_values(program, model, batch), torch.float64)
+    report = compare(program, local, plan, global_values(program, model, batch), torch.float64)
     assert report.max_error <= 1e-10, f"{report.worst}: {report.max_error}"
     assert {"buffer running_mean", "buffer running_var", "buffer num_batches_tracked"} <= set(report.errors)
 
@@ -77,7 +75,6 @@ def test_samples_and_space_are_split(layout: str) -> None:
 def test_channels_are_split_without_communication() -> None:
     model, batch = nn.BatchNorm2d(4), (batch_of()["x"].repeat(1, 2, 1, 1),)
     program = program_of(model, batch)
-    dims = analyze(program)
     everything = {
         "batch": {"0": "S(1) R"},
         "results": {"0": "S(1) R"},
@@ -85,7 +82,7 @@ def test_channels_are_split_without_communication() -> None:
     }
     plan = follow_plan(program, AXES, **everything)
     local = rewrite(program, plan)
-    report = compare(program, local, dims, plan, global_values(program, model, batch), torch.float64)
+    report = compare(program, local, plan, global_values(program, model, batch), torch.float64)
     assert report.max_error <= 1e-10
     kinds = {n.meta["collective"].kind for n in local.graph.graph.nodes if n.meta.get("collective")}
     assert kinds <= {"all_gather"}  # of the running statistics only, which every device holds whole

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from autopar import strategy
 from autopar.collective import axis_index, c10d
 from autopar.compiler import PASSES, program_of, rewrite
-from autopar.dims import analyze
 from autopar.errors import InvalidRuleError, PassError
 from autopar.oracle import check_rule
 from autopar.plan import Plan
@@ -31,7 +30,7 @@ def error(program: Program, plan: Plan, values: list[Tensor], *saboteurs: Sabote
         local = rewrite(program, plan, passes=(*PASSES, *saboteurs))
     except PassError:
         return float("inf")
-    return compare(program, local, analyze(program), plan, values, torch.float64).max_error
+    return compare(program, local, plan, values, torch.float64).max_error
 
 
 def caught(program: Program, plan: Plan, values: list[Tensor], saboteur: Saboteur) -> bool:

@@ -73,10 +73,10 @@ def on_meshes(turn: int) -> list[object]:
 
 @pytest.mark.parametrize(("name", "axes"), on_meshes(0))
 def test_searched_plan(name: str, axes: dict[str, int]) -> None:
-    program, dims, values = zoo.captured(name)
+    program, _, values = zoo.captured(name)
     plan = solve(program, axes, tiny_models_pay())
     local = rewrite(program, plan)
-    check(name, compare(program, local, dims, plan, values, torch.float64))
+    check(name, compare(program, local, plan, values, torch.float64))
     # The search did split something: this is no test of replication.
     assert sum(map(len, plan.predicted.collectives.values())) > 0
     assert 0 <= plan.certificate.gap < 1
@@ -86,7 +86,7 @@ def test_searched_plan(name: str, axes: dict[str, int]) -> None:
 def test_random_plan(name: str, axes: dict[str, int]) -> None:
     program, dims, values = zoo.captured(name)
     plan = random_plan(program, dims, axes, Cluster.preset("cpu"), 7)
-    check(name, compare(program, rewrite(program, plan), dims, plan, values, torch.float64))
+    check(name, compare(program, rewrite(program, plan), plan, values, torch.float64))
 
 
 def test_public_verify_reports_everything() -> None:

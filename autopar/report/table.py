@@ -27,6 +27,8 @@ METHODS = {
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "buffers")
 
+PADDED = 4
+"""Padded parameters that are named."""
 
 LEGEND = "{axis}: split over that axis; +sum{axis}: still to be summed; xN: N alike, figures of all"
 
@@ -101,6 +103,10 @@ def _header(plan: Plan) -> RenderableType:
     ]
     if len(plan.stages) > 1:
         rows.append(("stages", str(len(plan.stages))))
+    if plan.padding:
+        some = [f"{name} to {'x'.join(map(str, shape))}" for name, shape in plan.padding.items()][:PADDED]
+        more = len(plan.padding) - len(some)
+        rows.append(("padded", ", ".join(some) + (f" and {more} more" if more else "")))
     return figures(rows)
 
 

@@ -12,8 +12,10 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from autopar import layout as lay
 from autopar._torch_compat import DTensorSpec, StridedShard, TensorMeta
+from autopar.blocks import with_padding, without_padding
 from autopar.layout import Layout, TensorType
 from autopar.runtime.place import Place
+from autopar.search.restrict import is_uneven
 
 Placements = tuple[TorchPlacement, ...]
 
@@ -32,8 +34,13 @@ def to_placements(type_: TensorType, layout: Layout) -> Placements:
     return tuple(found)
 
 
-def from_placements(type_: TensorType, placements: Sequence[TorchPlacement], sizes: Sequence[int]) -> Layout | None:
-    """The layout that says the same as torch's placements; None if the tensor's factors cannot say it."""
+def from_placements(
+    type_: TensorType, placements: Sequence[TorchPlacement], sizes: Sequence[int], *, uneven: bool = False
+) -> Layout | None:
+    """The layout that says the same as torch's placements; None if the tensor's factors cannot say it.
+
+    ``uneven`` allows splits that would divide if the tensor were padded.
+    """
     found: list[lay.Placement] = []
     for placement in placements:
         if isinstance(placement, StridedShard | Shard):
@@ -46,7 +53,8 @@ def from_placements(type_: TensorType, placements: Sequence[TorchPlacement], siz
         else:
             found.append(lay.Replicate())
     layout = tuple(found)
-    return layout if lay.divides(type_, layout, sizes) else None
+    fits = lay.divides(type_, layout, sizes) or (uneven and is_uneven(type_, layout, sizes))
+    return layout if fits else None
 
 
 def _factor(type_: TensorType, placement: Shard | StridedShard) -> int | None:
@@ -70,7 +78,11 @@ def plain_type(shape: Sequence[int], dtype: torch.dtype) -> TensorType:
 def local_block(
     full: torch.Tensor, type_: TensorType, layout: Layout, sizes: Sequence[int], coordinates: Sequence[int]
 ) -> torch.Tensor:
-    """The block of ``full`` that the device at ``coordinates`` holds: contiguous, and a copy if it is a part only."""
+    """What the device at ``coordinates`` computes on of ``full``: contiguous, and a copy if it is a part only.
+
+    ``full`` may lack the padding that its type has.
+    """
+    full = with_padding(full, type_.shape)
     if not any(isinstance(p, lay.Split) for p in layout):
         return full.contiguous()
     starts: dict[tuple[int, int], int] = {}
@@ -87,6 +99,29 @@ def local_block(
             block = block.narrow(position, starts[d, j] * size, size)
         position += 1
     return block.clone(memory_format=torch.contiguous_format).view(lay.local_shape(type_, layout, sizes))
+
+
+def stored(local: torch.Tensor, type_: TensorType, layout: Layout, coordinates: Sequence[int]) -> torch.Tensor:
+    """A local tensor without its part of the padding: what torch's ``Shard`` leaves this device; contiguous."""
+    if not type_.used:
+        return local
+    shape = list(local.shape)
+    for d, used in enumerate(type_.used):
+        start = sum(c * shape[d] for p, c in zip(layout, coordinates, strict=True) if p == lay.Split(d, 0))
+        shape[d] = max(0, min(shape[d], used - start)) if used != type_.shape[d] else shape[d]
+    return without_padding(local, shape).contiguous()
+
+
+def stored_block(
+    full: torch.Tensor, type_: TensorType, layout: Layout, sizes: Sequence[int], coordinates: Sequence[int]
+) -> torch.Tensor:
+    """The block of ``full`` that the device at ``coordinates`` keeps: `local_block` without padding."""
+    return stored(local_block(full, type_, layout, sizes, coordinates), type_, layout, coordinates)
+
+
+def computed(local: torch.Tensor, type_: TensorType, layout: Layout, sizes: Sequence[int]) -> torch.Tensor:
+    """Inverse of `stored`: the local tensor with zeros for padding."""
+    return with_padding(local, lay.local_shape(type_, layout, sizes)) if type_.used else local
 
 
 def block_ranges(
@@ -149,9 +184,9 @@ def redistribute(tensor: torch.Tensor, place: Place, placements: Placements) -> 
 
 
 def part_of(tensor: torch.Tensor, type_: TensorType, layout: Layout, place: Place) -> torch.Tensor:
-    """This rank's block in ``layout`` of a DTensor of any placements, or of a whole plain tensor."""
+    """This rank's block in ``layout``, as it computes on it, of a DTensor of any placements or a whole plain tensor."""
     if not isinstance(tensor, DTensor):
         return local_block(tensor.detach(), type_, layout, place.sizes, place.coordinates)
     if from_placements(type_, tensor.placements, place.sizes) == layout:
-        return tensor._local_tensor.detach().contiguous()
+        return computed(tensor._local_tensor.detach(), type_, layout, place.sizes).contiguous()
     return local_block(full_tensor(tensor), type_, layout, place.sizes, place.coordinates)

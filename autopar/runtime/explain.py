@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.candidates import layouts
 from autopar.cost.memory import format_bytes
-from autopar.layout import Partial, describe, factor_parts, item_bytes
+from autopar.layout import describe, factor_parts, item_bytes
 from autopar.runtime.specialise import Specialisation
 from autopar.search.restrict import is_boundary_layout
 
@@ -36,8 +36,8 @@ def explain(found: Specialisation, name: str) -> str:
 
         lines.append(f"{parameter}: {describe(type_, layout, plan.axis_names)}, {format_bytes(local(layout))} a device")
         others = [
-            c for c in layouts(type_, plan.axis_sizes)
-            if c != layout and is_boundary_layout(type_, c) and not any(isinstance(p, Partial) for p in c)
+            c for c in layouts(type_, plan.axis_sizes, False)
+            if c != layout and is_boundary_layout(type_, c, plan.axis_sizes)
         ]  # fmt: skip
         for other in others[:SHOWN]:
             lines.append(f"  instead: {describe(type_, other, plan.axis_names)}, {format_bytes(local(other))} a device")

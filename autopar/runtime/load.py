@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from autopar._torch_compat import StridedShard
 from autopar.errors import AutoparError
 from autopar.layout import Layout, TensorType, replicated
-from autopar.runtime.boundary import Placements, full_tensor, local_block, plain_type, redistribute, to_local
+from autopar.runtime.boundary import Placements, full_tensor, plain_type, redistribute, stored_block, to_local
 from autopar.runtime.place import Place
 from autopar.runtime.state import lay_out
 
@@ -64,7 +64,7 @@ def load_full(
 def _fill(module: nn.Module, name: str, tensor: DTensor, value: torch.Tensor, place: Place, types: Types) -> None:
     """This rank's block of a full tensor into a DTensor; one on the meta device gets memory."""
     type_, layout = types.get(name) or _by_tensor(module, tensor, types) or _replicated(tensor, place)
-    block = local_block(value, type_, layout, place.sizes, place.coordinates)
+    block = stored_block(value, type_, layout, place.sizes, place.coordinates)
     if tensor._local_tensor.is_meta:
         fresh = block.to(place.device, tensor.dtype)
         lay_out(tensor, fresh.clone() if fresh is value else fresh, type_, layout, place)

@@ -14,7 +14,7 @@ from torch import nn
 
 from autopar.errors import AutoparError
 from autopar.layout import Layout, TensorType, replicated
-from autopar.runtime.boundary import block_ranges, local_block, plain_type, to_local
+from autopar.runtime.boundary import block_ranges, local_block, plain_type, stored, stored_block, to_local
 from autopar.runtime.place import Place
 from autopar.runtime.state import checksum, lay_out
 
@@ -87,11 +87,11 @@ class _Function:
         self.digest = ""
 
     def block(self, name: str, dtype: torch.dtype, type_: TensorType, layout: Layout, place: Place) -> torch.Tensor:
-        full = torch.empty(type_.shape, dtype=dtype)
+        full = torch.empty(type_.stored_shape, dtype=dtype)
         with torch.no_grad():
             self.fill(name, full)
         self.digest = checksum({self.digest + name: full})
-        return local_block(full, type_, layout, place.sizes, place.coordinates) if layout else full
+        return stored_block(full, type_, layout, place.sizes, place.coordinates) if layout else full
 
 
 class _Files:
@@ -114,18 +114,21 @@ class _Files:
             )
         with safe_open(self.files[known], framework="pt") as file:
             part = file.get_slice(known)
-            if tuple(part.get_shape()) != type_.shape:
+            if tuple(part.get_shape()) != type_.stored_shape:
                 raise AutoparError(
                     f"tensor {known!r} in {self.files[known]} has shape {list(part.get_shape())}, the model's has "
-                    f"{list(type_.shape)}; the file belongs to another configuration"
+                    f"{list(type_.stored_shape)}; the file belongs to another configuration"
                 )
             if not type_.shape:
                 scalar: torch.Tensor = file.get_tensor(known).to(dtype)
                 return scalar
             ranges, rest = block_ranges(type_, layout, place.sizes[: len(layout)], place.coordinates[: len(layout)])
-            block = part[ranges].to(dtype)
-        inner = _within(type_, ranges)
-        return local_block(block, inner, rest, place.sizes, place.coordinates) if rest else block.contiguous()
+            there = zip(ranges, type_.stored_shape, strict=True)
+            block: torch.Tensor = part[tuple(slice(min(r.start, n), min(r.stop, n)) for r, n in there)].to(dtype)
+        if not rest:
+            return block.contiguous()
+        block = local_block(block, _within(type_, ranges), rest, place.sizes, place.coordinates)
+        return stored(block, type_, layout, place.coordinates)
 
 
 def _within(type_: TensorType, ranges: tuple[slice, ...]) -> TensorType:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from autopar import tree
 from autopar._torch_compat import FakeTensorMode
@@ -17,9 +17,9 @@ from autopar.collective import GROUP_ARGUMENT
 from autopar.dims import analyze
 from autopar.draw import generator_digest
 from autopar.errors import PlanError, RankError
-from autopar.layout import Layout, Replicate, Split
+from autopar.layout import Layout, Replicate, Split, TensorType
 from autopar.plan import Plan
-from autopar.program import Program, draws
+from autopar.program import Input, Output, Program, draws, producer
 from autopar.runtime.bind import bind
 from autopar.runtime.boundary import Placements, from_placements
 from autopar.runtime.partition import cut
@@ -146,7 +146,7 @@ def specialise(
         names = {name: name for name, _ in place.axes}
         coordinates = dict(zip(names, place.coordinates, strict=True))
         bound = bind(local.graph, place.groups or names, coordinates)
-        step = Step(local, cut(replace(local, graph=bound)), _types(program, chosen), place)
+        step = Step(local, cut(replace(local, graph=bound)), _types(local, chosen), place)
         return step, collective_order(local)
 
     step, order = place.together(build, "rewriting the graph")
@@ -225,7 +225,7 @@ def _plan(
             layouts[kind, name] = _planned(given, name)
             continue
         assert placements is not None
-        layout = from_placements(type_, placements[name], place.sizes)
+        layout = from_placements(type_, placements[name], place.sizes, uneven=True)
         if layout is None:
             raise PlanError(
                 f"parameter {name!r} lies as {placements[name]}, which this shape of the batch or mode cannot express "
@@ -301,16 +301,14 @@ def data_parts(layout: Layout, sizes: tuple[int, ...]) -> int:
     return parts
 
 
-def _types(program: Program, plan: Plan) -> Types:
-    dims = analyze(program)
-    named = {(i.kind, i.name): dims.type_of(n) for n, i in zip(program.placeholders, program.inputs, strict=True)}
-    results = {
-        o.name: (dims.type_of(v), plan.results[o.name])
-        for o, v in zip(program.outputs, program.output_values, strict=True)
-        if o.kind == "result" and v is not None
-    }
-    return Types(
-        {name: (named["parameter", name], layout) for name, layout in plan.parameters.items()},
-        {name: (named["batch", name], layout) for name, layout in plan.batch.items()},
-        results,
-    )
+def _types(local: Program, plan: Plan) -> Types:
+    """Types, padded ones too, from a rewritten program."""
+    found: dict[str, dict[str, tuple[TensorType, Layout]]] = {"parameter": {}, "batch": {}, "result": {}}
+    layouts = {"parameter": plan.parameters, "batch": plan.batch, "result": plan.results}
+    ends: list[tuple[Input | Output, fx.Node]] = [*zip(local.inputs, local.placeholders, strict=True)]
+    ends += [(o, v) for o, v in zip(local.outputs, local.output_values, strict=True) if v is not None]
+    for spec, value in ends:
+        if spec.kind in found:
+            source, index = producer(value)
+            found[spec.kind][spec.name] = source.meta["types"][index], layouts[spec.kind][spec.name]
+    return Types(found["parameter"], found["batch"], found["result"])

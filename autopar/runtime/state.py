@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autopar._torch_compat import FakeTensorMode, reduce_found_inf_over_every_gradient
 from autopar.layout import Layout, TensorType
-from autopar.runtime.boundary import Placements, from_local, full_tensor, local_block, spec_of, to_local, to_placements
+from autopar.runtime.boundary import Placements, from_local, full_tensor, spec_of, stored_block, to_local, to_placements
 from autopar.runtime.place import Place
 
 SAMPLES = 1024
@@ -51,6 +51,8 @@ def _distributed(old: nn.Parameter, place: Place, placements: Placements) -> nn.
 def lay_out(parameter: torch.Tensor, local: torch.Tensor, type_: TensorType, layout: Layout, place: Place) -> None:
     """Give a DTensor parameter another local tensor and layout, in place: identity, hooks and references stay.
 
+    The local tensor is without padding.
+
     A plain parameter (no mesh) gets ``local`` as its data.
     """
     if not isinstance(parameter, DTensor):
@@ -58,7 +60,7 @@ def lay_out(parameter: torch.Tensor, local: torch.Tensor, type_: TensorType, lay
         return
     placements = to_placements(type_, layout)
     parameter._local_tensor = local.requires_grad_(parameter.requires_grad).detach()
-    parameter._spec = spec_of(place, type_.shape, local.dtype, placements)
+    parameter._spec = spec_of(place, type_.stored_shape, local.dtype, placements)
 
 
 def slice_replicated(parameter: torch.Tensor, type_: TensorType, layout: Layout, place: Place) -> None:
@@ -67,11 +69,11 @@ def slice_replicated(parameter: torch.Tensor, type_: TensorType, layout: Layout,
         return
     gradient = parameter.grad
     parameter.grad = None
-    block = local_block(to_local(parameter).detach(), type_, layout, place.sizes, place.coordinates)
+    block = stored_block(to_local(parameter).detach(), type_, layout, place.sizes, place.coordinates)
     lay_out(parameter, block, type_, layout, place)
     if gradient is not None:
-        part = local_block(to_local(gradient), type_, layout, place.sizes, place.coordinates)
-        parameter.grad = from_local(part, place, type_.shape, to_placements(type_, layout))
+        part = stored_block(to_local(gradient), type_, layout, place.sizes, place.coordinates)
+        parameter.grad = from_local(part, place, type_.stored_shape, to_placements(type_, layout))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import AutoparError
 from autopar.layout import Layout, TensorType
 from autopar.program import Program
-from autopar.runtime.boundary import from_local, part_of, to_local, to_placements
+from autopar.runtime.boundary import computed, from_local, part_of, stored, to_local, to_placements
 from autopar.runtime.partition import Cut
 from autopar.runtime.place import Place
 from autopar.runtime.postpone import Postponed, split_reductions
@@ -62,7 +62,9 @@ class Step:
         """Local results, and what the backward pass needs; buffers get their new values in place."""
         remaining = iter(parameters)
         sources: dict[str, Callable[[str], torch.Tensor]] = {
-            "parameter": lambda _: to_local(next(remaining)),
+            "parameter": lambda name: computed(
+                to_local(next(remaining)), *self.types.parameters[name], self.place.sizes
+            ),
             "buffer": buffers.__getitem__,
             "batch": lambda name: batch[int(name)],
         }
@@ -108,7 +110,8 @@ class Step:
         if local.ndim == 0:
             return local
         type_, layout = self.types.results[str(index)]
-        return from_local(local, self.place, type_.shape, to_placements(type_, layout))
+        local = stored(local, type_, layout, self.place.coordinates)
+        return from_local(local, self.place, type_.stored_shape, to_placements(type_, layout))
 
     def tangent(self, name: str, gradient: torch.Tensor | None) -> torch.Tensor:
         """The incoming gradient of a result, in the layout that the backward graph expects."""
@@ -186,7 +189,11 @@ class _StepFunction(torch.autograd.Function):
         wrapped: list[torch.Tensor | None] = [None]
         for name, (shape, placements) in zip(step.parameters, ctx.parameters, strict=True):
             local = found.get(name)
-            wrapped.append(None if local is None else from_local(local, step.place, shape, placements))
+            if local is None:
+                wrapped.append(None)
+                continue
+            local = stored(local, *step.types.parameters[name], step.place.coordinates)
+            wrapped.append(from_local(local, step.place, shape, placements))
         return tuple(wrapped)
 
 

@@ -222,7 +222,7 @@ class _Maker:
             return False
         if kind == "batch":
             return not self.restrictions.data_axes_only or all(p in (Replicate(), Split(0, 0)) for p in layout)
-        return is_boundary_layout(type_, layout)
+        return is_boundary_layout(type_, layout, self.sizes)
 
 
 class _Everything(list[str]):

@@ -43,6 +43,8 @@ class Search:
         recipe: None searches; ``"random"`` draws a feasible plan instead, for tests (budgets are not looked at).
         seed: of the random plan.
         tie_layers: repeated layers are laid out alike; False searches each on its own.
+        padding: parameters whose dims an axis does not divide, such as a vocabulary of 50257, may be padded on the
+            devices where that is faster; False: only where a pin splits them.
     """
 
     time_limit: float = 60.0
@@ -51,6 +53,7 @@ class Search:
     recipe: str | None = None
     seed: int = 0
     tie_layers: bool = True
+    padding: bool = True
 
     def __post_init__(self) -> None:
         """Refuse recipes that do not exist."""

@@ -94,7 +94,7 @@ def random_plan(
 
 def _boundary(dims: Dims, node: fx.Node, sizes: tuple[int, ...], choose: Choose) -> Layout:
     type_ = dims.type_of(node)
-    options = [x for x in layouts(type_, sizes, False) if is_boundary_layout(type_, x)]
+    options = [x for x in layouts(type_, sizes, False) if is_boundary_layout(type_, x, sizes)]
     return options[choose(len(options))]
 
 

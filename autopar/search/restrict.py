@@ -9,7 +9,17 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from autopar.dims import Dims
-from autopar.layout import Layout, Partial, Placement, Replicate, Split, TensorType, divides, parse_placement
+from autopar.layout import (
+    Layout,
+    Partial,
+    Placement,
+    Replicate,
+    Split,
+    TensorType,
+    divides,
+    factor_parts,
+    parse_placement,
+)
 from autopar.program import Program
 
 
@@ -60,11 +70,13 @@ def read_pins(
                 f"pin {pattern!r} names no parameter, batch.N or result.N of the model; there are {some}, ..."
             )
         for key in found:
-            layout = _read_layout(pattern, value, tuple(axes))
-            if not divides(named[key], layout, tuple(axes.values())) or not is_boundary_layout(named[key], layout):
+            layout, sizes, type_ = _read_layout(pattern, value, tuple(axes)), tuple(axes.values()), named[key]
+            fits = divides(type_, layout, sizes) or (key[0] == "parameter" and is_uneven(type_, layout, sizes))
+            if not fits or not is_boundary_layout(type_, layout, sizes):
                 raise ValueError(
-                    f"pin {pattern!r}: {_pin_name(key)} is {named[key]} and cannot be laid out as "
-                    f"({', '.join(map(str, layout))}) on axes {dict(axes)}: sizes must divide, one split a dim"
+                    f"pin {pattern!r}: {_pin_name(key)} is {type_} and cannot be laid out as "
+                    f"({', '.join(map(str, layout))}) on axes {dict(axes)}: sizes must divide (or a parameter's dim of "
+                    "one factor is padded, along one axis), one split a dim"
                 )
             layouts[key] = layout
     return replace(restrictions, layouts=layouts)
@@ -91,9 +103,9 @@ def _read_layout(pattern: str, value: Any, axes: Sequence[str]) -> Layout:
         if unknown:
             raise ValueError(f"pin {pattern!r} names axis {unknown[0]!r}; the mesh has {', '.join(axes)}")
         value = [value.get(a, Replicate()) for a in axes]
-    if isinstance(value, str) and len(axes) == 1:
+    if isinstance(value, str):
         value = (value,)
-    if isinstance(value, str) or len(value) != len(axes):
+    if len(value) != len(axes):
         raise ValueError(f"pin {pattern!r} must give one placement for each axis ({', '.join(axes)}), got {value!r}")
     return tuple(_read_placement(pattern, v) for v in value)
 
@@ -119,13 +131,25 @@ def _read_placement(pattern: str, value: Any) -> Placement:
     return found
 
 
-def is_boundary_layout(type_: TensorType, layout: Layout) -> bool:
+def is_uneven(type_: TensorType, layout: Layout, sizes: Sequence[int]) -> bool:
+    """Whether the layout does not divide, but would if dims were padded: one axis a dim, which is one factor."""
+    if any(isinstance(p, Split) and (p.dim, p.factor) not in type_.positions for p in layout):
+        return False
+    uneven = [(d, parts) for (d, j), parts in factor_parts(layout, sizes).items() if type_.dims[d][j].size % parts]
+    along = [p.dim for p in layout if isinstance(p, Split)]
+    return bool(uneven) and all(len(type_.dims[d]) == 1 and along.count(d) == 1 for d, _ in uneven)
+
+
+def is_boundary_layout(type_: TensorType, layout: Layout, sizes: Sequence[int]) -> bool:
     """Whether torch's placements express the layout of a parameter or output.
 
     ``Shard`` says the leading factor of a dim, along any number of axes; ``_StridedShard`` another one, along one axis.
+    A padded dim is split along one axis, into just the parts that ``Shard`` makes of the dim without its padding.
     """
-    for d in range(len(type_.dims)):
-        splits = [p for p in layout if isinstance(p, Split) and p.dim == d]
-        if len(set(splits)) > 1 or (len(splits) > 1 and splits[0].factor > 0):
+    for d, (used, size) in enumerate(zip(type_.stored_shape, type_.shape, strict=True)):
+        splits = [(p, n) for p, n in zip(layout, sizes, strict=True) if isinstance(p, Split) and p.dim == d]
+        if len({p for p, _ in splits}) > 1 or (len(splits) > 1 and splits[0][0].factor > 0):
+            return False
+        if used != size and splits and (len(splits) > 1 or size // splits[0][1] != -(-used // splits[0][1])):
             return False
     return True

@@ -98,7 +98,10 @@ def test_torch_partial_is_an_error() -> None:
 def test_sizes_that_do_not_divide() -> None:
     program, dims, _ = models.captured("mlp")
     with pytest.raises(ValueError, match=r"cannot be laid out as \(S\(0\.0\)\) on axes \{'a': 3\}: sizes must divide"):
-        read_pins(program, dims, {"up.weight": ("S(0)",)}, {"a": 3}, None)
+        read_pins(program, dims, {"batch.0": ("S(0)",)}, {"a": 3}, None)
+    with pytest.raises(ValueError, match="along one axis"):  # uneven parts of uneven parts
+        read_pins(program, dims, {"up.weight": ("S(0)", "S(0)")}, {"a": 3, "b": 2}, None)
+    read_pins(program, dims, {"up.weight": ("S(0)", "S(1)")}, {"a": 3, "b": 2}, None)  # is padded
 
 
 def test_a_lone_placement_where_there_is_one_axis() -> None:
@@ -129,7 +132,7 @@ def test_no_pins_restrict_nothing() -> None:
 )
 def test_what_torch_can_express(spelled: str, expressible: bool) -> None:
     type_ = TensorType("float32", ((Factor("a", 4), Factor("b", 4)), (Factor("c", 4),)))
-    assert is_boundary_layout(type_, layout(spelled)) is expressible
+    assert is_boundary_layout(type_, layout(spelled), (2, 2)) is expressible
 
 
 def test_the_plan_keeps_pins() -> None:

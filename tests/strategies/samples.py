@@ -116,6 +116,11 @@ def matmul() -> Iterator[Sample]:
 
 
 def view() -> Iterator[Sample]:
+    yield call(aten.narrow.default, x(4, 8), 1, 0, 6)
+    yield call(aten.narrow.default, x(6), 0, 2, 4)
+    yield call(aten.pad.default, x(4, 6), [0, 2], "constant", 0.0)
+    yield call(aten.pad.default, x(4, 6, 2), [0, 0, 1, 1], "constant", 1.0)
+    yield call(aten.pad.default, x(2, 6), [1, 1], "reflect")
     shapes = [
         ((4, 6), (24,)),
         ((24,), (4, 6)),

@@ -7,6 +7,7 @@ from torch.utils import _pytree as pytree
 
 import autopar.strategies  # noqa: F401
 from autopar.oracle import check_rule, rule_of
+from autopar.padding_oracle import check_padding
 from autopar.random_oracle import check_random
 from autopar.strategy import letter_sizes, registered
 from tests.strategies.sample import Sample
@@ -90,3 +91,8 @@ def test_lowerings_write_graphs(sample: Sample):
         for found, wanted in zip(actual, expected, strict=True):
             assert (found is None) == (wanted is None)
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12) if wanted is not None else None
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=str)
+def test_padding(sample: Sample):
+    check_padding(sample.target, sample.args, sample.kwargs, run=STAND_INS.get(sample.target))

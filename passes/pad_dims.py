@@ -1,0 +1,292 @@
+"""pad_dims: dims of parameters that no axis divides, such as a vocabulary of 50257, are made longer.
+
+Before::
+
+    logits = aten.mm(x, w)                        # w is [hidden, vocab:10], on an axis of 4
+    loss = aten._log_softmax(logits, 1, False)
+
+After::
+
+    logits = aten.mm(x, w)                        # w is [hidden, vocab:12], zero in the last two columns
+    outside = aten.ge(aten.arange(12), 10)
+    loss = aten._log_softmax(aten.masked_fill(logits, outside, -inf), 1, False)
+
+The padding goes through every operator that stays right with it (`autopar.strategy.padding_of`); what an operator
+needs there is filled in. Any other operator gets its arguments without padding (`aten.narrow`), and its results are
+padded again where that is wanted (`aten.pad`). Parameters and gradients cross the boundary of the step without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.dims import Dims, Operator, analyze
+from autopar.errors import PlanError
+from autopar.layout import Factor, TensorType
+from autopar.plan import Plan
+from autopar.program import (
+    Program,
+    Value,
+    inherit_origin,
+    is_operator,
+    producer,
+    replace_tensor_arguments,
+    tensor_arguments,
+)
+from autopar.strategy import find_rule, lengthened, padding_of, vanishes
+
+aten = torch.ops.aten
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+Fills = dict[int, float | None]
+"""Padded dims of a tensor, and what their padding holds, or must hold; None: anything."""
+
+
+def pad_dims(program: Program, plan: Plan) -> Program:
+    """Pad what the plan says is padded; computes the same."""
+    return pad(program, plan.padding)
+
+
+def pad(program: Program, shapes: Shapes) -> Program:
+    """Give parameters longer dims.
+
+    Args:
+        program: canonical program.
+        shapes: padded shape of each parameter that has one.
+
+    Raises:
+        PlanError: the program's parameters cannot have these shapes.
+    """
+    if not shapes:
+        return program
+    dims = analyze(program)
+    return _Padding(program, dims, padded_factors(program, dims, shapes)).run()
+
+
+def padded_factors(program: Program, dims: Dims, shapes: Shapes) -> dict[int, int]:
+    """Padded size of factors, by their `id`: factors of one name and size may be different ones.
+
+    Raises:
+        PlanError: a dim has several factors, or two sizes are asked of one factor.
+    """
+    found: dict[int, int] = {}
+    missing = set(shapes) - {i.name for i in program.inputs if i.kind == "parameter"}
+    if missing:
+        raise PlanError(f"the plan pads parameter {min(missing)!r}, which the model does not have; plan again")
+    for node, spec in zip(program.placeholders, program.inputs, strict=True):
+        shape = shapes.get(spec.name) if spec.kind == "parameter" else None
+        if shape is None:
+            continue
+        type_ = dims.type_of(node)
+        for dim, n, wanted in zip(type_.dims, type_.shape, shape, strict=False):
+            fits = len(shape) == len(type_.dims) and (n == wanted or (len(dim) == 1 and wanted > n))
+            if not fits or (n != wanted and found.setdefault(id(dim[0]), wanted) != wanted):
+                raise PlanError(
+                    f"the plan pads parameter {spec.name!r} to {list(shape)}, which the model's dims ({type_}) do not "
+                    "allow; plan again"
+                )
+    return found
+
+
+class _Padding:
+    """A program in the course of being copied with longer dims."""
+
+    def __init__(self, program: Program, dims: Dims, sizes: Mapping[int, int]) -> None:
+        self.program, self.dims, self.sizes = program, dims, sizes
+        self.graph = fx.Graph()
+        self.made: dict[fx.Node, fx.Node] = {}
+        self.native: dict[Value, Fills] = {}  # the padded dims of each value as its operator makes it
+        self.holds: dict[fx.Node, Fills] = {}  # the padded dims of each argument
+        self.forms: dict[Any, fx.Node] = {}
+        self.outside: dict[tuple[int, int, int], fx.Node] = {}
+        self.mode: Any = next(n.meta["val"].fake_mode for n in program.placeholders)
+
+    def run(self) -> Program:
+        specs = dict(zip(self.program.placeholders, self.program.inputs, strict=True))
+        tangents = {i.name for i in self.program.inputs if i.kind == "tangent"}
+        used: dict[tuple[str, str], tuple[int, ...]] = {}
+        for node in self.program.graph.graph.nodes:
+            if node.op == "placeholder":
+                kind, name = specs[node].kind, specs[node].name
+                padded = self.paddable(self.dims.types[node, 0]) if kind in ("parameter", "tangent") else {}
+                if padded:
+                    used[kind, name] = self.dims.types[node, 0].shape
+                self.copy(node, padded)
+            elif is_operator(node):
+                self.operator(node)
+            elif node.op != "output":  # a constant, or getitem
+                self.copy(node, {})
+        finals: list[fx.Node | None] = []
+        parameters = {i.name: n for n, i in specs.items() if i.kind == "parameter"}
+        last = self.program.output_node
+        for output, value in zip(self.program.outputs, self.program.output_values, strict=True):
+            if value is None:
+                finals.append(None)
+                continue
+            wanted: Fills = {}
+            if output.kind == "gradient":
+                wanted = dict.fromkeys(self.native[parameters[output.name], 0], 0.0)
+            elif output.kind == "result" and output.name in tangents:
+                wanted = dict.fromkeys(self.paddable(self.dims.type_of(value)), None)
+            elif output.kind == "result":
+                wanted = dict.fromkeys(self.native[producer(value)], None)
+            if output.kind == "result" and wanted:
+                used["result", output.name] = self.dims.type_of(value).shape
+            finals.append(self.form(value, wanted, value))
+        self.graph.output(finals).meta = dict(last.meta)
+        module = fx.GraphModule(self.program.graph, self.graph)
+        module.meta = dict(self.program.graph.meta)
+        module.graph.lint()
+        return replace(self.program, graph=module, used=used)
+
+    def paddable(self, type_: TensorType) -> Fills:
+        """Dims that would be padded, zeros in the padding."""
+        return {d: 0.0 for d, dim in enumerate(type_.dims) if self.padded_size(dim)}
+
+    def padded_size(self, dim: tuple[Factor, ...]) -> int:
+        """Size of a padded dim; 0 for any other."""
+        return self.sizes.get(id(dim[0]), 0) if len(dim) == 1 else 0
+
+    def copy(self, node: fx.Node, padded: Fills) -> None:
+        """A placeholder, longer where it is padded, a constant, or an output of an operator with several."""
+        args: Any = node.args
+        if node.op == "call_function":
+            args = (self.made[args[0]], args[1])
+        made = self.graph.create_node(node.op, node.target, args, node.kwargs, node.name, node.type)
+        made.meta = dict(node.meta)
+        self.made[node] = made
+        if node.op == "call_function":
+            made.meta["val"] = args[0].meta["val"][args[1]]
+            return
+        self.native[node, 0] = padded
+        if padded:
+            value = node.meta["val"]
+            with self.mode:
+                made.meta["val"] = torch.empty(self.shape(node, 0), dtype=value.dtype, device=value.device)
+
+    def shape(self, node: fx.Node, output: int) -> list[int]:
+        """Padded shape of an output."""
+        type_, padded = self.dims.types[node, output], self.native[node, output]
+        return [
+            self.padded_size(dim) if d in padded else n
+            for d, (dim, n) in enumerate(zip(type_.dims, type_.shape, strict=True))
+        ]
+
+    def operator(self, node: fx.Node) -> None:
+        operator = self.dims.operators[node]
+        letters = self.letters(node, operator)
+        values = []
+        sources = list(zip(tensor_arguments(node), operator.rule.inputs, strict=True))
+        for i, (argument, dims) in enumerate(sources):
+            wanted: Fills = {}
+            for d, group in enumerate(dims):
+                if len(group) == 1 and group[0] in letters:
+                    padding = padding_of(operator.rule, group[0])
+                    assert padding is not None
+                    wanted[d] = padding.inputs[i] if i < len(padding.inputs) else None
+                    if operator.inputs[i].dtype.startswith("int"):
+                        wanted[d] = 0  # it may be a place in another tensor
+            values.append(self.form(argument, wanted, node))
+        for i, dims_or_none in enumerate(operator.rule.outputs):
+            padded = [
+                (d, group[0]) for d, group in enumerate(dims_or_none or ()) if len(group) == 1 and group[0] in letters
+            ]
+            self.native[node, i] = {d: self.content(node, c, values) for d, c in padded}
+        args, kwargs = replace_tensor_arguments(node, values)
+        if letters:
+            longer, kwargs = lengthened(operator.rule, args, kwargs, self.shape(node, 0), letters)
+            args = tuple(longer)
+        made = self.graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
+        made.meta = dict(node.meta)
+        self.made[node] = made
+        if letters:
+            made.meta["val"] = self.compute(made)
+
+    def letters(self, node: fx.Node, operator: Operator) -> dict[str, tuple[int, int]]:
+        """Size and padded size of the operator's letters that it can have padded."""
+        rule = operator.rule
+        if find_rule(node.target) is None:  # discovered: what it makes of padding is not known
+            return {}
+        pairs = [*zip(rule.inputs, operator.inputs, strict=True), *zip(rule.outputs, operator.outputs, strict=False)]
+        sources = [*self.program.sources[node], *((node, i) for i in range(len(operator.outputs)))]
+        found: dict[str, set[tuple[int, int]]] = {}
+        for (dims, type_), source in zip(pairs, sources, strict=False):
+            if dims is None or type_ is None:
+                continue
+            for group, dim in zip(dims, self.dims.types[source].dims, strict=True):
+                size = self.padded_size(dim) if len(group) == 1 else 0
+                for c in group:
+                    found.setdefault(c, set()).add((dim[0].size, size) if size else (0, 0))
+        single = {c: next(iter(sizes)) for c, sizes in found.items() if len(sizes) == 1}
+        return {c: (n, size) for c, (n, size) in single.items() if size and padding_of(rule, c) is not None}
+
+    def content(self, node: fx.Node, letter: str, values: list[fx.Node]) -> float | None:
+        """What the padding of a letter holds in the outputs."""
+        rule = self.dims.operators[node].rule
+        if rule.padded is not None and letter in rule.padded:
+            return rule.padded[letter].output
+        if node.target is aten.full.default:
+            return 0.0 if node.args[1] == 0 else None
+        having = [
+            self.holds[value].get(d)
+            for value, dims in zip(values, rule.inputs, strict=True)
+            for d, group in enumerate(dims)
+            if letter in group
+        ]
+        return 0.0 if having and all(h == 0.0 for h in having) and vanishes(rule, letter) else None
+
+    def form(self, value: fx.Node, wanted: Fills, user: fx.Node) -> fx.Node:
+        """A value with just the ``wanted`` dims padded, and filled as they say."""
+        native = self.native.get(producer(value), {})
+        key = (value, tuple(sorted(wanted.items(), key=lambda item: item[0])))
+        if key in self.forms:
+            return self.forms[key]
+        type_, made, holds = self.dims.type_of(value), self.made[value], dict(native)
+        for d in [d for d in native if d not in wanted]:
+            made = self.call(user, aten.narrow.default, made, d, 0, type_.shape[d])
+            del holds[d]
+        missing = [d for d in wanted if d not in native]
+        if missing:
+            ends = [0] * (2 * len(type_.dims))
+            for d in missing:
+                ends[2 * (len(type_.dims) - 1 - d) + 1] = self.padded_size(type_.dims[d]) - type_.shape[d]
+            made = self.call(user, aten.pad.default, made, ends, "constant", 0.0)
+            holds = {**{d: h if h == 0.0 else None for d, h in holds.items()}, **dict.fromkeys(missing, 0.0)}
+        for d, fill in wanted.items():
+            if fill is not None and holds[d] != fill:
+                size, after = self.padded_size(type_.dims[d]), len(type_.dims) - 1 - d
+                outside = self.mask(user, type_.shape[d], size, after)
+                made = self.call(user, aten.masked_fill.Scalar, made, outside, fill)
+                holds = {k: h if h == fill else None for k, h in holds.items()} | {d: fill}
+        self.holds[made] = holds
+        self.forms[key] = made
+        return made
+
+    def mask(self, user: fx.Node, size: int, padded: int, after: int) -> fx.Node:
+        """Which elements of a dim are padding; ``after`` dims come behind it."""
+        key = (size, padded, after)
+        if key not in self.outside:
+            device = self.program.placeholders[0].meta["val"].device
+            places = self.call(user, aten.arange.default, padded, device=device)
+            outside = self.call(user, aten.ge.Scalar, places, size)
+            ones = [1] * after
+            self.outside[key] = self.call(user, aten.reshape.default, outside, [padded, *ones]) if after else outside
+        return self.outside[key]
+
+    def call(self, user: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        made = self.graph.call_function(target, args, kwargs)
+        inherit_origin(made, user)
+        made.meta.pop("internal")
+        made.meta["val"] = self.compute(made)
+        return made
+
+    def compute(self, node: fx.Node) -> Any:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with self.mode, torch.no_grad():
+            return node.target(*args, **kwargs)  # type: ignore[operator]

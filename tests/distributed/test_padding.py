@@ -1,0 +1,167 @@
+"""Parameters that do not divide are stored in uneven parts, and train as on one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed.launch import WAIT, Ranks, mesh_of
+from tests.distributed.models import slow_devices
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 3
+TOLERANCE = 1e-9
+VOCAB, FFN = 27, 30
+
+# Where parameters are split unevenly; on the square mesh along its last axis.
+PINS: dict[str, dict[str, str]] = {
+    "vocabulary": {"embed.weight": "S(0)", "head.weight": "S(0)"},
+    "columns": {"up.weight": "S(0)", "up.bias": "S(0)", "down.weight": "S(1)"},
+    "searched": {},
+}
+LINE, SQUARE = (4,), (2, 2)
+SHORT = (("vocabulary", LINE), ("columns", SQUARE))
+REST = (("vocabulary", SQUARE), ("columns", LINE), ("searched", LINE), ("searched", SQUARE))
+
+
+class Tokens(nn.Module):
+    """An embedding, two layers and a vocabulary that four does not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 8)
+        self.up, self.down = nn.Linear(8, FFN), nn.Linear(FFN, 8)
+        self.head = nn.Linear(8, VOCAB)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.embed(ids)
+        logits = self.head(x + self.down(torch.sigmoid(self.up(x))))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return Tokens().double()
+
+
+def batch(step: int, rows: int = 8) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, VOCAB, (rows, 4), generator=torch.Generator().manual_seed(step))
+    return {"ids": ids, "labels": ids.roll(1, 1)}
+
+
+def steps(model: nn.Module, count: int = STEPS) -> list[float]:
+    """Losses of some steps; a shorter last batch."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(count):
+        loss = model(**batch(step, 8 if step < count - 1 else 4))["loss"]
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def parallel(mesh: Any, pins: dict[str, str], **options: Any) -> Any:
+    from autopar.parallelize import parallelize
+    from autopar.search.find import Search
+
+    last = {name: ("R",) * (mesh.ndim - 1) + (text,) for name, text in pins.items()}
+    model = options.pop("model", None) or make()
+    search = Search(pins=last)
+    return parallelize(model, mesh, batch(0), search=search, cluster=slow_devices(), timeout=WAIT, **options)
+
+
+def train(rank: int, plans: Any) -> dict[str, Any]:
+    plain = make()
+    expected_losses = steps(plain)
+    expected = plain.state_dict()
+    plain.eval()
+    with torch.no_grad():
+        logits = plain(**batch(9, 6))["logits"]
+    found: dict[str, Any] = {}
+    for name, sizes in plans:
+        model = parallel(mesh_of(*sizes), PINS[name])
+        losses = steps(model)
+        state = model.full_state_dict()
+        error = max(float((state[k] - v).abs().max()) for k, v in expected.items())
+        error = max(error, *(abs(a - b) for a, b in zip(losses, expected_losses, strict=True)))
+        model.eval()
+        with torch.no_grad():  # a shape that is planned under the same uneven parts
+            again = model(**batch(9, 6))["logits"]
+        error = max(error, float((again.full_tensor() - logits).abs().max()))
+        local = {n: tuple(p.to_local().shape) for n, p in model.named_parameters()}
+        shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+        found[f"{name} {sizes}"] = error, local, shapes, dict(model.plan.padding), tuple(again.shape)
+    return found
+
+
+@pytest.mark.parametrize("plans", [SHORT, pytest.param(REST, marks=pytest.mark.deep)], ids=["short", "rest"])
+def test_training(ranks: Ranks, plans: Any) -> None:
+    found = ranks.run(train, plans)
+    whole = {n: tuple(p.shape) for n, p in make().named_parameters()}
+    for rank, plans in enumerate(found):
+        for name, (error, local, shapes, padding, logits) in plans.items():
+            assert error < TOLERANCE, f"{name}, rank {rank}: {error}"
+            assert shapes == whole
+            assert logits == (6, 4, VOCAB)
+            if name == "vocabulary (4,)":
+                assert padding["head.weight"] == (28, 8)
+                assert local["head.weight"] == local["embed.weight"] == (7 if rank < 3 else 6, 8)
+            if name == "vocabulary (2, 2)":
+                assert local["head.weight"] == (14 - rank % 2, 8)
+            if name == "columns (4,)":
+                assert padding["down.weight"] == (8, 32)
+                assert (local["up.weight"], local["up.bias"], local["down.weight"]) == (
+                    ((8, 8), (8,), (8, 8)) if rank < 3 else ((6, 8), (6,), (8, 6))
+                )
+
+
+def round_trip(rank: int, folder: str) -> float:
+    """Saved in uneven parts along one axis, loaded along another, values from files and functions too."""
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import save_file
+
+    from autopar import checkpoint
+
+    models = []
+    for sizes, name in (((4,), "vocabulary"), ((2, 2), "columns")):
+        model = parallel(mesh_of(*sizes), PINS[name])
+        models.append((model, torch.optim.AdamW(model.parameters(), lr=1e-2)))
+    source, target = models
+    source[0](**batch(0))["loss"].backward()
+    source[1].step()
+    dcp.save(checkpoint.state_dict(*source), checkpoint_id=folder)
+    state = checkpoint.state_dict(*target)
+    dcp.load(state, checkpoint_id=folder)
+    checkpoint.load_state_dict(*target, state)
+    worst = 0.0
+    for model, optimizer in models:
+        optimizer.zero_grad()
+        model(**batch(1))["loss"].backward()
+        optimizer.step()
+    expected, found = source[0].full_state_dict(), target[0].full_state_dict()
+    worst = max(float((found[k] - v).abs().max()) for k, v in expected.items())
+    file = f"{folder}.{rank}.safetensors"
+    save_file({k: v.contiguous() for k, v in expected.items()}, file)
+    filled: tuple[Any, ...] = (file, lambda name, tensor: tensor.copy_(expected[name]))
+    for init, name in zip(filled, ("vocabulary", "columns"), strict=True):
+        with torch.device("meta"):
+            empty = Tokens().double()
+        model = parallel(mesh_of(4), PINS[name], model=empty, init=init)
+        found = model.full_state_dict()
+        worst = max(worst, *(float((found[k] - v).abs().max()) for k, v in expected.items()))
+        model.load_full_state_dict({k: 2 * v for k, v in expected.items()})
+        found = model.full_state_dict()
+        worst = max(worst, *(float((found[k] - 2 * v).abs().max()) for k, v in expected.items()))
+    return worst
+
+
+def test_round_trip(ranks: Ranks, tmp_path: Path) -> None:
+    assert max(ranks.run(round_trip, str(tmp_path / "saved"))) < 1e-12

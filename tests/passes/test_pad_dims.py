@@ -1,0 +1,157 @@
+"""pad_dims: the same numbers from longer tensors."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.blocks import is_zero_outside, with_padding, without_padding
+from autopar.cluster import Cluster
+from autopar.compiler import program_of, rewrite
+from autopar.dims import analyze
+from autopar.emulate import run_whole
+from autopar.errors import PlanError
+from autopar.float64 import as_dtype
+from autopar.passes.pad_dims import pad
+from autopar.program import Program
+from autopar.search.random_plan import random_plan
+from autopar.verify import compare, global_values
+from tests import models as zoo
+from tests.plans import random_padding
+
+aten = torch.ops.aten
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Tokens(nn.Module):
+    """An embedding, two layers, a norm and a vocabulary."""
+
+    def __init__(self, vocabulary: int, ffn: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(vocabulary, 8)
+        self.up, self.down = nn.Linear(8, ffn), nn.Linear(ffn, 8)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, vocabulary)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.embed(ids)
+        logits = self.head(self.norm(x + self.down(torch.relu(self.up(x)))))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+_IDS = torch.randint(0, 27, (8, 4), generator=torch.Generator().manual_seed(0))
+BATCH = (_IDS, _IDS.roll(1, 1))
+VOCABULARY = {"embed.weight": (28, 8), "head.weight": (28, 8), "head.bias": (28,)}
+FFN = {"up.weight": (32, 8), "up.bias": (32,), "down.weight": (8, 32)}
+HIDDEN = {"embed.weight": (27, 12), "up.weight": (30, 12), "down.weight": (12, 30), "down.bias": (12,)}
+HIDDEN |= {"norm.weight": (12,), "norm.bias": (12,), "head.weight": (27, 12)}
+
+
+def padded(shapes: Shapes) -> tuple[Program, Program, list[torch.Tensor]]:
+    model = Tokens(27, 30)
+    program = program_of(model, BATCH)
+    values = [v.double() if v.is_floating_point() else v for v in global_values(program, model, BATCH)]
+    return as_dtype(program, torch.float64), as_dtype(pad(program, shapes), torch.float64), values
+
+
+def added(before: Program, after: Program) -> Counter[str]:
+    """Operators that came in."""
+    counts = [Counter(str(n.target) for n in p.graph.graph.nodes if n.op == "call_function") for p in (before, after)]
+    return counts[1] - counts[0]
+
+
+@pytest.mark.parametrize("shapes", [VOCABULARY, FFN, HIDDEN, VOCABULARY | FFN], ids=["v", "f", "h", "vf"])
+def test_computes_the_same(shapes: Shapes) -> None:
+    before, after, values = padded(shapes)
+    longer = [with_padding(v, n.meta["val"].shape) for v, n in zip(values, after.placeholders, strict=True)]
+    for spec, one, other in zip(before.outputs, run_whole(before, values), run_whole(after, longer), strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.allclose(without_padding(other, one.shape), one, rtol=1e-12, atol=1e-14), spec
+        if spec.kind == "gradient":
+            assert other.shape == shapes.get(spec.name, one.shape)
+            assert is_zero_outside(other, one.shape)
+
+
+def test_a_vocabulary_needs_one_mask() -> None:
+    before, after, _ = padded(VOCABULARY)
+    assert added(before, after) == {"aten.arange.default": 1, "aten.ge.Scalar": 1, "aten.masked_fill.Scalar": 1}
+    assert after.used[("result", "1")] == (8, 4, 27)
+    assert after.output_values[1].meta["val"].shape == (8, 4, 28)  # type: ignore[union-attr]
+
+
+def test_zeros_stay_zeros() -> None:
+    """Two layers with a ReLU need no mask at all; the gradient of the first one's bias is a sum of zeros."""
+    before, after, _ = padded(FFN)
+    assert added(before, after) == {}
+
+
+def test_what_cannot_be_padded_gets_what_it_had() -> None:
+    before, after, _ = padded(HIDDEN)
+    found = added(before, after)
+    assert found["aten.narrow.default"] > 0
+    assert found["aten.pad.default"] > 0
+    for node in after.graph.graph.nodes:
+        if "layer_norm" in str(node.target):
+            assert node.args[0 if "backward" not in str(node.target) else 1].meta["val"].shape[-1] == 8
+
+
+def test_nothing_to_do() -> None:
+    program = program_of(Tokens(27, 30), BATCH)
+    assert pad(program, {}) is program
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({"head.weight": (26, 8)}, "head.weight"),
+        ({"head.weight": (28,)}, "head.weight"),
+        ({"head.weight": (28, 8), "head.bias": (32,)}, "head.bias"),
+        ({"tail.weight": (28, 8)}, r"tail\.weight.*does not have"),
+    ],
+)
+def test_impossible_shapes(shapes: Shapes, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        pad(program_of(Tokens(27, 30), BATCH), shapes)
+
+
+def error(program: Program, values: list[torch.Tensor], axes: dict[str, int], seed: int) -> float:
+    """Of a random plan with random padding."""
+    shapes = random_padding(program, analyze(program), random.Random(seed).randrange)
+    longer = pad(program, shapes)
+    drawn = random_plan(longer, analyze(longer), axes, Cluster.preset("cpu"), seed)
+    plan = replace(drawn, padding=shapes, fingerprint=program.fingerprint)
+    return compare(program, rewrite(program, plan), plan, values, torch.float64).max_error
+
+
+@pytest.mark.parametrize("name", ["bert", "cnn", "encoder", "gpt2", "llama", "vit"])
+def test_real_models(name: str) -> None:
+    program, _, values = zoo.captured(name)
+    assert error(program, values, {"a": 2, "b": 2}, 1) < 1e-10
+
+
+def test_padding_that_is_not_zero_in_a_gradient_is_seen() -> None:
+    program, _, values = zoo.captured("mlp")
+    shapes = {"up.weight": (36, 16), "up.bias": (36,), "down.weight": (16, 36)}
+    longer = pad(program, shapes)
+    drawn = random_plan(longer, analyze(longer), {"a": 2}, Cluster.preset("cpu"), 0)
+    plan = replace(drawn, padding=shapes, fingerprint=program.fingerprint)
+    local = rewrite(program, plan)
+    assert compare(program, local, plan, values, torch.float64).max_error < 1e-12
+    graph, last = local.graph.graph, local.output_node
+    finals = list(last.args[0])  # type: ignore[arg-type]
+    at = next(i for i, o in enumerate(local.outputs) if o.name == "up.bias")
+    with graph.inserting_before(last):
+        finals[at] = graph.call_function(aten.add.Scalar, (finals[at], 1e-9))
+    finals[at].meta = dict(last.args[0][at].meta)  # type: ignore[index,union-attr]
+    last.args = (finals,)
+    local.graph.recompile()
+    assert compare(program, local, plan, values, torch.float64).max_error == float("inf")

@@ -1,0 +1,131 @@
+"""Which dims a search may pad, and what it makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.compiler import program_of, solve
+from autopar.dims import analyze
+from autopar.errors import InfeasibleError
+from autopar.layout import Factor, Replicate, Split
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.search.find import Search
+from autopar.search.padding import padded_size, paddings
+from tests.passes.test_pad_dims import BATCH, Tokens
+from tests.search.test_quotient import FAST
+
+
+def captured() -> Program:
+    return program_of(Tokens(27, 30), BATCH)
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes", "expected"),
+    [
+        (50257, (4,), 50260),
+        (50257, (32, 8), 50264),  # for the last axis: the first cannot have parts of the dim then
+        (50258, (2, 4), 50260),  # what divides goes on dividing
+        (6, (3, 4), 6),  # 12 would be twice as much
+        (50304, (4,), 50304),
+        (12, (2, 8), 12),
+        (3, (4,), 3),  # less than one element for each device
+        (5, (4,), 5),
+        (7, (1, 4), 8),
+    ],
+)
+def test_padded_size(size: int, sizes: tuple[int, ...], expected: int) -> None:
+    assert padded_size(Factor("d", size), sizes) == expected
+
+
+def test_what_may_be_padded() -> None:
+    program = captured()
+    dims = analyze(program)
+    padded = {"embed.weight": (28, 8), "up.weight": (32, 8), "up.bias": (32,), "down.weight": (8, 32)}
+    padded |= {"head.weight": (28, 8), "head.bias": (28,)}
+    assert paddings(program, dims, {"a": 4}, {}) == ({}, padded)
+    assert paddings(program, dims, {"a": 4}, {}, search=False) == ({},)
+    assert paddings(program, dims, {"a": 1}, {}) == ({},)
+    whole, split = (Replicate(), Replicate()), (Replicate(), Split(0))
+    layouts = {("parameter", "up.weight"): whole, ("parameter", "head.weight"): split}
+    needed = {"head.weight": (28, 8), "head.bias": (28,)}  # nothing says that tokens and classes are the same
+    assert paddings(program, dims, {"a": 4, "b": 2}, layouts)[0] == needed
+
+
+def slow_plan(program: Program, memory: str | None = None, **search: object) -> Plan:
+    return solve(program, {"a": 4}, FAST, memory=memory, search=Search(**search))  # type: ignore[arg-type]
+
+
+class Wide(nn.Module):
+    """More classes than rows, in a number that four does not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.head = nn.Linear(16, 15), nn.Linear(15, 1021)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.inner(x)), labels)
+
+
+def test_the_cheaper_one_is_chosen() -> None:
+    """Two rows and 1021 classes on four devices; the certificate covers both choices."""
+    batch = (torch.randn(2, 16), torch.tensor([1020, 3]))
+    program = program_of(Wide(), batch)
+    best, without = slow_plan(program), slow_plan(program, padding=False)
+    assert best.padding["head.weight"] == (1024, 16)
+    assert not without.padding
+    assert best.certificate.objective < 0.6 * without.certificate.objective
+    assert best.certificate.lower_bound <= best.certificate.objective
+    assert "padded" in best.certificate.space
+    assert "padded" not in without.certificate.space
+    assert best.fingerprint == without.fingerprint == program.fingerprint
+    assert Plan.from_dict(best.to_dict()) == best
+    assert "head.weight to 1024x16" in best.summary()
+    assert autopar.verify(Wide(), batch, {"a": 4}, plan=best).max_error < 1e-12
+
+
+class Odd(nn.Module):
+    """Nothing in it divides by four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(1021, 15))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.w.t()).square().mean()
+
+
+def test_memory_falls_where_nothing_divides() -> None:
+    program = program_of(Odd(), (torch.randn(8, 15),))
+    need = 1021 * 15 * 4 * 4  # parameter, gradient and two moments
+    found = solve(program, {"a": 4}, "cpu", memory=0.3 * need)
+    assert found.padding == {"w": (1024, 16)} or found.padding == {"w": (1024, 15)}
+    assert sum(found.predicted.memory_bytes.values()) <= 0.3 * need
+    with pytest.raises(InfeasibleError, match="missing"):
+        solve(program, {"a": 4}, "cpu", memory=0.3 * need, search=Search(padding=False))
+
+
+def test_a_pin_splits_unevenly() -> None:
+    program = captured()
+    pinned = slow_plan(program, pins={"up.weight": "S(0)"}, padding=False)
+    assert pinned.parameters["up.weight"] == (Split(0),)
+    assert set(pinned.padding) == {"up.weight", "up.bias", "down.weight"}
+    model = Tokens(27, 30)
+    assert autopar.verify(model, BATCH, {"a": 4}, plan=pinned).max_error < 1e-12
+    with pytest.raises(ValueError, match="cannot be laid out"):  # one axis a dim
+        solve(program, {"a": 2, "b": 2}, FAST, search=Search(pins={"head.weight": ("S(0)", "S(0)")}))
+    with pytest.raises(ValueError, match="cannot be laid out"):  # results are not padded by hand
+        slow_plan(program, pins={"result.1": "S(2)"})
+
+
+def test_random_plans_are_padded_by_turns() -> None:
+    program = captured()
+    drawn = [slow_plan(program, recipe="random", seed=seed) for seed in range(2)]
+    assert [bool(p.padding) for p in drawn] == [False, True]
+    assert replace(drawn[1], padding={}) != drawn[1]
