@@ -15,6 +15,7 @@ from torch import nn
 
 import autopar.strategies  # noqa: F401  registers every rule
 from autopar import tree
+from autopar.canonical import canonical
 from autopar.capture import Batch, LossFunction, capture
 from autopar.check import check
 from autopar.cluster import Cluster
@@ -24,9 +25,6 @@ from autopar.errors import InfeasibleError, PassError, PlanError
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.apply_precision import apply_precision
 from autopar.passes.bucket_collectives import bucket_collectives
-from autopar.passes.canonicalize import canonicalize
-from autopar.passes.canonicalize_random import canonicalize_random
-from autopar.passes.canonicalize_strides import canonicalize_strides
 from autopar.passes.eliminate_dead_code import eliminate_dead_code
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.localize_random import localize_random
@@ -85,7 +83,7 @@ def program_of(
     program = capture(model, batch, loss_fn=loss_fn, training=training, compute=compute)
     if precision is not None:
         program = apply_precision(program, precision, [t.dtype for t in tree.flatten(batch, "batch")[0]])
-    program = canonicalize(canonicalize_random(canonicalize_strides(program)))
+    program = canonical(program)
     logger.debug("captured %s operators, fingerprint %s", len(program.calls), program.fingerprint)
     return program
 

@@ -6,6 +6,7 @@ four where `heads` is 4).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import autopar.strategies  # noqa: F401  registers every rule
+from autopar.capture import capture
 from autopar.compiler import program_of
 from autopar.dims import Dims, analyze
 from autopar.program import Program
@@ -30,6 +32,27 @@ def tokens(batch: int = 8, seq: int = 8, vocab: int = 64, seed: int = 0) -> Tens
     """Token ids that are their own labels."""
     ids = torch.randint(0, vocab, (batch, seq), generator=_generator(seed))
     return {"input_ids": ids, "labels": ids.clone()}
+
+
+class Function(nn.Module):
+    """``f(x, w)`` with a parameter of 8 x 4."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.w = nn.Parameter(torch.ones(8, 4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(x, self.w)
+
+
+X = torch.arange(64.0).reshape(8, 8)
+"""What `raw` gives a function."""
+
+
+def raw(function: Callable[..., Any]) -> Program:
+    """``function(x, w)`` as captured, before any pass."""
+    return capture(Function(function), (X,), training=False)
 
 
 class Mlp(nn.Module):

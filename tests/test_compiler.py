@@ -60,6 +60,7 @@ def test_every_pass_shows_its_rewrite() -> None:
 
 
 REST = [((4,), "random"), ((2, 2), "searched")]
+"""Further meshes and plans, for `make test-deep`."""
 
 
 @cache

@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("search",),
     ("assignment", "predict", "propagate", "float64", "check"),
     ("passes",),
-    ("emulate", "simulate", "runtime", "checkpoint", "coverage"),
+    ("canonical", "emulate", "simulate", "runtime", "checkpoint", "coverage"),
     ("compiler", "module", "parallelize", "verify", "operators"),
     ("autopar",),  # autopar/__init__.py
     ("cli", "demo", "__main__"),

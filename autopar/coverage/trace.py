@@ -12,11 +12,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate
 
 from autopar._torch_compat import OpOverload
+from autopar.canonical import canonical
 from autopar.capture import decompositions
 from autopar.errors import CaptureError
-from autopar.passes.canonicalize import canonicalize
-from autopar.passes.canonicalize_random import canonicalize_random
-from autopar.passes.canonicalize_strides import canonicalize_strides
 from autopar.program import Input, Output, Program, values_of
 
 
@@ -63,7 +61,7 @@ def trace(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     results = graph.graph.output_node().args[0]
     outputs = tuple(Output("result", str(i)) for i in range(len(results)))  # type: ignore[arg-type]
     traced = Program(graph, inputs, outputs, len(outputs), None, training=False)
-    program = canonicalize(canonicalize_random(canonicalize_strides(traced)))
+    program = canonical(traced)
     return Traced(program, values, overloads, bool(tangents))
 
 

@@ -7,32 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from autopar.capture import capture
 from autopar.emulate import run_whole
 from autopar.passes.canonicalize import canonicalize
-from autopar.program import Program, is_operator
+from autopar.program import is_operator
 from tests import models
+from tests.models import X, raw
 from tests.plans import show
-
-X = torch.arange(64.0).reshape(8, 8)
-
-
-class Function(nn.Module):
-    """``f(x, w)``."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-        self.w = nn.Parameter(torch.ones(8, 4))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.function(x, self.w)
-
-
-def raw(function: Callable[..., Any]) -> Program:
-    return capture(Function(function), (X,), training=False)
 
 
 def test_before_and_after() -> None:

@@ -10,30 +10,11 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.capture import capture
 from autopar.emulate import run_whole
 from autopar.errors import CaptureError
 from autopar.passes.canonicalize_strides import canonicalize_strides
-from autopar.program import Program, is_operator
-
-X = torch.arange(64.0).reshape(8, 8)
-
-
-class Function(nn.Module):
-    """``f(x, w)``."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-        self.w = nn.Parameter(torch.ones(8, 4))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.function(x, self.w)
-
-
-def raw(function: Callable[..., Any]) -> Program:
-    return capture(Function(function), (X,), training=False)
-
+from autopar.program import is_operator
+from tests.models import X, raw
 
 FORMS: dict[str, tuple[Callable[..., Any], bool]] = {
     "in order": (lambda x, w: torch.as_strided(x, (8, 1, 4, 2), (8, 1, 2, 1)) + 1, False),
