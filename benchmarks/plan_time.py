@@ -34,6 +34,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.repeat < 1:
+        parser.error(f"--repeat {options.repeat}: every case runs at least once")
     if options.case:
         print(json.dumps(measure(options.case, options.time_limit)))
         return
@@ -43,6 +45,8 @@ def main() -> None:
         for case in cases:
             row = in_a_process(case, options.time_limit)
             least[case] = fastest(least.get(case, row), row)
+            if options.repeat > 1:
+                print(f"turn {turn + 1} of {options.repeat}: {case}", file=sys.stderr)
             if turn == options.repeat - 1 and not options.json:
                 print_row(least[case], header=case == cases[0])
     if options.json:

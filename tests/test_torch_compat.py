@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -184,3 +185,23 @@ def test_strided_shard() -> None:
 
 def test_group_timeout(fake_group: object) -> None:
     assert callable(compat.set_group_timeout)
+
+
+def test_overflow_is_looked_for_in_gradients_of_every_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's handler is there, takes gradients of one layout, and is put inside ours once."""
+    unscale = aten._amp_foreach_non_finite_check_and_unscale_.default
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    assert callable(handlers[unscale])
+    calls: list[tuple[list[str], float]] = []
+
+    def one_layout(call: object, args: tuple[list[SimpleNamespace], float], kwargs: dict[str, object]) -> None:
+        assert len({g.placements for g in args[0]}) == 1
+        calls.append(([g.name for g in args[0]], args[1]))
+
+    monkeypatch.setitem(handlers, unscale, one_layout)
+    for _ in range(2):
+        compat.reduce_found_inf_over_every_gradient()
+    layouts = {"a": Shard(0), "b": Replicate(), "c": Shard(0)}
+    gradients = [SimpleNamespace(name=n, device_mesh="mesh", placements=(p,)) for n, p in layouts.items()]
+    handlers[unscale](unscale, (gradients, 0.5), {})
+    assert calls == [(["a", "c"], 0.5), (["b"], 0.5)]
