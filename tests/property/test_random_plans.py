@@ -43,7 +43,7 @@ DEEP = settings().max_examples > 1000
 """Whether `make test-deep` runs, which draws as many examples as its profile says; `make test` draws few."""
 
 
-@settings(max_examples=settings().max_examples if DEEP else 25)
+@settings(max_examples=settings().max_examples if DEEP else 20)
 @given(drawn=models(), axes=meshes, seed=seeds)
 def test_random_plan_of_random_model(
     drawn: tuple[nn.Module, tuple[Tensor, ...]], axes: dict[str, int], seed: int

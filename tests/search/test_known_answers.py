@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar import Cluster, InfeasibleError, Plan
+from autopar import Cluster, InfeasibleError, Plan, Search
 from autopar.cluster import Link
 from autopar.layout import Replicate, Split
 
@@ -36,11 +36,17 @@ class Blocks(nn.Module):
         return x.float().square().mean()
 
 
-def plan(rows: int, axes: dict[str, int], cluster: Cluster | str = "h100", memory: float | None = None) -> Plan:
+def plan(
+    rows: int,
+    axes: dict[str, int],
+    cluster: Cluster | str = "h100",
+    memory: float | None = None,
+    search: Search | None = None,
+) -> Plan:
     with torch.device("meta"):
         model = Blocks().to(torch.bfloat16)
         batch = (torch.empty(rows, HIDDEN, dtype=torch.bfloat16),)
-    return autopar.plan(model, batch, cluster=cluster, axes=axes, memory=memory)
+    return autopar.plan(model, batch, cluster=cluster, axes=axes, memory=memory, search=search)
 
 
 def test_small_batch_gives_megatrons_pair() -> None:
@@ -125,4 +131,5 @@ def test_what_cannot_fit_says_how_much_is_missing() -> None:
 
 def test_an_axis_that_divides_nothing_is_refused() -> None:
     with pytest.raises(InfeasibleError, match=r"axis 'gpu' of size 7.*4096"):
-        plan(8, {"gpu": 7})
+        plan(8, {"gpu": 7}, search=Search(padding=False))
+    assert plan(8, {"gpu": 7}).padding  # 4096 becomes 4102
