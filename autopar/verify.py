@@ -20,7 +20,7 @@ from autopar.errors import VerifyError
 from autopar.float64 import as_dtype
 from autopar.plan import Plan
 from autopar.precision import Precision
-from autopar.program import Input, Program, producer
+from autopar.program import Input, Program
 from autopar.search.find import Search
 
 SMALLEST = 1e-6
@@ -175,15 +175,14 @@ def compare(
     found: dict[tuple[str, str], torch.Tensor] = {}
     wanted: dict[tuple[str, str], torch.Tensor] = {}
     replicas: dict[tuple[str, str], float] = {}
-    finals = local.output_node.meta["input_layouts"]
-    for spec, value_, full, parts, layout in zip(
-        local.outputs, local.output_values, expected, outputs, finals, strict=True
+    last = local.output_node.meta
+    for spec, full, parts, type_, layout in zip(
+        local.outputs, expected, outputs, last["input_types"], last["input_layouts"], strict=True
     ):
-        if value_ is None or full is None:
+        if type_ is None or full is None:
             continue
         key = (spec.kind, spec.name)
-        source, index = producer(value_)
-        whole, replicas[key] = assemble([p for p in parts if p is not None], source.meta["types"][index], layout, sizes)
+        whole, replicas[key] = assemble([p for p in parts if p is not None], type_, layout, sizes)
         wanted[key], found[key] = full, without_padding(whole, full.shape)
         if spec.kind == "gradient" and not is_zero_outside(whole, full.shape):
             replicas[key] = math.inf  # the optimizer would change what is not there

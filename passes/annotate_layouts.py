@@ -19,12 +19,16 @@ from autopar.search.quotient import quotient
 
 
 def annotate_layouts(program: Program, plan: Plan) -> Program:
-    """Write ``types``, ``layouts``, ``input_layouts``, ``relays``, ``strategy`` and ``operator`` into ``meta``."""
+    """Write ``types``, ``layouts``, ``input_layouts``, ``relays``, ``strategy`` and ``operator`` into ``meta``.
+
+    The output node has ``input_layouts`` and ``input_types``.
+    """
     dims = analyze(program)
     assignment = assign(program, dims, plan, quotient(program, dims))
     for node in program.graph.graph.nodes:
         if node.op == "output":
             node.meta["input_layouts"] = assignment.finals
+            node.meta["input_types"] = tuple(v and dims.type_of(v) for v in program.output_values)
             continue
         outputs = dims.operators[node].outputs if is_operator(node) else (dims.types.get((node, 0)),)
         if not is_operator(node) and (node, 0) not in dims.types:

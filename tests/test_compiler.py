@@ -108,8 +108,9 @@ def test_rewriting_leaves_the_program_alone() -> None:
 # --- what the checker catches between passes
 
 
-def broken(tamper: Callable[[Program], None], until: int = 3) -> str:
-    """Rewrite with a pass that does damage; the error's text."""
+def broken(tamper: Callable[[Program], None], after: str = "localize_shapes") -> str:
+    """Rewrite with a pass that does damage behind another one; the error's text."""
+    until = [p.__name__ for p in PASSES].index(after) + 1
     program, _ = tiny()
     found = hand_plan(program, {"a": 2}, {"mm": "k.0"}, batch={"0": "S(1)"}, parameters={"w": "S(0)"})
 
@@ -155,21 +156,21 @@ def test_wrong_argument_layout_is_caught() -> None:
     def lie(program: Program) -> None:
         node(program, "relu").meta["input_layouts"] = ((Partial(),),)
 
-    assert "node relu takes wait_tensor_default as (P(sum)), and it lies as (R)" in broken(lie, 2)
+    assert "node relu takes wait_tensor_default as (P(sum)), and it lies as (R)" in broken(lie, "insert_collectives")
 
 
 def test_wrong_output_layout_is_caught() -> None:
     def lie(program: Program) -> None:
         node(program, "output").meta["input_layouts"] = ((Split(1),),)
 
-    assert "node output takes relu as (S(1.0))" in broken(lie, 2)
+    assert "node output takes relu as (S(1.0))" in broken(lie, "insert_collectives")
 
 
 def test_missing_layout_is_caught() -> None:
     def forget(program: Program) -> None:
         del node(program, "mm").meta["layouts"]
 
-    assert "node mm has no layout" in broken(forget, 1)
+    assert "node mm has no layout" in broken(forget, "annotate_layouts")
 
 
 def test_wrong_local_shape_is_caught() -> None:
@@ -186,7 +187,7 @@ def test_malformed_graph_is_caught() -> None:
             node(program, "w") if any(n.name == "w" for n in program.graph.graph.nodes) else node(program, "arg")
         )
 
-    broken(reorder, 1)
+    broken(reorder, "annotate_layouts")
 
 
 def test_local_arguments_that_do_not_fit_are_caught() -> None:

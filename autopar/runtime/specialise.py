@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from autopar import tree
 from autopar._torch_compat import FakeTensorMode
@@ -17,9 +17,9 @@ from autopar.collective import GROUP_ARGUMENT
 from autopar.dims import analyze
 from autopar.draw import generator_digest
 from autopar.errors import PlanError, RankError
-from autopar.layout import Layout, Replicate, Split, TensorType
+from autopar.layout import Layout, Replicate, Split
 from autopar.plan import Plan
-from autopar.program import Input, Output, Program, draws, producer
+from autopar.program import Program, draws
 from autopar.runtime.bind import bind
 from autopar.runtime.boundary import Placements, from_placements
 from autopar.runtime.partition import cut
@@ -303,12 +303,14 @@ def data_parts(layout: Layout, sizes: tuple[int, ...]) -> int:
 
 def _types(local: Program, plan: Plan) -> Types:
     """Types, padded ones too, from a rewritten program."""
-    found: dict[str, dict[str, tuple[TensorType, Layout]]] = {"parameter": {}, "batch": {}, "result": {}}
-    layouts = {"parameter": plan.parameters, "batch": plan.batch, "result": plan.results}
-    ends: list[tuple[Input | Output, fx.Node]] = [*zip(local.inputs, local.placeholders, strict=True)]
-    ends += [(o, v) for o, v in zip(local.outputs, local.output_values, strict=True) if v is not None]
-    for spec, value in ends:
-        if spec.kind in found:
-            source, index = producer(value)
-            found[spec.kind][spec.name] = source.meta["types"][index], layouts[spec.kind][spec.name]
-    return Types(found["parameter"], found["batch"], found["result"])
+    inputs = {(i.kind, i.name): n.meta["types"][0] for n, i in zip(local.placeholders, local.inputs, strict=True)}
+    results = {
+        o.name: (type_, plan.results[o.name])
+        for o, type_ in zip(local.outputs, local.output_node.meta["input_types"], strict=True)
+        if o.kind == "result" and type_ is not None
+    }
+    return Types(
+        {name: (inputs["parameter", name], layout) for name, layout in plan.parameters.items()},
+        {name: (inputs["batch", name], layout) for name, layout in plan.batch.items()},
+        results,
+    )
