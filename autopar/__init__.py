@@ -9,6 +9,7 @@ from autopar.compiler import plan
 from autopar.errors import (
     AutoparError,
     CaptureError,
+    DeadlockError,
     InfeasibleError,
     InvalidRuleError,
     MissingRuleError,
@@ -30,6 +31,7 @@ __all__ = [
     "AutoparError",
     "CaptureError",
     "Cluster",
+    "DeadlockError",
     "EquivalenceReport",
     "InfeasibleError",
     "InvalidRuleError",

@@ -52,5 +52,9 @@ class PlanError(AutoparError):
     """A plan or plan file does not belong to this model, mesh, cluster or version, or is corrupt."""
 
 
+class DeadlockError(AutoparError):
+    """Tasks of a simulation wait for one another in a circle: none of them can start."""
+
+
 class RankError(AutoparError):
     """The ranks of one mesh disagree (model, plan, batch or collective order)."""
