@@ -1,6 +1,8 @@
 """The event simulator: what a step on many devices takes, from what each task takes and what it waits for."""
 
 from autopar.simulate.engine import simulate
+from autopar.simulate.pipeline import pipeline
+from autopar.simulate.schedules import SCHEDULES, Action, Order, order
 from autopar.simulate.tasks import COMMUNICATION, COMPUTE, WAIT, Task
 from autopar.simulate.timeline import Timeline
 from autopar.simulate.trace import chrome_trace
@@ -8,9 +10,14 @@ from autopar.simulate.trace import chrome_trace
 __all__ = [
     "COMMUNICATION",
     "COMPUTE",
+    "SCHEDULES",
     "WAIT",
+    "Action",
+    "Order",
     "Task",
     "Timeline",
     "chrome_trace",
+    "order",
+    "pipeline",
     "simulate",
 ]

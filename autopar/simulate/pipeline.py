@@ -1,0 +1,151 @@
+"""Tasks of a pipelined step: an order of actions, and what each of them takes and holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from autopar.simulate.schedules import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Order
+from autopar.simulate.tasks import COMMUNICATION, COMPUTE, Task
+
+ACTIVATIONS = "activations"
+"""Category of the memory that microbatches hold."""
+
+
+def pipeline(
+    order: Order,
+    forward: ArrayLike,
+    backward_input: ArrayLike,
+    backward_weight: ArrayLike,
+    communication: ArrayLike = 0.0,
+    *,
+    host: float = 0.0,
+    saved: ArrayLike = 0.0,
+    saved_for_weight: ArrayLike | None = None,
+) -> list[Task]:
+    """Tasks of a pipelined step.
+
+    What a stage passes on arrives ``communication`` seconds after it was computed, or later where the receiver's stream
+    of that direction is still busy with what it needs before. It keeps neither device from computing.
+
+    Args:
+        order: what each device does, from `autopar.simulate.schedules.order` or of another schedule.
+        forward: seconds of a microbatch in a stage; a number, or one for each stage.
+        backward_input: of the part of the backward for the input; a whole backward takes both parts.
+        backward_weight: of the part for the weights.
+        communication: seconds between a stage and the next, in both directions; a number, or one for each stage but the
+            last. Stages on one device pass on without it.
+        host: seconds to launch a task.
+        saved: bytes that a microbatch's forward leaves on a stage for the backward; a number, or one for each stage.
+        saved_for_weight: how many of these the part for the weights still needs; default: all.
+
+    Raises:
+        ValueError: there are neither one nor as many numbers as stages, or the order is not one of a whole step.
+    """
+    device_of = _devices(order)
+    stages = len(device_of)
+    durations = _durations(forward, backward_input, backward_weight, stages)
+    changes = _changes(saved, saved_for_weight, stages)
+    arrivals = _arrivals(order, device_of, _each("communication", communication, stages - 1))
+    position: dict[Action, int] = {}
+    count = 0
+    for action, arrival in arrivals.items():
+        count += 2 if arrival.seconds else 1
+        position[action] = count - 1
+    tasks: list[Task] = []
+    for action, (source, delay) in arrivals.items():
+        device, name = device_of[action.stage], str(action)
+        after = () if source is None else (position[source],)
+        if delay:
+            stream = "receive forward" if action.kind == FORWARD else "receive backward"
+            tasks.append(Task(f"receive for {name}", device, stream, delay, after, COMMUNICATION, host))
+            after = (len(tasks) - 1,)
+        seconds, change = float(durations[action.kind][action.stage]), float(changes[action.kind][action.stage])
+        held = {"at_start" if change > 0 else "at_end": ((ACTIVATIONS, change),)} if change else {}
+        tasks.append(Task(name, device, COMPUTE, seconds, after, COMPUTE, host, **held))
+    return tasks
+
+
+class _Arrival(NamedTuple):
+    """What an action waits for from elsewhere, and how long that is under way."""
+
+    source: Action | None
+    seconds: float
+
+
+def _devices(order: Order) -> list[int]:
+    """The device of each stage."""
+    device_of: dict[int, int] = {}
+    for device, row in enumerate(order):
+        for action in row:
+            if device_of.setdefault(action.stage, device) != device:
+                raise ValueError(f"stage {action.stage} is on devices {device_of[action.stage]} and {device}; take one")
+    missing = sorted(set(range(max(device_of, default=-1) + 1)) - device_of.keys())
+    if missing or not device_of:
+        raise ValueError(f"no device works on stage {(missing or [0])[0]}; each stage needs one")
+    return [device_of[stage] for stage in range(len(device_of))]
+
+
+def _arrivals(order: Order, device_of: list[int], delay: NDArray[np.float64]) -> dict[Action, _Arrival]:
+    """What each action waits for, in the order of devices and, on a device, of its actions."""
+    actions = [action for row in order for action in row]
+    known = set(actions)
+    if len(known) < len(actions):
+        raise ValueError(f"{next(a for a in actions if actions.count(a) > 1)} is there twice; do each action once")
+    arrivals = {}
+    for action in actions:
+        source = _source(action, known, len(device_of))
+        remote = source is not None and device_of[source.stage] != device_of[action.stage]
+        seconds = float(delay[min(source.stage, action.stage)]) if source is not None and remote else 0.0
+        arrivals[action] = _Arrival(source, seconds)
+    return arrivals
+
+
+def _source(action: Action, known: set[Action], stages: int) -> Action | None:
+    """What passes on what an action needs; the backward of the last stage needs its forward."""
+    stage, kind, microbatch = action
+    if kind == FORWARD:
+        wanted = [Action(stage - 1, FORWARD, microbatch)] if stage else []
+    elif kind == BACKWARD_WEIGHT:
+        wanted = [Action(stage, BACKWARD_INPUT, microbatch)]
+    elif stage == stages - 1:
+        wanted = [Action(stage, FORWARD, microbatch)]
+    else:
+        wanted = [Action(stage + 1, whole_or_part, microbatch) for whole_or_part in (BACKWARD, BACKWARD_INPUT)]
+    if not wanted:
+        return None
+    for source in wanted:
+        if source in known:
+            return source
+    raise ValueError(f"{action} needs {' or '.join(map(str, wanted))}, which no device does; add it to the order")
+
+
+def _durations(
+    forward: ArrayLike, backward_input: ArrayLike, backward_weight: ArrayLike, stages: int
+) -> Mapping[str, NDArray[np.float64]]:
+    """Seconds of each kind of action on each stage."""
+    for_input = _each("backward_input", backward_input, stages)
+    for_weight = _each("backward_weight", backward_weight, stages)
+    return {
+        FORWARD: _each("forward", forward, stages),
+        BACKWARD: for_input + for_weight,
+        BACKWARD_INPUT: for_input,
+        BACKWARD_WEIGHT: for_weight,
+    }
+
+
+def _changes(saved: ArrayLike, saved_for_weight: ArrayLike | None, stages: int) -> Mapping[str, NDArray[np.float64]]:
+    """Bytes that each kind of action adds on each stage."""
+    held = _each("saved", saved, stages)
+    kept = held if saved_for_weight is None else _each("saved_for_weight", saved_for_weight, stages)
+    return {FORWARD: held, BACKWARD: -held, BACKWARD_INPUT: kept - held, BACKWARD_WEIGHT: -kept}
+
+
+def _each(name: str, value: ArrayLike, count: int) -> NDArray[np.float64]:
+    numbers = np.asarray(value, dtype=np.float64)
+    if numbers.ndim and numbers.shape != (count,):
+        raise ValueError(f"{name} has shape {numbers.shape}; give one number, or {count} in a row")
+    return np.broadcast_to(numbers, (count,))
