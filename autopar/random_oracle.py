@@ -16,7 +16,7 @@ import torch
 
 from autopar.draw import seeded, step_seed
 from autopar.errors import InvalidRuleError
-from autopar.oracle import rule_of
+from autopar.rule_call import rule_of
 from autopar.strategy import Rule, letter_sizes
 
 ENOUGH = 64

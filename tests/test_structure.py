@@ -16,7 +16,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("layout", "cluster", "tree", "blocks", "precision"),
     ("_torch_compat",),
     ("draw",),
-    ("strategy", "oracle", "padding_oracle", "random_oracle"),
+    ("strategy", "rule_call", "oracle", "padding_oracle", "random_oracle"),
     ("strategies",),
     ("findings", "trial", "discover"),
     ("dims", "candidates", "cost", "redistribute", "plan", "report", "program", "naming", "capture", "collective"),

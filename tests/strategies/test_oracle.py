@@ -7,7 +7,8 @@ import torch
 
 import autopar.strategies  # noqa: F401
 from autopar.errors import InvalidRuleError, MissingRuleError
-from autopar.oracle import check_rule, rule_of
+from autopar.oracle import check_rule
+from autopar.rule_call import rule_of
 from autopar.strategy import Lowering, Rule
 
 aten = torch.ops.aten

@@ -6,9 +6,10 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 import autopar.strategies  # noqa: F401
-from autopar.oracle import check_rule, rule_of
+from autopar.oracle import check_rule
 from autopar.padding_oracle import check_padding
 from autopar.random_oracle import check_random
+from autopar.rule_call import rule_of
 from autopar.strategy import letter_sizes, registered
 from tests.strategies.sample import Sample
 from tests.strategies.samples import all_samples
