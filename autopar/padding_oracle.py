@@ -105,15 +105,16 @@ def _unpadded(
     found: torch.Tensor, expected: torch.Tensor, dims: Dims, letter: str, content: float | None, where: str
 ) -> torch.Tensor:
     """An output without its padding, once it is seen to hold ``content``."""
+    padded = [d for d, dim in enumerate(dims) if dim == (letter,)]
+    shape = [n + EXTRA if d in padded else n for d, n in enumerate(expected.shape)]
+    if list(found.shape) != shape or found.dtype != expected.dtype:
+        got = list(found.shape), found.dtype
+        raise InvalidRuleError(f"{where}: the output is {got}, expected {(shape, expected.dtype)}")
     own = found
-    for d, dim in enumerate(dims):
-        if dim == (letter,):
-            own = own.narrow(d, 0, expected.shape[d])
-            rest = found.narrow(d, expected.shape[d], EXTRA)
-            if content is not None and not bool((rest == content).all()):
-                raise InvalidRuleError(f"{where}: the padding holds something else than {content:g}")
-    if own.shape != expected.shape or own.dtype != expected.dtype:
-        raise InvalidRuleError(f"{where}: the output is {list(found.shape)} of {found.dtype}")
+    for d in padded:
+        own, rest = own.narrow(d, 0, expected.shape[d]), found.narrow(d, expected.shape[d], EXTRA)
+        if content is not None and not bool((rest == content).all()):
+            raise InvalidRuleError(f"{where}: the padding holds something else than {content:g}")
     return own
 
 
