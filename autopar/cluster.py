@@ -19,6 +19,15 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
+_FOLDER = Path(__file__).with_name("clusters")
+
+PRESETS: tuple[str, ...] = tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
+"""Names that `Cluster.preset` knows: public figures, the source beside each number, in the folder ``clusters``."""
+
+_SHARES = ("efficiency", "streaming")
+_OPTIONAL = ("efficiency", "units", "ramp", "streaming", "host")
+_FIGURES = ("memory", "bandwidth", "launch", *_OPTIONAL)
+
 FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 """The dtypes whose peak a device may state."""
 
@@ -39,6 +48,10 @@ class Device:
         bandwidth: of its memory, in bytes per second.
         launch: seconds that every kernel costs however little it does.
         efficiency: share of the peak that large matrix products reach; 1 where ``flops`` was measured.
+        units: processors that each work on one tile of a matrix product at a time; 1: sizes are not quantised.
+        ramp: depth of a product, in elements, during which a tile could have been computed while it starts and ends.
+        streaming: share of ``bandwidth`` that kernels which only move data reach; 1 where it was measured.
+        host: seconds that the host needs to launch one kernel: devices that are faster wait for it.
 
     Raises:
         ValueError: a figure is not a positive number, or a dtype is unknown.
@@ -50,6 +63,10 @@ class Device:
     bandwidth: float
     launch: float
     efficiency: float = 1.0
+    units: int = 1
+    ramp: float = 0.0
+    streaming: float = 1.0
+    host: float = 0.0
 
     def __post_init__(self) -> None:
         _check_name(self.name)
@@ -61,10 +78,15 @@ class Device:
         # A plain dict, in one order: a read-only proxy could not be pickled, and ranks exchange clusters.
         flops = {d: _positive(f"flops.{d}", self.flops[d]) for d in FLOAT_DTYPES if d in self.flops}
         object.__setattr__(self, "flops", flops)
-        for key in ("memory", "bandwidth", "launch", "efficiency"):
+        for key in ("memory", "bandwidth", "launch", *_SHARES):
             object.__setattr__(self, key, _positive(key, getattr(self, key)))
-        if self.efficiency > 1:
-            raise ValueError(f"efficiency is a share of the peak, at most 1, got {self.efficiency!r}")
+        for key in ("ramp", "host"):
+            object.__setattr__(self, key, _not_negative(key, getattr(self, key)))
+        for key in _SHARES:
+            if getattr(self, key) > 1:
+                raise ValueError(f"{key} is a share of the peak, at most 1, got {getattr(self, key)!r}")
+        if isinstance(self.units, bool) or not isinstance(self.units, int) or self.units < 1:
+            raise ValueError(f"units must be a positive integer, got {self.units!r}")
 
     def peak(self, dtype: str) -> float:
         """Operations per second of this dtype; integers count at float32's rate, complex numbers at their parts'.
@@ -152,7 +174,8 @@ class Cluster:
         Devices are numbered along the mesh row by row, so the last axis joins neighbours. An axis lies within a
         group if its size times all inner sizes fits into the group and divides it; it uses the innermost such level,
         or the outermost link if there is none. An entry in ``axis_links`` comes first. The bandwidth of the link
-        between nodes is a device's own share of the network cards.
+        between nodes is a device's own share of the network cards; an axis with several neighbours in each node has
+        the shares of all of them, since a ring leaves a node only once.
 
         Args:
             axis_sizes: name and size of each mesh axis, outermost first: ``{"node": 32, "gpu": 8}``.
@@ -171,15 +194,21 @@ class Cluster:
         for name, size in reversed(list(axis_sizes.items())):
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"mesh axis {name!r} has size {size!r}: it must be a positive integer")
+            chosen.append(self.axis_links.get(name) or self._link_between(extent, size))
             extent *= size
-            chosen.append(self.axis_links.get(name) or self._link_within(extent))
         return tuple(reversed(chosen))
 
-    def _link_within(self, extent: int) -> Link:
-        for link, group in zip(self.links, self.group_sizes, strict=False):
-            if extent <= group and group % extent == 0:
-                return link
-        return self.links[-1]
+    def _link_between(self, stride: int, size: int) -> Link:
+        """The link of ``size`` devices that are ``stride`` apart, with the bandwidth that they have together."""
+        within = (i for i, group in enumerate(self.group_sizes) if group % (stride * size) == 0)
+        level = next(within, len(self.links) - 1)
+        best = self.links[level]
+        for inner in range(level):
+            group = self.group_sizes[inner]
+            neighbours = math.gcd(size, group // stride) if group % stride == 0 else 1
+            shared = min(self.links[inner].bandwidth, neighbours * best.bandwidth)
+            best = replace(best, bandwidth=max(best.bandwidth, shared))
+        return best
 
     @staticmethod
     def preset(name: str) -> Cluster:
@@ -188,9 +217,9 @@ class Cluster:
         Raises:
             ValueError: there is none of that name.
         """
-        if name not in _PRESETS:
+        if name not in PRESETS:
             raise ValueError(f"no cluster preset {name!r}{_suggest(name, PRESETS)}")
-        return _PRESETS[name]
+        return Cluster.load(_FOLDER / f"{name}.toml")
 
     @staticmethod
     def resolve(spec: str | Path | Cluster) -> Cluster:
@@ -201,8 +230,8 @@ class Cluster:
         """
         if isinstance(spec, Cluster):
             return spec
-        if isinstance(spec, str) and spec in _PRESETS:
-            return _PRESETS[spec]
+        if isinstance(spec, str) and spec in PRESETS:
+            return Cluster.preset(spec)
         if Path(spec).is_file():
             return Cluster.load(spec)
         raise ValueError(f"cluster {str(spec)!r} is neither a file nor a preset{_suggest(str(spec), PRESETS)}")
@@ -242,7 +271,7 @@ class Cluster:
         device = self.device
         lines = [f"name = {_quote(self.name)}", f"group_sizes = {list(self.group_sizes)}", "", "[device]"]
         lines += [f"name = {_quote(device.name)}"]
-        lines += [f"{key} = {getattr(device, key)!r}" for key in ("memory", "bandwidth", "launch", "efficiency")]
+        lines += [f"{key} = {getattr(device, key)!r}" for key in _FIGURES]
         lines += ["", "[device.flops]", *(f"{dtype} = {rate!r}" for dtype, rate in device.flops.items())]
         tables = [("[[links]]", link) for link in self.links]
         tables += [(f"[axis_links.{_quote(axis)}]", link) for axis, link in self.axis_links.items()]
@@ -259,6 +288,12 @@ class Cluster:
 def _positive(key: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"{key} must be a positive number, got {value!r}")
+    return float(value)
+
+
+def _not_negative(key: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{key} must be a number that is not negative, got {value!r}")
     return float(value)
 
 
@@ -315,7 +350,7 @@ def _named(where: str, build: type[_T], table: dict[str, Any]) -> _T:
 def _parse_cluster(document: dict[str, Any]) -> Cluster:
     table = _table(document, "", ("name", "device", "links"), ("group_sizes", "axis_links"))
     keys = ("name", "flops", "memory", "bandwidth", "launch")
-    device = _named("device.", Device, _table(table["device"], "device.", keys, ("efficiency",)))
+    device = _named("device.", Device, _table(table["device"], "device.", keys, _OPTIONAL))
     if not isinstance(table["links"], list):
         raise ValueError("links must be [[links]] tables, one per level, innermost first")
     links = tuple(_parse_link(link, f"links[{i}].") for i, link in enumerate(table["links"]))
@@ -327,70 +362,3 @@ def _parse_cluster(document: dict[str, Any]) -> Cluster:
     if not isinstance(group_sizes, list):
         raise ValueError(f"group_sizes must be a list of integers, got {group_sizes!r}")
     return Cluster(table["name"], device, links, tuple(group_sizes), axis_links)
-
-
-# Presets. Peaks are those of the datasheets, dense, without the doubling for structured sparsity, and float32 without
-# TF32, which torch leaves off. Memory is the decimal figure of the datasheet; a driver reports a little more.
-# Efficiency and launch are in no datasheet: they are round assumptions for large matrix products and for kernels
-# queued back to back, which a calibration replaces. Latencies are the per-step figures of NCCL's own ring model
-# (src/graph/tuning.cc, hwLat, protocol Simple): 3.4 us over NVLink, 9.6 us over the network.
-
-_A100 = Device(
-    name="NVIDIA A100 SXM 80GB",  # datasheet: nvidia.com/en-us/data-center/a100
-    flops={
-        "float64": 9.7e12,  # FP64; 19.5e12 on tensor cores
-        "float32": 19.5e12,  # FP32; 156e12 as TF32
-        "bfloat16": 312e12,  # BFLOAT16 tensor core
-        "float16": 312e12,  # FP16 tensor core
-    },
-    memory=80e9,  # GPU memory 80GB HBM2e
-    bandwidth=2039e9,  # GPU memory bandwidth 2,039 GB/s
-    launch=4e-6,  # assumed
-    efficiency=0.75,  # assumed
-)
-
-_H100 = Device(
-    name="NVIDIA H100 SXM",  # datasheet: nvidia.com/en-us/data-center/h100
-    flops={
-        "float64": 34e12,  # FP64; 67e12 on tensor cores
-        "float32": 67e12,  # FP32; 494e12 as TF32
-        "bfloat16": 989e12,  # BFLOAT16 tensor core, half of the 1,979e12 given with sparsity
-        "float16": 989e12,  # FP16 tensor core, likewise
-    },
-    memory=80e9,  # GPU memory 80GB
-    bandwidth=3.35e12,  # GPU memory bandwidth 3.35TB/s
-    launch=4e-6,  # assumed
-    efficiency=0.75,  # assumed
-)
-
-_H200 = replace(
-    _H100,  # the same processor, datasheet: nvidia.com/en-us/data-center/h200
-    name="NVIDIA H200 SXM",
-    memory=141e9,  # GPU memory 141GB
-    bandwidth=4.8e12,  # GPU memory bandwidth 4.8TB/s
-)
-
-_CPU = Device(
-    name="one CPU process",  # a round, modest figure each, so that plans do not depend on the machine
-    flops={"float64": 25e9, "float32": 50e9, "bfloat16": 25e9, "float16": 25e9},
-    memory=4 * 2.0**30,
-    bandwidth=10e9,
-    launch=5e-6,
-    efficiency=0.7,
-)
-
-_NVLINK3 = Link("NVLink 3", 300e9, 3.4e-6)  # A100 datasheet: 600 GB/s, both directions together
-_NVLINK4 = Link("NVLink 4", 450e9, 3.4e-6)  # H100 datasheet: 900 GB/s, both directions together
-_HDR = Link("InfiniBand HDR", 25e9, 9.6e-6)  # 200 Gb/s per card, one card per GPU (DGX A100)
-_NDR = Link("InfiniBand NDR", 50e9, 9.6e-6)  # 400 Gb/s per card, one card per GPU (DGX H100)
-_LOOPBACK = Link("Gloo over loopback", 2e9, 50e-6)  # a round figure for processes of one machine
-
-_PRESETS: dict[str, Cluster] = {
-    "cpu": Cluster("cpu", _CPU, (_LOOPBACK,)),
-    "a100-80gb": Cluster("a100-80gb", _A100, (_NVLINK3, _HDR), (8,)),
-    "h100": Cluster("h100", _H100, (_NVLINK4, _NDR), (8,)),
-    "h200": Cluster("h200", _H200, (_NVLINK4, _NDR), (8,)),
-}
-
-PRESETS: tuple[str, ...] = tuple(_PRESETS)
-"""Names that `Cluster.preset` knows."""

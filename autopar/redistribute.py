@@ -122,7 +122,7 @@ class Redistributions:
         ends = np.array([(self.index[m.source], self.index[m.target]) for m in moves], dtype=np.int64).reshape(-1, 2)
         size = self.type.numel * item / self._parts[ends].min(axis=1)
         passes = np.where(cast, 3, 1)
-        seconds = np.asarray(passes * (device.launch + size / device.bandwidth), dtype=np.float64)
+        seconds = np.asarray(passes * (device.launch + size / (device.bandwidth * device.streaming)), dtype=np.float64)
         groups: dict[tuple[str, int], list[int]] = {}
         for i, move in enumerate(moves):
             groups.setdefault((move.kind, move.axis), []).append(i)

@@ -24,6 +24,10 @@ DEVICES = st.builds(
     POSITIVE,
     POSITIVE,
     st.floats(min_value=0, max_value=1, exclude_min=True),
+    st.integers(1, 1 << 20),
+    st.floats(min_value=0, allow_infinity=False, allow_nan=False),
+    st.floats(min_value=0, max_value=1, exclude_min=True),
+    st.floats(min_value=0, allow_infinity=False, allow_nan=False),
 )
 
 
@@ -65,6 +69,24 @@ def test_an_axis_uses_the_innermost_link_that_holds_it(axes: dict[str, int], exp
     assert link_names(H100, **axes) == expected
 
 
+@pytest.mark.parametrize(
+    ("axes", "cards"),
+    [
+        ({"all": 16}, 8),  # a ring through all devices of two nodes leaves each node once, over all cards
+        ({"data": 2, "model": 16}, (1, 8)),
+        ({"node": 4, "gpu": 8}, (1, None)),
+        ({"data": 8, "model": 4}, (2, None)),  # two of each group of eight lie in one node
+        ({"odd": 3}, 1),
+        ({"odd": 12}, 4),
+    ],
+)
+def test_neighbours_in_a_node_share_their_cards(axes: dict[str, int], cards: int | tuple[int | None, ...]) -> None:
+    counts = cards if isinstance(cards, tuple) else (cards,)
+    near, far = (link.bandwidth for link in H100.links)
+    expected = [near if count is None else min(near, count * far) for count in counts]
+    assert [link.bandwidth for link in H100.link_for(axes)] == expected
+
+
 def test_three_levels() -> None:
     pod = replace(H100, links=(*H100.links, Link("spine", 1e9, 1e-5)), group_sizes=(8, 256))
     assert link_names(pod, pods=4, node=32, gpu=8) == ["spine", FAR, NEAR]
@@ -96,7 +118,12 @@ def test_presets_state_the_datasheets() -> None:
     assert h200.device.flops == h100.device.flops
     assert (h200.device.memory, h200.device.bandwidth) == (141e9, 4.8e12)
     assert (cpu.device.memory, len(cpu.links)) == (4 * 2**30, 1)
-    assert set(PRESETS) == {"cpu", "a100-80gb", "h100", "h200"}
+    b200, mi300x, l4, a100_40 = (Cluster.preset(name).device for name in ("b200", "mi300x", "l4", "a100-40gb"))
+    assert (b200.peak("bfloat16"), b200.memory, b200.bandwidth) == (2250e12, 180e9, 7.7e12)
+    assert (mi300x.peak("bfloat16"), mi300x.memory, mi300x.bandwidth) == (1307.4e12, 192e9, 5.3e12)
+    assert (l4.peak("bfloat16"), l4.memory, l4.bandwidth) == (121e12, 24e9, 300e9)
+    assert (a100_40.flops, a100_40.memory, a100_40.bandwidth) == (a100.device.flops, 40e9, 1555e9)
+    assert PRESETS == ("a100-40gb", "a100-80gb", "b200", "cpu", "h100", "h200", "l4", "mi300x")
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -178,7 +205,10 @@ def test_resolve(tmp_path: Path) -> None:
     assert Cluster.resolve(path) == Cluster.resolve(str(path)) == mine
     with pytest.raises(ValueError, match=r"'h10' is neither a file nor a preset: did you mean 'h100'\?"):
         Cluster.resolve("h10")
-    with pytest.raises(ValueError, match=r"no cluster preset 'abacus' \(known: cpu, a100-80gb, h100, h200\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"no cluster preset 'abacus' \(known: a100-40gb, a100-80gb, b200, cpu, h100, h200, l4, mi300x\)",
+    ):
         Cluster.preset("abacus")
 
 
@@ -197,6 +227,9 @@ VALID = H100.to_toml()
         ("memory = 80000000000.0", 'memory = "80GB"', r"device\.memory must be a positive number, got '80GB'"),
         ("memory = 80000000000.0", "memory = inf", r"device\.memory must be a positive number, got inf"),
         ("memory = 80000000000.0", "memory = true", r"device\.memory must be a positive number, got True"),
+        ("streaming = 0.8", "streaming = 2", r"device\.streaming is a share of the peak, at most 1, got 2"),
+        ("units = 132", "units = 0.5", r"device\.units must be a positive integer, got 0\.5"),
+        ("host = 1e-05", "host = -1", r"device\.host must be a number that is not negative, got -1"),
         ("efficiency = 0.75", "efficiency = 1.5", r"device\.efficiency is a share of the peak, at most 1, got 1\.5"),
         ("bandwidth = 50000000000.0", "bandwidth = 0", r"links\[1\]\.bandwidth must be a positive number, got 0"),
         ("bfloat16 =", "bfloat17 =", r"device\.flops\.bfloat17 is not a known dtype: did you mean 'bfloat16'\?"),

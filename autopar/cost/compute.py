@@ -1,4 +1,4 @@
-"""Seconds of kernels: a roofline per device, and how many operations the expensive ops take.
+"""How many operations the expensive operators take.
 
 A multiplication and an addition count as two operations. The counts are plain arithmetic on exact integers.
 """
@@ -7,41 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
-
-from autopar.cluster import Device
-
-
-def roofline(flops: ArrayLike, bytes_moved: ArrayLike, dtype: str, device: Device) -> NDArray[np.float64]:
-    """Seconds of kernels on one device: ``max(flops / (peak efficiency), bytes / bandwidth) + launch``.
-
-    A kernel is bound by arithmetic or by its memory traffic, whichever takes longer (S. Williams, A. Waterman,
-    D. Patterson, "Roofline: an insightful visual performance model for multicore architectures", 2009). One that does
-    nothing, such as a view, is not launched and costs 0.
-
-    Args:
-        flops: operations, per device.
-        bytes_moved: read from and written to the device's memory.
-        dtype: of the arithmetic, such as ``"bfloat16"``.
-        device: its peak for the dtype, efficiency, bandwidth and launch cost count.
-
-    Returns:
-        Seconds, as an array of the arguments' common shape (of no dims for numbers).
-
-    Raises:
-        ValueError: the device states no peak for this dtype, or an amount is negative.
-
-    >>> toy = Device("toy", {"float32": 100.0}, memory=1.0, bandwidth=10.0, launch=0.5)
-    >>> roofline([200, 200, 0], [10, 40, 0], "float32", toy).tolist()
-    [2.5, 4.5, 0.0]
-    """
-    work, traffic = np.asarray(flops, dtype=np.float64), np.asarray(bytes_moved, dtype=np.float64)
-    if np.any(work < 0) or np.any(traffic < 0):
-        raise ValueError(f"a kernel of a negative amount of work: {flops!r} operations, {bytes_moved!r} bytes")
-    busy = np.maximum(work / (device.peak(dtype) * device.efficiency), traffic / device.bandwidth)
-    return np.where(busy > 0, busy + device.launch, 0.0)
 
 
 def matmul_flops(m: int, k: int, n: int, batch: int = 1) -> int:

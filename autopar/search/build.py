@@ -13,15 +13,16 @@ from torch import fx
 
 from autopar.candidates import REPLICATE, Candidates, candidates, lowered_bytes, split_parts
 from autopar.cost import collectives
-from autopar.cost.compute import roofline
+from autopar.cost.kernels import kernel_seconds
 from autopar.dims import Dims, Operator
 from autopar.errors import InfeasibleError
-from autopar.layout import Layout, Partial, Placement, Replicate, Split, TensorType, item_bytes
+from autopar.layout import Layout, Partial, Placement, Replicate, Split, TensorType
 from autopar.program import Program, producer
 from autopar.redistribute import Machine, Tables
 from autopar.search.problem import Edge, Node, Problem
 from autopar.search.quotient import Quotient
 from autopar.search.restrict import Restrictions, is_boundary_layout
+from autopar.work import arithmetic_dtype, operator_work
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -233,26 +234,9 @@ class _Everything(list[str]):
 
 
 def operator_seconds(operator: Operator, chosen: Candidates, machine: Machine) -> Floats:
-    """Seconds of each candidate of one operator: roofline over what stays local, and a lowering's collectives."""
-    choice = chosen.choice
-    sizes = np.array(machine.sizes)
-    if operator.rule.view:
-        return np.zeros(len(choice))
-    total = np.zeros(len(choice))
-    for side, types in (("inputs", operator.inputs), ("outputs", operator.outputs)):
-        for i, type_ in enumerate(types):
-            if type_ is None:
-                continue
-            split = np.array([isinstance(getattr(s, side)[i], Split) for s in chosen.strategies])
-            parts = np.where(split[choice], sizes, 1).prod(axis=1)
-            total += type_.numel * item_bytes(type_.dtype) / parts
-    splits = np.array([s.splits for s in chosen.strategies])
-    flops = operator.rule.flops / np.where(splits[choice], sizes, 1).prod(axis=1)
-    known = (
-        t.dtype for t in (*operator.outputs, *operator.inputs) if t is not None and t.dtype in machine.device.flops
-    )
-    dtype = next(known, "float32")
-    seconds = np.asarray(roofline(flops, total, dtype, machine.device), dtype=np.float64)
+    """Seconds of each candidate of one operator: its kernel on what stays local, and a lowering's collectives."""
+    work = operator_work(operator, chosen, machine.sizes)
+    seconds = kernel_seconds(work, arithmetic_dtype(operator, machine.device), machine.device)
     return seconds + _lowering_seconds(operator, chosen, machine)
 
 

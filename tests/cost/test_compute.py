@@ -1,13 +1,9 @@
 from itertools import product
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar.cluster import Cluster, Device
 from autopar.cost.compute import (
     attention_backward_flops,
     attention_flops,
@@ -15,47 +11,7 @@ from autopar.cost.compute import (
     conv_flops,
     matmul_backward_flops,
     matmul_flops,
-    roofline,
 )
-
-DEVICE = Device("toy", {"float32": 100.0, "bfloat16": 400.0}, memory=1.0, bandwidth=10.0, launch=0.25, efficiency=0.5)
-AMOUNTS = st.floats(0, 1e18)
-
-
-def test_roofline_takes_the_slower_of_arithmetic_and_memory() -> None:
-    assert float(roofline(100, 10, "float32", DEVICE)) == 2.25  # 100 / (100 0.5) + launch
-    assert float(roofline(100, 50, "float32", DEVICE)) == 5.25  # 50 / 10 + launch
-    assert float(roofline(100, 1, "bfloat16", DEVICE)) == 0.75
-
-
-def test_only_a_kernel_with_nothing_to_do_is_free() -> None:
-    np.testing.assert_array_equal(roofline([0, 0, 50], [0, 1, 0], "float32", DEVICE), [0, 0.35, 1.25])
-
-
-def test_roofline_broadcasts() -> None:
-    flops, moved = np.array([[0.0], [1e3]]), np.array([0.0, 5.0, 1e6])
-    table = roofline(flops, moved, "float32", DEVICE)
-    expected = [[float(roofline(f, b, "float32", DEVICE)) for b in moved] for f in flops[:, 0]]
-    np.testing.assert_array_equal(table, expected)
-
-
-@given(flops=AMOUNTS, moved=AMOUNTS, share=st.integers(1, 64))
-def test_splitting_work_saves_at_most_its_share(flops: float, moved: float, share: int) -> None:
-    device = Cluster.preset("h100").device
-    whole = float(roofline(flops, moved, "bfloat16", device))
-    part = float(roofline(flops / share, moved / share, "bfloat16", device))
-    assert part <= whole * (1 + 1e-12) <= part * share * (1 + 1e-9)
-
-
-def test_integers_count_at_the_rate_of_float32() -> None:
-    assert roofline(100, 0, "int64", DEVICE) == roofline(100, 0, "float32", DEVICE)
-
-
-def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match="device toy states no peak for float64"):
-        roofline(1, 1, "float64", DEVICE)
-    with pytest.raises(ValueError, match="negative amount of work: -1 operations"):
-        roofline(-1, 1, "float32", DEVICE)
 
 
 def counted(function: object, *args: torch.Tensor) -> tuple[int, int]:

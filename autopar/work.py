@@ -1,0 +1,109 @@
+"""What an operator does on one device: operations, memory traffic and, of a matrix product, its sizes."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.candidates import Candidates
+from autopar.cluster import Device
+from autopar.cost.kernels import Work
+from autopar.dims import Operator
+from autopar.layout import Split, item_bytes
+
+Floats = NDArray[np.float64]
+
+
+class Product(NamedTuple):
+    """Letters of an operator that is a batch of matrix products: rows and columns of the result, depth, batch."""
+
+    rows: str
+    columns: str
+    depth: str
+    batch: str
+
+
+def operator_work(operator: Operator, chosen: Candidates, sizes: tuple[int, ...]) -> Work:
+    """Work of each candidate of an operator on one device; all zero for a view.
+
+    Args:
+        operator: the bound operator.
+        chosen: its candidates.
+        sizes: of the mesh axes.
+    """
+    count = len(chosen.choice)
+    if operator.rule.view:
+        return Work(*(np.zeros(count) for _ in Work.__dataclass_fields__))
+    moved = _moved(operator, chosen, sizes)
+    parts = _parts(chosen, sizes)
+    flops = operator.rule.flops / _product_of(parts, operator.rule.letters, count)
+    shape = [np.zeros(count)] * 4
+    found = product_letters(operator)
+    if found is not None:
+        length = _letter_sizes(operator)
+        shape = [math.prod(length[c] for c in letters) / _product_of(parts, letters, count) for letters in found]
+    return Work(flops, moved, *shape, np.where((moved > 0) | (flops > 0), 1.0, 0.0))
+
+
+def arithmetic_dtype(operator: Operator, device: Device) -> str:
+    """The dtype at whose rate the operator computes."""
+    types = (t.dtype for t in (*operator.outputs, *operator.inputs) if t is not None)
+    return next((dtype for dtype in types if dtype in device.flops), "float32")
+
+
+@lru_cache(maxsize=4096)
+def product_letters(operator: Operator) -> Product | None:
+    """How the operator is a matrix product; None if it is none."""
+    rule = operator.rule
+    if not rule.flops or not rule.reduce or len(rule.inputs) != 2 or len(operator.outputs) != 1:
+        return None
+    if any(len(dim) != 1 for tensor in (*rule.inputs, *rule.outputs) for dim in tensor or ()):
+        return None
+    a, b, out = ({c for dim in tensor or () for c in dim} for tensor in (*rule.inputs, *rule.outputs))
+    groups = (a & out - b, b & out - a, (a & b) - out, a & b & out)
+    found = Product(*("".join(c for c in rule.letters if c in group) for group in groups))
+    length = _letter_sizes(operator)
+    multiplied = 2.0 * math.prod(length[c] for c in "".join(found))
+    return found if multiplied == rule.flops else None
+
+
+def _letter_sizes(operator: Operator) -> dict[str, int]:
+    """Global size of each letter that is a dim by itself."""
+    tensors = zip((*operator.rule.inputs, *operator.rule.outputs), (*operator.inputs, *operator.outputs), strict=False)
+    return {
+        dim[0]: size
+        for dims, type_ in tensors
+        if dims is not None and type_ is not None
+        for dim, size in zip(dims, type_.shape, strict=True)
+        if len(dim) == 1
+    }
+
+
+def _parts(chosen: Candidates, sizes: tuple[int, ...]) -> dict[str, Floats]:
+    """Into how many parts each candidate cuts each letter that a strategy can split."""
+    letter = [s.factor[0] if s.factor is not None else "" for s in chosen.strategies]
+    found = {}
+    for c in dict.fromkeys(x for x in letter if x):
+        uses = np.array([x == c for x in letter])
+        found[c] = np.where(uses[chosen.choice], np.array(sizes), 1).prod(axis=1).astype(np.float64)
+    return found
+
+
+def _product_of(parts: dict[str, Floats], letters: str | tuple[str, ...], count: int) -> Floats:
+    return np.prod([parts[c] for c in letters if c in parts] or [np.ones(count)], axis=0)
+
+
+def _moved(operator: Operator, chosen: Candidates, sizes: tuple[int, ...]) -> Floats:
+    total = np.zeros(len(chosen.choice))
+    for side, types in (("inputs", operator.inputs), ("outputs", operator.outputs)):
+        for i, type_ in enumerate(types):
+            if type_ is None:
+                continue
+            split = np.array([isinstance(getattr(s, side)[i], Split) for s in chosen.strategies])
+            parts = np.where(split[chosen.choice], np.array(sizes), 1).prod(axis=1)
+            total += type_.numel * item_bytes(type_.dtype) / parts
+    return total
