@@ -1,0 +1,321 @@
+"""`step_of`: what one step of a plan does on one device, part by part, kernel by kernel.
+
+The model falls into *parts*: each numbered block (``layers.3``), and what comes before and after them. A part's forward
+and backward are kernels and collectives whose sizes are known; what they cost is asked of a machine later, so that the
+same step can be costed on many.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from torch import fx
+
+from autopar.assignment import Assignment, all_moves, assign, machine_of
+from autopar.candidates import candidates, letter_parts, lowered_bytes, split_parts
+from autopar.cost import collectives
+from autopar.cost.kernels import Work, busy_seconds
+from autopar.dims import Dims, Operator
+from autopar.layout import item_bytes
+from autopar.plan import Plan
+from autopar.program import Program, Value, is_backward, module_path
+from autopar.redistribute import Machine, Tables, moved_bytes
+from autopar.search.quotient import Quotient, block_prefixes, quotient
+from autopar.work import arithmetic_dtype, operator_work
+
+BEFORE, AFTER = "before the blocks", "after the blocks"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of one device: its kind, its axis, and the bytes by which it is charged."""
+
+    kind: str
+    axis: int
+    size: float
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What one device does in one pass over a part.
+
+    Attributes:
+        kernels: by the dtype that they compute in.
+        collectives: in order.
+    """
+
+    kernels: Mapping[str, Work] = field(default_factory=dict)
+    collectives: tuple[Collective, ...] = ()
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of the model's modules.
+
+    Attributes:
+        name: a block's path, or `BEFORE` or `AFTER`.
+        forward: of one microbatch.
+        backward: of one microbatch.
+        parameters: elements of the parameters on one device, by bytes of an element.
+        saved: bytes that the forward keeps for the backward.
+        handed: bytes of the values that the next part takes from this one.
+    """
+
+    name: str
+    forward: Activity
+    backward: Activity
+    parameters: Mapping[int, float]
+    saved: float
+    handed: float
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of an activity: of the device, of the host that launches its kernels, and of communication by axis."""
+
+    device: float
+    host: float
+    communication: tuple[float, ...]
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds that pass: device and communication in turns, or the host's where it is slower."""
+        return max(self.device + sum(self.communication), self.host)
+
+    def scaled(self, times: float) -> Spent:
+        """As often."""
+        return Spent(self.device * times, self.host * times, tuple(c * times for c in self.communication))
+
+    def __add__(self, other: Spent) -> Spent:
+        """Both, one after the other."""
+        both = zip(self.communication, other.communication, strict=True)
+        return Spent(self.device + other.device, self.host + other.host, tuple(a + b for a, b in both))
+
+
+def spend(activity: Activity, machine: Machine) -> Spent:
+    """What an activity costs on a machine."""
+    device = machine.device
+    busy, launches = 0.0, 0.0
+    for dtype, work in activity.kernels.items():
+        busy += float(busy_seconds(work, dtype, device).sum() + work.launches.sum() * device.launch)
+        launches += float(work.launches.sum())
+    communication = [0.0] * len(machine.sizes)
+    for c in activity.collectives:
+        seconds = getattr(collectives, c.kind)(c.size, machine.sizes[c.axis], machine.links[c.axis])
+        communication[c.axis] += float(seconds) + device.launch
+        launches += 1 + np.log2(machine.sizes[c.axis])  # it waits for the slowest of the hosts, a tree of them
+    return Spent(busy, launches * device.host, tuple(communication))
+
+
+def step_of(program: Program, dims: Dims, plan: Plan, *, fused: bool = False) -> tuple[Part, ...]:
+    """The parts of a program under a plan, in the order of the forward pass.
+
+    Args:
+        program: one microbatch's forward and backward.
+        dims: its dimension analysis.
+        plan: layouts.
+        fused: a chain of kernels that only move data counts as one (what hand-written or compiled kernels do).
+    """
+    classes = quotient(program, dims)
+    return _Parts(program, dims, plan, classes).parts(fused)
+
+
+class _Parts:
+    """Sorts a program's nodes into parts."""
+
+    def __init__(self, program: Program, dims: Dims, plan: Plan, classes: Quotient) -> None:
+        self.program, self.dims = program, dims
+        self.machine = machine_of(plan)
+        self.assignment: Assignment = assign(program, dims, plan, classes)
+        self.names = _part_names(program)
+        self.constants = _constants(program, dims)
+
+    def parts(self, fused: bool) -> tuple[Part, ...]:
+        order = [BEFORE, *dict.fromkeys(n for n in self.names.values() if n not in (BEFORE, AFTER)), AFTER]
+        work = self._kernels()
+        if fused:
+            work = self._fuse(work)
+        moves = self._moves()
+        parameters, saved, handed = self._parameters(), self._saved(), self._handed(order)
+        made = []
+        for name in order:
+            passes = []
+            for backward in (False, True):
+                nodes = [n for n in work if self.names[n] == name and is_backward(n) == backward]
+                by_dtype: dict[str, list[Work]] = defaultdict(list)
+                for node in nodes:
+                    by_dtype[arithmetic_dtype(self.dims.operators[node], self.machine.device)].append(work[node])
+                kernels = {dtype: Work.join(parts) for dtype, parts in by_dtype.items()}
+                passes.append(Activity(kernels, tuple(moves[name, backward])))
+            made.append(Part(name, *passes, parameters[name], saved[name], handed[name]))
+        return tuple(made)
+
+    def _kernels(self) -> dict[fx.Node, Work]:
+        known: dict[tuple[Operator, tuple[str, ...]], Work] = {}
+        found = {}
+        for node, names in self.assignment.strategies.items():
+            operator = self.dims.operators[node]
+            key = (operator, names)
+            if key not in known:
+                one = candidates(operator, self.machine.sizes, allowed=[[n] for n in names])
+                known[key] = operator_work(operator, one, self.machine.sizes).take([0])
+            found[node] = known[key]
+        return found
+
+    def _moves(self) -> dict[tuple[str, bool], list[Collective]]:
+        found: dict[tuple[str, bool], list[Collective]] = defaultdict(list)
+        tables = Tables(self.machine)
+        moves = all_moves(self.program, self.dims, self.assignment, tables)
+        for (node, out), steps in moves.items():
+            for move in steps:
+                size = moved_bytes(self.dims.types[node, out], move, self.machine.sizes)
+                if move.kind != "slice":
+                    found[self._place(node)].append(Collective(move.kind, move.axis, size))
+        for node, names in self.assignment.strategies.items():
+            operator = self.dims.operators[node]
+            for axis, name in enumerate(names):
+                letter = name.partition(".")[0]
+                for letters, size in lowered_bytes(operator, letter) if letter in operator.rule.lower else ():
+                    local = size / letter_parts(names, letters, self.machine.sizes)
+                    found[self._place(node)].append(Collective("all_reduce", axis, local))
+        return found
+
+    def _place(self, node: fx.Node) -> tuple[str, bool]:
+        return self.names.get(node, BEFORE), is_backward(node)
+
+    def _bytes(self, value: Value) -> float:
+        type_ = self.dims.types[value]
+        return type_.numel * item_bytes(type_.dtype) / split_parts(self.assignment.outputs[value], self.machine.sizes)
+
+    def _parameters(self) -> dict[str, dict[int, float]]:
+        found: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+        users = {
+            source: node for node in reversed(list(self.program.sources)) for source, _ in self.program.sources[node]
+        }
+        for node, spec in zip(self.program.placeholders, self.program.inputs, strict=True):
+            if spec.kind == "parameter":
+                item = item_bytes(self.dims.types[node, 0].dtype)
+                part = self.names[users[node]] if node in users else BEFORE
+                found[part][item] += self._bytes((node, 0)) / item
+        return defaultdict(dict, {name: dict(sizes) for name, sizes in found.items()})
+
+    def _saved(self) -> dict[str, float]:
+        """Bytes of each part's forward values that its backward takes, each storage once."""
+        kept: dict[Value, str] = {}
+        for node, sources in self.program.sources.items():
+            for source in sources if is_backward(node) else ():
+                stored = self._stored(source)
+                if stored[0] in self.names and not is_backward(stored[0]):
+                    kept[stored] = self.names[stored[0]]
+        found: dict[str, float] = defaultdict(float)
+        for value, name in kept.items():
+            found[name] += self._bytes(value)
+        return found
+
+    def _stored(self, value: Value) -> Value:
+        """The value whose memory a view shows."""
+        while value[0] in self.dims.operators and self.dims.operators[value[0]].rule.view:
+            value = self.program.sources[value[0]][0]
+        return value
+
+    def _handed(self, order: list[str]) -> dict[str, float]:
+        """Bytes of each part's forward values that the next part's forward takes."""
+        following = dict(pairwise(order))
+        handed: dict[str, set[Value]] = defaultdict(set)
+        for node, sources in self.program.sources.items():
+            for source in () if is_backward(node) else sources:
+                stored = self._stored(source)
+                part = self.names.get(stored[0])
+                constant = stored[0] in self.constants  # each stage makes its own
+                if part is not None and self.names[node] == following.get(part) and not constant:
+                    handed[part].add(stored)
+        return defaultdict(float, {name: sum(map(self._bytes, values)) for name, values in handed.items()})
+
+    def _fuse(self, work: dict[fx.Node, Work]) -> dict[fx.Node, Work]:
+        """Chains of kernels that only move data as one: what passes between two of them stays on the chip."""
+        users: dict[Value, list[fx.Node]] = defaultdict(list)
+        feeds: dict[fx.Node, list[Value]] = {}
+        for node, sources in self.program.sources.items():
+            if not self.dims.operators[node].rule.view:
+                feeds[node] = [self._stored(s) for s in sources]
+                for value in feeds[node]:
+                    users[value].append(node)
+        moved = {n: float(w.moved[0]) for n, w in work.items()}
+        launches = {n: float(w.launches[0]) for n, w in work.items()}
+        for node, sources_ in feeds.items():
+            if not self._light(node):
+                continue
+            for value in dict.fromkeys(sources_):
+                if self._joins(value, node) and users[value]:
+                    alone = all(u is node for u in users[value])
+                    size = self._bytes(value)
+                    moved[node] -= size * sources_.count(value)
+                    moved[value[0]] -= size if alone else 0.0
+                    launches[value[0]] = 0.0 if launches[node] else launches[value[0]]
+        return {n: _changed(w, max(moved[n], 0.0), launches[n]) for n, w in work.items()}
+
+    def _light(self, node: fx.Node) -> bool:
+        rule = self.dims.operators[node].rule
+        return not rule.flops and not rule.view and not rule.lower
+
+    def _joins(self, value: Value, node: fx.Node) -> bool:
+        """Whether a kernel can be joined to the one that makes its argument: both light, of one part and pass."""
+        source = value[0]
+        if source not in self.dims.operators or not self._light(source) or self._place(source) != self._place(node):
+            return False
+        pointwise = self._pointwise(source) or self._pointwise(node)
+        outputs = [
+            self.dims.types[node, i].numel
+            for i in range(len(self.dims.operators[node].outputs))
+            if (node, i) in self.dims.types
+        ]
+        return pointwise and self.dims.types[value].numel >= max(outputs, default=0)
+
+    def _pointwise(self, node: fx.Node) -> bool:
+        rule = self.dims.operators[node].rule
+        return not rule.reduce and not rule.blocked
+
+
+def _changed(work: Work, moved: float, launches: float) -> Work:
+    arrays = {name: getattr(work, name) for name in Work.__dataclass_fields__}
+    return Work(**{**arrays, "moved": np.array([moved]), "launches": np.array([launches])})
+
+
+def _part_names(program: Program) -> dict[fx.Node, str]:
+    """The part of every operator node: by its module; without one, that of the node before it."""
+    blocks = block_prefixes(program)
+    found: dict[fx.Node, str] = {}
+    seen, current = False, BEFORE
+    backward = False
+    for node in program.sources:
+        if is_backward(node) and not backward:
+            backward, current = True, AFTER
+        block = _block(module_path(node), blocks)
+        if block is not None:
+            current, seen = block, True
+        elif not backward:
+            current = AFTER if seen else BEFORE
+        elif module_path(node):
+            current = next(
+                (found[n] for n in found if not is_backward(n) and module_path(n) == module_path(node)), current
+            )
+        found[node] = current
+    return found
+
+
+def _constants(program: Program, dims: Dims) -> set[fx.Node]:
+    """Nodes whose values are the same in every step: they come from no input and no generator."""
+    found: set[fx.Node] = set()
+    for node, sources in program.sources.items():
+        if not dims.operators[node].rule.random and all(source in found for source, _ in sources):
+            found.add(node)
+    return found
+
+
+def _block(path: str, blocks: frozenset[str]) -> str | None:
+    parts = path.split(".")
+    return next((".".join(parts[: i + 1]) for i in range(len(parts)) if ".".join(parts[: i + 1]) in blocks), None)

@@ -1,0 +1,287 @@
+"""How well does the cost model predict measured training steps of GPTs on A100s?
+
+Reads the iteration times of ``megatron_measured`` (a folder of data given by ``--data``; without it there is nothing to
+do). The model's graph is captured with one block for each shape, planned with the recipe ``megatron``, and costed as
+`autopar plan --recipe megatron` does. What no datasheet says of the device and its links is fitted, robustly, to half
+of the rows; the other half is reported. Assumed, since the data does not say: everything recomputed on several nodes
+and nothing on one; 16-bit gradients; a vocabulary of 51200, but of 50257, which is not padded, on one node without
+tensor parallelism; kernels that only move data are fused, as in Megatron.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import multiprocessing
+import pickle
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+from numpy.typing import NDArray  # noqa: E402
+
+from autopar.cluster import Cluster, Link  # noqa: E402
+from autopar.redistribute import Machine  # noqa: E402
+from autopar.step import Part  # noqa: E402
+from autopar.training import Training, stages_of, step_seconds  # noqa: E402
+
+Floats = NDArray[np.float64]
+
+BASE = "a100-80gb"
+PRIORS = {  # what is fitted: where it is expected, and how far off it may be, as a ratio's logarithm
+    "efficiency": (0.9, 0.1),
+    "ramp": (200.0, 0.7),
+    "streaming": (0.75, 0.2),
+    "host": (4e-5, 0.5),
+    "launch": (3e-6, 0.5),
+    "node bandwidth": (230e9, 0.25),
+    "node latency": (5e-6, 0.5),
+    "network bandwidth": (15e9, 0.7),
+    "network latency": (1e-5, 0.7),
+}
+PRIOR_WEIGHT = 0.3
+SEVERAL_NODES = 4.0  # weight of a row: there are 18 times as many of one node
+ROBUST = 0.05  # relative error beyond which a row counts as an outlier
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured configuration."""
+
+    gpus: int
+    global_batch: int
+    microbatch: int
+    hidden: int
+    heads: int
+    layers: int
+    sequence: int
+    tensor: int
+    data: int
+    pipeline: int
+    seconds: float
+    several_nodes: bool
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """What is captured: hidden, heads, sequence, microbatch, vocabulary."""
+        padded = self.several_nodes or self.tensor > 1
+        return self.hidden, self.heads, self.sequence, self.microbatch, 51200 if padded else 50257
+
+    @property
+    def training(self) -> Training:
+        """How the step is spread."""
+        microbatches = self.global_batch // self.data // self.microbatch
+        recompute = "full" if self.several_nodes else "none"
+        return Training(self.layers, self.pipeline, microbatches, self.data, recompute)
+
+
+def main() -> None:
+    """Capture, fit, predict and report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, help="folder with megatron_measured/")
+    parser.add_argument("--steps", type=Path, help="file that keeps what was captured for the next run")
+    parser.add_argument("--workers", type=int, default=2, help="processes that capture (default: 2)")
+    parser.add_argument("--fixed", action="store_true", help="fit nothing: the preset as it is")
+    parser.add_argument("--save", type=Path, help="write the fitted cluster to this TOML file")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args()
+    folder = options.data and options.data / "megatron_measured"
+    if folder is None or not folder.is_dir():
+        print("skipped: no data (--data DIR with megatron_measured/)")
+        return
+    rows = read(folder)
+    steps = capture(rows, options.steps, options.workers)
+    training = np.array([half(row) for row in rows])
+    cluster = (
+        Cluster.preset(BASE) if options.fixed else fit([r for r, t in zip(rows, training, strict=True) if t], steps)
+    )
+    if options.save:
+        cluster.save(options.save)
+    found = np.array(predict(rows, steps, cluster))
+    figures = report(rows, training, found)
+    print(json.dumps(figures, indent=1) if options.json else table(figures, cluster, rows, found))
+
+
+def read(folder: Path) -> list[Row]:
+    """All rows of both files."""
+    rows = []
+    for name, several in (("single_node.csv", False), ("multi_node.csv", True)):
+        with (folder / name).open(encoding="utf-8") as file:
+            lines = list(csv.reader(file))[1:]
+        for line in lines:
+            values = [float(v) for v in line[several:]]  # the second file begins with the parameters
+            rows.append(Row(*map(int, values[:10]), values[10] / 1e3, several))
+    return rows
+
+
+def half(row: Row) -> bool:
+    """Whether the row is one that the fit may see: by a hash of its configuration, so that no order matters."""
+    import hashlib
+
+    text = repr(replace(row, seconds=0.0))
+    return hashlib.sha256(text.encode()).digest()[0] % 2 == 0
+
+
+Steps = dict[tuple[Any, ...], tuple[Part, ...]]
+"""Parts by shape and tensor ranks."""
+
+
+def capture(rows: Iterable[Row], file: Path | None, workers: int) -> Steps:
+    """The parts of every shape and number of tensor ranks; from the file if it has them."""
+    wanted: dict[tuple[int, ...], set[int]] = defaultdict(set)
+    for row in rows:
+        wanted[row.shape].add(row.tensor)
+    steps: Steps = pickle.loads(file.read_bytes()) if file is not None and file.is_file() else {}
+    jobs = [(s, sorted(t for t in ts if (*s, t) not in steps)) for s, ts in sorted(wanted.items())]
+    jobs = [job for job in jobs if job[1]]
+    began = time.monotonic()
+    with multiprocessing.get_context("spawn").Pool(max(1, min(workers, len(jobs)))) as pool:
+        for number, made in enumerate(pool.imap_unordered(_capture, jobs), 1):
+            steps.update(made)
+            seconds = time.monotonic() - began
+            print(f"\rcaptured {number} of {len(jobs)} shapes, {seconds:.0f} s", end="", file=sys.stderr, flush=True)
+    if jobs:
+        print(file=sys.stderr)
+    if file is not None:
+        file.write_bytes(pickle.dumps(steps))
+    return steps
+
+
+def _capture(job: tuple[tuple[int, ...], list[int]]) -> Steps:
+    from autopar.compiler import program_of, solve
+    from autopar.dims import analyze
+    from autopar.search.find import Search
+    from autopar.step import step_of
+    from benchmarks.gpt import GPT, batch_of
+
+    (hidden, heads, sequence, microbatch, vocabulary), ranks = job
+    program = program_of(GPT(hidden, heads, 1, sequence, vocabulary), batch_of(microbatch, sequence))
+    dims = analyze(program)
+    found = {}
+    for tensor in ranks:
+        search = Search(recipe="megatron", padding=False)
+        plan = solve(program, {"tensor": tensor}, BASE, search=search)
+        found[(*job[0], tensor)] = step_of(program, dims, plan, fused=True)
+    return found
+
+
+def predict(rows: Sequence[Row], steps: Steps, cluster: Cluster) -> list[float]:
+    """Seconds of each row's step."""
+    found = []
+    known: dict[Any, Any] = {}
+    for row in rows:
+        training = row.training
+        key = (row.shape, row.tensor, replace(training, microbatches=1))
+        if key not in known:
+            machine = Machine(("tensor",), (row.tensor,), cluster.link_for({"tensor": row.tensor}), cluster.device)
+            known[key] = stages_of(steps[(*row.shape, row.tensor)], cluster, machine, training)
+        found.append(step_seconds(known[key], training.microbatches))
+    return found
+
+
+def fit(rows: Sequence[Row], steps: Steps) -> Cluster:
+    """The preset with what the datasheet does not say fitted to rows: least squares of logarithms, robust."""
+    from scipy.optimize import least_squares
+
+    begin = np.log([value for value, _ in PRIORS.values()])
+    width = np.array([w for _, w in PRIORS.values()])
+    weight = np.array([SEVERAL_NODES if row.several_nodes else 1.0 for row in rows])
+    measured = np.array([row.seconds for row in rows])
+
+    def residuals(x: Floats) -> Floats:
+        found = np.array(predict(rows, steps, cluster_of(x)))
+        return np.concatenate([weight * np.log(found / measured), PRIOR_WEIGHT * (x - begin) / width])
+
+    upper = np.log([1.0 if name in ("efficiency", "streaming") else math.inf for name in PRIORS])
+    return cluster_of(least_squares(residuals, begin, bounds=(-np.inf, upper), loss="soft_l1", f_scale=ROBUST).x)
+
+
+def cluster_of(x: Floats) -> Cluster:
+    """The preset with fitted values, in the order of `PRIORS`."""
+    base, value = Cluster.preset(BASE), dict(zip(PRIORS, np.exp(x).tolist(), strict=True))
+    own = {name: value[name] for name in ("efficiency", "ramp", "streaming", "host", "launch")}
+    near, far = (
+        Link(link.name, value[f"{level} bandwidth"], value[f"{level} latency"])
+        for link, level in zip(base.links, ("node", "network"), strict=True)
+    )
+    return replace(base, device=replace(base.device, **own), links=(near, far))
+
+
+def report(rows: Sequence[Row], training: NDArray[np.bool_], found: Floats) -> dict[str, Any]:
+    """Errors on rows seen and not seen, orders, and regret."""
+    from scipy.stats import spearmanr
+
+    measured = np.array([row.seconds for row in rows])
+    several = np.array([row.several_nodes for row in rows])
+    error = np.abs(found / measured - 1)
+    figures: dict[str, Any] = {}
+    for name, chosen in (("one node", ~several), ("several nodes", several)):
+        for half_name, part in (("fitted", training), ("held out", ~training)):
+            own = error[chosen & part]
+            figures[f"{name}, {half_name}"] = {
+                "rows": len(own), "mean error": float(own.mean()), "median error": float(np.median(own)),
+                "largest error": float(own.max()),
+            }  # fmt: skip
+    regrets = []
+    for name, members in groups(rows).items():
+        regrets.append(regret(measured[members], found[members]))
+        if rows[members[0]].several_nodes:
+            order = {"rows": len(members), "spearman": float(spearmanr(found[members], measured[members]).statistic)}
+            order["ordered pairs"] = ordered(measured[members], found[members])
+            figures[f"order of {name}"] = {**order, "regret": regrets[-1]}
+    figures["regret"] = {"groups": len(regrets), "mean": float(np.mean(regrets)), "largest": float(np.max(regrets))}
+    figures["ordered pairs of one node"] = float(np.mean([
+        ordered(measured[m], found[m]) for m in groups(rows).values() if not rows[m[0]].several_nodes and len(m) > 2
+    ]))  # fmt: skip
+    return figures
+
+
+def groups(rows: Sequence[Row]) -> dict[str, list[int]]:
+    """Rows that train the same model on as many GPUs with the same batch: what a planner chooses among."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for i, row in enumerate(rows):
+        found[f"hidden {row.hidden}, {row.layers} layers, {row.gpus} GPUs, batch {row.global_batch}"].append(i)
+    return {name: members for name, members in found.items() if len(members) > 1}
+
+
+def regret(measured: Floats, found: Floats) -> float:
+    """How much longer than the best the configuration takes that is predicted to be the best."""
+    return float(measured[found.argmin()] / measured.min() - 1)
+
+
+def ordered(measured: Floats, found: Floats, apart: float = 0.03) -> float:
+    """Share of the pairs further apart than 3% that are predicted in the right order."""
+    ratio = measured[:, None] / measured[None, :]
+    pairs = ratio > 1 + apart
+    right = pairs & (found[:, None] > found[None, :])
+    return float(right.sum() / max(pairs.sum(), 1))
+
+
+def table(figures: dict[str, Any], cluster: Cluster, rows: Sequence[Row], found: Floats) -> str:
+    """For people."""
+    lines = []
+    for name, values in figures.items():
+        shown = values.items() if isinstance(values, dict) else [("", values)]
+        texts = [f"{key} {v:.4f}".strip() if isinstance(v, float) else f"{key} {v}" for key, v in shown]
+        lines.append(f"{name:<48} {', '.join(texts)}")
+    lines += ["", "several nodes: microbatch, tensor, data, pipeline; measured and predicted seconds"]
+    for row, seconds in zip(rows, found, strict=True):
+        if row.several_nodes:
+            layout = f"{row.hidden:6d} {row.microbatch:4d} {row.tensor:4d} {row.data:4d} {row.pipeline:4d}"
+            seen = "" if half(row) else "  held out"
+            lines.append(f"{layout} {row.seconds:9.3f} {seconds:9.3f} {seconds / row.seconds - 1:+8.1%}{seen}")
+    return "\n".join([*lines, "", cluster.to_toml()])
+
+
+if __name__ == "__main__":
+    main()

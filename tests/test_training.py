@@ -1,0 +1,102 @@
+"""A training step: stages, microbatches, data ranks; the closed form is what the simulator says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.cluster import Cluster
+from autopar.cost.collectives import all_reduce
+from autopar.cost.kernels import stream
+from autopar.redistribute import Machine
+from autopar.simulate import order, pipeline, simulate
+from autopar.step import AFTER, BEFORE, Activity, Part
+from autopar.training import Stages, Training, stages_of, step_seconds
+
+A100 = Cluster.preset("a100-80gb")
+MACHINE = Machine(("tensor",), (2,), A100.link_for({"tensor": 2}), A100.device)
+TIMES = st.floats(1e-3, 1.0)
+
+
+def part(name: str, moved: float, parameters: float) -> Part:
+    forward, backward = Activity({"float16": stream(moved)}), Activity({"float16": stream(2 * moved)})
+    return Part(name, forward, backward, {2: parameters}, saved=10.0, handed=1e6)
+
+
+PARTS = (part(BEFORE, 1e6, 5e6), part("layers.0", 1e9, 1e6), part("layers.1", 1e9, 1e6), part(AFTER, 5e8, 0.0))
+
+
+@given(
+    turns=st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=5),
+    microbatches=st.integers(1, 12),
+    slowest=st.integers(0, 4),
+)
+def test_the_closed_form_is_what_the_simulator_says(
+    turns: list[tuple[float, float]], microbatches: int, slowest: int
+) -> None:
+    """One stage slower than the others, which are alike: a turn of all, then the slowest stage's turns."""
+    forward, backward = (np.full(len(turns), turns[0][i]) for i in (0, 1))
+    forward[slowest % len(turns)] *= 1.5
+    backward[slowest % len(turns)] *= 1.5
+    stages = Stages(forward, backward, 0.0, 0.0, 0.0)
+    for schedule in ("1f1b", "gpipe"):
+        tasks = pipeline(order(schedule, len(turns), microbatches), forward, backward, np.zeros(len(turns)))
+        assert step_seconds(stages, microbatches) == pytest.approx(simulate(tasks).step_seconds)
+
+
+def test_stages_share_the_blocks() -> None:
+    one = stages_of(PARTS, A100, MACHINE, Training())
+    two = stages_of(PARTS, A100, MACHINE, Training(stages=2))
+    assert two.forward.sum() == pytest.approx(one.forward.sum())
+    assert two.forward[0] < two.forward[1]  # the head is longer than the embedding
+    with pytest.raises(ValueError, match="3 stages do not divide 2 repeated blocks"):
+        stages_of(PARTS, A100, MACHINE, Training(stages=3))
+
+
+def test_one_block_stands_for_many() -> None:
+    shallow = (PARTS[0], PARTS[1], PARTS[3])
+    assert stages_of(shallow, A100, MACHINE, Training(layers=2)).forward == pytest.approx(
+        stages_of(PARTS, A100, MACHINE, Training()).forward
+    )
+
+
+def test_recomputation_runs_the_blocks_again() -> None:
+    plain = stages_of(PARTS, A100, MACHINE, Training())
+    again = stages_of(PARTS, A100, MACHINE, Training(recompute="full"))
+    turn, turn_again = (float((s.forward + s.backward)[0]) for s in (plain, again))
+    bandwidth = A100.device.bandwidth * A100.device.streaming
+    assert turn_again - turn == pytest.approx(2 * (1e9 / bandwidth + A100.device.launch))
+
+
+def test_data_ranks_sum_gradients_over_the_link_between_them() -> None:
+    stages = stages_of(PARTS, A100, MACHINE, Training(data=16))
+    link, _ = A100.link_for({"data": 16, "stage": 2})
+    assert stages.reduce == pytest.approx(float(all_reduce(2 * 7e6, 16, link)))
+    assert stages_of(PARTS, A100, MACHINE, Training()).reduce == 0.0
+
+
+def test_the_optimizer_step_is_bound_by_memory() -> None:
+    """A 2-byte parameter with Adam: gradient twice, master and two moments there and back, the parameter."""
+    bandwidth = A100.device.bandwidth * A100.device.streaming
+    adam = stages_of(PARTS, A100, MACHINE, Training())
+    plain = stages_of(PARTS, A100, MACHINE, Training(optimizer="sgd"))
+    assert adam.update == pytest.approx(7e6 * (2 * 2 + 2 * 12 + 2) / bandwidth)
+    assert plain.update == pytest.approx(7e6 * (2 * 2 + 2 * 4 + 2) / bandwidth)
+
+
+def test_a_slow_host_holds_the_device_up() -> None:
+    slow = Machine(MACHINE.names, MACHINE.sizes, MACHINE.links, replace(A100.device, host=1.0))
+    stages = stages_of(PARTS, A100, slow, Training())
+    assert float((stages.forward + stages.backward)[0]) == pytest.approx(8.0)  # eight kernels, a second each
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"), [({"stages": 0}, "stages must be"), ({"recompute": "some"}, "there are")]
+)
+def test_wrong_arguments_are_named(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Training(**wrong)  # type: ignore[arg-type]
