@@ -1,4 +1,4 @@
-"""The ``autopar`` command: `plan`, `verify`, `ops` and `doctor`.
+"""The ``autopar`` command: `plan`, `verify`, `simulate`, `ops` and `doctor`.
 
 Exit codes: 0 done; 1 `verify` found a difference, or `ops --coverage` a wrong rule; 2 wrong input or a model that
 cannot be planned; 3 nothing fits.
@@ -10,6 +10,7 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -87,7 +88,7 @@ def plan_command(
     """Find the fastest layouts of a model on a mesh, for devices that need not be here."""
     with _clear_errors(debug):
         sizes = parse_axes(axes)
-        _check_target(save)
+        _check_target("--save", save)
         task = load_task(model)
         from autopar.compiler import plan
         from autopar.report.progress import SearchProgress
@@ -143,6 +144,50 @@ def verify_command(
         typer.echo(text or equivalence_table(report, tolerance))
         if not agrees(report, tolerance):
             raise typer.Exit(DIFFERENT)
+
+
+@app.command("simulate")
+def simulate_command(
+    schedule: Annotated[str, typer.Option(metavar="1f1b|...", help="gpipe, 1f1b, interleaved or zb-h1.")],
+    stages: Annotated[int, typer.Option(help="Devices of the pipeline.")],
+    microbatches: Annotated[int, typer.Option(help="Of a step.")],
+    forward: Annotated[float, typer.Option(metavar="MS", help="Of a microbatch on a device.")],
+    backward_input: Annotated[float, typer.Option(metavar="MS", help="Of the backward: its part for the input.")],
+    backward_weight: Annotated[float, typer.Option(metavar="MS", help="Of the backward: its part for the weights.")],
+    communication: Annotated[float, typer.Option(metavar="MS", help="From a stage to the next.")] = 0.0,
+    virtual: Annotated[int, typer.Option(help="Stages on each device, which share its time evenly.")] = 1,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write a trace for Perfetto.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Run a pipeline schedule with given durations, and say how long devices idle and what they hold."""
+    with _clear_errors(debug):
+        costs = {
+            "--forward": forward,
+            "--backward-input": backward_input,
+            "--backward-weight": backward_weight,
+            "--communication": communication,
+        }
+        for option, milliseconds in costs.items():
+            if not 0 <= milliseconds < math.inf:
+                raise ValueError(f"{option} {milliseconds}: give milliseconds, 0 or more")
+        _check_target("--trace", trace)
+        from autopar.report.simulation import pipeline_table
+        from autopar.simulate import chrome_trace, order, pipeline, simulate
+
+        rows = order(schedule, stages, microbatches, virtual)
+        *computing, sending = (milliseconds / 1e3 for milliseconds in costs.values())
+        each = [seconds / virtual for seconds in computing]
+        timeline = simulate(pipeline(rows, *each, sending, saved=1 / virtual))
+        if trace is not None:
+            trace.write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")
+            typer.echo(f"saved {trace}", err=True)
+        facts = {"schedule": schedule, "stages": stages, "microbatches": microbatches, "virtual": virtual}
+        facts |= timeline.to_dict()
+        for device in facts["devices"]:
+            # A byte was saved for each microbatch.
+            device["peak_microbatches"] = device.pop("peak_memory_bytes")["activations"]
+        typer.echo(json.dumps(facts, indent=1) if as_json else pipeline_table(facts))
 
 
 @app.command("doctor")
@@ -274,10 +319,10 @@ def _user_code(what: str) -> Iterator[None]:
         raise ValueError(f"{what} failed at {last.filename}:{last.lineno}: {type(error).__name__}: {error}") from error
 
 
-def _check_target(path: Path | None) -> None:
+def _check_target(option: str, path: Path | None) -> None:
     """Complain before a long search, not after it."""
     if path is not None and not path.resolve().parent.is_dir():
-        raise ValueError(f"--save {path}: there is no folder {path.resolve().parent}; make it first")
+        raise ValueError(f"{option} {path}: there is no folder {path.resolve().parent}; make it first")
 
 
 def main() -> None:

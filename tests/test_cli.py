@@ -170,6 +170,64 @@ def test_debug_adds_the_traceback(model: str) -> None:
     assert "Traceback" in result.stderr
 
 
+COSTS = ("--forward", "18.522", "--backward-input", "18.086", "--backward-weight", "9.337", "--communication", "0.601")
+
+
+def simulate(*more: str) -> Result:
+    """Where an option is given again, the last one counts."""
+    return run("simulate", "--schedule", "1f1b", "--stages", "4", "--microbatches", "8", *COSTS, *more)
+
+
+def test_simulate_prints_a_table_of_the_devices() -> None:
+    result = simulate("--communication", "0")
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert [(row[0], row[-1]) for row in rows if row and row[0].isdigit()] == [*zip("0123", "4321", strict=True)]
+    assert "1f1b: 4 stages, 8 microbatches" in result.stdout
+    assert "27.3% of the step" in result.stdout  # 3 of 11 slots
+
+
+def test_simulate_prints_json_and_writes_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    result = simulate(
+        "--schedule", "interleaved", "--virtual", "2", "--communication", "0", "--trace", str(path), "--json"
+    )
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert facts["bubble"] == pytest.approx(3 / (2 * 8 + 3))
+    assert facts["step_seconds"] == pytest.approx((8 + 3 / 2) * 45.945e-3)
+    assert facts["devices"][0] == {
+        "device": 0,
+        "busy_seconds": pytest.approx(8 * 45.945e-3),
+        "bubble": pytest.approx(3 / 19),
+        "exposed_communication_seconds": 0,
+        "peak_microbatches": 5.5,
+    }
+    assert f"saved {path}" in result.stderr
+    events = json.loads(path.read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == 4 * 2 * 8 * 2
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (("--schedule", "2f1b"), "unknown schedule '2f1b'; one of gpipe"),
+        (("--stages", "0"), "stages 0: a pipeline needs 1 or more"),
+        (("--virtual", "2"), "1f1b has one stage a device; take interleaved"),
+        (("--schedule", "interleaved", "--microbatches", "9"), "take a multiple of 4"),
+        (("--backward-input", "-1"), "--backward-input -1.0: give milliseconds, 0 or more"),
+        (("--communication", "nan"), "--communication nan: give milliseconds, 0 or more"),
+        (("--trace", "nowhere/trace.json"), "--trace nowhere/trace.json: there is no folder"),
+    ],
+)
+def test_simulate_says_in_one_line_what_is_wrong(more: tuple[str, ...], expected: str) -> None:
+    result = simulate(*more)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert expected in result.stderr
+    assert result.stdout == ""
+
+
 def test_doctor() -> None:
     assert "preset h100" in run("doctor").stdout
     assert "h100" in json.loads(run("doctor", "--json").stdout)["presets"]

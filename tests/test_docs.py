@@ -97,7 +97,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_every_command_and_option_is_documented() -> None:
     text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
-    help_ = {name: CliRunner().invoke(cli.app, [name, "--help"]).output for name in ("plan", "verify", "ops", "doctor")}
+    commands = ("plan", "verify", "simulate", "ops", "doctor")
+    help_ = {name: CliRunner().invoke(cli.app, [name, "--help"]).output for name in commands}
     options = {option for output in help_.values() for option in re.findall(r"--[a-z-]+", output)}
     assert {o for o in options if f"{o}`" not in text and f"{o} " not in text} == set()
 

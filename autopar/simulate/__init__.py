@@ -3,7 +3,7 @@
 from autopar.simulate.engine import simulate
 from autopar.simulate.pipeline import pipeline
 from autopar.simulate.schedules import SCHEDULES, Action, Order, order
-from autopar.simulate.tasks import COMMUNICATION, COMPUTE, WAIT, Task
+from autopar.simulate.tasks import COMMUNICATION, COMPUTE, Task
 from autopar.simulate.timeline import Timeline
 from autopar.simulate.trace import chrome_trace
 
@@ -11,7 +11,6 @@ __all__ = [
     "COMMUNICATION",
     "COMPUTE",
     "SCHEDULES",
-    "WAIT",
     "Action",
     "Order",
     "Task",

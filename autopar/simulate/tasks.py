@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-COMPUTE, COMMUNICATION, WAIT = "compute", "communication", "wait"
-"""Categories that the figures of a `Timeline` know; any other is only shown."""
+COMPUTE, COMMUNICATION = "compute", "communication"
+"""Categories that the figures of a `Timeline` count; any other, such as ``"wait"``, is only shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Task:
         stream: such as ``"compute"``, or a level of links.
         seconds: from start to end.
         after: positions, in the same list, of the tasks that must have ended.
-        category: ``"compute"``, ``"communication"``, ``"wait"`` or a word of the caller's.
+        category: ``"compute"``, ``"communication"`` or a word of the caller's.
         host: seconds the device's host needs to launch it.
         group: tasks of one group start at the same moment, when the last of them can: the members of a collective.
         at_start: bytes by category that its start adds (or takes away, if negative) on its device.
