@@ -16,7 +16,8 @@ pytestmark = pytest.mark.distributed
 
 STEPS = 3
 TOLERANCE = 1e-9
-VOCAB, FFN = 27, 30
+VOCAB, FFN, ODD = 27, 30, 31
+PADDED = {"embed.weight", "up.weight", "up.bias", "down.weight", "head.weight", "head.bias"}
 
 # Where parameters are split unevenly; on the square mesh along its last axis.
 PINS: dict[str, dict[str, str]] = {
@@ -32,10 +33,10 @@ REST = (("vocabulary", SQUARE), ("columns", LINE), ("searched", LINE), ("searche
 class Tokens(nn.Module):
     """An embedding, two layers and a vocabulary that four does not divide."""
 
-    def __init__(self) -> None:
+    def __init__(self, ffn: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, 8)
-        self.up, self.down = nn.Linear(8, FFN), nn.Linear(FFN, 8)
+        self.up, self.down = nn.Linear(8, ffn), nn.Linear(ffn, 8)
         self.head = nn.Linear(8, VOCAB)
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -44,9 +45,9 @@ class Tokens(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
-def make() -> nn.Module:
+def make(ffn: int = FFN) -> nn.Module:
     torch.manual_seed(0)
-    return Tokens().double()
+    return Tokens(ffn).double()
 
 
 def batch(step: int, rows: int = 8) -> dict[str, torch.Tensor]:
@@ -123,6 +124,50 @@ def test_training(ranks: Ranks, plans: Any) -> None:
                 )
 
 
+def one_step(model: nn.Module) -> torch.Tensor:
+    """The loss of a step that leaves the gradients there."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loss: torch.Tensor = model(**batch(0))["loss"]
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def follow_random_plans(rank: int, seeds: tuple[int, ...]) -> list[tuple[dict[str, float], Any, Any]]:
+    """Of each seed's plan: errors, padded shapes of parameters, and shapes of their local parts."""
+    from autopar.parallelize import parallelize
+    from autopar.search.find import Search
+
+    plain = make(ODD)
+    wanted = {"loss": one_step(plain), **plain.state_dict()}
+    wanted |= {f"gradient of {n}": p.grad for n, p in plain.named_parameters()}
+    found = []
+    for seed in seeds:
+        search = Search(recipe="random", seed=seed)
+        model = parallelize(make(ODD), mesh_of(2), batch(0), search=search, cluster=slow_devices(), timeout=WAIT)
+        have = {"loss": one_step(model), **model.full_state_dict()}
+        have |= {f"gradient of {n}": g for n, g in model.full_gradients().items()}
+        assert have.keys() == wanted.keys()
+        errors = {n: float((have[n] - v).abs().max()) for n, v in wanted.items()}
+        local = {n: tuple(p.to_local().shape) for n, p in model.named_parameters()}
+        found.append((errors, dict(model.plan.padding), local))
+    return found
+
+
+def test_random_plans_with_padding() -> None:
+    ranks = Ranks(2)
+    try:
+        found = ranks.run(follow_random_plans, (11, 21))
+    finally:
+        ranks.close()
+    uneven = set()
+    for (errors, padding, local), (others_errors, _, others_local) in zip(*found, strict=True):
+        assert max(*errors.values(), *others_errors.values()) < TOLERANCE, (errors, others_errors)
+        assert padding.keys() == PADDED
+        uneven |= {n for n in local if local[n] != others_local[n]}
+    assert len(uneven) > 3, uneven
+
+
 def round_trip(rank: int, folder: str) -> float:
     """Saved in uneven parts along one axis, loaded along another, values from files and functions too."""
     import torch.distributed.checkpoint as dcp
@@ -153,7 +198,7 @@ def round_trip(rank: int, folder: str) -> float:
     filled: tuple[Any, ...] = (file, lambda name, tensor: tensor.copy_(expected[name]))
     for init, name in zip(filled, ("vocabulary", "columns"), strict=True):
         with torch.device("meta"):
-            empty = Tokens().double()
+            empty = make()
         model = parallel(mesh_of(4), PINS[name], model=empty, init=init)
         found = model.full_state_dict()
         worst = max(worst, *(float((found[k] - v).abs().max()) for k, v in expected.items()))
