@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -97,7 +97,9 @@ class Candidates:
         return tuple(self.strategies[s].name for s in self.choice[index])
 
 
-def candidates(operator: Operator, sizes: Sequence[int], allowed: Sequence[Sequence[str]] | None = None) -> Candidates:
+def candidates(
+    operator: Operator, sizes: Sequence[int], allowed: Sequence[Collection[str]] | None = None
+) -> Candidates:
     """Every combination of strategies over axes of ``sizes`` that splits each factor into equal parts.
 
     Args:

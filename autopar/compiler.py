@@ -40,7 +40,9 @@ from autopar.search.find import Progress, Search, find_plan, require_splits
 from autopar.search.padding import paddings
 from autopar.search.quotient import quotient
 from autopar.search.random_plan import random_plan
+from autopar.search.recipes import roles_of
 from autopar.search.restrict import Restrictions, read_pins
+from autopar.search.roles import DATA, Roles, by_roles
 
 Pass = Callable[[Program, Plan], Program]
 
@@ -104,11 +106,13 @@ def solve(
     Where parameters have dims that an axis does not divide, this is done twice: without padding, and with it.
     """
     search = search or Search()
+    roles = roles_of(search.recipe, axes, search.roles)
     with _collector_paused():
         dims = analyze(program)
         machine = Cluster.resolve(cluster)
         limits = read_pins(program, dims, search.pins, axes, restrictions)
-        options = paddings(program, dims, axes, limits.layouts, search=search.padding)
+        helps = any(role != DATA for role in roles)  # parameters need not divide to be replicated
+        options = paddings(program, dims, axes, limits.layouts, search=search.padding and helps)
         if search.recipe == "random":
             options = (options[search.seed % len(options)],)
         found: list[Plan] = []
@@ -117,9 +121,10 @@ def solve(
             padded = pad(program, shapes)
             dims = analyze(padded) if shapes else dims
             try:
-                if restrictions is None or not restrictions.layouts:  # a later shape lives with the mesh that there is
+                # A later shape lives with the mesh that there is; roles say more clearly what is wrong.
+                if None in roles and (restrictions is None or not restrictions.layouts):
                     require_splits(dims, axes)
-                plan = _solve(padded, dims, axes, machine, memory, optimizer, search, limits, progress)
+                plan = _solve(padded, dims, axes, machine, memory, optimizer, search, roles, limits, progress)
             except InfeasibleError as e:
                 errors.append(e)
                 continue
@@ -142,6 +147,7 @@ def _solve(
     memory: str | float | None,
     optimizer: str,
     search: Search,
+    roles: Roles,
     limits: Restrictions,
     progress: Progress | None,
 ) -> Plan:
@@ -158,7 +164,7 @@ def _solve(
         memory=None if memory is None else parse_bytes(memory),
         optimizer=optimizer,
         search=search,
-        restrictions=limits,
+        restrictions=by_roles(program, dims, classes, axes, roles, limits),
         classes=classes,
         progress=progress,
     )
@@ -235,5 +241,10 @@ def plan(
     machine = Cluster.resolve(cluster)
     axes = axes or {"device": machine.group_sizes[0] if machine.group_sizes else 1}
     program = program_of(model, batch, loss_fn=loss_fn, precision=policy)
-    budget = 0.9 * machine.device.memory if memory is None else memory
+    budget = default_memory(machine) if memory is None else memory
     return solve(program, axes, machine, memory=budget, optimizer=optimizer, search=search, progress=progress)
+
+
+def default_memory(machine: Cluster) -> float:
+    """Bytes that a plan may use of a device if nobody says: nine tenths."""
+    return 0.9 * machine.device.memory

@@ -16,7 +16,7 @@ from autopar.cluster import Cluster
 from autopar.collective import GROUP_ARGUMENT
 from autopar.dims import analyze
 from autopar.draw import generator_digest
-from autopar.errors import PlanError, RankError
+from autopar.errors import InfeasibleError, PlanError, RankError
 from autopar.layout import Layout, Replicate, Split
 from autopar.plan import Plan
 from autopar.program import Program, draws
@@ -260,7 +260,13 @@ def _search(
             search=search, restrictions=limits,
         )  # fmt: skip
 
-    plan = solve(layouts)
+    try:
+        plan = solve(layouts)
+    except InfeasibleError:
+        if first or not (search.recipe or search.roles):
+            raise
+        search = replace(search, recipe=None, roles={})  # nor must a recipe, whose batch has to divide
+        plan = solve(layouts)
     if not local or not first:
         return plan
     alike = {("batch", name): layout for name, layout in same_rows(program, plan).items()}

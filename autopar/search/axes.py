@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,6 @@ import numpy as np
 
 from autopar.candidates import candidates
 from autopar.dims import Dims
-from autopar.layout import Layout
 from autopar.program import Program
 from autopar.redistribute import Machine, Tables
 from autopar.search.build import Built, build, operator_seconds
@@ -104,15 +103,20 @@ def bound_by_axes(
         fast = replace(link, bandwidth=link.bandwidth * others)
         device = replace(machine.device, bandwidth=machine.device.bandwidth * others)
         single = Machine((name,), (n,), (fast,), device)
-        limits = replace(restrictions, layouts=_project(restrictions.layouts, axis), fixed={}, free=None)
+        limits = Restrictions(
+            layouts=_project(restrictions.layouts, axis),
+            data_axes_only=restrictions.data_axes_only,
+            placements=_project(restrictions.placements, axis),
+            strategies=_project(restrictions.strategies, axis),
+        )
         built = build(program, dims, classes, Tables(single), defaultdict(float), limits)
         problem, share = _share(built, dims, classes, machine, n)
         total += solve(problem, gap=1e-4).lower_bound + (share if axis == 0 else 0.0)
     return total
 
 
-def _project(layouts: Mapping[Any, Layout], axis: int) -> dict[Any, Layout]:
-    return {key: (layout[axis],) for key, layout in layouts.items()}
+def _project(decided: Mapping[Any, Sequence[Any]], axis: int) -> dict[Any, tuple[Any]]:
+    return {key: (of_axes[axis],) for key, of_axes in decided.items()}
 
 
 def _share(built: Built, dims: Dims, classes: Quotient, machine: Machine, n: int) -> tuple[Problem, float]:

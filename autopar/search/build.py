@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,8 +153,7 @@ class _Maker:
 
     def _operator(self, key: str, node: fx.Node, count: int) -> Variable:
         operator = self.dims.operators[node]
-        fixed = self.restrictions.fixed.get(key)
-        chosen = candidates(operator, self.sizes, self._allowed(fixed))
+        chosen = candidates(operator, self.sizes, self._allowed(key))
         ports: dict[Port, Ints] = {}
         types: dict[Port, TensorType] = {}
         for i, type_ in enumerate(operator.inputs):
@@ -168,11 +166,19 @@ class _Maker:
         cost = operator_seconds(operator, chosen, self.tables.machine) * count
         return Variable(key, count, ports, types, chosen, cost, np.zeros(len(cost)))
 
-    def _allowed(self, fixed: Sequence[Any] | None) -> list[list[str]] | None:
-        free = self.restrictions.free
-        if free is None:
-            return None
-        return [_Everything() if a in free else [fixed[a] if fixed else REPLICATE] for a in range(len(self.sizes))]
+    def _allowed(self, key: str) -> list[Collection[str]]:
+        """Names that a class of operators may take on each axis."""
+        free, fixed = self.restrictions.free, self.restrictions.fixed.get(key)
+        found: list[Collection[str]] = []
+        for axis in range(len(self.sizes)):
+            own = self.restrictions.strategies.get(key, (None,) * len(self.sizes))[axis]
+            if free is None or axis in free:
+                found.append(_EVERYTHING if own is None else own)
+            elif fixed:
+                found.append((fixed[axis],))
+            else:
+                found.append((REPLICATE,) if own is None or REPLICATE in own else (min(own),))
+        return found
 
     def _encode(self, type_: TensorType, placements: list[Placement], choice: Ints) -> Ints:
         """Layout number of each candidate, from each strategy's placement of this tensor."""
@@ -209,8 +215,11 @@ class _Maker:
         )
         fixed = self.restrictions.fixed.get(key) or pinned  # a pin holds on every axis, searched or not
         free = self.restrictions.free
+        wanted = self._wanted(kind, names) if pinned is None else (None,) * len(layout)
+        if any(w is not None and p != w for p, w in zip(layout, wanted, strict=True)):
+            return False
         if free is not None and any(
-            layout[a] != (fixed[a] if fixed else Replicate()) for a in range(len(layout)) if a not in free
+            layout[a] != (fixed[a] if fixed else wanted[a] or Replicate()) for a in range(len(layout)) if a not in free
         ):
             return False
         if kind == "constant":
@@ -225,12 +234,20 @@ class _Maker:
             return not self.restrictions.data_axes_only or all(p in (Replicate(), Split(0, 0)) for p in layout)
         return is_boundary_layout(type_, layout, self.sizes)
 
+    def _wanted(self, kind: str, names: tuple[str, ...]) -> Sequence[Placement | None]:
+        """What holds on each axis for a parameter or batch tensor of which nothing is pinned."""
+        found = (self.restrictions.placements.get((kind, n)) for n in names)
+        return next((f for f in found if f is not None), (None,) * len(self.sizes))
+
 
 class _Everything(list[str]):
     """A list that contains every name."""
 
     def __contains__(self, item: object) -> bool:
         return True
+
+
+_EVERYTHING = _Everything()
 
 
 def operator_seconds(operator: Operator, chosen: Candidates, machine: Machine) -> Floats:

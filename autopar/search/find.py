@@ -22,6 +22,7 @@ from autopar.search.axes import bound_by_axes, descend
 from autopar.search.build import Built, build
 from autopar.search.problem import Solution
 from autopar.search.quotient import Quotient, quotient
+from autopar.search.recipes import check_recipe, roles_of
 from autopar.search.restrict import Restrictions
 from autopar.search.solve import solve
 
@@ -40,7 +41,10 @@ class Search:
         gap: relative gap at which to stop.
         pins: layouts decided by hand: name of a parameter or ``batch.0`` to one placement an axis, as text
             (``("R", "S(0)")``), torch placements or a dict by axis name.
-        recipe: None searches; ``"random"`` draws a feasible plan instead, for tests (budgets are not looked at).
+        recipe: layouts by the name of a kind of parallelism, see `autopar.search.recipes`; the search decides only what
+            the recipe leaves open. ``"random"`` draws a feasible plan, for tests (budgets are not looked at).
+        roles: what axes are for, by name: ``data``, ``shard``, ``tensor`` or ``sequence``, see `autopar.search.roles`.
+            Without a recipe, axes that are not named are searched; ``"megatron"`` takes roles, too.
         seed: of the random plan.
         tie_layers: repeated layers are laid out alike; False searches each on its own.
         padding: parameters whose dims an axis does not divide, such as a vocabulary of 50257, may be padded on the
@@ -51,14 +55,14 @@ class Search:
     gap: float = 1e-3
     pins: Mapping[str, Any] = field(default_factory=dict)
     recipe: str | None = None
+    roles: Mapping[str, str] = field(default_factory=dict)
     seed: int = 0
     tie_layers: bool = True
     padding: bool = True
 
     def __post_init__(self) -> None:
         """Refuse recipes that do not exist."""
-        if self.recipe not in (None, "random"):
-            raise ValueError(f'recipe={self.recipe!r}: there are None and "random"; use pins= for layouts by hand')
+        check_recipe(self.recipe, self.roles)
 
 
 def find_plan(
@@ -101,7 +105,9 @@ def find_plan(
         return build(program, dims, classes, tables, state, limits)
 
     try:
-        if len(axes) <= EXACT_AXES:
+        # Roles of all axes leave so little open that any number of them is one problem.
+        decided = all(roles_of(search.recipe, axes, search.roles)) and bool(restrictions.strategies)
+        if decided or len(axes) <= EXACT_AXES:
             built = make(restrictions)
             solution = solve(
                 built.problem, budget=memory, gap=search.gap, time_limit=search.time_limit, progress=progress
@@ -140,8 +146,11 @@ def require_splits(dims: Dims, axes: Mapping[str, int]) -> None:
 
 def _space(search: Search, cluster: Cluster) -> str:
     tied = ", repeated layers alike" if search.tie_layers else ""
+    recipe = f"what recipe {search.recipe} leaves open; " if search.recipe else ""
+    roles = ", ".join(f"{axis} for {role}" for axis, role in search.roles.items())
+    recipe += f"axes as told ({roles}); " if roles else ""
     return (
-        f"one layout per tensor on every axis{tied}; a value has one layout besides its own for all its users; "
+        f"{recipe}one layout per tensor on every axis{tied}; a value has one layout besides its own for all its users; "
         f"no pipelines, no recomputation; costs: roofline and alpha-beta on {cluster.name}"
     )
 

@@ -32,12 +32,16 @@ class Restrictions:
         fixed: strategy name or placement of each variable on each axis that is not searched; absent: replicated.
         free: axes that are searched; None searches all.
         data_axes_only: batch tensors may be split along the first factor of their first dim only.
+        placements: the same as ``layouts``, axis by axis, None where it is open; gives way to them.
+        strategies: names that each class of operators may take, axis by axis; None: any.
     """
 
     layouts: Mapping[tuple[str, str], Layout] = field(default_factory=dict)
     fixed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     free: tuple[int, ...] | None = None
     data_axes_only: bool = False
+    placements: Mapping[tuple[str, str], Sequence[Placement | None]] = field(default_factory=dict)
+    strategies: Mapping[str, Sequence[frozenset[str] | None]] = field(default_factory=dict)
 
 
 def read_pins(

@@ -11,8 +11,8 @@ from tests import models as zoo
 
 
 def test_unknown_recipe_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"recipe='megatron'.*pins="):
-        Search(recipe="megatron")
+    with pytest.raises(ValueError, match=r"no recipe 'megaton'.*mean 'megatron'"):
+        Search(recipe="megaton")
 
 
 def test_random_recipe_draws_by_seed_and_keeps_pins() -> None:
