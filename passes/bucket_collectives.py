@@ -10,7 +10,7 @@ After::
     w1 = reshape(narrow(w, 0, 0, n1), shape1); w2 = reshape(narrow(w, 0, n1, n2), shape2)
 
 A bucket starts when its last gradient is known and is waited for at the end of the graph, so that it runs beside the
-rest of the backward pass. Only reductions whose result is nothing but a gradient are joined.
+rest of the backward pass. Only reductions whose result is nothing but a gradient, reshaped perhaps, are joined.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def bucket_collectives(program: Program, plan: Plan) -> Program:
     """Join gradient all-reduces of one axis and dtype into buckets, level by level where axes follow each other."""
     graph = program.graph.graph
     machine = machine_of(plan)
-    pending = [n for n in graph.nodes if _is_gradient_reduction(n)]
+    ends = {v for o, v in zip(program.outputs, program.output_values, strict=True) if o.kind == "gradient"}
+    pending = [n for n in graph.nodes if _is_gradient_reduction(n, ends)]
     joined = False
     while pending:
         ready = [n for n in pending if not _depends(n, pending)]
@@ -65,9 +66,21 @@ def bucket_bytes(machine: Machine, axis: str) -> float:
     return min(LARGEST, max(SMALLEST, machine.sizes[i] * link.latency * link.bandwidth / LATENCY_SHARE))
 
 
-def _is_gradient_reduction(node: fx.Node) -> bool:
+def _is_gradient_reduction(node: fx.Node, ends: set[fx.Node | None]) -> bool:
     info = node.meta.get("collective")
-    return isinstance(info, Collective) and info.gradient and node.target is c10d.all_reduce.default
+    if not isinstance(info, Collective) or node.target is not c10d.all_reduce.default:
+        return False
+    return info.gradient or _is_reshaped_gradient(node, ends)
+
+
+def _is_reshaped_gradient(node: fx.Node, ends: set[fx.Node | None]) -> bool:
+    """Whether the reduced value goes through reshapes, and nowhere else, into a gradient."""
+    value = next(iter(node.users))
+    while len(value.users) == 1 and value not in ends:
+        value = next(iter(value.users))
+        if value.target is not aten.reshape.default:
+            return False
+    return value in ends and len(value.users) == 1
 
 
 def _depends(node: fx.Node, others: list[fx.Node]) -> bool:
