@@ -80,22 +80,29 @@ def plan_command(
     memory: Annotated[str | None, typer.Option(help="Budget per device, such as 70GiB; default: 0.9 of it.")] = None,
     optimizer: Annotated[str, typer.Option(help="Whose state the budget counts.")] = "adamw",
     precision: Policy = None,
+    recipe: Annotated[
+        str | None, typer.Option(metavar="NAME", help="ddp, fsdp, hsdp, megatron, ...; default: search.")
+    ] = None,
+    roles: Annotated[str, typer.Option(metavar="AXIS=ROLE,...", help="What axes are for: node=data,gpu=tensor.")] = "",
     time_limit: Limit = 60.0,
     save: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the plan to a file.")] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Find the fastest layouts of a model on a mesh, for devices that need not be here."""
+    """Find the fastest layouts of a model on a mesh, for devices that need not be here, and compare with recipes."""
     with _clear_errors(debug):
         sizes = parse_axes(axes)
         _check_target("--save", save)
         task = load_task(model)
-        from autopar.compiler import plan
+        from autopar.comparison import plan_and_compare
+        from autopar.precision import Precision
+        from autopar.report.comparison import comparison_list, comparison_table
         from autopar.report.progress import SearchProgress
         from autopar.search.find import Search
 
+        search = Search(time_limit=time_limit, recipe=recipe, roles=parse_roles(roles))
         with SearchProgress() as progress:
-            found = plan(
+            found, beside = plan_and_compare(
                 task.model,
                 task.batch,
                 cluster=cluster,
@@ -103,14 +110,17 @@ def plan_command(
                 loss_fn=task.loss_fn,
                 memory=memory,
                 optimizer=optimizer,
-                precision=precision,
-                search=Search(time_limit=time_limit),
+                precision=Precision.resolve(precision),
+                search=search,
                 progress=progress,
             )
         if save is not None:
             found.save(save)
             typer.echo(f"saved {save}", err=True)
-        typer.echo(json.dumps(found.to_dict(), indent=1) if as_json else found.summary())
+        if as_json:
+            typer.echo(json.dumps({**found.to_dict(), "recipes": comparison_list(found, beside)}, indent=1))
+        else:
+            typer.echo(f"{found.summary()}\n\n{comparison_table(found, beside)}")
 
 
 @app.command("verify")
@@ -267,6 +277,24 @@ def parse_axes(text: str) -> dict[str, int]:
             raise ValueError(f"--axes {text!r} names axis {name!r} twice; give each axis a name of its own")
         axes[name] = int(size)
     return axes
+
+
+def parse_roles(text: str) -> dict[str, str]:
+    """Roles of axes from ``node=data,gpu=tensor``.
+
+    Raises:
+        ValueError: a part is not AXIS=ROLE.
+
+    >>> parse_roles("node=data, gpu=tensor")
+    {'node': 'data', 'gpu': 'tensor'}
+    """
+    roles = {}
+    for part in text.split(",") if text else ():
+        axis, _, role = (piece.strip() for piece in part.partition("="))
+        if not axis or not role:
+            raise ValueError(f"--roles {text!r}: {part.strip()!r} is not AXIS=ROLE; write for example gpu=tensor")
+        roles[axis] = role
+    return roles
 
 
 def load_task(spec: str) -> Task:

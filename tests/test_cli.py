@@ -83,6 +83,34 @@ def test_json_is_the_plan_and_nothing_else(model: str) -> None:
     assert loaded.certificate.gap <= 1e-3
 
 
+def test_recipes_are_compared_with_the_plan(model: str) -> None:
+    result = plan(f"{model}:make")
+    assert result.exit_code == 0, result.output
+    table = result.stdout[result.stdout.index("beside recipes") :]
+    assert table.index("this plan") < table.index("ddp") < table.index("fsdp") < table.index("megatron")
+    assert "not here" in table  # the model has no sequence
+    assert "megatron-sequence" in table[table.index("not here") :]
+    rows = {row["recipe"]: row for row in json.loads(plan(f"{model}:make", "--json").stdout)["recipes"]}
+    assert list(rows) == ["ddp", "fsdp", "hsdp", "megatron", "megatron-sequence"]
+    assert rows["ddp"]["ratio"] >= 1 - 1e-3
+    assert rows["fsdp"]["memory_bytes"] < rows["hsdp"]["memory_bytes"] < rows["ddp"]["memory_bytes"]
+    assert "sequence" in rows["megatron-sequence"]["reason"]
+
+
+def test_recipes_that_do_not_fit_say_what_they_need(model: str) -> None:
+    rows = {r["recipe"]: r for r in json.loads(plan(f"{model}:make", "--memory", "8KiB", "--json").stdout)["recipes"]}
+    assert "step_seconds" in rows["fsdp"]
+    assert rows["ddp"]["reason"] == "needs 17 KiB a device; the budget is 8 KiB"
+
+
+def test_a_recipe_and_roles_can_be_planned(model: str, tmp_path: Path) -> None:
+    result = plan(f"{model}:make", "--recipe", "megatron", "--roles", "a=tensor,b=data", "--save", "plan.json")
+    assert result.exit_code == 0, result.output
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert [str(p) for p in loaded.parameters["up.weight"]] == ["S(0.0)", "R"]
+    assert [str(p) for p in loaded.batch["0"]] == ["R", "S(0.0)"]
+
+
 def test_a_loss_function_may_come_third(model: str) -> None:
     result = plan(f"{model}:make_with_loss", "--json")
     assert result.exit_code == 0, result.output
@@ -134,6 +162,10 @@ def test_what_does_not_fit_exits_with_3(model: str) -> None:
         ("make", ("--memory", "lots"), "cannot read 'lots' as a size"),
         ("make", ("--optimizer", "adamv"), "unknown optimizer 'adamv'"),
         ("make", ("--save", "nowhere/plan.json"), "there is no folder"),
+        ("make", ("--recipe", "fdsp"), "did you mean 'fsdp'"),
+        ("make", ("--recipe", "ddp", "--roles", "a=tensor"), "recipe 'ddp' decides the roles"),
+        ("make", ("--roles", "a"), "'a' is not AXIS=ROLE"),
+        ("make", ("--roles", "c=data"), "names axis 'c'; the mesh has a, b"),
         ("absent", (), "has no function 'absent'"),
         ("number", (), "has no function 'number'"),
         ("no_model", (), "returned a str as the model"),

@@ -36,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("assignment", "step", "predict", "propagate", "float64", "check"),
     ("passes",),
     ("canonical", "emulate", "simulate", "training", "runtime", "checkpoint", "coverage"),
-    ("compiler", "module", "parallelize", "verify", "operators"),
+    ("compiler", "comparison", "module", "parallelize", "verify", "operators"),
     ("autopar",),  # autopar/__init__.py
     ("cli", "demo", "__main__"),
 )

@@ -1,0 +1,79 @@
+"""A plan and the recipes, on the same machinery: how much better is it than what one would do by hand?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from torch import nn
+
+from autopar.capture import Batch, LossFunction
+from autopar.cluster import Cluster
+from autopar.compiler import default_memory, program_of, solve
+from autopar.cost.memory import format_bytes
+from autopar.errors import InfeasibleError
+from autopar.plan import Plan
+from autopar.precision import Precision
+from autopar.program import Program
+from autopar.report.comparison import Comparison
+from autopar.search.find import Progress, Search
+from autopar.search.recipes import RECIPES, TAKES_ROLES
+
+SECONDS = 10.0
+"""Time limit of the solver for a recipe, which leaves little open."""
+
+
+def plan_and_compare(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    cluster: Cluster | str | Path,
+    axes: Mapping[str, int],
+    loss_fn: LossFunction | None = None,
+    memory: str | float | None = None,
+    optimizer: str = "adamw",
+    precision: Precision | None = None,
+    search: Search | None = None,
+    progress: Progress | None = None,
+) -> tuple[Plan, tuple[Comparison, ...]]:
+    """What `autopar.plan` finds, with its arguments, and a comparison with every recipe; the model is captured once."""
+    search, machine = search or Search(), Cluster.resolve(cluster)
+    program = program_of(model, batch, loss_fn=loss_fn, precision=precision)
+    budget = default_memory(machine) if memory is None else memory
+    found = solve(program, axes, machine, memory=budget, optimizer=optimizer, search=search, progress=progress)
+    return found, compare_recipes(program, found, memory=budget, search=search)
+
+
+def compare_recipes(
+    program: Program, found: Plan, *, memory: str | float | None = None, search: Search | None = None
+) -> tuple[Comparison, ...]:
+    """Every recipe on a plan's axes, cluster and optimizer.
+
+    Args:
+        program: canonical program that the plan is of.
+        found: the plan.
+        memory: budget per device.
+        search: how the plan was searched; pins and recipe are left out.
+    """
+    search = search or Search()
+    rows = []
+    for name in RECIPES:
+        if name == search.recipe:
+            rows.append(Comparison(name, found))
+            continue
+        roles = search.roles if name in TAKES_ROLES else {}
+        own = replace(search, recipe=name, roles=roles, pins={}, time_limit=min(search.time_limit, SECONDS))
+        try:
+            plan = solve(program, dict(found.axes), found.cluster, memory=memory, optimizer=found.optimizer, search=own)
+        except (InfeasibleError, ValueError) as e:
+            rows.append(Comparison(name, None, _reason(e)))
+        else:
+            rows.append(Comparison(name, plan))
+    return tuple(rows)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, InfeasibleError) and error.needed is not None and error.budget is not None:
+        return f"needs {format_bytes(error.needed)} a device; the budget is {format_bytes(error.budget)}"
+    return str(error)
