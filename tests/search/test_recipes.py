@@ -1,4 +1,4 @@
-"""Recipes: each computes what one device would, has the collectives that it is known for, and says when it does not fit."""
+"""Recipes: each computes what one device would, has its well-known collectives, and says when it does not fit."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def test_pins_win_over_a_recipe() -> None:
 def test_no_operator_passes_partial_sums_without_need() -> None:
     """What `ddp` computes of samples is split along them, on every axis."""
     plan = planned("mlp", SQUARE, recipe="ddp")
-    program, dims, _ = zoo.captured("mlp")
+    _, dims, _ = zoo.captured("mlp")
     made = dims.operators
     assert all(not isinstance(p, Partial) for v in plan.results.values() for p in v)
     assert len(made) == len(plan.choices)
