@@ -84,6 +84,11 @@ def plan_command(
         str | None, typer.Option(metavar="NAME", help="ddp, fsdp, hsdp, megatron, ...; default: search.")
     ] = None,
     roles: Annotated[str, typer.Option(metavar="AXIS=ROLE,...", help="What axes are for: node=data,gpu=tensor.")] = "",
+    microbatch: Annotated[
+        int | None, typer.Option(help="Samples at a time, with axes pp, dp, tp of recipe megatron.", min=1)
+    ] = None,
+    schedule: Annotated[str, typer.Option(metavar="1f1b|gpipe|zb-h1", help="Of the stages along axis pp.")] = "1f1b",
+    recompute: Annotated[str, typer.Option(metavar="none|full", help="Run blocks again in the backward.")] = "none",
     time_limit: Limit = 60.0,
     save: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the plan to a file.")] = None,
     as_json: Json = False,
@@ -94,6 +99,21 @@ def plan_command(
         sizes = parse_axes(axes)
         _check_target("--save", save)
         task = load_task(model)
+        if microbatch is not None or recompute != "none" or _has_stages(sizes):
+            _check_hybrid(recipe, roles, save)
+            _print_hybrid(
+                task,
+                as_json,
+                cluster=cluster,
+                axes=sizes,
+                microbatch=microbatch,
+                schedule=schedule,
+                recompute=recompute,
+                memory=memory,
+                optimizer=optimizer,
+                precision=precision,
+            )
+            return
         from autopar.comparison import plan_and_compare
         from autopar.precision import Precision
         from autopar.report.comparison import comparison_list, comparison_table
@@ -121,6 +141,35 @@ def plan_command(
             typer.echo(json.dumps({**found.to_dict(), "recipes": comparison_list(found, beside)}, indent=1))
         else:
             typer.echo(f"{found.summary()}\n\n{comparison_table(found, beside)}")
+
+
+def _has_stages(axes: Mapping[str, int]) -> bool:
+    return any(name in ("stage", "pp", "pipeline") for name in axes)
+
+
+def _check_hybrid(recipe: str | None, roles: str, save: Path | None) -> None:
+    """Stages and microbatches are simulated for one recipe; what goes with runnable plans only is refused.
+
+    Raises:
+        ValueError: names the option and the remedy.
+    """
+    if recipe != "megatron":
+        raise ValueError("stages, microbatches and recomputation are predicted for --recipe megatron; add it")
+    if roles:
+        raise ValueError("--roles says nothing here: the names of the axes do (pp, dp, tp); leave it out")
+    if save is not None:
+        raise ValueError("--save writes plans that can be run; one with stages is only predicted: use --json")
+
+
+def _print_hybrid(task: Task, as_json: bool, *, precision: str | None, **options: Any) -> None:
+    from autopar.hybrid import predict_hybrid
+    from autopar.precision import Precision
+    from autopar.report.hybrid import hybrid_table
+
+    found = predict_hybrid(
+        task.model, task.batch, loss_fn=task.loss_fn, precision=Precision.resolve(precision), **options
+    )
+    typer.echo(json.dumps(found.to_dict(), indent=1) if as_json else hybrid_table(found.to_dict()))
 
 
 @app.command("verify")

@@ -7,16 +7,19 @@ same step can be costed on many.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import fx
 
 from autopar.assignment import Assignment, all_moves, assign, machine_of
 from autopar.candidates import candidates, letter_parts, lowered_bytes, split_parts
+from autopar.cluster import Device
 from autopar.cost import collectives
 from autopar.cost.kernels import Work, busy_seconds
 from autopar.dims import Dims, Operator
@@ -26,6 +29,8 @@ from autopar.program import Program, Value, is_backward, module_path
 from autopar.redistribute import Machine, Tables, moved_bytes
 from autopar.search.quotient import Quotient, block_prefixes, quotient
 from autopar.work import arithmetic_dtype, operator_work
+
+Floats = NDArray[np.float64]
 
 BEFORE, AFTER = "before the blocks", "after the blocks"
 
@@ -98,17 +103,38 @@ class Spent:
 
 def spend(activity: Activity, machine: Machine) -> Spent:
     """What an activity costs on a machine."""
-    device = machine.device
-    busy, launches = 0.0, 0.0
-    for dtype, work in activity.kernels.items():
-        busy += float(busy_seconds(work, dtype, device).sum() + work.launches.sum() * device.launch)
-        launches += float(work.launches.sum())
-    communication = [0.0] * len(machine.sizes)
-    for c in activity.collectives:
-        seconds = getattr(collectives, c.kind)(c.size, machine.sizes[c.axis], machine.links[c.axis])
-        communication[c.axis] += float(seconds) + device.launch
-        launches += 1 + np.log2(machine.sizes[c.axis])  # it waits for the slowest of the hosts, a tree of them
-    return Spent(busy, launches * device.host, tuple(communication))
+    return spend_each([activity], [machine])[0]
+
+
+def spend_each(activities: Sequence[Activity], machines: Sequence[Machine]) -> list[Spent]:
+    """What each activity costs on its machine; all machines have the same device."""
+    device = machines[0].device
+    busy, launches = _sums(activities, device)
+    found = []
+    for activity, machine, seconds, count in zip(activities, machines, busy, launches, strict=True):
+        communication = [0.0] * len(machine.sizes)
+        for c in activity.collectives:
+            ranks, link = machine.sizes[c.axis], machine.links[c.axis]
+            communication[c.axis] += float(getattr(collectives, c.kind)(c.size, ranks, link)) + device.launch
+            count += 1 + math.log2(ranks)  # it waits for the slowest of the hosts, which come to it in a tree
+        found.append(Spent(float(seconds), float(count) * device.host, tuple(communication)))
+    return found
+
+
+def _sums(activities: Sequence[Activity], device: Device) -> tuple[Floats, Floats]:
+    """Busy seconds with launches, and launches, of each activity: the kernels of all of them at once."""
+    busy, launches = np.zeros(len(activities)), np.zeros(len(activities))
+    parts: dict[str, list[tuple[int, Work]]] = defaultdict(list)
+    for number, activity in enumerate(activities):
+        for dtype, work in activity.kernels.items():
+            parts[dtype].append((number, work))
+    for dtype, found in parts.items():
+        work = Work.join([w for _, w in found])
+        owner = np.repeat([n for n, _ in found], [len(w.flops) for _, w in found])
+        seconds = busy_seconds(work, dtype, device) + work.launches * device.launch
+        busy += np.bincount(owner, weights=seconds, minlength=len(activities))
+        launches += np.bincount(owner, weights=work.launches, minlength=len(activities))
+    return busy, launches
 
 
 def step_of(program: Program, dims: Dims, plan: Plan, *, fused: bool = False) -> tuple[Part, ...]:

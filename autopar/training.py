@@ -7,16 +7,18 @@ times of their stages; what a schedule makes of them follows from its order of a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from autopar.cluster import Cluster, Link
 from autopar.cost import collectives
 from autopar.cost.memory import optimizer_state_bytes
 from autopar.redistribute import Machine
+from autopar.simulate import Timeline, order, pipeline, simulate
 from autopar.step import AFTER, BEFORE, Part, Spent, spend
 
 MASTER = 4
@@ -74,7 +76,13 @@ class Stages:
     update: float
 
 
-def stages_of(parts: Sequence[Part], cluster: Cluster, machine: Machine, training: Training) -> Stages:
+def stages_of(
+    parts: Sequence[Part],
+    cluster: Cluster,
+    machine: Machine,
+    training: Training,
+    spent: Mapping[str, tuple[Spent, Spent]] | None = None,
+) -> Stages:
     """The stages of a training step.
 
     Args:
@@ -82,6 +90,33 @@ def stages_of(parts: Sequence[Part], cluster: Cluster, machine: Machine, trainin
         cluster: has the links between stages and data ranks.
         machine: the axes within a stage.
         training: how the step is spread.
+        spent: what forward and backward of each part cost, by its name, where that is known already.
+
+    Raises:
+        ValueError: the stages do not divide the blocks.
+    """
+    if spent is None:
+        spent = {p.name: (spend(p.forward, machine), spend(p.backward, machine)) for p in parts}
+    if training.recompute == "full":  # a block runs its forward again before its backward
+        again = {n: (f, b + f) for n, (f, b) in spent.items() if n not in (BEFORE, AFTER)}
+        spent = {**spent, **again}
+    none = Spent(0.0, 0.0, (0.0,) * len(machine.sizes))
+    found, sizes = [], []
+    for stage in range(training.stages):
+        members = stage_parts(parts, training, stage)
+        forward, backward = (sum((spent[p.name][i].scaled(count) for p, count in members), none) for i in (0, 1))
+        found.append(_turn(forward, backward))
+        sizes.append(_parameter_bytes(members))
+    times = np.array(found)
+    data, after = _links(cluster, machine, training)
+    handed = parts[-2].handed / after.bandwidth + after.latency if training.stages > 1 else 0.0
+    reduce = max(float(collectives.all_reduce(sum(s.values()), training.data, data)) for s in sizes)
+    update = max(_update_seconds(s, machine, training) for s in sizes)
+    return Stages(times[:, 0], times[:, 1], handed, reduce, update)
+
+
+def stage_parts(parts: Sequence[Part], training: Training, stage: int) -> list[tuple[Part, int]]:
+    """The parts of a stage, and how often it has each. The last captured block stands for those that were not.
 
     Raises:
         ValueError: the stages do not divide the blocks.
@@ -92,29 +127,10 @@ def stages_of(parts: Sequence[Part], cluster: Cluster, machine: Machine, trainin
         raise ValueError(
             f"{training.stages} stages do not divide {layers} repeated blocks; give another number of stages"
         )
-    spent = {p.name: _both(p, machine, training.recompute) for p in parts}
-    share = layers / training.stages / len(blocks)
-    none = Spent(0.0, 0.0, (0.0,) * len(machine.sizes))
-    inner = tuple(sum((spent[b.name][i].scaled(share) for b in blocks), none) for i in (0, 1))
-    found, sizes = [], []
-    for stage in range(training.stages):
-        ends = [p for p in parts if (p.name, stage) in ((BEFORE, 0), (AFTER, training.stages - 1))]
-        passes = [sum((spent[p.name][i] for p in ends), inner[i]) for i in (0, 1)]
-        found.append(_turn(*passes))
-        sizes.append(_parameter_bytes([*((p, 1.0) for p in ends), *((b, share) for b in blocks)]))
-    times = np.array(found)
-    data, after = _links(cluster, machine, training)
-    handed = blocks[-1].handed / after.bandwidth + after.latency if training.stages > 1 else 0.0
-    reduce = max(float(collectives.all_reduce(sum(s.values()), training.data, data)) for s in sizes)
-    update = max(_update_seconds(s, machine, training) for s in sizes)
-    return Stages(times[:, 0], times[:, 1], handed, reduce, update)
-
-
-def _both(part: Part, machine: Machine, recompute: str) -> tuple[Spent, Spent]:
-    """Forward and backward of a part; a block that is recomputed runs its forward again first."""
-    forward, backward = spend(part.forward, machine), spend(part.backward, machine)
-    again = recompute == "full" and part.name not in (BEFORE, AFTER)
-    return forward, backward + forward if again else backward
+    share = layers // training.stages
+    numbers = Counter(min(i, len(blocks) - 1) for i in range(stage * share, (stage + 1) * share))
+    ends = [p for p in parts if (p.name, stage) in ((BEFORE, 0), (AFTER, training.stages - 1))]
+    return [*((p, 1) for p in ends), *((blocks[i], count) for i, count in sorted(numbers.items()))]
 
 
 def _turn(forward: Spent, backward: Spent) -> tuple[float, float]:
@@ -132,7 +148,7 @@ def _links(cluster: Cluster, machine: Machine, training: Training) -> tuple[Link
     return data, stage
 
 
-def _parameter_bytes(stage: Sequence[tuple[Part, float]]) -> dict[int, float]:
+def _parameter_bytes(stage: Sequence[tuple[Part, int]]) -> dict[int, float]:
     found: dict[int, float] = {}
     for part, share in stage:
         for item, count in part.parameters.items():
@@ -156,12 +172,33 @@ def _update_seconds(sizes: dict[int, float], machine: Machine, training: Trainin
 
 
 def step_seconds(stages: Stages, microbatches: int) -> float:
-    """Seconds of a step under 1F1B or GPipe, as a closed form.
+    """Seconds of a step under 1F1B, as a closed form; `simulated_seconds` is for any schedule.
 
-    One microbatch goes through all stages, there and back; the slowest stage does the others meanwhile. (GPipe and
-    1F1B take the same time; they differ in memory.)
+    One microbatch goes through all stages, there and back, and the slowest stage does the others meanwhile. What a
+    stage hands on is under way once in each direction for every microbatch that fills the pipeline, and then once for
+    every round of as many microbatches as there are stages: a stage waits for the one that it sent a round ago.
     """
     turn = stages.forward + stages.backward
-    through = float(turn.sum()) + 2 * stages.handed * (len(turn) - 1)
-    slowest = float((turn + (2 * stages.handed if len(turn) > 1 else 0.0)).max())
-    return through + (microbatches - 1) * slowest + stages.reduce + stages.update
+    under_way = 2 * stages.handed * (len(turn) - 1) * (1 + (microbatches - 1) / len(turn))
+    computed = float(turn.sum()) + (microbatches - 1) * float(turn.max())
+    return computed + under_way + stages.reduce + stages.update
+
+
+def simulated(stages: Stages, microbatches: int, schedule: str = "1f1b", saved: ArrayLike = 0.0) -> Timeline:
+    """The microbatches of a step on their stages, by the event simulator; without reduction and update.
+
+    Args:
+        stages: seconds of each.
+        microbatches: of one data rank.
+        schedule: one of `autopar.simulate.SCHEDULES` with one stage a device.
+        saved: bytes that a microbatch keeps on a stage until its backward; a number, or one for each stage.
+    """
+    actions = order(schedule, len(stages.forward), microbatches)
+    # The part for the weights is not known apart; schedules that split the backward take half of it.
+    halves = stages.backward / 2
+    return simulate(pipeline(actions, stages.forward, halves, halves, stages.handed, saved=saved))
+
+
+def simulated_seconds(stages: Stages, microbatches: int, schedule: str = "1f1b") -> float:
+    """Seconds of a step under a schedule, reduction and update included."""
+    return simulated(stages, microbatches, schedule).step_seconds + stages.reduce + stages.update

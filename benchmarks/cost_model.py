@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 import json
 import math
 import multiprocessing
@@ -32,8 +33,8 @@ from numpy.typing import NDArray  # noqa: E402
 
 from autopar.cluster import Cluster, Link  # noqa: E402
 from autopar.redistribute import Machine  # noqa: E402
-from autopar.step import Part  # noqa: E402
-from autopar.training import Training, stages_of, step_seconds  # noqa: E402
+from autopar.step import Part, Spent, spend_each  # noqa: E402
+from autopar.training import Stages, Training, stages_of, step_seconds  # noqa: E402
 
 Floats = NDArray[np.float64]
 
@@ -126,8 +127,6 @@ def read(folder: Path) -> list[Row]:
 
 def half(row: Row) -> bool:
     """Whether the row is one that the fit may see: by a hash of its configuration, so that no order matters."""
-    import hashlib
-
     text = repr(replace(row, seconds=0.0))
     return hashlib.sha256(text.encode()).digest()[0] % 2 == 0
 
@@ -177,15 +176,22 @@ def _capture(job: tuple[tuple[int, ...], list[int]]) -> Steps:
 
 def predict(rows: Sequence[Row], steps: Steps, cluster: Cluster) -> list[float]:
     """Seconds of each row's step."""
+    wanted = list(dict.fromkeys((*row.shape, row.tensor) for row in rows))
+    links = {row.tensor: cluster.link_for({"tensor": row.tensor}) for row in rows}
+    machine = {t: Machine(("tensor",), (t,), found, cluster.device) for t, found in links.items()}
+    passes = [(key, p, activity) for key in wanted for p in steps[key] for activity in (p.forward, p.backward)]
+    seconds = spend_each([a for *_, a in passes], [machine[key[-1]] for key, *_ in passes])
+    spent: dict[Any, dict[str, tuple[Spent, Spent]]] = defaultdict(dict)
+    for (key, part, _), forward, backward in zip(passes[::2], seconds[::2], seconds[1::2], strict=True):
+        spent[key][part.name] = forward, backward
     found = []
-    known: dict[Any, Any] = {}
+    known: dict[Any, Stages] = {}
     for row in rows:
-        training = row.training
-        key = (row.shape, row.tensor, replace(training, microbatches=1))
-        if key not in known:
-            machine = Machine(("tensor",), (row.tensor,), cluster.link_for({"tensor": row.tensor}), cluster.device)
-            known[key] = stages_of(steps[(*row.shape, row.tensor)], cluster, machine, training)
-        found.append(step_seconds(known[key], training.microbatches))
+        own, training = (*row.shape, row.tensor), row.training
+        case = (own, row.layers, row.pipeline, row.data, row.several_nodes)
+        if case not in known:
+            known[case] = stages_of(steps[own], cluster, machine[row.tensor], training, spent[own])
+        found.append(step_seconds(known[case], training.microbatches))
     return found
 
 

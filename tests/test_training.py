@@ -15,7 +15,7 @@ from autopar.cost.kernels import stream
 from autopar.redistribute import Machine
 from autopar.simulate import order, pipeline, simulate
 from autopar.step import AFTER, BEFORE, Activity, Part
-from autopar.training import Stages, Training, stages_of, step_seconds
+from autopar.training import Stages, Training, simulated, simulated_seconds, stages_of, step_seconds
 
 A100 = Cluster.preset("a100-80gb")
 MACHINE = Machine(("tensor",), (2,), A100.link_for({"tensor": 2}), A100.device)
@@ -46,6 +46,21 @@ def test_the_closed_form_is_what_the_simulator_says(
     for schedule in ("1f1b", "gpipe"):
         tasks = pipeline(order(schedule, len(turns), microbatches), forward, backward, np.zeros(len(turns)))
         assert step_seconds(stages, microbatches) == pytest.approx(simulate(tasks).step_seconds)
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 2), (2, 8), (4, 16), (8, 24), (8, 64)])
+def test_the_closed_form_knows_what_is_under_way(stages: int, microbatches: int) -> None:
+    found = Stages(np.full(stages, 1.0), np.full(stages, 2.0), 0.05, 0.5, 0.25)
+    assert step_seconds(found, microbatches) == pytest.approx(simulated_seconds(found, microbatches), rel=2e-3)
+
+
+def test_the_simulated_schedule_decides_time_and_memory() -> None:
+    found = Stages(np.full(4, 1.0), np.full(4, 2.0), 0.0, 0.0, 0.0)
+    gpipe, one = (simulated(found, 8, schedule, saved=7.0) for schedule in ("gpipe", "1f1b"))
+    assert gpipe.step_seconds == one.step_seconds
+    peaks = [sum(t.peak_memory(d).values()) for t, d in ((gpipe, 0), (one, 0), (one, 3))]
+    assert peaks == [8 * 7.0, 4 * 7.0, 7.0]
+    assert simulated_seconds(found, 8, "zb-h1") < one.step_seconds
 
 
 def test_stages_share_the_blocks() -> None:

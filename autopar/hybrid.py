@@ -1,0 +1,209 @@
+"""`predict_hybrid`: a hand-made plan of data, tensor and pipeline ranks, costed and simulated before it can be run.
+
+Of the model, one microbatch is captured and laid out over the tensor axis by the recipe ``megatron``. Its parts become
+the stages of a pipeline (`autopar.training`), whose schedule the event simulator runs. Data ranks sum gradients once a
+step, after the last microbatch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar import tree
+from autopar.assignment import machine_of
+from autopar.capture import Batch, LossFunction
+from autopar.cluster import Cluster
+from autopar.compiler import default_memory, program_of, solve
+from autopar.cost.memory import format_bytes, optimizer_state_bytes, parse_bytes
+from autopar.dims import analyze
+from autopar.errors import InfeasibleError
+from autopar.precision import Precision
+from autopar.search.find import Search
+from autopar.search.recipes import DATA_NAMES, TENSOR_NAMES
+from autopar.shorten import shorten
+from autopar.step import AFTER, BEFORE, Part, step_of
+from autopar.training import MASTER, Training, simulated, stage_parts, stages_of
+
+logger = logging.getLogger("autopar")
+
+STAGE_NAMES = ("stage", "pp", "pipeline")
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """What one training step of a hybrid plan is predicted to take.
+
+    Attributes:
+        step_seconds: of everything.
+        pipeline_seconds: of all microbatches on all stages.
+        reduce_seconds: of the sum of gradients over the data ranks.
+        update_seconds: of the optimizer, with the norm of the gradients.
+        bubble: share of the pipeline's time in which a stage waits, on average.
+        microbatches: of one data rank.
+        forward_seconds: of a microbatch on each stage.
+        backward_seconds: of a microbatch on each stage, recomputation included.
+        memory_bytes: of the stage that needs most, by category.
+    """
+
+    step_seconds: float
+    pipeline_seconds: float
+    reduce_seconds: float
+    update_seconds: float
+    bubble: float
+    microbatches: int
+    forward_seconds: tuple[float, ...]
+    backward_seconds: tuple[float, ...]
+    memory_bytes: Mapping[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def predict_hybrid(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    cluster: Cluster | str,
+    axes: Mapping[str, int],
+    microbatch: int | None = None,
+    schedule: str = "1f1b",
+    recompute: str = "none",
+    fused: bool = True,
+    memory: str | float | None = None,
+    loss_fn: LossFunction | None = None,
+    optimizer: str = "adamw",
+    precision: Precision | None = None,
+) -> Hybrid:
+    """Predict a training step.
+
+    Args:
+        model: real, fake or on the meta device, with numbered blocks.
+        batch: example of the global batch; samples lie along the first dim of its first tensor.
+        cluster: a `Cluster`, a preset's name or a TOML file.
+        axes: sizes by name: data ranks (``dp``), stages (``pp``) and tensor ranks (``tp``); the tensor axis joins
+            neighbours, and stages are furthest apart.
+        microbatch: samples of a microbatch; default: all of a data rank's.
+        schedule: one of `autopar.simulate.SCHEDULES` with one stage a device.
+        recompute: ``"none"`` or ``"full"``.
+        fused: whether chains of kernels that only move data count as one.
+        memory: budget per device; default: the device's memory less a tenth.
+        loss_fn: ``loss_fn(output, batch)`` for a model that does not return its loss.
+        optimizer: whose state is kept and updated.
+        precision: as for `autopar.plan`.
+
+    Raises:
+        ValueError: an axis has no known name, or sizes do not divide; says which and what would.
+        InfeasibleError: the fullest stage needs more than the budget.
+    """
+    sizes = _axis_sizes(axes)
+    machine_cluster = Cluster.resolve(cluster)
+    own, microbatches = _microbatch(batch, sizes["data"], microbatch)
+    short = shorten(model)
+    if short.layers is None:
+        logger.info("captured whole, layer by layer: %s", short.reason)
+    program = program_of(short.model, own, loss_fn=loss_fn, precision=precision)
+    dims = analyze(program)
+    search = Search(recipe="megatron" if sizes["tensor"] > 1 else None, padding=False)
+    plan = solve(program, {"tensor": sizes["tensor"]}, machine_cluster, optimizer=optimizer, search=search)
+    parts = step_of(program, dims, plan, fused=fused)
+    training = Training(short.layers, sizes["stage"], microbatches, sizes["data"], recompute, optimizer)
+    stages = stages_of(parts, machine_cluster, machine_of(plan), training)
+    kept = _kept(parts, training)
+    timeline = simulated(stages, microbatches, schedule, [sum(k.values()) for k in kept])
+    held = [sum(timeline.peak_memory(d).values()) for d in range(sizes["stage"])]
+    memory_by_stage = [{**_state(parts, training, d), "activations": held[d]} for d in range(sizes["stage"])]
+    fullest = max(memory_by_stage, key=lambda m: sum(m.values()))
+    _check_budget(fullest, machine_cluster, memory, recompute)
+    pipeline_seconds = timeline.step_seconds
+    return Hybrid(
+        pipeline_seconds + stages.reduce + stages.update,
+        pipeline_seconds,
+        stages.reduce,
+        stages.update,
+        timeline.mean_bubble,
+        microbatches,
+        tuple(stages.forward.tolist()),
+        tuple(stages.backward.tolist()),
+        fullest,
+    )
+
+
+def _check_budget(needed: Mapping[str, float], cluster: Cluster, memory: str | float | None, recompute: str) -> None:
+    budget = default_memory(cluster) if memory is None else float(parse_bytes(memory))
+    total = sum(needed.values())
+    if total > budget:
+        largest = max(needed, key=lambda name: needed[name])
+        remedy = "take smaller microbatches or more stages or tensor ranks"
+        if largest == "activations" and recompute == "none":
+            remedy = 'recompute="full", or smaller microbatches'
+        raise InfeasibleError(
+            f"the fullest stage needs {format_bytes(total)} a device, {format_bytes(total - budget)} more than the "
+            f"budget of {format_bytes(budget)}; most of it is {largest} ({format_bytes(needed[largest])}): {remedy}",
+            needed=total,
+            budget=budget,
+        )
+
+
+def _axis_sizes(axes: Mapping[str, int]) -> dict[str, int]:
+    found = {"stage": 1, "data": 1, "tensor": 1}
+    for name, size in axes.items():
+        roles = {"stage": STAGE_NAMES, "data": DATA_NAMES, "tensor": TENSOR_NAMES}
+        role = next((r for r, names in roles.items() if name in names), None)
+        if role is None:
+            known = ", ".join(n for names in roles.values() for n in names)
+            raise ValueError(f"axis {name!r} of a hybrid plan has no known role; name axes {known}")
+        found[role] *= size
+    return found
+
+
+def _microbatch(batch: Batch, data: int, size: int | None) -> tuple[Batch, int]:
+    """One microbatch, without values, and how many a data rank has."""
+    tensors, skeleton = tree.flatten(batch, "batch")
+    samples = int(tensors[0].shape[0])
+    if samples % data:
+        raise ValueError(
+            f"{samples} samples do not divide over {data} data ranks; take a batch of a multiple of {data}"
+        )
+    size = samples // data if size is None else size
+    if size < 1 or samples // data % size:
+        raise ValueError(
+            f"microbatches of {size} do not divide the {samples // data} samples of a data rank; take a divisor"
+        )
+    own = [
+        torch.empty((size, *t.shape[1:]), dtype=t.dtype, device="meta") if t.ndim and t.shape[0] == samples else t
+        for t in tensors
+    ]
+    return tree.unflatten(skeleton, own), samples // data // size
+
+
+def _kept(parts: tuple[Part, ...], training: Training) -> list[dict[str, float]]:
+    """Bytes that a microbatch keeps on each stage, by part; of a block that is recomputed, what it is handed."""
+    found = []
+    for stage in range(training.stages):
+        kept = {}
+        for part, count in stage_parts(parts, training, stage):
+            again = training.recompute == "full" and part.name not in (BEFORE, AFTER)
+            kept[part.name] = count * (part.handed if again else part.saved)
+        found.append(kept)
+    return found
+
+
+def _state(parts: tuple[Part, ...], training: Training, stage: int) -> dict[str, float]:
+    """Bytes of parameters, gradients and optimizer state of a stage, and of the block that is being recomputed."""
+    memory = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "recomputed": 0.0}
+    for part, count in stage_parts(parts, training, stage):
+        for item, elements in part.parameters.items():
+            master = MASTER if item < MASTER else 0
+            memory["parameters"] += count * elements * item
+            memory["gradients"] += count * elements * item
+            memory["optimizer"] += count * elements * (optimizer_state_bytes(training.optimizer, 1, MASTER) + master)
+        if training.recompute == "full" and part.name not in (BEFORE, AFTER):
+            memory["recomputed"] = max(memory["recomputed"], part.saved)
+    return memory

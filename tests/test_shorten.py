@@ -1,0 +1,54 @@
+"""A model with two of its alike blocks: only where they are proven alike."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from autopar.shorten import shorten
+from benchmarks.gpt import GPT
+
+
+def gpt(layers: int = 4) -> GPT:
+    return GPT(32, 4, layers, 16, 96)
+
+
+def test_two_of_the_alike_blocks_stay() -> None:
+    model = gpt(12)
+    short = shorten(model)
+    assert (short.layers, short.reason) == (12, "")
+    assert isinstance(short.model, GPT)
+    assert len(short.model.layers) == 2
+    assert len(model.layers) == 12  # as it was
+    whole = dict(model.named_parameters())
+    assert all(p is whole[name] for name, p in short.model.named_parameters())
+
+
+def test_a_setting_that_differs_keeps_the_model_whole() -> None:
+    model = gpt()
+    model.layers[3].heads = 2
+    assert shorten(model) == (model, None, "layers.3.heads differs from that of layers.0")
+
+
+def test_a_shape_or_class_that_differs_keeps_the_model_whole() -> None:
+    model = gpt()
+    model.layers[2].up = nn.Linear(32, 64, device="meta")
+    assert "layers.2.up" in shorten(model).reason
+    model = gpt()
+    model.layers[2].norm1 = nn.RMSNorm(32, device="meta")
+    assert "layers.2.norm1" in shorten(model).reason
+
+
+def test_frozen_and_evaluated_blocks_differ() -> None:
+    model = gpt()
+    model.layers[1].qkv.weight.requires_grad_(False)
+    assert shorten(model).reason == "layers.1.qkv.weight differs from that of layers.0"
+    model = gpt()
+    model.layers[1].eval()
+    assert shorten(model).reason == "layers.1.training differs from that of layers.0"
+
+
+def test_models_without_one_list_of_blocks_stay_whole() -> None:
+    assert shorten(gpt(2)).layers is None
+    assert shorten(nn.Linear(2, 2)).layers is None
+    both = nn.ModuleDict({"a": gpt(), "b": gpt()})
+    assert shorten(both).reason == "it has 2 lists of more than 2 blocks, not one"
