@@ -284,6 +284,9 @@ class _Padding:
         inherit_origin(made, user)
         made.meta.pop("internal")
         made.meta["val"] = self.compute(made)
+        of = args[0].meta if isinstance(args[0], fx.Node) else {}
+        if "reduce_dtype" in of:  # terms of a gradient: where they are added up, they pass through this first
+            made.meta["reduce_dtype"] = of["reduce_dtype"]
         return made
 
     def compute(self, node: fx.Node) -> Any:

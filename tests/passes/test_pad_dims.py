@@ -19,6 +19,7 @@ from autopar.emulate import run_whole
 from autopar.errors import PlanError
 from autopar.float64 import as_dtype
 from autopar.passes.pad_dims import pad
+from autopar.precision import Precision
 from autopar.program import Program
 from autopar.search.random_plan import random_plan
 from autopar.verify import compare, global_values
@@ -102,6 +103,31 @@ def test_what_cannot_be_padded_gets_what_it_had() -> None:
     for node in after.graph.graph.nodes:
         if "layer_norm" in str(node.target):
             assert node.args[0 if "backward" not in str(node.target) else 1].meta["val"].shape[-1] == 8
+
+
+@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_under_a_precision_policy(compute: torch.dtype) -> None:
+    """Parameters are padded in float32 and computed with in half of it, as without padding."""
+    model = Tokens(27, 30)
+    before = program_of(model, BATCH, precision=Precision(compute))
+    after = pad(before, VOCABULARY | FFN)
+    values = global_values(before, model, BATCH)
+    longer = [with_padding(v, n.meta["val"].shape) for v, n in zip(values, after.placeholders, strict=True)]
+    for spec, one, other in zip(before.outputs, run_whole(before, values), run_whole(after, longer), strict=True):
+        assert one is not None
+        assert other is not None
+        assert one.dtype == other.dtype == (torch.float32 if spec.kind == "gradient" else compute)
+        error = (without_padding(other, one.shape) - one).abs().max()
+        assert float(error) <= 0.02 * float(one.abs().max()), spec
+        assert spec.kind != "gradient" or is_zero_outside(other, one.shape)
+
+
+def test_a_gradient_is_added_up_as_the_policy_says_after_it_is_padded() -> None:
+    after = pad(program_of(Tokens(27, 30), BATCH, precision=Precision()), HIDDEN)
+    made = [n for n in after.graph.graph.nodes if n.target in (aten.pad.default, aten.narrow.default)]
+    between = [n for n in made if "reduce_dtype" in n.args[0].meta]
+    assert between
+    assert {n.meta.get("reduce_dtype") for n in between} == {torch.float32}
 
 
 def test_nothing_to_do() -> None:
