@@ -103,7 +103,8 @@ def solve(
 ) -> Plan:
     """Analyze a program, enumerate candidates and search; the plan carries its prediction and certificate.
 
-    Where parameters have dims that an axis does not divide, this is done twice: without padding, and with it.
+    Where parameters have dims that an axis does not divide, this is done twice: without padding, and with it. Each
+    search has half of the time limit.
     """
     search = search or Search()
     roles = roles_of(search.recipe, axes, search.roles)
@@ -115,6 +116,7 @@ def solve(
         options = paddings(program, dims, axes, limits.layouts, search=search.padding and helps)
         if search.recipe == "random":
             options = (options[search.seed % len(options)],)
+        search = replace(search, time_limit=search.time_limit / len(options))
         found: list[Plan] = []
         errors: list[InfeasibleError] = []
         for shapes in options:

@@ -37,7 +37,7 @@ class Search:
     """How to search.
 
     Attributes:
-        time_limit: seconds for the solver.
+        time_limit: seconds for the solver; where it searches without padding and with it, each has half of them.
         gap: relative gap at which to stop.
         pins: layouts decided by hand: name of a parameter or ``batch.0`` to one placement an axis, as text
             (``("R", "S(0)")``), torch placements or a dict by axis name.

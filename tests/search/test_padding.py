@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import autopar
+from autopar import compiler
 from autopar.compiler import program_of, solve
 from autopar.dims import analyze
 from autopar.errors import InfeasibleError
 from autopar.layout import Factor, Replicate, Split
 from autopar.plan import Plan
 from autopar.program import Program
-from autopar.search.find import Search
+from autopar.search.find import Search, find_plan
 from autopar.search.padding import padded_size, paddings
 from tests.passes.test_pad_dims import BATCH, Tokens
 from tests.search.test_quotient import FAST
@@ -88,6 +90,20 @@ def test_the_cheaper_one_is_chosen() -> None:
     assert Plan.from_dict(best.to_dict()) == best
     assert "head.weight to 1024x16" in best.summary()
     assert autopar.verify(Wide(), batch, {"a": 4}, plan=best).max_error < 1e-12
+
+
+def test_two_searches_share_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = []
+
+    def recorded(*args: Any, search: Search, **options: Any) -> Plan:
+        limits.append(search.time_limit)
+        return find_plan(*args, search=search, **options)
+
+    monkeypatch.setattr(compiler, "find_plan", recorded)
+    program = captured()
+    slow_plan(program, time_limit=40.0)
+    slow_plan(program, time_limit=40.0, padding=False)
+    assert limits == [20.0, 20.0, 40.0]
 
 
 class Odd(nn.Module):
