@@ -379,7 +379,7 @@ class _Factors:
         roots = (x for x in range(len(self.parent)) if self.parent[x] == x and self.parts[x] is None)
         return {x: self.size[x] for x in roots}
 
-    def _set(self, array: list, index: int, value: object) -> None:  # type: ignore[type-arg]
+    def _set(self, array: list[Any], index: int, value: object) -> None:
         self.log.append((array, index, array[index]))
         array[index] = value
 

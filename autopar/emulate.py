@@ -86,24 +86,26 @@ def _step(
     where: list[tuple[int, ...]],
     groups: dict[str, list[Group]],
 ) -> list[Any]:
-    if node.target is axis_index:
-        axis = list(names).index(str(node.args[0]))
+    target: Any = node.target
+    argument: Any = node.args[0] if node.args else None
+    if target is axis_index:
+        axis = list(names).index(str(argument))
         return [c[axis] for c in where]
-    if node.target is c10d.wait_tensor.default:
-        return environment[node.args[0]]  # type: ignore[index]
-    if node.target in GROUP_ARGUMENT:
-        axis_name = str(node.args[GROUP_ARGUMENT[node.target]])
-        return _COLLECTIVES[node.target](node, environment[node.args[0]], groups[axis_name])  # type: ignore[index]
+    if target is c10d.wait_tensor.default:
+        return environment[argument]
+    if target in GROUP_ARGUMENT:
+        axis_name = str(node.args[GROUP_ARGUMENT[target]])
+        return _COLLECTIVES[target](node, environment[argument], groups[axis_name])
     results = []
-    states = generator_states() if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) else {}
+    states = generator_states() if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) else {}
     for rank in range(len(where)):
         restore_generators(states)  # each rank has a generator of its own, in the same state
         here = {n: environment[n][rank] for n in node.all_input_nodes}
         args, kwargs = map_nodes((node.args, node.kwargs), here.__getitem__)
         try:
-            results.append(node.target(*args, **kwargs))  # type: ignore[operator]
+            results.append(target(*args, **kwargs))
         except Exception as e:
-            raise RuntimeError(f"node {node.name} ({node.target}) failed on rank {rank}: {e}") from e
+            raise RuntimeError(f"node {node.name} ({target}) failed on rank {rank}: {e}") from e
     return results
 
 

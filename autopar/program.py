@@ -101,8 +101,8 @@ class Program:
     @property
     def output_values(self) -> list[fx.Node | None]:
         """The node of each output, in the order of ``outputs``; None for a gradient that does not exist."""
-        values: list[fx.Node | None] = list(self.output_node.args[0])  # type: ignore[arg-type]
-        return values
+        values: Any = self.output_node.args[0]
+        return list(values)
 
     # What follows is computed once: it holds as long as nobody changes the graph in place (see `compiler.rewrite`).
 

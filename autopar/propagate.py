@@ -34,7 +34,8 @@ def _run(module: fx.GraphModule, node: fx.Node, plan: Plan) -> Any:
     args, kwargs = map_nodes((node.args, node.kwargs), lambda n: n.meta["val"])
     if "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("meta")}
+    target: Any = node.target
     try:
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return target(*args, **kwargs)
     except Exception as e:
         raise RuntimeError(f"node {node.name} ({node.target}) does not accept its local arguments: {e}") from e

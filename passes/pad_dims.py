@@ -291,5 +291,6 @@ class _Padding:
 
     def compute(self, node: fx.Node) -> Any:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        target: Any = node.target
         with self.mode, torch.no_grad():
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+            return target(*args, **kwargs)

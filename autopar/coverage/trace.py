@@ -58,8 +58,8 @@ def trace(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     overloads = tuple(dict.fromkeys(n.target for n in nodes))
     values = [*tensors, *tangents.values()]
     inputs = tuple(Input("batch", str(i)) for i in range(len(values)))
-    results = graph.graph.output_node().args[0]
-    outputs = tuple(Output("result", str(i)) for i in range(len(results)))  # type: ignore[arg-type]
+    results: Any = graph.graph.output_node().args[0]
+    outputs = tuple(Output("result", str(i)) for i in range(len(results)))
     traced = Program(graph, inputs, outputs, len(outputs), None, training=False)
     program = canonical(traced)
     return Traced(program, values, overloads, bool(tangents))

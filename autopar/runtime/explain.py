@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.candidates import layouts
 from autopar.cost.memory import format_bytes
-from autopar.layout import describe, factor_parts, item_bytes
+from autopar.layout import Layout, describe, factor_parts, item_bytes
 from autopar.runtime.specialise import Specialisation
 from autopar.search.restrict import is_boundary_layout
 
@@ -28,9 +28,9 @@ def explain(found: Specialisation, name: str) -> str:
         type_, layout = types[parameter]
         size = type_.numel * item_bytes(type_.dtype)
 
-        def local(candidate: object, size: int = size) -> float:
+        def local(candidate: Layout, size: int = size) -> float:
             parts = 1
-            for n in factor_parts(candidate, plan.axis_sizes).values():  # type: ignore[arg-type]
+            for n in factor_parts(candidate, plan.axis_sizes).values():
                 parts *= n
             return size / parts
 

@@ -82,7 +82,8 @@ def _part(backward: fx.GraphModule, between: list[fx.Node], late: set[fx.Node], 
             continue
         known[node] = graph.node_copy(node, known.__getitem__)
         known[node].meta = dict(node.meta)
-    values = between if compute else list(backward.graph.output_node().args[0])  # type: ignore[arg-type]
+    finals: Any = backward.graph.output_node().args[0]
+    values = between if compute else finals
     graph.output([known[v] if isinstance(v, fx.Node) else None for v in values])
     graph.set_codegen(BoxedCodeGen())
     return fx.GraphModule(backward, graph)
