@@ -74,11 +74,11 @@ def _is_gradient_reduction(node: fx.Node, ends: set[fx.Node | None]) -> bool:
 
 
 def _is_reshaped_gradient(node: fx.Node, ends: set[fx.Node | None]) -> bool:
-    """Whether the reduced value goes through reshapes, and nowhere else, into a gradient."""
+    """Whether the reduced value goes into a gradient only, through reshapes and reductions on other axes."""
     value = next(iter(node.users))
     while len(value.users) == 1 and value not in ends:
         value = next(iter(value.users))
-        if value.target is not aten.reshape.default:
+        if value.target not in (aten.reshape.default, c10d.all_reduce.default, c10d.wait_tensor.default):
             return False
     return value in ends and len(value.users) == 1
 
@@ -86,6 +86,8 @@ def _is_reshaped_gradient(node: fx.Node, ends: set[fx.Node | None]) -> bool:
 def _depends(node: fx.Node, others: list[fx.Node]) -> bool:
     """Whether a reduction over another axis comes first: its result is this one's argument."""
     source: Any = node.args[0]
+    while isinstance(source, fx.Node) and source.target is aten.reshape.default:
+        source = source.args[0]
     return isinstance(source, fx.Node) and source.target is c10d.wait_tensor.default and source.args[0] in others
 
 

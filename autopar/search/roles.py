@@ -174,8 +174,10 @@ def _allowed(
         return along(meaning.batch) or (None if role == SHARD and chain else whole)
     if found := along(meaning.tensor):
         return found
-    if role == SEQUENCE and meaning.hidden & factors_of(operator_types(node, program, dims)).keys():
-        return along(meaning.sequence) | (whole - {REPLICATE}) if along(meaning.sequence) else whole
+    found = along(meaning.sequence)
+    if found and meaning.hidden & factors_of(operator_types(node, program, dims)).keys():
+        # What is gathered for a linear may be transposed for its gradient: a view costs nothing either way.
+        return found | whole if dims.operators[node].rule.view else found | (whole - {REPLICATE})
     return whole  # masks, positions, labels
 
 

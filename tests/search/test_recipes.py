@@ -1,4 +1,4 @@
-"""Recipes: each computes what one device would, has its well-known collectives, and says when it does not fit."""
+"""Recipes compute what one device would, have the collectives that they are known for, and say when they do not fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import autopar
 from autopar import InfeasibleError, Search
 from autopar.compiler import rewrite, solve
-from autopar.layout import Partial, Replicate, Split
+from autopar.layout import Replicate, Split
 from autopar.plan import Plan
 from autopar.program import is_backward
 from autopar.search.recipes import RECIPES
@@ -224,15 +224,6 @@ def test_pins_win_over_a_recipe() -> None:
     pins = {"model.layers.0.mlp.up_proj.weight": ("S(0)",)}  # and so in the layers that are tied to it
     plan = planned("llama", LINE, recipe="ddp", pins=pins)
     assert plan.parameters["model.layers.1.mlp.up_proj.weight"] == layout("S(0)")
-
-
-def test_no_operator_passes_partial_sums_without_need() -> None:
-    """What `ddp` computes of samples is split along them, on every axis."""
-    plan = planned("mlp", SQUARE, recipe="ddp")
-    _, dims, _ = zoo.captured("mlp")
-    made = dims.operators
-    assert all(not isinstance(p, Partial) for v in plan.results.values() for p in v)
-    assert len(made) == len(plan.choices)
 
 
 @pytest.mark.parametrize(
