@@ -68,7 +68,7 @@ def bucket_bytes(machine: Machine, axis: str) -> float:
 
 def _is_gradient_reduction(node: fx.Node, ends: set[fx.Node | None]) -> bool:
     info = node.meta.get("collective")
-    if not isinstance(info, Collective) or node.target is not c10d.all_reduce.default:
+    if not isinstance(info, Collective) or node.target is not c10d.all_reduce.default or node.args[1] != "sum":
         return False
     return info.gradient or _is_reshaped_gradient(node, ends)
 

@@ -280,3 +280,53 @@ def test_it_runs_as_a_module() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("autopar ")
+
+
+HYBRID = ("plan", "--model", "gpt_model.py:make", "--cluster", "a100-80gb", "--axes", "pp=2,dp=2,tp=2")
+
+
+@pytest.fixture
+def gpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    path = list(sys.path)
+    text = "from benchmarks.gpt import GPT, batch_of\n\ndef make(): return GPT(32, 4, 4, 16, 96), batch_of(32, 16)\n"
+    (tmp_path / "gpt_model.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    yield
+    sys.path[:] = path
+    sys.modules.pop("gpt_model", None)
+
+
+@pytest.mark.usefixtures("gpt")
+def test_plan_predicts_stages() -> None:
+    from autopar.hybrid import predict_hybrid
+    from benchmarks.gpt import GPT, batch_of
+
+    options = (*HYBRID, "--recipe", "megatron", "--microbatch", "2", "--recompute", "full")
+    printed = run(*options, "--json")
+    assert printed.exit_code == 0, printed.output
+    found = predict_hybrid(
+        GPT(32, 4, 4, 16, 96), batch_of(32, 16), cluster="a100-80gb", axes={"pp": 2, "dp": 2, "tp": 2}, microbatch=2,
+        recompute="full",
+    )  # fmt: skip
+    assert json.loads(printed.stdout) == json.loads(json.dumps(found.to_dict()))
+    shown = run(*options)
+    assert "predicted step" in shown.stdout
+    assert "8 microbatches of one data rank" in shown.stdout
+
+
+@pytest.mark.usefixtures("gpt")
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        ((), 2, "predicted for --recipe megatron; add it"),
+        (("--recipe", "megatron", "--roles", "tp=tensor"), 2, "the names of the axes do"),
+        (("--recipe", "megatron", "--save", "plan.json"), 2, "one with stages is only predicted"),
+        (("--recipe", "megatron", "--schedule", "2f2b"), 2, "unknown schedule '2f2b'"),
+        (("--recipe", "megatron", "--recompute", "some"), 2, 'there are "none" and "full"'),
+        (("--recipe", "megatron", "--memory", "1KiB"), 3, "more than the budget of 1.0 KiB"),
+    ],
+)
+def test_stages_that_cannot_be_predicted(options: tuple[str, ...], code: int, message: str) -> None:
+    result = run(*HYBRID, *options)
+    assert result.exit_code == code, result.output
+    assert message in result.stderr
