@@ -174,7 +174,7 @@ def _allowed(
         return along(meaning.batch) or (None if role == SHARD and chain else whole)
     if found := along(meaning.tensor):
         return found
-    found = along(meaning.sequence)
+    found = along(meaning.sequence) if role == SEQUENCE else frozenset()
     if found and meaning.hidden & factors_of(operator_types(node, program, dims)).keys():
         # What is gathered for a linear may be transposed for its gradient: a view costs nothing either way.
         return found | whole if dims.operators[node].rule.view else found | (whole - {REPLICATE})
