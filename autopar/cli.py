@@ -235,14 +235,14 @@ def simulate_command(
         from autopar.simulate import chrome_trace, order, pipeline, simulate
 
         rows = order(schedule, stages, microbatches, virtual)
-        *computing, sending = (milliseconds / 1e3 for milliseconds in costs.values())
-        each = [seconds / virtual for seconds in computing]
-        timeline = simulate(pipeline(rows, *each, sending, saved=1 / virtual))
+        ahead, for_input, for_weight, sending = (milliseconds / 1e3 for milliseconds in costs.values())
+        tasks = pipeline(rows, ahead / virtual, for_input / virtual, for_weight / virtual, sending, saved=1 / virtual)
+        timeline = simulate(tasks)
         if trace is not None:
             trace.write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")
             typer.echo(f"saved {trace}", err=True)
-        facts = {"schedule": schedule, "stages": stages, "microbatches": microbatches, "virtual": virtual}
-        facts |= timeline.to_dict()
+        numbers = {"stages": stages, "microbatches": microbatches, "virtual": virtual}
+        facts: dict[str, Any] = {"schedule": schedule, **numbers, **timeline.to_dict()}
         for device in facts["devices"]:
             # A byte was saved for each microbatch.
             device["peak_microbatches"] = device.pop("peak_memory_bytes")["activations"]

@@ -63,9 +63,10 @@ def pipeline(
             stream = "receive forward" if action.kind == FORWARD else "receive backward"
             tasks.append(Task(f"receive for {name}", device, stream, delay, after, COMMUNICATION, host))
             after = (len(tasks) - 1,)
-        seconds, change = float(durations[action.kind][action.stage]), float(changes[action.kind][action.stage])
-        held = {"at_start" if change > 0 else "at_end": ((ACTIVATIONS, change),)} if change else {}
-        tasks.append(Task(name, device, COMPUTE, seconds, after, COMPUTE, host, **held))
+        seconds, size = float(durations[action.kind][action.stage]), float(changes[action.kind][action.stage])
+        taken = ((ACTIVATIONS, size),) if size > 0 else ()
+        given_back = ((ACTIVATIONS, size),) if size < 0 else ()
+        tasks.append(Task(name, device, COMPUTE, seconds, after, host=host, at_start=taken, at_end=given_back))
     return tasks
 
 
