@@ -122,13 +122,13 @@ def kernel_seconds(work: Work, dtype: str, device: Device) -> Array:
     return np.where(busy > 0, busy + work.launches * device.launch, 0.0)
 
 
-def _tiled(work: Work, rate: ArrayLike, device: Device) -> Array:
+def _tiled(work: Work, rate: float, device: Device) -> Array:
     aligned = (work.rows % ALIGNED == 0) & (work.columns % ALIGNED == 0) & (work.depth % ALIGNED == 0)
-    rate = np.where(aligned, rate, rate * UNALIGNED)
+    rates = np.where(aligned, rate, rate * UNALIGNED)
     best = np.full(work.rows.shape, math.inf)
     for rows, columns, relative in TILES:
         tiles = work.batch * np.ceil(work.rows / rows) * np.ceil(work.columns / columns)
         waves = np.ceil(tiles / device.units)
         multiplied = 2.0 * rows * columns * (work.depth + device.ramp) * device.units * waves
-        best = np.minimum(best, multiplied / (rate * relative))
+        best = np.minimum(best, multiplied / (rates * relative))
     return best
