@@ -75,7 +75,7 @@ def predict_hybrid(
     microbatch: int | None = None,
     schedule: str = "1f1b",
     recompute: str = "none",
-    fused: bool = True,
+    fused: bool = False,
     memory: str | float | None = None,
     loss_fn: LossFunction | None = None,
     optimizer: str = "adamw",

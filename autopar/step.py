@@ -116,7 +116,7 @@ def spend_each(activities: Sequence[Activity], machines: Sequence[Machine]) -> l
         for c in activity.collectives:
             ranks, link = machine.sizes[c.axis], machine.links[c.axis]
             communication[c.axis] += float(getattr(collectives, c.kind)(c.size, ranks, link)) + device.launch
-            count += 1 + math.log2(ranks)  # it waits for the slowest of the hosts, which come to it in a tree
+            count += math.log2(ranks)  # it waits for the slowest of the hosts, the longer the more there are
         found.append(Spent(float(seconds), float(count) * device.host, tuple(communication)))
     return found
 

@@ -172,7 +172,7 @@ def _update_seconds(sizes: dict[int, float], machine: Machine, training: Trainin
 
 
 def step_seconds(stages: Stages, microbatches: int) -> float:
-    """Seconds of a step under 1F1B, as a closed form; `simulated_seconds` is for any schedule.
+    """Seconds of a step under 1F1B, as a closed form: a bound that alike stages, or a last one that is slower, reach.
 
     One microbatch goes through all stages, there and back, and the slowest stage does the others meanwhile. What a
     stage hands on is under way once in each direction for every microbatch that fills the pipeline, and then once for

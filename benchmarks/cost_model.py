@@ -5,7 +5,7 @@ do). The model's graph is captured with one block for each shape, planned with t
 `autopar plan --recipe megatron` does. What no datasheet says of the device and its links is fitted, robustly, to half
 of the rows; the other half is reported. Assumed, since the data does not say: everything recomputed on several nodes
 and nothing on one; 16-bit gradients; a vocabulary of 51200, but of 50257, which is not padded, on one node without
-tensor parallelism; kernels that only move data are fused, as in Megatron.
+tensor parallelism; kernels as the graph has them, none fused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from numpy.typing import NDArray  # noqa: E402
 from autopar.cluster import Cluster, Link  # noqa: E402
 from autopar.redistribute import Machine  # noqa: E402
 from autopar.step import Part, Spent, spend_each  # noqa: E402
-from autopar.training import Stages, Training, stages_of, step_seconds  # noqa: E402
+from autopar.training import Stages, Training, simulated_seconds, stages_of, step_seconds  # noqa: E402
 
 Floats = NDArray[np.float64]
 
@@ -42,9 +42,9 @@ BASE = "a100-80gb"
 PRIORS = {  # what is fitted: where it is expected, and how far off it may be, as a ratio's logarithm
     "efficiency": (0.9, 0.1),
     "ramp": (200.0, 0.7),
-    "streaming": (0.75, 0.2),
-    "host": (4e-5, 0.5),
-    "launch": (3e-6, 0.5),
+    "streaming": (0.9, 0.2),
+    "host": (3e-5, 0.5),
+    "launch": (1e-5, 1.0),
     "node bandwidth": (230e9, 0.25),
     "node latency": (5e-6, 0.5),
     "network bandwidth": (15e9, 0.7),
@@ -108,7 +108,7 @@ def main() -> None:
     )
     if options.save:
         cluster.save(options.save)
-    found = np.array(predict(rows, steps, cluster))
+    found = np.array(predict(rows, steps, cluster, simulate=True))
     figures = report(rows, training, found)
     print(json.dumps(figures, indent=1) if options.json else table(figures, cluster, rows, found))
 
@@ -170,12 +170,13 @@ def _capture(job: tuple[tuple[int, ...], list[int]]) -> Steps:
     for tensor in ranks:
         search = Search(recipe="megatron", padding=False)
         plan = solve(program, {"tensor": tensor}, BASE, search=search)
-        found[(*job[0], tensor)] = step_of(program, dims, plan, fused=True)
+        found[(*job[0], tensor)] = step_of(program, dims, plan)
     return found
 
 
-def predict(rows: Sequence[Row], steps: Steps, cluster: Cluster) -> list[float]:
-    """Seconds of each row's step."""
+def predict(rows: Sequence[Row], steps: Steps, cluster: Cluster, *, simulate: bool = False) -> list[float]:
+    """Seconds of each row's step: by the closed form, which is fast enough to fit, or by the simulator."""
+    seconds_of = simulated_seconds if simulate else step_seconds
     wanted = list(dict.fromkeys((*row.shape, row.tensor) for row in rows))
     links = {row.tensor: cluster.link_for({"tensor": row.tensor}) for row in rows}
     machine = {t: Machine(("tensor",), (t,), found, cluster.device) for t, found in links.items()}
@@ -191,7 +192,7 @@ def predict(rows: Sequence[Row], steps: Steps, cluster: Cluster) -> list[float]:
         case = (own, row.layers, row.pipeline, row.data, row.several_nodes)
         if case not in known:
             known[case] = stages_of(steps[own], cluster, machine[row.tensor], training, spent[own])
-        found.append(step_seconds(known[case], training.microbatches))
+        found.append(seconds_of(known[case], training.microbatches))
     return found
 
 
@@ -209,7 +210,8 @@ def fit(rows: Sequence[Row], steps: Steps) -> Cluster:
         return np.concatenate([weight * np.log(found / measured), PRIOR_WEIGHT * (x - begin) / width])
 
     upper = np.log([1.0 if name in ("efficiency", "streaming") else math.inf for name in PRIORS])
-    return cluster_of(least_squares(residuals, begin, bounds=(-np.inf, upper), loss="soft_l1", f_scale=ROBUST).x)
+    options = {"bounds": (-np.inf, upper), "loss": "soft_l1", "f_scale": ROBUST, "diff_step": 0.001, "max_nfev": 20}
+    return cluster_of(least_squares(residuals, begin, **options).x)
 
 
 def cluster_of(x: Floats) -> Cluster:

@@ -32,6 +32,9 @@ ALIGNED, UNALIGNED = 8, 0.5
 """Tensor cores load 16 bytes at once: sizes that are not a multiple of 8 elements of 2 bytes fall back to slower
 kernels (the same guide, section 4.1). The rate is fitted: 50257 words cost twice what 50304 do."""
 
+BATCHED = 0.5
+"""Rate of batched products relative to single ones: theirs is attention's, of transposed views. Fitted, too."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -124,7 +127,7 @@ def kernel_seconds(work: Work, dtype: str, device: Device) -> Array:
 
 def _tiled(work: Work, rate: float, device: Device) -> Array:
     aligned = (work.rows % ALIGNED == 0) & (work.columns % ALIGNED == 0) & (work.depth % ALIGNED == 0)
-    rates = np.where(aligned, rate, rate * UNALIGNED)
+    rates = np.where(aligned, 1.0, UNALIGNED) * np.where(work.batch > 1, BATCHED, 1.0) * rate
     best = np.full(work.rows.shape, math.inf)
     for rows, columns, relative in TILES:
         tiles = work.batch * np.ceil(work.rows / rows) * np.ceil(work.columns / columns)
