@@ -210,7 +210,14 @@ def fit(rows: Sequence[Row], steps: Steps) -> Cluster:
         return np.concatenate([weight * np.log(found / measured), PRIOR_WEIGHT * (x - begin) / width])
 
     upper = np.log([1.0 if name in ("efficiency", "streaming") else math.inf for name in PRIORS])
-    options = {"bounds": (-np.inf, upper), "loss": "soft_l1", "f_scale": ROBUST, "diff_step": 0.001, "max_nfev": 20}
+    options = {
+        "bounds": (-np.inf, upper),
+        "x_scale": width,
+        "loss": "soft_l1",
+        "f_scale": ROBUST,
+        "diff_step": 0.002,
+        "max_nfev": 30,
+    }
     return cluster_of(least_squares(residuals, begin, **options).x)
 
 
