@@ -155,7 +155,7 @@ def test_megatron_finds_fused_heads_and_tied_vocabularies() -> None:
     [
         ("mlp", {"ffn"}),
         ("llama", {"vocab", "lm_head.0", "ffn", "kv_heads"}),
-        ("bert", {"vocab", "dense.0", "heads"}),
+        pytest.param("bert", {"vocab", "dense.0", "heads"}, marks=pytest.mark.deep),
         ("encoder", {"vocab", "heads", "ffn", "head.0"}),
         pytest.param("vit", {"heads", "ffn", "classifier.0"}, marks=pytest.mark.deep),
         ("residual", {"head.0"}),
@@ -166,7 +166,9 @@ def test_tensor_parallel_factors(name: str, names: set[str]) -> None:
     assert {f.name for f in tensor_factors(program, dims, 2)} == names
 
 
-@pytest.mark.parametrize("name", ["bert", "encoder", "cnn", "residual"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.deep) for n in ("bert", "encoder", "cnn")] + ["residual"]
+)
 def test_megatron_on_other_models(name: str) -> None:
     assert error_of(name, planned(name, LINE, recipe="megatron")) <= 1e-10
 
