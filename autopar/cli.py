@@ -99,7 +99,9 @@ def plan_command(
         sizes = parse_axes(axes)
         _check_target("--save", save)
         task = load_task(model)
-        if microbatch is not None or recompute != "none" or _has_stages(sizes):
+        from autopar.hybrid import STAGE_NAMES
+
+        if microbatch is not None or recompute != "none" or any(name in STAGE_NAMES for name in sizes):
             _check_hybrid(recipe, roles, save)
             _print_hybrid(
                 task,
@@ -141,10 +143,6 @@ def plan_command(
             typer.echo(json.dumps({**found.to_dict(), "recipes": comparison_list(found, beside)}, indent=1))
         else:
             typer.echo(f"{found.summary()}\n\n{comparison_table(found, beside)}")
-
-
-def _has_stages(axes: Mapping[str, int]) -> bool:
-    return any(name in ("stage", "pp", "pipeline") for name in axes)
 
 
 def _check_hybrid(recipe: str | None, roles: str, save: Path | None) -> None:
