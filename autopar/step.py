@@ -177,7 +177,7 @@ class _Parts:
                     by_dtype[arithmetic_dtype(self.dims.operators[node], self.machine.device)].append(work[node])
                 kernels = {dtype: Work.join(parts) for dtype, parts in by_dtype.items()}
                 passes.append(Activity(kernels, tuple(moves[name, backward])))
-            made.append(Part(name, *passes, parameters[name], saved[name], handed[name]))
+            made.append(Part(name, passes[0], passes[1], parameters[name], saved[name], handed[name]))
         return tuple(made)
 
     def _kernels(self) -> dict[fx.Node, Work]:

@@ -46,7 +46,9 @@ def operator_work(operator: Operator, chosen: Candidates, sizes: tuple[int, ...]
     if found is not None:
         length = _letter_sizes(operator)
         shape = [math.prod(length[c] for c in letters) / _product_of(parts, letters, count) for letters in found]
-    return Work(flops, moved, *shape, np.where((moved > 0) | (flops > 0), 1.0, 0.0))
+    rows, columns, depth, batch = shape
+    launches = np.where((moved > 0) | (flops > 0), 1.0, 0.0)
+    return Work(flops, moved, rows, columns, depth, batch, launches)
 
 
 def arithmetic_dtype(operator: Operator, device: Device) -> str:
@@ -94,7 +96,8 @@ def _parts(chosen: Candidates, sizes: tuple[int, ...]) -> dict[str, Floats]:
 
 
 def _product_of(parts: dict[str, Floats], letters: str | tuple[str, ...], count: int) -> Floats:
-    return np.prod([parts[c] for c in letters if c in parts] or [np.ones(count)], axis=0)
+    chosen = [parts[c] for c in letters if c in parts]
+    return np.asarray(np.prod(chosen or [np.ones(count)], axis=0), dtype=np.float64)
 
 
 def _moved(operator: Operator, chosen: Candidates, sizes: tuple[int, ...]) -> Floats:
