@@ -57,7 +57,7 @@ def tensor_factors(program: Program, dims: Dims, parts: int) -> list[Factor]:
     shown = factors_of(dims.type_of(v) for o, v in zip(program.outputs, program.output_values, strict=True)
                        if o.kind == "result" and v is not None)  # fmt: skip
     left = {key: f for key, f in left.items() if key in summed and (key in lowered or key not in shown)}
-    return _one_each(left, list(parameters.values()))
+    return _one_each(left, lowered, list(parameters.values()))
 
 
 def _embeddings(program: Program) -> list[fx.Node]:
@@ -84,15 +84,18 @@ def _split(node: fx.Node, key: int, program: Program, dims: Dims, sources: set[f
     return found
 
 
-def _one_each(left: dict[int, Factor], parameters: list[TensorType]) -> list[Factor]:
+def _one_each(left: dict[int, Factor], lowered: set[int], parameters: list[TensorType]) -> list[Factor]:
     """At most one factor of each parameter: the leading one of a dim, then the one that fewest parameters have.
 
-    Of two linears' common dims in a row, ffn and the residual stream of a model without norms, that is ffn.
+    Of two linears' common dims in a row, ffn and the residual stream of a model without norms, that is ffn. What a pair
+    of linears makes and sums over comes before a vocabulary, unless it is both dims of a weight: a residual stream.
     """
     behind = {id(f) for type_ in parameters for dim in type_.dims for f in [f for f in dim if id(f) in left][1:]}
     count = {key: sum(key in factors_of([t]) for t in parameters) for key in left}
+    square = {k for k in left for t in parameters if sum(k == id(f) for dim in t.dims for f in dim) > 1}
+    second = lowered | square
     chosen: dict[int, Factor] = {}
-    for key in sorted(left.keys() - behind, key=lambda k: (count[k], list(left).index(k))):
+    for key in sorted(left.keys() - behind, key=lambda k: (k in second, count[k], list(left).index(k))):
         if not any(key in (own := factors_of([t])) and own.keys() & chosen.keys() for t in parameters):
             chosen[key] = left[key]
     return list(chosen.values())
