@@ -96,7 +96,8 @@ def busy_seconds(work: Work, dtype: str, device: Device) -> Array:
     """Seconds during which each kernel keeps a device busy, its launch not counted.
 
     A matrix product takes the best of `TILES`, and no less than its memory traffic; every other kernel is bound by
-    arithmetic or by traffic (`autopar.cost.compute.roofline`).
+    arithmetic or by traffic (S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model
+    for multicore architectures", 2009).
 
     Args:
         work: the kernels.
