@@ -38,11 +38,22 @@ def shorten(model: nn.Module) -> Shortened:
     if len(lists) != 1:
         return Shortened(model, None, f"it has {len(lists)} lists of more than {KEPT} blocks, not one")
     name, blocks = lists[0]
+    if len({id(block) for block in blocks}) < len(blocks):
+        return Shortened(model, None, f"{name} has the same block several times")
+    if (other := _numbered_elsewhere(model, name)) is not None:
+        return Shortened(model, None, f"{other} is a block, too, outside {name}")
     first = _description(blocks[0])
     for number, block in enumerate(blocks):
         if (found := _difference(first, _description(block))) is not None:
             return Shortened(model, None, f"{name}.{number}.{found} differs from that of {name}.0".replace("..", "."))
     return Shortened(_with(model, name.split("."), nn.ModuleList(list(blocks)[:KEPT])), len(blocks))
+
+
+def _numbered_elsewhere(model: nn.Module, name: str) -> str | None:
+    """A parameter of a numbered block outside the list: it would be taken for one of the list's."""
+    inside = f"{name}." if name else ""
+    outside = (n for n, _ in model.named_parameters() if not n.startswith(inside))
+    return next((n for n in outside if any(part.isdigit() for part in n.split(".")[:-2])), None)
 
 
 _OWN = ("_parameters", "_buffers", "_modules")

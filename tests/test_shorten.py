@@ -47,6 +47,19 @@ def test_frozen_and_evaluated_blocks_differ() -> None:
     assert shorten(model).reason == "layers.1.training differs from that of layers.0"
 
 
+def test_a_block_that_comes_several_times_keeps_the_model_whole() -> None:
+    model = gpt()
+    model.layers = nn.ModuleList([model.layers[0]] * 4)
+    assert shorten(model) == (model, None, "layers has the same block several times")
+
+
+def test_a_block_elsewhere_keeps_the_model_whole() -> None:
+    """It would come last, and stand for the blocks that were left out."""
+    model = gpt()
+    model.add_module("head", nn.Sequential(nn.Sequential(nn.Linear(32, 96, device="meta"))))
+    assert shorten(model).reason == "head.0.0.weight is a block, too, outside layers"
+
+
 def test_models_without_one_list_of_blocks_stay_whole() -> None:
     assert shorten(gpt(2)).layers is None
     assert shorten(nn.Linear(2, 2)).layers is None
