@@ -101,7 +101,8 @@ def plan_command(
         task = load_task(model)
         from autopar.hybrid import STAGE_NAMES
 
-        if microbatch is not None or recompute != "none" or any(name in STAGE_NAMES for name in sizes):
+        asked = microbatch is not None or recompute != "none" or schedule != "1f1b"
+        if asked or any(name in STAGE_NAMES for name in sizes):
             _check_hybrid(recipe, roles, save)
             _print_hybrid(
                 task,
@@ -114,6 +115,7 @@ def plan_command(
                 memory=memory,
                 optimizer=optimizer,
                 precision=precision,
+                time_limit=time_limit,
             )
             return
         from autopar.comparison import plan_and_compare

@@ -27,6 +27,7 @@ from autopar.precision import Precision
 from autopar.search.find import Search
 from autopar.search.recipes import DATA_NAMES, TENSOR_NAMES
 from autopar.shorten import shorten
+from autopar.simulate import order
 from autopar.step import AFTER, BEFORE, Part, step_of
 from autopar.training import MASTER, Training, simulated, stage_parts, stages_of
 
@@ -80,6 +81,7 @@ def predict_hybrid(
     loss_fn: LossFunction | None = None,
     optimizer: str = "adamw",
     precision: Precision | None = None,
+    time_limit: float = 60.0,
 ) -> Hybrid:
     """Predict a training step.
 
@@ -97,6 +99,7 @@ def predict_hybrid(
         loss_fn: ``loss_fn(output, batch)`` for a model that does not return its loss.
         optimizer: whose state is kept and updated.
         precision: as for `autopar.plan`.
+        time_limit: seconds for the solver, which decides what the recipe leaves open.
 
     Raises:
         ValueError: an axis has no known name, or sizes do not divide; says which and what would.
@@ -106,14 +109,15 @@ def predict_hybrid(
     machine_cluster = Cluster.resolve(cluster)
     own, microbatches = _microbatch(batch, sizes["data"], microbatch)
     short = shorten(model)
+    training = Training(short.layers, sizes["stage"], microbatches, sizes["data"], recompute, optimizer)
+    order(schedule, training.stages, microbatches)  # refuses what there is not, before the model is captured
     if short.layers is None:
         logger.info("captured whole, layer by layer: %s", short.reason)
     program = program_of(short.model, own, loss_fn=loss_fn, precision=precision)
     dims = analyze(program)
-    search = Search(recipe="megatron" if sizes["tensor"] > 1 else None, padding=False)
+    search = Search(recipe="megatron" if sizes["tensor"] > 1 else None, padding=False, time_limit=time_limit)
     plan = solve(program, {"tensor": sizes["tensor"]}, machine_cluster, optimizer=optimizer, search=search)
     parts = step_of(program, dims, plan, fused=fused)
-    training = Training(short.layers, sizes["stage"], microbatches, sizes["data"], recompute, optimizer)
     stages = stages_of(parts, machine_cluster, machine_of(plan), training)
     kept = _kept(parts, training)
     timeline = simulated(stages, microbatches, schedule, [sum(k.values()) for k in kept])
@@ -166,6 +170,10 @@ def _axis_sizes(axes: Mapping[str, int]) -> dict[str, int]:
 def _microbatch(batch: Batch, data: int, size: int | None) -> tuple[Batch, int]:
     """One microbatch, without values, and how many a data rank has."""
     tensors, skeleton = tree.flatten(batch, "batch")
+    if not tensors or not tensors[0].ndim:
+        raise ValueError(
+            "the batch does not begin with a tensor of samples; put one along whose first dim they lie first"
+        )
     samples = int(tensors[0].shape[0])
     if samples % data:
         raise ValueError(

@@ -168,7 +168,7 @@ def _capture(job: tuple[tuple[int, ...], list[int]]) -> Steps:
     dims = analyze(program)
     found = {}
     for tensor in ranks:
-        search = Search(recipe="megatron", padding=False)
+        search = Search(recipe="megatron" if tensor > 1 else None, padding=False)
         plan = solve(program, {"tensor": tensor}, BASE, search=search)
         found[(*job[0], tensor)] = step_of(program, dims, plan)
     return found

@@ -319,6 +319,7 @@ def test_plan_predicts_stages() -> None:
     ("options", "code", "message"),
     [
         ((), 2, "predicted for --recipe megatron; add it"),
+        (("--axes", "gpu=2", "--schedule", "gpipe"), 2, "predicted for --recipe megatron; add it"),
         (("--recipe", "megatron", "--roles", "tp=tensor"), 2, "the names of the axes do"),
         (("--recipe", "megatron", "--save", "plan.json"), 2, "one with stages is only predicted"),
         (("--recipe", "megatron", "--schedule", "2f2b"), 2, "unknown schedule '2f2b'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 import pytest
+import torch
 
 from autopar.errors import InfeasibleError
 from autopar.hybrid import Hybrid, predict_hybrid
@@ -81,3 +82,10 @@ def test_what_does_not_fit_is_said_with_a_remedy() -> None:
     model = GPT(HIDDEN, HEADS, 4, SEQUENCE, VOCABULARY)
     with pytest.raises(InfeasibleError, match=r"more than the budget of .*; most of it is"):
         predict_hybrid(model, batch_of(SAMPLES, SEQUENCE), cluster="a100-80gb", axes={}, memory="1MiB")
+
+
+@pytest.mark.parametrize("batch", [(), (torch.zeros(()),)])
+def test_a_batch_without_samples_is_named(batch: tuple[torch.Tensor, ...]) -> None:
+    model = GPT(HIDDEN, HEADS, 4, SEQUENCE, VOCABULARY)
+    with pytest.raises(ValueError, match="does not begin with a tensor of samples"):
+        predict_hybrid(model, batch, cluster="a100-80gb", axes={"dp": 2})
