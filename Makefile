@@ -6,8 +6,9 @@ TORCH_INDEX ?=
 
 TORCH := $(shell grep '^torch==' constraints.txt)
 PIP := .venv/bin/python -m pip --disable-pip-version-check
-# One intra-op thread: tests run beside each other, and results must not depend on the number of cores.
-PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+# One intra-op thread: tests run beside each other, and results must not depend on the number of cores. Bytecode is
+# written, or each of the many processes would compile every module again.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help .venv links demo test test-deep lint format bench

@@ -1,7 +1,7 @@
-"""The ``autopar`` command: `plan`, `verify`, `simulate`, `ops` and `doctor`.
+"""The ``autopar`` command: `plan`, `explain`, `diff`, `verify`, `simulate`, `ops` and `doctor`.
 
-Exit codes: 0 done; 1 `verify` found a difference, or `ops --coverage` a wrong rule; 2 wrong input or a model that
-cannot be planned; 3 nothing fits.
+Exit codes: 0 done; 1 `verify` or `diff` found a difference, or `ops --coverage` a wrong rule; 2 wrong input or a model
+that cannot be planned; 3 nothing fits.
 """
 
 from __future__ import annotations
@@ -42,6 +42,13 @@ Policy = Annotated[
     str | None,
     typer.Option(metavar="bf16|fp16|...", help="Compute in this, keep and reduce in fp32."),
 ]
+Machine = Annotated[str, typer.Option("--cluster", metavar="NAME|FILE.toml", help="A preset (see doctor) or a file.")]
+Memory = Annotated[str | None, typer.Option(help="Budget per device, such as 70GiB; default: 0.9 of it.")]
+Optimizer = Annotated[str, typer.Option(help="Whose state the budget counts.")]
+Recipe = Annotated[str | None, typer.Option(metavar="NAME", help="ddp, fsdp, hsdp, megatron, ...; default: search.")]
+RolesOption = Annotated[
+    str, typer.Option("--roles", metavar="AXIS=ROLE,...", help="What axes are for: node=data,gpu=tensor.")
+]
 Limit = Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of the search.")]
 
 
@@ -75,15 +82,13 @@ def _root(
 @app.command("plan")
 def plan_command(
     model: Model,
-    cluster: Annotated[str, typer.Option(metavar="NAME|FILE.toml", help="A preset (see doctor) or a file.")],
+    cluster: Machine,
     axes: Axes,
-    memory: Annotated[str | None, typer.Option(help="Budget per device, such as 70GiB; default: 0.9 of it.")] = None,
-    optimizer: Annotated[str, typer.Option(help="Whose state the budget counts.")] = "adamw",
+    memory: Memory = None,
+    optimizer: Optimizer = "adamw",
     precision: Policy = None,
-    recipe: Annotated[
-        str | None, typer.Option(metavar="NAME", help="ddp, fsdp, hsdp, megatron, ...; default: search.")
-    ] = None,
-    roles: Annotated[str, typer.Option(metavar="AXIS=ROLE,...", help="What axes are for: node=data,gpu=tensor.")] = "",
+    recipe: Recipe = None,
+    roles: RolesOption = "",
     microbatch: Annotated[
         int | None, typer.Option(help="Samples at a time, with axes pp, dp, tp of recipe megatron.", min=1)
     ] = None,
@@ -170,6 +175,73 @@ def _print_hybrid(task: Task, as_json: bool, *, precision: str | None, **options
         task.model, task.batch, loss_fn=task.loss_fn, precision=Precision.resolve(precision), **options
     )
     typer.echo(json.dumps(found.to_dict(), indent=1) if as_json else hybrid_table(found.to_dict()))
+
+
+@app.command("explain")
+def explain_command(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A parameter, batch.N or result.N.")],
+    model: Model,
+    cluster: Machine,
+    axes: Axes,
+    why_not: Annotated[
+        str | None, typer.Option(metavar="PLACEMENT@AXIS,...", help="Only this: Shard(1)@gpu, R@node.")
+    ] = None,
+    memory: Memory = None,
+    optimizer: Optimizer = "adamw",
+    precision: Policy = None,
+    recipe: Recipe = None,
+    roles: RolesOption = "",
+    time_limit: Limit = 60.0,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Say why a tensor lies as it does: solve again with its other placements, and compare."""
+    with _clear_errors(debug):
+        sizes = parse_axes(axes)
+        task = load_task(model)
+        from autopar.cluster import Cluster
+        from autopar.compiler import default_memory, program_of, solve
+        from autopar.precision import Precision
+        from autopar.question import alternatives, ask, layout_in, parse_wanted, tensor_of
+        from autopar.report.progress import SearchProgress
+        from autopar.report.question import answers_dict, answers_table
+        from autopar.search.find import Search
+
+        wanted = parse_wanted(why_not, sizes) if why_not else None
+        machine = Cluster.resolve(cluster)
+        search = Search(time_limit=time_limit, recipe=recipe, roles=parse_roles(roles))
+        budget = default_memory(machine) if memory is None else memory
+        with SearchProgress() as progress:
+            program = program_of(task.model, task.batch, loss_fn=task.loss_fn, precision=Precision.resolve(precision))
+            own, _ = tensor_of(program, name)
+            found = solve(program, sizes, machine, memory=budget, optimizer=optimizer, search=search, progress=progress)
+            answers = [
+                ask(program, found, own, other, memory=budget, search=search, progress=progress)
+                for other in ([wanted] if wanted else alternatives(program, found, own))
+            ]
+        layout = " ".join(f"{p}@{axis}" for axis, p in zip(sizes, layout_in(found, own), strict=True))
+        show = answers_table(own, layout, found, answers)
+        typer.echo(json.dumps(answers_dict(own, layout, found, answers), indent=1) if as_json else show)
+
+
+@app.command("diff")
+def diff_command(
+    first: Annotated[Path, typer.Argument(metavar="FIRST.json", help="A plan that `plan --save` wrote.")],
+    second: Annotated[Path, typer.Argument(metavar="SECOND.json", help="Another one.")],
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Compare two plans: figures, layouts and where time goes; exit code 1 if they differ."""
+    with _clear_errors(debug):
+        from autopar.plan import Plan
+        from autopar.report.difference import difference, difference_table
+
+        plans = Plan.load(first), Plan.load(second)
+        found = difference(*plans)
+        names = (first.stem, second.stem) if first.stem != second.stem else ("first", "second")
+        typer.echo(json.dumps(found, indent=1) if as_json else difference_table(*plans, names))
+        if not found["same"]:
+            raise typer.Exit(DIFFERENT)
 
 
 @app.command("verify")

@@ -67,13 +67,14 @@ def compare_recipes(
         try:
             plan = solve(program, dict(found.axes), found.cluster, memory=memory, optimizer=found.optimizer, search=own)
         except (InfeasibleError, ValueError) as e:
-            rows.append(Comparison(name, None, _reason(e)))
+            rows.append(Comparison(name, None, reason_of(e)))
         else:
             rows.append(Comparison(name, plan))
     return tuple(rows)
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """Why there is no plan, in a few words where it is a matter of memory."""
     if isinstance(error, InfeasibleError) and error.needed is not None and error.budget is not None:
         return f"needs {format_bytes(error.needed)} a device; the budget is {format_bytes(error.budget)}"
     return str(error)

@@ -41,7 +41,7 @@ from autopar.search.padding import paddings
 from autopar.search.quotient import quotient
 from autopar.search.random_plan import random_plan
 from autopar.search.recipes import roles_of
-from autopar.search.restrict import Restrictions, read_pins
+from autopar.search.restrict import Restrictions, complete, read_pins
 from autopar.search.roles import DATA, Roles, by_roles
 
 Pass = Callable[[Program, Plan], Program]
@@ -155,7 +155,8 @@ def _solve(
 ) -> Plan:
     """The best plan, or a random one, of a program whose dims are decided."""
     if search.recipe == "random":
-        drawn = random_plan(program, dims, axes, machine, search.seed, limits.layouts, optimizer)
+        fixed = {key: complete(key[1], layout) for key, layout in limits.layouts.items()}
+        drawn = random_plan(program, dims, axes, machine, search.seed, fixed, optimizer)
         return predict(program, dims, drawn)
     classes = quotient(program, dims, tie=search.tie_layers)
     plan = find_plan(

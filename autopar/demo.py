@@ -78,7 +78,8 @@ def make_model(settings: Settings) -> nn.Module:
         use_cache=False,
     )
     torch.manual_seed(0)
-    return LlamaForCausalLM(config)
+    model: nn.Module = LlamaForCausalLM(config)
+    return model
 
 
 def read_text(limit: int = 2_000_000) -> torch.Tensor:

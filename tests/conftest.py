@@ -1,5 +1,6 @@
 """Settings of the whole suite: one intra-op thread, the two hypothesis profiles, and what runs in one process."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ torch.set_num_threads(1)
 
 # The same examples on every run, so that a failure is never a matter of luck.
 SLOW_MACHINES = (HealthCheck.too_slow,)
-settings.register_profile("default", derandomize=True, deadline=None, suppress_health_check=SLOW_MACHINES)
+settings.register_profile(
+    "default", max_examples=40, derandomize=True, deadline=None, suppress_health_check=SLOW_MACHINES
+)
 settings.register_profile("deep", max_examples=2000, deadline=None, suppress_health_check=SLOW_MACHINES)
 settings.load_profile("default")
 
@@ -21,6 +24,12 @@ DISTRIBUTED = "tests/distributed/"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest group first."""
     items.sort(key=lambda item: not item.nodeid.startswith(DISTRIBUTED))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the garbage collector need not look at its millions of objects again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -111,6 +111,35 @@ def test_a_recipe_and_roles_can_be_planned(model: str, tmp_path: Path) -> None:
     assert [str(p) for p in loaded.batch["0"]] == ["R", "S(0.0)"]
 
 
+def test_explain_solves_again_with_other_placements(model: str) -> None:
+    options = ("--model", f"{model}:make", "--cluster", "cpu", "--axes", "a=2,b=2")
+    result = run("explain", "up.weight", *options, "--why-not", "Shard(1)@b")
+    assert result.exit_code == 0, result.output
+    assert "times as long; what differs:" in result.stdout
+    assert "with Shard(1)@b" in result.stdout
+    facts = json.loads(run("explain", "up.weight", *options, "--json").stdout)
+    assert facts["name"] == "up.weight"
+    assert len(facts["answers"]) == 4
+    assert all(row["ratio"] >= 1 - 1e-3 for row in facts["answers"])
+    wrong = run("explain", "up.wait", *options)
+    assert wrong.exit_code == 2 and "up.weight" in wrong.stderr
+
+
+def test_diff_exits_with_1_where_plans_differ(model: str) -> None:
+    assert plan(f"{model}:make", "--save", "free.json").exit_code == 0
+    assert plan(f"{model}:make", "--save", "fsdp.json", "--recipe", "fsdp").exit_code == 0
+    same = run("diff", "free.json", "free.json")
+    assert same.exit_code == 0, same.output
+    assert "the same layouts" in same.stdout
+    other = run("diff", "free.json", "fsdp.json")
+    assert other.exit_code == 1
+    assert "laid out otherwise" in other.stdout
+    facts = json.loads(run("diff", "free.json", "fsdp.json", "--json").stdout)
+    assert {row["name"] for row in facts["layouts"]} >= {"up.weight", "down.weight"}
+    missing = run("diff", "free.json", "nowhere.json")
+    assert missing.exit_code == 2 and "nowhere.json" in missing.stderr
+
+
 def test_a_loss_function_may_come_third(model: str) -> None:
     result = plan(f"{model}:make_with_loss", "--json")
     assert result.exit_code == 0, result.output

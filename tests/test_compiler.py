@@ -88,7 +88,7 @@ def test_census_equals_the_prediction(name: str, sizes: tuple[int, ...], kind: s
     assert counts, "a plan without any collective tests nothing"
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt2"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt2", marks=pytest.mark.deep)])
 def test_searched_plan_is_right(name: str) -> None:
     program, _, values, found = planned(name, (2, 2), "searched")
     report = compare(program, rewrite(program, found), found, values, torch.float64)

@@ -46,7 +46,7 @@ def check(model: nn.Module, report: EquivalenceReport) -> None:
         assert float((value - expected[name]).abs().max()) <= 1e-9, name
 
 
-@pytest.mark.parametrize("build", [encoder, gpt2], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("build", [encoder, pytest.param(gpt2, marks=pytest.mark.deep)], ids=["encoder", "gpt2"])
 def test_a_transformer_with_dropout(build) -> None:
     model, batch = build()
     plan = solve(program_of(model, batch), AXES, tiny_models_pay())

@@ -36,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("assignment", "step", "predict", "propagate", "float64", "check"),
     ("passes",),
     ("canonical", "emulate", "simulate", "training", "runtime", "checkpoint", "coverage"),
-    ("shorten", "compiler", "comparison", "hybrid", "module", "parallelize", "verify", "operators"),
+    ("shorten", "compiler", "comparison", "question", "hybrid", "module", "parallelize", "verify", "operators"),
     ("autopar",),  # autopar/__init__.py
     ("cli", "demo", "__main__"),
 )

@@ -210,17 +210,12 @@ class _Maker:
         return Variable(key, count, ports, types, None, np.zeros(len(labels)), memory / parts)
 
     def _admits(self, kind: str, names: tuple[str, ...], type_: TensorType, layout: Layout, key: str) -> bool:
-        pinned = next(
-            (self.restrictions.layouts[kind, n] for n in names if (kind, n) in self.restrictions.layouts), None
-        )
-        fixed = self.restrictions.fixed.get(key) or pinned  # a pin holds on every axis, searched or not
-        free = self.restrictions.free
-        wanted = self._wanted(kind, names) if pinned is None else (None,) * len(layout)
+        wanted = self._wanted(kind, names)
         if any(w is not None and p != w for p, w in zip(layout, wanted, strict=True)):
             return False
-        if free is not None and any(
-            layout[a] != (fixed[a] if fixed else wanted[a] or Replicate()) for a in range(len(layout)) if a not in free
-        ):
+        # What is pinned holds on every axis, searched or not.
+        free, fixed = self.restrictions.free, self.restrictions.fixed.get(key, [w or Replicate() for w in wanted])
+        if free is not None and any(layout[a] != fixed[a] for a in range(len(layout)) if a not in free):
             return False
         if kind == "constant":
             return all(isinstance(p, Replicate) for p in layout)
@@ -228,16 +223,23 @@ class _Maker:
             return True
         if any(isinstance(p, Partial) for p in layout):
             return False
-        if any(self.restrictions.layouts.get((kind, n), layout) != layout for n in names):
+        if any(
+            pin is not None and pin != placement
+            for n in names
+            for pin, placement in zip(self.restrictions.layouts.get((kind, n), layout), layout, strict=True)
+        ):
             return False
         if kind == "batch":
             return not self.restrictions.data_axes_only or all(p in (Replicate(), Split(0, 0)) for p in layout)
         return is_boundary_layout(type_, layout, self.sizes)
 
     def _wanted(self, kind: str, names: tuple[str, ...]) -> Sequence[Placement | None]:
-        """What holds on each axis for a parameter or batch tensor of which nothing is pinned."""
-        found = (self.restrictions.placements.get((kind, n)) for n in names)
-        return next((f for f in found if f is not None), (None,) * len(self.sizes))
+        """What holds on each axis for a class of parameters or batch tensors: a pin, else a role's placement."""
+        found: list[Placement | None] = [None] * len(self.sizes)
+        for decided in (self.restrictions.layouts, self.restrictions.placements):
+            first = next((decided[kind, n] for n in names if (kind, n) in decided), found)
+            found = [old or new for old, new in zip(found, first, strict=True)]
+        return found
 
 
 class _Everything(list[str]):

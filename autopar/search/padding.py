@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 
 from autopar.dims import Dims
-from autopar.layout import Factor, Layout, Split, TensorType
+from autopar.layout import Factor, Split, TensorType
 from autopar.program import Program
+from autopar.search.restrict import Pinned
 
 MOST = 1.25
 """A dim gets at most this many times longer, unless a layout that is decided already needs more."""
@@ -19,7 +20,7 @@ def paddings(
     program: Program,
     dims: Dims,
     axes: Mapping[str, int],
-    layouts: Mapping[tuple[str, str], Layout],
+    layouts: Mapping[tuple[str, str], Pinned],
     *,
     search: bool = True,
 ) -> tuple[Shapes, ...]:

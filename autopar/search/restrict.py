@@ -22,13 +22,17 @@ from autopar.layout import (
 )
 from autopar.program import Program
 
+Pinned = tuple[Placement | None, ...]
+"""A layout that is decided, None on axes that are open."""
+
 
 @dataclass(frozen=True)
 class Restrictions:
     """What a search leaves open.
 
     Attributes:
-        layouts: for parameters, batch tensors and results, by kind and name: the only layout allowed.
+        layouts: for parameters, batch tensors and results, by kind and name: the only layout allowed, or with None for
+            axes that are open.
         fixed: strategy name or placement of each variable on each axis that is not searched; absent: replicated.
         free: axes that are searched; None searches all.
         data_axes_only: batch tensors may be split along the first factor of their first dim only.
@@ -36,7 +40,7 @@ class Restrictions:
         strategies: names that each class of operators may take, axis by axis; None: any.
     """
 
-    layouts: Mapping[tuple[str, str], Layout] = field(default_factory=dict)
+    layouts: Mapping[tuple[str, str], Pinned] = field(default_factory=dict)
     fixed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     free: tuple[int, ...] | None = None
     data_axes_only: bool = False
@@ -53,8 +57,8 @@ def read_pins(
         program: names of parameters, batch tensors (``batch.0``) and results (``result.0``) come from here.
         dims: their types.
         pins: a name or pattern (``*.up_proj.weight``) to placements: one an axis (just it where the mesh has one
-            axis), or a dict by axis name; each as text (``R``, ``S(0)``, ``S(0.1)`` for factor 1 of dim 0,
-            ``Shard(0)``), or torch's or autopar's own object.
+            axis), or a dict by axis name, which replicates on the others; each as text (``R``, ``S(0)``, ``S(0.1)`` for
+            factor 1 of dim 0, ``Shard(0)``), or torch's or autopar's own object; None leaves an axis to the search.
         axes: name and size of each mesh axis.
         restrictions: what holds besides.
 
@@ -74,7 +78,8 @@ def read_pins(
                 f"pin {pattern!r} names no parameter, batch.N or result.N of the model; there are {some}, ..."
             )
         for key in found:
-            layout, sizes, type_ = _read_layout(pattern, value, tuple(axes)), tuple(axes.values()), named[key]
+            wanted, sizes, type_ = _read_layout(pattern, value, tuple(axes)), tuple(axes.values()), named[key]
+            layout = tuple(p or Replicate() for p in wanted)
             fits = divides(type_, layout, sizes) or (key[0] == "parameter" and is_uneven(type_, layout, sizes))
             if not fits or not is_boundary_layout(type_, layout, sizes):
                 raise ValueError(
@@ -82,7 +87,7 @@ def read_pins(
                     f"({', '.join(map(str, layout))}) on axes {dict(axes)}: sizes must divide (or a parameter's dim of "
                     "one factor is padded, along one axis), one split a dim"
                 )
-            layouts[key] = layout
+            layouts[key] = wanted
     return replace(restrictions, layouts=layouts)
 
 
@@ -101,7 +106,7 @@ def _pinnable(program: Program, dims: Dims) -> dict[tuple[str, str], TensorType]
     return found
 
 
-def _read_layout(pattern: str, value: Any, axes: Sequence[str]) -> Layout:
+def _read_layout(pattern: str, value: Any, axes: Sequence[str]) -> Pinned:
     if isinstance(value, Mapping):
         unknown = [a for a in value if a not in axes]
         if unknown:
@@ -111,10 +116,10 @@ def _read_layout(pattern: str, value: Any, axes: Sequence[str]) -> Layout:
         value = (value,)
     if len(value) != len(axes):
         raise ValueError(f"pin {pattern!r} must give one placement for each axis ({', '.join(axes)}), got {value!r}")
-    return tuple(_read_placement(pattern, v) for v in value)
+    return tuple(None if v is None else read_placement(pattern, v) for v in value)
 
 
-def _read_placement(pattern: str, value: Any) -> Placement:
+def read_placement(pattern: str, value: Any) -> Placement:
     """A placement from text or from torch's or autopar's object."""
     if isinstance(value, Replicate | Split):
         return value
@@ -133,6 +138,18 @@ def _read_placement(pattern: str, value: Any) -> Placement:
     if isinstance(found, Partial):
         raise ValueError(f"pin {pattern!r}: a parameter, batch tensor or result cannot be Partial")
     return found
+
+
+def complete(name: str, pinned: Pinned) -> Layout:
+    """A layout without open axes.
+
+    Raises:
+        ValueError: there are some; names the tensor.
+    """
+    layout = tuple(p for p in pinned if p is not None)
+    if len(layout) < len(pinned):
+        raise ValueError(f"the pin of {name!r} leaves axes open, which a random plan does not search; pin them all")
+    return layout
 
 
 def is_uneven(type_: TensorType, layout: Layout, sizes: Sequence[int]) -> bool:

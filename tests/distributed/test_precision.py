@@ -81,6 +81,7 @@ def with_autocast(rank: int) -> tuple[float, list[str]]:
     return max(*errors, abs(float(loss) - float(expected))), sorted({str(d) for d in products})
 
 
+@pytest.mark.deep
 def test_autocast_around_the_call_is_honoured(ranks: Ranks) -> None:
     for error, products in ranks.run(with_autocast):
         assert products == ["torch.bfloat16"]

@@ -62,7 +62,11 @@ def test_same_numbers_as_casting_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("model", "recipe"),
-    [("mlp", None), ("mlp", "random"), ("llama", "random"), pytest.param("llama", None, marks=pytest.mark.deep)],
+    [
+        ("mlp", None),
+        ("mlp", "random"),
+        *(pytest.param("llama", recipe, marks=pytest.mark.deep) for recipe in ("random", None)),
+    ],
 )
 def test_equivalence_in_float64(model: str, recipe: str | None) -> None:
     report = autopar.verify(*zoo.MODELS[model](), {"a": 2, "b": 2}, plan=recipe, precision=BF16)

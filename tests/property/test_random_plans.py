@@ -43,7 +43,7 @@ DEEP = settings().max_examples > 1000
 """Whether `make test-deep` runs, which draws as many examples as its profile says; `make test` draws few."""
 
 
-@settings(max_examples=settings().max_examples if DEEP else 20)
+@settings(max_examples=settings().max_examples if DEEP else 12)
 @given(drawn=models(), axes=meshes, seed=seeds)
 def test_random_plan_of_random_model(
     drawn: tuple[nn.Module, tuple[Tensor, ...]], axes: dict[str, int], seed: int
@@ -53,7 +53,13 @@ def test_random_plan_of_random_model(
     check(program, analyze(program), global_values(program, model, batch), axes, seed)
 
 
-@pytest.mark.parametrize("name", sorted(zoo.MODELS))
+SHORT = ("cnn", "gpt2", "mlp")
+"""`tests/test_verify.py` has a random plan of others."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.deep) for n in sorted(zoo.MODELS)]
+)
 @settings(max_examples=100 if DEEP else 2)
 @given(axes=meshes, seed=seeds)
 def test_random_plan_of_real_model(name: str, axes: dict[str, int], seed: int) -> None:

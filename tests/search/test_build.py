@@ -38,7 +38,7 @@ def test_all_reduces_of_a_lowering_are_charged_for_what_the_other_axis_leaves() 
     assert collective_seconds(rows) == pytest.approx(float(expected), rel=1e-6)
 
 
-@pytest.mark.parametrize("model", ["gpt2", "bert"])
+@pytest.mark.parametrize("model", ["gpt2", pytest.param("bert", marks=pytest.mark.deep)])
 def test_objective_is_what_the_prediction_counts(model: str) -> None:
     program = program_of(*zoo.MODELS[model]())
     plan = solve(program, {"a": 2, "b": 2}, "cpu")

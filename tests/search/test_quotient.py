@@ -71,7 +71,7 @@ def test_keys_are_the_same_in_every_analysis() -> None:
 
 
 @pytest.mark.parametrize("layers", [2, pytest.param(4, marks=pytest.mark.deep)])
-@pytest.mark.parametrize("cluster", ["h100", FAST])
+@pytest.mark.parametrize("cluster", [pytest.param("h100", marks=pytest.mark.deep), FAST])
 def test_tied_optimum_equals_the_untied(cluster: str | Cluster, layers: int) -> None:
     """Tying repeated layers loses nothing: Llama on one axis."""
     program, _, _ = models.captured("llama", layers=layers, seq=4)

@@ -52,7 +52,7 @@ def census(name: str, plan: Plan) -> dict[str, Counter[tuple[str, int]]]:
     return found
 
 
-SHORT = {("llama", "hsdp"), ("llama", "megatron"), ("gpt2", "megatron-sequence")}
+SHORT = {("llama", "megatron"), ("gpt2", "megatron-sequence")}
 
 
 def cases() -> list[Any]:
@@ -79,7 +79,7 @@ def test_a_recipe_computes_what_one_device_would(name: str, recipe: str, axes: d
     assert sum(map(len, plan.predicted.collectives.values())) >= len(axes)
 
 
-@pytest.mark.parametrize("name", ["mlp", "llama"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("llama", marks=pytest.mark.deep)])
 def test_ddp_reduces_gradients_once_and_nothing_else(name: str) -> None:
     plan = planned(name, LINE, recipe="ddp")
     program, _, values = zoo.captured(name, **SIZES.get(name, {}))
@@ -161,7 +161,7 @@ def test_megatron_finds_fused_heads_and_tied_vocabularies() -> None:
         ("mlp", {"ffn"}),
         ("llama", {"vocab", "lm_head.0", "ffn", "kv_heads"}),
         pytest.param("bert", {"vocab", "dense.0", "heads"}, marks=pytest.mark.deep),
-        ("encoder", {"vocab", "heads", "ffn", "head.0"}),
+        pytest.param("encoder", {"vocab", "heads", "ffn", "head.0"}, marks=pytest.mark.deep),
         pytest.param("vit", {"heads", "ffn", "classifier.0"}, marks=pytest.mark.deep),
         ("residual", {"head.0"}),
     ],
@@ -178,6 +178,7 @@ def test_megatron_on_other_models(name: str) -> None:
     assert error_of(name, planned(name, LINE, recipe="megatron")) <= 1e-10
 
 
+@pytest.mark.deep
 def test_three_axes() -> None:
     axes = {"node": 2, "dp": 2, "tp": 2}
     plan = planned("llama", axes, recipe="megatron")
