@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 from torch._decomp import get_decompositions
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -34,6 +32,20 @@ __all__ = [
     "set_group_timeout",
     "tracing",
 ]
+
+
+def aot_export_joint_with_descriptors(*arguments: Any, **options: Any) -> Any:
+    """Torch's function of this name, imported on its first use: that takes longer than all of autopar and torch."""
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors as export
+
+    return export(*arguments, **options)
+
+
+def default_partition(*arguments: Any, **options: Any) -> Any:
+    """Torch's function of this name, imported on its first use as well."""
+    from torch._functorch.partitioners import default_partition as partition
+
+    return partition(*arguments, **options)
 
 
 def operator_database() -> list[Any]:

@@ -187,10 +187,10 @@ def _trace(harness: Harness, fakes: tuple[torch.Tensor, ...]) -> fx.GraphModule:
         with torch.backends.mkldnn.flags(enabled=False):
             exported = torch.export.export(harness, fakes, strict=False).module(check_guards=False)
         with contextlib.ExitStack() as stack, torch.backends.mkldnn.flags(enabled=False):
-            joint = aot_export_joint_with_descriptors(
+            joint: fx.GraphModule = aot_export_joint_with_descriptors(
                 stack, exported, fakes, decompositions=decompositions(), _record_nn_module_stack=True
-            )
-            return joint.graph_module
+            ).graph_module
+            return joint
     except CaptureError:
         raise
     except Exception as e:

@@ -1,4 +1,4 @@
-"""The ``autopar`` command: `plan`, `explain`, `diff`, `verify`, `simulate`, `ops` and `doctor`.
+"""The ``autopar`` command; each of its subcommands is a function here.
 
 Exit codes: 0 done; 1 `verify` or `diff` found a difference, or `ops --coverage` a wrong rule; 2 wrong input or a model
 that cannot be planned; 3 nothing fits.
@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import json
 import math
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -92,8 +93,13 @@ def plan_command(
     microbatch: Annotated[
         int | None, typer.Option(help="Samples at a time, with axes pp, dp, tp of recipe megatron.", min=1)
     ] = None,
-    schedule: Annotated[str, typer.Option(metavar="1f1b|gpipe|zb-h1", help="Of the stages along axis pp.")] = "1f1b",
-    recompute: Annotated[str, typer.Option(metavar="none|full", help="Run blocks again in the backward.")] = "none",
+    schedule: Annotated[
+        str, typer.Option(metavar="1f1b|...", help="Of axis pp: gpipe, 1f1b, interleaved or zb-h1.")
+    ] = "1f1b",
+    virtual: Annotated[int, typer.Option(help="Runs of blocks on each stage, for interleaved.", min=1)] = 1,
+    recompute: Annotated[
+        str, typer.Option(metavar="none|selective|full", help="What the backward makes again.")
+    ] = "none",
     time_limit: Limit = 60.0,
     save: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the plan to a file.")] = None,
     as_json: Json = False,
@@ -106,7 +112,7 @@ def plan_command(
         task = load_task(model)
         from autopar.hybrid import STAGE_NAMES
 
-        asked = microbatch is not None or recompute != "none" or schedule != "1f1b"
+        asked = microbatch is not None or recompute != "none" or schedule != "1f1b" or virtual > 1
         if asked or any(name in STAGE_NAMES for name in sizes):
             _check_hybrid(recipe, roles, save)
             _print_hybrid(
@@ -116,6 +122,7 @@ def plan_command(
                 axes=sizes,
                 microbatch=microbatch,
                 schedule=schedule,
+                virtual=virtual,
                 recompute=recompute,
                 memory=memory,
                 optimizer=optimizer,
@@ -170,10 +177,13 @@ def _print_hybrid(task: Task, as_json: bool, *, precision: str | None, **options
     from autopar.hybrid import predict_hybrid
     from autopar.precision import Precision
     from autopar.report.hybrid import hybrid_table
+    from autopar.report.progress import SearchProgress
 
-    found = predict_hybrid(
-        task.model, task.batch, loss_fn=task.loss_fn, precision=Precision.resolve(precision), **options
-    )
+    policy = Precision.resolve(precision)
+    with SearchProgress() as progress:
+        found = predict_hybrid(
+            task.model, task.batch, loss_fn=task.loss_fn, precision=policy, progress=progress, **options
+        )
     typer.echo(json.dumps(found.to_dict(), indent=1) if as_json else hybrid_table(found.to_dict()))
 
 
@@ -319,6 +329,54 @@ def simulate_command(
             # A byte was saved for each microbatch.
             device["peak_microbatches"] = device.pop("peak_memory_bytes")["activations"]
         typer.echo(json.dumps(facts, indent=1) if as_json else pipeline_table(facts))
+
+
+@app.command("calibrate")
+def calibrate_command(
+    save: Annotated[Path, typer.Option(metavar="FILE.toml", help="Where the cluster goes, for --cluster.")],
+    ranks: Annotated[int, typer.Option(help="Processes on this machine, where torchrun started none.", min=1)] = 2,
+    threads: Annotated[
+        int | None, typer.Option(help="Of each process; default: its share of the cores.", min=1)
+    ] = None,
+    dtypes: Annotated[str, typer.Option(metavar="NAME,...", help="float32, bfloat16, ...")] = "float32",
+    base: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE.toml", help="Gives what is not measured; default: cpu or h100.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Picture of measured and fitted times.")] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Time limit.", min=1)] = 600.0,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure kernels and collectives of the devices at hand, and write the cluster that fits them."""
+    with _clear_errors(debug):
+        from autopar.cluster import FLOAT_DTYPES
+
+        names = tuple(name.strip() for name in dtypes.split(","))
+        for name in names:
+            if name not in FLOAT_DTYPES:
+                raise ValueError(f"--dtypes {dtypes!r}: {name!r} is none of {', '.join(FLOAT_DTYPES)}")
+        _check_target("--save", save)
+        _check_target("--plot", plot)
+        from autopar.calibrate import Settings, calibrate
+        from autopar.calibrate.fit import predicted_seconds
+        from autopar.report.calibration import calibration_dict, calibration_plot, calibration_table
+        from autopar.report.progress import counted
+
+        settings = Settings(names, threads=threads or max(1, (os.cpu_count() or 1) // ranks), timeout=timeout)
+        with counted("measured") as tick:
+            found = calibrate(settings, ranks=ranks, base=base, name=save.stem, tick=tick)
+        if found is None:  # another rank says it
+            return
+        cluster, samples = found
+        fitted = predicted_seconds(samples, cluster.device, cluster.links).tolist()
+        cluster.save(save)
+        if plot is not None:
+            plot.write_text(calibration_plot(samples, fitted), encoding="utf-8")
+        for path in (save, plot):
+            if path is not None:
+                typer.echo(f"saved {path}", err=True)
+        show = calibration_table(cluster, samples, fitted)
+        typer.echo(json.dumps(calibration_dict(cluster, samples, fitted), indent=1) if as_json else show)
 
 
 @app.command("doctor")

@@ -24,12 +24,12 @@ from autopar.cost.memory import format_bytes, optimizer_state_bytes, parse_bytes
 from autopar.dims import analyze
 from autopar.errors import InfeasibleError
 from autopar.precision import Precision
-from autopar.search.find import Search
+from autopar.search.find import Progress, Search
 from autopar.search.recipes import DATA_NAMES, TENSOR_NAMES
 from autopar.shorten import shorten
 from autopar.simulate import order
 from autopar.step import AFTER, BEFORE, Part, step_of
-from autopar.training import MASTER, Training, simulated, stage_parts, stages_of
+from autopar.training import MASTER, Training, run_parts, simulated, stage_parts, stages_of
 
 logger = logging.getLogger("autopar")
 
@@ -76,12 +76,13 @@ def predict_hybrid(
     microbatch: int | None = None,
     schedule: str = "1f1b",
     recompute: str = "none",
-    fused: bool = False,
+    virtual: int = 1,
     memory: str | float | None = None,
     loss_fn: LossFunction | None = None,
     optimizer: str = "adamw",
     precision: Precision | None = None,
     time_limit: float = 60.0,
+    progress: Progress | None = None,
 ) -> Hybrid:
     """Predict a training step.
 
@@ -92,14 +93,15 @@ def predict_hybrid(
         axes: sizes by name: data ranks (``dp``), stages (``pp``) and tensor ranks (``tp``); the tensor axis joins
             neighbours, and stages are furthest apart.
         microbatch: samples of a microbatch; default: all of a data rank's.
-        schedule: one of `autopar.simulate.SCHEDULES` with one stage a device.
-        recompute: ``"none"`` or ``"full"``.
-        fused: whether chains of kernels that only move data count as one.
+        schedule: one of `autopar.simulate.SCHEDULES`.
+        recompute: ``"none"``, ``"selective"`` or ``"full"``, see `autopar.training.Training`.
+        virtual: runs of blocks on each stage, for ``schedule="interleaved"``.
         memory: budget per device; default: the device's memory less a tenth.
         loss_fn: ``loss_fn(output, batch)`` for a model that does not return its loss.
         optimizer: whose state is kept and updated.
         precision: as for `autopar.plan`.
         time_limit: seconds for the solver, which decides what the recipe leaves open.
+        progress: called with ``(phase, incumbent, bound)``.
 
     Raises:
         ValueError: an axis has no known name, or sizes do not divide; says which and what would.
@@ -109,18 +111,19 @@ def predict_hybrid(
     machine_cluster = Cluster.resolve(cluster)
     own, microbatches = _microbatch(batch, sizes["data"], microbatch)
     short = shorten(model)
-    training = Training(short.layers, sizes["stage"], microbatches, sizes["data"], recompute, optimizer)
-    order(schedule, training.stages, microbatches)  # refuses what there is not, before the model is captured
+    training = Training(short.layers, sizes["stage"], microbatches, sizes["data"], recompute, optimizer, virtual)
+    order(schedule, training.stages, microbatches, virtual)  # refuses what there is not, before the model is captured
     if short.layers is None:
         logger.info("captured whole, layer by layer: %s", short.reason)
     program = program_of(short.model, own, loss_fn=loss_fn, precision=precision)
     dims = analyze(program)
     search = Search(recipe="megatron" if sizes["tensor"] > 1 else None, padding=False, time_limit=time_limit)
-    plan = solve(program, {"tensor": sizes["tensor"]}, machine_cluster, optimizer=optimizer, search=search)
-    parts = step_of(program, dims, plan, fused=fused)
+    tensor = {"tensor": sizes["tensor"]}
+    plan = solve(program, tensor, machine_cluster, optimizer=optimizer, search=search, progress=progress)
+    parts = step_of(program, dims, plan)
     stages = stages_of(parts, machine_cluster, machine_of(plan), training)
     kept = _kept(parts, training)
-    timeline = simulated(stages, microbatches, schedule, [sum(k.values()) for k in kept])
+    timeline = simulated(stages, microbatches, schedule, kept, virtual)
     held = [sum(timeline.peak_memory(d).values()) for d in range(sizes["stage"])]
     memory_by_stage = [{**_state(parts, training, d), "activations": held[d]} for d in range(sizes["stage"])]
     fullest = max(memory_by_stage, key=lambda m: sum(m.values()))
@@ -145,7 +148,7 @@ def _check_budget(needed: Mapping[str, float], cluster: Cluster, memory: str | f
     if total > budget:
         largest = max(needed, key=lambda name: needed[name])
         remedy = "take smaller microbatches or more stages or tensor ranks"
-        if largest == "activations" and recompute == "none":
+        if largest == "activations" and recompute != "full":
             remedy = 'recompute="full", or smaller microbatches'
         raise InfeasibleError(
             f"the fullest stage needs {format_bytes(total)} a device, {format_bytes(total - budget)} more than the "
@@ -191,16 +194,20 @@ def _microbatch(batch: Batch, data: int, size: int | None) -> tuple[Batch, int]:
     return tree.unflatten(skeleton, own), samples // data // size
 
 
-def _kept(parts: tuple[Part, ...], training: Training) -> list[dict[str, float]]:
-    """Bytes that a microbatch keeps on each stage, by part; of a block that is recomputed, what it is handed."""
+def _kept(parts: tuple[Part, ...], training: Training) -> list[float]:
+    """Bytes that a microbatch keeps in each run of blocks."""
     found = []
-    for stage in range(training.stages):
-        kept = {}
-        for part, count in stage_parts(parts, training, stage):
-            again = training.recompute == "full" and part.name not in (BEFORE, AFTER)
-            kept[part.name] = count * (part.handed if again else part.saved)
-        found.append(kept)
+    for run in range(training.runs):
+        members = run_parts(parts, training, run)
+        found.append(sum(count * (part.saved - _made_again(part, training)) for part, count in members))
     return found
+
+
+def _made_again(part: Part, training: Training) -> float:
+    """Bytes of what a part saves that are made again before its backward; a block keeps what it is handed."""
+    if part.name in (BEFORE, AFTER):
+        return 0.0
+    return {"none": 0.0, "selective": part.spared, "full": part.saved - part.handed}[training.recompute]
 
 
 def _state(parts: tuple[Part, ...], training: Training, stage: int) -> dict[str, float]:
@@ -212,6 +219,5 @@ def _state(parts: tuple[Part, ...], training: Training, stage: int) -> dict[str,
             memory["parameters"] += count * elements * item
             memory["gradients"] += count * elements * item
             memory["optimizer"] += count * elements * (optimizer_state_bytes(training.optimizer, 1, MASTER) + master)
-        if training.recompute == "full" and part.name not in (BEFORE, AFTER):
-            memory["recomputed"] = max(memory["recomputed"], part.saved)
+        memory["recomputed"] = max(memory["recomputed"], _made_again(part, training))
     return memory

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -68,6 +68,10 @@ class Part:
         parameters: elements of the parameters on one device, by bytes of an element.
         saved: bytes that the forward keeps for the backward.
         handed: bytes of the values that the next part takes from this one.
+        again: what selective recomputation does before the backward: it makes the values again that have a factor
+            twice, such as attention's scores, which are large and cheap (V. Korthikanti et al., "Reducing Activation
+            Recomputation in Large Transformer Models", 2022, section 5).
+        spared: how many of the saved bytes these values are.
     """
 
     name: str
@@ -76,6 +80,8 @@ class Part:
     parameters: Mapping[int, float]
     saved: float
     handed: float
+    again: Activity = field(default_factory=Activity)
+    spared: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -137,17 +143,16 @@ def _sums(activities: Sequence[Activity], device: Device) -> tuple[Floats, Float
     return busy, launches
 
 
-def step_of(program: Program, dims: Dims, plan: Plan, *, fused: bool = False) -> tuple[Part, ...]:
+def step_of(program: Program, dims: Dims, plan: Plan) -> tuple[Part, ...]:
     """The parts of a program under a plan, in the order of the forward pass.
 
     Args:
         program: one microbatch's forward and backward.
         dims: its dimension analysis.
         plan: layouts.
-        fused: a chain of kernels that only move data counts as one (what hand-written or compiled kernels do).
     """
     classes = quotient(program, dims)
-    return _Parts(program, dims, plan, classes).parts(fused)
+    return _Parts(program, dims, plan, classes).parts()
 
 
 class _Parts:
@@ -160,25 +165,41 @@ class _Parts:
         self.names = _part_names(program)
         self.constants = _constants(program, dims)
 
-    def parts(self, fused: bool) -> tuple[Part, ...]:
+    def parts(self) -> tuple[Part, ...]:
         order = [BEFORE, *dict.fromkeys(n for n in self.names.values() if n not in (BEFORE, AFTER)), AFTER]
         work = self._kernels()
-        if fused:
-            work = self._fuse(work)
         moves = self._moves()
-        parameters, saved, handed = self._parameters(), self._saved(), self._handed(order)
-        made = []
-        for name in order:
-            passes = []
-            for backward in (False, True):
-                nodes = [n for n in work if self.names[n] == name and is_backward(n) == backward]
-                by_dtype: dict[str, list[Work]] = defaultdict(list)
-                for node in nodes:
+        nodes: dict[tuple[str, bool], list[fx.Node]] = defaultdict(list)
+        for node in dict.fromkeys((*work, *moves)):
+            nodes[self._place(node)].append(node)
+        kept = self._kept()
+        large = {value for value in kept if self._squared(value)}
+        again = self._again(large)
+        parameters, saved, spared = self._parameters(), self._sizes(kept), self._sizes(large)
+        handed = self._handed(order)
+
+        def activity(chosen: Iterable[fx.Node]) -> Activity:
+            by_dtype: dict[str, list[Work]] = defaultdict(list)
+            collectives: list[Collective] = []
+            for node in chosen:
+                if node in work:
                     by_dtype[arithmetic_dtype(self.dims.operators[node], self.machine.device)].append(work[node])
-                kernels = {dtype: Work.join(parts) for dtype, parts in by_dtype.items()}
-                passes.append(Activity(kernels, tuple(moves[name, backward])))
-            made.append(Part(name, passes[0], passes[1], parameters[name], saved[name], handed[name]))
-        return tuple(made)
+                collectives += moves.get(node, ())
+            return Activity({dtype: Work.join(parts) for dtype, parts in by_dtype.items()}, tuple(collectives))
+
+        return tuple(
+            Part(
+                name,
+                activity(nodes[name, False]),
+                activity(nodes[name, True]),
+                parameters[name],
+                saved[name],
+                handed[name],
+                activity(n for n in nodes[name, False] if n in again),
+                spared[name],
+            )
+            for name in order
+        )
 
     def _kernels(self) -> dict[fx.Node, Work]:
         known: dict[tuple[Operator, tuple[str, ...]], Work] = {}
@@ -192,22 +213,23 @@ class _Parts:
             found[node] = known[key]
         return found
 
-    def _moves(self) -> dict[tuple[str, bool], list[Collective]]:
-        found: dict[tuple[str, bool], list[Collective]] = defaultdict(list)
+    def _moves(self) -> dict[fx.Node, list[Collective]]:
+        """Collectives of each node: of its results, and of its lowering."""
+        found: dict[fx.Node, list[Collective]] = defaultdict(list)
         tables = Tables(self.machine)
         moves = all_moves(self.program, self.dims, self.assignment, tables)
         for (node, out), steps in moves.items():
             for move in steps:
                 size = moved_bytes(self.dims.types[node, out], move, self.machine.sizes)
                 if move.kind != "slice":
-                    found[self._place(node)].append(Collective(move.kind, move.axis, size))
+                    found[node].append(Collective(move.kind, move.axis, size))
         for node, names in self.assignment.strategies.items():
             operator = self.dims.operators[node]
             for axis, name in enumerate(names):
                 letter = name.partition(".")[0]
                 for letters, size in lowered_bytes(operator, letter) if letter in operator.rule.lower else ():
                     local = size / letter_parts(names, letters, self.machine.sizes)
-                    found[self._place(node)].append(Collective("all_reduce", axis, local))
+                    found[node].append(Collective("all_reduce", axis, local))
         return found
 
     def _place(self, node: fx.Node) -> tuple[str, bool]:
@@ -229,17 +251,38 @@ class _Parts:
                 found[part][item] += self._bytes((node, 0)) / item
         return defaultdict(dict, {name: dict(sizes) for name, sizes in found.items()})
 
-    def _saved(self) -> dict[str, float]:
-        """Bytes of each part's forward values that its backward takes, each storage once."""
-        kept: dict[Value, str] = {}
+    def _kept(self) -> dict[Value, None]:
+        """The forward's values that the backward takes, each storage once, in order."""
+        kept: dict[Value, None] = {}
         for node, sources in self.program.sources.items():
             for source in sources if is_backward(node) else ():
                 stored = self._stored(source)
                 if stored[0] in self.names and not is_backward(stored[0]):
-                    kept[stored] = self.names[stored[0]]
+                    kept[stored] = None
+        return kept
+
+    def _sizes(self, values: Iterable[Value]) -> dict[str, float]:
+        """Bytes of values, by the part that makes them."""
         found: dict[str, float] = defaultdict(float)
-        for value, name in kept.items():
-            found[name] += self._bytes(value)
+        for value in values:
+            found[self.names[value[0]]] += self._bytes(value)
+        return found
+
+    def _squared(self, value: Value) -> bool:
+        """Whether a value has a factor twice; what is the same for all blocks, such as a mask, does not count."""
+        factors = [id(f) for dim in self.dims.types[value].dims for f in dim]
+        return len(set(factors)) < len(factors) and value[0] not in self.constants
+
+    def _again(self, values: set[Value]) -> set[fx.Node]:
+        """The nodes that make values again, from others which have no factor twice."""
+        found: set[fx.Node] = set()
+        waiting = list(values)
+        while waiting:
+            node = waiting.pop()[0]
+            if node in found:
+                continue
+            found.add(node)
+            waiting += [s for s in self.program.sources[node] if s[0] in self.names and self._squared(s)]
         return found
 
     def _stored(self, value: Value) -> Value:
@@ -260,55 +303,6 @@ class _Parts:
                 if part is not None and self.names[node] == following.get(part) and not constant:
                     handed[part].add(stored)
         return defaultdict(float, {name: sum(map(self._bytes, values)) for name, values in handed.items()})
-
-    def _fuse(self, work: dict[fx.Node, Work]) -> dict[fx.Node, Work]:
-        """Chains of kernels that only move data as one: what passes between two of them stays on the chip."""
-        users: dict[Value, list[fx.Node]] = defaultdict(list)
-        feeds: dict[fx.Node, list[Value]] = {}
-        for node, sources in self.program.sources.items():
-            if not self.dims.operators[node].rule.view:
-                feeds[node] = [self._stored(s) for s in sources]
-                for value in feeds[node]:
-                    users[value].append(node)
-        moved = {n: float(w.moved[0]) for n, w in work.items()}
-        launches = {n: float(w.launches[0]) for n, w in work.items()}
-        for node, sources_ in feeds.items():
-            if not self._light(node):
-                continue
-            for value in dict.fromkeys(sources_):
-                if self._joins(value, node) and users[value]:
-                    alone = all(u is node for u in users[value])
-                    size = self._bytes(value)
-                    moved[node] -= size * sources_.count(value)
-                    moved[value[0]] -= size if alone else 0.0
-                    launches[value[0]] = 0.0 if launches[node] else launches[value[0]]
-        return {n: _changed(w, max(moved[n], 0.0), launches[n]) for n, w in work.items()}
-
-    def _light(self, node: fx.Node) -> bool:
-        rule = self.dims.operators[node].rule
-        return not rule.flops and not rule.view and not rule.lower
-
-    def _joins(self, value: Value, node: fx.Node) -> bool:
-        """Whether a kernel can be joined to the one that makes its argument: both light, of one part and pass."""
-        source = value[0]
-        if source not in self.dims.operators or not self._light(source) or self._place(source) != self._place(node):
-            return False
-        pointwise = self._pointwise(source) or self._pointwise(node)
-        outputs = [
-            self.dims.types[node, i].numel
-            for i in range(len(self.dims.operators[node].outputs))
-            if (node, i) in self.dims.types
-        ]
-        return pointwise and self.dims.types[value].numel >= max(outputs, default=0)
-
-    def _pointwise(self, node: fx.Node) -> bool:
-        rule = self.dims.operators[node].rule
-        return not rule.reduce and not rule.blocked
-
-
-def _changed(work: Work, moved: float, launches: float) -> Work:
-    arrays = {name: getattr(work, name) for name in Work.__dataclass_fields__}
-    return Work(**{**arrays, "moved": np.array([moved]), "launches": np.array([launches])})
 
 
 def _part_names(program: Program) -> dict[fx.Node, str]:

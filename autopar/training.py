@@ -24,6 +24,8 @@ from autopar.step import AFTER, BEFORE, Part, Spent, spend
 MASTER = 4
 """Bytes of a float32 element: what an optimizer keeps and computes in where parameters are narrower."""
 
+RECOMPUTE = ("none", "selective", "full")
+
 
 @dataclass(frozen=True)
 class Training:
@@ -31,10 +33,12 @@ class Training:
 
     Attributes:
         layers: blocks of the whole model; None: as many as were captured.
-        stages: of the pipeline, consecutive blocks each.
+        stages: of the pipeline: its devices, or groups of them.
+        virtual: runs of consecutive blocks that each stage has; with several, every ``stages``-th run.
         microbatches: of one data rank, in one step.
         data: data ranks, which sum their gradients.
-        recompute: ``"none"``, or ``"full"``: of a block only what it is handed is kept, and its forward runs again.
+        recompute: ``"none"``; ``"selective"``: values of a block that have a factor twice, such as attention's scores,
+            are made again; ``"full"``: of a block only what it is handed is kept, and its forward runs again.
         optimizer: whose state is kept and updated.
 
     Raises:
@@ -47,23 +51,29 @@ class Training:
     data: int = 1
     recompute: str = "none"
     optimizer: str = "adamw"
+    virtual: int = 1
+
+    @property
+    def runs(self) -> int:
+        """How many runs of consecutive blocks there are; run ``i`` is on stage ``i % stages``."""
+        return self.stages * self.virtual
 
     def __post_init__(self) -> None:
         """Refuse what is no training."""
-        for name in ("stages", "microbatches", "data"):
+        for name in ("stages", "microbatches", "data", "virtual"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be a positive integer, got {getattr(self, name)!r}")
-        if self.recompute not in ("none", "full"):
-            raise ValueError(f'recompute={self.recompute!r}: there are "none" and "full"')
+        if self.recompute not in RECOMPUTE:
+            raise ValueError(f'recompute={self.recompute!r}: there are "none", "selective" and "full"')
 
 
 @dataclass(frozen=True)
 class Stages:
-    """Seconds of one microbatch on each stage, and of what follows the last microbatch.
+    """Seconds of one microbatch in each run of blocks, and of what follows the last microbatch.
 
     Attributes:
-        forward: of each stage.
-        backward: of each stage, recomputation included.
+        forward: of each run; a stage has one, but for `Training.virtual`.
+        backward: of each run, recomputation included.
         handed: seconds in which a stage hands its result to the next.
         reduce: of the stage whose gradients take longest to sum over the data ranks.
         update: of the stage whose optimizer step takes longest, with the norm of the gradients.
@@ -95,18 +105,21 @@ def stages_of(
     Raises:
         ValueError: the stages do not divide the blocks.
     """
+    none = Spent(0.0, 0.0, (0.0,) * len(machine.sizes))
     if spent is None:
         spent = {p.name: (spend(p.forward, machine), spend(p.backward, machine)) for p in parts}
+    blocks = [p for p in parts if p.name not in (BEFORE, AFTER)]
     if training.recompute == "full":  # a block runs its forward again before its backward
-        again = {n: (f, b + f) for n, (f, b) in spent.items() if n not in (BEFORE, AFTER)}
-        spent = {**spent, **again}
-    none = Spent(0.0, 0.0, (0.0,) * len(machine.sizes))
-    found, sizes = [], []
-    for stage in range(training.stages):
-        members = stage_parts(parts, training, stage)
+        spent = {**spent, **{p.name: (spent[p.name][0], sum(spent[p.name][::-1], none)) for p in blocks}}
+    if training.recompute == "selective":
+        costs = {p.name: spend(p.again, machine) for p in blocks}
+        spent = {**spent, **{n: (spent[n][0], spent[n][1] + cost) for n, cost in costs.items()}}
+    found = []
+    for run in range(training.runs):
+        members = run_parts(parts, training, run)
         forward, backward = (sum((spent[p.name][i].scaled(count) for p, count in members), none) for i in (0, 1))
         found.append(_turn(forward, backward))
-        sizes.append(_parameter_bytes(members))
+    sizes = [_parameter_bytes(stage_parts(parts, training, stage)) for stage in range(training.stages)]
     times = np.array(found)
     data, after = _links(cluster, machine, training)
     handed = parts[-2].handed / after.bandwidth + after.latency if training.stages > 1 else 0.0
@@ -116,20 +129,25 @@ def stages_of(
 
 
 def stage_parts(parts: Sequence[Part], training: Training, stage: int) -> list[tuple[Part, int]]:
-    """The parts of a stage, and how often it has each. The last captured block stands for those that were not.
+    """The parts of a stage, in all of its runs, and how often each run has them."""
+    return [own for run in range(stage, training.runs, training.stages) for own in run_parts(parts, training, run)]
+
+
+def run_parts(parts: Sequence[Part], training: Training, run: int) -> list[tuple[Part, int]]:
+    """The parts of a run of blocks, and how often it has each. The last captured block stands for those that were not.
 
     Raises:
         ValueError: the stages do not divide the blocks.
     """
     blocks = [p for p in parts if p.name not in (BEFORE, AFTER)]
     layers = training.layers or len(blocks)
-    if not blocks or layers % training.stages:
+    if not blocks or layers % training.runs:
         raise ValueError(
-            f"{training.stages} stages do not divide {layers} repeated blocks; give another number of stages"
+            f"{training.runs} stages do not divide {layers} repeated blocks; give another number of stages"
         )
-    share = layers // training.stages
-    numbers = Counter(min(i, len(blocks) - 1) for i in range(stage * share, (stage + 1) * share))
-    ends = [p for p in parts if (p.name, stage) in ((BEFORE, 0), (AFTER, training.stages - 1))]
+    share = layers // training.runs
+    numbers = Counter(min(i, len(blocks) - 1) for i in range(run * share, (run + 1) * share))
+    ends = [p for p in parts if (p.name, run) in ((BEFORE, 0), (AFTER, training.runs - 1))]
     return [*((p, 1) for p in ends), *((blocks[i], count) for i, count in sorted(numbers.items()))]
 
 
@@ -184,16 +202,19 @@ def step_seconds(stages: Stages, microbatches: int) -> float:
     return computed + under_way + stages.reduce + stages.update
 
 
-def simulated(stages: Stages, microbatches: int, schedule: str = "1f1b", saved: ArrayLike = 0.0) -> Timeline:
+def simulated(
+    stages: Stages, microbatches: int, schedule: str = "1f1b", saved: ArrayLike = 0.0, virtual: int = 1
+) -> Timeline:
     """The microbatches of a step on their stages, by the event simulator; without reduction and update.
 
     Args:
         stages: seconds of each.
         microbatches: of one data rank.
-        schedule: one of `autopar.simulate.SCHEDULES` with one stage a device.
-        saved: bytes that a microbatch keeps on a stage until its backward; a number, or one for each stage.
+        schedule: one of `autopar.simulate.SCHEDULES`.
+        saved: bytes that a microbatch keeps in a run of blocks until its backward; a number, or one for each run.
+        virtual: runs of each stage.
     """
-    actions = order(schedule, len(stages.forward), microbatches)
+    actions = order(schedule, len(stages.forward) // virtual, microbatches, virtual)
     # The part for the weights is not known apart; schedules that split the backward take half of it.
     halves = stages.backward / 2
     return simulate(pipeline(actions, stages.forward, halves, halves, stages.handed, saved=saved))

@@ -140,6 +140,29 @@ def test_diff_exits_with_1_where_plans_differ(model: str) -> None:
     assert missing.exit_code == 2 and "nowhere.json" in missing.stderr
 
 
+def test_calibrate_writes_a_cluster_that_plans_can_use(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("scipy")
+    from autopar.calibrate import run as module
+    from autopar.calibrate.kernels import SMALL
+    from tests.calibrate.samples import CPU, INNER, collectives, kernels
+
+    samples = kernels(CPU, SMALL) + collectives(INNER, 0, 2)
+    monkeypatch.setattr(module, "measure_over_processes", lambda *_: samples)
+    result = run("calibrate", "--save", "mine.toml", "--plot", "mine.svg", "--dtypes", "float32,float64")
+    assert result.exit_code == 0, result.output
+    assert "median error" in result.stdout and "link Gloo over loopback" in result.stdout
+    assert "saved mine.toml" in result.stderr
+    assert (tmp_path / "mine.svg").read_text().startswith("<svg")
+    planned = run("plan", "--model", f"{model}:make", "--cluster", "mine.toml", "--axes", "a=2")
+    assert planned.exit_code == 0, planned.output
+    facts = json.loads(run("calibrate", "--save", "mine.toml", "--json").stdout)
+    assert facts["errors"]["matmul"]["worst"] < 0.05
+    wrong = run("calibrate", "--save", "mine.toml", "--dtypes", "float31")
+    assert wrong.exit_code == 2 and "float31" in wrong.stderr
+
+
 def test_a_loss_function_may_come_third(model: str) -> None:
     result = plan(f"{model}:make_with_loss", "--json")
     assert result.exit_code == 0, result.output
@@ -352,7 +375,7 @@ def test_plan_predicts_stages() -> None:
         (("--recipe", "megatron", "--roles", "tp=tensor"), 2, "the names of the axes do"),
         (("--recipe", "megatron", "--save", "plan.json"), 2, "one with stages is only predicted"),
         (("--recipe", "megatron", "--schedule", "2f2b"), 2, "unknown schedule '2f2b'"),
-        (("--recipe", "megatron", "--recompute", "some"), 2, 'there are "none" and "full"'),
+        (("--recipe", "megatron", "--recompute", "some"), 2, 'there are "none", "selective" and "full"'),
         (("--recipe", "megatron", "--memory", "1KiB"), 3, "more than the budget of 1.0 KiB"),
     ],
 )

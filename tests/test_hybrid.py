@@ -15,11 +15,13 @@ SEQUENCE, HIDDEN, HEADS, VOCABULARY, SAMPLES = 16, 32, 4, 96, 32
 
 
 @lru_cache
-def predicted(layers: int = 4, recompute: str = "none", schedule: str = "1f1b", **axes: int) -> Hybrid:
+def predicted(
+    layers: int = 4, recompute: str = "none", schedule: str = "1f1b", virtual: int = 1, **axes: int
+) -> Hybrid:
     model = GPT(HIDDEN, HEADS, layers, SEQUENCE, VOCABULARY)
     return predict_hybrid(
         model, batch_of(SAMPLES, SEQUENCE), cluster="a100-80gb", axes=axes, microbatch=2, schedule=schedule,
-        recompute=recompute,
+        recompute=recompute, virtual=virtual,
     )  # fmt: skip
 
 
@@ -56,6 +58,24 @@ def test_recomputation_trades_time_for_memory() -> None:
     assert again.step_seconds > plain.step_seconds
     assert again.memory_bytes["activations"] < plain.memory_bytes["activations"]
     assert again.memory_bytes["recomputed"] > 0
+    scores = predicted(recompute="selective", pp=2)
+    assert plain.step_seconds < scores.step_seconds < again.step_seconds
+    assert again.memory_bytes["activations"] < scores.memory_bytes["activations"] < plain.memory_bytes["activations"]
+    assert 0 < scores.memory_bytes["recomputed"] < again.memory_bytes["recomputed"]
+
+
+def test_interleaved_runs_idle_less_and_hold_more() -> None:
+    one, two = predicted(pp=2), predicted(schedule="interleaved", virtual=2, pp=2)
+    assert two.bubble < one.bubble
+    assert len(two.forward_seconds) == 4
+    assert two.memory_bytes["activations"] > one.memory_bytes["activations"]
+    whole = [sum(found.forward_seconds) + sum(found.backward_seconds) for found in (one, two)]
+    assert whole[0] == pytest.approx(whole[1], rel=0.05)  # but for hosts that are slower in one part than in another
+    assert (two.memory_bytes["parameters"], two.update_seconds) == pytest.approx(
+        (one.memory_bytes["parameters"], one.update_seconds), rel=0.5
+    )  # the embedding and the head stay where they are, blocks move
+    with pytest.raises(ValueError, match="1f1b has one stage a device"):
+        predicted(virtual=2, pp=2)
 
 
 def test_gpipe_takes_the_time_of_1f1b_and_more_memory() -> None:

@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("search",),
     ("assignment", "step", "predict", "propagate", "float64", "check"),
     ("passes",),
-    ("canonical", "emulate", "simulate", "training", "runtime", "checkpoint", "coverage"),
+    ("canonical", "emulate", "simulate", "training", "runtime", "checkpoint", "coverage", "calibrate"),
     ("shorten", "compiler", "comparison", "question", "hybrid", "module", "parallelize", "verify", "operators"),
     ("autopar",),  # autopar/__init__.py
     ("cli", "demo", "__main__"),

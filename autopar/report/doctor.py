@@ -17,7 +17,7 @@ from autopar.cost.memory import format_bytes
 from autopar.report.table import figures, render
 
 REQUIRED = ("torch", "highspy", "networkx", "numpy", "rich", "safetensors", "sympy", "typer")
-OPTIONAL = {"transformers": "the demo and the benchmarks"}
+OPTIONAL = {"scipy": "`autopar calibrate`", "transformers": "the demo and the benchmarks"}
 OLDEST_TORCH = (2, 11)
 
 

@@ -37,7 +37,8 @@ class Ranks:
         self.folder = tempfile.TemporaryDirectory()
         store = str(Path(self.folder.name) / "store")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["autopar", "tests.distributed.models"])  # imported once, not by every rank
+        # Imported once, not by every rank; the last one is what the first capture imports.
+        context.set_forkserver_preload(["autopar", "tests.distributed.models", "torch._functorch.aot_autograd"])
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(count):

@@ -128,7 +128,7 @@ def outputs_with_gradients(rank: int) -> float:
         return max(worst, float((whole - reference(x)[0]).abs().max()))
 
 
-def meta_model(rank: int, folder: str) -> list[float]:
+def meta_model(rank: int, folder: str, ways: tuple[str, ...]) -> list[float]:
     from autopar.errors import AutoparError
     from autopar.parallelize import parallelize
     from autopar.search.find import Search
@@ -137,7 +137,8 @@ def meta_model(rank: int, folder: str) -> list[float]:
     state = reference.state_dict()
     found = []
     pins = {"*.weight": ("S(0)", "R"), "*.[qk]_proj.weight": ("S(0.1)", "S(1)")}
-    for init in (lambda name, tensor: tensor.copy_(state[name]), folder, None):
+    inits: dict[str, Any] = {"function": lambda name, tensor: tensor.copy_(state[name]), "file": folder, "none": None}
+    for init in (inits[way] for way in ways):
         with torch.device("meta"):
             blank, _ = make("tied")
         model = parallelize(
@@ -173,9 +174,10 @@ def test_outputs_carry_gradients_without_a_loss(ranks: Ranks) -> None:
     assert max(ranks.run(outputs_with_gradients)) < 1e-10
 
 
-def test_models_on_the_meta_device(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ways", [("file",), pytest.param(("function", "none"), marks=pytest.mark.deep)], ids=",".join)
+def test_models_on_the_meta_device(ranks: Ranks, tmp_path: Path, ways: tuple[str, ...]) -> None:
     from safetensors.torch import save_file
 
     state = make("tied")[0].state_dict()
     save_file({k: v for k, v in state.items() if k != "lm_head.weight"}, tmp_path / "model.safetensors")
-    assert max(map(max, ranks.run(meta_model, str(tmp_path)))) < 1e-12
+    assert max(map(max, ranks.run(meta_model, str(tmp_path), ways))) < 1e-12

@@ -208,5 +208,6 @@ def round_trip(rank: int, folder: str) -> float:
     return worst
 
 
+@pytest.mark.deep
 def test_round_trip(ranks: Ranks, tmp_path: Path) -> None:
     assert max(ranks.run(round_trip, str(tmp_path / "saved"))) < 1e-12

@@ -1,0 +1,194 @@
+"""Measure everything: in this process, in the process group that there is, or in processes started for it."""
+
+from __future__ import annotations
+
+import os
+import queue
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+
+from autopar.calibrate import collectives
+from autopar.calibrate.fit import fit_device, fit_link
+from autopar.calibrate.kernels import ENOUGH, Kernels, Tick, measure_kernels
+from autopar.calibrate.sample import Sample
+from autopar.cluster import Cluster
+from autopar.cost.collectives import COLLECTIVES
+from autopar.errors import RankError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured.
+
+    Attributes:
+        dtypes: names of the dtypes of kernels.
+        kernels: their sizes; None: those for the device.
+        sizes: bytes of collectives.
+        runs: of each collective.
+        enough: seconds that the runs of each kernel take together, at least.
+        threads: intra-op threads of each process.
+        timeout: seconds that everything may take.
+    """
+
+    dtypes: tuple[str, ...] = ("float32",)
+    kernels: Kernels | None = None
+    sizes: tuple[int, ...] = collectives.SIZES
+    runs: int = collectives.RUNS
+    enough: float = ENOUGH
+    threads: int = 1
+    timeout: float = 600.0
+
+
+def calibrate(
+    settings: Settings, *, ranks: int, base: str | None, name: str, tick: Tick | None = None
+) -> tuple[Cluster, list[Sample]] | None:
+    """Measure what is at hand, and fit a cluster to it.
+
+    Under torchrun every process is a rank, on its own GPU if there are any. Otherwise a GPU is measured alone, and on
+    a CPU ``ranks`` processes are started.
+
+    Args:
+        settings: what is measured.
+        ranks: processes to start.
+        base: a preset or a file that gives what is not measured.
+        name: of the cluster.
+        tick: called with ``(done, total, name)``.
+
+    Returns:
+        The cluster and its samples; None on all ranks of torchrun but the first.
+
+    Raises:
+        RankError: a process failed, or the time ran out.
+    """
+    cuda, launched = torch.cuda.is_available(), "RANK" in os.environ
+    rank, local = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    known = Cluster.resolve(base or ("h100" if cuda else "cpu"))
+    device, units = torch.device("cpu"), 1
+    if cuda:
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        found = torch.cuda.get_device_properties(device)
+        units = found.multi_processor_count
+        known = replace(known, device=replace(known.device, name=found.name, memory=float(found.total_memory)))
+    if not launched and not cuda and ranks > 1:
+        samples = measure_over_processes(ranks, settings, tick)
+        return cluster_of(samples, known, name=name, members=local), samples
+    torch.set_num_threads(settings.threads)
+    if launched:
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=settings.timeout))
+    try:
+        samples = measure(settings, device, tick)
+        first = not launched or dist.get_rank() == 0
+    finally:
+        if launched:
+            dist.destroy_process_group()
+    return (cluster_of(samples, known, name=name, members=local, units=units), samples) if first else None
+
+
+def measure(settings: Settings, device: torch.device, tick: Tick | None = None) -> list[Sample]:
+    """Kernels, on all ranks of the process group at once if there is one, and then its collectives."""
+    dtypes = [getattr(torch, name) for name in settings.dtypes]
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return measure_kernels(device, dtypes, settings.kernels, enough=settings.enough, tick=tick)
+
+    def together(seconds: float) -> float:
+        """The mean over all ranks, which share memory and cores as they do in training."""
+        total = torch.tensor(seconds, dtype=torch.float64, device=device)
+        dist.all_reduce(total)
+        return float(total) / dist.get_world_size()
+
+    alone = measure_kernels(device, dtypes, settings.kernels, enough=settings.enough, together=together, tick=tick)
+    return alone + collectives.measure_collectives(device, sizes=settings.sizes, runs=settings.runs, tick=tick)
+
+
+def measure_over_processes(count: int, settings: Settings, tick: Tick | None = None) -> list[Sample]:
+    """Start Gloo processes on this machine, and `measure` in all of them at once.
+
+    Raises:
+        RankError: a process failed, or the time ran out.
+    """
+    processes: Any = torch.multiprocessing  # not annotated
+    messages = processes.get_context("spawn").Queue()
+    folder = tempfile.TemporaryDirectory()
+    arguments = (count, str(Path(folder.name) / "store"), settings, messages)
+    context = processes.spawn(_member, args=arguments, nprocs=count, join=False)
+    deadline = time.monotonic() + settings.timeout
+    found: list[Sample] | None = None
+    try:
+        done = False
+        while not done or found is None:
+            done = done or context.join(timeout=0.1)
+            try:
+                message = messages.get(timeout=0.1)
+            except queue.Empty:
+                if done and found is None:
+                    raise RankError("the processes ended without a result; use fewer --ranks") from None
+            else:
+                if isinstance(message, list):
+                    found = message
+                elif tick is not None:
+                    tick(*message)
+            if time.monotonic() > deadline:
+                raise RankError(
+                    f"not measured within {settings.timeout:.0f} s; use fewer --ranks or a longer --timeout"
+                )
+    except ProcessRaisedException as e:
+        raise RankError(f"a process failed: {str(e).strip().splitlines()[-1]}") from e
+    except ProcessExitedException as e:
+        raise RankError(f"a process ended: {e}; is there enough memory?") from e
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
+        folder.cleanup()
+    return found
+
+
+def _member(rank: int, count: int, store: str, settings: Settings, messages: Any) -> None:
+    torch.set_num_threads(settings.threads)
+    os.environ["LOCAL_WORLD_SIZE"] = str(count)
+    wait = timedelta(seconds=settings.timeout)
+    shared = FileStore(store, count)
+    dist.init_process_group("gloo", store=shared, rank=rank, world_size=count, timeout=wait)
+    try:
+        tick = (lambda *progress: messages.put(progress)) if rank == 0 else None
+        found = measure(settings, torch.device("cpu"), tick)
+        if rank == 0:
+            messages.put(found)
+    finally:
+        dist.destroy_process_group()
+
+
+def cluster_of(samples: Sequence[Sample], base: Cluster, *, name: str, members: int, units: int = 1) -> Cluster:
+    """The cluster that was measured.
+
+    Args:
+        samples: kernels and collectives.
+        base: gives what was not measured: memory, and the links that no collective used.
+        name: of the cluster.
+        members: processes of a node, where links between nodes were measured.
+        units: see `autopar.calibrate.fit.fit_device`.
+    """
+    on_links = [s for s in samples if s.kind in COLLECTIVES]
+    alone = [s for s in samples if s.kind not in COLLECTIVES]
+    fitted = fit_device(alone, name=base.device.name, memory=base.device.memory, units=units)
+    device = replace(fitted, host=base.device.host)
+    links, groups = list(base.links), base.group_sizes
+    for level in sorted({s.level for s in on_links}):
+        link_name = base.links[min(level, len(base.links) - 1)].name
+        link = fit_link([s for s in on_links if s.level == level], name=link_name, launch=device.launch)
+        links[level : level + 1] = [link]
+        if level == 1:
+            links, groups = links[:2], (members,)
+    return Cluster(name, device, tuple(links), groups)
