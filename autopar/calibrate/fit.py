@@ -53,7 +53,7 @@ def fit_device(samples: Sequence[Sample], *, name: str, memory: float, units: in
         )
 
     first = [bandwidth, launch, *fastest.values(), *([start.ramp] if units > 1 else [])]
-    used = [s for s in samples if s.dtype in dtypes]
+    used = [s for s in samples if s.dtype in dtypes or s.kind == "copy"]
     return device(_least_squares(lambda logs: _ratios(used, kernels_seconds(used, device(logs))), first))
 
 
@@ -93,7 +93,8 @@ def predicted_seconds(samples: Sequence[Sample], device: Device, links: Sequence
 
 def kernels_seconds(samples: Sequence[Sample], device: Device) -> Floats:
     """What the cost model says of kernels."""
-    dtypes = [s.dtype if s.dtype in device.flops else "float32" for s in samples]
+    some = next(iter(device.flops))  # a copy computes nothing, at any rate
+    dtypes = [some if s.kind == "copy" else s.dtype for s in samples]
     found = np.zeros(len(samples))
     for dtype in dict.fromkeys(dtypes):
         chosen = [i for i, d in enumerate(dtypes) if d == dtype]

@@ -17,9 +17,7 @@ def kernels(device: Device, chosen: Kernels) -> list[Sample]:
     copies = [Sample("copy", "float32", (8 * n,), 1.0) for n in chosen.copies]
     found = [Sample("matmul", d, s, 1.0) for d in device.flops for s in chosen.products]
     found += [Sample("attention", d, s, 1.0) for d in device.flops for s in chosen.attentions]
-    # A copy's dtype has no say in how long it takes.
-    told = replace(device, flops={"float32": 1.0, **device.flops})
-    times = predicted_seconds(found + copies, told, ())
+    times = predicted_seconds(found + copies, device, ())
     return [replace(s, seconds=float(t)) for s, t in zip(found + copies, times, strict=True)]
 
 
