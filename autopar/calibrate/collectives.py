@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -82,8 +83,14 @@ def _collective(kind: str, count: int, members: int, device: torch.device, group
 def _seconds(run: Callable[[], object], runs: int, device: torch.device) -> float:
     """Median of several runs, of the slowest rank; ranks start each together."""
     times = torch.zeros(runs, dtype=torch.float64, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of names that older torch has, and newer torch renames
+        return _timed(run, times, device)
+
+
+def _timed(run: Callable[[], object], times: torch.Tensor, device: torch.device) -> float:
     run()  # the first one sets connections up
-    for i in range(runs):
+    for i in range(len(times)):
         dist.barrier()
         _wait(device)
         start = time.perf_counter()
