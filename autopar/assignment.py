@@ -16,8 +16,9 @@ from autopar.candidates import combine
 from autopar.dims import Dims, Operator
 from autopar.errors import PlanError
 from autopar.layout import Layout, TensorType, divides, replicated
+from autopar.origin import user_line
 from autopar.plan import Plan
-from autopar.program import Program, Value, producer, user_line
+from autopar.program import Program, Value, producer
 from autopar.redistribute import Machine, Move, Redistributions, Tables
 from autopar.search.quotient import Quotient
 

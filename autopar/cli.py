@@ -210,7 +210,7 @@ def explain_command(
         sizes = parse_axes(axes)
         task = load_task(model)
         from autopar.cluster import Cluster
-        from autopar.compiler import default_memory, program_of, solve
+        from autopar.compiler import default_memory, program_to_plan, solve
         from autopar.precision import Precision
         from autopar.question import alternatives, ask, layout_in, parse_wanted, tensor_of
         from autopar.report.progress import SearchProgress
@@ -222,7 +222,8 @@ def explain_command(
         search = Search(time_limit=time_limit, recipe=recipe, roles=parse_roles(roles))
         budget = default_memory(machine) if memory is None else memory
         with SearchProgress() as progress:
-            program = program_of(task.model, task.batch, loss_fn=task.loss_fn, precision=Precision.resolve(precision))
+            policy = Precision.resolve(precision)
+            program = program_to_plan(task.model, task.batch, loss_fn=task.loss_fn, precision=policy, search=search)
             own, _ = tensor_of(program, name)
             found = solve(program, sizes, machine, memory=budget, optimizer=optimizer, search=search, progress=progress)
             answers = [

@@ -10,7 +10,7 @@ from torch import nn
 
 from autopar.capture import Batch, LossFunction
 from autopar.cluster import Cluster
-from autopar.compiler import default_memory, program_of, solve
+from autopar.compiler import default_memory, program_to_plan, solve
 from autopar.cost.memory import format_bytes
 from autopar.errors import InfeasibleError
 from autopar.plan import Plan
@@ -39,7 +39,7 @@ def plan_and_compare(
 ) -> tuple[Plan, tuple[Comparison, ...]]:
     """What `autopar.plan` finds, with its arguments, and a comparison with every recipe; the model is captured once."""
     search, machine = search or Search(), Cluster.resolve(cluster)
-    program = program_of(model, batch, loss_fn=loss_fn, precision=precision)
+    program = program_to_plan(model, batch, loss_fn=loss_fn, precision=precision, search=search, progress=progress)
     budget = default_memory(machine) if memory is None else memory
     found = solve(program, axes, machine, memory=budget, optimizer=optimizer, search=search, progress=progress)
     return found, compare_recipes(program, found, memory=budget, search=search)

@@ -15,6 +15,7 @@ from torch import nn
 
 import autopar.strategies  # noqa: F401  registers every rule
 from autopar import tree
+from autopar.abridge import abridge
 from autopar.canonical import canonical
 from autopar.capture import Batch, LossFunction, capture
 from autopar.check import check
@@ -90,6 +91,32 @@ def program_of(
     return program
 
 
+def program_to_plan(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    loss_fn: LossFunction | None = None,
+    precision: Precision | None = None,
+    search: Search | None = None,
+    progress: Progress | None = None,
+) -> Program:
+    """What `program_of` captures, or less: alike blocks need not all be captured for a plan of the whole model."""
+    search = search or Search()
+
+    def make(model: nn.Module) -> Program:
+        return program_of(model, batch, loss_fn=loss_fn, precision=precision)
+
+    if search.recipe == "random" or not search.tie_layers:
+        return make(model)
+
+    def say(text: str) -> None:
+        logger.info("%s", text)
+        if progress:
+            progress(text, math.inf, 0.0)
+
+    return abridge(model, make, search.pins, say)
+
+
 def solve(
     program: Program,
     axes: Mapping[str, int],
@@ -133,12 +160,22 @@ def solve(
             found.append(replace(plan, padding=shapes, fingerprint=program.fingerprint))
         if not found:
             raise min(errors, key=lambda e: math.inf if e.needed is None else e.needed)
-        best = min(found, key=lambda plan: plan.certificate.objective)
+        best = _of_whole_model(min(found, key=lambda plan: plan.certificate.objective), program)
         if len(options) == 1 or search.recipe == "random":
             return best
         bound = min(plan.certificate.lower_bound for plan in found)
         space = f"parameters as they are, or all padded whose dims an axis does not divide; {best.certificate.space}"
         return replace(best, certificate=replace(best.certificate, lower_bound=bound, space=space))
+
+
+def _of_whole_model(plan: Plan, program: Program) -> Plan:
+    """The plan with the parameters that the program leaves out."""
+    repeat = program.repeat
+    if repeat is None:
+        return plan
+    parameters = {whole: layout for name, layout in plan.parameters.items() for whole in repeat.names(name)}
+    padding = {whole: shape for name, shape in plan.padding.items() for whole in repeat.names(name)}
+    return replace(plan, parameters=parameters, padding=padding)
 
 
 def _solve(
@@ -191,8 +228,11 @@ def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) 
 
     Raises:
         PlanError: the plan is for another program.
+        ValueError: the program leaves blocks out.
         PassError: a pass left an invalid graph.
     """
+    if program.repeat is not None:
+        raise ValueError(f"the program leaves blocks of {program.repeat.path} out; capture the whole model to run it")
     if plan.fingerprint != program.fingerprint:
         raise PlanError(
             f"the plan is for another graph (fingerprint {plan.fingerprint}, this one has {program.fingerprint}): "
@@ -243,7 +283,7 @@ def plan(
     policy = Precision.resolve(precision)
     machine = Cluster.resolve(cluster)
     axes = axes or {"device": machine.group_sizes[0] if machine.group_sizes else 1}
-    program = program_of(model, batch, loss_fn=loss_fn, precision=policy)
+    program = program_to_plan(model, batch, loss_fn=loss_fn, precision=policy, search=search, progress=progress)
     budget = default_memory(machine) if memory is None else memory
     return solve(program, axes, machine, memory=budget, optimizer=optimizer, search=search, progress=progress)
 

@@ -18,17 +18,8 @@ from autopar.discover import discover
 from autopar.errors import InvalidRuleError, MissingRuleError
 from autopar.layout import Factor, TensorType
 from autopar.naming import factor_names
-from autopar.program import (
-    Call,
-    Input,
-    Output,
-    Program,
-    Value,
-    map_nodes,
-    producer,
-    user_line,
-    values_of,
-)
+from autopar.origin import user_line
+from autopar.program import Call, Input, Output, Program, Value, map_nodes, producer, values_of
 from autopar.strategy import Rule, Spec, find_rule, letter_sizes
 from autopar.trial import Call as DiscoveryCall
 

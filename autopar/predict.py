@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from typing import Any
 
 from torch import fx
 
@@ -13,17 +14,45 @@ from autopar.assignment import Assignment, all_moves, assign, machine_of
 from autopar.candidates import candidates, letter_parts, lowered_bytes, split_parts
 from autopar.cost.collectives import wire_bytes
 from autopar.cost.memory import optimizer_state_bytes
-from autopar.dims import Dims
+from autopar.dims import Dims, analyze
 from autopar.layout import Layout, TensorType, describe, item_bytes
+from autopar.origin import module_path, without_indices
 from autopar.plan import ModuleRow, Plan, Predicted
-from autopar.program import Program, module_path
+from autopar.program import Program
 from autopar.redistribute import Machine, Move, Redistributions, Tables, moved_bytes
 from autopar.search.build import operator_seconds
-from autopar.search.quotient import Quotient, block_prefixes, quotient, without_indices
+from autopar.search.quotient import Quotient, quotient
 
 
 def predict(program: Program, dims: Dims, plan: Plan, classes: Quotient | None = None) -> Plan:
-    """The plan with its prediction and its table filled in."""
+    """The plan with its prediction and its table filled in, of the whole model if the program leaves blocks out."""
+    found = _predict(program, dims, plan, classes)
+    if program.repeat is None:
+        return found
+    shorter = program.repeat.shorter
+    other = _predict(shorter, analyze(shorter), plan, None)
+
+    def whole(three: Any, two: Any) -> Any:
+        """Numbers extrapolated, wherever they are."""
+        assert program.repeat is not None
+        if isinstance(three, Mapping):
+            return {key: whole(value, two.get(key, type(value)())) for key, value in three.items()}
+        return program.repeat.extrapolate(three, two)
+
+    predicted = Predicted(**{f.name: whole(getattr(found.predicted, f.name), getattr(other.predicted, f.name))
+                             for f in fields(Predicted)})  # fmt: skip
+    rows = tuple(
+        replace(row, **{name: whole(getattr(row, name), getattr(less, name)) for name in _COUNTED})
+        for row, less in zip(found.modules, other.modules, strict=True)
+    )
+    return replace(found, predicted=predicted, modules=rows)
+
+
+_COUNTED = ("instances", "seconds", "communication_bytes", "memory_bytes")
+"""Numbers in a `ModuleRow`."""
+
+
+def _predict(program: Program, dims: Dims, plan: Plan, classes: Quotient | None) -> Plan:
     classes = classes or quotient(program, dims)
     assignment = assign(program, dims, plan, classes)
     account = _Account(machine_of(plan))
@@ -126,7 +155,7 @@ def _memory(program: Program, plan: Plan) -> dict[str, float]:
 
 def _rows(program: Program, dims: Dims, plan: Plan, assignment: Assignment, account: _Account) -> tuple[ModuleRow, ...]:
     """One row for each module that owns parameters or takes time, repeated layers joined."""
-    joined = partial(without_indices, blocks=block_prefixes(program))
+    joined = partial(without_indices, blocks=program.blocks)
     layouts: dict[str, dict[str, str]] = defaultdict(dict)
     memory: dict[str, float] = defaultdict(float)
     instances: dict[str, set[str]] = defaultdict(set)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import operator
-import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch import fx
+
+from autopar.origin import block_prefixes, is_backward, module_path, without_indices
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -62,6 +64,46 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Repeat:
+    """What a program leaves out of a model: it has three of the model's blocks, which are alike.
+
+    Every count of the whole model's graph is what three blocks have, and for each further one the difference between
+    three and two.
+
+    Attributes:
+        path: of the list of blocks, such as ``model.layers``.
+        blocks: how many the model has.
+        shorter: the program of two blocks.
+    """
+
+    path: str
+    blocks: int
+    shorter: Program
+
+    def extrapolate(self, three: Any, two: Any) -> Any:
+        """A number of the whole model, from those of three and of two blocks."""
+        return three + (self.blocks - SHORT) * (three - two)
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """The model's tensors that a tensor of the program stands for: those of the middle block for all between."""
+        prefix, _, rest = name.removeprefix(f"{self.path}.").partition(".")
+        numbers = {"0": (0,), "1": range(1, self.blocks - 1), "2": (self.blocks - 1,)}.get(prefix, ())
+        if not name.startswith(f"{self.path}.") or not numbers:
+            return (name,)
+        return tuple(f"{self.path}.{i}.{rest}" for i in numbers)
+
+    def alike(self, name: str) -> tuple[str, ...]:
+        """The program's tensors that stand for the one of this name and those of the other blocks like it."""
+        number, _, rest = name.removeprefix(f"{self.path}.").partition(".")
+        inside = name.startswith(f"{self.path}.") and number.isdigit() and int(number) < self.blocks
+        return tuple(f"{self.path}.{i}.{rest}" for i in range(SHORT)) if inside else (name,)
+
+
+SHORT = 3
+"""Blocks of a program that leaves some out: the first, the last, and one that stands for those between them."""
+
+
+@dataclass(frozen=True)
 class Program:
     """A captured step: the joint forward and backward graph, and what goes in and out.
 
@@ -75,6 +117,7 @@ class Program:
         unused: parameters that require a gradient and, in the plain model too, get none.
         aliases: every further name of a tied parameter or shared buffer, to the name that stands for it.
         used: shape without padding of the parameters, tangents and results that are padded, by kind and name.
+        repeat: blocks of the model that are left out; such a program can be planned for, not run.
     """
 
     graph: fx.GraphModule
@@ -87,6 +130,7 @@ class Program:
     unused: tuple[str, ...] = ()
     aliases: dict[str, str] = field(default_factory=dict)
     used: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
+    repeat: Repeat | None = None
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -124,22 +168,93 @@ class Program:
         return found
 
     @cached_property
+    def blocks(self) -> frozenset[str]:
+        """Names of the modules that repeat, such as ``layers.3``."""
+        return block_prefixes(i.name for i in self.inputs if i.kind == "parameter")
+
+    @cached_property
+    def structure(self) -> Counter[str]:
+        """How often each input, operator call (with the calls that its arguments come from) and output occurs.
+
+        Numbers of repeated blocks are left out, and so are names of nodes.
+        """
+        key = tied_keys(self, _call_text, lambda n: short_hash(repr(_types(n))))
+        found = Counter(k for n, k in key.items() if n not in self.sources)
+        found.update(f"{key[n]} of {[(key[m], i) for m, i in values]}" for n, values in self.sources.items())
+        for output, value in zip(self.outputs, self.output_values, strict=True):
+            made = (key[producer(value)[0]], producer(value)[1]) if value is not None else None
+            found[f"{output.kind} {without_indices(output.name, self.blocks)} of {made}"] += 1
+        return found
+
+    @cached_property
     def fingerprint(self) -> str:
         """A hash of operators, arguments, shapes and dtypes, of parameter names, and of nothing else."""
-        digest = hashlib.sha256(repr((self.inputs, self.outputs)).encode())
-        number = {node: i for i, node in enumerate(self.graph.graph.nodes)}
-        texts: dict[Call, str] = {}
-        for node in self.graph.graph.nodes:
-            call = self.calls.get(node)
-            if call is None:
-                arguments = [number[a] for a in tensor_arguments(node)]
-                digest.update(f"{node.op} {static_arguments(node)} {arguments} {_types(node)}\n".encode())
-                continue
-            if call not in texts:
-                texts[call] = f"{call.target} {call.arguments} {call.outputs}"
-            sources = [(number[source], i) for source, i in self.sources[node]]
-            digest.update(f"{texts[call]} {sources}\n".encode())
-        return digest.hexdigest()[:16]
+        counts: dict[str, int] = self.structure
+        if self.repeat is not None:
+            other = self.repeat.shorter.structure
+            counts = {k: self.repeat.extrapolate(n, other[k]) for k, n in counts.items()}
+        return hashlib.sha256(repr(sorted(counts.items())).encode()).hexdigest()[:16]
+
+
+def tied_keys(
+    program: Program, describe: Callable[[Program, fx.Node], tuple[str, str]], describe_tensor: Callable[[fx.Node], str]
+) -> dict[fx.Node, str]:
+    """A text for every placeholder, constant and operator node; the same for nodes of repeated modules that are alike.
+
+    Those are the same operator call, by number, in the same module, indices of repeated blocks removed. Nodes without a
+    module (sums of gradients, constants) are alike when their arguments are.
+
+    Args:
+        program: the program.
+        describe: an operator's name, and whatever else makes calls differ.
+        describe_tensor: what makes placeholders and constants differ besides their names.
+    """
+    key: dict[fx.Node, str] = {}
+    count: dict[tuple[str, str], int] = defaultdict(int)
+    inputs = dict(zip(program.placeholders, program.inputs, strict=True))
+    for node in program.graph.graph.nodes:
+        if node.op == "placeholder":
+            spec = inputs[node]
+            named = spec.kind in ("parameter", "buffer")
+            name = without_indices(spec.name, program.blocks) if named else spec.name
+            key[node] = f"{spec.kind} {name} {describe_tensor(node)}"
+        elif node.op == "get_attr":
+            key[node] = f"constant {describe_tensor(node)}".rstrip()
+        elif node in program.sources:
+            path = module_path(node)
+            name, detail = describe(program, node)
+            phase = "backward" if is_backward(node) else "forward"
+            if path:
+                call = f"{phase} {name} {detail}"
+                number = count[path, call]
+                count[path, call] += 1
+                key[node] = f"{without_indices(path, program.blocks)}: {call} #{number}"
+            else:
+                arguments = "|".join(_shallow(source, key) for source in program.sources[node])
+                key[node] = f": {phase} {name} {short_hash(detail + arguments)}"
+    return key
+
+
+def _shallow(value: Value, key: dict[fx.Node, str]) -> str:
+    """A node as an argument: its class if it has a module, else its operator only, or sums would count their depth."""
+    node, output = value
+    if node.op == "call_function" and not module_path(node):
+        return f"{node.target}{output}"
+    return f"{key[node]}{output}"
+
+
+def _call_text(program: Program, node: fx.Node) -> tuple[str, str]:
+    return str(node.target), _call_hash(program.calls[node])
+
+
+@lru_cache(maxsize=4096)
+def _call_hash(call: Call) -> str:
+    return short_hash(f"{call.arguments} {call.inputs} {call.outputs}")
+
+
+def short_hash(text: str) -> str:
+    """Eight hexadecimal digits of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
@@ -206,38 +321,6 @@ def is_operator(node: fx.Node) -> bool:
 def operators(graph: fx.Graph) -> Iterator[fx.Node]:
     """Operator nodes in order."""
     return (n for n in graph.nodes if is_operator(n))
-
-
-def module_path(node: fx.Node) -> str:
-    """Qualified name of the innermost module that the node (or the forward node it differentiates) comes from."""
-    if "module_path" not in node.meta:
-        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-        path = str(next(reversed(stack.values()))[0]) if stack else ""
-        node.meta["module_path"] = re.sub(r"^(L\['self'\]\.)?model\.?", "", path, count=1)
-    found: str = node.meta["module_path"]
-    return found
-
-
-def is_backward(node: fx.Node) -> bool:
-    """Whether the node belongs to the backward pass."""
-    return node.meta.get("partitioner_tag") == "is_backward"
-
-
-def inherit_origin(node: fx.Node, source: fx.Node) -> None:
-    """A node that a pass makes comes from where ``source`` does: module, pass of the step, the user's line."""
-    for key in ("nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "stack_trace"):
-        if key in source.meta:
-            node.meta[key] = source.meta[key]
-    node.meta["internal"] = True
-
-
-def user_line(node: fx.Node) -> str:
-    """``file.py:12`` of the user's code that the node comes from, or the module's name."""
-    trace = node.meta.get("stack_trace") or ""
-    lines = re.findall(r'File "([^"]+)", line (\d+)', trace)
-    if lines:
-        return f"{lines[-1][0]}:{lines[-1][1]}"
-    return f"module {module_path(node)!r}" if module_path(node) else "no source line"
 
 
 def static_arguments(node: fx.Node) -> str:

@@ -65,7 +65,8 @@ def ask(
         if isinstance(placement, Split) and placement.dim >= ndim:
             raise ValueError(f"{name} has {ndim} dims; {text} splits dim {placement.dim}, counted from 0")
     name = program.aliases.get(name, name)
-    pins: dict[str, Any] = {**search.pins, name: [wanted.get(axis) for axis in found.axis_names]}
+    names = program.repeat.alike(name) if program.repeat else (name,)
+    pins: dict[str, Any] = {**search.pins, **{n: [wanted.get(axis) for axis in found.axis_names] for n in names}}
     try:
         plan = solve(
             program,
@@ -91,7 +92,9 @@ def tensor_of(program: Program, name: str) -> tuple[str, int]:
     known = {}
     for node, spec in zip(program.placeholders, program.inputs, strict=True):
         if spec.kind in ("parameter", "batch"):
-            known[spec.name if spec.kind == "parameter" else f"batch.{spec.name}"] = node.meta["val"].ndim
+            names = program.repeat.names(spec.name) if program.repeat else (spec.name,)
+            ndim = node.meta["val"].ndim
+            known.update({n if spec.kind == "parameter" else f"batch.{n}": ndim for n in names})
     for output, value in zip(program.outputs, program.output_values, strict=True):
         if output.kind == "result" and value is not None:
             known[f"result.{output.name}"] = value.meta["val"].ndim

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,17 @@ KEPT = 2
 """Blocks that stay: the first may make what all share, such as a mask; the second stands for the others."""
 
 
+class Number:
+    """In place of a block's own number: it may be handed on, but nobody may read it."""
+
+    def _read(self, *_: Any) -> Any:
+        raise TypeError("a block's own number decides what it computes")
+
+    __bool__ = __int__ = __index__ = __float__ = __hash__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _read
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __floordiv__ = _read
+    __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __abs__ = __str__ = __format__ = _read
+
+
 class Shortened(NamedTuple):
     """A model and how much was left out.
 
@@ -19,34 +31,60 @@ class Shortened(NamedTuple):
         model: shares its parameters with the whole one.
         layers: blocks that the whole model has; None: nothing was left out.
         reason: why nothing was left out.
+        path: name of the list of blocks.
     """
 
     model: nn.Module
     layers: int | None
     reason: str = ""
+    path: str = ""
 
 
-def shorten(model: nn.Module) -> Shortened:
-    """The model with two blocks of its list of blocks, if these are proven alike.
+def shorten(model: nn.Module, kept: int = KEPT) -> Shortened:
+    """The model with some blocks of its list of blocks, if these are proven alike.
 
     Blocks are alike if their modules are of the same classes with the same settings, and their parameters and buffers
-    of the same shapes and dtypes. A setting that differs, such as a block's own number, may change what the block
-    computes: then the whole model is kept, and the reason said.
+    of the same shapes and dtypes, and none is shared. Only a block's own number may differ: in its place they get what
+    cannot be read (`Number`). Any other setting that differs may change what the block computes: then the whole model
+    is kept, and the reason said.
     """
-    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > KEPT]
+    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > kept]
     lists = [(name, m) for name, m in lists if any(True for _ in m[0].children())]
     if len(lists) != 1:
-        return Shortened(model, None, f"it has {len(lists)} lists of more than {KEPT} blocks, not one")
+        return Shortened(model, None, f"it has {len(lists)} lists of more than {kept} blocks, not one")
     name, blocks = lists[0]
     if len({id(block) for block in blocks}) < len(blocks):
         return Shortened(model, None, f"{name} has the same block several times")
     if (other := _numbered_elsewhere(model, name)) is not None:
         return Shortened(model, None, f"{other} is a block, too, outside {name}")
-    first = _description(blocks[0])
-    for number, block in enumerate(blocks):
-        if (found := _difference(first, _description(block))) is not None:
+    if len({id(p) for p in blocks.parameters()}) < sum(len(list(block.parameters())) for block in blocks):
+        return Shortened(model, None, f"blocks of {name} share parameters")
+    described = [_description(block) for block in blocks]
+    numbers = {key for key in described[0] if _counts([d.get(key) for d in described])}
+    for number, description in enumerate(described):
+        found = next((k for k in _differences(described[0], description) if k not in numbers), None)
+        if found is not None:
             return Shortened(model, None, f"{name}.{number}.{found} differs from that of {name}.0".replace("..", "."))
-    return Shortened(_with(model, name.split("."), nn.ModuleList(list(blocks)[:KEPT])), len(blocks))
+    stay = nn.ModuleList([_without_numbers(block, numbers) for block in list(blocks)[:kept]])
+    return Shortened(_with(model, name.split("."), stay), len(blocks), path=name)
+
+
+def _counts(values: Sequence[Any]) -> bool:
+    """Whether a setting is the number of the block, counted from anything."""
+    return all(type(v) is int and v == values[0] + i for i, v in enumerate(values))
+
+
+def _without_numbers(block: nn.Module, numbers: Collection[str]) -> nn.Module:
+    """The block, its own numbers replaced; it is copied, but for its tensors."""
+    return _changed(block, "", numbers) if numbers else block
+
+
+def _changed(module: nn.Module, path: str, numbers: Collection[str]) -> nn.Module:
+    changed = copy.copy(module)
+    changed.__dict__.update({k: Number() for k in vars(module) if f"{path}.{k}" in numbers})
+    inner = ((name, child, f"{path}.{name}".lstrip(".")) for name, child in module._modules.items())
+    changed._modules = {n: None if c is None else _changed(c, p, numbers) for n, c, p in inner}
+    return changed
 
 
 def _numbered_elsewhere(model: nn.Module, name: str) -> str | None:
@@ -82,11 +120,10 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _difference(first: dict[str, Any], other: dict[str, Any]) -> str | None:
+def _differences(first: dict[str, Any], other: dict[str, Any]) -> Iterator[str]:
     for key in {**first, **other}:
         if key not in first or key not in other or not _same(first[key], other[key]):
-            return key
-    return None
+            yield key
 
 
 def _same(a: Any, b: Any) -> bool:

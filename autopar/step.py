@@ -24,10 +24,11 @@ from autopar.cost import collectives
 from autopar.cost.kernels import Work, busy_seconds
 from autopar.dims import Dims, Operator
 from autopar.layout import item_bytes
+from autopar.origin import is_backward, module_path
 from autopar.plan import Plan
-from autopar.program import Program, Value, is_backward, module_path
+from autopar.program import Program, Value
 from autopar.redistribute import Machine, Tables, moved_bytes
-from autopar.search.quotient import Quotient, block_prefixes, quotient
+from autopar.search.quotient import Quotient, quotient
 from autopar.work import arithmetic_dtype, operator_work
 
 Floats = NDArray[np.float64]
@@ -307,7 +308,7 @@ class _Parts:
 
 def _part_names(program: Program) -> dict[fx.Node, str]:
     """The part of every operator node: by its module; without one, that of the node before it."""
-    blocks = block_prefixes(program)
+    blocks = program.blocks
     found: dict[fx.Node, str] = {}
     seen, current = False, BEFORE
     backward = False

@@ -1,8 +1,9 @@
-"""How long does a plan take, and how much memory? Llama-3-8B on 256 devices, or seven small models on a 2 x 2 x 2 mesh.
+"""How long does a plan take, and how much memory? Llama-3-8B on 256 devices, 405B on 16,384, seven small models on 8.
 
 Each case runs in a process of its own. Capture (export and the joint graph) is timed apart from what follows
 (dimension analysis, candidates, search, prediction), by the clock and in CPU time, which a busy machine disturbs less.
-With ``--repeat`` the cases take turns, and each keeps its least times.
+With ``--repeat`` the cases take turns, and each keeps its least times. Of blocks that are alike a few are captured, as
+`autopar.plan` does; with ``--whole`` all of them, as `autopar.parallelize` must.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 LLAMA = [f"llama3-8b {layers} {memory}" for layers in (4, 32) for memory in ("none", "80GiB", "8GiB")]
+LLAMA += ["llama3-405b 126 72GiB"]
 SMALL = ["mlp", "encoder", "cnn", "gpt2", "llama", "bert", "vit"]
 COLUMNS = ("case", "capture_s", "after_s", "cpu_s", "peak_GiB", "graph", "classes", "objective_ms", "gap", "method")
 
@@ -30,6 +32,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="seven small models on axes a=2,b=2,c=2")
     parser.add_argument("--only", metavar="TEXT", default="", help="cases that contain TEXT")
     parser.add_argument("--time-limit", type=float, default=120.0, help="seconds of the search in each case")
+    parser.add_argument("--whole", action="store_true", help="capture every block")
     parser.add_argument("--repeat", type=int, default=1, help="runs of each case")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -37,13 +40,13 @@ def main() -> None:
     if options.repeat < 1:
         parser.error(f"--repeat {options.repeat}: every case runs at least once")
     if options.case:
-        print(json.dumps(measure(options.case, options.time_limit)))
+        print(json.dumps(measure(options.case, options.time_limit, options.whole)))
         return
     least: dict[str, dict[str, Any]] = {}
     cases = [c for c in (SMALL if options.small else LLAMA) if options.only in c]
     for turn in range(options.repeat):
         for case in cases:
-            row = in_a_process(case, options.time_limit)
+            row = in_a_process(case, options.time_limit, options.whole)
             least[case] = fastest(least.get(case, row), row)
             if options.repeat > 1:
                 print(f"turn {turn + 1} of {options.repeat}: {case}", file=sys.stderr)
@@ -61,10 +64,11 @@ def fastest(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     return {k: min(v, b[k]) if k.endswith("_s") else v for k, v in a.items()}
 
 
-def in_a_process(case: str, time_limit: float) -> dict[str, Any]:
+def in_a_process(case: str, time_limit: float, whole: bool) -> dict[str, Any]:
     """What the case reports, or its error."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--case", case, "--time-limit", str(time_limit)]
+    command += ["--whole"] if whole else []
     try:
         done = subprocess.run(
             command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300 + 4 * time_limit
@@ -94,13 +98,13 @@ def print_row(row: dict[str, Any], header: bool) -> None:
     print("  ".join([*cells, row["method"]]), flush=True)
 
 
-def measure(case: str, time_limit: float) -> dict[str, Any]:
+def measure(case: str, time_limit: float, whole: bool) -> dict[str, Any]:
     """Plan one case in this process."""
     sys.path.insert(0, str(ROOT))
     warnings.simplefilter("ignore")
     import torch
 
-    from autopar.compiler import program_of, solve
+    from autopar.compiler import program_of, program_to_plan, solve
     from autopar.dims import analyze
     from autopar.program import operators
     from autopar.search.find import Search
@@ -108,15 +112,15 @@ def measure(case: str, time_limit: float) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     name, *rest = case.split()
-    if name == "llama3-8b":
-        model, batch = llama3_8b(int(rest[0]))
-        axes, cluster = {"node": 32, "gpu": 8}, "h100"
+    if name.startswith("llama3-"):
+        model, batch = llama3(name, int(rest[0]))
+        axes, cluster = {"node": 32 if name == "llama3-8b" else 2048, "gpu": 8}, "h100"
         memory = None if rest[1] == "none" else rest[1]
     else:
         model, batch = small(name)
         axes, cluster, memory = {"a": 2, "b": 2, "c": 2}, "cpu", None
     start = time.perf_counter()
-    program = program_of(model, batch)
+    program = (program_of if whole else program_to_plan)(model, batch)
     captured, before = time.perf_counter(), time.process_time()
     plan = solve(program, axes, cluster, memory=memory, search=Search(time_limit=time_limit))
     done, after = time.perf_counter(), time.process_time()
@@ -138,20 +142,21 @@ def measure(case: str, time_limit: float) -> dict[str, Any]:
     }
 
 
-def llama3_8b(layers: int) -> tuple[Any, Any]:
-    """Llama-3-8B with so many layers, on the meta device in bfloat16, batch 256 x 4096."""
+def llama3(name: str, layers: int) -> tuple[Any, Any]:
+    """Llama-3-8B or 405B with so many layers, on the meta device in bfloat16; batch 256 x 4096 or 2048 x 8192."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    small = name == "llama3-8b"
     config = LlamaConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers,
-        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192, rope_theta=500000.0,
-        use_cache=False,
+        vocab_size=128256, hidden_size=4096 if small else 16384, intermediate_size=14336 if small else 53248,
+        num_hidden_layers=layers, num_attention_heads=32 if small else 128, num_key_value_heads=8,
+        max_position_embeddings=8192, rope_theta=500000.0, use_cache=False,
     )  # fmt: skip
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-        tokens = torch.zeros(256, 4096, dtype=torch.long)
+        tokens = torch.zeros(256, 4096, dtype=torch.long) if small else torch.zeros(2048, 8192, dtype=torch.long)
     torch.set_default_dtype(torch.float32)
     return model, {"input_ids": tokens, "labels": tokens}
 

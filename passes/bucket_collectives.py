@@ -22,8 +22,9 @@ from torch import fx
 
 from autopar.assignment import machine_of
 from autopar.collective import Collective, c10d
+from autopar.origin import inherit_origin
 from autopar.plan import Plan
-from autopar.program import Program, inherit_origin
+from autopar.program import Program
 from autopar.propagate import propagate
 from autopar.redistribute import Machine
 

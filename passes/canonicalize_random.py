@@ -25,7 +25,8 @@ import torch
 from torch import fx
 
 from autopar.errors import CaptureError
-from autopar.program import Program, copy_graph, user_line
+from autopar.origin import user_line
+from autopar.program import Program, copy_graph
 
 aten = torch.ops.aten
 

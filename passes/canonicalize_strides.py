@@ -24,7 +24,8 @@ import torch
 from torch import fx
 
 from autopar.errors import CaptureError
-from autopar.program import Program, copy_graph, inherit_origin, is_operator, user_line
+from autopar.origin import inherit_origin, user_line
+from autopar.program import Program, copy_graph, is_operator
 
 aten = torch.ops.aten
 

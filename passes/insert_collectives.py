@@ -28,8 +28,9 @@ from torch import fx
 from autopar.assignment import machine_of
 from autopar.collective import Collective, axis_index, c10d
 from autopar.layout import Layout, Split, TensorType, local_dims, local_shape
+from autopar.origin import inherit_origin
 from autopar.plan import Plan
-from autopar.program import Program, inherit_origin, is_operator, producer, replace_tensor_arguments, tensor_arguments
+from autopar.program import Program, is_operator, producer, replace_tensor_arguments, tensor_arguments
 from autopar.redistribute import Machine, Move, Tables, moved_bytes, reduces, sum_dtype
 
 aten = torch.ops.aten

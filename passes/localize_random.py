@@ -23,8 +23,9 @@ from torch import fx
 from autopar.candidates import REPLICATE
 from autopar.collective import axis_index
 from autopar.draw import seeded
+from autopar.origin import inherit_origin
 from autopar.plan import Plan
-from autopar.program import Program, draws, inherit_origin
+from autopar.program import Program, draws
 from autopar.propagate import propagate
 
 

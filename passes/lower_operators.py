@@ -22,8 +22,9 @@ from autopar.assignment import machine_of
 from autopar.candidates import letter_parts, lowered_bytes, strategies
 from autopar.collective import Collective, axis_index, c10d
 from autopar.dims import Operator
+from autopar.origin import inherit_origin
 from autopar.plan import Plan
-from autopar.program import Program, inherit_origin, is_operator, map_nodes, producer
+from autopar.program import Program, is_operator, map_nodes, producer
 from autopar.propagate import propagate
 from autopar.redistribute import Machine
 

@@ -28,16 +28,9 @@ from torch import fx
 from autopar.dims import Dims, Operator, analyze
 from autopar.errors import PlanError
 from autopar.layout import Factor, TensorType
+from autopar.origin import inherit_origin
 from autopar.plan import Plan
-from autopar.program import (
-    Program,
-    Value,
-    inherit_origin,
-    is_operator,
-    producer,
-    replace_tensor_arguments,
-    tensor_arguments,
-)
+from autopar.program import Program, Value, is_operator, producer, replace_tensor_arguments, tensor_arguments
 from autopar.strategy import find_rule, lengthened, padding_of, vanishes
 
 aten = torch.ops.aten
@@ -66,7 +59,13 @@ def pad(program: Program, shapes: Shapes) -> Program:
     if not shapes:
         return program
     dims = analyze(program)
-    return _Padding(program, dims, padded_factors(program, dims, shapes)).run()
+    padded = _Padding(program, dims, padded_factors(program, dims, shapes)).run()
+    if program.repeat is None:
+        return padded
+    shorter = program.repeat.shorter
+    there = {i.name for i in shorter.inputs if i.kind == "parameter"}
+    own = {name: shape for name, shape in shapes.items() if name in there}
+    return replace(padded, repeat=replace(program.repeat, shorter=pad(shorter, own)))
 
 
 def padded_factors(program: Program, dims: Dims, shapes: Shapes) -> dict[int, int]:

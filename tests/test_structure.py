@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "redistribute",
         "plan",
         "report",
+        "origin",
         "program",
         "naming",
         "capture",
@@ -36,7 +37,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("assignment", "step", "predict", "propagate", "float64", "check"),
     ("passes",),
     ("canonical", "emulate", "simulate", "training", "runtime", "checkpoint", "coverage", "calibrate"),
-    ("shorten", "compiler", "comparison", "question", "hybrid", "module", "parallelize", "verify", "operators"),
+    (
+        "shorten",
+        "abridge",
+        "compiler",
+        "comparison",
+        "question",
+        "hybrid",
+        "module",
+        "parallelize",
+        "verify",
+        "operators",
+    ),
     ("autopar",),  # autopar/__init__.py
     ("cli", "demo", "__main__"),
 )

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.calibrate.kernels import Tick
 from autopar.calibrate.sample import Sample
+from autopar.cost.collectives import COLLECTIVES
 from autopar.errors import RankError
 
 SIZES = tuple(4**i for i in range(5, 13))
@@ -22,7 +23,7 @@ SIZES = tuple(4**i for i in range(5, 13))
 RUNS = 5
 """Of each collective; the median counts."""
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
+KINDS = tuple(COLLECTIVES)
 
 
 def measure_collectives(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -116,9 +117,8 @@ def _work(sample: Sample) -> Work:
         batch, rows, columns, depth = sample.sizes
         return product(rows, columns, depth, batch, item)
     batch, heads, positions, head = sample.sizes
-    fused = stream(
-        4 * item * batch * heads * positions * head
-    )  # the search counts it as one kernel, which is no product
+    # The search counts it as one kernel, which is no product.
+    fused = stream(4 * item * batch * heads * positions * head)
     return replace(fused, flops=np.array([float(attention_flops(batch, heads, positions, positions, head))]))
 
 
@@ -130,12 +130,21 @@ def _ratios(samples: Sequence[Sample], seconds: Floats) -> Floats:
     return np.asarray(np.log(seconds) - np.log([s.seconds for s in samples]), dtype=np.float64)
 
 
+def require_scipy() -> None:
+    """Complain before anything is measured, not after it.
+
+    Raises:
+        ValueError: scipy is missing.
+    """
+    if importlib.util.find_spec("scipy") is None:
+        raise ValueError("fitting needs scipy: pip install 'autopar[calibrate]'")
+
+
 def _least_squares(residuals: Callable[[Floats], Floats], first: Sequence[float]) -> Any:
     """Logarithms of the parameters that make the residuals least."""
-    try:
-        from scipy.optimize import least_squares
-    except ModuleNotFoundError as e:
-        raise ValueError("fitting needs scipy: pip install 'autopar[calibrate]'") from e
+    require_scipy()
+    from scipy.optimize import least_squares
+
     start = np.log(np.array(first))
     bounds = (start - np.log(1e3), start + np.log(1e3))
     return least_squares(residuals, start, bounds=bounds, loss="soft_l1", f_scale=0.1, diff_step=1e-3).x

@@ -19,7 +19,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from autopar.calibrate import collectives
-from autopar.calibrate.fit import fit_device, fit_link
+from autopar.calibrate.fit import fit_device, fit_link, require_scipy
 from autopar.calibrate.kernels import ENOUGH, Kernels, Tick, measure_kernels
 from autopar.calibrate.sample import Sample
 from autopar.cluster import Cluster
@@ -69,8 +69,10 @@ def calibrate(
         The cluster and its samples; None on all ranks of torchrun but the first.
 
     Raises:
+        ValueError: scipy is missing, or there is no such base.
         RankError: a process failed, or the time ran out.
     """
+    require_scipy()
     cuda, launched = torch.cuda.is_available(), "RANK" in os.environ
     rank, local = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     known = Cluster.resolve(base or ("h100" if cuda else "cpu"))

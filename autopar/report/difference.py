@@ -55,7 +55,9 @@ def difference_table(first: Plan, second: Plan, names: tuple[str, str], width: i
         parts.append(_pairs("laid out otherwise", names, rows))
     if found["modules"]:
         parts.append(_module_table(found["modules"], names))
-    verdict = "the same layouts" if found["same"] else f"{found['operators']} classes of operators split otherwise"
+    count = found["operators"]
+    verdict = "the same layouts" if found["same"] else f"{count} classes of operators split otherwise"
+    verdict = "not compared: the plans are for different graphs" if count is None else verdict
     return render([*parts, figures([("", ""), ("operators", verdict)])], width)
 
 
@@ -63,7 +65,7 @@ def _about(first: Plan, second: Plan) -> dict[str, tuple[str, str]]:
     def facts(plan: Plan) -> dict[str, str]:
         return {
             "axes": ", ".join(f"{name}={size}" for name, size in plan.axes),
-            "cluster": plan.cluster.name,
+            "cluster": f"{plan.cluster.name} ({plan.cluster.fingerprint()})",
             "optimizer": plan.optimizer,
             "graph": plan.fingerprint,
             "stages": str(len(plan.stages)),
@@ -112,10 +114,10 @@ def _text(plan: Plan, layout: Layout | None, name: str) -> str:
     return placements + (f" padded to {padded}" if padded else "")
 
 
-def _operators(first: Plan, second: Plan) -> int:
-    """Classes of operators that are split otherwise, or handed on in another layout; of one graph only."""
+def _operators(first: Plan, second: Plan) -> int | None:
+    """Classes of operators that are split otherwise, or handed on in another layout; None for two graphs."""
     if first.fingerprint != second.fingerprint:
-        return 0
+        return None
     changed = {
         name.rpartition(" ")[0] if table is first.relays else name
         for table, other in ((first.choices, second.choices), (first.relays, second.relays))

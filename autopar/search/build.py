@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,11 +15,11 @@ from autopar.cost.kernels import kernel_seconds
 from autopar.dims import Dims, Operator
 from autopar.errors import InfeasibleError
 from autopar.layout import Layout, Partial, Placement, Replicate, Split, TensorType
-from autopar.program import Program, producer
+from autopar.program import Program
 from autopar.redistribute import Machine, Tables
 from autopar.search.problem import Edge, Node, Problem
 from autopar.search.quotient import Quotient
-from autopar.search.restrict import Restrictions, is_boundary_layout
+from autopar.search.restrict import Pinned, Restrictions, is_boundary_layout
 from autopar.work import arithmetic_dtype, operator_work
 
 Ints = NDArray[np.int64]
@@ -105,7 +104,6 @@ class _Maker:
         self.program, self.dims, self.classes, self.tables = program, dims, classes, tables
         self.restrictions = restrictions
         self.sizes = tables.machine.sizes
-        self.uses = _uses(program, classes)
 
     def variables(self, state_bytes: Mapping[str, float]) -> list[Variable]:
         inputs = dict(zip(self.program.placeholders, self.program.inputs, strict=True))
@@ -113,26 +111,26 @@ class _Maker:
                    if o.kind == "result" and v is not None}  # fmt: skip
         made: list[Variable] = []
         for key, members in self.classes.members.items():
-            node = members[0]
+            node, count = members[0], self.classes.count[key]
             if node in self.dims.operators:
-                made.append(self._operator(key, node, len(members)))
+                made.append(self._operator(key, node, count))
             elif node.op == "get_attr" or inputs[node].kind == "buffer":
-                made.append(self._tensor(key, len(members), self.dims.types[node, 0], "constant", ()))
+                made.append(self._tensor(key, count, self.dims.types[node, 0], "constant", ()))
             elif inputs[node].kind == "parameter":
                 names = tuple(inputs[n].name for n in members)
                 memory = sum(state_bytes[n] for n in names)
-                made.append(self._tensor(key, len(members), self.dims.types[node, 0], "parameter", names, memory))
+                made.append(self._tensor(key, count, self.dims.types[node, 0], "parameter", names, memory))
             elif inputs[node].kind == "batch":
-                made.append(self._tensor(key, len(members), self.dims.types[node, 0], "batch", (inputs[node].name,)))
+                made.append(self._tensor(key, count, self.dims.types[node, 0], "batch", (inputs[node].name,)))
             elif inputs[node].name not in results or _is_loss(self.program, inputs[node].name):
-                made.append(self._tensor(key, len(members), self.dims.types[node, 0], "constant", ()))
+                made.append(self._tensor(key, count, self.dims.types[node, 0], "constant", ()))
         for name, value in results.items():
             kind = "constant" if _is_loss(self.program, name) else "result"
             made.append(self._tensor(f"result {name}", 1, self.dims.type_of(value), kind, (name,)))
-        for (key, out), users in self.uses.items():
-            if len(users) > 1 or max(users.values()) > len(self.classes.members.get(key, (0,))):
+        for (key, out), users in self.classes.uses.items():
+            if len(users) > 1 or max(users.values()) > self.classes.count.get(key, 1):
                 node = self.classes.members[key][0]
-                count = len(self.classes.members[key])
+                count = self.classes.count[key]
                 made.append(self._tensor(f"relay {key} {out}", count, self.dims.types[node, out], "relay", ()))
         return made
 
@@ -140,11 +138,11 @@ class _Maker:
         """``(source, its port), (target, its port), how many edges`` of the quotient graph."""
         known = {v.key for v in variables}
         found = []
-        for (key, out), users in self.uses.items():
+        for (key, out), users in self.classes.uses.items():
             source: tuple[str, Port] = (_source(key, self.program), ("out", out))
             relay = f"relay {key} {out}"
             if relay in known:
-                count = len(self.classes.members[key])
+                count = self.classes.count[key]
                 found.append((source, (relay, ("in", 0)), count))
                 source = (relay, ("out", 0))
             for (target, into), weight in users.items():
@@ -196,12 +194,18 @@ class _Maker:
         self, key: str, count: int, type_: TensorType, kind: str, names: tuple[str, ...], memory: float = 0.0
     ) -> Variable:
         table = self.tables.of(type_)
-        allowed = [i for i, layout in enumerate(table.layouts) if self._admits(kind, names, type_, layout, key)]
+        # Once for all layouts: there are as many names as layers.
+        pins = dict.fromkeys(p for n in names if (p := self.restrictions.layouts.get((kind, n))) is not None)
+        roles = next((r for n in names if (r := self.restrictions.placements.get((kind, n))) is not None), None)
+        none: Sequence[Placement | None] = (None,) * len(self.sizes)
+        wanted = [pin or role for pin, role in zip(next(iter(pins), none), roles or none, strict=True)]
+        allowed = [
+            i for i, layout in enumerate(table.layouts) if self._admits(kind, type_, layout, key, wanted, list(pins))
+        ]
         if not allowed:
-            pinned = [self.restrictions.layouts.get((kind, n)) for n in names]
             raise InfeasibleError(
                 f"no layout of {kind} {', '.join(names) or key} of shape {type_.shape} satisfies what is pinned "
-                f"({', '.join(str(p) for p in dict.fromkeys(pinned) if p)}) on axes of sizes {self.sizes}"
+                f"({', '.join(map(str, pins))}) on axes of sizes {self.sizes}"
             )
         labels = np.array(allowed, dtype=np.int64)
         parts = np.array([split_parts(table.layouts[i], self.sizes) for i in allowed], dtype=np.float64)
@@ -209,8 +213,25 @@ class _Maker:
         types: dict[Port, TensorType] = {("in", 0): type_, ("out", 0): type_}
         return Variable(key, count, ports, types, None, np.zeros(len(labels)), memory / parts)
 
-    def _admits(self, kind: str, names: tuple[str, ...], type_: TensorType, layout: Layout, key: str) -> bool:
-        wanted = self._wanted(kind, names)
+    def _admits(
+        self,
+        kind: str,
+        type_: TensorType,
+        layout: Layout,
+        key: str,
+        wanted: Sequence[Placement | None],
+        pins: Sequence[Pinned],
+    ) -> bool:
+        """Whether a tensor may lie so.
+
+        Args:
+            kind: of the tensor.
+            type_: its type.
+            layout: how it would lie.
+            key: of its class.
+            wanted: placement by axis, of a pin or else of a role; None where it is open.
+            pins: of all tensors of its class.
+        """
         if any(w is not None and p != w for p, w in zip(layout, wanted, strict=True)):
             return False
         # What is pinned holds on every axis, searched or not.
@@ -223,23 +244,11 @@ class _Maker:
             return True
         if any(isinstance(p, Partial) for p in layout):
             return False
-        if any(
-            pin is not None and pin != placement
-            for n in names
-            for pin, placement in zip(self.restrictions.layouts.get((kind, n), layout), layout, strict=True)
-        ):
+        if any(w is not None and p != w for pin in pins for p, w in zip(layout, pin, strict=True)):
             return False
         if kind == "batch":
             return not self.restrictions.data_axes_only or all(p in (Replicate(), Split(0, 0)) for p in layout)
         return is_boundary_layout(type_, layout, self.sizes)
-
-    def _wanted(self, kind: str, names: tuple[str, ...]) -> Sequence[Placement | None]:
-        """What holds on each axis for a class of parameters or batch tensors: a pin, else a role's placement."""
-        found: list[Placement | None] = [None] * len(self.sizes)
-        for decided in (self.restrictions.layouts, self.restrictions.placements):
-            first = next((decided[kind, n] for n in names if (kind, n) in decided), found)
-            found = [old or new for old, new in zip(found, first, strict=True)]
-        return found
 
 
 class _Everything(list[str]):
@@ -283,21 +292,3 @@ def _source(key: str, program: Program) -> str:
         name = key.split()[1]
         return key if _is_loss(program, name) else f"result {name}"
     return key
-
-
-def _uses(program: Program, classes: Quotient) -> dict[tuple[str, int], dict[tuple[str, int], int]]:
-    """For every value class: ``(class, argument)`` of its users, with how many edges."""
-    uses: dict[tuple[str, int], dict[tuple[str, int], int]] = defaultdict(lambda: defaultdict(int))
-    for node, sources in program.sources.items():
-        for i, (source, out) in enumerate(sources):
-            uses[classes.key[source], out][classes.key[node], i] += 1
-    named = {(i.kind, i.name): classes.key[n] for n, i in zip(program.placeholders, program.inputs, strict=True)}
-    for output, value in zip(program.outputs, program.output_values, strict=True):
-        if value is None:
-            continue
-        source, out = producer(value)
-        kind = {"gradient": "parameter", "buffer": "buffer"}.get(output.kind)
-        target = named.get((kind, output.name)) if kind else f"result {output.name}"
-        if target is not None:
-            uses[classes.key[source], out][target, 0] += 1
-    return uses

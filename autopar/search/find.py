@@ -156,7 +156,7 @@ def _space(search: Search, cluster: Cluster) -> str:
 
 
 def state_bytes(program: Program, optimizer: str) -> dict[str, float]:
-    """Bytes of each parameter with its gradient and optimizer state, on one device."""
+    """Bytes of each parameter, and of all that it stands for, with gradient and optimizer state, on one device."""
     trained = {
         o.name for o, v in zip(program.outputs, program.output_values, strict=True) if o.kind == "gradient" and v
     }
@@ -168,7 +168,7 @@ def state_bytes(program: Program, optimizer: str) -> dict[str, float]:
             size = float(value.numel() * item)
             if spec.name in trained:
                 size = 2 * size + optimizer_state_bytes(optimizer, value.numel(), item)
-            found[spec.name] = size
+            found[spec.name] = size * (len(program.repeat.names(spec.name)) if program.repeat else 1)
     return found
 
 

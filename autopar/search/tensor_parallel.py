@@ -13,7 +13,8 @@ from torch import fx
 from autopar.candidates import strategies
 from autopar.dims import Dims
 from autopar.layout import Factor, Partial, TensorType
-from autopar.program import Program, is_backward
+from autopar.origin import is_backward
+from autopar.program import Program
 from autopar.search.factors import (
     factors_of,
     from_parameters,

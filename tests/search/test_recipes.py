@@ -13,8 +13,8 @@ import autopar
 from autopar import InfeasibleError, Search
 from autopar.compiler import rewrite, solve
 from autopar.layout import Replicate, Split
+from autopar.origin import is_backward
 from autopar.plan import Plan
-from autopar.program import is_backward
 from autopar.search.recipes import RECIPES
 from autopar.search.tensor_parallel import tensor_factors
 from autopar.verify import compare
