@@ -30,8 +30,15 @@ __all__ = [
     "operator_database",
     "reduce_found_inf_over_every_gradient",
     "set_group_timeout",
+    "storage_id",
     "tracing",
 ]
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """A number of the memory that a tensor lies in, on the meta device too: views of it have the same."""
+    found: int = tensor.untyped_storage()._cdata
+    return found
 
 
 def aot_export_joint_with_descriptors(*arguments: Any, **options: Any) -> Any:

@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, NamedTuple
@@ -290,46 +290,84 @@ def verify_command(
 
 @app.command("simulate")
 def simulate_command(
-    schedule: Annotated[str, typer.Option(metavar="1f1b|...", help="gpipe, 1f1b, interleaved or zb-h1.")],
-    stages: Annotated[int, typer.Option(help="Devices of the pipeline.")],
-    microbatches: Annotated[int, typer.Option(help="Of a step.")],
-    forward: Annotated[float, typer.Option(metavar="MS", help="Of a microbatch on a device.")],
-    backward_input: Annotated[float, typer.Option(metavar="MS", help="Of the backward: its part for the input.")],
-    backward_weight: Annotated[float, typer.Option(metavar="MS", help="Of the backward: its part for the weights.")],
+    model: Annotated[str | None, typer.Option(metavar="FILE.py:FUNCTION", help="With --plan: what it is of.")] = None,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Run the graph that a plan makes of a model.")
+    ] = None,
+    precision: Policy = None,
+    schedule: Annotated[
+        str | None, typer.Option(metavar="1f1b|...", help="Run a pipeline: gpipe, 1f1b, interleaved or zb-h1.")
+    ] = None,
+    stages: Annotated[int, typer.Option(help="Devices of the pipeline.")] = 0,
+    microbatches: Annotated[int, typer.Option(help="Of a step.")] = 0,
+    forward: Annotated[float | None, typer.Option(metavar="MS", help="Of a microbatch on a device.")] = None,
+    backward_input: Annotated[float | None, typer.Option(metavar="MS", help="Of the backward: for the input.")] = None,
+    backward_weight: Annotated[float | None, typer.Option(metavar="MS", help="The same: for the weights.")] = None,
     communication: Annotated[float, typer.Option(metavar="MS", help="From a stage to the next.")] = 0.0,
     virtual: Annotated[int, typer.Option(help="Stages on each device, which share its time evenly.")] = 1,
     trace: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write a trace for Perfetto.")] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Run a pipeline schedule with given durations, and say how long devices idle and what they hold."""
+    """Run a plan's graph, or a pipeline with given durations: how long a step takes, what waits, and what is held."""
     with _clear_errors(debug):
-        costs = {
-            "--forward": forward,
-            "--backward-input": backward_input,
-            "--backward-weight": backward_weight,
-            "--communication": communication,
-        }
-        for option, milliseconds in costs.items():
-            if not 0 <= milliseconds < math.inf:
-                raise ValueError(f"{option} {milliseconds}: give milliseconds, 0 or more")
+        if (plan is None) == (schedule is None) or (plan is None) != (model is None):
+            raise ValueError("simulate either --model and --plan, or a --schedule with its durations")
         _check_target("--trace", trace)
-        from autopar.report.simulation import pipeline_table
-        from autopar.simulate import chrome_trace, order, pipeline, simulate
+        from autopar.simulate import chrome_trace
 
-        rows = order(schedule, stages, microbatches, virtual)
-        ahead, for_input, for_weight, sending = (milliseconds / 1e3 for milliseconds in costs.values())
-        tasks = pipeline(rows, ahead / virtual, for_input / virtual, for_weight / virtual, sending, saved=1 / virtual)
-        timeline = simulate(tasks)
+        if model is not None and plan is not None:
+            timeline, facts, table = _simulated_plan(load_task(model), plan, precision)
+        else:
+            costs = (forward, backward_input, backward_weight, communication)
+            timeline, facts, table = _simulated_pipeline(str(schedule), stages, microbatches, costs, virtual)
         if trace is not None:
             trace.write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")
             typer.echo(f"saved {trace}", err=True)
-        numbers = {"stages": stages, "microbatches": microbatches, "virtual": virtual}
-        facts: dict[str, Any] = {"schedule": schedule, **numbers, **timeline.to_dict()}
-        for device in facts["devices"]:
-            # A byte was saved for each microbatch.
-            device["peak_microbatches"] = device.pop("peak_memory_bytes")["activations"]
-        typer.echo(json.dumps(facts, indent=1) if as_json else pipeline_table(facts))
+        typer.echo(json.dumps(facts, indent=1) if as_json else table)
+
+
+def _simulated_plan(task: Task, file: Path, precision: str | None) -> tuple[Any, dict[str, Any], str]:
+    """A timeline of a plan's step, its figures and its table."""
+    from autopar.compiler import program_of, rewrite
+    from autopar.plan import Plan
+    from autopar.precision import Precision
+    from autopar.report.progress import SearchProgress
+    from autopar.report.simulation import step_table
+    from autopar.simulate import simulate
+    from autopar.simulate.emitted import emitted, step_facts
+
+    plan = Plan.load(file)
+    with SearchProgress():
+        program = program_of(task.model, task.batch, loss_fn=task.loss_fn, precision=Precision.resolve(precision))
+        timeline = simulate(emitted(rewrite(program, plan), plan))
+    facts = step_facts(timeline, plan)
+    return timeline, facts, step_table(facts)
+
+
+def _simulated_pipeline(
+    schedule: str, stages: int, microbatches: int, milliseconds: Sequence[float | None], virtual: int
+) -> tuple[Any, dict[str, Any], str]:
+    """A timeline of a pipeline, its figures and its table."""
+    names = ("--forward", "--backward-input", "--backward-weight", "--communication")
+    seconds = []
+    for option, value in zip(names, milliseconds, strict=True):
+        if value is None or not 0 <= value < math.inf:
+            raise ValueError(f"{option} {'is missing' if value is None else value}: give milliseconds, 0 or more")
+        seconds.append(value / 1e3)
+    from autopar.report.simulation import pipeline_table
+    from autopar.simulate import order, pipeline, simulate
+
+    rows = order(schedule, stages, microbatches, virtual)
+    ahead, for_input, for_weight, sending = seconds
+    tasks = pipeline(rows, ahead / virtual, for_input / virtual, for_weight / virtual, sending, saved=1 / virtual)
+    timeline = simulate(tasks)
+    numbers = {"stages": stages, "microbatches": microbatches, "virtual": virtual}
+    facts: dict[str, Any] = {"schedule": schedule, **numbers, **timeline.to_dict()}
+    for device in facts["devices"]:
+        # A byte was saved for each microbatch.
+        device["peak_microbatches"] = device.pop("peak_memory_bytes")["activations"]
+    return timeline, facts, pipeline_table(facts)
 
 
 @app.command("calibrate")

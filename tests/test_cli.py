@@ -383,3 +383,27 @@ def test_stages_that_cannot_be_predicted(options: tuple[str, ...], code: int, me
     result = run(*HYBRID, *options)
     assert result.exit_code == code, result.output
     assert message in result.stderr
+
+
+def test_simulate_runs_the_graph_of_a_plan(model: str, tmp_path: Path) -> None:
+    model, path, trace = f"{model}:make", tmp_path / "plan.json", tmp_path / "trace.json"
+    assert plan(model, "--save", str(path)).exit_code == 0
+    result = run("simulate", "--model", model, "--plan", str(path), "--trace", str(trace), "--json")
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert facts["step_seconds"] >= facts["busy_seconds"] > 0
+    assert (
+        facts["peak_memory_bytes"]["parameters"]
+        == json.loads(path.read_text())["predicted"]["memory_bytes"]["parameters"]
+    )
+    assert any(event["name"] == "memory" for event in json.loads(trace.read_text())["traceEvents"])
+    assert "most memory" in run("simulate", "--model", model, "--plan", str(path)).stdout
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("--model", "m.py:f"), ("--plan", "p.json"), ("--schedule", "1f1b", "--plan", "p.json")]
+)
+def test_simulate_wants_a_plan_or_a_schedule(options: tuple[str, ...]) -> None:
+    result = run("simulate", *options)
+    assert result.exit_code == 2
+    assert "either --model and --plan, or a --schedule" in result.stderr

@@ -22,9 +22,17 @@ def test_every_name_has_a_contract() -> None:
         "BoxedCodeGen", "DTensorSpec", "FakeTensor", "FakeTensorMode", "OpOverload", "StridedShard", "TensorMeta",
         "TracingContext", "aot_export_joint_with_descriptors", "default_partition", "dtensor_overloads",
         "get_decompositions", "operator_database", "reduce_found_inf_over_every_gradient", "set_group_timeout",
-        "tracing",
+        "storage_id", "tracing",
     }  # fmt: skip
     assert set(compat.__all__) == tested
+
+
+def test_storage_id() -> None:
+    for device in ("cpu", "meta"):
+        x = torch.empty(4, 4, device=device)
+        assert {compat.storage_id(v) for v in (x, x[1:], x.t(), x.reshape(-1))} == {compat.storage_id(x)}
+        others = [x.clone(), x.t().reshape(-1), torch.empty(4, 4, device=device)]
+        assert len({compat.storage_id(v) for v in (x, *others)}) == 4
 
 
 def joint() -> fx.GraphModule:

@@ -1,4 +1,4 @@
-"""What `autopar simulate` prints: a pipelined step, device by device."""
+"""What `autopar simulate` prints: a pipelined step, device by device, or the step of a plan."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from autopar.cost.memory import format_bytes
 from autopar.report.table import figures, format_seconds, format_share, render
 
 COLUMNS = ("device", "computes", "bubble", "exposed communication", "microbatches held")
@@ -42,3 +43,24 @@ def pipeline_table(facts: Mapping[str, Any], width: int = 100) -> str:
         ("held", "most microbatches whose activations a device keeps at a time"),
     ]
     return render([table, figures(rows)], width)
+
+
+def step_table(facts: Mapping[str, Any], width: int = 100) -> str:
+    """A plan's simulated step as plain text.
+
+    Args:
+        facts: from `autopar.simulate.emitted.step_facts`.
+        width: columns.
+    """
+    sums = ", ".join(f"{format_seconds(s)} on {axis}" for axis, s in facts["communication_seconds"].items())
+    held = facts["peak_memory_bytes"]
+    rows = [
+        ("step", f"{format_seconds(facts['step_seconds'])}, without the optimizer's"),
+        ("planned as", f"{format_seconds(facts['predicted_step_seconds'])}, nothing overlapped"),
+        ("computes", format_seconds(facts["busy_seconds"])),
+        ("communicates", sums or "never"),
+        ("exposed", f"{format_seconds(facts['exposed_communication_seconds'])} of it: nothing is computed meanwhile"),
+        ("most memory", format_bytes(sum(held.values()))),
+        *((f"  {name}", format_bytes(size)) for name, size in sorted(held.items(), key=lambda x: -x[1]) if size),
+    ]
+    return render([figures(rows)], width)

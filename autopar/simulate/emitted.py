@@ -1,0 +1,200 @@
+"""`emitted`: a rewritten graph as tasks: what one device computes, sends and holds in a step, in the graph's order.
+
+Kernels run on the device's compute stream. A collective has the stream of its axis: it starts when the kernels launched
+before it have ended, as NCCL's do, and the compute stream goes on until it meets the collective's ``wait_tensor``.
+Memory follows from liveness: a tensor is held from the kernel that makes it to the last that takes it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar._torch_compat import storage_id
+from autopar.assignment import machine_of
+from autopar.candidates import candidates
+from autopar.collective import Collective, c10d
+from autopar.cost.collectives import COLLECTIVES
+from autopar.cost.kernels import Work, kernel_seconds, stream
+from autopar.cost.memory import optimizer_state_bytes
+from autopar.errors import PlanError
+from autopar.origin import is_backward
+from autopar.plan import Plan
+from autopar.program import Program, tensor_arguments, values_of
+from autopar.propagate import propagate
+from autopar.redistribute import Machine
+from autopar.simulate.tasks import COMMUNICATION, COMPUTE, Task
+from autopar.simulate.timeline import Timeline
+from autopar.work import arithmetic_dtype, operator_work
+
+WAIT = "wait"
+
+
+def emitted(program: Program, plan: Plan, optimizer: str | None = None) -> list[Task]:
+    """The tasks of one device; all devices of a plan without stages do the same.
+
+    Categories of memory: ``parameters``, ``buffers``, ``batch`` and ``optimizer`` are held all the time, ``gradients``
+    and ``results`` from when they are made; ``activations`` are what the forward makes and the backward takes,
+    ``communication`` what collectives receive, ``transient`` the rest. The optimizer's step is no part of the graph.
+
+    Args:
+        program: as `autopar.compiler.rewrite` returns it.
+        plan: the plan it was rewritten under; its cluster says what a kernel and a collective cost.
+        optimizer: whose state is held; default: the plan's.
+
+    Raises:
+        PlanError: the program is not rewritten.
+    """
+    if "local" not in program.graph.meta.get("invariants", ()):
+        raise PlanError("the program is not a rewritten one; give what compiler.rewrite(program, plan) returns")
+    propagate(program, plan, everything=True)  # passes leave shapes right, but not which tensors share memory
+    return _Emitted(program, plan, optimizer or plan.optimizer).run()
+
+
+class _Emitted:
+    """Walks a graph once, and once more backwards for what can be given back."""
+
+    def __init__(self, program: Program, plan: Plan, optimizer: str) -> None:
+        self.program, self.optimizer = program, optimizer
+        self.machine: Machine = machine_of(plan)
+        self.tasks: list[Task] = []
+        self.made_by: dict[fx.Node, int] = {}
+        self.kernel = 0  # the last task of the compute stream
+        self.received: dict[int, int] = {}  # what a collective's wait returns is what the collective made
+        self.known: dict[tuple[object, tuple[str, ...]], tuple[float, bool]] = {}
+
+    def run(self) -> list[Task]:
+        self.tasks.append(Task("inputs", 0, COMPUTE, 0.0, category=WAIT))
+        for node in self.program.graph.graph.nodes:
+            if node.op == "call_function":
+                self._add(node)
+            elif node.op != "output":
+                self.made_by[node] = 0
+        changes: dict[tuple[int, str], list[tuple[str, float]]] = defaultdict(list)
+        for index, when, category, size in self._memory():
+            changes[index, when].append((category, size))
+        return [
+            replace(task, at_start=tuple(changes[i, "start"]), at_end=tuple(changes[i, "end"]))
+            for i, task in enumerate(self.tasks)
+        ]
+
+    def _add(self, node: fx.Node) -> None:
+        """The task of a node; what only shows or names another's result has none of its own."""
+        sources = [self.made_by[a] for a in tensor_arguments(node)]
+        device = self.machine.device
+        info = node.meta.get("collective")
+        if isinstance(info, Collective):
+            axis = self.machine.names.index(info.axis)
+            ring = COLLECTIVES[info.kind](info.bytes, self.machine.sizes[axis], self.machine.links[axis])
+            self._append(node, info.axis, float(ring) + device.launch, COMMUNICATION, (self.kernel,), device.host)
+        elif node.target is c10d.wait_tensor.default:
+            self._append(node, COMPUTE, 0.0, WAIT, tuple(sources), 0.0)
+            self.received[storage_id(node.meta["val"])] = self._storage(node.all_input_nodes[0].meta["val"])
+        else:
+            seconds, launched = self._kernel(node)
+            if launched:
+                self._append(node, COMPUTE, seconds, COMPUTE, (), device.host)
+            else:
+                self.made_by[node] = max(sources, default=0)
+
+    def _append(
+        self, node: fx.Node, stream_: str, seconds: float, category: str, after: tuple[int, ...], host: float
+    ) -> None:
+        self.made_by[node] = len(self.tasks)
+        if stream_ == COMPUTE:
+            self.kernel = len(self.tasks)
+        self.tasks.append(Task(node.name, 0, stream_, seconds, after, category, host))
+
+    def _kernel(self, node: fx.Node) -> tuple[float, bool]:
+        """Seconds of a node's kernel, and whether it has one."""
+        device = self.machine.device
+        if "operator" not in node.meta:
+            taken = [v for a in tensor_arguments(node) for v in values_of(a)]
+            made = [v for v in values_of(node) if v is not None]
+            old = {self._storage(v) for v in taken if v is not None}
+            if not made or all(self._storage(v) in old for v in made):
+                return 0.0, False
+            work = stream(sum(v.nbytes for v in (*taken, *made) if v is not None))
+            dtype = str(made[0].dtype).removeprefix("torch.")
+            return float(kernel_seconds(work, dtype if dtype in device.flops else "float32", device)[0]), True
+        operator, names = node.meta["operator"], node.meta["strategy"]
+        if (operator, names) not in self.known:
+            chosen = candidates(operator, self.machine.sizes, allowed=[[n] for n in names])
+            kernel: Work = operator_work(operator, chosen, self.machine.sizes)
+            seconds = float(kernel_seconds(kernel, arithmetic_dtype(operator, device), device)[0])
+            self.known[operator, names] = seconds, bool(kernel.launches[0])
+        return self.known[operator, names]
+
+    def _memory(self) -> Iterator[tuple[int, str, str, float]]:
+        """``(task, "start" or "end", category, bytes)`` of everything that is taken and given back."""
+        program, nodes = self.program, list(self.program.graph.graph.nodes)
+        trained = {o.name for o, v in zip(program.outputs, program.output_values, strict=True)
+                   if o.kind == "gradient" and v is not None}  # fmt: skip
+        kinds = {"parameter": "parameters", "buffer": "buffers", "batch": "batch", "tangent": "batch"}
+        kept: dict[int, str] = {}
+        for node, spec in zip(program.placeholders, program.inputs, strict=True):
+            value = node.meta["val"]
+            kept[self._storage(value)] = kinds[spec.kind]
+            yield 0, "start", kinds[spec.kind], float(value.nbytes)
+            if spec.kind == "parameter" and spec.name in trained:
+                yield 0, "start", "optimizer", float(optimizer_state_bytes(
+                    self.optimizer, value.numel(), value.element_size()))  # fmt: skip
+        for output, value in zip(program.outputs, program.output_values, strict=True):
+            if value is not None:
+                name = "gradients" if output.kind == "gradient" else "results"
+                kept.setdefault(self._storage(value.meta["val"]), name)
+        first: dict[int, tuple[fx.Node, torch.Tensor]] = {}
+        last: dict[int, fx.Node] = {}
+        for node in nodes:
+            for value in values_of(node) if node.op == "call_function" else ():
+                if value is not None:
+                    first.setdefault(self._storage(value), (node, value))
+            for argument in tensor_arguments(node) if node.op == "call_function" else ():
+                for value in values_of(argument):
+                    if value is not None:
+                        last[self._storage(value)] = node
+        for storage, (node, value) in first.items():
+            held = kept.get(storage)
+            if held in kinds.values() or node.op != "call_function":
+                continue  # an input, shown or passed on
+            size = float(value.untyped_storage().nbytes())
+            user = last.get(storage, node)
+            category = held or self._category(node, user)
+            yield self.made_by[node], "start", category, size
+            if held is None:
+                yield self.made_by[user], "end", category, -size
+
+    def _storage(self, value: torch.Tensor) -> int:
+        found = storage_id(value)
+        return self.received.get(found, found)
+
+    def _category(self, node: fx.Node, user: fx.Node) -> str:
+        if isinstance(node.meta.get("collective"), Collective):
+            return "communication"
+        return "activations" if is_backward(user) and not is_backward(node) else "transient"
+
+
+def step_facts(timeline: Timeline, plan: Plan) -> dict[str, Any]:
+    """Figures of a plan's simulated step on one device, as plain data: seconds and bytes.
+
+    Args:
+        timeline: of the tasks that `emitted` found.
+        plan: whose graph it is.
+    """
+    communication: dict[str, float] = {axis: 0.0 for axis in plan.axis_names}
+    for task in timeline.tasks:
+        if task.category == COMMUNICATION:
+            communication[task.stream] += task.seconds
+    return {
+        "step_seconds": timeline.step_seconds,
+        "predicted_step_seconds": plan.predicted.step_seconds,
+        "busy_seconds": timeline.busy[0],
+        "communication_seconds": communication,
+        "exposed_communication_seconds": timeline.exposed_communication[0],
+        "peak_memory_bytes": timeline.peak_memory(0),
+    }
