@@ -43,17 +43,29 @@ DEEP = settings().max_examples > 1000
 """Whether `make test-deep` runs, which draws as many examples as its profile says; `make test` draws few."""
 
 
+PLANS = 5
+"""Of each random model: capturing it takes longer than a plan."""
+
+
 @settings(max_examples=settings().max_examples if DEEP else 12)
-@given(drawn=models(), axes=meshes, seed=seeds)
-def test_random_plan_of_random_model(
-    drawn: tuple[nn.Module, tuple[Tensor, ...]], axes: dict[str, int], seed: int
+@given(drawn=models(), plans=st.lists(st.tuples(meshes, seeds), min_size=PLANS, max_size=PLANS))
+def test_random_plans_of_random_model(
+    drawn: tuple[nn.Module, tuple[Tensor, ...]], plans: list[tuple[dict[str, int], int]]
 ) -> None:
     model, batch = drawn
     program = program_of(model, batch)
-    check(program, analyze(program), global_values(program, model, batch), axes, seed)
+    dims, values = analyze(program), global_values(program, model, batch)
+    for axes, seed in plans:
+        check(program, dims, values, axes, seed)
 
 
-SHORT = ("cnn", "gpt2", "mlp")
+@settings(max_examples=settings().max_examples if DEEP else 140)
+@given(axes=meshes, seed=seeds)
+def test_many_random_plans_of_a_small_model(axes: dict[str, int], seed: int) -> None:
+    check(*zoo.captured("mlp"), axes, seed)
+
+
+SHORT = ("cnn", "gpt2")
 """`tests/test_verify.py` has a random plan of others."""
 
 
