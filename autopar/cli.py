@@ -313,13 +313,18 @@ def simulate_command(
     with _clear_errors(debug):
         if (plan is None) == (schedule is None) or (plan is None) != (model is None):
             raise ValueError("simulate either --model and --plan, or a --schedule with its durations")
+        durations = (forward, backward_input, backward_weight)
+        if plan is not None and (stages or microbatches or communication or virtual != 1 or any(durations)):
+            raise ValueError("--stages, --microbatches, --virtual and durations are of a --schedule; leave them out")
+        if schedule is not None and precision is not None:
+            raise ValueError("--precision is of a --plan; leave it out")
         _check_target("--trace", trace)
         from autopar.simulate import chrome_trace
 
         if model is not None and plan is not None:
             timeline, facts, table = _simulated_plan(load_task(model), plan, precision)
         else:
-            costs = (forward, backward_input, backward_weight, communication)
+            costs = (*durations, communication)
             timeline, facts, table = _simulated_pipeline(str(schedule), stages, microbatches, costs, virtual)
         if trace is not None:
             trace.write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")

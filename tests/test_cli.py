@@ -407,3 +407,17 @@ def test_simulate_wants_a_plan_or_a_schedule(options: tuple[str, ...]) -> None:
     result = run("simulate", *options)
     assert result.exit_code == 2
     assert "either --model and --plan, or a --schedule" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        (("--model", "m.py:f", "--plan", "p.json", "--stages", "2"), "durations are of a --schedule"),
+        (("--model", "m.py:f", "--plan", "p.json", "--forward", "2"), "durations are of a --schedule"),
+        (("--schedule", "1f1b", "--precision", "bf16"), "--precision is of a --plan"),
+    ],
+)
+def test_simulate_refuses_options_of_the_other_kind(options: tuple[str, ...], wrong: str) -> None:
+    result = run("simulate", *options)
+    assert result.exit_code == 2
+    assert wrong in result.stderr
