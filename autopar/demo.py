@@ -39,7 +39,7 @@ class Settings:
     steps: int
     folder: str
     port: int
-    limit: float = 170.0
+    limit: float = 600.0
     vocabulary: int = 256
     sequence: int = 128
     batch: int = 16
@@ -116,7 +116,9 @@ def train(rank: int, settings: Settings, messages: Any) -> None:
     torch.set_num_threads(1)
     world = torch.Size(settings.axes.values()).numel()
     address = f"tcp://127.0.0.1:{settings.port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", init_method=address, rank=rank, world_size=world, timeout=timedelta(seconds=settings.limit)
+    )
     try:
         mesh = init_device_mesh("cpu", tuple(settings.axes.values()), mesh_dim_names=tuple(settings.axes))
         text = read_text()
@@ -173,7 +175,7 @@ def search(settings: Settings, folder: Path) -> Plan:
 
 
 def run(settings: Settings, console: Console) -> list[Step]:
-    """Start the processes, follow rank 0, and end them all at the limit.
+    """Start the processes, follow rank 0, and end them all if it says nothing for as long as the limit.
 
     Raises:
         AutoparError: a process failed, or the time ran out.
@@ -191,9 +193,11 @@ def run(settings: Settings, console: Console) -> list[Step]:
             done = False
             while not done:
                 done = context.join(timeout=0.1)
-                _follow(messages, steps, progress, task)
+                if _follow(messages, steps, progress, task):
+                    deadline = time.monotonic() + settings.limit
                 if not done and time.monotonic() > deadline:
-                    raise AutoparError(f"not done after {settings.limit:.0f} s ({len(steps)} steps); use fewer --steps")
+                    last = f"step {len(steps)}" if steps else "the start"
+                    raise AutoparError(f"no step for {settings.limit:.0f} s after {last}; give more with --timeout")
     except ProcessRaisedException as e:
         raise AutoparError(f"a process failed: {str(e).strip().splitlines()[-1]}") from e
     except ProcessExitedException as e:
@@ -205,13 +209,15 @@ def run(settings: Settings, console: Console) -> list[Step]:
     return steps
 
 
-def _follow(messages: Any, steps: list[Step], progress: Progress, task: Any) -> None:
-    """Read what rank 0 has said since the last look."""
+def _follow(messages: Any, steps: list[Step], progress: Progress, task: Any) -> bool:
+    """Read what rank 0 has said since the last look, and whether that is anything."""
+    heard = False
     while True:
         try:
             message = messages.get(timeout=0.05)
         except queue.Empty:
-            return
+            return heard
+        heard = True
         if isinstance(message, Step):
             steps.append(message)
             text = f"loss {message.loss:.4f}, plain {message.plain_loss:.4f}, gradients {message.difference:.1e} apart"
@@ -244,7 +250,9 @@ def demo(
     processes: Annotated[int, typer.Option(min=1, help="Must be the product of the axes.")] = 4,
     out: Annotated[Path, typer.Option(help="Folder for plan, table and graphs.")] = Path("demo-output"),
     axes: Annotated[str, typer.Option(help="Default: data=PROCESSES/2,model=2, or data=PROCESSES if odd.")] = "",
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which the processes are ended.")] = 170.0,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds without a step after which the processes are ended.")
+    ] = 600.0,
 ) -> None:
     """Train a small language model on several processes and on one, and compare."""
     console = Console()
