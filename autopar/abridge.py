@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from autopar.dims import analyze
+from autopar.errors import AutoparError
 from autopar.origin import module_path
 from autopar.program import SHORT, Program, Repeat
 from autopar.search.quotient import quotient
@@ -44,7 +45,7 @@ def abridge(
         say(f"capturing {SHORT} of the {short.layers} blocks of {short.path}")
         try:
             three, two = make(short.model), make(shorten(model, SHORT - 1).model)
-        except Exception as e:  # whatever it is: the whole model fails in the same way, or it does not
+        except AutoparError as e:  # the whole model fails in the same way, or it does not
             reason = f"three blocks alone fail: {e}"
         else:
             reason = _differs(three, two, short.path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from autopar.cluster import Cluster
 from autopar.compiler import default_memory, program_of, solve
 from autopar.cost.memory import format_bytes, optimizer_state_bytes, parse_bytes
 from autopar.dims import analyze
-from autopar.errors import InfeasibleError
+from autopar.errors import CaptureError, InfeasibleError
 from autopar.precision import Precision
 from autopar.search.find import Progress, Search
 from autopar.search.recipes import DATA_NAMES, TENSOR_NAMES
@@ -115,7 +115,14 @@ def predict_hybrid(
     order(schedule, training.stages, microbatches, virtual)  # refuses what there is not, before the model is captured
     if short.layers is None:
         logger.info("captured whole, layer by layer: %s", short.reason)
-    program = program_of(short.model, own, loss_fn=loss_fn, precision=precision)
+    try:
+        program = program_of(short.model, own, loss_fn=loss_fn, precision=precision)
+    except CaptureError as e:
+        if short.layers is None:
+            raise
+        logger.info("captured whole, layer by layer: two layers alone fail: %s", e)
+        training = replace(training, layers=None)
+        program = program_of(model, own, loss_fn=loss_fn, precision=precision)
     dims = analyze(program)
     search = Search(recipe="megatron" if sizes["tensor"] > 1 else None, padding=False, time_limit=time_limit)
     tensor = {"tensor": sizes["tensor"]}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from torch import fx
 
@@ -31,16 +30,8 @@ def predict(program: Program, dims: Dims, plan: Plan, classes: Quotient | None =
         return found
     shorter = program.repeat.shorter
     other = _predict(shorter, analyze(shorter), plan, None)
-
-    def whole(three: Any, two: Any) -> Any:
-        """Numbers extrapolated, wherever they are."""
-        assert program.repeat is not None
-        if isinstance(three, Mapping):
-            return {key: whole(value, two.get(key, type(value)())) for key, value in three.items()}
-        return program.repeat.extrapolate(three, two)
-
-    predicted = Predicted(**{f.name: whole(getattr(found.predicted, f.name), getattr(other.predicted, f.name))
-                             for f in fields(Predicted)})  # fmt: skip
+    whole = program.repeat.extrapolate
+    predicted = Predicted(**whole(vars(found.predicted), vars(other.predicted)))
     rows = tuple(
         replace(row, **{name: whole(getattr(row, name), getattr(less, name)) for name in _COUNTED})
         for row, less in zip(found.modules, other.modules, strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -81,7 +81,9 @@ class Repeat:
     shorter: Program
 
     def extrapolate(self, three: Any, two: Any) -> Any:
-        """A number of the whole model, from those of three and of two blocks."""
+        """A number of the whole model, or a mapping to numbers, from those of three and of two blocks; absent is 0."""
+        if isinstance(three, Mapping):
+            return {k: self.extrapolate(v, two.get(k, {} if isinstance(v, Mapping) else 0)) for k, v in three.items()}
         return three + (self.blocks - SHORT) * (three - two)
 
     def names(self, name: str) -> tuple[str, ...]:
@@ -191,8 +193,7 @@ class Program:
         """A hash of operators, arguments, shapes and dtypes, of parameter names, and of nothing else."""
         counts: dict[str, int] = self.structure
         if self.repeat is not None:
-            other = self.repeat.shorter.structure
-            counts = {k: self.repeat.extrapolate(n, other[k]) for k, n in counts.items()}
+            counts = self.repeat.extrapolate(counts, self.repeat.shorter.structure)
         return hashlib.sha256(repr(sorted(counts.items())).encode()).hexdigest()[:16]
 
 

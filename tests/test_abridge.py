@@ -12,7 +12,6 @@ from torch import nn
 
 import autopar
 from autopar.abridge import abridge
-from autopar.cluster import Cluster
 from autopar.compiler import plan, program_of, program_to_plan, rewrite, solve
 from autopar.errors import PlanError
 from autopar.plan import Plan
@@ -20,10 +19,10 @@ from autopar.program import Program, Repeat
 from autopar.question import ask
 from autopar.search.find import Search, state_bytes
 from tests import models
+from tests.distributed.models import slow_devices
 
 AXES = {"a": 2, "b": 4}
-EAGER = Cluster.preset("cpu")
-EAGER = replace(EAGER, name="tiny models pay", device=replace(EAGER.device, launch=1e-12))
+EAGER = slow_devices()
 
 
 class Block(nn.Module):

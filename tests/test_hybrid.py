@@ -9,7 +9,7 @@ import torch
 
 from autopar.errors import InfeasibleError
 from autopar.hybrid import Hybrid, predict_hybrid
-from benchmarks.gpt import GPT, batch_of
+from benchmarks.gpt import GPT, Block, batch_of
 
 SEQUENCE, HIDDEN, HEADS, VOCABULARY, SAMPLES = 16, 32, 4, 96, 32
 
@@ -109,3 +109,21 @@ def test_a_batch_without_samples_is_named(batch: tuple[torch.Tensor, ...]) -> No
     model = GPT(HIDDEN, HEADS, 4, SEQUENCE, VOCABULARY)
     with pytest.raises(ValueError, match="does not begin with a tensor of samples"):
         predict_hybrid(model, batch, cluster="a100-80gb", axes={"dp": 2})
+
+
+def test_a_model_that_reads_the_number_of_its_blocks_is_captured_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    def model() -> GPT:
+        made = GPT(HIDDEN, HEADS, 4, SEQUENCE, VOCABULARY)
+        for i, layer in enumerate(made.layers):
+            layer.number = i
+        return made
+
+    def predict() -> Hybrid:
+        return predict_hybrid(model(), batch_of(SAMPLES, SEQUENCE), cluster="a100-80gb", axes={"dp": 2}, microbatch=2)
+
+    forward = Block.forward
+    assert predict() == predicted(dp=2)  # nobody reads it
+    monkeypatch.setattr(Block, "forward", lambda self, x: forward(self, x) * float(self.number + 1))
+    found = predict()
+    assert found.memory_bytes["parameters"] == predicted(dp=2).memory_bytes["parameters"]
+    assert found.forward_seconds[0] > predicted(dp=2).forward_seconds[0]

@@ -51,13 +51,9 @@ def quotient(program: Program, dims: Dims, *, tie: bool = True) -> Quotient:
         members[k].append(node)
     count, uses = {k: len(nodes) for k, nodes in members.items()}, _uses(program, key)
     if program.repeat is not None:
-        repeat = program.repeat
-        other = quotient(repeat.shorter, analyze(repeat.shorter), tie=tie)
-        count = {k: repeat.extrapolate(n, other.count[k]) for k, n in count.items()}
-        uses = {
-            value: {user: repeat.extrapolate(n, other.uses[value][user]) for user, n in users.items()}
-            for value, users in uses.items()
-        }
+        other = quotient(program.repeat.shorter, analyze(program.repeat.shorter), tie=tie)
+        count = program.repeat.extrapolate(count, other.count)
+        uses = program.repeat.extrapolate(uses, other.uses)
     return Quotient(key, {k: tuple(v) for k, v in members.items()}, count, uses)
 
 

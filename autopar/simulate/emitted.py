@@ -35,7 +35,7 @@ from autopar.work import arithmetic_dtype, operator_work
 WAIT = "wait"
 
 
-def emitted(program: Program, plan: Plan, optimizer: str | None = None) -> list[Task]:
+def emitted(program: Program, plan: Plan) -> list[Task]:
     """The tasks of one device; all devices of a plan without stages do the same.
 
     Categories of memory: ``parameters``, ``buffers``, ``batch`` and ``optimizer`` are held all the time, ``gradients``
@@ -44,8 +44,8 @@ def emitted(program: Program, plan: Plan, optimizer: str | None = None) -> list[
 
     Args:
         program: as `autopar.compiler.rewrite` returns it.
-        plan: the plan it was rewritten under; its cluster says what a kernel and a collective cost.
-        optimizer: whose state is held; default: the plan's.
+        plan: the plan it was rewritten under; its cluster says what kernels and collectives cost, its optimizer
+            what state is held.
 
     Raises:
         PlanError: the program is not rewritten.
@@ -53,14 +53,14 @@ def emitted(program: Program, plan: Plan, optimizer: str | None = None) -> list[
     if "local" not in program.graph.meta.get("invariants", ()):
         raise PlanError("the program is not a rewritten one; give what compiler.rewrite(program, plan) returns")
     propagate(program, plan, everything=True)  # passes leave shapes right, but not which tensors share memory
-    return _Emitted(program, plan, optimizer or plan.optimizer).run()
+    return _Emitted(program, plan).run()
 
 
 class _Emitted:
-    """Walks a graph once, and once more backwards for what can be given back."""
+    """Walks a graph once for its tasks, and once more for what is taken and given back."""
 
-    def __init__(self, program: Program, plan: Plan, optimizer: str) -> None:
-        self.program, self.optimizer = program, optimizer
+    def __init__(self, program: Program, plan: Plan) -> None:
+        self.program, self.optimizer = program, plan.optimizer
         self.machine: Machine = machine_of(plan)
         self.tasks: list[Task] = []
         self.made_by: dict[fx.Node, int] = {}

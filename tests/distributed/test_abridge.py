@@ -1,0 +1,59 @@
+"""A plan that was made from three blocks of a deep model trains the whole model on four ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.launch import WAIT, Ranks, mesh_of
+from tests.distributed.models import slow_devices
+
+pytestmark = pytest.mark.distributed
+
+STEPS, TOLERANCE = 3, 1e-9
+
+
+def doubled() -> tuple[Any, dict[str, torch.Tensor]]:
+    from tests.test_abridge import deep
+
+    model, batch = deep(5)
+    return model.double(), {"x": batch["x"].double(), "target": batch["target"]}
+
+
+def train(rank: int, path: str) -> float:
+    """The largest difference of any loss, gradient, parameter or buffer in some steps of AdamW."""
+    from autopar.parallelize import parallelize
+
+    plain, batch = doubled()
+    parallel: Any = parallelize(doubled()[0], mesh_of(2, 2), plan=path, timeout=WAIT)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (parallel, plain)]
+    worst = 0.0
+    for _ in range(STEPS):
+        loss, expected = parallel(**batch), plain(**batch)
+        loss.backward()
+        expected.backward()
+        pairs = [(loss, expected)]
+        gradients = parallel.full_gradients()
+        pairs += [(gradients[name], p.grad) for name, p in plain.named_parameters()]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        state = parallel.full_state_dict()
+        assert list(state) == list(plain.state_dict())
+        pairs += [(state[name], value) for name, value in plain.state_dict().items()]
+        worst = max(worst, *(float((a - b).abs().max()) for a, b in pairs))
+    return worst
+
+
+def test_three_steps_of_adamw_equal_one_device(ranks: Ranks, tmp_path: Path) -> None:
+    from autopar.compiler import program_to_plan, solve
+
+    program = program_to_plan(*doubled())
+    assert program.repeat is not None
+    plan = solve(program, {"a": 2, "b": 2}, slow_devices())
+    assert sum(plan.predicted.communication_bytes.values()) > 0
+    plan.save(tmp_path / "plan.json")
+    assert max(ranks.run(train, str(tmp_path / "plan.json"))) < TOLERANCE
