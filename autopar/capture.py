@@ -18,7 +18,8 @@ import torch
 from torch import fx, nn
 
 from autopar import tree
-from autopar._torch_compat import FakeTensorMode, aot_export_joint_with_descriptors, get_decompositions
+from autopar._torch_compat import FakeTensorMode, aot_export_joint_with_descriptors
+from autopar.decompose import decompositions
 from autopar.errors import CaptureError
 from autopar.program import Input, Output, Program
 
@@ -27,54 +28,6 @@ logger = logging.getLogger("autopar")
 
 Batch = tuple[Any, ...] | list[Any] | dict[str, Any]
 LossFunction = Callable[[Any, Any], torch.Tensor]
-
-# Composite operators that are simpler to split as their parts: losses, cross-entropy with ignored labels, biases.
-_DECOMPOSED = [aten.nll_loss_forward, aten.nll_loss_backward, aten.nll_loss2d_forward]
-_DECOMPOSED += [aten.nll_loss2d_backward, aten.std_mean, aten.var_mean, aten.addcmul, aten.addcdiv]
-_DECOMPOSED += [
-    aten.mse_loss,
-    aten.mse_loss_backward,
-    aten.smooth_l1_loss,
-    aten.smooth_l1_loss_backward,
-    aten.huber_loss,
-]
-_DECOMPOSED += [aten.huber_loss_backward, aten.binary_cross_entropy_with_logits, aten.xlogy]
-_DECOMPOSED += [aten.log_sigmoid_forward, aten.log_sigmoid_backward]
-_DECOMPOSED += [aten.soft_margin_loss, aten.soft_margin_loss_backward, aten._weight_norm_interface]
-
-
-def _weight_norm_backward(
-    grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norms: torch.Tensor, dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients in ``g * v / |v|``, the norm over all dims but ``dim``; torch decomposes the forward only."""
-    along = (grad * v).sum([d for d in range(v.ndim) if d != dim], keepdim=True) / norms
-    return g / norms * (grad - v * (along / norms)), along
-
-
-def _with_addend(product: Any) -> Callable[..., torch.Tensor]:
-    """``beta * addend + alpha * product(a, b)`` in the dtype of the tensors; torch's own computes in float32."""
-
-    def decomposed(addend: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
-        result = product(a, b) if alpha == 1 else product(a, b) * alpha
-        if beta == 0:  # what the addend holds does not matter then, not even NaN
-            return result
-        return result + (addend if beta == 1 else addend * beta)
-
-    return decomposed
-
-
-_OWN_DECOMPOSITIONS = {
-    aten.addmm.default: _with_addend(aten.mm),
-    aten.baddbmm.default: _with_addend(aten.bmm),
-    aten.addmv.default: _with_addend(aten.mv),
-    aten._weight_norm_interface_backward.default: _weight_norm_backward,
-}
-
-
-def decompositions() -> dict[Any, Callable[..., Any]]:
-    """The operators that are traced as their parts, with what they become."""
-    table: Any = get_decompositions(_DECOMPOSED)
-    return {**table, **_OWN_DECOMPOSITIONS}
 
 
 def capture(

@@ -20,6 +20,7 @@ from torch.fx.node import map_aggregate
 from autopar._torch_compat import OpOverload
 from autopar.errors import InvalidRuleError, MissingRuleError
 from autopar.findings import Findings, Letter, Place, write_rule
+from autopar.isolate import CrashError, isolated
 from autopar.oracle import check_rule
 from autopar.strategy import Rule, Spec
 from autopar.trial import DRAWS, LARGEST_RATIO, Call, Mode, Sizes, Tree, Trial, capped, pattern, run, size_pairs, trials
@@ -28,6 +29,9 @@ logger = logging.getLogger("autopar")
 
 MOST_CHOICES = 512
 """Choices of dims that are cut together; an operator with more of them is replicated along the rest."""
+
+SECONDS = 300.0
+"""After which the search for a rule is given up; most take less than one."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +63,10 @@ def discover(call: Call) -> Rule:
     if exact not in _discovered:
         _refuse(call.target)
         key = _key(call, pattern(call))
-        with torch.random.fork_rng(devices=[]):
-            findings = _known[key] if key in _known else _find(call)
-            if not findings.exact:
-                _known[key] = findings
-            findings = _confirm(call, findings)
-        found = Discovery(str(call.target), _rule(call, findings), findings.samples, findings.reason)
+        findings, confirmed = _findings(call, _known.get(key))
+        if not findings.exact:
+            _known[key] = findings
+        found = Discovery(str(call.target), _rule(call, confirmed), confirmed.samples, confirmed.reason)
         _discovered[exact] = found
         _log(found)
     return _discovered[exact].rule
@@ -103,9 +105,31 @@ def _refuse(target: Any) -> None:
         raise MissingRuleError(f"no rule for {target}; it looks at memory, such operators are not discovered")
 
 
-def _find(call: Call) -> Findings:
+def _findings(call: Call, known: Findings | None) -> tuple[Findings, Findings]:
+    """What holds at any size, and what of it holds at the real ones.
+
+    Parts of tensors are not what a kernel was written for: those of the CPU run in a process of their own, since some
+    read and write behind the end. What only runs where the model is runs in this one.
+    """
+    try:
+        found: tuple[Findings, Findings] = isolated(_on, "cpu", call, known, seconds=SECONDS)
+    except CrashError as e:
+        found = (Findings(reason=f"its kernel {e} on parts of its tensors"),) * 2
+    else:
+        if not found[0].samples and call.device != "cpu":
+            found = _on(call.device, call, known)
+    return found
+
+
+def _on(device: str, call: Call, known: Findings | None) -> tuple[Findings, Findings]:
+    with torch.random.fork_rng(devices=[]):
+        found = known or _find(device, call)
+        return found, _confirm(device, call, found)
+
+
+def _find(device: str, call: Call) -> Findings:
     errors: list[str] = []
-    made = _trials(call, errors)
+    made = _trials(device, call, errors)
     if not made:
         return Findings(reason=f"it cannot be run on small random tensors ({errors[-1] if errors else 'too large'})")
     _check_pure(call.target, made[0])
@@ -130,11 +154,10 @@ def _find(call: Call) -> Findings:
 _UNSPLIT = "no way to split it was found"
 
 
-def _trials(call: Call, errors: list[str]) -> list[Trial]:
+def _trials(device: str, call: Call, errors: list[str]) -> list[Trial]:
     """Calls at two sizes; those whose outputs have the sizes expected of them are preferred."""
     second: list[Trial] = []
-    devices = dict.fromkeys(("cpu", call.device))
-    for device, floating in itertools.product(devices, (torch.float64, torch.float32)):
+    for floating in (torch.float64, torch.float32):
         for pair, follow in itertools.product(size_pairs(call), (False, True)):
             mode = Mode(device, floating, follow)
             each = [trials(call, sizes, mode, i, errors) for i, sizes in enumerate(pair)]
@@ -303,14 +326,13 @@ def _jointly(call: Call, made: Sequence[Trial], found: Findings) -> Findings:
     return kept
 
 
-def _confirm(call: Call, found: Findings) -> Findings:
+def _confirm(device: str, call: Call, found: Findings) -> Findings:
     """Drop what does not hold at the real sizes, or the largest that can be run: kernels have constants in them."""
     if found.reason:
         return found
     sizes = capped(call)
     real = all(n == m for n, m in sizes.items())  # numbers among the arguments are then right as they are
-    devices = dict.fromkeys(("cpu", call.device))
-    for device, floating, follow in itertools.product(devices, (torch.float64, torch.float32), (False, True)):
+    for floating, follow in itertools.product((torch.float64, torch.float32), (False, True)):
         made = trials(call, sizes, Mode(device, floating, follow and not real), 2, [])
         if made and all(len(t.outputs) == len(call.outputs) for t in made):
             break

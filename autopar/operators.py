@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from importlib import resources
 from typing import Any
 
 from torch import fx
@@ -19,14 +21,17 @@ Row = dict[str, Any]
 def list_rules(task: tuple[Any, Any, Any] | None = None, only: str = "") -> list[Row]:
     """A row for each rule: ``family``, ``operator``, ``equations`` and ``samples``, how many calls prove it.
 
+    Discovered rules were proven in this process, written ones by the tests of autopar; None: a rule of yours.
+
     Args:
         task: model, batch and loss function (or None), to list what is discovered for it, and equations of its calls.
         only: part of an operator's name.
     """
     equations = _equations(task) if task else {}
+    proven = json.loads(resources.files("autopar.strategies").joinpath("proven.json").read_text())
     rows = [
-        _row(function.__module__.rpartition(".")[2], str(target), equations.get(str(target), ()), None)
-        for target, function in registered().items()
+        _row(function.__module__.rpartition(".")[2], name, equations.get(name, ()), proven.get(name))
+        for name, function in ((str(target), function) for target, function in registered().items())
     ]
     found: dict[str, tuple[list[str], int]] = {}
     for d in discovered():

@@ -139,7 +139,9 @@ class _SplitCall(RuleCall):
             where = f"{self.target} ({self.rule.equation}), {_join(chosen)}: {self.describe(chosen)}, output {j}"
             actual = self._gather(j, chosen, parts, pieces, (where, rtol), ())
             if self.has_values:
-                _compare(actual.reshape(expected.shape), expected, rtol, where)
+                summed = any(self.placement(s, j) == "P" for s in chosen)
+                rounded = max(0.0 if t is None else _largest(t) for t in pieces.values()) if summed else 0.0
+                _compare(actual.reshape(expected.shape), expected, rtol, where, rounded)
 
     def _local_sizes(self, split: Mapping[str, int]) -> dict[str, int]:
         return {c: n // split.get(c, 1) for c, n in self.sizes.items()}
@@ -351,11 +353,18 @@ def _scale(value: Any, parts: int) -> Any:
     return value // parts
 
 
-def _compare(actual: torch.Tensor, expected: torch.Tensor, rtol: float, where: str) -> None:
-    """Compare relative to the largest entry: where terms cancel, small entries carry the rounding of large ones."""
+def _largest(x: torch.Tensor) -> float:
+    """The largest magnitude among finite entries; 0 where there are none."""
+    whole = wide(x)
+    finite = whole[whole.isfinite()].abs()
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def _compare(actual: torch.Tensor, expected: torch.Tensor, rtol: float, where: str, rounded: float = 0.0) -> None:
+    """Compare relative to the largest entry: where terms cancel, small entries carry the rounding of large ones.
+
+    ``rounded``: the largest of the terms, which may be larger than their sum.
+    """
     if expected.dtype.is_floating_point or expected.dtype.is_complex:
         rtol = max(rtol, 16 * torch.finfo(expected.dtype).eps)
-    whole = wide(expected)
-    finite = whole[whole.isfinite()].abs()
-    largest = finite.max().item() if finite.numel() else 0.0
-    compare(actual, expected, where, rtol=0.0, atol=rtol * max(1.0, largest))
+    compare(actual, expected, where, rtol=0.0, atol=rtol * max(1.0, rounded, _largest(expected)))

@@ -243,6 +243,25 @@ def dims(parts: list[str] | tuple[str, ...]) -> str:
     return "".join(p if len(p) == 1 else f"({p})" if p else "1" for p in parts)
 
 
+Dim = int | Sequence[int] | None
+
+
+def whole_dims(x: Spec, dim: Dim) -> tuple[int, ...]:
+    """The dims that a reduction's ``dim`` names; None and ``[]`` name all of them."""
+    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
+        return tuple(range(x.ndim))
+    return tuple(d % x.ndim for d in ((dim,) if isinstance(dim, int) else dim)) if x.ndim else ()
+
+
+def whole_equation(x: Spec, dim: Dim, keepdim: bool, outputs: int = 1) -> tuple[str, str]:
+    """The equation of a reduction over ``dim``, and the letters that it reduces."""
+    reduced = whole_dims(x, dim)
+    names = letters(x.ndim)
+    left = [c if d not in reduced else "" for d, c in enumerate(names) if keepdim or d not in reduced]
+    right = ",".join([dims(left) or "."] * outputs)
+    return f"{names or '.'}->{right}", "".join(names[d] for d in reduced)
+
+
 def letter_sizes(
     rule: Rule, inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...] | None]
 ) -> dict[str, int]:

@@ -15,10 +15,11 @@ from autopar.strategy import Spec
 Tree = tuple[tuple[Any, ...], dict[str, Any]]
 Sizes = Mapping[int, int]
 
-KINDS = ("normal", "ternary", "positive", "positive", "above one", "above one")
-"""Values of a floating tensor: ternary ones make comparisons come out equal, the last ones are in narrow domains."""
+KINDS = ("normal", "ternary", "sparse", "positive", "positive", "positive", "above one", "above one", "above one")
+"""Values of a floating tensor: ternary ones make comparisons come out equal, sparse ones make elements rare that an
+operator may look for, the last ones are in narrow domains."""
 
-DRAWS = 2
+DRAWS = 3
 """Calls at each choice of sizes; the first kinds of values that the operator can do with."""
 
 MOST_ELEMENTS = 2**18
@@ -204,8 +205,10 @@ def _random(
     if dtype.is_complex:
         parts = [torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(2)]
         return torch.complex(*parts).to(mode.floating.to_complex()).to(mode.device)
-    if kind == "normal":
+    if kind in ("normal", "sparse"):
         values = torch.randn(shape, dtype=torch.float64, generator=generator)
+        if kind == "sparse":
+            values *= torch.rand(shape, dtype=torch.float64, generator=generator) < 0.1
     elif kind in ("positive", "above one"):
         lowest = 0.1 if kind == "positive" else 1.1
         values = torch.rand(shape, dtype=torch.float64, generator=generator) * 0.8 + lowest

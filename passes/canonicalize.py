@@ -36,7 +36,10 @@ _IDENTITIES = {
 }  # fmt: skip
 _DROPPED = {aten._assert_tensor_metadata.default}
 _LIKE = {aten.zeros_like.default: 0, aten.ones_like.default: 1, aten.new_zeros.default: 0, aten.new_ones.default: 1}
-_LIKE[aten.new_empty_strided.default] = 0  # what is written over it later has no strides of its own either
+# Memory that is written over is zero until then, and has no strides of its own: what no element is written to would
+# otherwise differ from run to run.
+_LIKE |= dict.fromkeys((aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default), 0)
+_LIKE |= dict.fromkeys((aten.empty_strided.default, aten.empty_permuted.default, aten.new_empty_strided.default), 0)
 _DIM_ARGUMENT = {
     aten.select.int: 1, aten.slice.Tensor: 1, aten.split.Tensor: 2, aten.split_with_sizes.default: 2,
     aten.cat.default: 1, aten.gather.default: 1, aten.scatter.value: 1, aten.scatter.src: 1, aten._softmax.default: 1,

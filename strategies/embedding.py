@@ -65,3 +65,12 @@ def embedding_dense_backward(
         lower={"v": Lowering(_build_backward)},
         padded={"v": Padding(output=0.0)},
     )
+
+
+@rule(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+def embedding_bag(
+    weight: Spec, indices: Spec, offsets: Spec, scale_grad_by_freq: bool = False, mode: int = 0, *args: Any
+) -> Rule:
+    """Largest elements of rows, by bag (sums and means are decomposed). Columns are free; rows and bags are whole."""
+    weights = sum(isinstance(a, Spec) for a in args)
+    return Rule(f"1h,1,1{',1' * weights}->1h,1,1,{'1h' if mode == 2 else '1'}", keep="h")

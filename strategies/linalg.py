@@ -53,9 +53,18 @@ for _equation, _ops in ONE_MATRIX.items():
 rule(aten._linalg_svd.default)(batched("mn->mk,r,ln"))
 rule(aten.cholesky_solve.default)(lambda b, factor, upper=False: batched("pr,mn->pr", ((0,),))(b, factor))
 rule(aten.linalg_solve_triangular.default)(lambda a, b, **_: batched("mn,pr->pr", ((1,),))(a, b))
-rule(aten.linalg_lu_solve.default)(lambda lu, pivots, b, **_: batched("mn,k,mr->mr", ((2,),))(lu, pivots, b))
+rule(aten.linalg_lu_solve.default)(lambda lu, pivots, b, **_: batched("mn,k,pr->pr", ((2,),))(lu, pivots, b))
 rule(aten.linalg_householder_product.default)(batched("mn,k->mn"))
 rule(aten.ormqr.default)(lambda a, tau, b, *_: batched("mn,k,pr->pr", ((2,),))(a, tau, b))
+
+
+@rule(aten.lu_unpack.default)
+def lu_unpack(lu: Spec, pivots: Spec, unpack_data: bool = True, unpack_pivots: bool = True) -> Rule:
+    """Permutation and triangles; what is not asked for is empty."""
+    if unpack_data and unpack_pivots:
+        return batched("mn,k->pq,rs,tu")(lu, pivots)
+    permutation, triangle = ("1" * lu.ndim if wanted else "1" for wanted in (unpack_pivots, unpack_data))
+    return Rule(f"{'1' * lu.ndim},{'1' * pivots.ndim}->{permutation},{triangle},{triangle}")
 
 
 @rule(aten._linalg_solve_ex.default)

@@ -49,6 +49,7 @@ NONLINEAR_OVERLOADS = (
     *(op.Tensor for op in (aten.bitwise_and, aten.bitwise_or, aten.bitwise_xor, aten.clamp)),
     *(op.Scalar for op in (aten.bitwise_and, aten.bitwise_or, aten.bitwise_xor, aten.floor_divide, aten.fill)),
     *(aten.pow.Tensor_Tensor, aten.pow.Tensor_Scalar, aten.pow.Scalar, aten.div.Tensor_mode, aten.div.Scalar_mode),
+    aten.round.decimals,
 )
 
 LINEAR_IN_FIRST = (

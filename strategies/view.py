@@ -37,6 +37,8 @@ def view(x: Spec, shape: Sequence[int]) -> Rule:
             side[i] += letter
         return letter
 
+    if 0 in shape:  # no elements, and any sizes beside the zero
+        return Rule(f"{'1' * x.ndim}->{'1' * len(shape)}", linear=ONE, view=True)
     ins = [(i, n) for i, n in enumerate(x.shape) if n != 1]
     outs = [(j, n) for j, n in enumerate(shape) if n != 1]
     while ins and outs:

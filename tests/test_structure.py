@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("draw",),
     ("strategy", "rule_call", "oracle", "padding_oracle", "random_oracle"),
     ("strategies",),
-    ("findings", "trial", "discover"),
+    ("findings", "trial", "isolate", "discover"),
     (
         "dims",
         "candidates",
@@ -30,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "program",
         "naming",
         "capture",
+        "decompose",
         "collective",
         "work",
     ),

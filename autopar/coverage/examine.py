@@ -17,6 +17,7 @@ from autopar.dims import Dims, analyze
 from autopar.errors import CaptureError, InvalidRuleError, MissingRuleError
 from autopar.oracle import check_rule
 from autopar.program import is_operator, map_nodes, static_arguments, tensor_arguments, values_of
+from autopar.random_oracle import check_random
 from autopar.strategy import Rule, find_rule
 
 SAMPLES = 2
@@ -142,15 +143,14 @@ def _examine(name: str, dtype: str, traced: Traced) -> Outcome:
         return Outcome(name, dtype, MISSING, str(e).split(" (node")[0], **common)
     except InvalidRuleError as e:
         return Outcome(name, dtype, REPLICATED, failures=(str(e),), **common)
+    counted = [(str(node.target), kind) for node in dims.operators if (kind := _kind(node, dims))]
     kinds: dict[str, str] = {}
-    for node in dims.operators:
-        kind = _kind(node, dims)
-        if kind:
-            kinds[str(node.target)] = _best(kinds.get(str(node.target)), kind)
-    counted = [k for k in (_kind(node, dims) for node in dims.operators) if k]
-    status = NOTHING if not counted else max(counted, key=_ORDER.index)
+    for target, kind in counted:
+        kinds[target] = _best(kinds.get(target), kind)
+    status = max((kind for _, kind in counted), key=_ORDER.index, default=NOTHING)
+    blocking = ", ".join(dict.fromkeys(target for target, kind in counted if kind == REPLICATED))
     checks, failures = _prove(traced, dims)
-    return Outcome(name, dtype, status, overloads=kinds, checks=checks, failures=failures, **common)
+    return Outcome(name, dtype, status, blocking, overloads=kinds, checks=checks, failures=failures, **common)
 
 
 _ORDER = [SPLIT, DISCOVERED, REPLICATED]
@@ -186,17 +186,13 @@ def _together(found: list[Outcome]) -> Outcome:
         best.name,
         best.dtype,
         best.status,
-        best.reason or (_blocking(best) if best.status == REPLICATED else ""),
+        best.reason,
         any(o.differentiable for o in found),
         kinds,
         tuple(dict.fromkeys(t for o in found for t in o.traced)),
         sum(o.checks for o in found),
         tuple(dict.fromkeys(f for o in found for f in o.failures)),
     )
-
-
-def _blocking(outcome: Outcome) -> str:
-    return ", ".join(name for name, kind in outcome.overloads.items() if kind == REPLICATED)
 
 
 _proven: set[Any] = set()
@@ -215,6 +211,9 @@ def _prove(traced: Traced, dims: Dims) -> tuple[int, tuple[str, ...]]:
         _proven.add(key)
         for parts in PARTS:
             try:
+                if dims.operators[node].rule.random:
+                    checks += len(check_random(node.target, args, kwargs, parts=parts))
+                    continue
                 rule = _reachable(dims.operators[node].rule, tensors)
                 checks += len(check_rule(node.target, args, kwargs, parts=parts, pairs=False, rule=rule, rtol=rtol))
             except InvalidRuleError as e:

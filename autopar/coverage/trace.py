@@ -13,7 +13,7 @@ from torch.fx.node import map_aggregate
 
 from autopar._torch_compat import OpOverload
 from autopar.canonical import canonical
-from autopar.capture import decompositions
+from autopar.decompose import decompositions
 from autopar.errors import CaptureError
 from autopar.program import Input, Output, Program, values_of
 
@@ -54,6 +54,8 @@ def trace(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
             tensors, list(tangents.values())
         )
     _complete(graph)
+    if any(n.target is torch.ops.aten.copy_.default for n in graph.graph.nodes):
+        raise CaptureError("it writes to its arguments")
     nodes = [n for n in graph.graph.nodes if n.op == "call_function" and isinstance(n.target, OpOverload)]
     overloads = tuple(dict.fromkeys(n.target for n in nodes))
     values = [*tensors, *tangents.values()]

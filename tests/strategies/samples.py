@@ -38,6 +38,7 @@ def pointwise_tables() -> Iterator[Sample]:
     for name in UNARY:
         yield call(getattr(aten, name).default, positive(4, 2))
     yield call(aten.neg.default, x())
+    yield call(aten.round.decimals, 10 * x(4, 2), decimals=1)
     for name in BINARY:
         yield call(getattr(aten, name).default, positive(4, 2), positive(2))
     for name in COMPARISON:
@@ -192,21 +193,45 @@ def reduction() -> Iterator[Sample]:
     for op in (aten.argmax, aten.argmin):
         yield call(op.default, x(2, 4, 6), 1, True)
         yield call(op.default, x(2, 4))
+    with_nan = x(4, 2)
+    with_nan[3, 1] = torch.nan
+    for op in (aten.amax, aten.amin, aten.max, aten.min):
+        for values in (with_nan, integer(8, 4, 2), integer(8, 4, 2) - 2**63, integer(8, 4, 2).to(torch.uint8)):
+            yield call(op.default, values)
+        yield call(op.default, boolean(4, 2))
     for op in (aten.any, aten.all):
         yield call(op.default, boolean(2, 4))
+        yield call(op.default, torch.ones(4, 2))
+        yield call(op.default, torch.ones(4, 2, dtype=torch.uint8))
         yield call(op.dim, boolean(2, 4), 1)
         yield call(op.dims, boolean(2, 4, 2), [0, 2])
     for op in (aten.max, aten.min):
         yield call(op.default, x(2, 4))
         yield call(op.dim, x(2, 4), 1, True)
-    yield call(aten.logsumexp.default, x(2, 4), [1])
+    for values in (x(2, 4), 800 * x(2, 4), torch.full((2, 4), -torch.inf), torch.full((2, 4), torch.inf)):
+        yield call(aten.logsumexp.default, values, [1])
+    yield call(aten.logsumexp.default, x(4, 4, 2), [0, 1], True)
+    yield call(aten.logsumexp.default, integer(8, 2, 4), [1])
     yield call(aten.prod.default, x(2, 4))
     yield call(aten.prod.dim_int, x(2, 4), 1)
     for op in (aten.var, aten.std):
         yield call(op.correction, x(2, 4), [1], correction=1, keepdim=True)
         yield call(op.dim, x(2, 4), [1], False, True)
+        yield call(op.correction, x(4, 4, 2) + 1e3, [0, 1], correction=0)
+        yield call(op.correction, x(4, 4))
+        yield call(op.correction, x(4, 4), correction=16)
+        yield call(op.correction, x(4, 4).bfloat16(), [0])
+        yield call(op.correction, torch.complex(x(4, 4), x(4, 4)), [0])
+    for dims in ([1], [0, 1]):
+        yield call(torch.ops.prims.var.default, x(2, 4), dims, 1)
     yield call(aten.var_mean.correction, x(2, 4), [1], correction=0)
     yield call(aten.linalg_vector_norm.default, x(2, 4), 2, [1], True)
+    for order in (0, 1, 3.5, -2, torch.inf, -torch.inf):
+        yield call(aten.linalg_vector_norm.default, x(2, 4), order)
+    for values in (torch.zeros(4), torch.full((4,), torch.inf), 1e100 * x(4), torch.complex(x(4), x(4))):
+        yield call(aten.linalg_vector_norm.default, values)
+    yield call(aten.linalg_vector_norm.default, x(4).float(), dtype=torch.float64)
+    yield call(aten.linalg_vector_norm.default, x())
     yield call(aten.norm.ScalarOpt_dim, x(2, 4), 2, [1])
     yield call(aten.norm.Scalar, x(2, 4), 2)
     yield call(aten.cumsum.default, x(2, 4), -1)
@@ -215,6 +240,7 @@ def reduction() -> Iterator[Sample]:
     yield call(aten.sort.default, x(2, 4), 0, True)
     yield call(aten.sort.stable, x(2, 4), stable=True, dim=0)
     yield call(aten.histc.default, x(4), 4)
+    yield call(aten.histc.default, x(), 4)
     yield call(aten.topk.default, x(2, 4), 2)
 
 

@@ -157,6 +157,10 @@ def embedding() -> Iterator[Sample]:
     table = x(8, 4)
     for indices in (integer(8, 2, 4), integer(8, 4), integer(8)):
         yield call(aten.embedding.default, table, indices)
+    bags = integer(8, 6), torch.tensor([0, 2, 2, 5])
+    for op in (aten._embedding_bag, aten._embedding_bag_forward_only):
+        yield call(op.default, table, *bags, False, 2)
+    yield call(aten._embedding_bag.default, table, *bags, False, 0, False, x(6))
     yield call(aten.embedding.default, table, integer(8, 2, 4), 1)
     for padding in (-1, 1, 5):
         yield call(aten.embedding_dense_backward.default, x(2, 4, 6), integer(8, 2, 4), 8, padding, False)

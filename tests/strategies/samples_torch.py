@@ -62,6 +62,9 @@ def linalg() -> Iterator[Sample]:
     yield call(aten.cholesky_solve.default, b, torch.linalg.cholesky(a))
     yield call(aten.linalg_solve_triangular.default, torch.linalg.cholesky(a[:, :1]), b, upper=False)
     yield call(aten.linalg_lu_solve.default, *torch.linalg.lu_factor(a), b)
+    yield call(aten.linalg_lu_solve.default, *torch.linalg.lu_factor(a), b.mT, left=False)
+    for data, pivots in ((True, True), (False, True), (True, False)):
+        yield call(aten.lu_unpack.default, *torch.linalg.lu_factor(a), data, pivots)
     yield call(aten.linalg_householder_product.default, x(4, 3, 2), x(4, 2))
     yield call(aten.ormqr.default, x(4, 3, 2), x(4, 2), x(4, 3, 2))
     yield call(aten._linalg_solve_ex.default, a, b)
@@ -82,7 +85,6 @@ def dims() -> Iterator[Sample]:
     yield call(aten.aminmax.default, x(2, 4))
     yield call(aten.count_nonzero.default, x(2, 4).round())
     yield call(aten.count_nonzero.dim_IntList, x(2, 4).round(), [1])
-    yield call(aten.dist.default, x(2, 4), x(4))
     for op in (aten.diagonal, aten.diagonal_copy):
         yield call(op.default, x(4, 2, 3, 2), 1, -1, 0)
     yield call(aten.diagonal_scatter.default, x(4, 2, 3), x(2, 3), 0, 0, 2)

@@ -1,5 +1,7 @@
 """Every registered rule is proven by the oracle on every sample of its operator."""
 
+import json
+
 import pytest
 import torch
 from torch import fx
@@ -11,6 +13,7 @@ from autopar.padding_oracle import check_padding
 from autopar.random_oracle import check_random
 from autopar.rule_call import rule_of
 from autopar.strategy import letter_sizes, registered
+from tests.strategies.proven import FILE, counts
 from tests.strategies.sample import Sample
 from tests.strategies.samples import all_samples
 from tests.strategies.stand_ins import STAND_INS
@@ -29,6 +32,10 @@ def _one_thread():
 def test_every_rule_has_a_sample():
     sampled = {str(s.target) for s in SAMPLES}
     assert {str(t) for t in registered()} == sampled
+
+
+def test_the_list_of_rules_says_how_many_samples():
+    assert json.loads(FILE.read_text()) == counts(), "run: python -m tests.strategies.proven"
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
@@ -91,7 +98,9 @@ def test_lowerings_write_graphs(sample: Sample):
         actual = fx.GraphModule({}, graph)(0, *tensors)
         for found, wanted in zip(actual, expected, strict=True):
             assert (found is None) == (wanted is None)
-            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12) if wanted is not None else None
+            torch.testing.assert_close(
+                found, wanted, rtol=0, atol=1e-12, equal_nan=True
+            ) if wanted is not None else None
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)

@@ -1,0 +1,52 @@
+"""Reductions over split dims, and bags of a split table, on four ranks: three steps of AdamW equal one device's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed.launch import WAIT, Ranks, mesh_of
+from tests.distributed.models import slow_devices
+from tests.test_reductions import Bags, Moments, batch_of
+
+pytestmark = pytest.mark.distributed
+
+STEPS, TOLERANCE = 3, 1e-9
+
+
+def double(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: t.double() if t.is_floating_point() else t for name, t in batch.items()}
+
+
+def train(rank: int, make: type[nn.Module], seed: int) -> float:
+    """The largest difference of any loss, gradient or parameter in some steps of AdamW under a random plan."""
+    from autopar.parallelize import parallelize
+    from autopar.search.find import Search
+
+    plain = make().double()
+    search = Search(recipe="random", seed=seed)
+    parallel: Any = parallelize(make().double(), mesh_of(2, 2), search=search, cluster=slow_devices(), timeout=WAIT)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (parallel, plain)]
+    worst = 0.0
+    for step in range(STEPS):
+        batch = double(batch_of(plain, step))
+        loss, expected = parallel(**batch), plain(**batch)
+        loss.backward()
+        expected.backward()
+        gradients = parallel.full_gradients()
+        pairs = [(loss, expected), *((gradients[name], p.grad) for name, p in plain.named_parameters())]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        state = parallel.full_state_dict()
+        pairs += [(state[name], value) for name, value in plain.state_dict().items()]
+        worst = max(worst, *(float((a - b).abs().max()) for a, b in pairs))
+    return worst
+
+
+@pytest.mark.parametrize(("make", "seed"), [(Moments, 0), (Moments, 1), (Bags, 0), (Bags, 2)])
+def test_random_plans(ranks: Ranks, make: type[nn.Module], seed: int) -> None:
+    assert max(ranks.run(train, make, seed)) < TOLERANCE
