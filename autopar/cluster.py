@@ -24,6 +24,9 @@ _FOLDER = Path(__file__).with_name("clusters")
 PRESETS: tuple[str, ...] = tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
 """Names that `Cluster.preset` knows: public figures, the source beside each number, in the folder ``clusters``."""
 
+ALGORITHMS = ("ring", "tree", "pat")
+"""How libraries may run collectives; `autopar.cost.collectives` says what each costs."""
+
 _SHARES = ("efficiency", "streaming")
 _OPTIONAL = ("efficiency", "units", "ramp", "streaming", "host")
 _FIGURES = ("memory", "bandwidth", "launch", *_OPTIONAL)
@@ -109,17 +112,25 @@ class Link:
         name: for people.
         bandwidth: bytes per second that one device sends, while it receives as much.
         latency: seconds per message.
+        algorithms: of `ALGORITHMS`, those that the communication library has on this link; the fastest is taken.
 
     Raises:
-        ValueError: a figure is not a positive number.
+        ValueError: a figure is not a positive number, or an algorithm is unknown.
     """
 
     name: str
     bandwidth: float
     latency: float
+    algorithms: tuple[str, ...] = ("ring",)
 
     def __post_init__(self) -> None:
         _check_name(self.name)
+        if not isinstance(self.algorithms, list | tuple) or not self.algorithms:
+            raise ValueError(f"algorithms must be a list of {', '.join(ALGORITHMS)}, got {self.algorithms!r}")
+        for name in self.algorithms:
+            if name not in ALGORITHMS:
+                raise ValueError(f"algorithms has {name!r}{_suggest(str(name), ALGORITHMS)}")
+        object.__setattr__(self, "algorithms", tuple(n for n in ALGORITHMS if n in self.algorithms))
         for key in ("bandwidth", "latency"):
             object.__setattr__(self, key, _positive(key, getattr(self, key)))
 
@@ -199,16 +210,25 @@ class Cluster:
         return tuple(reversed(chosen))
 
     def _link_between(self, stride: int, size: int) -> Link:
-        """The link of ``size`` devices that are ``stride`` apart, with the bandwidth that they have together."""
+        """The link of ``size`` devices that are ``stride`` apart, with the bandwidth that they have together.
+
+        Of the steps around a ring, one in as many as the devices have neighbours in a group leaves that group: their
+        latencies are averaged. Trees are for devices that have no neighbour in their node.
+        """
         within = (i for i, group in enumerate(self.group_sizes) if group % (stride * size) == 0)
         level = next(within, len(self.links) - 1)
-        best = self.links[level]
+        best, leaves = self.links[level], 1.0
+        latency = 0.0
         for inner in range(level):
-            group = self.group_sizes[inner]
+            group, near = self.group_sizes[inner], self.links[inner]
             neighbours = math.gcd(size, group // stride) if group % stride == 0 else 1
-            shared = min(self.links[inner].bandwidth, neighbours * best.bandwidth)
+            shared = min(near.bandwidth, neighbours * best.bandwidth)
             best = replace(best, bandwidth=max(best.bandwidth, shared))
-        return best
+            if inner == 0 and neighbours > 1:
+                best = replace(best, algorithms=("ring",))
+            latency += (leaves - 1 / neighbours) * near.latency
+            leaves = 1 / neighbours
+        return replace(best, latency=latency + leaves * best.latency)
 
     @staticmethod
     def preset(name: str) -> Cluster:
@@ -278,6 +298,7 @@ class Cluster:
         for header, link in tables:
             lines += ["", header, f"name = {_quote(link.name)}"]
             lines += [f"bandwidth = {link.bandwidth!r}", f"latency = {link.latency!r}"]
+            lines += [f"algorithms = [{', '.join(map(_quote, link.algorithms))}]"]
         return "\n".join(lines) + "\n"
 
     def fingerprint(self) -> str:
@@ -336,7 +357,7 @@ _REMEDY = {
 
 
 def _parse_link(value: object, where: str) -> Link:
-    table = _table(value, where, ("name", "bandwidth", "latency"))
+    table = _table(value, where, ("name", "bandwidth", "latency"), ("algorithms",))
     return _named(where, Link, table)
 
 

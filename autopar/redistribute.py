@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from autopar.candidates import layouts, split_parts
 from autopar.cluster import Device, Link
-from autopar.cost import collectives
+from autopar.cost.collectives import COLLECTIVES
 from autopar.layout import Factor, Layout, Partial, Placement, Replicate, Split, TensorType, item_bytes
 
 
@@ -128,7 +128,7 @@ class Redistributions:
             groups.setdefault((move.kind, move.axis), []).append(i)
         for (kind, axis), members in groups.items():
             if kind != "slice":
-                collective = getattr(collectives, kind)
+                collective = COLLECTIVES[kind]
                 seconds[members] += collective(size[members], self.machine.sizes[axis], self.machine.links[axis])
         return seconds
 

@@ -20,7 +20,7 @@ from torch import fx
 from autopar.assignment import Assignment, all_moves, assign, machine_of
 from autopar.candidates import candidates, letter_parts, lowered_bytes, split_parts
 from autopar.cluster import Device
-from autopar.cost import collectives
+from autopar.cost.collectives import collective_seconds
 from autopar.cost.kernels import Work, busy_seconds
 from autopar.dims import Dims, Operator
 from autopar.layout import item_bytes
@@ -122,7 +122,7 @@ def spend_each(activities: Sequence[Activity], machines: Sequence[Machine]) -> l
         communication = [0.0] * len(machine.sizes)
         for c in activity.collectives:
             ranks, link = machine.sizes[c.axis], machine.links[c.axis]
-            communication[c.axis] += float(getattr(collectives, c.kind)(c.size, ranks, link)) + device.launch
+            communication[c.axis] += float(collective_seconds(c.kind, c.size, ranks, link)) + device.launch
             count += math.log2(ranks)  # it waits for the slowest of the hosts, the longer the more there are
         found.append(Spent(float(seconds), float(count) * device.host, tuple(communication)))
     return found

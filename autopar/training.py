@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from autopar.cluster import Cluster, Link
-from autopar.cost import collectives
+from autopar.cost.collectives import collective_seconds
 from autopar.cost.memory import optimizer_state_bytes
 from autopar.redistribute import Machine
 from autopar.simulate import Timeline, order, pipeline, simulate
@@ -123,7 +123,7 @@ def stages_of(
     times = np.array(found)
     data, after = _links(cluster, machine, training)
     handed = parts[-2].handed / after.bandwidth + after.latency if training.stages > 1 else 0.0
-    reduce = max(float(collectives.all_reduce(sum(s.values()), training.data, data)) for s in sizes)
+    reduce = max(float(collective_seconds("all_reduce", sum(s.values()), training.data, data)) for s in sizes)
     update = max(_update_seconds(s, machine, training) for s in sizes)
     return Stages(times[:, 0], times[:, 1], handed, reduce, update)
 

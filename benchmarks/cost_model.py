@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 import numpy as np  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
 
-from autopar.cluster import Cluster, Link  # noqa: E402
+from autopar.cluster import Cluster  # noqa: E402
 from autopar.redistribute import Machine  # noqa: E402
 from autopar.step import Part, Spent, spend_each  # noqa: E402
 from autopar.training import Stages, Training, simulated_seconds, stages_of, step_seconds  # noqa: E402
@@ -50,9 +50,9 @@ PRIORS = {  # what is fitted: where it is expected, and how far off it may be, a
     "network bandwidth": (15e9, 0.7),
     "network latency": (1e-5, 0.7),
 }
-PRIOR_WEIGHT = 0.3
-SEVERAL_NODES = 4.0  # weight of a row: there are 18 times as many of one node
-ROBUST = 0.05  # relative error beyond which a row counts as an outlier
+PRIOR_WEIGHT = 6.0
+SEVERAL_NODES = 4.0  # as many rows a row counts as: there are 18 times as many of one node
+ROBUST = 0.1  # relative error beyond which a row counts as an outlier, the less the further it is
 
 
 @dataclass(frozen=True)
@@ -207,16 +207,21 @@ def fit(rows: Sequence[Row], steps: Steps) -> Cluster:
 
     def residuals(x: Floats) -> Floats:
         found = np.array(predict(rows, steps, cluster_of(x)))
-        return np.concatenate([weight * np.log(found / measured), PRIOR_WEIGHT * (x - begin) / width])
+        return np.concatenate([np.log(found / measured) / ROBUST, PRIOR_WEIGHT * (x - begin) / width])
+
+    def cauchy(squares: Floats) -> Floats:
+        """The loss of squared residuals, and its two derivatives."""
+        loss = np.stack([np.log1p(squares), 1 / (1 + squares), -1 / (1 + squares) ** 2])
+        loss[:, : len(weight)] *= weight
+        return loss
 
     upper = np.log([1.0 if name in ("efficiency", "streaming") else math.inf for name in PRIORS])
     options = {
         "bounds": (-np.inf, upper),
         "x_scale": width,
-        "loss": "soft_l1",
-        "f_scale": ROBUST,
+        "loss": cauchy,
         "diff_step": 0.002,
-        "max_nfev": 30,
+        "max_nfev": 40,
     }
     return cluster_of(least_squares(residuals, begin, **options).x)
 
@@ -226,7 +231,7 @@ def cluster_of(x: Floats) -> Cluster:
     base, value = Cluster.preset(BASE), dict(zip(PRIORS, np.exp(x).tolist(), strict=True))
     own = {name: value[name] for name in ("efficiency", "ramp", "streaming", "host", "launch")}
     near, far = (
-        Link(link.name, value[f"{level} bandwidth"], value[f"{level} latency"])
+        replace(link, bandwidth=value[f"{level} bandwidth"], latency=value[f"{level} latency"])
         for link, level in zip(base.links, ("node", "network"), strict=True)
     )
     return replace(base, device=replace(base.device, **own), links=(near, far))

@@ -87,6 +87,25 @@ def test_neighbours_in_a_node_share_their_cards(axes: dict[str, int], cards: int
     assert [link.bandwidth for link in H100.link_for(axes)] == expected
 
 
+def test_a_ring_through_neighbours_leaves_the_node_once() -> None:
+    near, far = (link.latency for link in H100.links)
+    (data,) = H100.link_for({"data": 32})
+    assert data.latency == pytest.approx(near * 7 / 8 + far / 8)
+    assert data.algorithms == ("ring",)
+    node, gpu = H100.link_for({"node": 4, "gpu": 8})
+    assert (node.latency, gpu.latency) == (far, near)
+    assert node.algorithms == ("ring", "tree", "pat")
+    pod = replace(H100, links=(*H100.links, Link("spine", 1e9, 1e-3)), group_sizes=(8, 256))
+    (every,) = pod.link_for({"all": 1024})
+    assert every.latency == pytest.approx(near * 7 / 8 + far * (1 / 8 - 1 / 256) + 1e-3 / 256)
+
+
+@pytest.mark.parametrize("algorithms", [("bruck",), (), "ring"])
+def test_unknown_algorithms_are_named(algorithms: object) -> None:
+    with pytest.raises(ValueError, match="algorithms"):
+        Link("link", 1.0, 1.0, algorithms)  # type: ignore[arg-type]
+
+
 def test_three_levels() -> None:
     pod = replace(H100, links=(*H100.links, Link("spine", 1e9, 1e-5)), group_sizes=(8, 256))
     assert link_names(pod, pods=4, node=32, gpu=8) == ["spine", FAR, NEAR]

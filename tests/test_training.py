@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cluster import Cluster
-from autopar.cost.collectives import all_reduce
+from autopar.cost.collectives import collective_seconds
 from autopar.cost.kernels import stream
 from autopar.redistribute import Machine
 from autopar.step import AFTER, BEFORE, Activity, Part
@@ -86,7 +86,7 @@ def test_recomputation_runs_the_blocks_again() -> None:
 def test_data_ranks_sum_gradients_over_the_link_between_them() -> None:
     stages = stages_of(PARTS, A100, MACHINE, Training(data=16))
     link, _ = A100.link_for({"data": 16, "stage": 2})
-    assert stages.reduce == pytest.approx(float(all_reduce(2 * 7e6, 16, link)))
+    assert stages.reduce == pytest.approx(float(collective_seconds("all_reduce", 2 * 7e6, 16, link)))
     assert stages_of(PARTS, A100, MACHINE, Training()).reduce == 0.0
 
 

@@ -58,13 +58,16 @@ def fit_device(samples: Sequence[Sample], *, name: str, memory: float, units: in
     return device(_least_squares(lambda logs: _ratios(used, kernels_seconds(used, device(logs))), first))
 
 
-def fit_link(samples: Sequence[Sample], *, name: str, launch: float = 0.0) -> Link:
+def fit_link(
+    samples: Sequence[Sample], *, name: str, launch: float = 0.0, algorithms: tuple[str, ...] = ("ring",)
+) -> Link:
     """The link whose collectives take the times of the samples.
 
     Args:
         samples: collectives of one level.
         name: of the link.
         launch: seconds that each costs besides, as `Device.launch` says.
+        algorithms: that the library has.
 
     Raises:
         ValueError: there are no samples, or scipy is missing.
@@ -76,7 +79,7 @@ def fit_link(samples: Sequence[Sample], *, name: str, launch: float = 0.0) -> Li
 
     def link(logs: Floats) -> Link:
         bandwidth, latency = (float(v) for v in np.exp(logs))
-        return Link(name, bandwidth, latency)
+        return Link(name, bandwidth, latency, algorithms)
 
     return link(_least_squares(lambda logs: _ratios(samples, collectives_seconds(samples, link(logs), launch)), first))
 

@@ -188,8 +188,9 @@ def cluster_of(samples: Sequence[Sample], base: Cluster, *, name: str, members: 
     device = replace(fitted, host=base.device.host)
     links, groups = list(base.links), base.group_sizes
     for level in sorted({s.level for s in on_links}):
-        link_name = base.links[min(level, len(base.links) - 1)].name
-        link = fit_link([s for s in on_links if s.level == level], name=link_name, launch=device.launch)
+        known = base.links[min(level, len(base.links) - 1)]
+        own = [s for s in on_links if s.level == level]
+        link = fit_link(own, name=known.name, launch=device.launch, algorithms=known.algorithms)
         links[level : level + 1] = [link]
         if level == 1:
             links, groups = links[:2], (members,)

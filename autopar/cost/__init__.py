@@ -1,14 +1,6 @@
-"""What computation, communication and memory cost: closed forms in numpy that know no graph and no framework."""
+"""What computation, communication and memory cost: closed forms that know no graph and no framework."""
 
-from autopar.cost.collectives import (
-    COLLECTIVES,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    broadcast,
-    reduce_scatter,
-    wire_bytes,
-)
+from autopar.cost.collectives import COLLECTIVES, FORMS, collective_seconds, wire_bytes
 from autopar.cost.compute import (
     attention_backward_flops,
     attention_flops,
@@ -22,14 +14,12 @@ from autopar.cost.memory import format_bytes, optimizer_state_bytes, parse_bytes
 
 __all__ = [
     "COLLECTIVES",
+    "FORMS",
     "Work",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
     "attention_backward_flops",
     "attention_flops",
-    "broadcast",
     "busy_seconds",
+    "collective_seconds",
     "conv_backward_flops",
     "conv_flops",
     "format_bytes",
@@ -39,7 +29,6 @@ __all__ = [
     "optimizer_state_bytes",
     "parse_bytes",
     "product",
-    "reduce_scatter",
     "stream",
     "wire_bytes",
 ]

@@ -1,19 +1,27 @@
-"""Seconds of collectives: the alpha-beta model on a ring, as closed forms over whole arrays of sizes.
+"""Seconds of collectives by algorithm: closed forms in sympy, evaluated over whole arrays of sizes.
 
 A message of ``m`` bytes costs ``alpha + m / beta``: ``alpha`` is the link's latency, ``beta`` its bandwidth per device
-and direction. Every function takes the bytes of the **full** tensor that one device ends or starts with:
+and direction. ``size`` is in bytes and always of the **full** tensor that one device ends or starts with:
 
-| collective | ``size`` is, in bytes | messages in a row | bytes each device sends |
-| --- | --- | --- | --- |
-| all_gather | the gathered result | n - 1 | (n - 1) / n size |
-| reduce_scatter | one device's input, before it is scattered | n - 1 | (n - 1) / n size |
-| all_reduce | one device's input, as large as the result | 2 (n - 1) | 2 (n - 1) / n size |
-| all_to_all | what one device holds, before and after | n - 1 | (n - 1) / n size |
-| broadcast | the tensor | log2(n), rounded up, + n - 1 | 2 (n - 1) / n size, at most: the root |
+| collective | ``size`` | algorithm | messages in a row | bytes each device sends |
+| --- | --- | --- | --- | --- |
+| all_gather | the gathered result | ring | n - 1 | (n - 1) / n size |
+| | | pat | 0.29 (n + log2 n) | the same, at 0.75 beta |
+| reduce_scatter | one device's input, before it is scattered | as all_gather | | |
+| all_reduce | one device's input, as large as the result | ring | 2 (n - 1) | 2 (n - 1) / n size |
+| | | tree | 2 log2 n | 2 size, at 0.92 beta |
+| all_to_all | what one device holds, before and after | direct | n - 1 | (n - 1) / n size |
+| broadcast | the tensor | ring | log2(n) + n - 1 | 2 (n - 1) / n size, at most: the root |
 
-Sources: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH", 2005;
-P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009 (the ring, and that
-no all-reduce sends less). The time of adding numbers up is not in these formulas.
+Logarithms are rounded up. A library takes what is fastest of what it has, and so do these functions: `Link.algorithms`
+says what it has, a ring always (and all_to_all and broadcast in one way only). Adding numbers up costs nothing here.
+
+Sources: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in MPICH", 2005
+(rings, pairwise exchange, van de Geijn's broadcast: a scatter down a binary tree, then a ring); P. Patarasuk, X. Yuan,
+"Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009 (no all-reduce sends less than the ring);
+NCCL's own model, src/graph/tuning.cc, for the double binary tree's share of the bandwidth and for PAT, parallel
+aggregated trees between nodes: three quarters of the bandwidth, and per step 1 / 3.5 of a ring's latency, of which it
+counts log2 of the nodes and, at 2.8 us, one for each rank.
 
 Arguments may be numbers or arrays that broadcast against each other; the result is an array of seconds (of no dims for
 numbers). One device communicates nothing: ``n == 1`` gives 0.
@@ -22,22 +30,49 @@ numbers). One device communicates nothing: ``n == 1`` gives 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
+import sympy
 from numpy.typing import ArrayLike, NDArray
+from sympy.codegen.cfunctions import log2
 
 from autopar.cluster import Link
 
 Array: TypeAlias = NDArray[np.float64]
 
+SIZE, N, ALPHA, BETA = sympy.symbols("size n alpha beta", positive=True)
 
-# How often each kind sends the share (n - 1) / n of the tensor: once around the ring, or twice.
+_SHARE = (N - 1) / N * SIZE
+_DEPTH = sympy.ceiling(log2(N))
+_RING = (N - 1) * ALPHA + _SHARE / BETA
+_PAT = sympy.Rational(29, 100) * (N + _DEPTH) * ALPHA + _SHARE / (sympy.Rational(3, 4) * BETA)
+_TREE = 2 * _DEPTH * ALPHA + 2 * SIZE / (sympy.Rational(92, 100) * BETA)
+
+FORMS: Mapping[str, Mapping[str, sympy.Expr]] = {
+    "all_gather": {"ring": _RING, "pat": _PAT},
+    "reduce_scatter": {"ring": _RING, "pat": _PAT},
+    "all_reduce": {"ring": 2 * _RING, "tree": _TREE},
+    "all_to_all": {"direct": _RING},
+    "broadcast": {"ring": (_DEPTH + N - 1) * ALPHA + 2 * _SHARE / BETA},
+}
+"""Seconds of each collective under each algorithm, in ``size``, ``n``, ``alpha`` and ``beta``."""
+
+
+def _function(form: sympy.Expr) -> Callable[..., Any]:
+    function: Callable[..., Any] = sympy.lambdify((SIZE, N, ALPHA, BETA), form, "numpy", cse=True)
+    return function
+
+
+_FUNCTIONS = {kind: {name: _function(form) for name, form in forms.items()} for kind, forms in FORMS.items()}
+
+# How often each kind sends the share (n - 1) / n of the tensor when it sends the least.
 _ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1, "broadcast": 2}
 
 
 def wire_bytes(kind: str, size: ArrayLike, n: ArrayLike) -> Array:
-    """Bytes that each device sends in one collective (for broadcast: the device that sends most).
+    """Bytes that each device sends in one collective (for broadcast: the device that sends most), on a ring.
 
     Args:
         kind: a name in `COLLECTIVES`.
@@ -50,6 +85,11 @@ def wire_bytes(kind: str, size: ArrayLike, n: ArrayLike) -> Array:
     >>> float(wire_bytes("all_gather", 800, 8))
     700.0
     """
+    devices, sizes = _checked(kind, size, n)
+    return np.asarray(_ROUNDS[kind] * (devices - 1) / devices * sizes)
+
+
+def _checked(kind: str, size: ArrayLike, n: ArrayLike) -> tuple[Array, Array]:
     if kind not in _ROUNDS:
         raise ValueError(f"no cost model for collective {kind!r} (known: {', '.join(_ROUNDS)})")
     devices, sizes = np.asarray(n, dtype=np.float64), np.asarray(size, dtype=np.float64)
@@ -57,94 +97,34 @@ def wire_bytes(kind: str, size: ArrayLike, n: ArrayLike) -> Array:
         raise ValueError(f"{kind} needs a group of at least one device, got n = {n!r}")
     if np.any(sizes < 0):
         raise ValueError(f"{kind} of a negative number of bytes: {size!r}")
-    return np.asarray(_ROUNDS[kind] * (devices - 1) / devices * sizes)
+    return devices, sizes
 
 
-def _seconds(kind: str, size: ArrayLike, n: ArrayLike, link: Link) -> Array:
-    sent = wire_bytes(kind, size, n)
-    devices = np.asarray(n, dtype=np.float64)
-    messages = _ROUNDS[kind] * (devices - 1)
-    if kind == "broadcast":  # its first round is a tree
-        messages = np.ceil(np.log2(devices)) + devices - 1
-    return np.asarray(messages * link.latency + sent / link.bandwidth)
-
-
-def all_gather(full_bytes: ArrayLike, n: ArrayLike, link: Link) -> Array:
-    """Gather the parts of ``n`` devices on each: ``(n - 1) alpha + (n - 1) / n full_bytes / beta``.
-
-    On the ring, each device passes on one part of ``full_bytes / n`` in each of ``n - 1`` steps (Thakur et al. 2005).
+def collective_seconds(kind: str, size: ArrayLike, n: ArrayLike, link: Link) -> Array:
+    """Seconds of one collective by the fastest algorithm that the link's library has.
 
     Args:
-        full_bytes: size of the gathered result.
-        n: number of devices.
+        kind: a name in `COLLECTIVES`.
+        size: bytes, as in the table of this module.
+        n: number of devices in the group.
         link: the link between them.
+
+    Raises:
+        ValueError: the kind is unknown, a size is negative, or a group has no device.
 
     >>> link = Link("toy", bandwidth=100.0, latency=1.0)
-    >>> float(all_gather(800, 8, link))
+    >>> float(collective_seconds("all_gather", 800, 8, link))
     14.0
     """
-    return _seconds("all_gather", full_bytes, n, link)
+    devices, sizes = _checked(kind, size, n)
+    functions = _FUNCTIONS[kind]
+    names = [name for name in functions if name in link.algorithms] or [next(iter(functions))]
+    seconds = (functions[name](sizes, devices, link.latency, link.bandwidth) for name in names)
+    fastest = np.asarray(np.minimum.reduce(list(np.broadcast_arrays(*seconds))), dtype=np.float64)
+    return np.where(np.broadcast_to(devices, fastest.shape) > 1, fastest, 0.0)[()]
 
 
-def reduce_scatter(full_bytes: ArrayLike, n: ArrayLike, link: Link) -> Array:
-    """Add up ``n`` tensors and leave one part on each: ``(n - 1) alpha + (n - 1) / n full_bytes / beta``.
+Seconds = Callable[[ArrayLike, ArrayLike, Link], Array]
 
-    The ring of `all_gather` backwards (Patarasuk and Yuan 2009).
-
-    Args:
-        full_bytes: size of one device's input.
-        n: number of devices.
-        link: the link between them.
-    """
-    return _seconds("reduce_scatter", full_bytes, n, link)
-
-
-def all_reduce(full_bytes: ArrayLike, n: ArrayLike, link: Link) -> Array:
-    """Add up ``n`` tensors on each device: ``2 (n - 1) alpha + 2 (n - 1) / n full_bytes / beta``.
-
-    A reduce-scatter and an all-gather of the same tensor (Patarasuk and Yuan 2009); splitting an all-reduce into the
-    two, as sharded parameters do, costs nothing here.
-
-    Args:
-        full_bytes: size of one device's input, and of the result.
-        n: number of devices.
-        link: the link between them.
-    """
-    return _seconds("all_reduce", full_bytes, n, link)
-
-
-def all_to_all(local_bytes: ArrayLike, n: ArrayLike, link: Link) -> Array:
-    """Give every device its part of each one's tensor: ``(n - 1) alpha + (n - 1) / n local_bytes / beta``.
-
-    Pairwise exchange: one message of ``local_bytes / n`` to each other device (Thakur et al. 2005).
-
-    Args:
-        local_bytes: what one device holds, the same before and after.
-        n: number of devices.
-        link: the link between them.
-    """
-    return _seconds("all_to_all", local_bytes, n, link)
-
-
-def broadcast(full_bytes: ArrayLike, n: ArrayLike, link: Link) -> Array:
-    """Copy one device's tensor to all: ``(log2 n + n - 1) alpha + 2 (n - 1) / n full_bytes / beta``.
-
-    A scatter down a binary tree and an all-gather on the ring, which is best for long messages (van de Geijn's
-    algorithm; Thakur et al. 2005). ``log2 n`` is rounded up.
-
-    Args:
-        full_bytes: size of the tensor.
-        n: number of devices.
-        link: the link between them.
-    """
-    return _seconds("broadcast", full_bytes, n, link)
-
-
-COLLECTIVES: Mapping[str, Callable[[ArrayLike, ArrayLike, Link], Array]] = {
-    "all_gather": all_gather,
-    "reduce_scatter": reduce_scatter,
-    "all_reduce": all_reduce,
-    "all_to_all": all_to_all,
-    "broadcast": broadcast,
-}
-"""Every collective that has a cost model, by the name used in plans and in `wire_bytes`."""
+COLLECTIVES: Mapping[str, Seconds] = {kind: partial(collective_seconds, kind) for kind in FORMS}
+"""Every collective that has a cost model, by the name used in plans: ``(size, n, link) -> seconds``."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from autopar.candidates import REPLICATE, Candidates, candidates, lowered_bytes, split_parts
-from autopar.cost import collectives
+from autopar.cost.collectives import collective_seconds
 from autopar.cost.kernels import kernel_seconds
 from autopar.dims import Dims, Operator
 from autopar.errors import InfeasibleError
@@ -278,7 +278,7 @@ def _lowering_seconds(operator: Operator, chosen: Candidates, machine: Machine) 
             split = np.array([c != "" and c in letters for c in letter])
             local = size / np.where(split[chosen.choice], sizes, 1).prod(axis=1)
             for axis, (n, link) in enumerate(zip(machine.sizes, machine.links, strict=True)):
-                total += uses[:, axis] * (machine.device.launch + collectives.all_reduce(local, n, link))
+                total += uses[:, axis] * (machine.device.launch + collective_seconds("all_reduce", local, n, link))
     return total
 
 

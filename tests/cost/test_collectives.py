@@ -9,20 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cluster import Link
-from autopar.cost.collectives import (
-    COLLECTIVES,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    broadcast,
-    reduce_scatter,
-    wire_bytes,
-)
+from autopar.cost.collectives import ALPHA, BETA, COLLECTIVES, FORMS, SIZE, N, collective_seconds, wire_bytes
 
 LINK = Link("toy", bandwidth=100.0, latency=0.25)
 SIZES = st.floats(0, 1e12)
 GROUPS = st.integers(1, 4096)
 KINDS = sorted(COLLECTIVES)
+all_gather, all_reduce, all_to_all = (COLLECTIVES[kind] for kind in ("all_gather", "all_reduce", "all_to_all"))
+broadcast, reduce_scatter = (COLLECTIVES[kind] for kind in ("broadcast", "reduce_scatter"))
 
 
 def ring_all_gather(n: int) -> tuple[int, list[int]]:
@@ -155,3 +149,27 @@ def test_wrong_arguments_are_named() -> None:
         all_gather(1, 0, LINK)
     with pytest.raises(ValueError, match="negative number of bytes: -1"):
         broadcast(-1, 2, LINK)
+
+
+@pytest.mark.parametrize(("n", "levels"), [(2, 1), (3, 2), (4, 2), (64, 6), (65, 7), (2**29, 29)])
+def test_depths_of_trees_are_rounded_up(n: int, levels: int) -> None:
+    tree = FORMS["all_reduce"]["tree"].subs({SIZE: 920, N: n, ALPHA: 1, BETA: 100})
+    assert float(tree) == pytest.approx(2 * levels + 20)
+    large = Link("large", 1e30, 1.0, ("tree",))
+    assert float(collective_seconds("all_reduce", 1.0, n, large)) == pytest.approx(2 * levels)
+
+
+def test_the_fastest_algorithm_is_taken() -> None:
+    several = Link("several", 100.0, 1.0, ("ring", "tree", "pat"))
+    ring = Link("ring", 100.0, 1.0)
+    for kind, n, size in (("all_reduce", 1024, 1.0), ("all_gather", 1024, 1.0), ("reduce_scatter", 512, 1e3)):
+        assert collective_seconds(kind, size, n, several) < collective_seconds(kind, size, n, ring)
+    assert float(collective_seconds("all_reduce", 92.0, 1024, several)) == pytest.approx(20 + 2)
+    assert float(collective_seconds("all_gather", 75.0, 4, several)) == pytest.approx(0.29 * 6 + 0.75)
+    for kind in KINDS:  # what is large is bound by bandwidth, which rings use best
+        assert collective_seconds(kind, 1e9, 8, several) == collective_seconds(kind, 1e9, 8, ring)
+        sizes = np.array([1.0, 1e3, 1e9])
+        both = [collective_seconds(kind, sizes, 64, link) for link in (several, ring)]
+        assert np.all(both[0] <= both[1])
+    only_trees = Link("trees", 100.0, 1.0, ("tree",))
+    assert float(collective_seconds("all_to_all", 800, 8, only_trees)) == 14.0

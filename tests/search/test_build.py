@@ -8,7 +8,7 @@ import torch
 from autopar.candidates import candidates
 from autopar.cluster import Cluster
 from autopar.compiler import program_of, solve
-from autopar.cost import collectives
+from autopar.cost.collectives import collective_seconds
 from autopar.dims import analyze
 from autopar.redistribute import Machine
 from autopar.search.build import operator_seconds
@@ -27,15 +27,15 @@ def test_all_reduces_of_a_lowering_are_charged_for_what_the_other_axis_leaves() 
     machine = Machine(("a", "b"), (2, 2), cluster.link_for({"a": 2, "b": 2}), cluster.device)
     rows, vocabulary = (f"{c}.0" for c in operator.rule.letters)
 
-    def collective_seconds(first: str) -> float:
+    def lowered_seconds(first: str) -> float:
         """Time beyond the same splits of an operator without a lowering."""
         chosen = candidates(operator, machine.sizes, allowed=[[first], [vocabulary]])
         none = candidates(operator, machine.sizes, allowed=[[first], [rows]])
         return float(operator_seconds(operator, chosen, machine)[0] - operator_seconds(operator, none, machine)[0])
 
     bytes_of_rows = 4 * operator.inputs[0].shape[0]
-    expected = 2 * (machine.device.launch + collectives.all_reduce(bytes_of_rows / 2, 2, machine.links[1]))
-    assert collective_seconds(rows) == pytest.approx(float(expected), rel=1e-6)
+    expected = 2 * (machine.device.launch + collective_seconds("all_reduce", bytes_of_rows / 2, 2, machine.links[1]))
+    assert lowered_seconds(rows) == pytest.approx(float(expected), rel=1e-6)
 
 
 @pytest.mark.parametrize("model", ["gpt2", pytest.param("bert", marks=pytest.mark.deep)])
