@@ -102,6 +102,9 @@ def plan_command(
     ] = "none",
     time_limit: Limit = 60.0,
     save: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the plan to a file.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Write a page with timeline, memory and what-ifs.")
+    ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -109,12 +112,13 @@ def plan_command(
     with _clear_errors(debug):
         sizes = parse_axes(axes)
         _check_target("--save", save)
+        _check_target("--report", report)
         task = load_task(model)
         from autopar.hybrid import STAGE_NAMES
 
         asked = microbatch is not None or recompute != "none" or schedule != "1f1b" or virtual > 1
         if asked or any(name in STAGE_NAMES for name in sizes):
-            _check_hybrid(recipe, roles, save)
+            _check_hybrid(recipe, roles, save, report)
             _print_hybrid(
                 task,
                 as_json,
@@ -153,13 +157,31 @@ def plan_command(
         if save is not None:
             found.save(save)
             typer.echo(f"saved {save}", err=True)
+        if report is not None:
+            _write_report(report, task, found, beside, memory, Precision.resolve(precision), search)
         if as_json:
             typer.echo(json.dumps({**found.to_dict(), "recipes": comparison_list(found, beside)}, indent=1))
         else:
             typer.echo(f"{found.summary()}\n\n{comparison_table(found, beside)}")
 
 
-def _check_hybrid(recipe: str | None, roles: str, save: Path | None) -> None:
+def _write_report(
+    file: Path, task: Task, found: Any, beside: Any, memory: str | None, precision: Any, search: Any
+) -> None:
+    from autopar.compiler import default_memory
+    from autopar.cost.memory import parse_bytes
+    from autopar.page import report_page
+    from autopar.report.progress import counted
+
+    budget = default_memory(found.cluster) if memory is None else parse_bytes(memory)
+    own = {"loss_fn": task.loss_fn, "precision": precision, "search": search}
+    with counted("what if: searched") as tick:
+        page = report_page(task.model, task.batch, found, beside, budget=budget, tick=tick, **own)
+    file.write_text(page, encoding="utf-8")
+    typer.echo(f"saved {file}", err=True)
+
+
+def _check_hybrid(recipe: str | None, roles: str, save: Path | None, report: Path | None) -> None:
     """Stages and microbatches are simulated for one recipe; what goes with runnable plans only is refused.
 
     Raises:
@@ -171,6 +193,8 @@ def _check_hybrid(recipe: str | None, roles: str, save: Path | None) -> None:
         raise ValueError("--roles says nothing here: the names of the axes do (pp, dp, tp); leave it out")
     if save is not None:
         raise ValueError("--save writes plans that can be run; one with stages is only predicted: use --json")
+    if report is not None:
+        raise ValueError("--report is of plans that can be run; for one with stages use --json, or simulate --trace")
 
 
 def _print_hybrid(task: Task, as_json: bool, *, precision: str | None, **options: Any) -> None:

@@ -43,6 +43,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "abridge",
         "compiler",
         "comparison",
+        "whatif",
+        "page",
         "question",
         "hybrid",
         "module",

@@ -151,7 +151,8 @@ def _space(search: Search, cluster: Cluster) -> str:
     recipe += f"axes as told ({roles}); " if roles else ""
     return (
         f"{recipe}one layout per tensor on every axis{tied}; a value has one layout besides its own for all its users; "
-        f"no pipelines, no recomputation; costs: kernels by tiles and traffic, collectives by ring, on {cluster.name}"
+        "no pipelines, no recomputation; costs: kernels by tiles and traffic, collectives by ring or tree, "
+        f"on {cluster.name}"
     )
 
 

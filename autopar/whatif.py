@@ -1,0 +1,131 @@
+"""What if there were more devices, less memory, another batch? The same search, over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from autopar import tree
+from autopar.capture import Batch, LossFunction
+from autopar.compiler import program_to_plan, solve
+from autopar.errors import AutoparError, InfeasibleError
+from autopar.plan import Plan
+from autopar.precision import Precision
+from autopar.search.find import Search
+
+FACTORS = (0.5, 1.0, 2.0)
+"""Of devices (along the outermost axis), of the budget and of the batch."""
+
+SECONDS = 10.0
+"""Time limit of each search, which leaves little open."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One answer.
+
+    Attributes:
+        devices: in all.
+        budget: bytes a device.
+        samples: of the batch.
+        step_seconds: predicted; None where there is no plan.
+        memory_bytes: of a device; None where there is no plan.
+        reason: why there is no plan.
+        given: it is what the plan is for.
+    """
+
+    devices: int
+    budget: float
+    samples: int
+    step_seconds: float | None = None
+    memory_bytes: float | None = None
+    reason: str = ""
+    given: bool = False
+
+
+def what_if(
+    model: nn.Module,
+    batch: Batch,
+    found: Plan,
+    *,
+    budget: float,
+    loss_fn: LossFunction | None = None,
+    precision: Precision | None = None,
+    search: Search | None = None,
+    tick: Callable[[int, int, str], None] = lambda *_: None,
+) -> list[Case]:
+    """Plan for half, the same and twice as many devices, bytes and samples, in every combination.
+
+    The outermost axis has half or twice as many devices. The batch is scaled along the first dim of its tensors, if
+    that is the same of all. A budget that the plan of a larger one fits into has that plan: it is not searched again.
+
+    Args:
+        model: as it was planned.
+        batch: as it was planned.
+        found: the plan.
+        budget: bytes a device that it was planned for.
+        loss_fn: as it was planned.
+        precision: as it was planned.
+        search: as it was planned.
+        tick: called with how many cases are done, how many there are, and what the last one was.
+    """
+    search = replace(search or Search(), time_limit=SECONDS)
+    cluster, batches = found.cluster, _batches(batch)
+    meshes = _meshes(found.axes)
+    budgets = sorted((budget * factor for factor in FACTORS), reverse=True)
+    total, cases = len(batches) * len(meshes) * len(budgets), []
+    for samples, own in batches:
+        try:
+            program = program_to_plan(model, own, loss_fn=loss_fn, precision=precision, search=search)
+        except AutoparError as e:  # a model may insist on the size of its batch
+            cases += [Case(_devices(axes), size, samples, reason=str(e)) for axes in meshes for size in budgets]
+            continue
+        for axes in meshes:
+            fits: Plan | None = None
+            for size in budgets:
+                given = own is batch and axes == dict(found.axes) and size == budget
+                case = Case(_devices(axes), size, samples, given=given)
+                try:
+                    if given:
+                        fits = found
+                    elif fits is None or memory_of(fits) > size:
+                        fits = solve(program, axes, cluster, memory=size, optimizer=found.optimizer, search=search)
+                except (InfeasibleError, ValueError) as e:
+                    cases.append(replace(case, reason=str(e)))
+                else:
+                    seconds, held = fits.predicted.step_seconds, memory_of(fits)
+                    cases.append(replace(case, step_seconds=seconds, memory_bytes=held))
+                tick(len(cases), total, f"{case.devices} devices, {samples} samples")
+    return cases
+
+
+def memory_of(plan: Plan) -> float:
+    """Bytes of a device, all categories."""
+    return sum(plan.predicted.memory_bytes.values())
+
+
+def _devices(axes: Mapping[str, int]) -> int:
+    count = 1
+    for size in axes.values():
+        count *= size
+    return count
+
+
+def _meshes(axes: Sequence[tuple[str, int]]) -> list[dict[str, int]]:
+    (name, size), *rest = axes
+    return [{name: int(size * factor), **dict(rest)} for factor in FACTORS if size * factor >= 1]
+
+
+def _batches(batch: Batch) -> list[tuple[int, Batch]]:
+    """Batches of half, the same and twice as many samples; only the given one where samples are not clear."""
+    tensors, skeleton = tree.flatten(batch, "batch")
+    lengths = {t.shape[0] if t.ndim else 0 for t in tensors}
+    if len(lengths) != 1 or 0 in lengths:
+        return [(next(iter(lengths), 0), batch)]
+    (samples,) = lengths
+    counts = [int(samples * factor) for factor in FACTORS if samples * factor >= 1]
+    scaled = {n: [torch.empty((n, *t.shape[1:]), dtype=t.dtype, device="meta") for t in tensors] for n in counts}
+    return [(n, batch if n == samples else tree.unflatten(own, skeleton)) for n, own in scaled.items()]
