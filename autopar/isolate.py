@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import resource
@@ -60,6 +61,7 @@ def isolated(function: Callable[..., Any], *args: Any, seconds: float) -> Any:
 def _run(send: int, function: Callable[..., Any], args: tuple[Any, ...]) -> NoReturn:
     """In the fork; never returns to the code of its parent."""
     try:
+        faulthandler.disable()  # its traceback would be taken for the parent's
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         torch.set_num_threads(1)  # the threads of its parent are not here
