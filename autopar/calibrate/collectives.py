@@ -14,11 +14,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.calibrate.kernels import Tick
 from autopar.calibrate.sample import Sample
+from autopar.collective import c10d
 from autopar.cost.collectives import COLLECTIVES
 from autopar.errors import RankError
 
-SIZES = tuple(4**i for i in range(5, 13))
-"""Bytes: from a kilobyte, where latency decides, to 16 MiB, where bandwidth does."""
+SIZES = tuple(4**i for i in range(5, 14))
+"""Bytes: from a kilobyte, where latency decides, to 64 MiB, where bandwidth does."""
+
+LONG = 2.0
+"""Seconds of one call after which larger sizes are left out: they would say the same."""
 
 RUNS = 5
 """Of each collective; the median counts."""
@@ -62,23 +66,28 @@ def measure_collectives(
                 found.append(Sample(kind, "float32", (4 * count, members), _seconds(run, runs, device), level))
                 if tick is not None:
                     tick(len(found), len(levels) * len(KINDS) * len(sizes), str(found[-1]))
+                if found[-1].seconds > LONG:  # of the slowest rank, the same on all
+                    break
     return found
 
 
 def _collective(kind: str, count: int, members: int, device: torch.device, group: Any) -> Callable[[], object]:
-    """A call of a collective on ``count`` float32 elements, counted as `autopar.cost.collectives` does."""
+    """A call of a collective on ``count`` float32 elements, counted as `autopar.cost.collectives` does.
+
+    The functional ones that rewritten graphs have: their results are new tensors, which takes time as well.
+    """
     whole = torch.ones(count, device=device)
     part = torch.ones(count // members, device=device)
-    other = torch.empty_like(whole)
-    source = dist.get_process_group_ranks(group)[0]
-    calls: dict[str, Callable[[], object]] = {
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
-        "all_reduce": lambda: dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=group),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
-        "broadcast": lambda: dist.broadcast(whole, source, group=group),
+    parts = [count // members] * members
+    name, source = group.group_name, dist.get_process_group_ranks(group)[0]
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "all_gather": lambda: c10d.all_gather_into_tensor(part, members, name),
+        "reduce_scatter": lambda: c10d.reduce_scatter_tensor(whole, "sum", members, name),
+        "all_reduce": lambda: c10d.all_reduce(whole, "max", name),
+        "all_to_all": lambda: c10d.all_to_all_single(whole, parts, parts, name),
+        "broadcast": lambda: c10d.broadcast(whole, source, name),
     }
-    return calls[kind]
+    return lambda: c10d.wait_tensor(calls[kind]())
 
 
 def _seconds(run: Callable[[], object], runs: int, device: torch.device) -> float:

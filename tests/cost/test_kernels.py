@@ -13,7 +13,7 @@ from autopar.cost.kernels import UNALIGNED, Work, busy_seconds, kernel_seconds, 
 DEVICE = Device("toy", {"float32": 100.0, "bfloat16": 400.0}, memory=1.0, bandwidth=10.0, launch=0.25, efficiency=0.5)
 A100 = replace(Cluster.preset("a100-80gb").device, efficiency=1.0, ramp=0.0, launch=1e-9, bandwidth=1e15)
 PEAK = A100.peak("float16")
-AMOUNTS = st.floats(0, 1e18)
+AMOUNTS = st.just(0.0) | st.floats(1, 1e15)  # operations and bytes: nothing, or at least one
 SIZES = st.integers(1, 1 << 14)
 
 
