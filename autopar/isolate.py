@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
-import resource
 import select
 import signal
 import time
@@ -26,11 +25,13 @@ def isolated(function: Callable[..., Any], *args: Any, seconds: float) -> Any:
     """What ``function(*args)`` returns in a forked process, or raises there; both are pickled.
 
     The fork has every operator that was registered here, and one thread. It cannot use a GPU that this process uses.
-    What kernels print to the standard error stream is dropped.
+    What kernels print to the standard error stream is dropped. Where there are no forks (Windows) it runs in this one.
 
     Raises:
-        CrashError: the process was killed by a signal, or ran for longer than ``seconds``; the message says which.
+        CrashError: the process was ended, by a signal or otherwise, or ran for longer than ``seconds``; says which.
     """
+    if not hasattr(os, "fork"):
+        return function(*args)
     receive, send = os.pipe()
     with warnings.catch_warnings():
         # Python 3.12 warns of forks beside threads, whose locks nobody gives back: should one be needed, time runs out.
@@ -52,6 +53,8 @@ def isolated(function: Callable[..., Any], *args: Any, seconds: float) -> Any:
         raise CrashError(f"does not end within {seconds:g} s")
     if os.WIFSIGNALED(status):
         raise CrashError(f"crashes ({signal.Signals(os.WTERMSIG(status)).name})")
+    if os.WEXITSTATUS(status) or not sent:
+        raise CrashError(f"ends its process with status {os.WEXITSTATUS(status)}")
     failed, value = pickle.loads(sent)
     if failed:
         raise value
@@ -60,6 +63,8 @@ def isolated(function: Callable[..., Any], *args: Any, seconds: float) -> Any:
 
 def _run(send: int, function: Callable[..., Any], args: tuple[Any, ...]) -> NoReturn:
     """In the fork; never returns to the code of its parent."""
+    import resource
+
     try:
         faulthandler.disable()  # its traceback would be taken for the parent's
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

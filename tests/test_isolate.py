@@ -41,6 +41,12 @@ def test_a_crash_is_an_error(crash: Any, capfd: pytest.CaptureFixture[str]) -> N
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_kernel_that_exits_is_an_error(status: int) -> None:
+    with pytest.raises(CrashError, match=f"ends its process with status {status}"):
+        isolated(os._exit, status, seconds=SECONDS)
+
+
 def test_what_does_not_end_is_ended() -> None:
     began = time.monotonic()
     with pytest.raises(CrashError, match=r"does not end within 0\.2 s"):
