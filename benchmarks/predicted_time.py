@@ -137,8 +137,12 @@ def run(arguments: Sequence[str], prefixes: Sequence[Sequence[str]], limit: floa
             failed = next((i for i, p in enumerate(processes) if p.poll() not in (None, 0)), None)
             if failed is not None or time.monotonic() > deadline:
                 why = f"process {failed} failed" if failed is not None else f"not done after {limit:.0f} s"
-                files[failed or 0].seek(0)
-                raise RuntimeError(f"{' '.join(arguments)}: {why}: {files[failed or 0].read()[-3000:]}")
+                time.sleep(2)  # the others say why, unless they only lost this one
+                said = []
+                for rank, file in enumerate(files):
+                    file.seek(0)
+                    said.append(f"process {rank}: {file.read()[-1500:]}")
+                raise RuntimeError(f"{' '.join(arguments)}: {why}\n" + "\n".join(said))
             time.sleep(0.2)
     finally:
         for process in processes:

@@ -79,13 +79,13 @@ def _collective(kind: str, count: int, members: int, device: torch.device, group
     whole = torch.ones(count, device=device)
     part = torch.ones(count // members, device=device)
     parts = [count // members] * members
-    name, source = group.group_name, dist.get_process_group_ranks(group)[0]
+    name = group.group_name
     calls: dict[str, Callable[[], torch.Tensor]] = {
         "all_gather": lambda: c10d.all_gather_into_tensor(part, members, name),
         "reduce_scatter": lambda: c10d.reduce_scatter_tensor(whole, "sum", members, name),
         "all_reduce": lambda: c10d.all_reduce(whole, "max", name),
         "all_to_all": lambda: c10d.all_to_all_single(whole, parts, parts, name),
-        "broadcast": lambda: c10d.broadcast(whole, source, name),
+        "broadcast": lambda: c10d.broadcast(whole, 0, name),
     }
     return lambda: c10d.wait_tensor(calls[kind]())
 
