@@ -18,7 +18,8 @@ SECONDS = 60
 
 def missing() -> str:
     """Why there is no browser; empty if there is one."""
-    if any(map(shutil.which, CHROMIUM)) or importlib.util.find_spec("PyQt6.QtWebEngineWidgets"):
+    installed = importlib.util.find_spec("PyQt6") and importlib.util.find_spec("PyQt6.QtWebEngineWidgets")
+    if any(map(shutil.which, CHROMIUM)) or installed:
         return ""
     return "needs a browser: chromium, or pip install 'autopar[browser]'"
 
