@@ -7,6 +7,7 @@ is loaded from anywhere.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from importlib import resources
 from typing import Any
@@ -23,7 +24,7 @@ from autopar.report.table import format_seconds, format_share
 from autopar.search.find import Search
 from autopar.simulate import COMPUTE, Timeline, simulate
 from autopar.simulate.emitted import emitted
-from autopar.whatif import Case, what_if
+from autopar.whatif import Case, memory_of, what_if
 
 MICROSECONDS = 1e6
 
@@ -83,14 +84,11 @@ def page_data(
     name: str, plan: Plan, recipes: Sequence[Comparison], timeline: Timeline, cases: Sequence[Case], budget: float
 ) -> dict[str, Any]:
     """What the page shows, as plain data: simulated times in microseconds, everything else in seconds and bytes."""
-    devices = 1
-    for size in plan.axis_sizes:
-        devices *= size
-    held = sum(plan.predicted.memory_bytes.values())
+    held = memory_of(plan)
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.axes)
     peak = sum(timeline.peak_memory(0).values())
     facts = [
-        ("devices", f"{devices}: {mesh}"),
+        ("devices", f"{math.prod(plan.axis_sizes)}: {mesh}"),
         ("step, nothing overlapped", format_seconds(plan.predicted.step_seconds)),
         ("step, simulated, without the optimizer's", format_seconds(timeline.step_seconds)),
         ("parameters, gradients, optimizer", f"{format_bytes(held)} of {format_bytes(budget)}"),
@@ -142,7 +140,7 @@ def page_data(
 
 def _recipes(plan: Plan, recipes: Sequence[Comparison]) -> list[dict[str, Any]]:
     own = {"name": "this plan", "seconds": plan.predicted.step_seconds, "ratio": 1.0, "reason": "", "chosen": True}
-    rows = [{**own, "memory": sum(plan.predicted.memory_bytes.values())}]
+    rows = [{**own, "memory": memory_of(plan)}]
     for row in comparison_list(plan, recipes):
         seconds, memory, ratio = (row.get(key) for key in ("step_seconds", "memory_bytes", "ratio"))
         shown = {"name": row["recipe"], "seconds": seconds, "memory": memory, "ratio": ratio}

@@ -262,6 +262,15 @@ def whole_equation(x: Spec, dim: Dim, keepdim: bool, outputs: int = 1) -> tuple[
     return f"{names or '.'}->{right}", "".join(names[d] for d in reduced)
 
 
+def kept_letters(equation: str) -> str:
+    """The letters of the one output of a reduction.
+
+    >>> kept_letters("abc->a1c")
+    'ac'
+    """
+    return "".join(c for c in equation.partition("->")[2] if c.isalpha())
+
+
 def letter_sizes(
     rule: Rule, inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...] | None]
 ) -> dict[str, int]:

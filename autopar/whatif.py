@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from autopar import tree
 from autopar.capture import Batch, LossFunction
+from autopar.comparison import SECONDS, reason_of
 from autopar.compiler import program_to_plan, solve
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.plan import Plan
@@ -18,9 +20,6 @@ from autopar.search.find import Search
 
 FACTORS = (0.5, 1.0, 2.0)
 """Of devices (along the outermost axis), of the budget and of the batch."""
-
-SECONDS = 10.0
-"""Time limit of each search, which leaves little open."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,9 @@ def what_if(
 ) -> list[Case]:
     """Plan for half, the same and twice as many devices, bytes and samples, in every combination.
 
-    The outermost axis has half or twice as many devices. The batch is scaled along the first dim of its tensors, if
-    that is the same of all. A budget that the plan of a larger one fits into has that plan: it is not searched again.
+    The outermost axis has half (where that is whole) or twice as many devices. The batch is scaled along the first dim
+    of its tensors, if that is the same of all. A budget that the plan of a larger one fits into has that plan: it is
+    not searched again.
 
     Args:
         model: as it was planned.
@@ -72,7 +72,8 @@ def what_if(
         search: as it was planned.
         tick: called with how many cases are done, how many there are, and what the last one was.
     """
-    search = replace(search or Search(), time_limit=SECONDS)
+    search = search or Search()
+    search = replace(search, time_limit=min(search.time_limit, SECONDS))
     cluster, batches = found.cluster, _batches(batch)
     meshes = _meshes(found.axes)
     budgets = sorted((budget * factor for factor in FACTORS), reverse=True)
@@ -81,20 +82,24 @@ def what_if(
         try:
             program = program_to_plan(model, own, loss_fn=loss_fn, precision=precision, search=search)
         except AutoparError as e:  # a model may insist on the size of its batch
-            cases += [Case(_devices(axes), size, samples, reason=str(e)) for axes in meshes for size in budgets]
+            cases += [
+                Case(math.prod(axes.values()), size, samples, reason=reason_of(e))
+                for axes in meshes
+                for size in budgets
+            ]
             continue
         for axes in meshes:
             fits: Plan | None = None
             for size in budgets:
                 given = own is batch and axes == dict(found.axes) and size == budget
-                case = Case(_devices(axes), size, samples, given=given)
+                case = Case(math.prod(axes.values()), size, samples, given=given)
                 try:
                     if given:
                         fits = found
                     elif fits is None or memory_of(fits) > size:
                         fits = solve(program, axes, cluster, memory=size, optimizer=found.optimizer, search=search)
                 except (InfeasibleError, ValueError) as e:
-                    cases.append(replace(case, reason=str(e)))
+                    cases.append(replace(case, reason=reason_of(e)))
                 else:
                     seconds, held = fits.predicted.step_seconds, memory_of(fits)
                     cases.append(replace(case, step_seconds=seconds, memory_bytes=held))
@@ -107,16 +112,9 @@ def memory_of(plan: Plan) -> float:
     return sum(plan.predicted.memory_bytes.values())
 
 
-def _devices(axes: Mapping[str, int]) -> int:
-    count = 1
-    for size in axes.values():
-        count *= size
-    return count
-
-
 def _meshes(axes: Sequence[tuple[str, int]]) -> list[dict[str, int]]:
     (name, size), *rest = axes
-    return [{name: int(size * factor), **dict(rest)} for factor in FACTORS if size * factor >= 1]
+    return [{name: int(size * factor), **dict(rest)} for factor in FACTORS if (size * factor).is_integer()]
 
 
 def _batches(batch: Batch) -> list[tuple[int, Batch]]:

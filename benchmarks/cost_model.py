@@ -93,6 +93,12 @@ def main() -> None:
     parser.add_argument("--steps", type=Path, help="file that keeps what was captured for the next run")
     parser.add_argument("--workers", type=int, default=2, help="processes that capture (default: 2)")
     parser.add_argument("--fixed", action="store_true", help="fit nothing: the preset as it is")
+    parser.add_argument(
+        "--fit",
+        choices=("half", "several"),
+        default="half",
+        help="to half of the rows, or to all of several nodes and no other",
+    )
     parser.add_argument("--save", type=Path, help="write the fitted cluster to this TOML file")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
@@ -103,9 +109,9 @@ def main() -> None:
     rows = read(folder)
     steps = capture(rows, options.steps, options.workers)
     training = np.array([half(row) for row in rows])
-    cluster = (
-        Cluster.preset(BASE) if options.fixed else fit([r for r, t in zip(rows, training, strict=True) if t], steps)
-    )
+    seen = training if options.fit == "half" else [row.several_nodes for row in rows]
+    own = [row for row, chosen in zip(rows, seen, strict=True) if chosen]
+    cluster = Cluster.preset(BASE) if options.fixed else fit(own, steps)
     if options.save:
         cluster.save(options.save)
     found = np.array(predict(rows, steps, cluster, simulate=True))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autopar.strategy import Dim, Lowering, Rule, Spec, rule, whole_equation
+from autopar.strategy import Dim, Lowering, Rule, Spec, kept_letters, rule, whole_equation
 
 aten = torch.ops.aten
 
@@ -18,8 +18,7 @@ def _looks(x: Spec, dim: Dim, keepdim: bool, build: Callable[..., Any] | None, r
     equation, reduced = whole_equation(x, dim, keepdim)
     if build is None:
         return Rule(equation, blocked=reduced)
-    kept = equation.partition("->")[2].replace(".", "").replace("1", "")
-    lowering = Lowering(build, (kept,) * reductions)
+    lowering = Lowering(build, (kept_letters(equation),) * reductions)
     return Rule(equation, keep=reduced, lower=dict.fromkeys(reduced, lowering))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autopar.strategy import Dim, Lowering, Rule, Spec, rule, whole_dims, whole_equation
+from autopar.strategy import Dim, Lowering, Rule, Spec, kept_letters, rule, whole_dims, whole_equation
 
 aten = torch.ops.aten
 
@@ -30,11 +30,7 @@ def _variance(x: Spec, dim: Dim, correction: float, keepdim: bool, *, root: bool
         return aten._to_copy.default(result, dtype=spec.dtype) if half else result
 
     spec = x
-    return Rule(equation, keep=reduced, lower=dict.fromkeys(reduced, Lowering(build, (_kept(equation),) * 2)))
-
-
-def _kept(equation: str) -> str:
-    return equation.partition("->")[2].replace(".", "").replace("1", "")
+    return Rule(equation, keep=reduced, lower=dict.fromkeys(reduced, Lowering(build, (kept_letters(equation),) * 2)))
 
 
 def _corrected(root: bool) -> Callable[..., Rule]:
@@ -84,7 +80,7 @@ def _norm(target: Any) -> Callable[..., Rule]:
 
         if math.isinf(power) or not x.ndim:
             return Rule(equation, blocked=reduced)
-        kept = (_kept(equation),) * (1 if power == 0 else 2)
+        kept = (kept_letters(equation),) * (1 if power == 0 else 2)
         return Rule(equation, keep=reduced, lower=dict.fromkeys(reduced, Lowering(build, kept)))
 
     return norm

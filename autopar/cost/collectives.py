@@ -30,7 +30,7 @@ numbers). One device communicates nothing: ``n == 1`` gives 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -60,12 +60,11 @@ FORMS: Mapping[str, Mapping[str, sympy.Expr]] = {
 """Seconds of each collective under each algorithm, in ``size``, ``n``, ``alpha`` and ``beta``."""
 
 
+@cache
 def _function(form: sympy.Expr) -> Callable[..., Any]:
     function: Callable[..., Any] = sympy.lambdify((SIZE, N, ALPHA, BETA), form, "numpy", cse=True)
     return function
 
-
-_FUNCTIONS = {kind: {name: _function(form) for name, form in forms.items()} for kind, forms in FORMS.items()}
 
 # How often each kind sends the share (n - 1) / n of the tensor when it sends the least.
 _ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1, "broadcast": 2}
@@ -117,9 +116,8 @@ def collective_seconds(kind: str, size: ArrayLike, n: ArrayLike, link: Link) -> 
     14.0
     """
     devices, sizes = _checked(kind, size, n)
-    functions = _FUNCTIONS[kind]
-    names = [name for name in functions if name in link.algorithms] or [next(iter(functions))]
-    seconds = (functions[name](sizes, devices, link.latency, link.bandwidth) for name in names)
+    forms = [form for name, form in FORMS[kind].items() if name in link.algorithms] or list(FORMS[kind].values())[:1]
+    seconds = (_function(form)(sizes, devices, link.latency, link.bandwidth) for form in forms)
     fastest = np.asarray(np.minimum.reduce(list(np.broadcast_arrays(*seconds))), dtype=np.float64)
     return np.where(np.broadcast_to(devices, fastest.shape) > 1, fastest, 0.0)[()]
 
