@@ -6,7 +6,7 @@ Both the prediction and the rewriting read this one account, so that what is emi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,9 +16,10 @@ from autopar.candidates import combine
 from autopar.dims import Dims, Operator
 from autopar.errors import PlanError
 from autopar.layout import Layout, TensorType, divides, replicated
-from autopar.origin import user_line
+from autopar.origin import is_backward, user_line
 from autopar.plan import Plan
 from autopar.program import Program, Value, producer
+from autopar.recompute import Again, again
 from autopar.redistribute import Machine, Move, Redistributions, Tables
 from autopar.search.quotient import Quotient
 
@@ -33,6 +34,7 @@ class Assignment:
         relays: layout that a value is brought to first, for all its users.
         strategies: names of the strategies of each operator, axis by axis.
         finals: layout that each output of the program must have, in order.
+        again: what the backward pass computes or moves again.
     """
 
     outputs: dict[Value, Layout]
@@ -40,6 +42,7 @@ class Assignment:
     relays: dict[Value, Layout]
     strategies: dict[fx.Node, tuple[str, ...]]
     finals: tuple[Layout, ...]
+    again: Again = Again()
 
 
 def assign(program: Program, dims: Dims, plan: Plan, classes: Quotient) -> Assignment:
@@ -75,7 +78,23 @@ def assign(program: Program, dims: Dims, plan: Plan, classes: Quotient) -> Assig
     for output in program.outputs:
         table = {"gradient": plan.parameters, "result": plan.results}.get(output.kind, {})
         finals.append(table.get(output.name, whole))
-    return Assignment(outputs, inputs, relays, chosen, tuple(finals))
+    return Assignment(outputs, inputs, relays, chosen, tuple(finals), _again(program, plan, classes, relays))
+
+
+def _again(program: Program, plan: Plan, classes: Quotient, relays: Collection[Value]) -> Again:
+    """Read off the plan what is not kept for the backward pass."""
+    if not plan.recompute:
+        return Again()
+
+    def repeated(prefix: str, key: str, suffix: str, name: str, number: int) -> bool:
+        ranges = plan.recompute.get(f"{prefix}{key} @{name}{suffix}", plan.recompute.get(f"{prefix}{key}{suffix}", ()))
+        return any(start <= number < stop for start, stop in ranges)
+
+    number = {n: i for members in classes.members.values() for i, n in enumerate(members)}
+    key = classes.key
+    operators = {n for n in program.sources if not is_backward(n) and repeated("", key[n], "", n.name, number[n])}
+    moved = {(n, i) for n, i in relays if repeated("relay ", key[n], f" {i}", n.name, number[n])}
+    return again(program, relays, operators, {v for v in moved if not is_backward(v[0])})
 
 
 def _operator(
@@ -102,16 +121,34 @@ def _uneven(operator: Operator, names: tuple[str, ...], sizes: tuple[int, ...]) 
     return next((t for t, layout in pairs if t is not None and not divides(t, layout, sizes)), None)
 
 
-def uses(program: Program, assignment: Assignment) -> dict[Value, list[Layout]]:
-    """The layouts in which each value is wanted, in order, by operators and by the program's outputs."""
-    wanted: dict[Value, list[Layout]] = defaultdict(list)
+Uses = Mapping[Value, Sequence[Layout]]
+
+
+def uses(program: Program, assignment: Assignment) -> tuple[Uses, Uses]:
+    """The layouts in which each value is wanted, in order, by operators and by the program's outputs.
+
+    Returns:
+        Of values as they are made first, and of values as they are made again.
+    """
+    first: dict[Value, list[Layout]] = defaultdict(list)
+    second: dict[Value, list[Layout]] = defaultdict(list)
+    again = assignment.again
+
+    def late(value: Value) -> dict[Value, list[Layout]]:
+        return second if value in again.values else first
+
     for node, sources in program.sources.items():
+        backward = is_backward(node)
         for source, layout in zip(sources, assignment.inputs[node], strict=True):
-            wanted[source].append(layout)
-    for value, layout in zip(program.output_values, assignment.finals, strict=True):
+            if backward or node in again.nodes:
+                late(source)[source].append(layout)
+            if not backward and node not in again.late:
+                first[source].append(layout)
+    for i, (value, layout) in enumerate(zip(program.output_values, assignment.finals, strict=True)):
         if value is not None:
-            wanted[producer(value)].append(layout)
-    return wanted
+            made = producer(value)
+            (first if i < program.forward_outputs else late(made))[made].append(layout)
+    return first, second
 
 
 def value_moves(table: Redistributions, made: Layout, relay: Layout | None, wanted: Sequence[Layout]) -> list[Move]:
@@ -119,7 +156,7 @@ def value_moves(table: Redistributions, made: Layout, relay: Layout | None, want
     found: dict[Move, None] = {}
     reached = {made}
     start = made if relay is None else relay
-    for source, target in ((made, start), *((start, w) for w in wanted)):
+    for source, target in [way for w in wanted if w != made for way in ((made, start), (start, w))]:
         if target in reached:
             continue
         for move in table.path(source, target):
@@ -131,16 +168,16 @@ def value_moves(table: Redistributions, made: Layout, relay: Layout | None, want
 
 def all_moves(program: Program, dims: Dims, assignment: Assignment, tables: Tables) -> dict[Value, list[Move]]:
     """Every move of a step, by the value moved, in program order."""
-    wanted = uses(program, assignment)
-    found = {}
+    found: dict[Value, list[Move]] = defaultdict(list)
     known: dict[tuple[Redistributions, Layout, Layout | None, tuple[Layout, ...]], list[Move]] = {}
-    for value, made in assignment.outputs.items():
-        relay, targets = assignment.relays.get(value), tuple(wanted[value])
-        if value in dims.types and any(layout != made for layout in (*targets, relay or made)):
-            key = (tables.of(dims.types[value]), made, relay, targets)
-            moves = known[key] if key in known else known.setdefault(key, value_moves(*key))
-            if moves:
-                found[value] = moves
+    for wanted in uses(program, assignment):
+        for value, made in assignment.outputs.items():
+            relay, targets = assignment.relays.get(value), tuple(wanted.get(value, ()))
+            if value in dims.types and targets and any(layout != made for layout in (*targets, relay or made)):
+                key = (tables.of(dims.types[value]), made, relay, targets)
+                moves = known[key] if key in known else known.setdefault(key, value_moves(*key))
+                if moves:
+                    found[value] += moves
     return found
 
 

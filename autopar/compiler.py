@@ -28,10 +28,12 @@ from autopar.passes.apply_precision import apply_precision
 from autopar.passes.bucket_collectives import bucket_collectives
 from autopar.passes.eliminate_dead_code import eliminate_dead_code
 from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.insert_recompute import insert_recompute
 from autopar.passes.localize_random import localize_random
 from autopar.passes.localize_shapes import localize_shapes
 from autopar.passes.lower_operators import lower_operators
 from autopar.passes.pad_dims import pad, pad_dims
+from autopar.passes.replay_random import replay_random
 from autopar.passes.replicate_random import replicate_random
 from autopar.plan import Plan
 from autopar.precision import Precision
@@ -52,6 +54,7 @@ logger = logging.getLogger("autopar")
 PASSES: tuple[Pass, ...] = (
     pad_dims,
     annotate_layouts,
+    insert_recompute,
     insert_collectives,
     localize_shapes,
     localize_random,
@@ -63,9 +66,11 @@ PASSES: tuple[Pass, ...] = (
 DETERMINISTIC_PASSES: tuple[Pass, ...] = (
     pad_dims,
     annotate_layouts,
+    insert_recompute,
     replicate_random,
     insert_collectives,
     localize_shapes,
+    replay_random,
     lower_operators,
     bucket_collectives,
     eliminate_dead_code,

@@ -75,7 +75,7 @@ def seeded(target: Any, number: int, block: int, *args: Any, **kwargs: Any) -> A
         args: of the operator.
         kwargs: of the operator.
     """
-    device = kwargs.get("device") or next(a.device for a in args if isinstance(a, torch.Tensor))
+    device = _device(args, kwargs)
     seed = derive_seed(_step_seed.get(), number, block)
     if device.type == "meta":
         return target(*args, **kwargs)
@@ -85,10 +85,21 @@ def seeded(target: Any, number: int, block: int, *args: Any, **kwargs: Any) -> A
         return target(*args, **kwargs)
 
 
+def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
+    """The device that an operator's call makes tensors on."""
+    found: torch.device = kwargs.get("device") or next(a.device for a in args if isinstance(a, torch.Tensor))
+    return found
+
+
 def derive_seed(*numbers: int) -> int:
     """A seed of 63 bits from whole numbers; other numbers give an unrelated one."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def current_seed() -> int:
+    """The seed of the step that runs."""
+    return _step_seed.get()
 
 
 @contextmanager
@@ -128,6 +139,25 @@ def restore_generators(states: Mapping[str, torch.Tensor]) -> None:
         torch.set_rng_state(states["cpu"])
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])
+
+
+def generator_state(device: torch.device) -> torch.Tensor:
+    """State of the default generator of a device; of no length on the meta device."""
+    if device.type == "meta":
+        return torch.empty(0, dtype=torch.uint8, device=device)
+    return generator_states()[device.type]
+
+
+def replayed(target: Any, state: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Call a random operator as if the default generator had this state; afterwards that is as before."""
+    if state.device.type == "meta":
+        return target(*args, **kwargs)
+    before = generator_states()
+    restore_generators({_device(args, kwargs).type: state})
+    try:
+        return target(*args, **kwargs)
+    finally:
+        restore_generators(before)
 
 
 def generator_digest(device: torch.device) -> int:

@@ -17,6 +17,9 @@ from autopar.layout import Layout, parse_placement
 
 VERSION = 1
 
+EVERY = ((0, 2**31),)
+"""A range of all members of a class, however many there are."""
+
 
 @dataclass(frozen=True)
 class Certificate:
@@ -93,6 +96,9 @@ class Plan:
         optimizer: whose state the memory counts.
         fingerprint: of the captured graph.
         torch: version of torch that captured it.
+        recompute: what the backward pass makes again instead of keeping it: operator classes, and relays (``relay
+            CLASS OUTPUT``), which are moved again; for each the ranges ``(start, stop)`` of its members, in the order of
+            the model.
         padding: padded shape of each parameter that has dims which would not divide, see `autopar.passes.pad_dims`.
     """
 
@@ -111,6 +117,7 @@ class Plan:
     modules: tuple[ModuleRow, ...] = ()
     stages: tuple[Stage, ...] = (Stage(("",)),)
     padding: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    recompute: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -136,6 +143,7 @@ class Plan:
         data["modules"] = [asdict(m) for m in self.modules]
         data["stages"] = [list(s.modules) for s in self.stages]
         data["padding"] = {name: list(shape) for name, shape in self.padding.items()}
+        data["recompute"] = {name: [list(r) for r in ranges] for name, ranges in self.recompute.items()}
         return data
 
     def save(self, path: str | Path) -> None:
@@ -213,4 +221,8 @@ def _parse(data: dict[str, Any]) -> Plan:
         modules=tuple(ModuleRow(**m) for m in data["modules"]),
         stages=tuple(Stage(tuple(s)) for s in data["stages"]),
         padding={str(name): tuple(map(int, shape)) for name, shape in data.get("padding", {}).items()},
+        recompute={
+            str(name): tuple((int(start), int(stop)) for start, stop in ranges)
+            for name, ranges in data.get("recompute", {}).items()
+        },
     )

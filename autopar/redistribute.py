@@ -110,7 +110,7 @@ class Redistributions:
         return found
 
     @cached_property
-    def _parts(self) -> NDArray[np.int64]:
+    def parts(self) -> NDArray[np.int64]:
         """Into how many blocks each layout cuts the tensor."""
         return np.array([split_parts(layout, self.machine.sizes) for layout in self.layouts], dtype=np.int64)
 
@@ -120,7 +120,7 @@ class Redistributions:
         cast = np.array([reduces(m.kind) and sum_dtype(self.type) != self.type.dtype for m in moves], dtype=bool)
         item = np.where(cast, item_bytes(sum_dtype(self.type)), item_bytes(self.type.dtype))
         ends = np.array([(self.index[m.source], self.index[m.target]) for m in moves], dtype=np.int64).reshape(-1, 2)
-        size = self.type.numel * item / self._parts[ends].min(axis=1)
+        size = self.type.numel * item / self.parts[ends].min(axis=1)
         passes = np.where(cast, 3, 1)
         seconds = np.asarray(passes * (device.launch + size / (device.bandwidth * device.streaming)), dtype=np.float64)
         groups: dict[tuple[str, int], list[int]] = {}

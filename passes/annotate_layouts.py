@@ -21,7 +21,7 @@ from autopar.search.quotient import quotient
 def annotate_layouts(program: Program, plan: Plan) -> Program:
     """Write ``types``, ``layouts``, ``input_layouts``, ``relays``, ``strategy`` and ``operator`` into ``meta``.
 
-    The output node has ``input_layouts`` and ``input_types``.
+    The output node has ``input_layouts`` and ``input_types``; the graph has ``again``, for `insert_recompute`.
     """
     dims = analyze(program)
     assignment = assign(program, dims, plan, quotient(program, dims))
@@ -44,4 +44,5 @@ def annotate_layouts(program: Program, plan: Plan) -> Program:
             node.meta["input_layouts"] = assignment.inputs[node]
     program.graph.meta["invariants"] = ("layouts",)
     program.graph.meta["axes"] = dict(plan.axes)
+    program.graph.meta["again"] = assignment.again
     return program

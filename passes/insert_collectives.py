@@ -76,7 +76,7 @@ def _bring(
     start = source.meta["relays"].get(index, made)
     placed.setdefault((value, made), value)
     table = tables.of(type_)
-    for begin, end in ((made, start), (start, target)):
+    for begin, end in ((made, start), (start, target)) if target != made else ():
         if (value, end) in placed:
             continue
         for move in table.path(begin, end):

@@ -10,7 +10,8 @@ After::
     mask = seeded(autopar.draw, 0, block, "bernoulli", [0.9], [2, 16], [0, 1], dtype=bool)
 
 The seed is made of the step's, the number of the operator (here 0) and the block's, so blocks are independent and
-replicas are equal, whatever the devices' own generators.
+replicas are equal, whatever the devices' own generators. A copy that runs again in the backward pass has its original's
+number, so it draws the same.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def localize_random(program: Program, plan: Plan) -> Program:
     """Give every random operator its number and its block's."""
     graph = program.graph.graph
     found = [n for n in graph.nodes if draws(n)]
-    for number, node in enumerate(found):
+    numbers: dict[str, int] = {}
+    for node in found:
+        number = numbers.setdefault(node.meta.get("original", node.name), len(numbers))
         with graph.inserting_before(node):
             block = _block(graph, node, plan)
         node.args = (node.target, number, block, *node.args)

@@ -11,6 +11,7 @@ from torch import fx
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from autopar.draw import current_seed, step_seed
 from autopar.errors import AutoparError
 from autopar.layout import Layout, TensorType
 from autopar.program import Program
@@ -163,6 +164,7 @@ class _StepFunction(torch.autograd.Function):
         step = call.step
         locals_, saved = step.forward(parameters, call.buffers, call.batch)
         ctx.set_materialize_grads(False)
+        ctx.seed = current_seed()
         ctx.call = Call(step, {}, [], call.postponed)
         tensors = [isinstance(v, torch.Tensor) for v in saved]
         ctx.is_tensor, ctx.others = tensors, [v for v in saved if not isinstance(v, torch.Tensor)]
@@ -185,7 +187,8 @@ class _StepFunction(torch.autograd.Function):
         loss = step.program.loss
         incoming = {str(i): g for i, g in enumerate(gradients)} if loss is None else {str(loss): gradients[0]}
         tangents = [step.tangent(name, incoming[name]) for name in step.cut.tangents]
-        found = step.backward(saved, tangents, ctx.call.postponed)
+        with step_seed(ctx.seed):  # what is computed again draws the same numbers
+            found = step.backward(saved, tangents, ctx.call.postponed)
         wrapped: list[torch.Tensor | None] = [None]
         for name, (shape, placements) in zip(step.parameters, ctx.parameters, strict=True):
             local = found.get(name)

@@ -22,7 +22,7 @@ from autopar.candidates import candidates
 from autopar.dims import Dims
 from autopar.program import Program
 from autopar.redistribute import Machine, Tables
-from autopar.search.build import Built, build, operator_seconds
+from autopar.search.build import Built, Memory, build, operator_seconds
 from autopar.search.problem import Node, Problem, Solution
 from autopar.search.quotient import Quotient
 from autopar.search.restrict import Restrictions
@@ -86,9 +86,9 @@ def _placements(built: Built, solution: Solution, tables: Tables) -> dict[str, t
     found: dict[str, tuple[Any, ...]] = {}
     for variable, label in zip(built.variables, solution.labels, strict=True):
         if variable.choices is not None:
-            found[variable.key] = variable.choices.names(int(label))
+            found[variable.key] = variable.choices.names(int(variable.candidate[label]))
         else:
-            found[variable.key] = tables.of(variable.types["in", 0]).layouts[int(variable.ports["in", 0][label])]
+            found[variable.key] = variable.layout(int(label), tables)
     return found
 
 
@@ -109,7 +109,7 @@ def bound_by_axes(
             placements=_project(restrictions.placements, axis),
             strategies=_project(restrictions.strategies, axis),
         )
-        built = build(program, dims, classes, Tables(single), defaultdict(float), limits)
+        built = build(program, dims, classes, Tables(single), Memory(defaultdict(float)), limits)
         problem, share = _share(built, dims, classes, machine, n)
         total += solve(problem, gap=1e-4).lower_bound + (share if axis == 0 else 0.0)
     return total

@@ -1,9 +1,15 @@
-"""From candidates to a combinatorial problem: variables, their costs, and what it costs to connect them."""
+"""From candidates to a combinatorial problem: variables, their costs, and what it costs to connect them.
+
+What the forward pass makes is, besides its layout, in one of three states (`Memory.states`): it is *passing*, and gone
+when its forward users have it; *kept* for the backward pass, which takes memory; or made *again* there, which takes the
+operator's time once more, moves its arguments once more, and needs these to be kept or made again themselves. The same
+holds for a relay: a gathered parameter that is kept makes the traffic of ZeRO-2, one that is moved again ZeRO-3's.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +20,9 @@ from autopar.cost.collectives import collective_seconds
 from autopar.cost.kernels import kernel_seconds
 from autopar.dims import Dims, Operator
 from autopar.errors import InfeasibleError
-from autopar.layout import Layout, Partial, Placement, Replicate, Split, TensorType
-from autopar.program import Program
+from autopar.layout import Layout, Partial, Placement, Replicate, Split, TensorType, item_bytes
+from autopar.origin import is_backward
+from autopar.program import Program, Value
 from autopar.redistribute import Machine, Tables
 from autopar.search.problem import Edge, Node, Problem
 from autopar.search.quotient import Quotient
@@ -40,6 +47,9 @@ class Variable:
         choices: an operator's candidates; None for a tensor's layout.
         cost: seconds of each label, all members together.
         memory: bytes of each label, all members together.
+        candidate: of each label, its number among ``choices``.
+        state: of each label, `PASSING`, `KEPT` or `AGAIN`; None for what has no such choice.
+        backward: whether it is an operator of the backward pass, or a relay for such alone.
     """
 
     key: str
@@ -49,6 +59,66 @@ class Variable:
     choices: Candidates | None
     cost: Floats
     memory: Floats
+    candidate: Ints
+    state: Ints | None = None
+    backward: bool = False
+
+    @property
+    def available(self) -> NDArray[np.bool_]:
+        """Of each label, whether the backward pass can take the value."""
+        return np.ones(len(self.cost), dtype=bool) if self.state is None else self.state != PASSING
+
+    @property
+    def passes(self) -> Ints:
+        """Of each label, in which passes it takes its arguments: `ONCE`, `LATE` or `TWICE`."""
+        if self.backward or self.state is None:
+            return np.full(len(self.cost), LATE if self.backward else ONCE)
+        return np.where(self.state == AGAIN, TWICE, ONCE)
+
+    def layout(self, label: int, tables: Tables) -> Layout:
+        """Of a tensor under a label."""
+        return tables.of(self.types["in", 0]).layouts[int(self.ports["in", 0][label])]
+
+    def in_states(self, states: Sequence[int], again: Floats, kept: Floats) -> Variable:
+        """The variable with a label for each of its own in each state.
+
+        Args:
+            states: to choose from.
+            again: seconds more of each label where the value is made again.
+            kept: bytes more of each label where it is kept.
+        """
+        n, times = len(self.cost), len(states)
+        state = np.repeat(np.array(states, dtype=np.int64), n)
+        return replace(
+            self,
+            ports={port: np.tile(numbers, times) for port, numbers in self.ports.items()},
+            cost=np.tile(self.cost, times) + np.tile(again, times) * (state == AGAIN),
+            memory=np.tile(self.memory, times) + np.tile(kept, times) * (state == KEPT),
+            candidate=np.tile(self.candidate, times),
+            state=state,
+        )
+
+
+PASSING, KEPT, AGAIN = 0, 1, 2
+"""States of what the forward pass makes."""
+
+ONCE, LATE, TWICE = 0, 1, 2
+"""Passes in which a label takes its arguments: forward (or no matter), backward, both."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What counts as memory.
+
+    Attributes:
+        state: bytes of each parameter with what belongs to it, when replicated, by name.
+        activations: whether what is kept for the backward pass counts, too.
+        states: whether the search decides what is kept; else all is that the backward pass takes.
+    """
+
+    state: Mapping[str, float]
+    activations: bool = False
+    states: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,7 +134,7 @@ def build(
     dims: Dims,
     classes: Quotient,
     tables: Tables,
-    state_bytes: Mapping[str, float],
+    memory: Memory,
     restrictions: Restrictions,
 ) -> Built:
     """The layout problem of a program on a machine.
@@ -74,11 +144,11 @@ def build(
         dims: its dimension analysis.
         classes: which nodes share a decision.
         tables: redistribution costs.
-        state_bytes: bytes of parameter, gradient and optimizer state of each parameter, when replicated.
+        memory: what counts as memory.
         restrictions: what is decided already.
     """
-    maker = _Maker(program, dims, classes, tables, restrictions)
-    variables = maker.variables(state_bytes)
+    maker = _Maker(program, dims, classes, tables, memory, restrictions)
+    variables = maker.variables()
     number = {v.key: i for i, v in enumerate(variables)}
     edges = []
     for (source, out), (target, into), weight in maker.connections(variables):
@@ -89,9 +159,11 @@ def build(
 
 
 def _edge(i: int, j: int, u: Variable, v: Variable, out: Port, into: Port, weight: int, tables: Tables) -> Edge:
-    rows, u_group = np.unique(u.ports[out], return_inverse=True)
-    columns, v_group = np.unique(v.ports[into], return_inverse=True)
-    table = tables.of(u.types[out]).seconds[np.ix_(rows, columns)] * weight
+    rows, u_group = np.unique(2 * u.ports[out] + u.available, return_inverse=True)
+    columns, v_group = np.unique(3 * v.ports[into] + v.passes, return_inverse=True)
+    passes = columns % 3
+    table = tables.of(u.types[out]).seconds[np.ix_(rows // 2, columns // 3)] * weight * np.where(passes == TWICE, 2, 1)
+    table[np.ix_(rows % 2 == 0, passes != ONCE)] = np.inf  # the backward pass takes what is gone
     return Edge(i, j, u_group.astype(np.int64), v_group.astype(np.int64), np.ascontiguousarray(table))
 
 
@@ -99,13 +171,20 @@ class _Maker:
     """Makes variables and their connections, class by class."""
 
     def __init__(
-        self, program: Program, dims: Dims, classes: Quotient, tables: Tables, restrictions: Restrictions
+        self,
+        program: Program,
+        dims: Dims,
+        classes: Quotient,
+        tables: Tables,
+        memory: Memory,
+        restrictions: Restrictions,
     ) -> None:
         self.program, self.dims, self.classes, self.tables = program, dims, classes, tables
-        self.restrictions = restrictions
+        self.memory, self.restrictions = memory, restrictions
         self.sizes = tables.machine.sizes
+        self.stored = _stored(program, dims) if memory.activations and not memory.states else frozenset()
 
-    def variables(self, state_bytes: Mapping[str, float]) -> list[Variable]:
+    def variables(self) -> list[Variable]:
         inputs = dict(zip(self.program.placeholders, self.program.inputs, strict=True))
         results = {o.name: v for o, v in zip(self.program.outputs, self.program.output_values, strict=True)
                    if o.kind == "result" and v is not None}  # fmt: skip
@@ -118,7 +197,7 @@ class _Maker:
                 made.append(self._tensor(key, count, self.dims.types[node, 0], "constant", ()))
             elif inputs[node].kind == "parameter":
                 names = tuple(inputs[n].name for n in members)
-                memory = sum(state_bytes[n] for n in names)
+                memory = sum(self.memory.state[n] for n in names)
                 made.append(self._tensor(key, count, self.dims.types[node, 0], "parameter", names, memory))
             elif inputs[node].kind == "batch":
                 made.append(self._tensor(key, count, self.dims.types[node, 0], "batch", (inputs[node].name,)))
@@ -131,8 +210,42 @@ class _Maker:
             if len(users) > 1 or max(users.values()) > self.classes.count.get(key, 1):
                 node = self.classes.members[key][0]
                 count = self.classes.count[key]
-                made.append(self._tensor(f"relay {key} {out}", count, self.dims.types[node, out], "relay", ()))
+                made.append(self._relay(key, out, node, count, users))
         return made
+
+    def _relay(self, key: str, out: int, node: fx.Node, count: int, users: Mapping[tuple[str, int], int]) -> Variable:
+        found = self._tensor(f"relay {key} {out}", count, self.dims.types[node, out], "relay", ())
+        if not self.memory.states or is_backward(node):
+            return found
+        late = [self._is_late(user) for user, _ in users]
+        if all(late):
+            return replace(found, backward=True)  # it is moved in the backward pass, and only there
+        states = (KEPT, AGAIN) if any(late) else (PASSING, KEPT, AGAIN)
+        return found.in_states(states, np.zeros(len(found.cost)), self._bytes(found, "in", 0))
+
+    def _is_late(self, key: str) -> bool:
+        """Whether a class of users belongs to the backward pass."""
+        members = self.classes.members.get(key, ())
+        return any(n in self.program.sources and is_backward(n) for n in members)
+
+    def _bytes(self, variable: Variable, port: str, i: int) -> Floats:
+        """Bytes of a tensor under each label, all members together."""
+        type_ = variable.types[port, i]
+        parts = self.tables.of(type_).parts[variable.ports[port, i]]
+        return type_.numel * item_bytes(type_.dtype) * variable.count / parts
+
+    def _in_states(self, variable: Variable, node: fx.Node) -> Variable:
+        """An operator's variable with what its results take of memory."""
+        if not self.memory.activations or is_backward(node):
+            return variable
+        used = {out for k, out in self.classes.uses if k == variable.key}
+        kept = np.zeros(len(variable.cost))
+        for port, i in variable.types:
+            if port == "out" and i in used and (self.memory.states or (node, i) in self.stored):
+                kept += self._bytes(variable, "out", i)
+        if not self.memory.states:
+            return replace(variable, memory=kept)
+        return variable.in_states((PASSING, KEPT, AGAIN), variable.cost, kept)
 
     def connections(self, variables: Sequence[Variable]) -> list[tuple[tuple[str, Port], tuple[str, Port], int]]:
         """``(source, its port), (target, its port), how many edges`` of the quotient graph."""
@@ -162,7 +275,8 @@ class _Maker:
                 types["out", i] = output
                 ports["out", i] = self._encode(output, [s.outputs[i] for s in chosen.strategies], chosen.choice)
         cost = operator_seconds(operator, chosen, self.tables.machine) * count
-        return Variable(key, count, ports, types, chosen, cost, np.zeros(len(cost)))
+        found = Variable(key, count, ports, types, chosen, cost, np.zeros(len(cost)), np.arange(len(cost)))
+        return self._in_states(replace(found, backward=is_backward(node)), node)
 
     def _allowed(self, key: str) -> list[Collection[str]]:
         """Names that a class of operators may take on each axis."""
@@ -211,7 +325,7 @@ class _Maker:
         parts = np.array([split_parts(table.layouts[i], self.sizes) for i in allowed], dtype=np.float64)
         ports: dict[Port, Ints] = {("in", 0): labels, ("out", 0): labels}
         types: dict[Port, TensorType] = {("in", 0): type_, ("out", 0): type_}
-        return Variable(key, count, ports, types, None, np.zeros(len(labels)), memory / parts)
+        return Variable(key, count, ports, types, None, np.zeros(len(labels)), memory / parts, np.arange(len(labels)))
 
     def _admits(
         self,
@@ -280,6 +394,17 @@ def _lowering_seconds(operator: Operator, chosen: Candidates, machine: Machine) 
             for axis, (n, link) in enumerate(zip(machine.sizes, machine.links, strict=True)):
                 total += uses[:, axis] * (machine.device.launch + collective_seconds("all_reduce", local, n, link))
     return total
+
+
+def _stored(program: Program, dims: Dims) -> frozenset[Value]:
+    """The forward's values that the backward pass takes, itself or as a view of them."""
+    found: set[Value] = set()
+    for node, sources in program.sources.items():
+        for value in sources if is_backward(node) else ():
+            while value[0] in dims.operators and dims.operators[value[0]].rule.view:
+                value = program.sources[value[0]][0]
+            found.add(value)
+    return frozenset(found)
 
 
 def _is_loss(program: Program, name: str) -> bool:

@@ -19,7 +19,7 @@ from autopar.plan import Certificate, Plan
 from autopar.program import Program
 from autopar.redistribute import Machine, Tables
 from autopar.search.axes import bound_by_axes, descend
-from autopar.search.build import Built, build
+from autopar.search.build import Built, Memory, build
 from autopar.search.problem import Solution
 from autopar.search.quotient import Quotient, quotient
 from autopar.search.recipes import check_recipe, roles_of
@@ -102,7 +102,7 @@ def find_plan(
     tables = Tables(machine)
 
     def make(limits: Restrictions) -> Built:
-        return build(program, dims, classes, tables, state, limits)
+        return build(program, dims, classes, tables, Memory(state), limits)
 
     try:
         # Roles of all axes leave so little open that any number of them is one problem.
@@ -201,9 +201,9 @@ def _read(
     relays: dict[str, Layout] = {}
     for variable, label in zip(built.variables, solution.labels, strict=True):
         if variable.choices is not None:
-            choices[variable.key] = variable.choices.names(int(label))
+            choices[variable.key] = variable.choices.names(int(variable.candidate[label]))
             continue
-        layout = tables.of(variable.types["in", 0]).layouts[int(variable.ports["in", 0][label])]
+        layout = variable.layout(int(label), tables)
         if variable.key.startswith("relay "):
             relays[variable.key.removeprefix("relay ")] = layout
         else:

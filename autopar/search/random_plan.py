@@ -15,14 +15,18 @@ from torch import fx
 from autopar.candidates import REPLICATE, Strategy, layouts, strategies
 from autopar.cluster import Cluster
 from autopar.dims import Dims, Operator
-from autopar.layout import Layout, Partial, Replicate, divides, replicated
-from autopar.plan import Certificate, Plan
-from autopar.program import Program, is_operator
+from autopar.layout import Layout, Partial, Replicate, TensorType, divides, replicated
+from autopar.origin import is_backward
+from autopar.plan import EVERY, Certificate, Plan
+from autopar.program import Program, is_operator, values_of
 from autopar.search.quotient import quotient
 from autopar.search.restrict import is_boundary_layout
 
 Choose = Callable[[int], int]
 """``choose(n)``: a number below ``n``."""
+
+RELAYED = 4
+"""One value in so many is relayed."""
 
 SPLIT_BIAS = 3
 """A split is this many times as likely as its share: long chains of replicated nodes test little."""
@@ -36,6 +40,7 @@ def random_plan(
     choose: Choose | int = 0,
     fixed: Mapping[tuple[str, str], Layout] = MappingProxyType({}),
     optimizer: str = "adamw",
+    again: bool = False,
 ) -> Plan:
     """Draw a plan.
 
@@ -47,6 +52,8 @@ def random_plan(
         choose: source of choices, or a seed.
         fixed: layouts of parameters, batch tensors and results that are decided already, by kind and name.
         optimizer: recorded in the plan.
+        again: draw also which operators run again in the backward pass, which values all users take in one layout that
+            is not their own, and which of these are moved again.
     """
     choose = random.Random(choose).randrange if isinstance(choose, int) else choose
     classes = quotient(program, dims)
@@ -56,6 +63,9 @@ def random_plan(
     parameters: dict[str, Layout] = {}
     batch: dict[str, Layout] = {}
     results: dict[str, Layout] = {}
+    relays: dict[str, Layout] = {}
+    moved: dict[tuple[fx.Node, int], Layout] = {}
+    recompute: dict[str, tuple[tuple[int, int], ...]] = {}
     choices: dict[str, tuple[str, ...]] = {}
     for output, value in zip(program.outputs, program.output_values, strict=True):
         if output.kind == "result" and value is not None:
@@ -79,16 +89,26 @@ def random_plan(
         elif node.op == "get_attr":
             made[node, 0] = whole
         elif is_operator(node):
-            have = [made[source] for source in program.sources[node]]
+            have = [moved.get(source, made[source]) for source in program.sources[node]]
             chosen = _draw(dims.operators[node], have, sizes, choose)
             choices[f"{classes.key[node]} @{node.name}"] = tuple(s.name for s in chosen)
             for i in range(len(dims.operators[node].outputs)):
                 made[node, i] = tuple(s.outputs[i] for s in chosen)
+            if again and not is_backward(node) and choose(2):
+                recompute[f"{classes.key[node]} @{node.name}"] = EVERY
+        for value in [(node, i) for i in range(len(values_of(node))) if again and (node, i) in dims.types]:
+            options = _relays(dims.types[value], made[value], sizes)
+            if options and not choose(RELAYED):
+                moved[value] = options[choose(len(options))]
+                name = f"{classes.key[node]} @{node.name} {value[1]}"
+                relays[name] = moved[value]
+                if not is_backward(node) and choose(2):
+                    recompute[f"relay {name}"] = EVERY
     certificate = Certificate(0.0, 0.0, "one random plan, nothing was searched", "random")
     return Plan(
         axes=tuple(axes.items()), cluster=cluster, parameters=parameters, batch=batch, results=results, choices=choices,
-        relays={}, optimizer=optimizer, fingerprint=program.fingerprint, torch=str(torch.__version__),
-        certificate=certificate,
+        relays=relays, optimizer=optimizer, fingerprint=program.fingerprint, torch=str(torch.__version__),
+        certificate=certificate, recompute=recompute,
     )  # fmt: skip
 
 
@@ -96,6 +116,13 @@ def _boundary(dims: Dims, node: fx.Node, sizes: tuple[int, ...], choose: Choose)
     type_ = dims.type_of(node)
     options = [x for x in layouts(type_, sizes, False) if is_boundary_layout(type_, x, sizes)]
     return options[choose(len(options))]
+
+
+def _relays(type_: TensorType, made: Layout, sizes: tuple[int, ...]) -> list[Layout]:
+    """Layouts that a value can be brought to for all its users; none for sums that are not complete."""
+    if any(isinstance(p, Partial) for p in made):
+        return []
+    return [x for x in layouts(type_, sizes, False) if x != made]
 
 
 def _draw(operator: Operator, have: Sequence[Layout], sizes: Sequence[int], choose: Choose) -> list[Strategy]:

@@ -1,0 +1,79 @@
+"""What a plan computes again in the backward pass, and what it keeps for it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.origin import is_backward
+from autopar.program import Program, Value, producer
+
+
+@dataclass(frozen=True)
+class Again:
+    """What the backward pass makes again instead of taking what the forward pass has kept.
+
+    Attributes:
+        nodes: forward operators that run again.
+        late: those of ``nodes`` that then need not run in the forward pass.
+        values: forward values that are made or moved again, for the backward pass alone.
+    """
+
+    nodes: frozenset[fx.Node] = frozenset()
+    late: frozenset[fx.Node] = frozenset()
+    values: frozenset[Value] = frozenset()
+
+
+def again(
+    program: Program, relayed: Collection[Value], operators: Collection[fx.Node], relays: Collection[Value]
+) -> Again:
+    """What runs again, of all that may: only what the backward pass needs does.
+
+    Args:
+        program: the program, nothing in it repeated yet.
+        relayed: values that are brought to one layout for all their users.
+        operators: forward operators whose results are not kept.
+        relays: of the values that are relayed, those whose moved form is not kept.
+    """
+    if not operators and not relays:
+        return Again()
+    kept = set(relayed) - set(relays)
+    nodes: set[fx.Node] = set()
+    seen: dict[Value, bool] = {}
+    waiting = _taken_by_backward(program)
+    while waiting:
+        value = waiting.pop()
+        node = value[0]
+        if value in seen or is_backward(node):
+            continue
+        seen[value] = value not in kept and (value in relays or node in operators)
+        if seen[value] and node in operators and node not in nodes:
+            nodes.add(node)
+            waiting += program.sources[node]
+    made_again = frozenset(value for value, repeated in seen.items() if repeated)
+    saved = [value for value, repeated in seen.items() if not repeated or value[0] not in nodes]
+    finals = [producer(v) for v in program.output_values[: program.forward_outputs] if v is not None]
+    early = _computed_from(program, [*saved, *finals])
+    return Again(frozenset(nodes), frozenset(nodes - early), made_again)
+
+
+def _taken_by_backward(program: Program) -> list[Value]:
+    """Values that operators of the backward pass take, or that gradients are; each once."""
+    taken = [s for node, sources in program.sources.items() if is_backward(node) for s in sources]
+    later = program.output_values[program.forward_outputs :]
+    taken += [producer(v) for v in later if v is not None]
+    return list(dict.fromkeys(taken))
+
+
+def _computed_from(program: Program, values: Iterable[Value]) -> set[fx.Node]:
+    """The nodes that these values are computed by, from the first on."""
+    found: set[fx.Node] = set()
+    waiting = [node for node, _ in values]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += [source for source, _ in program.sources.get(node, ())]
+    return found

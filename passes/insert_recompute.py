@@ -1,0 +1,109 @@
+"""insert_recompute: what the plan does not keep for the backward pass, that computes again.
+
+Before::
+
+    relu = aten.relu(x); mm = aten.mm(relu, w); ...                                 # forward
+    grad_w = aten.mm(relu_t, grad)                                                  # backward, from relu
+
+After::
+
+    relu = aten.relu(x); mm = aten.mm(relu, w); ...
+    relu_again = aten.relu(x); grad_w = aten.mm(relu_again_t, grad)                 # x is kept instead
+
+Each operator that runs again does so in front of the first that needs it, so that little is held at a time. Values that
+are only moved again, such as gathered parameters, are marked with an alias that belongs to the backward pass.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autopar.origin import inherit_origin, is_backward
+from autopar.plan import Plan
+from autopar.program import Program, draws, is_operator, map_nodes, producer
+from autopar.recompute import Again
+
+aten = torch.ops.aten
+
+
+def insert_recompute(program: Program, plan: Plan) -> Program:
+    """Copy operators into the backward pass; copies have the layouts of their originals."""
+    del plan
+    again: Again = program.graph.meta.pop("again")
+    if not again.values:
+        return program
+    graph = program.graph.graph
+    copies = _Copies(graph, again)
+    for node in list(graph.nodes):
+        if node.op == "output":
+            early = list(program.output_values[: program.forward_outputs])
+            late = [v if v is None else copies.of(v, node) for v in program.output_values[program.forward_outputs :]]
+            node.args = ([*early, *late],)
+        elif is_operator(node) and is_backward(node):
+            copies.bring(node)
+    for node in reversed(list(graph.nodes)):
+        if producer(node)[0] in again.late and not node.users and not draws(node):
+            graph.erase_node(node)
+    return program
+
+
+class _Copies:
+    """The copies made so far."""
+
+    def __init__(self, graph: fx.Graph, again: Again) -> None:
+        self.graph, self.again = graph, again
+        self.made: dict[fx.Node, fx.Node] = {}
+
+    def bring(self, user: fx.Node) -> None:
+        """Let an operator of the backward pass take copies."""
+        user.args, user.kwargs = map_nodes((user.args, user.kwargs), lambda n: self.of(n, user))
+
+    def of(self, node: fx.Node, user: fx.Node) -> fx.Node:
+        """The copy of a node, made in front of ``user`` if it is not there yet; the node itself where it is kept."""
+        waiting = [node]
+        while waiting:
+            last = waiting[-1]
+            missing = [n for n in self._needed(last) if n not in self.made]
+            if missing:
+                waiting += missing
+                continue
+            waiting.pop()
+            if last not in self.made and self._repeated(last):
+                with self.graph.inserting_before(user):
+                    self.made[last] = self._copy(last)
+        return self.made.get(node, node)
+
+    def _repeated(self, node: fx.Node) -> bool:
+        several = isinstance(node.meta.get("val"), tuple | list)  # whose outputs speak for themselves
+        return node in self.again.nodes if several else producer(node) in self.again.values
+
+    def _needed(self, node: fx.Node) -> list[fx.Node]:
+        """Arguments of a node that are copied before it is."""
+        source, _ = producer(node)
+        if not self._repeated(node) or source not in self.again.nodes:
+            return []
+        if source is not node:
+            return [source]
+        return [n for n in source.all_input_nodes if self._repeated(n)]
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        source, index = producer(node)
+        if source in self.again.nodes:
+            copied = self.graph.node_copy(node, lambda n: self.made.get(n, n))
+            copied.meta = {**node.meta, "original": node.name}
+        else:
+            copied = self._alias(node, index)
+        copied.meta["partitioner_tag"] = "is_backward"
+        return copied
+
+    def _alias(self, node: fx.Node, index: int) -> fx.Node:
+        source, _ = producer(node)
+        alias = self.graph.call_function(aten.alias.default, (node,))
+        inherit_origin(alias, node)
+        layout = source.meta["layouts"][index]
+        alias.meta.update(
+            types=(source.meta["types"][index],), layouts=(layout,), relays={0: source.meta["relays"][index]},
+            input_layouts=(layout,), val=node.meta["val"], internal=False,
+        )  # fmt: skip
+        return alias
