@@ -19,7 +19,7 @@ from autopar.layout import Layout, TensorType, divides, replicated
 from autopar.origin import is_backward, user_line
 from autopar.plan import Plan
 from autopar.program import Program, Value, producer
-from autopar.recompute import Again, again
+from autopar.recompute import NOTHING, Again, again
 from autopar.redistribute import Machine, Move, Redistributions, Tables
 from autopar.search.quotient import Quotient
 
@@ -42,7 +42,7 @@ class Assignment:
     relays: dict[Value, Layout]
     strategies: dict[fx.Node, tuple[str, ...]]
     finals: tuple[Layout, ...]
-    again: Again = Again()
+    again: Again = NOTHING
 
 
 def assign(program: Program, dims: Dims, plan: Plan, classes: Quotient) -> Assignment:

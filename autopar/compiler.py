@@ -23,6 +23,7 @@ from autopar.cluster import Cluster
 from autopar.cost.memory import parse_bytes
 from autopar.dims import Dims, analyze
 from autopar.errors import InfeasibleError, PassError, PlanError
+from autopar.liveness import peak_memory
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.apply_precision import apply_precision
 from autopar.passes.bucket_collectives import bucket_collectives
@@ -39,6 +40,7 @@ from autopar.plan import Plan
 from autopar.precision import Precision
 from autopar.predict import predict
 from autopar.program import Program, copy_graph
+from autopar.recompute import uniform
 from autopar.search.find import Progress, Search, find_plan, require_splits
 from autopar.search.padding import paddings
 from autopar.search.quotient import quotient
@@ -119,7 +121,7 @@ def program_to_plan(
         if progress:
             progress(text, math.inf, 0.0)
 
-    return abridge(model, make, search.pins, say)
+    return abridge(model, make, search.layouts, say)
 
 
 def solve(
@@ -143,7 +145,7 @@ def solve(
     with _collector_paused():
         dims = analyze(program)
         machine = Cluster.resolve(cluster)
-        limits = read_pins(program, dims, search.pins, axes, restrictions)
+        limits = read_pins(program, dims, search.layouts, axes, restrictions)
         helps = any(role != DATA for role in roles)  # parameters need not divide to be replicated
         options = paddings(program, dims, axes, limits.layouts, search=search.padding and helps)
         if search.recipe == "random":
@@ -207,6 +209,7 @@ def _solve(
         axes,
         machine,
         memory=None if memory is None else parse_bytes(memory),
+        peak=lambda plan: peak_of(program, plan),
         optimizer=optimizer,
         search=search,
         restrictions=by_roles(program, dims, classes, axes, roles, limits),
@@ -228,6 +231,19 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
+def peak_of(program: Program, plan: Plan) -> dict[str, float]:
+    """Bytes by category at the moment when a device holds the most, in the graph that a plan gives."""
+    if program.repeat is None:
+        return peak_memory(_rewrite(program, plan, PASSES), plan)
+    count = quotient(program, analyze(program)).count
+    found: dict[str, float] = {}
+    for share, part in uniform(plan, count):
+        shorter = _rewrite(program.repeat.shorter, part, PASSES)
+        for category, size in peak_memory(_rewrite(program, part, PASSES), part, shorter).items():
+            found[category] = found.get(category, 0.0) + share * size
+    return found
+
+
 def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) -> Program:
     """Run the passes; the graph is copied once and verified after each.
 
@@ -243,6 +259,11 @@ def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) 
             f"the plan is for another graph (fingerprint {plan.fingerprint}, this one has {program.fingerprint}): "
             "the model, its configuration, the batch's shapes or torch differ; plan again"
         )
+    return _rewrite(program, plan, passes)
+
+
+def _rewrite(program: Program, plan: Plan, passes: tuple[Pass, ...]) -> Program:
+    """Run the passes."""
     program = replace(program, graph=copy_graph(program.graph))
     done: tuple[str, ...] = ()
     for step in passes:

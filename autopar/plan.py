@@ -97,8 +97,8 @@ class Plan:
         fingerprint: of the captured graph.
         torch: version of torch that captured it.
         recompute: what the backward pass makes again instead of keeping it: operator classes, and relays (``relay
-            CLASS OUTPUT``), which are moved again; for each the ranges ``(start, stop)`` of its members, in the order of
-            the model.
+            CLASS OUTPUT``), which are moved again; of each the ranges ``(start, stop)`` of members, in the model's
+            order.
         padding: padded shape of each parameter that has dims which would not divide, see `autopar.passes.pad_dims`.
     """
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from torch import fx
 
@@ -18,6 +19,7 @@ from autopar.layout import Layout, TensorType, describe, item_bytes
 from autopar.origin import module_path, without_indices
 from autopar.plan import ModuleRow, Plan, Predicted
 from autopar.program import Program
+from autopar.recompute import uniform
 from autopar.redistribute import Machine, Move, Redistributions, Tables, moved_bytes
 from autopar.search.build import operator_seconds
 from autopar.search.quotient import Quotient, quotient
@@ -25,9 +27,35 @@ from autopar.search.quotient import Quotient, quotient
 
 def predict(program: Program, dims: Dims, plan: Plan, classes: Quotient | None = None) -> Plan:
     """The plan with its prediction and its table filled in, of the whole model if the program leaves blocks out."""
-    found = _predict(program, dims, plan, classes)
     if program.repeat is None:
-        return found
+        return _predict(program, dims, plan, classes)
+    classes = classes or quotient(program, dims)
+    parts = [(share, _extrapolated(program, dims, part, classes)) for share, part in uniform(plan, classes.count)]
+    share, first = parts[0]
+    if len(parts) == 1:
+        return replace(first, recompute=plan.recompute)
+    rest = parts[1][1]
+    predicted = Predicted(**between(share, vars(first.predicted), vars(rest.predicted)))
+    rows = tuple(
+        replace(a, **{name: between(share, getattr(a, name), getattr(b, name)) for name in _COUNTED})
+        for a, b in zip(first.modules, rest.modules, strict=True)
+    )
+    return replace(plan, predicted=predicted, modules=rows)
+
+
+def between(share: float, a: Any, b: Any) -> Any:
+    """``share`` of one number, or mapping to numbers, and the rest of the other; whole numbers stay whole."""
+    if isinstance(a, Mapping):
+        empty: dict[str, Any] = {k: {} if isinstance(v, Mapping) else 0 for k, v in {**a, **b}.items()}
+        return {k: between(share, a.get(k, none), b.get(k, none)) for k, none in empty.items()}
+    mixed = share * a + (1 - share) * b
+    return round(mixed) if isinstance(a, int) and isinstance(b, int) else mixed
+
+
+def _extrapolated(program: Program, dims: Dims, plan: Plan, classes: Quotient) -> Plan:
+    """The prediction of a program that leaves blocks out."""
+    assert program.repeat is not None
+    found = _predict(program, dims, plan, classes)
     shorter = program.repeat.shorter
     other = _predict(shorter, analyze(shorter), plan, None)
     whole = program.repeat.extrapolate
@@ -94,9 +122,11 @@ def _count_operators(
         if key not in known:
             one = candidates(operator, machine.sizes, allowed=[[n] for n in names])
             known[key] = float(operator_seconds(operator, one, machine)[0])
-        account.compute += known[key]
-        account.seconds[module_path(node)] += known[key]
-        _count_lowering(node, dims, names, account)
+        again = assignment.again
+        for _ in range(1 + (node in again.nodes) - (node in again.late)):
+            account.compute += known[key]
+            account.seconds[module_path(node)] += known[key]
+            _count_lowering(node, dims, names, account)
 
 
 def _count_moves(program: Program, dims: Dims, assignment: Assignment, account: _Account) -> None:

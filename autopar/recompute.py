@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from autopar.origin import is_backward
+from autopar.plan import EVERY, Plan
 from autopar.program import Program, Value, producer
 
 
@@ -24,6 +25,9 @@ class Again:
     nodes: frozenset[fx.Node] = frozenset()
     late: frozenset[fx.Node] = frozenset()
     values: frozenset[Value] = frozenset()
+
+
+NOTHING = Again()
 
 
 def again(
@@ -77,3 +81,27 @@ def _computed_from(program: Program, values: Iterable[Value]) -> set[fx.Node]:
             found.add(node)
             waiting += [source for source, _ in program.sources.get(node, ())]
     return found
+
+
+def uniform(plan: Plan, count: Mapping[str, int]) -> list[tuple[float, Plan]]:
+    """A plan whose classes are partly recomputed, as plans that treat all members alike, each with its share of them.
+
+    Args:
+        plan: whose ranges are the first members of each class, and the rest.
+        count: members of each class.
+    """
+    cuts = [(stop, name) for name, ranges in plan.recompute.items() for _, stop in ranges if stop < EVERY[0][1]]
+    cuts += [(start, name) for name, ranges in plan.recompute.items() for start, _ in ranges if start]
+    if not cuts:
+        return [(1.0, plan)]
+    # Classes of few members round up; those of most members say what the share is.
+    most = max(count[class_of(name)] for _, name in cuts)
+    share = max(cut / most for cut, name in cuts if count[class_of(name)] == most)
+    first = {name: EVERY for name, ranges in plan.recompute.items() if ranges[0][0] == 0}
+    rest = {name: EVERY for name, ranges in plan.recompute.items() if ranges[-1][1] == EVERY[0][1]}
+    return [(share, replace(plan, recompute=first)), (1.0 - share, replace(plan, recompute=rest))]
+
+
+def class_of(name: str) -> str:
+    """The class that an entry of a plan's recomputation speaks of: a relay's has the number of an output behind it."""
+    return name.removeprefix("relay ").rpartition(" ")[0] if name.startswith("relay ") else name

@@ -58,7 +58,7 @@ def descend(
         remaining /= machine.sizes[axis]
         budget = None if memory is None else memory * remaining
         best = _solve_block(make, replace(restrictions, fixed=fixed, free=(axis,)), budget, gap, deadline)
-        fixed = _placements(*best, tables)
+        fixed = placements(*best, tables)
     assert best is not None
     pairs = itertools.cycle(itertools.combinations(range(count), 2))
     stale, every = 0, count * (count - 1) // 2
@@ -68,7 +68,7 @@ def descend(
         stale += 1
         if found[1].objective < best[1].objective * (1 - gap):
             best, stale = found, 1
-            fixed = _placements(*best, tables)
+            fixed = placements(*best, tables)
         if progress:
             progress(f"axes {block}", best[1].objective, 0.0)
     return best
@@ -81,7 +81,7 @@ def _solve_block(
     return built, solve(built.problem, budget=budget, gap=gap, time_limit=max(1.0, deadline - time.monotonic()))
 
 
-def _placements(built: Built, solution: Solution, tables: Tables) -> dict[str, tuple[Any, ...]]:
+def placements(built: Built, solution: Solution, tables: Tables) -> dict[str, tuple[Any, ...]]:
     """What every variable does on every axis: strategy names of operators, placements of tensors."""
     found: dict[str, tuple[Any, ...]] = {}
     for variable, label in zip(built.variables, solution.labels, strict=True):

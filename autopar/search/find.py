@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from autopar.candidates import strategies
 from autopar.cluster import Cluster
-from autopar.cost.memory import format_bytes, optimizer_state_bytes
+from autopar.cost.memory import optimizer_state_bytes
 from autopar.dims import Dims
 from autopar.errors import InfeasibleError
 from autopar.layout import Layout, item_bytes
-from autopar.plan import Certificate, Plan
+from autopar.plan import EVERY, Certificate, Plan
 from autopar.program import Program
 from autopar.redistribute import Machine, Tables
-from autopar.search.axes import bound_by_axes, descend
-from autopar.search.build import Built, Memory, build
-from autopar.search.problem import Solution
+from autopar.search.axes import bound_by_axes
+from autopar.search.budget import Task, plan_by_axes, plan_within
+from autopar.search.build import AGAIN, Built, Memory, build
+from autopar.search.frontier import Mix
+from autopar.search.minimise import Limits
 from autopar.search.quotient import Quotient, quotient
 from autopar.search.recipes import check_recipe, roles_of
 from autopar.search.restrict import Restrictions
-from autopar.search.solve import solve
 
 Progress = Callable[[str, float, float], None]
+
+RECOMPUTE = "recompute"
+"""A pin that names no tensor."""
 
 EXACT_AXES = 2
 """Meshes of up to this many axes are solved as one problem; larger ones axis by axis, with the gap stated."""
@@ -40,7 +45,8 @@ class Search:
         time_limit: seconds for the solver; where it searches without padding and with it, each has half of them.
         gap: relative gap at which to stop.
         pins: layouts decided by hand: name of a parameter or ``batch.0`` to one placement an axis, as text
-            (``("R", "S(0)")``), torch placements or a dict by axis name.
+            (``("R", "S(0)")``), torch placements or a dict by axis name. ``recompute``: ``"none"`` keeps all that the
+            backward pass takes, ``"search"`` decides tensor by tensor where memory is short.
         recipe: layouts by the name of a kind of parallelism, see `autopar.search.recipes`; the search decides only what
             the recipe leaves open. ``"random"`` draws a feasible plan, for tests (budgets are not looked at).
         roles: what axes are for, by name: ``data``, ``shard``, ``tensor`` or ``sequence``, see `autopar.search.roles`.
@@ -61,8 +67,28 @@ class Search:
     padding: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse recipes that do not exist."""
+        """Refuse recipes and words that do not exist."""
         check_recipe(self.recipe, self.roles)
+        if self.pins.get(RECOMPUTE, "search") not in ("search", "none"):
+            raise ValueError(f"pin {RECOMPUTE!r} must be 'search' or 'none', got {self.pins[RECOMPUTE]!r}")
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the search decides what is kept for the backward pass, where memory is short.
+
+        Recipes and roles say how the work is split, and keep everything unless told otherwise.
+        """
+        default = "none" if self.recipe or self.roles else "search"
+        return bool(self.pins.get(RECOMPUTE, default) == "search")
+
+    @property
+    def layouts(self) -> dict[str, Any]:
+        """The pins that are layouts."""
+        return {name: value for name, value in self.pins.items() if name != RECOMPUTE}
+
+
+Peak = Callable[[Plan], Mapping[str, float]]
+"""Bytes by category at the moment when a device holds the most under a plan."""
 
 
 def find_plan(
@@ -72,6 +98,7 @@ def find_plan(
     cluster: Cluster,
     *,
     memory: float | None = None,
+    peak: Peak | None = None,
     optimizer: str = "adamw",
     search: Search | None = None,
     restrictions: Restrictions | None = None,
@@ -85,7 +112,8 @@ def find_plan(
         dims: its dimension analysis.
         axes: name and size of each mesh axis, outermost first.
         cluster: devices and links.
-        memory: bytes of parameters, gradients and optimizer state per device; None for no limit.
+        memory: bytes per device; None for no limit.
+        peak: what a plan needs, measured on the graph that is rewritten for it.
         optimizer: whose state is counted.
         search: limits of the search.
         restrictions: layouts decided already.
@@ -98,33 +126,31 @@ def find_plan(
     search, restrictions = search or Search(), restrictions or Restrictions()
     machine = Machine(tuple(axes), tuple(axes.values()), cluster.link_for(dict(axes)), cluster.device)
     classes = classes or quotient(program, dims, tie=search.tie_layers)
-    state = state_bytes(program, optimizer)
     tables = Tables(machine)
+    # Roles of all axes leave so little open that any number of them is one problem.
+    decided = all(roles_of(search.recipe, axes, search.roles)) and bool(restrictions.strategies)
+    exact = decided or len(axes) <= EXACT_AXES
+    limits = Limits(search.gap, time.monotonic() + search.time_limit)
 
-    def make(limits: Restrictions) -> Built:
-        return build(program, dims, classes, tables, Memory(state), limits)
+    def make(restrictions: Restrictions, memory: Memory) -> Built:
+        return build(program, dims, classes, tables, memory, restrictions)
 
-    try:
-        # Roles of all axes leave so little open that any number of them is one problem.
-        decided = all(roles_of(search.recipe, axes, search.roles)) and bool(restrictions.strategies)
-        if decided or len(axes) <= EXACT_AXES:
-            built = make(restrictions)
-            solution = solve(
-                built.problem, budget=memory, gap=search.gap, time_limit=search.time_limit, progress=progress
-            )
-        else:
-            built, solution = descend(make, restrictions, tables, memory, search.gap, search.time_limit, progress)
-            bound = bound_by_axes(program, dims, classes, machine, restrictions)
-            solution = replace(solution, lower_bound=max(bound, 0.0), method="axis by axis")
-    except InfeasibleError as e:
-        raise _explain(e, state, axes, memory) from e
-    certificate = Certificate(
-        solution.objective,
-        min(solution.lower_bound, solution.objective),
-        _space(search, cluster),
-        solution.method,
-    )
-    return _read(program, dims, classes, built, solution, certificate, axes, cluster, optimizer, tables)
+    def read(built: Built, mix: Mix, bound: float, method: str) -> Plan:
+        certificate = Certificate(mix.cost, min(max(bound, 0.0), mix.cost), _space(search, cluster), method)
+        return _read(program, dims, classes, built, mix, certificate, axes, cluster, optimizer, tables)
+
+    def state(gradients: bool) -> dict[str, float]:
+        return state_bytes(program, optimizer, gradients=gradients)
+
+    task = Task(make, read, state, restrictions, limits, memory, peak, search.recomputes, classes, progress or _silent)
+    if exact:
+        return plan_within(task)
+    bound = bound_by_axes(program, dims, classes, machine, restrictions)
+    return plan_by_axes(task, tables, bound)
+
+
+def _silent(phase: str, incumbent: float, bound: float) -> None:
+    """Say nothing."""
 
 
 def require_splits(dims: Dims, axes: Mapping[str, int]) -> None:
@@ -149,15 +175,16 @@ def _space(search: Search, cluster: Cluster) -> str:
     recipe = f"what recipe {search.recipe} leaves open; " if search.recipe else ""
     roles = ", ".join(f"{axis} for {role}" for axis, role in search.roles.items())
     recipe += f"axes as told ({roles}); " if roles else ""
+    kept = "any tensor kept, made or moved again" if search.recomputes else "no recomputation"
     return (
         f"{recipe}one layout per tensor on every axis{tied}; a value has one layout besides its own for all its users; "
-        "no pipelines, no recomputation; costs: kernels by tiles and traffic, collectives by ring or tree, "
+        f"no pipelines, {kept}; costs: kernels by tiles and traffic, collectives by ring or tree, "
         f"on {cluster.name}"
     )
 
 
-def state_bytes(program: Program, optimizer: str) -> dict[str, float]:
-    """Bytes of each parameter, and of all that it stands for, with gradient and optimizer state, on one device."""
+def state_bytes(program: Program, optimizer: str, *, gradients: bool = True) -> dict[str, float]:
+    """Bytes of each parameter, and of all that it stands for, with optimizer state and gradient, on one device."""
     trained = {
         o.name for o, v in zip(program.outputs, program.output_values, strict=True) if o.kind == "gradient" and v
     }
@@ -168,38 +195,27 @@ def state_bytes(program: Program, optimizer: str) -> dict[str, float]:
             item = item_bytes(str(value.dtype).removeprefix("torch."))
             size = float(value.numel() * item)
             if spec.name in trained:
-                size = 2 * size + optimizer_state_bytes(optimizer, value.numel(), item)
+                size += (size if gradients else 0.0) + optimizer_state_bytes(optimizer, value.numel(), item)
             found[spec.name] = size * (len(program.repeat.names(spec.name)) if program.repeat else 1)
     return found
 
 
-def _explain(
-    error: InfeasibleError, state: Mapping[str, float], axes: Mapping[str, int], memory: float | None
-) -> InfeasibleError:
-    """Add what is missing and the smallest change that would do."""
-    if memory is None or error.needed is None:
-        return error
-    devices = math.prod(axes.values())
-    total = sum(state.values())
-    more = max(devices + 1, math.ceil(total / memory))
-    return InfeasibleError(
-        f"parameters, gradients and optimizer state need at least {format_bytes(error.needed)} a device on axes "
-        f"{dict(axes)}, and the budget is {format_bytes(memory)}: {format_bytes(error.needed - memory)} are missing. "
-        f"Raise memory= to {format_bytes(error.needed)}, or use a mesh of about {more} devices",
-        needed=error.needed,
-        budget=memory,
-    )
-
-
 def _read(
-    program: Program, dims: Dims, classes: Quotient, built: Built, solution: Solution, certificate: Certificate,
+    program: Program, dims: Dims, classes: Quotient, built: Built, mix: Mix, certificate: Certificate,
     axes: Mapping[str, int], cluster: Cluster, optimizer: str, tables: Tables,
 ) -> Plan:  # fmt: skip
-    """A plan from the labels of every variable."""
+    """A plan from the labels of every variable, and from the states of its first members and of the rest."""
     layouts: dict[str, Layout] = {}
     choices: dict[str, tuple[str, ...]] = {}
     relays: dict[str, Layout] = {}
-    for variable, label in zip(built.variables, solution.labels, strict=True):
+    recompute: dict[str, tuple[tuple[int, int], ...]] = {}
+    for variable, label, first in zip(built.variables, mix.over, mix.under, strict=True):
+        if variable.state is not None:
+            split = math.ceil(mix.share * variable.count - 1e-9)
+            ranges = [(0, split)] * int(variable.state[first] == AGAIN)
+            ranges += [(split, EVERY[0][1])] * int(variable.state[label] == AGAIN)
+            if joined := _joined(ranges):
+                recompute[variable.key] = joined
         if variable.choices is not None:
             choices[variable.key] = variable.choices.names(int(variable.candidate[label]))
             continue
@@ -218,5 +234,14 @@ def _read(
     return Plan(
         axes=tuple(axes.items()), cluster=cluster, parameters=parameters, batch=batch, results=results,
         choices=choices, relays=relays, optimizer=optimizer, fingerprint=program.fingerprint,
-        torch=str(torch.__version__), certificate=certificate,
+        torch=str(torch.__version__), certificate=certificate, recompute=recompute,
     )  # fmt: skip
+
+
+def _joined(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Ranges that are not empty, neighbours made one."""
+    found: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if start < stop:
+            found = [*found[:-1], (found[-1][0], stop)] if found and found[-1][1] == start else [*found, (start, stop)]
+    return tuple(found)

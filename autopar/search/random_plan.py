@@ -96,12 +96,13 @@ def random_plan(
                 made[node, i] = tuple(s.outputs[i] for s in chosen)
             if again and not is_backward(node) and choose(2):
                 recompute[f"{classes.key[node]} @{node.name}"] = EVERY
-        for value in [(node, i) for i in range(len(values_of(node))) if again and (node, i) in dims.types]:
-            options = _relays(dims.types[value], made[value], sizes)
-            if options and not choose(RELAYED):
-                moved[value] = options[choose(len(options))]
-                name = f"{classes.key[node]} @{node.name} {value[1]}"
-                relays[name] = moved[value]
+        numbers = range(len(values_of(node))) if again else ()
+        for made_here in [(node, i) for i in numbers if (node, i) in dims.types]:
+            ways = _relays(dims.types[made_here], made[made_here], sizes)
+            if ways and not choose(RELAYED):
+                moved[made_here] = ways[choose(len(ways))]
+                name = f"{classes.key[node]} @{node.name} {made_here[1]}"
+                relays[name] = moved[made_here]
                 if not is_backward(node) and choose(2):
                     recompute[f"relay {name}"] = EVERY
     certificate = Certificate(0.0, 0.0, "one random plan, nothing was searched", "random")

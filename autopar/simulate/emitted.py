@@ -8,11 +8,9 @@ Memory follows from liveness: a tensor is held from the kernel that makes it to 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from autopar._torch_compat import storage_id
@@ -21,12 +19,9 @@ from autopar.candidates import candidates
 from autopar.collective import Collective, c10d
 from autopar.cost.collectives import COLLECTIVES
 from autopar.cost.kernels import Work, kernel_seconds, stream
-from autopar.cost.memory import optimizer_state_bytes
-from autopar.errors import PlanError
-from autopar.origin import is_backward
+from autopar.liveness import Change, liveness
 from autopar.plan import Plan
 from autopar.program import Program, tensor_arguments, values_of
-from autopar.propagate import propagate
 from autopar.redistribute import Machine
 from autopar.simulate.tasks import COMMUNICATION, COMPUTE, Task
 from autopar.simulate.timeline import Timeline
@@ -38,9 +33,7 @@ WAIT = "wait"
 def emitted(program: Program, plan: Plan) -> list[Task]:
     """The tasks of one device; all devices of a plan without stages do the same.
 
-    Categories of memory: ``parameters``, ``buffers``, ``batch`` and ``optimizer`` are held all the time, ``gradients``
-    and ``results`` from when they are made; ``activations`` are what the forward makes and the backward takes,
-    ``communication`` what collectives receive, ``transient`` the rest. The optimizer's step is no part of the graph.
+    Categories of memory are those of `autopar.liveness.liveness`. The optimizer's step is no part of the graph.
 
     Args:
         program: as `autopar.compiler.rewrite` returns it.
@@ -50,22 +43,18 @@ def emitted(program: Program, plan: Plan) -> list[Task]:
     Raises:
         PlanError: the program is not rewritten.
     """
-    if "local" not in program.graph.meta.get("invariants", ()):
-        raise PlanError("the program is not a rewritten one; give what compiler.rewrite(program, plan) returns")
-    propagate(program, plan, everything=True)  # passes leave shapes right, but not which tensors share memory
-    return _Emitted(program, plan).run()
+    return _Emitted(program, plan, liveness(program, plan)).run()
 
 
 class _Emitted:
-    """Walks a graph once for its tasks, and once more for what is taken and given back."""
+    """Walks a graph for its tasks."""
 
-    def __init__(self, program: Program, plan: Plan) -> None:
-        self.program, self.optimizer = program, plan.optimizer
+    def __init__(self, program: Program, plan: Plan, held: list[Change]) -> None:
+        self.program, self.held = program, held
         self.machine: Machine = machine_of(plan)
         self.tasks: list[Task] = []
         self.made_by: dict[fx.Node, int] = {}
         self.kernel = 0  # the last task of the compute stream
-        self.received: dict[int, int] = {}  # what a collective's wait returns is what the collective made
         self.known: dict[tuple[object, tuple[str, ...]], tuple[float, bool]] = {}
 
     def run(self) -> list[Task]:
@@ -75,11 +64,12 @@ class _Emitted:
                 self._add(node)
             elif node.op != "output":
                 self.made_by[node] = 0
-        changes: dict[tuple[int, str], list[tuple[str, float]]] = defaultdict(list)
-        for index, when, category, size in self._memory():
-            changes[index, when].append((category, size))
+        changes: dict[tuple[int, bool], list[tuple[str, float]]] = defaultdict(list)
+        for change in self.held:
+            task = 0 if change.node is None else self.made_by[change.node]
+            changes[task, change.starts].append((change.category, change.size))
         return [
-            replace(task, at_start=tuple(changes[i, "start"]), at_end=tuple(changes[i, "end"]))
+            replace(task, at_start=tuple(changes[i, True]), at_end=tuple(changes[i, False]))
             for i, task in enumerate(self.tasks)
         ]
 
@@ -94,7 +84,6 @@ class _Emitted:
             self._append(node, info.axis, float(ring) + device.launch, COMMUNICATION, (self.kernel,), device.host)
         elif node.target is c10d.wait_tensor.default:
             self._append(node, COMPUTE, 0.0, WAIT, tuple(sources), 0.0)
-            self.received[storage_id(node.meta["val"])] = self._storage(node.all_input_nodes[0].meta["val"])
         else:
             seconds, launched = self._kernel(node)
             if launched:
@@ -116,8 +105,8 @@ class _Emitted:
         if "operator" not in node.meta:
             taken = [v for a in tensor_arguments(node) for v in values_of(a)]
             made = [v for v in values_of(node) if v is not None]
-            old = {self._storage(v) for v in taken if v is not None}
-            if not made or all(self._storage(v) in old for v in made):
+            old = {storage_id(v) for v in taken if v is not None}
+            if not made or all(storage_id(v) in old for v in made):
                 return 0.0, False
             work = stream(sum(v.nbytes for v in (*taken, *made) if v is not None))
             dtype = str(made[0].dtype).removeprefix("torch.")
@@ -129,54 +118,6 @@ class _Emitted:
             seconds = float(kernel_seconds(kernel, arithmetic_dtype(operator, device), device)[0])
             self.known[operator, names] = seconds, bool(kernel.launches[0])
         return self.known[operator, names]
-
-    def _memory(self) -> Iterator[tuple[int, str, str, float]]:
-        """``(task, "start" or "end", category, bytes)`` of everything that is taken and given back."""
-        program, nodes = self.program, list(self.program.graph.graph.nodes)
-        trained = {o.name for o, v in zip(program.outputs, program.output_values, strict=True)
-                   if o.kind == "gradient" and v is not None}  # fmt: skip
-        kinds = {"parameter": "parameters", "buffer": "buffers", "batch": "batch", "tangent": "batch"}
-        kept: dict[int, str] = {}
-        for node, spec in zip(program.placeholders, program.inputs, strict=True):
-            value = node.meta["val"]
-            kept[self._storage(value)] = kinds[spec.kind]
-            yield 0, "start", kinds[spec.kind], float(value.nbytes)
-            if spec.kind == "parameter" and spec.name in trained:
-                yield 0, "start", "optimizer", float(optimizer_state_bytes(
-                    self.optimizer, value.numel(), value.element_size()))  # fmt: skip
-        for output, value in zip(program.outputs, program.output_values, strict=True):
-            if value is not None:
-                name = "gradients" if output.kind == "gradient" else "results"
-                kept.setdefault(self._storage(value.meta["val"]), name)
-        first: dict[int, tuple[fx.Node, torch.Tensor]] = {}
-        last: dict[int, fx.Node] = {}
-        for node in nodes:
-            for value in values_of(node) if node.op == "call_function" else ():
-                if value is not None:
-                    first.setdefault(self._storage(value), (node, value))
-            for argument in tensor_arguments(node) if node.op == "call_function" else ():
-                for value in values_of(argument):
-                    if value is not None:
-                        last[self._storage(value)] = node
-        for storage, (node, value) in first.items():
-            held = kept.get(storage)
-            if held in kinds.values() or node.op != "call_function":
-                continue  # an input, shown or passed on
-            size = float(value.untyped_storage().nbytes())
-            user = last.get(storage, node)
-            category = held or self._category(node, user)
-            yield self.made_by[node], "start", category, size
-            if held is None:
-                yield self.made_by[user], "end", category, -size
-
-    def _storage(self, value: torch.Tensor) -> int:
-        found = storage_id(value)
-        return self.received.get(found, found)
-
-    def _category(self, node: fx.Node, user: fx.Node) -> str:
-        if isinstance(node.meta.get("collective"), Collective):
-            return "communication"
-        return "activations" if is_backward(user) and not is_backward(node) else "transient"
 
 
 def step_facts(timeline: Timeline, plan: Plan) -> dict[str, Any]:

@@ -1,0 +1,198 @@
+"""What one device holds while a rewritten graph runs: tensors, from the operator that makes them to the last user."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autopar._torch_compat import storage_id
+from autopar.collective import Collective, c10d
+from autopar.cost.memory import optimizer_state_bytes
+from autopar.errors import PlanError
+from autopar.origin import is_backward, module_path
+from autopar.plan import Plan
+from autopar.program import SHORT, Program, tensor_arguments, values_of
+from autopar.propagate import propagate
+
+KINDS = {"parameter": "parameters", "buffer": "buffers", "batch": "batch", "tangent": "batch"}
+
+
+@dataclass(frozen=True)
+class Change:
+    """Memory that is taken or given back.
+
+    Attributes:
+        node: by which operator; None before the first.
+        starts: whether it happens as the operator starts, or after it.
+        category: see `liveness`.
+        size: bytes, negative where they are given back.
+    """
+
+    node: fx.Node | None
+    starts: bool
+    category: str
+    size: float
+
+
+def liveness(program: Program, plan: Plan) -> list[Change]:
+    """Everything that is taken and given back in a step, in no order.
+
+    Categories: ``parameters``, ``buffers``, ``batch`` and ``optimizer`` are held all the time, ``gradients`` and
+    ``results`` from when they are made; ``activations`` are what the forward makes and the backward takes;
+    ``communication`` is what collectives receive, ``transient`` the rest.
+
+    Args:
+        program: as `autopar.compiler.rewrite` returns it.
+        plan: the plan it was rewritten under.
+
+    Raises:
+        PlanError: the program is not rewritten.
+    """
+    if "local" not in program.graph.meta.get("invariants", ()):
+        raise PlanError("the program is not a rewritten one; give what compiler.rewrite(program, plan) returns")
+    propagate(program, plan, everything=True)  # passes leave shapes right, but not which tensors share memory
+    return list(_Liveness(program, plan.optimizer).changes())
+
+
+class _Liveness:
+    """Walks a graph."""
+
+    def __init__(self, program: Program, optimizer: str) -> None:
+        self.program, self.optimizer = program, optimizer
+        self.received: dict[int, int] = {}  # what a collective's wait returns is what the collective made
+        for node in program.graph.graph.nodes:
+            if node.target is c10d.wait_tensor.default:
+                made = node.all_input_nodes[0].meta["val"]
+                self.received[storage_id(node.meta["val"])] = self._storage(made)
+
+    def changes(self) -> Iterator[Change]:
+        program = self.program
+        trained = {o.name for o, v in zip(program.outputs, program.output_values, strict=True)
+                   if o.kind == "gradient" and v is not None}  # fmt: skip
+        kept: dict[int, str] = {}
+        for node, spec in zip(program.placeholders, program.inputs, strict=True):
+            value = node.meta["val"]
+            kept[self._storage(value)] = KINDS[spec.kind]
+            yield Change(None, True, KINDS[spec.kind], float(value.nbytes))
+            if spec.kind == "parameter" and spec.name in trained:
+                state = optimizer_state_bytes(self.optimizer, value.numel(), value.element_size())
+                yield Change(None, True, "optimizer", float(state))
+        for output, value in zip(program.outputs, program.output_values, strict=True):
+            if value is not None:
+                name = "gradients" if output.kind == "gradient" else "results"
+                kept.setdefault(self._storage(value.meta["val"]), name)
+        first: dict[int, tuple[fx.Node, torch.Tensor]] = {}
+        last: dict[int, fx.Node] = {}
+        for node in program.graph.graph.nodes:
+            for value in values_of(node) if node.op == "call_function" else ():
+                if value is not None:
+                    first.setdefault(self._storage(value), (node, value))
+            for argument in tensor_arguments(node) if node.op == "call_function" else ():
+                for value in values_of(argument):
+                    if value is not None:
+                        last[self._storage(value)] = node
+        for storage, (node, value) in first.items():
+            held = kept.get(storage)
+            if held in KINDS.values():
+                continue  # an input, shown or passed on
+            size = float(value.untyped_storage().nbytes())
+            user = last.get(storage, node)
+            category = held or _category(node, user)
+            yield Change(node, True, category, size)
+            if held is None:
+                yield Change(user, False, category, -size)
+
+    def _storage(self, value: torch.Tensor) -> int:
+        found = storage_id(value)
+        return self.received.get(found, found)
+
+
+def _category(node: fx.Node, user: fx.Node) -> str:
+    if isinstance(node.meta.get("collective"), Collective):
+        return "communication"
+    return "activations" if is_backward(user) and not is_backward(node) else "transient"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is held at some moment.
+
+    Attributes:
+        held: bytes by category.
+        path: the module that runs.
+        backward: whether it is the backward pass that runs.
+    """
+
+    held: Mapping[str, float]
+    path: str
+    backward: bool
+
+    @property
+    def total(self) -> float:
+        """Bytes of all categories."""
+        return sum(self.held.values())
+
+
+def moments(program: Program, plan: Plan) -> list[Moment]:
+    """What is held as each operator that takes memory starts, in order; the last is the end of the step."""
+    taken: dict[fx.Node | None, list[Change]] = defaultdict(list)
+    given: dict[fx.Node | None, list[Change]] = defaultdict(list)
+    for change in liveness(program, plan):
+        (taken if change.starts else given)[change.node].append(change)
+    held: dict[str, float] = defaultdict(float)
+    for change in taken[None]:
+        held[change.category] += change.size
+    found = [Moment(dict(held), "", False)]
+    for node in program.graph.graph.nodes:
+        for change in taken.get(node, ()):
+            held[change.category] += change.size
+        if node in taken:
+            found.append(Moment(dict(held), module_path(node), is_backward(node)))
+        for change in given.get(node, ()):
+            held[change.category] += change.size
+    found.append(Moment(dict(held), "", True))
+    return found
+
+
+def peak_memory(program: Program, plan: Plan, shorter: Program | None = None) -> dict[str, float]:
+    """Bytes by category at the moment when one device holds the most.
+
+    Args:
+        program: rewritten.
+        plan: of the program.
+        shorter: what `Program.repeat` has, rewritten, if the program leaves blocks out. What every block keeps for the
+            backward pass, and what it leaves behind, is what three have more than two.
+    """
+    found = moments(program, plan)
+    if program.repeat is None:
+        return dict(max(found, key=lambda m: m.total).held)
+    assert shorter is not None
+    fewer = moments(shorter, plan)
+    more = program.repeat.blocks - SHORT
+    full, empty = (_difference(when(found).held, when(fewer).held) for when in (_turn, _end))
+    middle = f"{program.repeat.path}.1."
+    inside = [i for i, m in enumerate(found) if m.backward and f"{m.path}.".startswith(middle)]
+    begins, ends = (inside[0], inside[-1]) if inside else (len(found), len(found))
+    every = []
+    for i, moment in enumerate(found):
+        # While the block in the middle stands for all, the first of them may run, or the last.
+        for each in ([full] if i <= ends else []) + ([empty] if i >= begins else []):
+            every.append({k: v + more * each.get(k, 0.0) for k, v in moment.held.items()})
+    return max(every, key=lambda held: sum(held.values()))
+
+
+def _turn(found: list[Moment]) -> Moment:
+    """The moment at which the backward pass begins."""
+    return next((m for m in found if m.backward), found[-1])
+
+
+def _end(found: list[Moment]) -> Moment:
+    return found[-1]
+
+
+def _difference(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
+    return {k: v - b.get(k, 0.0) for k, v in a.items()}

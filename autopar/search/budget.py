@@ -1,0 +1,205 @@
+"""A plan within a memory budget, which holds for the graph that is emitted and not for an estimate.
+
+The search counts memory by rows: parameters, optimizer state and what is kept when the backward pass begins. A row is a
+relaxation: it leaves out what is transient. So the graph of the plan found is rewritten and its peak measured; if that
+exceeds the budget, the row is tightened by what is too much, and the search goes on. The bound is that of the row as it
+was at first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost.memory import format_bytes
+from autopar.errors import InfeasibleError
+from autopar.plan import Plan
+from autopar.redistribute import Tables
+from autopar.search.axes import descend, placements
+from autopar.search.build import Built, Memory
+from autopar.search.frontier import Frontier, Mix, within
+from autopar.search.minimise import Limits
+from autopar.search.price import fits
+from autopar.search.problem import Ints, Solution
+from autopar.search.quotient import Quotient
+from autopar.search.restrict import Restrictions
+from autopar.search.solve import solve
+
+ROUNDS = 8
+"""How often a row is tightened."""
+
+CLOSE = 0.97
+"""A plan that uses so much of the budget need not be improved by loosening its row again."""
+
+SMALL = 4000
+"""Problems of so few labels are solved with the memory row in the ILP, too, where prices leave a gap."""
+
+Peak = Callable[[Plan], Mapping[str, float]]
+Progress = Callable[[str, float, float], None]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is searched.
+
+    Attributes:
+        make: the problem under restrictions, with memory counted in some way.
+        read: ``(problem, choice, lower bound, method)`` to a plan.
+        state: bytes of each parameter with its state, with gradients or without.
+        restrictions: what is decided already.
+        limits: relative gap and deadline.
+        memory: bytes per device; None for no limit.
+        peak: of a plan's graph, by category.
+        recompute: whether what is kept for the backward pass is searched.
+        classes: which nodes share a decision.
+        progress: called with phase, incumbent and bound.
+    """
+
+    make: Callable[[Restrictions, Memory], Built]
+    read: Callable[[Built, Mix, float, str], Plan]
+    state: Callable[[bool], Mapping[str, float]]
+    restrictions: Restrictions
+    limits: Limits
+    memory: float | None
+    peak: Peak | None
+    recompute: bool
+    classes: Quotient
+    progress: Progress
+
+    @property
+    def seconds(self) -> float:
+        """What is left of the time limit."""
+        return max(1.0, self.limits.deadline - time.monotonic())
+
+
+def plan_within(task: Task) -> Plan:
+    """The best plan of one problem, within the budget if there is one.
+
+    Raises:
+        InfeasibleError: nothing fits.
+    """
+    built = task.make(task.restrictions, Memory(task.state(True)))
+    solution = solve(built.problem, gap=task.limits.gap, time_limit=task.seconds, progress=task.progress)
+    plan = task.read(built, _single(solution), solution.lower_bound, solution.method)
+    if task.memory is None or task.peak is None or fits(_total(task.peak(plan)), task.memory):
+        return plan
+    return _fitting(task, task.restrictions, solution.lower_bound)
+
+
+def plan_by_axes(task: Task, tables: Tables, bound: float) -> Plan:
+    """A plan on three axes or more: layouts axis by axis, then what is kept under these layouts.
+
+    Layouts are searched for parameters that take all of the budget, or half of it, and so on until the rest fits.
+
+    Args:
+        task: what is searched.
+        tables: redistribution costs.
+        bound: that no plan falls below.
+
+    Raises:
+        InfeasibleError: nothing fits.
+    """
+    limits = task.limits
+
+    def make(restrictions: Restrictions) -> Built:
+        return task.make(restrictions, Memory(task.state(True)))
+
+    failure: InfeasibleError | None = None
+    for part in (1.0, 0.5, 0.25, 0.125):
+        room = None if task.memory is None else part * task.memory
+        try:
+            built, found = descend(make, task.restrictions, tables, room, limits.gap, task.seconds, task.progress)
+        except InfeasibleError as e:
+            raise failure or _missing(task, e.needed or 0.0, e) from e
+        plan = task.read(built, _single(found), bound, "axis by axis")
+        if task.memory is None or task.peak is None or fits(_total(task.peak(plan)), task.memory):
+            return plan
+        fixed = replace(task.restrictions, fixed=placements(built, found, tables), free=())
+        try:
+            return _fitting(task, fixed, bound, "axis by axis")
+        except InfeasibleError as e:
+            failure = failure or e
+    assert failure is not None
+    raise failure
+
+
+def _single(solution: Solution) -> Mix:
+    return Mix(solution.labels, solution.labels, 0.0, solution.objective, solution.memory)
+
+
+def _total(held: Mapping[str, float]) -> float:
+    return sum(held.values())
+
+
+def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str = "") -> Plan:
+    """The best plan whose graph fits, by rows that are tightened until it does.
+
+    Raises:
+        InfeasibleError: not even the least memory fits.
+    """
+    assert task.memory is not None
+    assert task.peak is not None
+    best: Plan | None = None
+    least = np.inf
+    for gradients in (False, True):  # the peak is when the backward pass begins, or gradients count, too
+        built = task.make(restrictions, Memory(task.state(gradients), activations=True, states=task.recompute))
+        frontier, row = Frontier(built.problem, task.limits), task.memory
+        for _ in range(ROUNDS):
+            try:
+                mix = _within(task, built, frontier, row)
+            except InfeasibleError as e:
+                least = min(least, task.memory + (e.needed or 0.0) - row)
+                break
+            if not gradients:
+                bound = max(bound, frontier.bound(task.memory))
+            plan = task.read(built, mix, bound, method or "prices")
+            held = task.peak(plan)
+            over = _total(held) - task.memory
+            task.progress(f"peak {format_bytes(_total(held))}", mix.cost, bound)
+            if over <= 0:
+                best = plan if best is None or mix.cost < best.certificate.objective else best
+                if best is not plan or _total(held) > CLOSE * task.memory or row >= task.memory:
+                    return best
+            elif best is not None:
+                return best
+            elif not gradients and held.get("gradients", 0.0) > held.get("activations", 0.0):
+                break
+            row = min(task.memory, row - 1.01 * over if over > 0 else row - 0.9 * over)
+        if best is not None:
+            return best
+    raise _missing(task, least, None)
+
+
+def _within(task: Task, built: Built, frontier: Frontier, row: float) -> Mix:
+    """The best choice within a row."""
+
+    def alike(labels: Ints) -> list[NDArray[np.bool_]]:
+        return [v.candidate == v.candidate[x] for v, x in zip(built.variables, labels, strict=True)]
+
+    counts = np.array([v.count for v in built.variables])
+    mix = within(frontier, row, counts, alike, task.progress)
+    gap = mix.cost - frontier.bound(row)
+    if gap > task.limits.gap * mix.cost and sum(len(n.cost) for n in built.problem.nodes) <= SMALL:
+        exact = solve(built.problem, budget=row, gap=task.limits.gap, time_limit=task.seconds)
+        if exact.objective < mix.cost:
+            return _single(exact)
+    return mix
+
+
+def _missing(task: Task, needed: float, cause: InfeasibleError | None) -> InfeasibleError:
+    """Say what is missing and the smallest change that would do."""
+    memory = task.memory
+    if memory is None or not np.isfinite(needed) or (cause is not None and cause.needed is None):
+        return cause or InfeasibleError("no plan fits; allow more memory")
+    return InfeasibleError(
+        f"no plan was found that needs less than {format_bytes(needed)} a device, and the budget is "
+        f"{format_bytes(memory)}: {format_bytes(needed - memory)} are missing. Raise memory= "
+        f"to {format_bytes(needed)}, "
+        "use more devices or a smaller batch",
+        needed=needed,
+        budget=memory,
+    )

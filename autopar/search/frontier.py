@@ -1,0 +1,241 @@
+"""`Frontier`: what a step costs against what it needs of memory, found price by price.
+
+With memory priced at so many seconds a byte there is no budget any more, and the problem is minimised exactly. Each
+price bounds every budget from below (Lagrange); the next is where the lines of the two points around the budget meet
+(Kelley's method in one dimension), until no point lies below the line between them. What is left between a point that
+exceeds the budget and one that has room to spare is closed by blocks: of the members of each class, some are in the
+state of the one and the rest in that of the other, "20 of 32 layers". States are mixed, layouts are not: of a point's
+layouts, the frontier of its states is found in the same way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.errors import InfeasibleError
+from autopar.search.graph import build
+from autopar.search.minimise import Limits, minimise
+from autopar.search.price import Point, fits, locate
+from autopar.search.problem import Edge, Floats, Ints, Node, Problem, evaluate
+
+Progress = Callable[[str, float, float], None]
+
+MAX_PRICES = 12
+FLAT = 1e-4
+"""A point so little below the line between two others, relatively, ends the search for more."""
+
+EXACT_GAP = 1e-9
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A point that is the cheapest at a price.
+
+    Attributes:
+        price: seconds a byte.
+        point: the labelling.
+        bound: no labelling has less cost plus price times memory.
+    """
+
+    price: float
+    point: Point
+    bound: float
+
+
+@dataclass(frozen=True)
+class Mix:
+    """The first members of each class in the state of one labelling, the rest in that of another.
+
+    Attributes:
+        over: labels of the rest; of single members if ``share`` is 0.
+        under: labels of the first.
+        share: of the members, rounded up class by class.
+        cost: seconds.
+        memory: bytes.
+    """
+
+    over: Ints
+    under: Ints
+    share: float
+    cost: float
+    memory: float
+
+
+@dataclass
+class Frontier:
+    """Points of a problem, by price.
+
+    Attributes:
+        problem: what is minimised.
+        limits: relative gap and deadline.
+        known: what has been found.
+    """
+
+    problem: Problem
+    limits: Limits
+    known: list[Priced] = field(default_factory=list)
+
+    def bound(self, budget: float) -> float:
+        """No labelling within the budget costs less."""
+        return max((p.bound - p.price * budget for p in self.known), default=-np.inf)
+
+    def least(self) -> Point:
+        """The labelling of least memory, and of these the cheapest.
+
+        Raises:
+            InfeasibleError: there is no labelling at all.
+        """
+        return self._at(1.0, EXACT_GAP).point  # a second a byte: cost only breaks ties
+
+    def free(self) -> Point:
+        """The cheapest labelling, whatever it needs."""
+        return self._at(0.0, self.limits.gap).point
+
+    def around(self, budget: float) -> tuple[Point, Point]:
+        """The two points next to a budget, of which one exceeds it; twice the same if the cheapest fits.
+
+        Raises:
+            InfeasibleError: nothing fits; says how much the least is.
+        """
+        over = self.free()
+        if fits(over.memory, budget):
+            return over, over
+        under = self.least()
+        if not fits(under.memory, budget):
+            raise InfeasibleError(
+                f"no plan needs less than {under.memory:.6g} bytes, the budget is {budget:.6g}; "
+                "raise the budget or add candidates that shard more",
+                needed=under.memory,
+                budget=budget,
+            )
+        for p in self.known:
+            over, under = _closer(over, under, p.point, budget)
+        for _ in range(MAX_PRICES):
+            if under.cost <= over.cost or time.monotonic() > self.limits.deadline:
+                break
+            price = (under.cost - over.cost) / (over.memory - under.memory)
+            found = self._at(price, self.limits.gap).point
+            line = over.cost + price * over.memory
+            if found.cost + price * found.memory > line - FLAT * abs(line):
+                break
+            over, under = _closer(over, under, found, budget)
+        return over, under
+
+    def _at(self, price: float, gap: float) -> Priced:
+        """The cheapest labelling at a price, which may be known."""
+        for p in self.known:
+            if p.price == price:
+                return p
+
+        def value_of(labels: Ints) -> float:
+            cost, memory = evaluate(self.problem, labels)
+            return cost + price * memory
+
+        nodes = tuple(Node(n.name, n.cost + price * n.memory, n.memory) for n in self.problem.nodes)
+        start = min((p.point for p in self.known), key=lambda p: p.cost + price * p.memory, default=None)
+        found = minimise(
+            build(Problem(nodes, self.problem.edges), False),
+            value_of,
+            replace(self.limits, gap=gap),
+            None if start is None else start.labels,
+        )
+        if found.labels is None:
+            raise InfeasibleError("no choice of labels avoids every forbidden label and pair; allow more candidates")
+        self.known.append(Priced(price, locate(self.problem, found.labels), found.bound))
+        return self.known[-1]
+
+
+def _closer(over: Point, under: Point, new: Point, budget: float) -> tuple[Point, Point]:
+    """The two points around a budget, with a new one that may replace one of them."""
+    if fits(new.memory, budget):
+        better = new.cost < under.cost or (new.cost == under.cost and new.memory > under.memory)
+        return over, new if better else under
+    return (new if new.memory < over.memory and new.cost >= over.cost else over), under
+
+
+def mixed(over: Point, under: Point, counts: NDArray[np.int64], problem: Problem, budget: float) -> Mix:
+    """As many members as have to be in the state of ``under``, the first of each class.
+
+    Args:
+        over: exceeds the budget.
+        under: fits.
+        counts: members of each node's class.
+        problem: whose labels these are.
+        budget: bytes.
+    """
+    blocks = int(counts.max(initial=1))
+    nodes = [(n.cost[a], n.cost[b], n.memory[a], n.memory[b])
+             for n, a, b in zip(problem.nodes, over.labels, under.labels, strict=True)]  # fmt: skip
+    cost_over, cost_under, memory_over, memory_under = np.array(nodes).T
+    edges = [(e.v, e.table[e.u_group[over.labels[e.u]], e.v_group[over.labels[e.v]]],
+              e.table[e.u_group[under.labels[e.u]], e.v_group[under.labels[e.v]]]) for e in problem.edges]  # fmt: skip
+    for members in range(blocks + 1):
+        share = np.ceil(members / blocks * counts) / counts
+        memory = float((share * memory_under + (1 - share) * memory_over).sum())
+        if fits(memory, budget) or members == blocks:
+            break
+    cost = float((share * cost_under + (1 - share) * cost_over).sum())
+    cost += sum(float(share[v] * below + (1 - share[v]) * above) for v, above, below in edges)
+    return Mix(over.labels, under.labels, members / blocks, cost, memory)
+
+
+def within(
+    frontier: Frontier,
+    budget: float,
+    counts: NDArray[np.int64],
+    alike: Callable[[Ints], list[NDArray[np.bool_]]],
+    progress: Progress,
+) -> Mix:
+    """The cheapest mix within a budget, of those with the layouts of a point next to it.
+
+    Args:
+        frontier: of the whole problem.
+        budget: bytes.
+        counts: members of each node's class.
+        alike: for each node the labels that differ in their state only from a labelling's.
+        progress: called with phase, incumbent and bound.
+
+    Raises:
+        InfeasibleError: nothing fits.
+    """
+    over, under = frontier.around(budget)
+    progress("prices", under.cost, frontier.bound(budget))
+    if over is under:
+        return Mix(over.labels, under.labels, 0.0, under.cost, under.memory)
+    best = Mix(under.labels, under.labels, 0.0, under.cost, under.memory)
+    for point in (over, under):
+        chosen = alike(point.labels)
+        states = Frontier(restricted(frontier.problem, chosen), replace(frontier.limits, gap=EXACT_GAP))
+        try:
+            pair = states.around(budget)
+        except InfeasibleError:
+            continue
+        found = mixed(*pair, counts, states.problem, budget)
+        if found.cost < best.cost and fits(found.memory, budget):
+            numbers = [np.flatnonzero(c) for c in chosen]
+            labels = [
+                np.array([int(where[x]) for where, x in zip(numbers, of, strict=True)], dtype=np.int64)
+                for of in (found.over, found.under)
+            ]
+            best = replace(found, over=labels[0], under=labels[1])
+    progress("blocks", best.cost, frontier.bound(budget))
+    return best
+
+
+def restricted(problem: Problem, chosen: Sequence[NDArray[np.bool_]]) -> Problem:
+    """The problem with some labels of each node only."""
+    nodes = tuple(Node(n.name, n.cost[c], n.memory[c]) for n, c in zip(problem.nodes, chosen, strict=True))
+    edges = tuple(_restricted(e, chosen[e.u], chosen[e.v]) for e in problem.edges)
+    return Problem(nodes, edges)
+
+
+def _restricted(edge: Edge, u: NDArray[np.bool_], v: NDArray[np.bool_]) -> Edge:
+    rows, u_group = np.unique(edge.u_group[u], return_inverse=True)
+    columns, v_group = np.unique(edge.v_group[v], return_inverse=True)
+    table: Floats = np.ascontiguousarray(edge.table[np.ix_(rows, columns)])
+    return Edge(edge.u, edge.v, u_group.astype(np.int64), v_group.astype(np.int64), table)
