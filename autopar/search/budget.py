@@ -21,7 +21,7 @@ from autopar.plan import Plan
 from autopar.redistribute import Tables
 from autopar.search.axes import descend, placements
 from autopar.search.build import Built, Memory
-from autopar.search.frontier import Frontier, Mix, within
+from autopar.search.frontier import MAX_PRICES, Frontier, Mix, within
 from autopar.search.minimise import Limits
 from autopar.search.price import fits
 from autopar.search.problem import Ints, Solution
@@ -29,13 +29,16 @@ from autopar.search.quotient import Quotient
 from autopar.search.restrict import Restrictions
 from autopar.search.solve import solve
 
+MORE_PRICES = 3
+"""Prices tried for a row that is tightened."""
+
 ROUNDS = 8
 """How often a row is tightened."""
 
 CLOSE = 0.97
 """A plan that uses so much of the budget need not be improved by loosening its row again."""
 
-SMALL = 4000
+SMALL = 1500
 """Problems of so few labels are solved with the memory row in the ILP, too, where prices leave a gap."""
 
 Peak = Callable[[Plan], Mapping[str, float]]
@@ -114,7 +117,7 @@ def plan_by_axes(task: Task, tables: Tables, bound: float) -> Plan:
         try:
             built, found = descend(make, task.restrictions, tables, room, limits.gap, task.seconds, task.progress)
         except InfeasibleError as e:
-            raise failure or _missing(task, e.needed or 0.0, e) from e
+            raise failure or e from e
         plan = task.read(built, _single(found), bound, "axis by axis")
         if task.memory is None or task.peak is None or fits(_total(task.peak(plan)), task.memory):
             return plan
@@ -142,64 +145,71 @@ def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str =
         InfeasibleError: not even the least memory fits.
     """
     assert task.memory is not None
-    assert task.peak is not None
-    best: Plan | None = None
-    least = np.inf
-    for gradients in (False, True):  # the peak is when the backward pass begins, or gradients count, too
+    needed = np.inf
+    for gradients in (False, True):  # the peak is when the backward pass begins; or gradients count, too
         built = task.make(restrictions, Memory(task.state(gradients), activations=True, states=task.recompute))
-        frontier, row = Frontier(built.problem, task.limits), task.memory
-        for _ in range(ROUNDS):
-            try:
-                mix = _within(task, built, frontier, row)
-            except InfeasibleError as e:
-                least = min(least, task.memory + (e.needed or 0.0) - row)
-                break
-            if not gradients:
-                bound = max(bound, frontier.bound(task.memory))
-            plan = task.read(built, mix, bound, method or "prices")
-            held = task.peak(plan)
-            over = _total(held) - task.memory
-            task.progress(f"peak {format_bytes(_total(held))}", mix.cost, bound)
-            if over <= 0:
-                best = plan if best is None or mix.cost < best.certificate.objective else best
-                if best is not plan or _total(held) > CLOSE * task.memory or row >= task.memory:
-                    return best
-            elif best is not None:
-                return best
-            elif not gradients and held.get("gradients", 0.0) > held.get("activations", 0.0):
-                break
-            row = min(task.memory, row - 1.01 * over if over > 0 else row - 0.9 * over)
+        frontier = Frontier(built.problem, task.limits)
+        best, least = _tightened(task, built, frontier, gradients, bound, method)
         if best is not None:
             return best
-    raise _missing(task, least, None)
+        needed = min(needed, least)
+        bound = bound if gradients else max(bound, frontier.bound(task.memory))
+    raise InfeasibleError(
+        f"no plan was found that needs less than {format_bytes(needed)} a device, and the budget is "
+        f"{format_bytes(task.memory)}: {format_bytes(needed - task.memory)} are missing. Raise memory= to "
+        f"{format_bytes(needed)}, use more devices or a smaller batch",
+        needed=needed,
+        budget=task.memory,
+    )
 
 
-def _within(task: Task, built: Built, frontier: Frontier, row: float) -> Mix:
-    """The best choice within a row."""
+def _tightened(
+    task: Task, built: Built, frontier: Frontier, gradients: bool, bound: float, method: str
+) -> tuple[Plan | None, float]:
+    """The best plan of one kind of row that fits, if any does, and the least that a plan was found to need."""
+    assert task.memory is not None
+    assert task.peak is not None
+    best: Plan | None = None
+    needed, fitting, failing, row = np.inf, -np.inf, task.memory, task.memory
+    for turn in range(ROUNDS):
+        try:
+            mix = _within(task, built, frontier, row, first=turn == 0)
+        except InfeasibleError:
+            point = frontier.least()
+            mix, row = Mix(point.labels, point.labels, 0.0, point.cost, point.memory), -np.inf
+        bound = bound if gradients else max(bound, frontier.bound(task.memory))
+        plan = task.read(built, mix, bound, method or "prices")
+        held = task.peak(plan)
+        size = _total(held)
+        needed = min(needed, size)
+        task.progress(f"peak {format_bytes(size)}", mix.cost, bound)
+        if size <= task.memory:
+            best = plan if best is None or mix.cost < best.certificate.objective else best
+            fitting = max(fitting, mix.memory)
+        elif not gradients and best is None and held.get("gradients", 0.0) > held.get("activations", 0.0):
+            break
+        else:
+            failing = min(failing, mix.memory)
+        done = row == -np.inf or (size <= task.memory and (size >= CLOSE * task.memory or turn == 0))
+        if done or failing - fitting < (1 - CLOSE) * task.memory:
+            break
+        row = mix.memory + task.memory - size  # what is transient stays about the same
+        if not fitting < row < failing:
+            row = (fitting + failing) / 2 if np.isfinite(fitting) else failing * CLOSE
+    return best, needed
+
+
+def _within(task: Task, built: Built, frontier: Frontier, row: float, first: bool) -> Mix:
+    """The best choice within a row; after the first, few more prices are tried."""
 
     def alike(labels: Ints) -> list[NDArray[np.bool_]]:
         return [v.candidate == v.candidate[x] for v, x in zip(built.variables, labels, strict=True)]
 
     counts = np.array([v.count for v in built.variables])
-    mix = within(frontier, row, counts, alike, task.progress)
+    mix = within(frontier, row, counts, alike, task.progress, MAX_PRICES if first else MORE_PRICES)
     gap = mix.cost - frontier.bound(row)
     if gap > task.limits.gap * mix.cost and sum(len(n.cost) for n in built.problem.nodes) <= SMALL:
         exact = solve(built.problem, budget=row, gap=task.limits.gap, time_limit=task.seconds)
         if exact.objective < mix.cost:
             return _single(exact)
     return mix
-
-
-def _missing(task: Task, needed: float, cause: InfeasibleError | None) -> InfeasibleError:
-    """Say what is missing and the smallest change that would do."""
-    memory = task.memory
-    if memory is None or not np.isfinite(needed) or (cause is not None and cause.needed is None):
-        return cause or InfeasibleError("no plan fits; allow more memory")
-    return InfeasibleError(
-        f"no plan was found that needs less than {format_bytes(needed)} a device, and the budget is "
-        f"{format_bytes(memory)}: {format_bytes(needed - memory)} are missing. Raise memory= "
-        f"to {format_bytes(needed)}, "
-        "use more devices or a smaller batch",
-        needed=needed,
-        budget=memory,
-    )

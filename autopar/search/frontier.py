@@ -96,7 +96,7 @@ class Frontier:
         """The cheapest labelling, whatever it needs."""
         return self._at(0.0, self.limits.gap).point
 
-    def around(self, budget: float) -> tuple[Point, Point]:
+    def around(self, budget: float, prices: int = MAX_PRICES) -> tuple[Point, Point]:
         """The two points next to a budget, of which one exceeds it; twice the same if the cheapest fits.
 
         Raises:
@@ -115,7 +115,7 @@ class Frontier:
             )
         for p in self.known:
             over, under = _closer(over, under, p.point, budget)
-        for _ in range(MAX_PRICES):
+        for _ in range(prices):
             if under.cost <= over.cost or time.monotonic() > self.limits.deadline:
                 break
             price = (under.cost - over.cost) / (over.memory - under.memory)
@@ -190,6 +190,7 @@ def within(
     counts: NDArray[np.int64],
     alike: Callable[[Ints], list[NDArray[np.bool_]]],
     progress: Progress,
+    prices: int = MAX_PRICES,
 ) -> Mix:
     """The cheapest mix within a budget, of those with the layouts of a point next to it.
 
@@ -199,11 +200,12 @@ def within(
         counts: members of each node's class.
         alike: for each node the labels that differ in their state only from a labelling's.
         progress: called with phase, incumbent and bound.
+        prices: that may be tried.
 
     Raises:
         InfeasibleError: nothing fits.
     """
-    over, under = frontier.around(budget)
+    over, under = frontier.around(budget, prices)
     progress("prices", under.cost, frontier.bound(budget))
     if over is under:
         return Mix(over.labels, under.labels, 0.0, under.cost, under.memory)
