@@ -38,6 +38,9 @@ ROUNDS = 8
 CLOSE = 0.97
 """A plan that uses so much of the budget need not be improved by loosening its row again."""
 
+SMALLEST = 1e-3
+"""Share of the budget below which what one operator works on does not matter."""
+
 SMALL = 1500
 """Problems of so few labels are solved with the memory row in the ILP, too, where prices leave a gap."""
 
@@ -141,19 +144,31 @@ def _total(held: Mapping[str, float]) -> float:
 def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str = "") -> Plan:
     """The best plan whose graph fits, by rows that are tightened until it does.
 
+    The row is what is held when the backward pass begins. Where that does not lead to a plan that fits, gradients
+    count, too, if they are what is too much; or operators may not work on so much at a time.
+
     Raises:
-        InfeasibleError: not even the least memory fits.
+        InfeasibleError: no such plan fits.
     """
     assert task.memory is not None
-    needed = np.inf
-    for gradients in (False, True):  # the peak is when the backward pass begins; or gradients count, too
-        built = task.make(restrictions, Memory(task.state(gradients), activations=True, states=task.recompute))
-        frontier = Frontier(built.problem, task.limits)
-        best, least = _tightened(task, built, frontier, gradients, bound, method)
-        if best is not None:
-            return best
-        needed = min(needed, least)
-        bound = bound if gradients else max(bound, frontier.bound(task.memory))
+    row = Memory(task.state(False), activations=True, states=task.recompute)
+    needed, gradients, working = np.inf, False, np.inf
+    while True:
+        built = task.make(restrictions, replace(row, state=task.state(gradients), working=working))
+        try:
+            found = _tightened(task, built, bound, method, relaxed=not gradients and working == np.inf)
+        except InfeasibleError:  # nothing works on so little
+            break
+        if found.plan is not None:
+            return found.plan
+        bound, needed = found.bound, min(needed, found.needed)
+        if not gradients and working == np.inf and found.gradients:
+            gradients = True
+            continue
+        gradients, limit = False, found.working / 2
+        if not limit < working / 1.5 or limit < SMALLEST * task.memory or time.monotonic() > task.limits.deadline:
+            break
+        working = limit
     raise InfeasibleError(
         f"no plan was found that needs less than {format_bytes(needed)} a device, and the budget is "
         f"{format_bytes(task.memory)}: {format_bytes(needed - task.memory)} are missing. Raise memory= to "
@@ -163,21 +178,48 @@ def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str =
     )
 
 
-def _tightened(
-    task: Task, built: Built, frontier: Frontier, gradients: bool, bound: float, method: str
-) -> tuple[Plan | None, float]:
-    """The best plan of one kind of row that fits, if any does, and the least that a plan was found to need."""
+@dataclass(frozen=True)
+class Found:
+    """What came of one kind of row.
+
+    Attributes:
+        plan: the best that fits, if any does.
+        bound: no plan within the budget falls below.
+        needed: the least that a plan was found to need.
+        gradients: whether what was too much was gradients rather than activations.
+        working: the most bytes that an operator takes and makes in the last plan.
+    """
+
+    plan: Plan | None
+    bound: float
+    needed: float
+    gradients: bool
+    working: float
+
+
+def _tightened(task: Task, built: Built, bound: float, method: str, relaxed: bool) -> Found:
+    """The best plan of one kind of row that fits.
+
+    Args:
+        task: what is searched.
+        built: its problem, with memory counted in one way.
+        bound: known before.
+        method: that the certificate names.
+        relaxed: whether no plan that fits has more than the budget in its row, so that the row bounds all of them.
+    """
     assert task.memory is not None
     assert task.peak is not None
+    frontier = Frontier(built.problem, task.limits)
     best: Plan | None = None
     needed, fitting, failing, row = np.inf, -np.inf, task.memory, task.memory
+    gradients = False
     for turn in range(ROUNDS):
         try:
             mix = _within(task, built, frontier, row, first=turn == 0)
         except InfeasibleError:
             point = frontier.least()
             mix, row = Mix(point.labels, point.labels, 0.0, point.cost, point.memory), -np.inf
-        bound = bound if gradients else max(bound, frontier.bound(task.memory))
+        bound = max(bound, frontier.bound(task.memory)) if relaxed else bound
         plan = task.read(built, mix, bound, method or "prices")
         held = task.peak(plan)
         size = _total(held)
@@ -186,17 +228,17 @@ def _tightened(
         if size <= task.memory:
             best = plan if best is None or mix.cost < best.certificate.objective else best
             fitting = max(fitting, mix.memory)
-        elif not gradients and best is None and held.get("gradients", 0.0) > held.get("activations", 0.0):
-            break
         else:
             failing = min(failing, mix.memory)
+            gradients = best is None and held.get("gradients", 0.0) > held.get("activations", 0.0)
         done = row == -np.inf or (size <= task.memory and (size >= CLOSE * task.memory or turn == 0))
-        if done or failing - fitting < (1 - CLOSE) * task.memory:
+        if done or (gradients and relaxed) or failing - fitting < (1 - CLOSE) * task.memory:
             break
         row = mix.memory + task.memory - size  # what is transient stays about the same
         if not fitting < row < failing:
             row = (fitting + failing) / 2 if np.isfinite(fitting) else failing * CLOSE
-    return best, needed
+    working = max(float(v.working[x]) for v, x in zip(built.variables, mix.under, strict=True) if v.working is not None)
+    return Found(best, bound, needed, gradients, working)
 
 
 def _within(task: Task, built: Built, frontier: Frontier, row: float, first: bool) -> Mix:

@@ -50,6 +50,7 @@ class Variable:
         candidate: of each label, its number among ``choices``.
         state: of each label, `PASSING`, `KEPT` or `AGAIN`; None for what has no such choice.
         backward: whether it is an operator of the backward pass, or a relay for such alone.
+        working: bytes of what one operator takes and makes under each label; None for tensors.
     """
 
     key: str
@@ -62,6 +63,7 @@ class Variable:
     candidate: Ints
     state: Ints | None = None
     backward: bool = False
+    working: Floats | None = None
 
     @property
     def available(self) -> NDArray[np.bool_]:
@@ -92,10 +94,11 @@ class Variable:
         return replace(
             self,
             ports={port: np.tile(numbers, times) for port, numbers in self.ports.items()},
-            cost=np.tile(self.cost, times) + np.tile(again, times) * (state == AGAIN),
-            memory=np.tile(self.memory, times) + np.tile(kept, times) * (state == KEPT),
+            cost=np.tile(self.cost, times) + np.where(state == AGAIN, np.tile(again, times), 0.0),
+            memory=np.tile(self.memory, times) + np.where(state == KEPT, np.tile(kept, times), 0.0),
             candidate=np.tile(self.candidate, times),
             state=state,
+            working=None if self.working is None else np.tile(self.working, times),
         )
 
 
@@ -114,11 +117,13 @@ class Memory:
         state: bytes of each parameter with what belongs to it, when replicated, by name.
         activations: whether what is kept for the backward pass counts, too.
         states: whether the search decides what is kept; else all is that the backward pass takes.
+        working: bytes that what one operator takes and makes may have, where that is possible.
     """
 
     state: Mapping[str, float]
     activations: bool = False
     states: bool = False
+    working: float = np.inf
 
 
 @dataclass(frozen=True)
@@ -276,6 +281,10 @@ class _Maker:
                 ports["out", i] = self._encode(output, [s.outputs[i] for s in chosen.strategies], chosen.choice)
         cost = operator_seconds(operator, chosen, self.tables.machine) * count
         found = Variable(key, count, ports, types, chosen, cost, np.zeros(len(cost)), np.arange(len(cost)))
+        if self.memory.activations and not operator.rule.view:
+            working = sum((self._bytes(found, port, i) / count for port, i in types), np.zeros(len(cost)))
+            limit = max(self.memory.working, float(working.min(initial=np.inf)))
+            found = replace(found, working=working, cost=np.where(working <= limit, cost, np.inf))
         return self._in_states(replace(found, backward=is_backward(node)), node)
 
     def _allowed(self, key: str) -> list[Collection[str]]:
