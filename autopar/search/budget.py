@@ -147,6 +147,12 @@ def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str =
     The row is what is held when the backward pass begins. Where that does not lead to a plan that fits, gradients
     count, too, if they are what is too much; or operators may not work on so much at a time.
 
+    Args:
+        task: what is searched.
+        restrictions: what is decided already.
+        bound: that no plan falls below.
+        method: that the certificate names.
+
     Raises:
         InfeasibleError: no such plan fits.
     """
@@ -211,11 +217,12 @@ def _tightened(task: Task, built: Built, bound: float, method: str, relaxed: boo
     assert task.peak is not None
     frontier = Frontier(built.problem, task.limits)
     best: Plan | None = None
-    needed, fitting, failing, row = np.inf, -np.inf, task.memory, task.memory
-    gradients = False
+    needed, fitting, failing, gradients = np.inf, -np.inf, np.inf, False
+    row = np.inf  # what the cheapest plan needs says how much is transient
+    before: Mix | None = None
     for turn in range(ROUNDS):
         try:
-            mix = _within(task, built, frontier, row, first=turn == 0)
+            mix = _within(task, built, frontier, row, first=turn == 1)
         except InfeasibleError:
             point = frontier.least()
             mix, row = Mix(point.labels, point.labels, 0.0, point.cost, point.memory), -np.inf
@@ -231,9 +238,12 @@ def _tightened(task: Task, built: Built, bound: float, method: str, relaxed: boo
         else:
             failing = min(failing, mix.memory)
             gradients = best is None and held.get("gradients", 0.0) > held.get("activations", 0.0)
-        done = row == -np.inf or (size <= task.memory and (size >= CLOSE * task.memory or turn == 0))
-        if done or (gradients and relaxed) or failing - fitting < (1 - CLOSE) * task.memory:
+        same = before is not None and (before.cost, before.memory) == (mix.cost, mix.memory)
+        done = row == -np.inf or same or CLOSE * task.memory <= size <= task.memory
+        late = time.monotonic() > task.limits.deadline and best is not None
+        if done or late or (gradients and relaxed and turn) or failing - fitting < (1 - CLOSE) * task.memory:
             break
+        before = mix
         row = mix.memory + task.memory - size  # what is transient stays about the same
         if not fitting < row < failing:
             row = (fitting + failing) / 2 if np.isfinite(fitting) else failing * CLOSE

@@ -31,6 +31,12 @@ FLAT = 1e-4
 
 EXACT_GAP = 1e-9
 
+TINY = 1e-18
+"""Seconds a byte so few that they only break ties."""
+
+STATES_SECONDS = 5.0
+"""States under given layouts are a small problem, and searched for so long even if the time is up."""
+
 
 @dataclass(frozen=True)
 class Priced:
@@ -93,8 +99,8 @@ class Frontier:
         return self._at(1.0, EXACT_GAP).point  # a second a byte: cost only breaks ties
 
     def free(self) -> Point:
-        """The cheapest labelling, whatever it needs."""
-        return self._at(0.0, self.limits.gap).point
+        """The cheapest labelling, and of these about the one of least memory."""
+        return self._at(TINY, self.limits.gap).point
 
     def around(self, budget: float, prices: int = MAX_PRICES) -> tuple[Point, Point]:
         """The two points next to a budget, of which one exceeds it; twice the same if the cheapest fits.
@@ -212,7 +218,8 @@ def within(
     best = Mix(under.labels, under.labels, 0.0, under.cost, under.memory)
     for point in (over, under):
         chosen = alike(point.labels)
-        states = Frontier(restricted(frontier.problem, chosen), replace(frontier.limits, gap=EXACT_GAP))
+        deadline = max(frontier.limits.deadline, time.monotonic() + STATES_SECONDS)
+        states = Frontier(restricted(frontier.problem, chosen), Limits(EXACT_GAP, deadline))
         try:
             pair = states.around(budget)
         except InfeasibleError:
