@@ -51,6 +51,8 @@ class Predicted:
         step_seconds: compute and communication, nothing overlapped.
         compute_seconds: the part that is compute.
         memory_bytes: by category: parameters, gradients, optimizer, buffers.
+        peak_bytes: by category, at the moment when the rewritten graph holds the most, see `autopar.liveness`; empty
+            where no budget was set.
         communication_bytes: bytes that a device sends, by axis.
         collectives: how many, by axis and kind.
     """
@@ -60,6 +62,7 @@ class Predicted:
     memory_bytes: Mapping[str, float] = field(default_factory=dict)
     communication_bytes: Mapping[str, float] = field(default_factory=dict)
     collectives: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    peak_bytes: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

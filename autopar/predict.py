@@ -83,6 +83,7 @@ def _predict(program: Program, dims: Dims, plan: Plan, classes: Quotient | None)
         memory_bytes=_memory(program, plan),
         communication_bytes={a: account.sent[a] for a in plan.axis_names},
         collectives={a: dict(sorted(account.collectives[a].items())) for a in plan.axis_names},
+        peak_bytes=plan.predicted.peak_bytes,
     )
     return replace(plan, predicted=predicted, modules=_rows(program, dims, plan, assignment, account))
 

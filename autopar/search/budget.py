@@ -8,6 +8,7 @@ was at first.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -37,9 +38,6 @@ ROUNDS = 8
 
 CLOSE = 0.97
 """A plan that uses so much of the budget need not be improved by loosening its row again."""
-
-SMALLEST = 1e-3
-"""Share of the budget below which what one operator works on does not matter."""
 
 SMALL = 1500
 """Problems of so few labels are solved with the memory row in the ILP, too, where prices leave a gap."""
@@ -91,9 +89,8 @@ def plan_within(task: Task) -> Plan:
     built = task.make(task.restrictions, Memory(task.state(True)))
     solution = solve(built.problem, gap=task.limits.gap, time_limit=task.seconds, progress=task.progress)
     plan = task.read(built, _single(solution), solution.lower_bound, solution.method)
-    if task.memory is None or task.peak is None or fits(_total(task.peak(plan)), task.memory):
-        return plan
-    return _fitting(task, task.restrictions, solution.lower_bound)
+    plan, fits_ = _measured(task, plan)
+    return plan if fits_ else _fitting(task, task.restrictions, solution.lower_bound)
 
 
 def plan_by_axes(task: Task, tables: Tables, bound: float) -> Plan:
@@ -121,8 +118,8 @@ def plan_by_axes(task: Task, tables: Tables, bound: float) -> Plan:
             built, found = descend(make, task.restrictions, tables, room, limits.gap, task.seconds, task.progress)
         except InfeasibleError as e:
             raise failure or e from e
-        plan = task.read(built, _single(found), bound, "axis by axis")
-        if task.memory is None or task.peak is None or fits(_total(task.peak(plan)), task.memory):
+        plan, fits_ = _measured(task, task.read(built, _single(found), bound, "axis by axis"))
+        if fits_:
             return plan
         fixed = replace(task.restrictions, fixed=placements(built, found, tables), free=())
         try:
@@ -137,7 +134,16 @@ def _single(solution: Solution) -> Mix:
     return Mix(solution.labels, solution.labels, 0.0, solution.objective, solution.memory)
 
 
-def _total(held: Mapping[str, float]) -> float:
+def _measured(task: Task, plan: Plan) -> tuple[Plan, bool]:
+    """The plan with its peak, and whether that is within the budget."""
+    if task.memory is None or task.peak is None:
+        return plan, True
+    held = task.peak(plan)
+    task.progress(f"peak {format_bytes(sum(held.values()))}", plan.certificate.objective, plan.certificate.lower_bound)
+    return replace(plan, predicted=replace(plan.predicted, peak_bytes=held)), fits(_peak(held), task.memory)
+
+
+def _peak(held: Mapping[str, float]) -> float:
     return sum(held.values())
 
 
@@ -158,53 +164,51 @@ def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str =
     """
     assert task.memory is not None
     row = Memory(task.state(False), activations=True, states=task.recompute)
-    needed, gradients, working = np.inf, False, np.inf
-    while True:
-        built = task.make(restrictions, replace(row, state=task.state(gradients), working=working))
+    rows = [row, replace(row, state=task.state(True))]
+    least: Plan | None = None
+    capped = False
+    while rows:
+        relaxed = rows[0] is row
         try:
-            found = _tightened(task, built, bound, method, relaxed=not gradients and working == np.inf)
+            plan, found, working = _tightened(task, task.make(restrictions, rows.pop(0)), bound, method, relaxed)
         except InfeasibleError:  # nothing works on so little
             break
-        if found.plan is not None:
-            return found.plan
-        bound, needed = found.bound, min(needed, found.needed)
-        if not gradients and working == np.inf and found.gradients:
-            gradients = True
-            continue
-        gradients, limit = False, found.working / 2
-        if not limit < working / 1.5 or limit < SMALLEST * task.memory or time.monotonic() > task.limits.deadline:
-            break
-        working = limit
-    raise InfeasibleError(
-        f"no plan was found that needs less than {format_bytes(needed)} a device, and the budget is "
-        f"{format_bytes(task.memory)}: {format_bytes(needed - task.memory)} are missing. Raise memory= to "
-        f"{format_bytes(needed)}, use more devices or a smaller batch",
+        if fits(_peak(plan.predicted.peak_bytes), task.memory):
+            return plan
+        bound = found
+        size = _peak(plan.predicted.peak_bytes)
+        better = least is None or size < CLOSE * _peak(least.predicted.peak_bytes)
+        least = _lesser(least, plan)
+        if not rows and (better or not capped) and time.monotonic() < task.limits.deadline:
+            rows.append(replace(row, working=working / 2))
+            capped = True
+    raise _missing(task.memory, least)
+
+
+def _lesser(a: Plan | None, b: Plan) -> Plan:
+    """Of two plans the one that needs less."""
+    return b if a is None or _peak(b.predicted.peak_bytes) < _peak(a.predicted.peak_bytes) else a
+
+
+def _missing(memory: float, least: Plan | None) -> InfeasibleError:
+    """Say how much is missing, of what, and what would do."""
+    if least is None:
+        return InfeasibleError("no choice of labels avoids every forbidden label and pair; allow more candidates")
+    held = least.predicted.peak_bytes
+    needed = _peak(held)
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in sorted(held.items(), key=lambda x: -x[1])[:3])
+    more = math.ceil(math.prod(least.axis_sizes) * needed / memory)
+    return InfeasibleError(
+        f"no plan was found that needs less than {format_bytes(needed)} a device on axes {dict(least.axes)} ({parts}), "
+        f"and the budget is {format_bytes(memory)}: {format_bytes(needed - memory)} are missing. Raise memory= to "
+        f"{format_bytes(needed)}, or use a mesh of about {more} devices or a smaller batch",
         needed=needed,
-        budget=task.memory,
+        budget=memory,
     )
 
 
-@dataclass(frozen=True)
-class Found:
-    """What came of one kind of row.
-
-    Attributes:
-        plan: the best that fits, if any does.
-        bound: no plan within the budget falls below.
-        needed: the least that a plan was found to need.
-        gradients: whether what was too much was gradients rather than activations.
-        working: the most bytes that an operator takes and makes in the last plan.
-    """
-
-    plan: Plan | None
-    bound: float
-    needed: float
-    gradients: bool
-    working: float
-
-
-def _tightened(task: Task, built: Built, bound: float, method: str, relaxed: bool) -> Found:
-    """The best plan of one kind of row that fits.
+def _tightened(task: Task, built: Built, bound: float, method: str, relaxed: bool) -> tuple[Plan, float, float]:
+    """The best plan of one kind of row that fits; where none does, the one that needs least.
 
     Args:
         task: what is searched.
@@ -212,43 +216,49 @@ def _tightened(task: Task, built: Built, bound: float, method: str, relaxed: boo
         bound: known before.
         method: that the certificate names.
         relaxed: whether no plan that fits has more than the budget in its row, so that the row bounds all of them.
+
+    Returns:
+        The plan, with its peak; a lower bound; and the most bytes that one operator takes and makes in the plan.
+
+    Raises:
+        InfeasibleError: the problem has no solution at all.
     """
     assert task.memory is not None
-    assert task.peak is not None
     frontier = Frontier(built.problem, task.limits)
     best: Plan | None = None
-    needed, fitting, failing, gradients = np.inf, -np.inf, np.inf, False
-    row = np.inf  # what the cheapest plan needs says how much is transient
-    before: Mix | None = None
+    least: Plan | None = None
+    fitting, failing = -np.inf, np.inf
+    row = np.inf  # what the cheapest plan needs besides its row says how much is transient
+    before = (np.inf, np.inf)
     for turn in range(ROUNDS):
         try:
             mix = _within(task, built, frontier, row, first=turn == 1)
         except InfeasibleError:
-            point = frontier.least()
-            mix, row = Mix(point.labels, point.labels, 0.0, point.cost, point.memory), -np.inf
+            break
         bound = max(bound, frontier.bound(task.memory)) if relaxed else bound
-        plan = task.read(built, mix, bound, method or "prices")
-        held = task.peak(plan)
-        size = _total(held)
-        needed = min(needed, size)
-        task.progress(f"peak {format_bytes(size)}", mix.cost, bound)
-        if size <= task.memory:
+        plan, enough = _measured(task, task.read(built, mix, bound, method or "prices"))
+        size = _peak(plan.predicted.peak_bytes)
+        least = _lesser(least, plan)
+        if enough:
             best = plan if best is None or mix.cost < best.certificate.objective else best
             fitting = max(fitting, mix.memory)
         else:
             failing = min(failing, mix.memory)
-            gradients = best is None and held.get("gradients", 0.0) > held.get("activations", 0.0)
-        same = before is not None and (before.cost, before.memory) == (mix.cost, mix.memory)
-        done = row == -np.inf or same or CLOSE * task.memory <= size <= task.memory
         late = time.monotonic() > task.limits.deadline and best is not None
-        if done or late or (gradients and relaxed and turn) or failing - fitting < (1 - CLOSE) * task.memory:
+        if late or (mix.cost, mix.memory) == before or CLOSE * task.memory <= size <= task.memory:
             break
-        before = mix
+        if failing - fitting < (1 - CLOSE) * task.memory:
+            break
+        before = mix.cost, mix.memory
         row = mix.memory + task.memory - size  # what is transient stays about the same
         if not fitting < row < failing:
             row = (fitting + failing) / 2 if np.isfinite(fitting) else failing * CLOSE
-    working = max(float(v.working[x]) for v, x in zip(built.variables, mix.under, strict=True) if v.working is not None)
-    return Found(best, bound, needed, gradients, working)
+    if best is None:
+        point = frontier.least()
+        mix = Mix(point.labels, point.labels, 0.0, point.cost, point.memory)
+        best = _lesser(least, _measured(task, task.read(built, mix, bound, method or "prices"))[0])
+    working = [v.working[x] for v, x in zip(built.variables, mix.under, strict=True) if v.working is not None]
+    return best, bound, float(max(working))
 
 
 def _within(task: Task, built: Built, frontier: Frontier, row: float, first: bool) -> Mix:

@@ -89,16 +89,21 @@ def test_large_batch_gives_data_parallelism() -> None:
     assert set(found.predicted.collectives["gpu"]) == {"all_reduce"}
 
 
-def test_memory_for_a_quarter_gives_full_sharding() -> None:
-    """Parameters are gathered for their use and gradients reduced to where the parameters lie."""
-    whole = sum(plan(65536, {"gpu": 4}).predicted.memory_bytes.values())
-    found = plan(65536, {"gpu": 4}, memory=0.2505 * whole)
-    weights = [n for n in found.parameters if "down.weight" in n or "up.weight" in n]
-    assert all(isinstance(found.parameters[n][0], Split) for n in weights)
-    assert sum(found.predicted.memory_bytes.values()) <= 0.2505 * whole
-    assert found.predicted.collectives["gpu"]["all_gather"] >= len(weights)
-    assert found.predicted.collectives["gpu"]["reduce_scatter"] >= len(weights)
-    assert found.batch["0"] == (Split(0, 0),)
+def test_less_memory_gives_zero_then_fsdp_with_recomputation() -> None:
+    """Parameters are split and gathered, once at first and then again for the backward pass; gradients are scattered."""
+    everything = plan(65536, {"gpu": 4}, memory=8e9)
+    zero = plan(65536, {"gpu": 4}, memory=4e9)
+    fsdp = plan(65536, {"gpu": 4}, memory=3e9)
+    weights = [n for n in everything.parameters if "down.weight" in n or "up.weight" in n]
+    assert not everything.recompute
+    for found, budget, times in ((zero, 4e9, 1), (fsdp, 3e9, 2)):
+        assert all(isinstance(found.parameters[n][0], Split) for n in weights)
+        assert sum(found.predicted.peak_bytes.values()) <= budget
+        assert found.predicted.collectives["gpu"]["all_gather"] == times * len(weights)
+        assert found.predicted.collectives["gpu"]["reduce_scatter"] == len(weights)
+        assert found.batch["0"] == (Split(0, 0),)
+    assert everything.certificate.objective < zero.certificate.objective < fsdp.certificate.objective
+    assert any("relu" in name for name in fsdp.recompute)
 
 
 def swapped(first: Link, second: Link) -> Cluster:
