@@ -21,6 +21,7 @@ METHODS = {
     "ilp": "integer linear program",
     "multiplier": "memory priced by a multiplier",
     "time limit": "stopped by the time limit",
+    "prices": "memory priced, exactly at each price; blocks mixed between two prices",
     "axis by axis": "one or two axes at a time, bounded axis by axis",
 }
 """What closed a search, in words; a method that is not here is printed as it is."""
@@ -148,6 +149,14 @@ def _totals(plan: Plan) -> RenderableType:
     order = [name for name in CATEGORIES if name in memory] + [name for name in memory if name not in CATEGORIES]
     each = ", ".join(f"{name} {format_bytes(memory[name])}" for name in order)
     rows.append(("memory a device", f"{format_bytes(sum(memory.values()))}: {each}" if each else "not predicted"))
+    peak = sorted(predicted.peak_bytes.items(), key=lambda held: -held[1])
+    if peak:
+        each = ", ".join(f"{name} {format_bytes(size)}" for name, size in peak if size)
+        rows.append(("peak in a step", f"{format_bytes(sum(size for _, size in peak))}: {each}"))
+    if plan.recompute:
+        moved = sum(name.startswith("relay ") for name in plan.recompute)
+        kinds = f"{len(plan.recompute) - moved} kinds of operators computed, {moved} kinds of values moved"
+        rows.append(("in the backward", f"{kinds} again instead of kept"))
     return figures([("", ""), *rows])
 
 

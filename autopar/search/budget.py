@@ -58,7 +58,7 @@ class Task:
         limits: relative gap and deadline.
         memory: bytes per device; None for no limit.
         peak: of a plan's graph, by category.
-        recompute: whether what is kept for the backward pass is searched.
+        again: what may be made or moved again for the backward pass.
         classes: which nodes share a decision.
         progress: called with phase, incumbent and bound.
     """
@@ -70,7 +70,7 @@ class Task:
     limits: Limits
     memory: float | None
     peak: Peak | None
-    recompute: bool
+    again: str
     classes: Quotient
     progress: Progress
 
@@ -163,7 +163,7 @@ def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str =
         InfeasibleError: no such plan fits.
     """
     assert task.memory is not None
-    row = Memory(task.state(False), activations=True, states=task.recompute)
+    row = Memory(task.state(False), activations=True, again=task.again)
     rows = [row, replace(row, state=task.state(True))]
     least: Plan | None = None
     capped = False

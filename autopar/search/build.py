@@ -24,6 +24,7 @@ from autopar.layout import Layout, Partial, Placement, Replicate, Split, TensorT
 from autopar.origin import is_backward
 from autopar.program import Program, Value
 from autopar.redistribute import Machine, Tables
+from autopar.search.factors import from_parameters
 from autopar.search.problem import Edge, Node, Problem
 from autopar.search.quotient import Quotient
 from autopar.search.restrict import Pinned, Restrictions, is_boundary_layout
@@ -116,13 +117,20 @@ class Memory:
     Attributes:
         state: bytes of each parameter with what belongs to it, when replicated, by name.
         activations: whether what is kept for the backward pass counts, too.
-        states: whether the search decides what is kept; else all is that the backward pass takes.
+        again: what may be made or moved again: ``search`` for anything, ``gathers`` for what comes from parameters
+            alone, ``none``, which keeps all that the backward pass takes.
         working: bytes that what one operator takes and makes may have, where that is possible.
     """
 
     state: Mapping[str, float]
     activations: bool = False
-    states: bool = False
+    again: str = "none"
+
+    @property
+    def states(self) -> bool:
+        """Whether the search decides what is kept."""
+        return self.again != "none"
+
     working: float = np.inf
 
 
@@ -187,6 +195,7 @@ class _Maker:
         self.program, self.dims, self.classes, self.tables = program, dims, classes, tables
         self.memory, self.restrictions = memory, restrictions
         self.sizes = tables.machine.sizes
+        self.chains = from_parameters(program) if memory.again == "gathers" else set()
         self.stored = _stored(program, dims) if memory.activations and not memory.states else frozenset()
 
     def variables(self) -> list[Variable]:
@@ -225,8 +234,14 @@ class _Maker:
         late = [self._is_late(user) for user, _ in users]
         if all(late):
             return replace(found, backward=True)  # it is moved in the backward pass, and only there
-        states = (KEPT, AGAIN) if any(late) else (PASSING, KEPT, AGAIN)
+        states = [s for s in self._states(node) if not (s == PASSING and any(late))]
         return found.in_states(states, np.zeros(len(found.cost)), self._bytes(found, "in", 0))
+
+    def _states(self, node: fx.Node) -> tuple[int, ...]:
+        """States that a forward value may be in; a view of what is kept is never kept itself."""
+        view = node in self.dims.operators and self.dims.operators[node].rule.view
+        repeated = self.memory.again == "search" or view or node in self.chains
+        return (PASSING, KEPT, AGAIN) if repeated else (PASSING, KEPT)
 
     def _is_late(self, key: str) -> bool:
         """Whether a class of users belongs to the backward pass."""
@@ -250,7 +265,7 @@ class _Maker:
                 kept += self._bytes(variable, "out", i)
         if not self.memory.states:
             return replace(variable, memory=kept)
-        return variable.in_states((PASSING, KEPT, AGAIN), variable.cost, kept)
+        return variable.in_states(self._states(node), variable.cost, kept)
 
     def connections(self, variables: Sequence[Variable]) -> list[tuple[tuple[str, Port], tuple[str, Port], int]]:
         """``(source, its port), (target, its port), how many edges`` of the quotient graph."""

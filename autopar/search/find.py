@@ -45,8 +45,9 @@ class Search:
         time_limit: seconds for the solver; where it searches without padding and with it, each has half of them.
         gap: relative gap at which to stop.
         pins: layouts decided by hand: name of a parameter or ``batch.0`` to one placement an axis, as text
-            (``("R", "S(0)")``), torch placements or a dict by axis name. ``recompute``: ``"none"`` keeps all that the
-            backward pass takes, ``"search"`` decides tensor by tensor where memory is short.
+            (``("R", "S(0)")``), torch placements or a dict by axis name. ``recompute`` is for short memory:
+            ``"search"`` decides tensor by tensor what the backward pass makes again, ``"gathers"`` (of recipes the
+            default) moves only parameters again, ``"none"`` keeps all that it takes.
         recipe: layouts by the name of a kind of parallelism, see `autopar.search.recipes`; the search decides only what
             the recipe leaves open. ``"random"`` draws a feasible plan, for tests (budgets are not looked at).
         roles: what axes are for, by name: ``data``, ``shard``, ``tensor`` or ``sequence``, see `autopar.search.roles`.
@@ -69,17 +70,17 @@ class Search:
     def __post_init__(self) -> None:
         """Refuse recipes and words that do not exist."""
         check_recipe(self.recipe, self.roles)
-        if self.pins.get(RECOMPUTE, "search") not in ("search", "none"):
-            raise ValueError(f"pin {RECOMPUTE!r} must be 'search' or 'none', got {self.pins[RECOMPUTE]!r}")
+        if self.pins.get(RECOMPUTE, "search") not in ("search", "gathers", "none"):
+            raise ValueError(f"pin {RECOMPUTE!r} must be 'search', 'gathers' or 'none', got {self.pins[RECOMPUTE]!r}")
 
     @property
-    def recomputes(self) -> bool:
-        """Whether the search decides what is kept for the backward pass, where memory is short.
+    def again(self) -> str:
+        """What may be made again in the backward pass where memory is short: the pin ``recompute``.
 
-        Recipes and roles say how the work is split, and keep everything unless told otherwise.
+        Recipes and roles say how the work is split: they gather parameters again, and keep the rest unless told
+        otherwise.
         """
-        default = "none" if self.recipe or self.roles else "search"
-        return bool(self.pins.get(RECOMPUTE, default) == "search")
+        return str(self.pins.get(RECOMPUTE, "gathers" if self.recipe or self.roles else "search"))
 
     @property
     def layouts(self) -> dict[str, Any]:
@@ -142,7 +143,7 @@ def find_plan(
     def state(gradients: bool) -> dict[str, float]:
         return state_bytes(program, optimizer, gradients=gradients)
 
-    task = Task(make, read, state, restrictions, limits, memory, peak, search.recomputes, classes, progress or _silent)
+    task = Task(make, read, state, restrictions, limits, memory, peak, search.again, classes, progress or _silent)
     if exact:
         return plan_within(task)
     bound = bound_by_axes(program, dims, classes, machine, restrictions)
@@ -175,7 +176,8 @@ def _space(search: Search, cluster: Cluster) -> str:
     recipe = f"what recipe {search.recipe} leaves open; " if search.recipe else ""
     roles = ", ".join(f"{axis} for {role}" for axis, role in search.roles.items())
     recipe += f"axes as told ({roles}); " if roles else ""
-    kept = "any tensor kept, made or moved again" if search.recomputes else "no recomputation"
+    words = {"search": "any tensor kept, made or moved again", "gathers": "parameters gathered once or twice"}
+    kept = words.get(search.again, "no recomputation")
     return (
         f"{recipe}one layout per tensor on every axis{tied}; a value has one layout besides its own for all its users; "
         f"no pipelines, {kept}; costs: kernels by tiles and traffic, collectives by ring or tree, "

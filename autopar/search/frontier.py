@@ -31,6 +31,9 @@ FLAT = 1e-4
 
 EXACT_GAP = 1e-9
 
+DOMINANT = 1e7
+"""A price at which so small a share of the memory is worth all of the cost."""
+
 TINY = 1e-18
 """Seconds a byte so few that they only break ties."""
 
@@ -96,7 +99,9 @@ class Frontier:
         Raises:
             InfeasibleError: there is no labelling at all.
         """
-        return self._at(1.0, EXACT_GAP).point  # a second a byte: cost only breaks ties
+        free = self.free()
+        price = DOMINANT * (abs(free.cost) or 1.0) / (abs(free.memory) or 1.0)  # cost only breaks ties
+        return self._at(price, EXACT_GAP).point
 
     def free(self) -> Point:
         """The cheapest labelling, and of these about the one of least memory."""

@@ -90,7 +90,7 @@ def test_large_batch_gives_data_parallelism() -> None:
 
 
 def test_less_memory_gives_zero_then_fsdp_with_recomputation() -> None:
-    """Parameters are split and gathered, once at first and then again for the backward pass; gradients are scattered."""
+    """Parameters are split and gathered once, and with less memory twice; gradients are scattered."""
     everything = plan(65536, {"gpu": 4}, memory=8e9)
     zero = plan(65536, {"gpu": 4}, memory=4e9)
     fsdp = plan(65536, {"gpu": 4}, memory=3e9)

@@ -1,0 +1,103 @@
+"""What is made or moved again in the backward pass, on four ranks: three steps of AdamW equal one device's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.launch import WAIT, Ranks, mesh_of
+from tests.distributed.models import make, slow_devices
+
+pytestmark = pytest.mark.distributed
+
+STEPS, TOLERANCE = 3, 1e-9
+
+
+def train(rank: int, seed: int) -> tuple[float, int]:
+    """The largest difference of any loss, gradient or parameter under a random plan, and how much it makes again."""
+    from autopar.parallelize import parallelize
+    from autopar.search.find import Search
+    from tests.test_reductions import Moments, batch_of
+
+    plain = Moments().double()
+    search = Search(recipe="random", seed=seed, pins={"recompute": "search"})
+    parallel: Any = parallelize(Moments().double(), mesh_of(2, 2), search=search, cluster=slow_devices(), timeout=WAIT)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (parallel, plain)]
+    worst = 0.0
+    for step in range(STEPS):
+        batch = {n: t.double() if t.is_floating_point() else t for n, t in batch_of(plain, step).items()}
+        loss, expected = parallel(**batch), plain(**batch)
+        loss.backward()
+        expected.backward()
+        gradients = parallel.full_gradients()
+        pairs = [(loss, expected), *((gradients[name], p.grad) for name, p in plain.named_parameters())]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        state = parallel.full_state_dict()
+        pairs += [(state[name], value) for name, value in plain.state_dict().items()]
+        worst = max(worst, *(float((a - b).abs().max()) for a, b in pairs))
+    return worst, len(parallel.plan.recompute)
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_random_plans(ranks: Ranks, seed: int) -> None:
+    found = ranks.run(train, seed)
+    assert max(worst for worst, _ in found) < TOLERANCE
+    assert all(again > 0 for _, again in found)
+
+
+def dropped(rank: int, deterministic: bool) -> list[float]:
+    """Losses and a sum of gradients of a model with dropout: kept masks, then masks that are drawn again."""
+    from dataclasses import replace
+
+    from autopar.parallelize import parallelize
+    from autopar.plan import EVERY
+    from tests.passes.test_insert_recompute import Dropped
+
+    torch.manual_seed(0)
+    batch = (torch.randn(16, 8),)
+    options: dict[str, Any] = {"cluster": slow_devices(), "timeout": WAIT, "deterministic": deterministic}
+    first: Any = parallelize(Dropped(), mesh_of(4), batch, **options)
+    again = replace(first.plan, recompute={k: EVERY for k in first.plan.choices if "backward" not in k})
+    second: Any = parallelize(Dropped(), mesh_of(4), batch, plan=again, **options)
+    found = []
+    for module in (first, second):
+        torch.manual_seed(7)
+        loss = module(*batch)
+        loss.backward()
+        gradients = module.full_gradients()
+        found += [float(loss), *(float(g.double().square().sum()) for g in gradients.values())]
+    return found
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_masks_that_are_drawn_again_are_the_same(ranks: Ranks, deterministic: bool) -> None:
+    for found in ranks.run(dropped, deterministic):
+        half = len(found) // 2
+        assert found[:half] == pytest.approx(found[half:], rel=1e-6)
+
+
+def within(rank: int) -> tuple[float, float, float, int]:
+    """Budget, predicted peak, largest difference of gradients, and how much is made again where memory is short."""
+    from autopar.parallelize import parallelize
+
+    (model, batches), options = make("gpt2"), {"cluster": slow_devices(), "timeout": WAIT}
+    batch = batches(0)
+    free: Any = parallelize(make("gpt2")[0], mesh_of(4), batch, memory="1GiB", **options)
+    budget = 0.75 * sum(free.plan.predicted.peak_bytes.values())
+    tight: Any = parallelize(make("gpt2")[0], mesh_of(4), batch, memory=budget, **options)
+    model(**batch).loss.backward()
+    tight(**batch).loss.backward()
+    gradients = tight.full_gradients()
+    worst = max(float((gradients[n] - p.grad).abs().max()) for n, p in model.named_parameters() if p.grad is not None)
+    return budget, sum(tight.plan.predicted.peak_bytes.values()), worst, len(tight.plan.recompute)
+
+
+def test_a_budget_makes_it_compute_again(ranks: Ranks) -> None:
+    for budget, peak, worst, again in ranks.run(within):
+        assert peak <= budget
+        assert worst < 1e-9
+        assert again > 0

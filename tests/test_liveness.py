@@ -1,0 +1,78 @@
+"""What a device holds, predicted from the graph, is what tensors take when the graph is run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from autopar.cluster import Cluster
+from autopar.compiler import peak_of, program_to_plan, rewrite, solve
+from autopar.liveness import moments, peak_memory
+from autopar.program import Program, map_nodes
+from autopar.search.find import Search
+from autopar.search.random_plan import random_plan
+from tests import models as zoo
+from tests.test_abridge import deep
+
+
+def measured_peak(program: Program, inputs: Sequence[Tensor]) -> float:
+    """Most bytes of the storages that are alive at once, each value dropped after its last user, inputs kept."""
+    graph: fx.Graph = program.graph.graph
+    values: dict[fx.Node, object] = dict(zip(program.placeholders, inputs, strict=True))
+    last = {a: n for n in graph.nodes for a in n.all_input_nodes}
+    peak = 0
+    for node in graph.nodes:
+        if node.op == "call_function":
+            args, kwargs = map_nodes((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        storages = {}
+        for value in values.values():
+            for part in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(part, Tensor):
+                    storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
+        peak = max(peak, sum(storages.values()))
+        for used in node.all_input_nodes:
+            if last[used] is node and used.op != "placeholder":
+                del values[used]
+        if node.op == "call_function" and node not in last:
+            del values[node]
+    return peak
+
+
+@pytest.mark.parametrize("name", ["mlp", "encoder", "cnn"])
+@pytest.mark.parametrize("again", [False, True])
+def test_predicted_peak_is_measured(name: str, again: bool) -> None:
+    program, dims, values = zoo.captured(name)
+    plan = random_plan(program, dims, {}, Cluster.preset("cpu"), 1, again=again)
+    local = rewrite(program, plan)
+    held = peak_memory(local, plan)
+    predicted = sum(held.values()) - held["optimizer"]
+    with torch.no_grad():
+        assert measured_peak(local, values) == pytest.approx(predicted, rel=0.02)
+
+
+def test_what_is_held_returns_to_inputs_results_and_gradients() -> None:
+    program, _, _ = zoo.captured("encoder")
+    plan = solve(program, {"a": 2}, "cpu")
+    last = moments(rewrite(program, plan), plan)[-1]
+    rest = {k: v for k, v in last.held.items() if k in ("activations", "transient", "communication")}
+    assert all(v == 0 for v in rest.values()), rest
+    assert last.held["gradients"] > 0
+
+
+def test_blocks_left_out_are_counted() -> None:
+    """Of twelve blocks three are captured; their peak is that of the whole, give or take a block."""
+    model, batch = deep(12)
+    short = program_to_plan(model, batch)
+    whole = program_to_plan(model, batch, search=Search(tie_layers=False))
+    assert short.repeat is not None
+    assert whole.repeat is None
+    plan = solve(short, {"a": 2}, "cpu")
+    expected = sum(peak_of(whole, plan).values())
+    assert sum(peak_of(short, plan).values()) == pytest.approx(expected, rel=0.02)
+    tight = solve(short, {"a": 2}, "cpu", memory=0.8 * expected)
+    assert tight.recompute
+    assert sum(peak_of(whole, tight).values()) <= 0.8 * expected * 1.05
