@@ -141,8 +141,9 @@ def restore_generators(states: Mapping[str, torch.Tensor]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def generator_state(device: torch.device) -> torch.Tensor:
-    """State of the default generator of a device; of no length on the meta device."""
+def generator_state(where: torch.device | torch.Tensor) -> torch.Tensor:
+    """State of the default generator of a device, or of a tensor's; of no length on the meta device."""
+    device = where.device if isinstance(where, torch.Tensor) else where
     if device.type == "meta":
         return torch.empty(0, dtype=torch.uint8, device=device)
     return generator_states()[device.type]
@@ -150,7 +151,7 @@ def generator_state(device: torch.device) -> torch.Tensor:
 
 def replayed(target: Any, state: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Call a random operator as if the default generator had this state; afterwards that is as before."""
-    if state.device.type == "meta":
+    if _device(args, kwargs).type == "meta":
         return target(*args, **kwargs)
     before = generator_states()
     restore_generators({_device(args, kwargs).type: state})

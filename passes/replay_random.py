@@ -18,7 +18,7 @@ from __future__ import annotations
 from autopar.draw import generator_state, replayed
 from autopar.origin import inherit_origin
 from autopar.plan import Plan
-from autopar.program import Program, draws, values_of
+from autopar.program import Program, draws, tensor_arguments
 from autopar.propagate import propagate
 
 
@@ -29,9 +29,9 @@ def replay_random(program: Program, plan: Plan) -> Program:
     copies = [n for n in originals.values() if "original" in n.meta]
     for node in copies:
         original = originals[node.meta["original"]]
-        value = next(v for v in values_of(original) if v is not None)
+        where = original.kwargs.get("device") or tensor_arguments(original)[0]
         with graph.inserting_before(original):
-            state = graph.call_function(generator_state, (value.device,))
+            state = graph.call_function(generator_state, (where,))
         inherit_origin(state, original)
         node.args = (node.target, state, *node.args)
         node.target = replayed

@@ -55,13 +55,17 @@ def dropped(rank: int, deterministic: bool) -> list[float]:
 
     from autopar.parallelize import parallelize
     from autopar.plan import EVERY
+    from autopar.program import draws
     from tests.passes.test_insert_recompute import Dropped
 
     torch.manual_seed(0)
     batch = (torch.randn(16, 8),)
     options: dict[str, Any] = {"cluster": slow_devices(), "timeout": WAIT, "deterministic": deterministic}
     first: Any = parallelize(Dropped(), mesh_of(4), batch, **options)
-    again = replace(first.plan, recompute={k: EVERY for k in first.plan.choices if "backward" not in k})
+    names = [*first.plan.choices, *(f"relay {name}" for name in first.plan.relays)]
+    again = replace(
+        first.plan, recompute={name: EVERY for name in names if "backward" not in name or "dropout" in name}
+    )
     second: Any = parallelize(Dropped(), mesh_of(4), batch, plan=again, **options)
     found = []
     for module in (first, second):
@@ -70,6 +74,8 @@ def dropped(rank: int, deterministic: bool) -> list[float]:
         loss.backward()
         gradients = module.full_gradients()
         found += [float(loss), *(float(g.double().square().sum()) for g in gradients.values())]
+    assert second.backward_graph is not None
+    assert any("original" in n.meta and draws(n) for n in second.backward_graph.graph.nodes)
     return found
 
 
