@@ -33,8 +33,8 @@ from autopar.search.solve import solve
 MORE_PRICES = 3
 """Prices tried for a row that is tightened."""
 
-ROUNDS = 8
-"""How often a row is tightened."""
+ROUNDS, BETTER = 8, 1
+"""How often a row is tightened at most, and how often one is tried between two of which only the tighter gave a fit."""
 
 CLOSE = 0.97
 """A plan that uses so much of the budget need not be improved by loosening its row again."""
@@ -227,7 +227,7 @@ def _tightened(task: Task, built: Built, bound: float, method: str, relaxed: boo
     frontier = Frontier(built.problem, task.limits)
     best: Plan | None = None
     least: Plan | None = None
-    fitting, failing = -np.inf, np.inf
+    fitting, failing, tries = -np.inf, np.inf, BETTER
     row = np.inf  # what the cheapest plan needs besides its row says how much is transient
     before = (np.inf, np.inf)
     for turn in range(ROUNDS):
@@ -245,9 +245,10 @@ def _tightened(task: Task, built: Built, bound: float, method: str, relaxed: boo
         else:
             failing = min(failing, mix.memory)
         late = time.monotonic() > task.limits.deadline and best is not None
+        tries -= best is not None
         if late or (mix.cost, mix.memory) == before or CLOSE * task.memory <= size <= task.memory:
             break
-        if failing - fitting < (1 - CLOSE) * task.memory:
+        if failing - fitting < (1 - CLOSE) * task.memory or tries < 0:
             break
         before = mix.cost, mix.memory
         row = mix.memory + task.memory - size  # what is transient stays about the same

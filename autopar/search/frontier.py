@@ -26,7 +26,7 @@ from autopar.search.problem import Edge, Floats, Ints, Node, Problem, evaluate
 Progress = Callable[[str, float, float], None]
 
 MAX_PRICES = 12
-FLAT = 1e-4
+FLAT = 1e-3
 """A point so little below the line between two others, relatively, ends the search for more."""
 
 EXACT_GAP = 1e-9
@@ -83,11 +83,21 @@ class Frontier:
         problem: what is minimised.
         limits: relative gap and deadline.
         known: what has been found.
+        states: the frontiers of states under given layouts, by the labels that have these.
     """
 
     problem: Problem
     limits: Limits
     known: list[Priced] = field(default_factory=list)
+    states: dict[bytes, Frontier] = field(default_factory=dict)
+
+    def under(self, chosen: Sequence[NDArray[np.bool_]]) -> Frontier:
+        """The frontier of some labels of each node only."""
+        key = np.concatenate([np.packbits(c) for c in chosen]).tobytes()
+        if key not in self.states:
+            deadline = max(self.limits.deadline, time.monotonic() + STATES_SECONDS)
+            self.states[key] = Frontier(restricted(self.problem, chosen), Limits(EXACT_GAP, deadline))
+        return self.states[key]
 
     def bound(self, budget: float) -> float:
         """No labelling within the budget costs less."""
@@ -223,8 +233,7 @@ def within(
     best = Mix(under.labels, under.labels, 0.0, under.cost, under.memory)
     for point in (over, under):
         chosen = alike(point.labels)
-        deadline = max(frontier.limits.deadline, time.monotonic() + STATES_SECONDS)
-        states = Frontier(restricted(frontier.problem, chosen), Limits(EXACT_GAP, deadline))
+        states = frontier.under(chosen)
         try:
             pair = states.around(budget)
         except InfeasibleError:
