@@ -26,7 +26,7 @@ from autopar.runtime.partition import cut
 from autopar.runtime.place import Place
 from autopar.runtime.state import plain_parameters
 from autopar.runtime.step import Step, Types
-from autopar.search.find import Search
+from autopar.search.find import RECOMPUTE, Search
 from autopar.search.restrict import Restrictions
 
 
@@ -250,8 +250,9 @@ def _search(
     program: Program, layouts: dict[tuple[str, str], Layout], settings: Settings, place: Place, *, first: bool
 ) -> Plan:
     local = settings.inputs == "local"
-    # Pins have done their work once parameters lie; a batch pinned to be split must not stop a short last one.
-    search = settings.search if first else replace(settings.search, pins={})
+    # Pinned layouts have done their work once parameters lie; a batch pinned to be split must not stop a short last.
+    kept = {name: value for name, value in settings.search.pins.items() if name == RECOMPUTE}
+    search = settings.search if first else replace(settings.search, pins=kept)
 
     def solve(found: Mapping[tuple[str, str], Layout]) -> Plan:
         limits = Restrictions(layouts=found, data_axes_only=local)

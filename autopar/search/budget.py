@@ -26,7 +26,6 @@ from autopar.search.frontier import MAX_PRICES, Frontier, Mix, within
 from autopar.search.minimise import Limits
 from autopar.search.price import fits
 from autopar.search.problem import Ints, Solution
-from autopar.search.quotient import Quotient
 from autopar.search.restrict import Restrictions
 from autopar.search.solve import solve
 
@@ -59,7 +58,6 @@ class Task:
         memory: bytes per device; None for no limit.
         peak: of a plan's graph, by category.
         again: what may be made or moved again for the backward pass.
-        classes: which nodes share a decision.
         progress: called with phase, incumbent and bound.
     """
 
@@ -71,7 +69,6 @@ class Task:
     memory: float | None
     peak: Peak | None
     again: str
-    classes: Quotient
     progress: Progress
 
     @property
@@ -244,7 +241,7 @@ def _tightened(task: Task, built: Built, bound: float, method: str, relaxed: boo
             fitting = max(fitting, mix.memory)
         else:
             failing = min(failing, mix.memory)
-        late = time.monotonic() > task.limits.deadline and best is not None
+        late = time.monotonic() > task.limits.deadline
         tries -= best is not None
         if late or (mix.cost, mix.memory) == before or CLOSE * task.memory <= size <= task.memory:
             break

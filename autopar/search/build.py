@@ -125,13 +125,12 @@ class Memory:
     state: Mapping[str, float]
     activations: bool = False
     again: str = "none"
+    working: float = np.inf
 
     @property
     def states(self) -> bool:
         """Whether the search decides what is kept."""
         return self.again != "none"
-
-    working: float = np.inf
 
 
 @dataclass(frozen=True)
@@ -238,7 +237,7 @@ class _Maker:
         return found.in_states(states, np.zeros(len(found.cost)), self._bytes(found, "in", 0))
 
     def _states(self, node: fx.Node) -> tuple[int, ...]:
-        """States that a forward value may be in; a view of what is kept is never kept itself."""
+        """States that a forward value may be in; showing another one again costs nothing, and is always allowed."""
         view = node in self.dims.operators and self.dims.operators[node].rule.view
         repeated = self.memory.again == "search" or view or node in self.chains
         return (PASSING, KEPT, AGAIN) if repeated else (PASSING, KEPT)
@@ -258,7 +257,9 @@ class _Maker:
         """An operator's variable with what its results take of memory."""
         if not self.memory.activations or is_backward(node):
             return variable
-        used = {out for k, out in self.classes.uses if k == variable.key}
+        users = {out: found for (k, out), found in self.classes.uses.items() if k == variable.key}
+        late = {out for out, found in users.items() if any(self._is_late(user) for user, _ in found)}
+        used = late or users.keys()  # what only serves to make others again may add to it: the row stays a relaxation
         kept = np.zeros(len(variable.cost))
         for port, i in variable.types:
             if port == "out" and i in used and (self.memory.states or (node, i) in self.stored):

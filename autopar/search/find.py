@@ -143,7 +143,7 @@ def find_plan(
     def state(gradients: bool) -> dict[str, float]:
         return state_bytes(program, optimizer, gradients=gradients)
 
-    task = Task(make, read, state, restrictions, limits, memory, peak, search.again, classes, progress or _silent)
+    task = Task(make, read, state, restrictions, limits, memory, peak, search.again, progress or _silent)
     if exact:
         return plan_within(task)
     bound = bound_by_axes(program, dims, classes, machine, restrictions)

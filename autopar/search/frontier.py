@@ -61,7 +61,7 @@ class Mix:
     """The first members of each class in the state of one labelling, the rest in that of another.
 
     Attributes:
-        over: labels of the rest; of single members if ``share`` is 0.
+        over: labels of the rest; of all members if ``share`` is 0.
         under: labels of the first.
         share: of the members, rounded up class by class.
         cost: seconds.
@@ -91,7 +91,7 @@ class Frontier:
     known: list[Priced] = field(default_factory=list)
     states: dict[bytes, Frontier] = field(default_factory=dict)
 
-    def under(self, chosen: Sequence[NDArray[np.bool_]]) -> Frontier:
+    def among(self, chosen: Sequence[NDArray[np.bool_]]) -> Frontier:
         """The frontier of some labels of each node only."""
         key = np.concatenate([np.packbits(c) for c in chosen]).tobytes()
         if key not in self.states:
@@ -233,7 +233,7 @@ def within(
     best = Mix(under.labels, under.labels, 0.0, under.cost, under.memory)
     for point in (over, under):
         chosen = alike(point.labels)
-        states = frontier.under(chosen)
+        states = frontier.among(chosen)
         try:
             pair = states.around(budget)
         except InfeasibleError:
