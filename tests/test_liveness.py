@@ -64,8 +64,8 @@ def test_what_is_held_returns_to_inputs_results_and_gradients() -> None:
 
 
 def test_blocks_left_out_are_counted() -> None:
-    """Of twelve blocks three are captured; their peak is that of the whole, give or take a block."""
-    model, batch = deep(12)
+    """Of six blocks three are captured; their peak is that of the whole, give or take a block."""
+    model, batch = deep(6)
     short = program_to_plan(model, batch)
     whole = program_to_plan(model, batch, search=Search(tie_layers=False))
     assert short.repeat is not None
@@ -73,6 +73,6 @@ def test_blocks_left_out_are_counted() -> None:
     plan = solve(short, {"a": 2}, "cpu")
     expected = sum(peak_of(whole, plan).values())
     assert sum(peak_of(short, plan).values()) == pytest.approx(expected, rel=0.02)
-    tight = solve(short, {"a": 2}, "cpu", memory=0.8 * expected)
+    tight = solve(short, {"a": 2}, "cpu", memory=0.8 * expected, search=Search(time_limit=10))
     assert tight.recompute
     assert sum(peak_of(whole, tight).values()) <= 0.8 * expected * 1.05
