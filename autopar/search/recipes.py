@@ -21,7 +21,7 @@ def ddp(axes: Sequence[str], roles: Mapping[str, str]) -> Roles:
 
 
 def fsdp(axes: Sequence[str], roles: Mapping[str, str]) -> Roles:
-    """Every axis splits the batch and the parameters, which are gathered once a step; gradients reduce-scattered."""
+    """Every axis splits the batch and parameters, gathered once a step, in little memory twice; gradients scattered."""
     return (SHARD,) * len(axes)
 
 
