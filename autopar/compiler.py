@@ -40,10 +40,10 @@ from autopar.plan import Plan
 from autopar.precision import Precision
 from autopar.predict import predict
 from autopar.program import Program, copy_graph
-from autopar.recompute import uniform
+from autopar.recompute import between, uniform
 from autopar.search.find import Progress, Search, find_plan, require_splits
 from autopar.search.padding import paddings
-from autopar.search.quotient import quotient
+from autopar.search.quotient import Quotient, quotient
 from autopar.search.random_plan import random_plan
 from autopar.search.recipes import roles_of
 from autopar.search.restrict import Restrictions, complete, read_pins
@@ -209,7 +209,7 @@ def _solve(
         axes,
         machine,
         memory=None if memory is None else parse_bytes(memory),
-        peak=lambda plan: peak_of(program, plan),
+        peak=lambda plan: peak_of(program, plan, classes),
         optimizer=optimizer,
         search=search,
         restrictions=by_roles(program, dims, classes, axes, roles, limits),
@@ -231,17 +231,15 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def peak_of(program: Program, plan: Plan) -> dict[str, float]:
+def peak_of(program: Program, plan: Plan, classes: Quotient | None = None) -> dict[str, float]:
     """Bytes by category at the moment when a device holds the most, in the graph that a plan gives."""
     if program.repeat is None:
         return peak_memory(_rewrite(program, plan, PASSES), plan)
-    count = quotient(program, analyze(program)).count
-    found: dict[str, float] = {}
-    for share, part in uniform(plan, count):
-        shorter = _rewrite(program.repeat.shorter, part, PASSES)
-        for category, size in peak_memory(_rewrite(program, part, PASSES), part, shorter).items():
-            found[category] = found.get(category, 0.0) + share * size
-    return found
+    classes = classes or quotient(program, analyze(program))
+    shorter, parts = program.repeat.shorter, uniform(plan, classes.count)
+    peaks = [peak_memory(_rewrite(program, part, PASSES), part, _rewrite(shorter, part, PASSES)) for _, part in parts]
+    mixed: dict[str, float] = between(parts[0][0], peaks[0], peaks[-1])
+    return mixed
 
 
 def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) -> Program:

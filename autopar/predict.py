@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from torch import fx
 
@@ -19,7 +18,7 @@ from autopar.layout import Layout, TensorType, describe, item_bytes
 from autopar.origin import module_path, without_indices
 from autopar.plan import ModuleRow, Plan, Predicted
 from autopar.program import Program
-from autopar.recompute import uniform
+from autopar.recompute import between, uniform
 from autopar.redistribute import Machine, Move, Redistributions, Tables, moved_bytes
 from autopar.search.build import operator_seconds
 from autopar.search.quotient import Quotient, quotient
@@ -41,15 +40,6 @@ def predict(program: Program, dims: Dims, plan: Plan, classes: Quotient | None =
         for a, b in zip(first.modules, rest.modules, strict=True)
     )
     return replace(plan, predicted=predicted, modules=rows)
-
-
-def between(share: float, a: Any, b: Any) -> Any:
-    """``share`` of one number, or mapping to numbers, and the rest of the other; whole numbers stay whole."""
-    if isinstance(a, Mapping):
-        empty: dict[str, Any] = {k: {} if isinstance(v, Mapping) else 0 for k, v in {**a, **b}.items()}
-        return {k: between(share, a.get(k, none), b.get(k, none)) for k, none in empty.items()}
-    mixed = share * a + (1 - share) * b
-    return round(mixed) if isinstance(a, int) and isinstance(b, int) else mixed
 
 
 def _extrapolated(program: Program, dims: Dims, plan: Plan, classes: Quotient) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import fx
 
@@ -100,6 +101,15 @@ def uniform(plan: Plan, count: Mapping[str, int]) -> list[tuple[float, Plan]]:
     first = {name: EVERY for name, ranges in plan.recompute.items() if ranges[0][0] == 0}
     rest = {name: EVERY for name, ranges in plan.recompute.items() if ranges[-1][1] == EVERY[0][1]}
     return [(share, replace(plan, recompute=first)), (1.0 - share, replace(plan, recompute=rest))]
+
+
+def between(share: float, a: Any, b: Any) -> Any:
+    """``share`` of one number, or mapping to numbers, and the rest of the other; whole numbers stay whole."""
+    if isinstance(a, Mapping):
+        empty: dict[str, Any] = {k: {} if isinstance(v, Mapping) else 0 for k, v in {**a, **b}.items()}
+        return {k: between(share, a.get(k, none), b.get(k, none)) for k, none in empty.items()}
+    mixed = share * a + (1 - share) * b
+    return round(mixed) if isinstance(a, int) and isinstance(b, int) else mixed
 
 
 def class_of(name: str) -> str:

@@ -1,4 +1,4 @@
-"""insert_recompute: what the plan does not keep for the backward pass, that computes again.
+"""insert_recompute: what the plan does not keep for the backward pass is computed again there.
 
 Before::
 

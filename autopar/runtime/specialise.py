@@ -250,7 +250,7 @@ def _search(
     program: Program, layouts: dict[tuple[str, str], Layout], settings: Settings, place: Place, *, first: bool
 ) -> Plan:
     local = settings.inputs == "local"
-    # Pinned layouts have done their work once parameters lie; a batch pinned to be split must not stop a short last.
+    # Pinned layouts have done their work once parameters lie; one of the batch must not stop a short last batch.
     kept = {name: value for name, value in settings.search.pins.items() if name == RECOMPUTE}
     search = settings.search if first else replace(settings.search, pins=kept)
 

@@ -86,8 +86,8 @@ def plan_within(task: Task) -> Plan:
     built = task.make(task.restrictions, Memory(task.state(True)))
     solution = solve(built.problem, gap=task.limits.gap, time_limit=task.seconds, progress=task.progress)
     plan = task.read(built, _single(solution), solution.lower_bound, solution.method)
-    plan, fits_ = _measured(task, plan)
-    return plan if fits_ else _fitting(task, task.restrictions, solution.lower_bound)
+    plan, enough = _measured(task, plan)
+    return plan if enough else _fitting(task, task.restrictions, solution.lower_bound)
 
 
 def plan_by_axes(task: Task, tables: Tables, bound: float) -> Plan:
@@ -115,8 +115,8 @@ def plan_by_axes(task: Task, tables: Tables, bound: float) -> Plan:
             built, found = descend(make, task.restrictions, tables, room, limits.gap, task.seconds, task.progress)
         except InfeasibleError as e:
             raise failure or e from e
-        plan, fits_ = _measured(task, task.read(built, _single(found), bound, "axis by axis"))
-        if fits_:
+        plan, enough = _measured(task, task.read(built, _single(found), bound, "axis by axis"))
+        if enough:
             return plan
         fixed = replace(task.restrictions, fixed=placements(built, found, tables), free=())
         try:

@@ -8,6 +8,7 @@ holds for a relay: a gathered parameter that is kept makes the traffic of ZeRO-2
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -196,6 +197,10 @@ class _Maker:
         self.sizes = tables.machine.sizes
         self.chains = from_parameters(program) if memory.again == "gathers" else set()
         self.stored = _stored(program, dims) if memory.activations and not memory.states else frozenset()
+        # Outputs that are taken, by class, and whether the backward pass takes them itself.
+        self.taken: dict[str, dict[int, bool]] = defaultdict(dict)
+        for (key, out), users in classes.uses.items():
+            self.taken[key][out] = any(self._is_late(user) for user, _ in users)
 
     def variables(self) -> list[Variable]:
         inputs = dict(zip(self.program.placeholders, self.program.inputs, strict=True))
@@ -244,8 +249,8 @@ class _Maker:
 
     def _is_late(self, key: str) -> bool:
         """Whether a class of users belongs to the backward pass."""
-        members = self.classes.members.get(key, ())
-        return any(n in self.program.sources and is_backward(n) for n in members)
+        members = self.classes.members.get(key)  # a result has none; members of a class are all of one pass
+        return members is not None and members[0] in self.program.sources and is_backward(members[0])
 
     def _bytes(self, variable: Variable, port: str, i: int) -> Floats:
         """Bytes of a tensor under each label, all members together."""
@@ -257,9 +262,9 @@ class _Maker:
         """An operator's variable with what its results take of memory."""
         if not self.memory.activations or is_backward(node):
             return variable
-        users = {out: found for (k, out), found in self.classes.uses.items() if k == variable.key}
-        late = {out for out, found in users.items() if any(self._is_late(user) for user, _ in found)}
-        used = late or users.keys()  # what only serves to make others again may add to it: the row stays a relaxation
+        taken = self.taken[variable.key]
+        # What only serves to make others again may add to what the backward pass takes: the row stays a relaxation.
+        used = {out for out, late in taken.items() if late} or taken.keys()
         kept = np.zeros(len(variable.cost))
         for port, i in variable.types:
             if port == "out" and i in used and (self.memory.states or (node, i) in self.stored):

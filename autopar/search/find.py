@@ -172,7 +172,7 @@ def require_splits(dims: Dims, axes: Mapping[str, int]) -> None:
 
 
 def _space(search: Search, cluster: Cluster) -> str:
-    tied = ", repeated layers alike" if search.tie_layers else ""
+    tied = ", repeated layers alike in layout" if search.tie_layers else ""
     recipe = f"what recipe {search.recipe} leaves open; " if search.recipe else ""
     roles = ", ".join(f"{axis} for {role}" for axis, role in search.roles.items())
     recipe += f"axes as told ({roles}); " if roles else ""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from autopar.errors import InfeasibleError
 from autopar.search.graph import build
 from autopar.search.minimise import Limits, minimise
-from autopar.search.price import Point, fits, locate
+from autopar.search.price import Point, fits, locate, require_fit
 from autopar.search.problem import Edge, Floats, Ints, Node, Problem, evaluate
 
 Progress = Callable[[str, float, float], None]
@@ -127,13 +127,7 @@ class Frontier:
         if fits(over.memory, budget):
             return over, over
         under = self.least()
-        if not fits(under.memory, budget):
-            raise InfeasibleError(
-                f"no plan needs less than {under.memory:.6g} bytes, the budget is {budget:.6g}; "
-                "raise the budget or add candidates that shard more",
-                needed=under.memory,
-                budget=budget,
-            )
+        require_fit(under, budget)
         for p in self.known:
             over, under = _closer(over, under, p.point, budget)
         for _ in range(prices):

@@ -50,6 +50,21 @@ def fits(memory: float, budget: float) -> bool:
     return memory <= budget + ROUNDING * abs(budget)
 
 
+def require_fit(least: Point, budget: float) -> None:
+    """Refuse a budget that the labelling of least memory exceeds.
+
+    Raises:
+        InfeasibleError: says how much that labelling needs.
+    """
+    if not fits(least.memory, budget):
+        raise InfeasibleError(
+            f"no plan needs less than {least.memory:.6g} bytes, the budget is {budget:.6g}; "
+            "raise the budget or add candidates that shard more",
+            needed=least.memory,
+            budget=budget,
+        )
+
+
 def locate(problem: Problem, labels: Ints) -> Point:
     """The point of a labelling."""
     return Point(labels, *evaluate(problem, labels))
@@ -84,13 +99,7 @@ def solve_within(problem: Problem, budget: float, free: Outcome, limits: Limits,
         InfeasibleError: if even the least memory exceeds the budget.
     """
     least = least_memory(problem, limits)
-    if not fits(least.memory, budget):
-        raise InfeasibleError(
-            f"no plan needs less than {least.memory:.6g} bytes, the budget is {budget:.6g}; "
-            "raise the budget or add candidates that shard more",
-            needed=least.memory,
-            budget=budget,
-        )
+    require_fit(least, budget)
     graph = build(problem, True)
     degree, entries = LEVELS[1]
     if not presolve(graph) or not fold(graph, degree, entries, entries * WORK_PER_ENTRY):

@@ -15,10 +15,10 @@ from torch import fx
 from autopar.candidates import REPLICATE, Strategy, layouts, strategies
 from autopar.cluster import Cluster
 from autopar.dims import Dims, Operator
-from autopar.layout import Layout, Partial, Replicate, TensorType, divides, replicated
+from autopar.layout import Layout, Partial, Replicate, divides, replicated
 from autopar.origin import is_backward
 from autopar.plan import EVERY, Certificate, Plan
-from autopar.program import Program, is_operator, values_of
+from autopar.program import Program, Value, is_operator, values_of
 from autopar.search.quotient import quotient
 from autopar.search.restrict import is_boundary_layout
 
@@ -64,7 +64,7 @@ def random_plan(
     batch: dict[str, Layout] = {}
     results: dict[str, Layout] = {}
     relays: dict[str, Layout] = {}
-    moved: dict[tuple[fx.Node, int], Layout] = {}
+    moved: dict[Value, Layout] = {}
     recompute: dict[str, tuple[tuple[int, int], ...]] = {}
     choices: dict[str, tuple[str, ...]] = {}
     for output, value in zip(program.outputs, program.output_values, strict=True):
@@ -96,15 +96,11 @@ def random_plan(
                 made[node, i] = tuple(s.outputs[i] for s in chosen)
             if again and not is_backward(node) and choose(2):
                 recompute[f"{classes.key[node]} @{node.name}"] = EVERY
-        numbers = range(len(values_of(node))) if again else ()
-        for made_here in [(node, i) for i in numbers if (node, i) in dims.types]:
-            ways = _relays(dims.types[made_here], made[made_here], sizes)
-            if ways and not choose(RELAYED):
-                moved[made_here] = ways[choose(len(ways))]
-                name = f"{classes.key[node]} @{node.name} {made_here[1]}"
-                relays[name] = moved[made_here]
-                if not is_backward(node) and choose(2):
-                    recompute[f"relay {name}"] = EVERY
+        for i, layout in _relays(node, dims, made, sizes, choose).items() if again else ():
+            name = f"{classes.key[node]} @{node.name} {i}"
+            relays[name] = moved[node, i] = layout
+            if not is_backward(node) and choose(2):
+                recompute[f"relay {name}"] = EVERY
     certificate = Certificate(0.0, 0.0, "one random plan, nothing was searched", "random")
     return Plan(
         axes=tuple(axes.items()), cluster=cluster, parameters=parameters, batch=batch, results=results, choices=choices,
@@ -119,11 +115,19 @@ def _boundary(dims: Dims, node: fx.Node, sizes: tuple[int, ...], choose: Choose)
     return options[choose(len(options))]
 
 
-def _relays(type_: TensorType, made: Layout, sizes: tuple[int, ...]) -> list[Layout]:
-    """Layouts that a value can be brought to for all its users; none for sums that are not complete."""
-    if any(isinstance(p, Partial) for p in made):
-        return []
-    return [x for x in layouts(type_, sizes, False) if x != made]
+def _relays(
+    node: fx.Node, dims: Dims, made: Mapping[Value, Layout], sizes: tuple[int, ...], choose: Choose
+) -> dict[int, Layout]:
+    """Other layouts that some of a node's outputs are brought to for all their users; sums must be complete."""
+    found = {}
+    for i in range(len(values_of(node))):
+        layout = made.get((node, i), ())
+        if (node, i) not in dims.types or any(isinstance(p, Partial) for p in layout):
+            continue
+        options = [x for x in layouts(dims.types[node, i], sizes, False) if x != layout]
+        if options and not choose(RELAYED):
+            found[i] = options[choose(len(options))]
+    return found
 
 
 def _draw(operator: Operator, have: Sequence[Layout], sizes: Sequence[int], choose: Choose) -> list[Strategy]:

@@ -9,42 +9,15 @@ import torch
 
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import make, slow_devices
+from tests.distributed.test_reductions import TOLERANCE, train
+from tests.test_reductions import Moments
 
 pytestmark = pytest.mark.distributed
-
-STEPS, TOLERANCE = 3, 1e-9
-
-
-def train(rank: int, seed: int) -> tuple[float, int]:
-    """The largest difference of any loss, gradient or parameter under a random plan, and how much it makes again."""
-    from autopar.parallelize import parallelize
-    from autopar.search.find import Search
-    from tests.test_reductions import Moments, batch_of
-
-    plain = Moments().double()
-    search = Search(recipe="random", seed=seed, pins={"recompute": "search"})
-    parallel: Any = parallelize(Moments().double(), mesh_of(2, 2), search=search, cluster=slow_devices(), timeout=WAIT)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (parallel, plain)]
-    worst = 0.0
-    for step in range(STEPS):
-        batch = {n: t.double() if t.is_floating_point() else t for n, t in batch_of(plain, step).items()}
-        loss, expected = parallel(**batch), plain(**batch)
-        loss.backward()
-        expected.backward()
-        gradients = parallel.full_gradients()
-        pairs = [(loss, expected), *((gradients[name], p.grad) for name, p in plain.named_parameters())]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        state = parallel.full_state_dict()
-        pairs += [(state[name], value) for name, value in plain.state_dict().items()]
-        worst = max(worst, *(float((a - b).abs().max()) for a, b in pairs))
-    return worst, len(parallel.plan.recompute)
 
 
 @pytest.mark.parametrize("seed", [0, 3])
 def test_random_plans(ranks: Ranks, seed: int) -> None:
-    found = ranks.run(train, seed)
+    found = ranks.run(train, Moments, seed, {"recompute": "search"})
     assert max(worst for worst, _ in found) < TOLERANCE
     assert all(again > 0 for _, again in found)
 

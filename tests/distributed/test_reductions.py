@@ -21,13 +21,16 @@ def double(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: t.double() if t.is_floating_point() else t for name, t in batch.items()}
 
 
-def train(rank: int, make: type[nn.Module], seed: int) -> float:
-    """The largest difference of any loss, gradient or parameter in some steps of AdamW under a random plan."""
+def train(rank: int, make: type[nn.Module], seed: int, pins: dict[str, str]) -> tuple[float, int]:
+    """The largest difference of any loss, gradient or parameter in some steps of AdamW under a random plan.
+
+    Besides: how many classes of values the plan makes or moves again in the backward pass.
+    """
     from autopar.parallelize import parallelize
     from autopar.search.find import Search
 
     plain = make().double()
-    search = Search(recipe="random", seed=seed)
+    search = Search(recipe="random", seed=seed, pins=pins)
     parallel: Any = parallelize(make().double(), mesh_of(2, 2), search=search, cluster=slow_devices(), timeout=WAIT)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (parallel, plain)]
     worst = 0.0
@@ -44,9 +47,9 @@ def train(rank: int, make: type[nn.Module], seed: int) -> float:
         state = parallel.full_state_dict()
         pairs += [(state[name], value) for name, value in plain.state_dict().items()]
         worst = max(worst, *(float((a - b).abs().max()) for a, b in pairs))
-    return worst
+    return worst, len(parallel.plan.recompute)
 
 
 @pytest.mark.parametrize(("make", "seed"), [(Moments, 0), (Moments, 1), (Bags, 0), (Bags, 2)])
 def test_random_plans(ranks: Ranks, make: type[nn.Module], seed: int) -> None:
-    assert max(ranks.run(train, make, seed)) < TOLERANCE
+    assert max(worst for worst, _ in ranks.run(train, make, seed, {})) < TOLERANCE
