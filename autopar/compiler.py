@@ -19,11 +19,12 @@ from autopar.abridge import abridge
 from autopar.canonical import canonical
 from autopar.capture import Batch, LossFunction, capture
 from autopar.check import check
-from autopar.cluster import Cluster
+from autopar.cluster import Cluster, Link
 from autopar.cost.memory import parse_bytes
 from autopar.dims import Dims, analyze
 from autopar.errors import InfeasibleError, PassError, PlanError
 from autopar.liveness import peak_memory
+from autopar.microbatch import TIME, cut_microbatches
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.apply_precision import apply_precision
 from autopar.passes.bucket_collectives import bucket_collectives
@@ -42,6 +43,7 @@ from autopar.predict import predict
 from autopar.program import Program, copy_graph
 from autopar.recompute import between, uniform
 from autopar.search.find import Progress, Search, find_plan, require_splits
+from autopar.search.in_time import along_samples
 from autopar.search.padding import paddings
 from autopar.search.quotient import Quotient, quotient
 from autopar.search.random_plan import random_plan
@@ -78,6 +80,18 @@ DETERMINISTIC_PASSES: tuple[Pass, ...] = (
     eliminate_dead_code,
 )
 """Instead of `PASSES` where the ranks together draw the very numbers that one device would."""
+
+
+TIME_PASSES: tuple[Pass, ...] = (
+    annotate_layouts,
+    insert_collectives,
+    localize_shapes,
+    lower_operators,
+    eliminate_dead_code,
+)
+"""For the axis of time, along which microbatches follow one another."""
+
+DETERMINISTIC_TIME_PASSES: tuple[Pass, ...] = (annotate_layouts, replicate_random, *TIME_PASSES[1:])
 
 
 def program_of(
@@ -134,6 +148,7 @@ def solve(
     search: Search | None = None,
     restrictions: Restrictions | None = None,
     progress: Progress | None = None,
+    deterministic: bool = False,
 ) -> Plan:
     """Analyze a program, enumerate candidates and search; the plan carries its prediction and certificate.
 
@@ -142,6 +157,7 @@ def solve(
     """
     search = search or Search()
     roles = roles_of(search.recipe, axes, search.roles)
+    whole, program = program, in_microbatches(program, search.microbatches, deterministic=deterministic)
     with _collector_paused():
         dims = analyze(program)
         machine = Cluster.resolve(cluster)
@@ -164,7 +180,8 @@ def solve(
             except InfeasibleError as e:
                 errors.append(e)
                 continue
-            found.append(replace(plan, padding=shapes, fingerprint=program.fingerprint))
+            count = program.microbatches
+            found.append(replace(plan, padding=shapes, fingerprint=whole.fingerprint, microbatches=count))
         if not found:
             raise min(errors, key=lambda e: math.inf if e.needed is None else e.needed)
         best = _of_whole_model(min(found, key=lambda plan: plan.certificate.objective), program)
@@ -219,6 +236,42 @@ def _solve(
     return predict(program, dims, plan, classes)
 
 
+def in_microbatches(program: Program, count: int, *, deterministic: bool = False) -> Program:
+    """The program of one of ``count`` microbatches, whose sum is the step.
+
+    Args:
+        program: of the whole batch.
+        count: microbatches.
+        deterministic: random numbers are drawn for the whole batch at once, as one device would.
+
+    Raises:
+        InfeasibleError: the samples do not divide, or something needs the whole batch at once.
+    """
+    if count == 1 or not program.training:
+        return program
+    if program.loss is None:
+        raise InfeasibleError(
+            "microbatches are added up by the loss, and the model returns none: return it alone or as the only scalar, "
+            "or pass loss_fn=lambda output, batch: ..."
+        )
+    steps = DETERMINISTIC_TIME_PASSES if deterministic else TIME_PASSES
+    with _collector_paused():
+        dims, axes = analyze(program), {TIME: count}
+        classes = quotient(program, dims)
+        limits = along_samples(program, dims, classes, count)
+        search = Search(gap=0.0, padding=False)
+        plan = find_plan(program, dims, axes, _TIME, search=search, restrictions=limits, classes=classes)
+        found = cut_microbatches(program, _rewrite(program, plan, steps), count)
+    if program.repeat is None:
+        return found
+    shorter = in_microbatches(program.repeat.shorter, count, deterministic=deterministic)
+    return replace(found, repeat=replace(program.repeat, shorter=shorter))
+
+
+_TIME = replace(Cluster.preset("cpu"), links=(Link("time", 1e12, 1.0),), group_sizes=())
+"""Collectives take so long that a plan has only those that it must have."""
+
+
 @contextmanager
 def _collector_paused() -> Iterator[None]:
     """Pause the cyclic garbage collector: it would scan a captured graph's millions of objects over and over."""
@@ -243,13 +296,15 @@ def peak_of(program: Program, plan: Plan, classes: Quotient | None = None) -> di
 
 
 def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) -> Program:
-    """Run the passes; the graph is copied once and verified after each.
+    """Run the passes; the graph is copied once and verified after each. Of a plan with microbatches it is one's.
 
     Raises:
         PlanError: the plan is for another program.
         ValueError: the program leaves blocks out.
         PassError: a pass left an invalid graph.
     """
+    if program.part is not None:
+        raise ValueError("the program is of one microbatch; give the whole batch's")
     if program.repeat is not None:
         raise ValueError(f"the program leaves blocks of {program.repeat.path} out; capture the whole model to run it")
     if plan.fingerprint != program.fingerprint:
@@ -257,7 +312,8 @@ def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) 
             f"the plan is for another graph (fingerprint {plan.fingerprint}, this one has {program.fingerprint}): "
             "the model, its configuration, the batch's shapes or torch differ; plan again"
         )
-    return _rewrite(program, plan, passes)
+    part = in_microbatches(program, plan.microbatches, deterministic=replicate_random in passes)
+    return _rewrite(part, plan, passes)
 
 
 def _rewrite(program: Program, plan: Plan, passes: tuple[Pass, ...]) -> Program:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture import Batch, LossFunction
 from autopar.cluster import Cluster
-from autopar.compiler import DETERMINISTIC_PASSES, PASSES, program_of, rewrite, solve
+from autopar.compiler import DETERMINISTIC_PASSES, PASSES, in_microbatches, program_of, rewrite, solve
 from autopar.cost.memory import parse_bytes
 from autopar.errors import PlanError
 from autopar.passes.annotate_layouts import annotate_layouts
@@ -89,7 +89,10 @@ def parallelize(
             parameter.data = parameter.data.to(policy.master) if parameter.is_floating_point() else parameter.data
     alike = deterministic or mesh is None
     passes = DETERMINISTIC_PASSES if alike else PASSES
-    toolchain = Toolchain(partial(program_of, precision=policy), solve, partial(rewrite, passes=passes), _annotate)
+    toolchain = Toolchain(
+        partial(program_of, precision=policy), solve, partial(rewrite, passes=passes), _annotate,
+        partial(in_microbatches, deterministic=alike),
+    )  # fmt: skip
     budget = _budget(place) if memory is None else parse_bytes(memory)
     search = search or Search()
     settings = Settings(toolchain, machine, budget, optimizer, search, given, loss_fn, inputs, alike)

@@ -102,6 +102,9 @@ class Plan:
         recompute: what the backward pass makes again instead of keeping it: operator classes, and relays (``relay
             CLASS OUTPUT``), which are moved again; of each the ranges ``(start, stop)`` of members, in the model's
             order.
+        microbatches: how many parts of the batch a step computes one after the other, see `autopar.microbatch`; the
+            layouts of batch and results are those of one, and what is computed of the whole batch before has numbers
+            behind those of the batch.
         padding: padded shape of each parameter that has dims which would not divide, see `autopar.passes.pad_dims`.
     """
 
@@ -121,6 +124,7 @@ class Plan:
     stages: tuple[Stage, ...] = (Stage(("",)),)
     padding: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     recompute: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    microbatches: int = 1
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -141,6 +145,7 @@ class Plan:
         for name in _LAYOUTS:
             data[name] = {k: [str(p) for p in v] for k, v in getattr(self, name).items()}
         data["choices"] = {k: list(v) for k, v in self.choices.items()}
+        data["microbatches"] = self.microbatches
         data["certificate"] = {**asdict(self.certificate), "gap": self.certificate.gap}
         data["predicted"] = asdict(self.predicted)
         data["modules"] = [asdict(m) for m in self.modules]
@@ -219,6 +224,7 @@ def _parse(data: dict[str, Any]) -> Plan:
         optimizer=str(data["optimizer"]),
         fingerprint=str(data["fingerprint"]),
         torch=str(data["torch"]),
+        microbatches=int(data.get("microbatches", 1)),
         certificate=Certificate(**certificate),
         predicted=Predicted(**data["predicted"]),
         modules=tuple(ModuleRow(**m) for m in data["modules"]),

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.accumulate import accumulate
 from autopar.origin import block_prefixes, is_backward, module_path, without_indices
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -101,6 +102,26 @@ class Repeat:
         return tuple(f"{self.path}.{i}.{rest}" for i in range(SHORT)) if inside else (name,)
 
 
+@dataclass(frozen=True)
+class Microbatch:
+    """What a program that computes a part of the batch at a time takes and gives, see `autopar.microbatch`.
+
+    What it accumulates is the sum over all microbatches, and what is made of sums is made once.
+
+    Attributes:
+        count: how many make up the batch.
+        before: program of what is computed of the whole batch before, whose results are the last tensors of the
+            microbatch's batch; None: there is nothing.
+        rows: dim of the batch tensors of which a microbatch takes its rows, by name; it takes the others whole.
+        results: dim along which a result consists of the rows of all microbatches, by name.
+    """
+
+    count: int
+    before: Program | None
+    rows: Mapping[str, int]
+    results: Mapping[str, int]
+
+
 SHORT = 3
 """Blocks of a program that leaves some out: the first, the last, and one that stands for those between them."""
 
@@ -120,6 +141,7 @@ class Program:
         aliases: every further name of a tied parameter or shared buffer, to the name that stands for it.
         used: shape without padding of the parameters, tangents and results that are padded, by kind and name.
         repeat: blocks of the model that are left out; such a program can be planned for, not run.
+        part: of the batch that the program computes; None: it computes the whole batch at once.
     """
 
     graph: fx.GraphModule
@@ -133,6 +155,12 @@ class Program:
     aliases: dict[str, str] = field(default_factory=dict)
     used: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
     repeat: Repeat | None = None
+    part: Microbatch | None = None
+
+    @property
+    def microbatches(self) -> int:
+        """How often the program runs in a step."""
+        return 1 if self.part is None else self.part.count
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -156,6 +184,15 @@ class Program:
     def sources(self) -> dict[fx.Node, tuple[Value, ...]]:
         """The values that each operator takes, in the order of its `tensor_arguments`."""
         return {n: tuple(producer(a) for a in tensor_arguments(n)) for n in operators(self.graph.graph)}
+
+    @cached_property
+    def once(self) -> frozenset[fx.Node]:
+        """Nodes that take a sum over the microbatches, or what is made of one: they run once a step."""
+        found: set[fx.Node] = set()
+        for node in self.graph.graph.nodes:
+            if node.op != "output" and any(a.target is accumulate or a in found for a in node.all_input_nodes):
+                found.add(node)
+        return frozenset(found)
 
     @cached_property
     def calls(self) -> dict[fx.Node, Call]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from autopar import tree
+from autopar.accumulate import Totals
 from autopar.blocks import assemble, block, coordinates, is_zero_outside, without_padding
 from autopar.capture import Batch, Harness, LossFunction
 from autopar.compiler import DETERMINISTIC_PASSES, program_of, rewrite, solve
@@ -20,8 +21,9 @@ from autopar.errors import VerifyError
 from autopar.float64 import as_dtype
 from autopar.plan import Plan
 from autopar.precision import Precision
-from autopar.program import Input, Program
-from autopar.search.find import Search
+from autopar.program import Input, Microbatch, Program
+from autopar.rows import common_blocks, join, take
+from autopar.search.find import MICROBATCHES, Search
 
 SMALLEST = 1e-6
 """A tensor's error is relative to its own largest entry, or to this share of the model's largest gradient entry."""
@@ -75,6 +77,7 @@ def verify(
     loss_fn: LossFunction | None = None,
     plan: Plan | str | None = None,
     seed: int = 0,
+    microbatches: int = 1,
     dtype: torch.dtype = torch.float64,
     precision: Precision | str | torch.dtype | None = None,
 ) -> EquivalenceReport:
@@ -86,6 +89,7 @@ def verify(
         axes: name and size of each mesh axis.
         loss_fn: for a model that does not return its loss.
         plan: what to run; None searches for one, ``"random"`` draws a feasible one.
+        microbatches: of the plan that is searched or drawn.
         seed: of the random plan and of the tangents of outputs that are no loss.
         dtype: in which everything is computed.
         precision: policy whose casts the program has; they too become ``dtype``.
@@ -95,7 +99,7 @@ def verify(
     """
     policy = Precision.resolve(precision)
     program = program_of(model, batch, loss_fn=loss_fn, precision=policy)
-    plan = _plan(program, axes, plan, seed)
+    plan = _plan(program, axes, plan, seed, microbatches)
     local = rewrite(program, plan, passes=DETERMINISTIC_PASSES)
     values = global_values(program, model, batch, seed)
     report = compare(program, local, plan, values, dtype)
@@ -147,14 +151,15 @@ def _computed(tensor: torch.Tensor, policy: Precision | None) -> torch.Tensor:
     return tensor if policy is None or not tensor.is_floating_point() else tensor.to(policy.compute)
 
 
-def _plan(program: Program, axes: Mapping[str, int], plan: Plan | str | None, seed: int) -> Plan:
+def _plan(program: Program, axes: Mapping[str, int], plan: Plan | str | None, seed: int, count: int) -> Plan:
     if isinstance(plan, Plan):
         if dict(plan.axes) != dict(axes):
             raise ValueError(f"the plan is for axes {dict(plan.axes)}, not {dict(axes)}")
         return plan
     if plan not in (None, "random"):
         raise ValueError(f'plan must be a Plan, None or "random", got {plan!r}')
-    return solve(program, axes, "cpu", search=Search(recipe=plan, seed=seed))
+    search = Search(recipe=plan, seed=seed, pins={MICROBATCHES: count})
+    return solve(program, axes, "cpu", search=search, deterministic=True)
 
 
 def compare(
@@ -164,29 +169,57 @@ def compare(
     values = [v.to(dtype) if v.is_floating_point() else v for v in values]
     with same_numbers(0):
         expected = run_whole(as_dtype(program, dtype), values)
-    placed = as_dtype(local, dtype)
-    sizes = plan.axis_sizes
-    blocks = []
-    for node, value in zip(local.placeholders, values, strict=True):
-        type_, layout = node.meta["types"][0], node.meta["layouts"][0]
-        blocks.append([block(value, type_, layout, sizes, where) for where in coordinates(sizes)])
     with same_numbers(0):
-        outputs = emulate(placed, plan.axis_names, sizes, blocks)
+        outputs = _run(program, local, plan, values, dtype)
     found: dict[tuple[str, str], torch.Tensor] = {}
     wanted: dict[tuple[str, str], torch.Tensor] = {}
     replicas: dict[tuple[str, str], float] = {}
-    last = local.output_node.meta
-    for spec, full, parts, type_, layout in zip(
-        local.outputs, expected, outputs, last["input_types"], last["input_layouts"], strict=True
-    ):
-        if type_ is None or full is None:
+    for spec, full, made in zip(local.outputs, expected, outputs, strict=True):
+        if made is None or full is None:
             continue
         key = (spec.kind, spec.name)
-        whole, replicas[key] = assemble([p for p in parts if p is not None], type_, layout, sizes)
+        whole, replicas[key] = made
         wanted[key], found[key] = full, without_padding(whole, full.shape)
         if spec.kind == "gradient" and not is_zero_outside(whole, full.shape):
             replicas[key] = math.inf  # the optimizer would change what is not there
     return _report(program, local, plan, found, wanted, replicas)
+
+
+def _run(
+    program: Program, local: Program, plan: Plan, values: Sequence[torch.Tensor], dtype: torch.dtype
+) -> list[tuple[torch.Tensor, float] | None]:
+    """Every output of a rewritten program on an emulated mesh, whole, with how far its replicas differ."""
+    placed, sizes = as_dtype(local, dtype), plan.axis_sizes
+    part = local.part or Microbatch(1, None, {}, {})
+    given = {(i.kind, i.name): v for i, v in zip(program.inputs, values, strict=True)}
+    if part.before is not None:
+        more = run_whole(as_dtype(part.before, dtype), [given[i.kind, i.name] for i in part.before.inputs])
+        first = sum(kind == "batch" for kind, _ in given)
+        given.update({("batch", str(first + i)): v for i, v in enumerate(more) if v is not None})
+    cut = [(dim, plan.batch[name]) for name, dim in part.rows.items()]
+    blocks = common_blocks(cut + [(dim, plan.results[name]) for name, dim in part.results.items()], sizes)
+    totals, last = Totals(), local.output_node.meta
+    types = list(zip(last["input_types"], last["input_layouts"], strict=True))
+    made: list[list[tuple[torch.Tensor, float] | None]] = []
+    for turn in range(part.count):
+        inputs = []
+        for node, spec in zip(local.placeholders, local.inputs, strict=True):
+            value, dim = given[spec.kind, spec.name], part.rows.get(spec.name) if spec.kind == "batch" else None
+            mine = value if dim is None else take(value, dim, blocks, part.count, turn)
+            type_, layout = node.meta["types"][0], node.meta["layouts"][0]
+            inputs.append([block(mine, type_, layout, sizes, where) for where in coordinates(sizes)])
+        with totals.microbatch():
+            outputs = emulate(placed, plan.axis_names, sizes, inputs)
+        made.append([
+            None if type_ is None else assemble([p for p in parts if p is not None], type_, layout, sizes)
+            for parts, (type_, layout) in zip(outputs, types, strict=True)
+        ])  # fmt: skip
+    for i, output in enumerate(local.outputs):
+        found = [m for turns in made if (m := turns[i]) is not None]
+        if output.kind == "result" and output.name in part.results:
+            joined = join([whole for whole, _ in found], part.results[output.name], blocks)
+            made[-1][i] = joined, max(replicas for _, replicas in found)
+    return made[-1]
 
 
 def _report(

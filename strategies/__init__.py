@@ -1,6 +1,7 @@
 """One file an operator family; importing this package registers every rule, in this order."""
 
 from autopar.strategies import (
+    accumulate,
     attention,
     batch_norm,
     convolution,
@@ -23,6 +24,7 @@ from autopar.strategies import (
 )
 
 __all__ = [
+    "accumulate",
     "attention",
     "batch_norm",
     "convolution",

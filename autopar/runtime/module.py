@@ -19,9 +19,10 @@ from autopar.draw import derive_seed, step_seed
 from autopar.errors import AutoparError, PlanError
 from autopar.layout import Layout, Replicate, Split, replicated
 from autopar.plan import Plan
-from autopar.runtime.boundary import Placements, part_of, plain_type, to_local, to_placements
+from autopar.runtime.boundary import Placements, from_local, part_of, plain_type, to_local, to_placements
 from autopar.runtime.load import load_full, prepare_load, savable
 from autopar.runtime.materialise import Init, materialise, uninitialised
+from autopar.runtime.microbatches import MicrobatchStep
 from autopar.runtime.place import Place
 from autopar.runtime.postpone import Postponed
 from autopar.runtime.specialise import Request, Settings, Specialisation, data_layout, data_parts, specialise
@@ -86,6 +87,8 @@ class ParallelModule(nn.Module):
                  for i, t in enumerate(tensors) if str(i) in step.types.batch]  # fmt: skip
         named = dict(self.named_parameters())
         buffers = dict(self.named_buffers(remove_duplicate=False))
+        if isinstance(step, MicrobatchStep):
+            batch += step.before([self._gatherable(t, request, i) for i, t in enumerate(tensors)], buffers)
         call = Call(step, buffers, [t.to(self._place.device) for t in batch], self._postponed)
         with self._random_numbers(found):
             results = run(call, [named[n] for n in step.parameters])
@@ -180,6 +183,14 @@ class ParallelModule(nn.Module):
 
     def _is_whole(self, tensor: torch.Tensor) -> bool:
         return self._settings.inputs == "global" or isinstance(tensor, DTensor)
+
+    def _gatherable(self, tensor: torch.Tensor, request: Request, index: int) -> torch.Tensor:
+        """A batch tensor that is whole, or a DTensor."""
+        if self._is_whole(tensor):
+            return tensor
+        shape, dtype = request.shapes[index]
+        placements = to_placements(plain_type(shape, dtype), request.rows[index])
+        return from_local(tensor.to(self._place.device), self._place, shape, placements)
 
     def _request(self, tensors: list[torch.Tensor], skeleton: Any) -> Request:
         shapes, rows = [], {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,14 +20,15 @@ from autopar.draw import generator_digest
 from autopar.errors import InfeasibleError, PlanError, RankError
 from autopar.layout import Layout, Replicate, Split
 from autopar.plan import Plan
-from autopar.program import Program, draws
+from autopar.program import Microbatch, Program, draws
 from autopar.runtime.bind import bind
 from autopar.runtime.boundary import Placements, from_placements
+from autopar.runtime.microbatches import MicrobatchStep, cut_sums, whole_type
 from autopar.runtime.partition import cut
 from autopar.runtime.place import Place
 from autopar.runtime.state import plain_parameters
 from autopar.runtime.step import Step, Types
-from autopar.search.find import RECOMPUTE, Search
+from autopar.search.find import MICROBATCHES, RECOMPUTE, Search
 from autopar.search.restrict import Restrictions
 
 
@@ -36,15 +38,17 @@ class Toolchain:
 
     Attributes:
         program_of: ``(model, batch, loss_fn=) -> Program``.
-        solve: ``(program, axes, cluster, memory=, optimizer=, search=, restrictions=) -> Plan``.
+        solve: ``(program, axes, cluster, memory=, optimizer=, search=, restrictions=, deterministic=) -> Plan``.
         rewrite: ``(program, plan) -> Program`` on local tensors.
         annotate: ``(program, plan) -> Program`` on global tensors, with layouts.
+        in_microbatches: ``(program, count) -> Program`` of one microbatch.
     """
 
     program_of: Callable[..., Program]
     solve: Callable[..., Plan]
     rewrite: Callable[[Program, Plan], Program]
     annotate: Callable[[Program, Plan], Program]
+    in_microbatches: Callable[[Program, int], Program]
 
 
 @dataclass(frozen=True)
@@ -145,9 +149,11 @@ def specialise(
         local = tools.rewrite(program, chosen)
         names = {name: name for name, _ in place.axes}
         coordinates = dict(zip(names, place.coordinates, strict=True))
-        bound = bind(local.graph, place.groups or names, coordinates)
-        step = Step(local, cut(replace(local, graph=bound)), _types(local, chosen), place)
-        return step, collective_order(local)
+        bound = replace(local, graph=bind(local.graph, place.groups or names, coordinates))
+        types = _types(local, chosen)
+        if local.part is None:
+            return Step(local, cut(bound), types, place), collective_order(local)
+        return MicrobatchStep(local, cut_sums(bound), types, place), collective_order(local)
 
     step, order = place.together(build, "rewriting the graph")
     place.agree(order, "the order of collectives", "use the same versions of autopar and torch on every rank")
@@ -215,8 +221,10 @@ def _plan(
     given = settings.plan
     if given is not None and (given.fingerprint == program.fingerprint or (placements is None and program.training)):
         return given  # a wrong fingerprint is reported by the rewriting
-    dims = analyze(program)
-    types = {(i.kind, i.name): dims.type_of(n) for n, i in zip(program.placeholders, program.inputs, strict=True)}
+    search = _later(settings.search, program) if placements else settings.search
+    part = settings.toolchain.in_microbatches(program, search.microbatches)
+    dims = analyze(part)
+    types = {(i.kind, i.name): dims.type_of(n) for n, i in zip(part.placeholders, part.inputs, strict=True)}
     layouts: dict[tuple[str, str], Layout] = {}
     for (kind, name), type_ in types.items():
         if kind != "parameter" or (placements is None and given is None):
@@ -237,7 +245,21 @@ def _plan(
         if known is not None:
             layouts["batch", str(index)] = known
     layouts.update({("batch", str(index)): layout for index, layout in request.rows.items()})
-    return _search(program, layouts, settings, place, first=placements is None)
+    return _search(program, layouts, search, settings, place, first=placements is None)
+
+
+def _later(search: Search, program: Program) -> Search:
+    """The search for a further shape of the batch.
+
+    Pinned layouts have done their work once parameters lie; neither one of the batch nor a number of microbatches must
+    stop a short last batch.
+    """
+    kept = {name: value for name, value in search.pins.items() if name == RECOMPUTE}
+    described = zip(program.placeholders, program.inputs, strict=True)
+    rows = [n.meta["val"].shape[0] for n, i in described if i.kind == "batch" and n.meta["val"].ndim]
+    samples = Counter(rows).most_common(1)[0][0] if rows and program.training else 1
+    count = max(n for n in range(1, search.microbatches + 1) if samples % n == 0)
+    return replace(search, pins={**kept, MICROBATCHES: count})
 
 
 def _planned(plan: Plan, name: str) -> Layout:
@@ -247,18 +269,21 @@ def _planned(plan: Plan, name: str) -> Layout:
 
 
 def _search(
-    program: Program, layouts: dict[tuple[str, str], Layout], settings: Settings, place: Place, *, first: bool
+    program: Program,
+    layouts: dict[tuple[str, str], Layout],
+    search: Search,
+    settings: Settings,
+    place: Place,
+    *,
+    first: bool,
 ) -> Plan:
     local = settings.inputs == "local"
-    # Pinned layouts have done their work once parameters lie; one of the batch must not stop a short last batch.
-    kept = {name: value for name, value in settings.search.pins.items() if name == RECOMPUTE}
-    search = settings.search if first else replace(settings.search, pins=kept)
 
     def solve(found: Mapping[tuple[str, str], Layout]) -> Plan:
         limits = Restrictions(layouts=found, data_axes_only=local)
         return settings.toolchain.solve(
             program, dict(place.axes), settings.cluster, memory=settings.memory, optimizer=settings.optimizer,
-            search=search, restrictions=limits,
+            search=search, restrictions=limits, deterministic=settings.deterministic,
         )  # fmt: skip
 
     try:
@@ -310,14 +335,18 @@ def data_parts(layout: Layout, sizes: tuple[int, ...]) -> int:
 
 def _types(local: Program, plan: Plan) -> Types:
     """Types, padded ones too, from a rewritten program."""
+    part = local.part or Microbatch(1, None, {}, {})
     inputs = {(i.kind, i.name): n.meta["types"][0] for n, i in zip(local.placeholders, local.inputs, strict=True)}
     results = {
-        o.name: (type_, plan.results[o.name])
+        o.name: (whole_type(type_, part.results.get(o.name), part.count), plan.results[o.name])
         for o, type_ in zip(local.outputs, local.output_node.meta["input_types"], strict=True)
         if o.kind == "result" and type_ is not None
     }
+    more = 0 if part.before is None else len(part.before.outputs)
+    batch = {
+        name: (whole_type(inputs["batch", name], part.rows.get(name), part.count), layout)
+        for name, layout in list(plan.batch.items())[: len(plan.batch) - more]
+    }
     return Types(
-        {name: (inputs["parameter", name], layout) for name, layout in plan.parameters.items()},
-        {name: (inputs["batch", name], layout) for name, layout in plan.batch.items()},
-        results,
+        {name: (inputs["parameter", name], layout) for name, layout in plan.parameters.items()}, batch, results
     )

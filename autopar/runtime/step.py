@@ -75,13 +75,19 @@ class Step:
         outputs, saved = values[: len(self.cut.outputs)], values[len(self.cut.outputs) :]
         for i in self.cut.kept:
             saved[i] = saved[i].clone()
+        return self._results(outputs, buffers), saved
+
+    def _results(
+        self, outputs: Sequence[Any], buffers: Mapping[str, torch.Tensor], instead: Mapping[str, torch.Tensor] = {}
+    ) -> list[Any]:
+        """The results among the outputs, some replaced; buffers get their new values in place."""
         results = []
         for output, value in zip(self.cut.outputs, outputs, strict=True):
             if output.kind == "buffer":
                 buffers[output.name].copy_(value)
             else:
-                results.append(value)
-        return results, saved
+                results.append(instead.get(output.name, value))
+        return results
 
     def backward(self, saved: list[Any], tangents: list[torch.Tensor], postponed: Postponed) -> dict[str, torch.Tensor]:
         """Local gradients by parameter name; empty while their reduction is postponed."""
@@ -95,7 +101,11 @@ class Step:
                     self.split.append(split_reductions(self.cut.backward))
                 postponed.add(self, self.split[0][0](values))
                 return {}
-            found = self._named(self.cut.backward(values))
+            return self._with_postponed(self._named(self.cut.backward(values)), postponed)
+
+    def _with_postponed(self, found: dict[str, torch.Tensor], postponed: Postponed) -> dict[str, torch.Tensor]:
+        """Gradients with those added whose reduction was postponed."""
+        with torch.no_grad():
             for step, partial in postponed.take():
                 earlier = step._named(step.split[0][1](list(partial)))
                 for name, gradient in earlier.items():

@@ -30,8 +30,8 @@ from autopar.search.restrict import Restrictions
 
 Progress = Callable[[str, float, float], None]
 
-RECOMPUTE = "recompute"
-"""A pin that names no tensor."""
+RECOMPUTE, MICROBATCHES = "recompute", "microbatches"
+"""Pins that name no tensor."""
 
 EXACT_AXES = 2
 """Meshes of up to this many axes are solved as one problem; larger ones axis by axis, with the gap stated."""
@@ -47,7 +47,8 @@ class Search:
         pins: layouts decided by hand: name of a parameter or ``batch.0`` to one placement an axis, as text
             (``("R", "S(0)")``), torch placements or a dict by axis name. ``recompute`` is for short memory:
             ``"search"`` decides tensor by tensor what the backward pass makes again, ``"gathers"`` (of recipes the
-            default) moves only parameters again, ``"none"`` keeps all that it takes.
+            default) moves only parameters again, ``"none"`` keeps all that it takes. ``microbatches`` is how many parts
+            of the batch a step computes one after the other, adding up gradients.
         recipe: layouts by the name of a kind of parallelism, see `autopar.search.recipes`; the search decides only what
             the recipe leaves open. ``"random"`` draws a feasible plan, for tests (budgets are not looked at).
         roles: what axes are for, by name: ``data``, ``shard``, ``tensor`` or ``sequence``, see `autopar.search.roles`.
@@ -72,6 +73,9 @@ class Search:
         check_recipe(self.recipe, self.roles)
         if self.pins.get(RECOMPUTE, "search") not in ("search", "gathers", "none"):
             raise ValueError(f"pin {RECOMPUTE!r} must be 'search', 'gathers' or 'none', got {self.pins[RECOMPUTE]!r}")
+        count = self.pins.get(MICROBATCHES, 1)
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"pin {MICROBATCHES!r} must be a positive whole number, got {count!r}")
 
     @property
     def again(self) -> str:
@@ -85,7 +89,12 @@ class Search:
     @property
     def layouts(self) -> dict[str, Any]:
         """The pins that are layouts."""
-        return {name: value for name, value in self.pins.items() if name != RECOMPUTE}
+        return {name: value for name, value in self.pins.items() if name not in (RECOMPUTE, MICROBATCHES)}
+
+    @property
+    def microbatches(self) -> int:
+        """The pin ``microbatches``."""
+        return int(self.pins.get(MICROBATCHES, 1))
 
 
 Peak = Callable[[Plan], Mapping[str, float]]

@@ -1,0 +1,207 @@
+"""Microbatches: a step that computes a part of the batch at a time, and adds up.
+
+A microbatch is the batch split over time: as the devices along a mesh axis each compute a part of the batch at once,
+one device computes the parts one after the other. So the program of a microbatch is what the rules make of the whole
+program for an axis `TIME`. Sums over that axis become ``autopar.accumulate``; what is computed of the batch alone, such
+as the number of tokens that count, is computed of the whole batch before; and what needs the other parts in any other
+way cannot be cut. No mean of means is taken: the sum is that of the whole batch, however unequal its parts are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map_only
+
+from autopar._torch_compat import FakeTensor
+from autopar.accumulate import accumulate
+from autopar.collective import GROUP_ARGUMENT, axis_index, c10d
+from autopar.errors import InfeasibleError
+from autopar.layout import Layout, Replicate, Split
+from autopar.origin import inherit_origin, user_line
+from autopar.program import Input, Microbatch, Output, Program
+
+TIME = "time"
+"""Name of the axis along which microbatches follow one another."""
+
+_NOTES = (
+    "types", "layouts", "relays", "strategy", "operator", "input_layouts", "input_types", "collective", "internal",
+)  # fmt: skip
+"""What the passes along the axis have written; it holds no longer."""
+
+
+def cut_microbatches(program: Program, local: Program, count: int) -> Program:
+    """The program of one microbatch.
+
+    Args:
+        program: of the whole batch.
+        local: the same, rewritten for ``count`` devices along the axis `TIME`; no parameter is split among them.
+        count: microbatches; ``local`` is changed in place.
+
+    Raises:
+        InfeasibleError: something other than a sum needs the whole batch; names it.
+    """
+    cutter = _Cutter(program, local, count, dict(zip(local.placeholders, local.inputs, strict=True)))
+    cutter.sums()
+    local.graph.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+    cutter.refuse_the_rest()
+    return cutter.program()
+
+
+@dataclass
+class _Cutter:
+    """Replaces what a microbatch has of others, in the graph of ``local``.
+
+    Attributes:
+        inputs: what each placeholder stands for; those that are added here, too.
+        fed: the values of the whole program that are computed before, in the order of their placeholders.
+    """
+
+    whole: Program
+    local: Program
+    count: int
+    inputs: dict[fx.Node, Input]
+    fed: list[fx.Node] = field(default_factory=list)
+
+    def sums(self) -> None:
+        """All-reduces become sums over time; what is of the batch alone is given, whole or a microbatch's part."""
+        alone = self._of_batch_alone()
+        graph = self.local.graph.graph
+        for node in list(graph.nodes):
+            if node in alone and (node.target in GROUP_ARGUMENT or node.target is axis_index):
+                end = _end(node)
+                self._feed(_start(end), end)
+            elif node.target is c10d.all_reduce.default and node.args[1] == "sum":
+                (wait,) = node.users
+                with graph.inserting_before(node):
+                    total = graph.call_function(accumulate, (node.args[0],))
+                inherit_origin(total, node.args[0])
+                total.meta = {**wait.meta, **total.meta}
+                wait.replace_all_uses_with(total)
+
+    def _of_batch_alone(self) -> set[fx.Node]:
+        """Nodes that no parameter or tangent goes into."""
+        tied = {n for n, i in self.inputs.items() if i.kind in ("parameter", "tangent")}
+        found = set()
+        for node in self.local.graph.graph.nodes:
+            if node in tied or any(a in tied for a in node.all_input_nodes):
+                tied.add(node)
+            else:
+                found.add(node)
+        return found
+
+    def _feed(self, value: fx.Node, end: fx.Node) -> None:
+        """Let a new tensor of the batch stand for ``end``: a value of the whole program, or a microbatch's part."""
+        names = {n.name: n for n in self.whole.graph.graph.nodes}
+        if value.name not in names:
+            raise self._refusal(value)
+        number = sum(i.kind == "batch" for i in self.inputs.values())
+        graph = self.local.graph.graph
+        with graph.inserting_after([n for n in graph.nodes if n.op == "placeholder"][-1]):
+            given = graph.placeholder(f"before_{len(self.fed)}")
+        given.meta = dict(end.meta)
+        end.replace_all_uses_with(given)
+        self.fed.append(names[value.name])
+        self.inputs[given] = Input("batch", str(number))
+
+    def _leading(self, layout: Layout, node: fx.Node) -> int | None:
+        """The dim that is split over time, along its first factor; None: there is none."""
+        (placement,) = layout
+        if isinstance(placement, Replicate):
+            return None
+        if not isinstance(placement, Split) or placement.factor:
+            raise self._refusal(node)
+        return placement.dim
+
+    def refuse_the_rest(self) -> None:
+        """Refuse what needs other microbatches in another way, and sums that the same microbatch would need."""
+        late = replace(self.local).once
+        varying: set[fx.Node] = set()
+        for node in self.local.graph.graph.nodes:
+            if node.target is axis_index or node.target in GROUP_ARGUMENT:
+                raise self._refusal(node)
+            if node.op == "output" or node.target is accumulate:
+                continue
+            split = any(isinstance(lay[0], Split) for lay in node.meta.get("layouts", ()) if lay is not None)
+            if split or any(a in varying for a in node.all_input_nodes):
+                varying.add(node)
+            if node in varying and node in late:
+                raise self._refusal(node)
+
+    def _refusal(self, node: fx.Node) -> InfeasibleError:
+        source = node
+        while source.meta.get("internal") and source.all_input_nodes:
+            source = source.all_input_nodes[0]
+        return InfeasibleError(
+            f"the step cannot be cut into {self.count} microbatches: {source.target} ({source.name}, "
+            f"{user_line(source)}) takes something of the whole batch that is no sum over its samples, as batch "
+            'normalisation does; leave them out (pins={"microbatches": 1}), or change the model'
+        )
+
+    def program(self) -> Program:
+        """The program of one microbatch."""
+        local = self.local
+        given = {i.name: self._leading(n.meta["layouts"][0], n) for n, i in self.inputs.items() if i.kind == "batch"}
+        rows = {name: dim for name, dim in given.items() if dim is not None}
+        results = {}
+        finals = local.output_node.meta["input_layouts"]
+        for output, value, layout in zip(local.outputs, local.output_values, finals, strict=True):
+            dim = self._leading(layout, value) if output.kind == "result" and value is not None else None
+            if dim is not None:
+                results[output.name] = dim
+        example = self.whole.placeholders[0].meta["val"]
+        for node in local.graph.graph.nodes:
+            node.meta = {k: v for k, v in node.meta.items() if k not in _NOTES}
+            if "val" in node.meta:
+                node.meta["val"] = tree_map_only(torch.Tensor, partial(_fake, like=example), node.meta["val"])
+        for note in ("invariants", "axes", "again"):
+            local.graph.meta.pop(note, None)
+        local.graph.recompile()
+        before = _program_of(self.whole, self.fed) if self.fed else None
+        inputs = tuple(self.inputs[n] for n in local.placeholders)
+        return replace(local, inputs=inputs, part=Microbatch(self.count, before, rows, results))
+
+
+def _fake(value: torch.Tensor, like: FakeTensor) -> torch.Tensor:
+    """A tensor of the meta device as one of the program's fake ones."""
+    with like.fake_mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=like.device)
+
+
+def _start(node: fx.Node) -> fx.Node:
+    """The value that is moved, from the last node of the move."""
+    (node,) = node.all_input_nodes
+    while "layouts" not in node.meta:
+        node = next(n for n in node.all_input_nodes if n.target is not axis_index)
+    return node
+
+
+def _end(node: fx.Node) -> fx.Node:
+    """The last node of the move that a node belongs to."""
+    while "layouts" not in node.meta:
+        (node,) = node.users
+    return node
+
+
+def _program_of(program: Program, values: list[fx.Node]) -> Program:
+    """The program that computes some values of the whole batch."""
+    waiting, needed = list(values), set()
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting += node.all_input_nodes
+    graph = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    inputs = dict(zip(program.placeholders, program.inputs, strict=True))
+    for node in program.graph.graph.nodes:
+        if node in needed or (node in inputs and inputs[node].kind == "batch"):  # the batch goes in whole
+            known[node] = graph.node_copy(node, known.__getitem__)
+            known[node].meta = {k: v for k, v in node.meta.items() if k != "partitioner_tag"}
+    graph.output([known[v] for v in values])
+    outputs = tuple(Output("result", str(i)) for i in range(len(values)))
+    taken = tuple(i for n, i in inputs.items() if n in known)
+    return Program(fx.GraphModule(program.graph, graph), taken, outputs, len(outputs), None, training=False)

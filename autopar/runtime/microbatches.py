@@ -1,0 +1,171 @@
+"""`MicrobatchStep`: a step that runs its graph once for each microbatch, backward pass included, and adds up.
+
+The gradients are there when the forward call returns; the backward call only scales them by the incoming gradient of
+the loss, in which they are linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.accumulate import Totals
+from autopar.draw import current_seed, derive_seed, step_seed
+from autopar.layout import Factor, Layout, TensorType
+from autopar.program import Microbatch, Program
+from autopar.rows import common_blocks, join, parts_along, take
+from autopar.runtime.boundary import computed, full_tensor, local_block, to_local
+from autopar.runtime.partition import Cut
+from autopar.runtime.postpone import Postponed
+from autopar.runtime.step import Step
+
+
+def cut_sums(program: Program) -> Cut:
+    """Cut a bound program into what runs for each microbatch and what runs once, on the sums.
+
+    Returns:
+        As ``forward`` the graph of a microbatch, to what it adds up and what else is taken; as ``backward`` that from
+        these to all outputs of the program.
+    """
+    once = program.once
+    used = {a for n in once for a in n.all_input_nodes if a not in once}
+    used |= {v for v in program.output_values if v is not None and v not in once}
+    between = [n for n in program.graph.graph.nodes if n in used]
+    each, last = fx.Graph(), fx.Graph()
+    known: dict[bool, dict[fx.Node, fx.Node]] = {False: {}, True: {n: last.placeholder(n.name) for n in between}}
+    for node in program.graph.graph.nodes:
+        late = node in once
+        if node.op != "output":
+            known[late][node] = (last if late else each).node_copy(node, known[late].__getitem__)
+            known[late][node].meta = dict(node.meta)
+    each.output([known[False][n] for n in between])
+    last.output([None if v is None else known[True][v] for v in program.output_values])
+    saved = tuple(n.name for n in between)
+    forward, backward = fx.GraphModule(program.graph, each), fx.GraphModule(program.graph, last)
+    first = program.forward_outputs
+    return Cut(
+        forward, backward, program.inputs, program.outputs[:first], saved, (str(program.loss),), program.outputs[first:]
+    )
+
+
+def whole_type(type_: TensorType, dim: int | None, count: int) -> TensorType:
+    """The type of a tensor of the whole batch, from that of a microbatch with its rows along ``dim``."""
+    if dim is None:
+        return type_
+    first, *rest = type_.dims[dim] or (Factor("batch", 1),)
+    dims = (*type_.dims[:dim], (replace(first, size=first.size * count), *rest), *type_.dims[dim + 1 :])
+    return replace(type_, dims=dims)
+
+
+@dataclass(frozen=True)
+class MicrobatchStep(Step):
+    """What runs for one combination of shapes and modes, in microbatches; ``types`` are those of the whole batch."""
+
+    @cached_property
+    def part(self) -> Microbatch:
+        """What a microbatch takes and gives."""
+        assert self.program.part is not None
+        return self.program.part
+
+    @cached_property
+    def _batch(self) -> dict[str, tuple[TensorType, Layout]]:
+        """Type and layout of each tensor of a microbatch's batch."""
+        described = zip(self.program.placeholders, self.program.inputs, strict=True)
+        return {i.name: (n.meta["types"][0], n.meta["layouts"][0]) for n, i in described if i.kind == "batch"}
+
+    @cached_property
+    def _blocks(self) -> int:
+        rows = [(dim, self._batch[name][1]) for name, dim in self.part.rows.items()]
+        results = [(dim, self.types.results[name][1]) for name, dim in self.part.results.items()]
+        return common_blocks(rows + results, self.place.sizes)
+
+    def before(self, batch: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """What is computed of the whole batch; a collective call where the batch is not whole on every rank."""
+        program = self.part.before
+        if program is None:
+            return []
+        arguments = []
+        for node, spec in zip(program.placeholders, program.inputs, strict=True):
+            value = buffers[spec.name] if spec.kind == "buffer" else batch[int(spec.name)]
+            arguments.append(full_tensor(value).to(self.place.device) if node.users else None)
+        with torch.no_grad(), torch.autocast(self.place.device.type, enabled=False):
+            return list(program.graph(*arguments))
+
+    def forward(
+        self, parameters: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]
+    ) -> tuple[list[Any], list[Any]]:
+        """Local results and gradients; buffers get their new values in place.
+
+        Args:
+            parameters: in the order of the program's.
+            buffers: by name.
+            batch: this rank's part of the batch, and behind it the whole of what was computed before.
+        """
+        named = {
+            name: computed(to_local(p), *self.types.parameters[name], self.place.sizes)
+            for name, p in zip(self.parameters, parameters, strict=True)
+        }
+        one = torch.ones((), device=self.place.device, dtype=self._tangent_dtype)
+        sources: dict[str, Callable[[str, int], torch.Tensor]] = {
+            "parameter": lambda name, _: named[name],
+            "buffer": lambda name, _: buffers[name],
+            "tangent": lambda *_: one,
+            "batch": lambda name, index: self._rows(name, batch[int(name)], index),
+        }
+        totals, seed = Totals(), current_seed()
+        joined: dict[str, list[torch.Tensor]] = {name: [] for name in self.part.results}
+        values: list[Any] = []
+        assert self.cut.backward is not None
+        with torch.no_grad(), torch.autocast(self.place.device.type, enabled=False):
+            for index in range(self.part.count):
+                values.clear()  # what the microbatch before has left
+                arguments = [sources[i.kind](i.name, index) for i in self.cut.inputs]
+                with totals.microbatch(), step_seed(derive_seed(seed, index)):
+                    values += self.cut.forward(*arguments)
+                for name, found in joined.items():
+                    found.append(values[self._places[name]])
+            outputs = list(self.cut.backward(*values))
+        first = len(self.cut.outputs)
+        whole = {name: self._joined(name, found) for name, found in joined.items()}
+        return self._results(outputs[:first], buffers, whole), outputs[first:]
+
+    def backward(self, saved: list[Any], tangents: list[torch.Tensor], postponed: Postponed) -> dict[str, torch.Tensor]:
+        """Local gradients by parameter name, reduced already."""
+        (scale,) = tangents
+        found = self._named([None if g is None else g.mul_(scale) for g in saved])
+        return found if postponed.active else self._with_postponed(found, postponed)
+
+    @cached_property
+    def _tangent_dtype(self) -> torch.dtype:
+        described = zip(self.program.placeholders, self.program.inputs, strict=True)
+        dtype: torch.dtype = next(n.meta["val"].dtype for n, i in described if i.kind == "tangent")
+        return dtype
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        """Where in what a microbatch returns the results are that consist of rows."""
+        assert self.cut.backward is not None
+        (made,) = self.cut.backward.graph.output_node().args
+        names = [n.name for n in self.cut.backward.graph.nodes if n.op == "placeholder"]
+        named = zip(self.program.outputs, made, strict=True)  # type: ignore[arg-type]
+        return {o.name: names.index(v.name) for o, v in named if o.kind == "result" and o.name in self.part.results}
+
+    def _rows(self, name: str, tensor: torch.Tensor, index: int) -> torch.Tensor:
+        """This rank's part of a microbatch's tensor."""
+        (type_, layout), dim, count = self._batch[name], self.part.rows.get(name), self.part.count
+        if name in self.types.batch:
+            return tensor if dim is None else take(tensor, dim, self._local_blocks(dim, layout), count, index)
+        mine = tensor if dim is None else take(tensor, dim, self._blocks, count, index)
+        return local_block(mine, type_, layout, self.place.sizes, self.place.coordinates)
+
+    def _joined(self, name: str, found: Sequence[torch.Tensor]) -> torch.Tensor:
+        dim = self.part.results[name]
+        return join(found, dim, self._local_blocks(dim, self.types.results[name][1]))
+
+    def _local_blocks(self, dim: int, layout: Layout) -> int:
+        return self._blocks // parts_along(dim, layout, self.place.sizes)
