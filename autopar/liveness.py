@@ -10,12 +10,13 @@ import torch
 from torch import fx
 
 from autopar._torch_compat import storage_id
+from autopar.accumulate import accumulate
 from autopar.collective import Collective, c10d
 from autopar.cost.memory import optimizer_state_bytes
 from autopar.errors import PlanError
 from autopar.origin import is_backward, module_path
 from autopar.plan import Plan
-from autopar.program import SHORT, Program, tensor_arguments, values_of
+from autopar.program import SHORT, Microbatch, Program, tensor_arguments, values_of
 from autopar.propagate import propagate
 
 KINDS = {"parameter": "parameters", "buffer": "buffers", "batch": "batch", "tangent": "batch"}
@@ -43,7 +44,8 @@ def liveness(program: Program, plan: Plan) -> list[Change]:
 
     Categories: ``parameters``, ``buffers``, ``batch`` and ``optimizer`` are held all the time, ``gradients`` and
     ``results`` from when they are made; ``activations`` are what the forward makes and the backward takes;
-    ``communication`` is what collectives receive, ``transient`` the rest.
+    ``communication`` is what collectives receive, ``transient`` the rest. Of a step in microbatches it is the last of
+    these, with sums that are held all the time.
 
     Args:
         program: as `autopar.compiler.rewrite` returns it.
@@ -63,6 +65,7 @@ class _Liveness:
 
     def __init__(self, program: Program, optimizer: str) -> None:
         self.program, self.optimizer = program, optimizer
+        self.part = program.part or Microbatch(1, None, {}, {})
         self.received: dict[int, int] = {}  # what a collective's wait returns is what the collective made
         for node in program.graph.graph.nodes:
             if node.target is c10d.wait_tensor.default:
@@ -77,7 +80,8 @@ class _Liveness:
         for node, spec in zip(program.placeholders, program.inputs, strict=True):
             value = node.meta["val"]
             kept[self._storage(value)] = KINDS[spec.kind]
-            yield Change(None, True, KINDS[spec.kind], float(value.nbytes))
+            times = self.part.count if spec.kind == "batch" and spec.name in self.part.rows else 1
+            yield Change(None, True, KINDS[spec.kind], float(value.nbytes * times))
             if spec.kind == "parameter" and spec.name in trained:
                 state = optimizer_state_bytes(self.optimizer, value.numel(), value.element_size())
                 yield Change(None, True, "optimizer", float(state))
@@ -85,6 +89,8 @@ class _Liveness:
             if value is not None:
                 name = "gradients" if output.kind == "gradient" else "results"
                 kept.setdefault(self._storage(value.meta["val"]), name)
+                if name == "results" and output.name in self.part.results:  # those of the microbatches before
+                    yield Change(None, True, name, float(value.meta["val"].nbytes * (self.part.count - 1)))
         first: dict[int, tuple[fx.Node, torch.Tensor]] = {}
         last: dict[int, fx.Node] = {}
         for node in program.graph.graph.nodes:
@@ -101,8 +107,9 @@ class _Liveness:
                 continue  # an input, shown or passed on
             size = float(value.untyped_storage().nbytes())
             user = last.get(storage, node)
-            category = held or _category(node, user)
-            yield Change(node, True, category, size)
+            total = node.target is accumulate  # it holds what the microbatches before have added up
+            category = held or ("gradients" if total else _category(node, user))
+            yield Change(None if total else node, True, category, size)
             if held is None:
                 yield Change(user, False, category, -size)
 

@@ -89,17 +89,17 @@ class _Account:
     module_sent: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
     collectives: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(int)))
 
-    def move(self, node: fx.Node, kind: str, axis: int, size: float, seconds: float) -> None:
-        """Add one redistribution step, or one all-reduce of a lowering."""
+    def move(self, node: fx.Node, kind: str, axis: int, size: float, seconds: float, times: int) -> None:
+        """Add one redistribution step, or one all-reduce of a lowering, that is made so many times."""
         path = module_path(node)
-        self.seconds[path] += seconds
+        self.seconds[path] += seconds * times
         if kind == "slice":
             return
         name, n = self.machine.names[axis], self.machine.sizes[axis]
-        sent = float(wire_bytes(kind, size, n))
+        sent = float(wire_bytes(kind, size, n)) * times
         self.sent[name] += sent
         self.module_sent[path][name] += sent
-        self.collectives[name][kind] += 1
+        self.collectives[name][kind] += times
 
 
 def _count_operators(
@@ -114,10 +114,10 @@ def _count_operators(
             one = candidates(operator, machine.sizes, allowed=[[n] for n in names])
             known[key] = float(operator_seconds(operator, one, machine)[0])
         again = assignment.again
-        for _ in range(1 + (node in again.nodes) - (node in again.late)):
-            account.compute += known[key]
-            account.seconds[module_path(node)] += known[key]
-            _count_lowering(node, dims, names, account)
+        times = (1 + (node in again.nodes) - (node in again.late)) * program.runs(node)
+        account.compute += known[key] * times
+        account.seconds[module_path(node)] += known[key] * times
+        _count_lowering(node, dims, names, account, times)
 
 
 def _count_moves(program: Program, dims: Dims, assignment: Assignment, account: _Account) -> None:
@@ -130,10 +130,10 @@ def _count_moves(program: Program, dims: Dims, assignment: Assignment, account: 
             sizes = [moved_bytes(table.type, move, account.machine.sizes) for move in moves]
             known[key] = list(zip(moves, sizes, table.move_seconds(moves).tolist(), strict=True))
         for move, size, seconds in known[key]:
-            account.move(node, move.kind, move.axis, size, seconds)
+            account.move(node, move.kind, move.axis, size, seconds, program.moves(node))
 
 
-def _count_lowering(node: fx.Node, dims: Dims, names: tuple[str, ...], account: _Account) -> None:
+def _count_lowering(node: fx.Node, dims: Dims, names: tuple[str, ...], account: _Account, times: int) -> None:
     operator = dims.operators[node]
     if not operator.rule.lower:
         return
@@ -141,7 +141,7 @@ def _count_lowering(node: fx.Node, dims: Dims, names: tuple[str, ...], account: 
         letter = name.partition(".")[0]
         for letters, size in lowered_bytes(operator, letter) if letter in operator.rule.lower else ():
             local = size / letter_parts(names, letters, account.machine.sizes)
-            account.move(node, "all_reduce", axis, local, 0.0)  # its time is the operator's
+            account.move(node, "all_reduce", axis, local, 0.0, times)  # its time is the operator's
 
 
 def _memory(program: Program, plan: Plan) -> dict[str, float]:

@@ -194,6 +194,14 @@ class Program:
                 found.add(node)
         return frozenset(found)
 
+    def runs(self, node: fx.Node) -> int:
+        """How often an operator runs in a step."""
+        return 1 if self.part is None or node in self.once else self.part.count
+
+    def moves(self, node: fx.Node) -> int:
+        """How often what a node makes is moved in a step; of a sum, what is added up last."""
+        return 1 if node.target is accumulate else self.runs(node)
+
     @cached_property
     def calls(self) -> dict[fx.Node, Call]:
         """What each operator node calls."""

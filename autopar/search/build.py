@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
+from autopar.accumulate import accumulate
 from autopar.candidates import REPLICATE, Candidates, candidates, lowered_bytes, split_parts
 from autopar.cost.collectives import collective_seconds
 from autopar.cost.kernels import kernel_seconds
@@ -260,7 +261,11 @@ class _Maker:
 
     def _in_states(self, variable: Variable, node: fx.Node) -> Variable:
         """An operator's variable with what its results take of memory."""
-        if not self.memory.activations or is_backward(node):
+        if not self.memory.activations:
+            return variable
+        if node.target is accumulate:  # the sum is there all the time
+            return replace(variable, memory=self._bytes(variable, "out", 0))
+        if is_backward(node):
             return variable
         taken = self.taken[variable.key]
         # What only serves to make others again may add to what the backward pass takes: the row stays a relaxation.
@@ -274,18 +279,18 @@ class _Maker:
         return variable.in_states(self._states(node), variable.cost, kept)
 
     def connections(self, variables: Sequence[Variable]) -> list[tuple[tuple[str, Port], tuple[str, Port], int]]:
-        """``(source, its port), (target, its port), how many edges`` of the quotient graph."""
+        """``(source, its port), (target, its port), how many moves a step`` of the quotient graph."""
         known = {v.key for v in variables}
         found = []
         for (key, out), users in self.classes.uses.items():
             source: tuple[str, Port] = (_source(key, self.program), ("out", out))
-            relay = f"relay {key} {out}"
+            relay, times = f"relay {key} {out}", self.program.moves(self.classes.members[key][0])
             if relay in known:
                 count = self.classes.count[key]
-                found.append((source, (relay, ("in", 0)), count))
+                found.append((source, (relay, ("in", 0)), count * times))
                 source = (relay, ("out", 0))
             for (target, into), weight in users.items():
-                found.append((source, (target, ("in", into)), weight))
+                found.append((source, (target, ("in", into)), weight * times))
         return found
 
     def _operator(self, key: str, node: fx.Node, count: int) -> Variable:
@@ -300,7 +305,7 @@ class _Maker:
             if output is not None:
                 types["out", i] = output
                 ports["out", i] = self._encode(output, [s.outputs[i] for s in chosen.strategies], chosen.choice)
-        cost = operator_seconds(operator, chosen, self.tables.machine) * count
+        cost = operator_seconds(operator, chosen, self.tables.machine) * (count * self.program.runs(node))
         found = Variable(key, count, ports, types, chosen, cost, np.zeros(len(cost)), np.arange(len(cost)))
         if self.memory.activations and not operator.rule.view:
             working = sum((self._bytes(found, port, i) / count for port, i in types), np.zeros(len(cost)))

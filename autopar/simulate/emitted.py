@@ -33,7 +33,8 @@ WAIT = "wait"
 def emitted(program: Program, plan: Plan) -> list[Task]:
     """The tasks of one device; all devices of a plan without stages do the same.
 
-    Categories of memory are those of `autopar.liveness.liveness`. The optimizer's step is no part of the graph.
+    Microbatches follow one another, and memory is that of the last. Categories of memory are those of
+    `autopar.liveness.liveness`. The optimizer's step is no part of the graph.
 
     Args:
         program: as `autopar.compiler.rewrite` returns it.
@@ -59,11 +60,15 @@ class _Emitted:
 
     def run(self) -> list[Task]:
         self.tasks.append(Task("inputs", 0, COMPUTE, 0.0, category=WAIT))
-        for node in self.program.graph.graph.nodes:
-            if node.op == "call_function":
-                self._add(node)
-            elif node.op != "output":
+        program = self.program
+        for node in program.graph.graph.nodes:
+            if node.op != "call_function":
                 self.made_by[node] = 0
+        calls = [n for n in program.graph.graph.nodes if n.op == "call_function"]
+        for turn in range(program.microbatches):
+            for node in calls:
+                if node not in program.once or turn == program.microbatches - 1:
+                    self._add(node)
         changes: dict[tuple[int, bool], list[tuple[str, float]]] = defaultdict(list)
         for change in self.held:
             task = 0 if change.node is None else self.made_by[change.node]
