@@ -42,6 +42,7 @@ from autopar.precision import Precision
 from autopar.predict import predict
 from autopar.program import Program, copy_graph
 from autopar.recompute import between, uniform
+from autopar.search.counts import best_count
 from autopar.search.find import Progress, Search, find_plan, require_splits
 from autopar.search.in_time import along_samples
 from autopar.search.padding import paddings
@@ -152,15 +153,40 @@ def solve(
 ) -> Plan:
     """Analyze a program, enumerate candidates and search; the plan carries its prediction and certificate.
 
-    Where parameters have dims that an axis does not divide, this is done twice: without padding, and with it. Each
-    search has half of the time limit.
+    Where memory is short, this is done for several numbers of microbatches, unless one is pinned.
     """
     search = search or Search()
+
+    def attempt(count: int, beat: float) -> Plan:
+        part = in_microbatches(program, count, deterministic=deterministic)
+        plan = _padded_or_not(
+            part, axes, Cluster.resolve(cluster), memory, optimizer, search, restrictions, progress, beat
+        )
+        return replace(plan, fingerprint=program.fingerprint, microbatches=part.microbatches)
+
+    if search.microbatches or memory is None or search.recipe == "random" or program.loss is None:
+        return attempt(search.microbatches or 1, math.inf)
+    return best_count(attempt)
+
+
+def _padded_or_not(
+    program: Program,
+    axes: Mapping[str, int],
+    machine: Cluster,
+    memory: str | float | None,
+    optimizer: str,
+    search: Search,
+    restrictions: Restrictions | None,
+    progress: Progress | None,
+    beat: float,
+) -> Plan:
+    """The best plan without padding, or with it where parameters have dims that an axis does not divide.
+
+    Each search has half of the time limit then.
+    """
     roles = roles_of(search.recipe, axes, search.roles)
-    whole, program = program, in_microbatches(program, search.microbatches, deterministic=deterministic)
     with _collector_paused():
         dims = analyze(program)
-        machine = Cluster.resolve(cluster)
         limits = read_pins(program, dims, search.layouts, axes, restrictions)
         helps = any(role != DATA for role in roles)  # parameters need not divide to be replicated
         options = paddings(program, dims, axes, limits.layouts, search=search.padding and helps)
@@ -176,12 +202,11 @@ def solve(
                 # A later shape lives with the mesh that there is; roles say more clearly what is wrong.
                 if None in roles and (restrictions is None or not restrictions.layouts):
                     require_splits(dims, axes)
-                plan = _solve(padded, dims, axes, machine, memory, optimizer, search, roles, limits, progress)
+                plan = _solve(padded, dims, axes, machine, memory, optimizer, search, roles, limits, progress, beat)
             except InfeasibleError as e:
                 errors.append(e)
                 continue
-            count = program.microbatches
-            found.append(replace(plan, padding=shapes, fingerprint=whole.fingerprint, microbatches=count))
+            found.append(replace(plan, padding=shapes))
         if not found:
             raise min(errors, key=lambda e: math.inf if e.needed is None else e.needed)
         best = _of_whole_model(min(found, key=lambda plan: plan.certificate.objective), program)
@@ -213,6 +238,7 @@ def _solve(
     roles: Roles,
     limits: Restrictions,
     progress: Progress | None,
+    beat: float,
 ) -> Plan:
     """The best plan, or a random one, of a program whose dims are decided."""
     if search.recipe == "random":
@@ -232,6 +258,7 @@ def _solve(
         restrictions=by_roles(program, dims, classes, axes, roles, limits),
         classes=classes,
         progress=progress,
+        beat=beat,
     )
     return predict(program, dims, plan, classes)
 

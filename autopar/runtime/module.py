@@ -28,6 +28,7 @@ from autopar.runtime.postpone import Postponed
 from autopar.runtime.specialise import Request, Settings, Specialisation, data_layout, data_parts, specialise
 from autopar.runtime.state import checksum, contents, gathered, slice_replicated
 from autopar.runtime.step import Call, run
+from autopar.search.find import MICROBATCHES
 
 CACHED = 16
 """How many specialisations are kept."""
@@ -223,7 +224,12 @@ class ParallelModule(nn.Module):
         first = self._first is None
         placements = None if first else self._placements()
         weights = checksum(dict(self.named_parameters())) if first else ""
-        found = specialise(self._original, request, self._settings, self._place, placements=placements, weights=weights)
+        settings = self._settings
+        if self._first is not None:
+            count = self._first.plan.microbatches
+            search = replace(settings.search, pins={**settings.search.pins, MICROBATCHES: count})
+            settings = replace(settings, search=search)
+        found = specialise(self._original, request, settings, self._place, placements=placements, weights=weights)
         if first:
             self._lay_out(found)
             self._first = found

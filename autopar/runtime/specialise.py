@@ -222,7 +222,7 @@ def _plan(
     if given is not None and (given.fingerprint == program.fingerprint or (placements is None and program.training)):
         return given  # a wrong fingerprint is reported by the rewriting
     search = _later(settings.search, program) if placements else settings.search
-    part = settings.toolchain.in_microbatches(program, search.microbatches)
+    part = settings.toolchain.in_microbatches(program, search.microbatches or 1)
     dims = analyze(part)
     types = {(i.kind, i.name): dims.type_of(n) for n, i in zip(part.placeholders, part.inputs, strict=True)}
     layouts: dict[tuple[str, str], Layout] = {}
@@ -258,7 +258,7 @@ def _later(search: Search, program: Program) -> Search:
     described = zip(program.placeholders, program.inputs, strict=True)
     rows = [n.meta["val"].shape[0] for n, i in described if i.kind == "batch" and n.meta["val"].ndim]
     samples = Counter(rows).most_common(1)[0][0] if rows and program.training else 1
-    count = max(n for n in range(1, search.microbatches + 1) if samples % n == 0)
+    count = max(n for n in range(1, (search.microbatches or 1) + 1) if samples % n == 0)
     return replace(search, pins={**kept, MICROBATCHES: count})
 
 

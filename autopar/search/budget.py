@@ -59,6 +59,7 @@ class Task:
         peak: of a plan's graph, by category.
         again: what may be made or moved again for the backward pass.
         progress: called with phase, incumbent and bound.
+        beat: seconds; plans that take as long are of no use.
     """
 
     make: Callable[[Restrictions, Memory], Built]
@@ -70,6 +71,7 @@ class Task:
     peak: Peak | None
     again: str
     progress: Progress
+    beat: float = np.inf
 
     @property
     def seconds(self) -> float:
@@ -85,6 +87,7 @@ def plan_within(task: Task) -> Plan:
     """
     built = task.make(task.restrictions, Memory(task.state(True)))
     solution = solve(built.problem, gap=task.limits.gap, time_limit=task.seconds, progress=task.progress)
+    _require_less(task, solution.lower_bound)
     plan = task.read(built, _single(solution), solution.lower_bound, solution.method)
     plan, enough = _measured(task, plan)
     return plan if enough else _fitting(task, task.restrictions, solution.lower_bound)
@@ -125,6 +128,12 @@ def plan_by_axes(task: Task, tables: Tables, bound: float) -> Plan:
             failure = failure or e
     assert failure is not None
     raise failure
+
+
+def _require_less(task: Task, bound: float) -> None:
+    """Stop where every plan takes too long."""
+    if bound >= task.beat:
+        raise InfeasibleError(f"every plan takes at least {bound:.3g} seconds a step, and one is known that takes less")
 
 
 def _single(solution: Solution) -> Mix:
@@ -233,6 +242,7 @@ def _tightened(task: Task, built: Built, bound: float, method: str, relaxed: boo
         except InfeasibleError:
             break
         bound = max(bound, frontier.bound(task.memory)) if relaxed else bound
+        _require_less(task, bound)
         plan, enough = _measured(task, task.read(built, mix, bound, method or "prices"))
         size = _peak(plan.predicted.peak_bytes)
         least = _lesser(least, plan)

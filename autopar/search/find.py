@@ -42,13 +42,15 @@ class Search:
     """How to search.
 
     Attributes:
-        time_limit: seconds for the solver; where it searches without padding and with it, each has half of them.
+        time_limit: seconds for the solver; where it searches without padding and with it, each has half of them. Each
+            number of microbatches has its own.
         gap: relative gap at which to stop.
         pins: layouts decided by hand: name of a parameter or ``batch.0`` to one placement an axis, as text
             (``("R", "S(0)")``), torch placements or a dict by axis name. ``recompute`` is for short memory:
             ``"search"`` decides tensor by tensor what the backward pass makes again, ``"gathers"`` (of recipes the
             default) moves only parameters again, ``"none"`` keeps all that it takes. ``microbatches`` is how many parts
-            of the batch a step computes one after the other, adding up gradients.
+            of the batch a step computes one after the other, adding up gradients; without it, as many as short memory
+            asks for.
         recipe: layouts by the name of a kind of parallelism, see `autopar.search.recipes`; the search decides only what
             the recipe leaves open. ``"random"`` draws a feasible plan, for tests (budgets are not looked at).
         roles: what axes are for, by name: ``data``, ``shard``, ``tensor`` or ``sequence``, see `autopar.search.roles`.
@@ -73,9 +75,9 @@ class Search:
         check_recipe(self.recipe, self.roles)
         if self.pins.get(RECOMPUTE, "search") not in ("search", "gathers", "none"):
             raise ValueError(f"pin {RECOMPUTE!r} must be 'search', 'gathers' or 'none', got {self.pins[RECOMPUTE]!r}")
-        count = self.pins.get(MICROBATCHES, 1)
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"pin {MICROBATCHES!r} must be a positive whole number, got {count!r}")
+        count = self.pins.get(MICROBATCHES, "search")
+        if count != "search" and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise ValueError(f"pin {MICROBATCHES!r} must be a positive whole number or 'search', got {count!r}")
 
     @property
     def again(self) -> str:
@@ -92,9 +94,10 @@ class Search:
         return {name: value for name, value in self.pins.items() if name not in (RECOMPUTE, MICROBATCHES)}
 
     @property
-    def microbatches(self) -> int:
-        """The pin ``microbatches``."""
-        return int(self.pins.get(MICROBATCHES, 1))
+    def microbatches(self) -> int | None:
+        """The pin ``microbatches``; None: it is searched."""
+        count = self.pins.get(MICROBATCHES, "search")
+        return None if count == "search" else int(count)
 
 
 Peak = Callable[[Plan], Mapping[str, float]]
@@ -114,6 +117,7 @@ def find_plan(
     restrictions: Restrictions | None = None,
     classes: Quotient | None = None,
     progress: Progress | None = None,
+    beat: float = math.inf,
 ) -> Plan:
     """The fastest plan that fits.
 
@@ -129,6 +133,7 @@ def find_plan(
         restrictions: layouts decided already.
         classes: which nodes share a decision; default: as ``search.tie_layers`` says.
         progress: called with ``(phase, incumbent, bound)``.
+        beat: seconds; plans that take as long are of no use.
 
     Raises:
         InfeasibleError: nothing fits; says how much is missing.
@@ -153,7 +158,7 @@ def find_plan(
     def state(gradients: bool) -> dict[str, float]:
         return state_bytes(program, optimizer, gradients=gradients)
 
-    task = Task(make, read, state, restrictions, limits, memory, peak, search.again, progress or _silent)
+    task = Task(make, read, state, restrictions, limits, memory, peak, search.again, progress or _silent, beat)
     if exact:
         return plan_within(task)
     bound = bound_by_axes(program, dims, classes, machine, restrictions)

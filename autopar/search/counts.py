@@ -1,0 +1,55 @@
+"""How many microbatches: one, and twice as many for as long as memory is short and more make the step faster."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from autopar.errors import InfeasibleError
+from autopar.plan import Plan
+
+WORTH = 0.98
+"""Where twice as many microbatches need more than this share of the memory, even more will not do."""
+
+Attempt = Callable[[int, float], Plan]
+"""``attempt(count, beat)``: the best plan of ``count`` microbatches, if it takes less than ``beat`` seconds."""
+
+
+def best_count(attempt: Attempt) -> Plan:
+    """The fastest plan of 1, 2, 4, ... microbatches.
+
+    A step is not faster in more microbatches than its memory asks for: kernels are smaller, and parameters are gathered
+    more often.
+
+    Raises:
+        InfeasibleError: none fits; the error is that of the least need.
+    """
+    best: Plan | None = None
+    error: InfeasibleError | None = None
+    bounds: list[float] = []
+    tried: list[int] = []
+    count = 1
+    while best is None or best.certificate.memory_price > 0:
+        tried.append(count)
+        try:
+            found = attempt(count, math.inf if best is None else best.certificate.objective)
+        except InfeasibleError as e:
+            less = error is None or (e.needed or math.inf) < WORTH * (error.needed or math.inf)
+            if best is not None or not less:
+                break
+            error = e
+        else:
+            bounds.append(found.certificate.lower_bound)
+            if best is not None and found.certificate.objective >= best.certificate.objective:
+                break
+            best = found
+        count *= 2
+    if best is None:
+        assert error is not None
+        raise error
+    bound = min(bounds)
+    space = best.certificate.space
+    if len(tried) > 1:
+        space = f"{', '.join(map(str, tried))} microbatches; {space}"
+    return replace(best, certificate=replace(best.certificate, lower_bound=bound, space=space))
