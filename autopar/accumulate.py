@@ -19,21 +19,24 @@ class Totals:
 
     Each microbatch makes the same calls of ``autopar.accumulate`` in the same order, and each returns the sum of its
     terms up to now.
+
+    Attributes:
+        sums: of each call.
     """
 
     def __init__(self) -> None:
         """Nothing has been added up."""
-        self._sums: list[torch.Tensor] = []
+        self.sums: list[torch.Tensor] = []
         self._next = 0
 
     def add(self, term: torch.Tensor) -> torch.Tensor:
         """The sum with one more term."""
-        if self._next == len(self._sums):
-            self._sums.append(term.clone())
+        if self._next == len(self.sums):
+            self.sums.append(term.clone())
         else:
-            self._sums[self._next].add_(term)
+            self.sums[self._next].add_(term)
         self._next += 1
-        return self._sums[self._next - 1]
+        return self.sums[self._next - 1]
 
     @contextmanager
     def microbatch(self) -> Iterator[None]:

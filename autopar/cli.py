@@ -90,6 +90,9 @@ def plan_command(
     precision: Policy = None,
     recipe: Recipe = None,
     roles: RolesOption = "",
+    microbatches: Annotated[
+        int | None, typer.Option(help="Parts of the batch, one after the other; default: as memory asks for.", min=1)
+    ] = None,
     microbatch: Annotated[
         int | None, typer.Option(help="Samples at a time, with axes pp, dp, tp of recipe megatron.", min=1)
     ] = None,
@@ -140,7 +143,8 @@ def plan_command(
         from autopar.report.progress import SearchProgress
         from autopar.search.find import Search
 
-        search = Search(time_limit=time_limit, recipe=recipe, roles=parse_roles(roles))
+        pins = {} if microbatches is None else {"microbatches": microbatches}
+        search = Search(time_limit=time_limit, recipe=recipe, roles=parse_roles(roles), pins=pins)
         with SearchProgress() as progress:
             found, beside = plan_and_compare(
                 task.model,

@@ -40,7 +40,7 @@ from autopar.passes.replicate_random import replicate_random
 from autopar.plan import Plan
 from autopar.precision import Precision
 from autopar.predict import predict
-from autopar.program import Program, copy_graph
+from autopar.program import Program, copy_graph, values_of
 from autopar.recompute import between, uniform
 from autopar.search.counts import best_count
 from autopar.search.find import Progress, Search, find_plan, require_splits
@@ -281,18 +281,32 @@ def in_microbatches(program: Program, count: int, *, deterministic: bool = False
             "microbatches are added up by the loss, and the model returns none: return it alone or as the only scalar, "
             "or pass loss_fn=lambda output, batch: ..."
         )
-    steps = DETERMINISTIC_TIME_PASSES if deterministic else TIME_PASSES
-    with _collector_paused():
-        dims, axes = analyze(program), {TIME: count}
-        classes = quotient(program, dims)
-        limits = along_samples(program, dims, classes, count)
-        search = Search(gap=0.0, padding=False)
-        plan = find_plan(program, dims, axes, _TIME, search=search, restrictions=limits, classes=classes)
-        found = cut_microbatches(program, _rewrite(program, plan, steps), count)
+    if any(v is not None and v.dtype is torch.float16 for n in program.graph.graph.nodes for v in values_of(n)):
+        raise InfeasibleError(
+            "gradients of microbatches are computed before backward() is called, and so before the loss is scaled, "
+            'which float16 needs: compute in bfloat16, or leave microbatches out (pins={"microbatches": 1})'
+        )
+    try:
+        found = _in_microbatches(program, count, deterministic, tie=True)
+    except InfeasibleError:  # what is alike may have to be cut in unlike ways
+        found = _in_microbatches(program, count, deterministic, tie=False)
     if program.repeat is None:
         return found
     shorter = in_microbatches(program.repeat.shorter, count, deterministic=deterministic)
     return replace(found, repeat=replace(program.repeat, shorter=shorter))
+
+
+def _in_microbatches(program: Program, count: int, deterministic: bool, *, tie: bool) -> Program:
+    """The program of a microbatch, if nodes that are ``tie``d are cut alike."""
+    steps = DETERMINISTIC_TIME_PASSES if deterministic else TIME_PASSES
+    program = replace(program, repeat=None)
+    with _collector_paused():
+        dims, axes = analyze(program), {TIME: count}
+        classes = quotient(program, dims, tie=tie)
+        limits = along_samples(program, dims, classes, count)
+        search = Search(gap=0.0, padding=False)
+        plan = find_plan(program, dims, axes, _TIME, search=search, restrictions=limits, classes=classes)
+        return cut_microbatches(program, _rewrite(program, plan, steps), count)
 
 
 _TIME = replace(Cluster.preset("cpu"), links=(Link("time", 1e12, 1.0),), group_sizes=())

@@ -10,11 +10,9 @@ way cannot be cut. No mean of means is taken: the sum is that of the whole batch
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map_only
 
 from autopar._torch_compat import FakeTensor
 from autopar.accumulate import accumulate
@@ -22,7 +20,7 @@ from autopar.collective import GROUP_ARGUMENT, axis_index, c10d
 from autopar.errors import InfeasibleError
 from autopar.layout import Layout, Replicate, Split
 from autopar.origin import inherit_origin, user_line
-from autopar.program import Input, Microbatch, Output, Program
+from autopar.program import Input, Microbatch, Output, Program, values_of
 
 TIME = "time"
 """Name of the axis along which microbatches follow one another."""
@@ -76,7 +74,7 @@ class _Cutter:
                 self._feed(_start(end), end)
             elif node.target is c10d.all_reduce.default and node.args[1] == "sum":
                 (wait,) = node.users
-                with graph.inserting_before(node):
+                with graph.inserting_after(node.args[0]):  # so that the term lives for a moment only
                     total = graph.call_function(accumulate, (node.args[0],))
                 inherit_origin(total, node.args[0])
                 total.meta = {**wait.meta, **total.meta}
@@ -156,7 +154,9 @@ class _Cutter:
         for node in local.graph.graph.nodes:
             node.meta = {k: v for k, v in node.meta.items() if k not in _NOTES}
             if "val" in node.meta:
-                node.meta["val"] = tree_map_only(torch.Tensor, partial(_fake, like=example), node.meta["val"])
+                made = values_of(node)
+                fakes = tuple(v if v is None else _fake(v, example) for v in made)
+                node.meta["val"] = fakes if isinstance(node.meta["val"], tuple | list) else fakes[0]
         for note in ("invariants", "axes", "again"):
             local.graph.meta.pop(note, None)
         local.graph.recompile()

@@ -12,13 +12,15 @@ After::
     wait = _c10d_functional.wait_tensor(all_reduce)
     relu = aten.relu(wait)
 
-Each move of a value is emitted once, in front of the first user that needs it. ``"model"`` is the mesh axis; a rank
+Each move of a value is emitted once, in front of the first user that needs it, or as soon as the value is there if it
+leaves the graph. ``"model"`` is the mesh axis; a rank
 puts in its own group.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,10 +84,20 @@ def _bring(
         for move in table.path(begin, end):
             if (value, move.target) in placed:
                 continue
-            with graph.inserting_before(user):
+            # What leaves the graph is moved at once: gradients that wait to be reduced would take memory.
+            place = user if user.op != "output" else _next_operator(placed[value, move.source])
+            with graph.inserting_before(place):
                 emitter = _Emitter(graph, value, user, type_, move, tables.machine, gradient)
                 placed[value, move.target] = emitter.emit(placed[value, move.source])
     return placed[value, target]
+
+
+def _next_operator(node: fx.Node) -> fx.Node:
+    """The first node behind this one that is no placeholder, nor one of several outputs of a node."""
+    node = node.next
+    while node.op == "placeholder" or node.target is operator.getitem:
+        node = node.next
+    return node
 
 
 @dataclass

@@ -1,10 +1,12 @@
 """Sums over the microbatches of a step: element by element, so they may be split, and reduced later, in any way."""
 
-from autopar.accumulate import accumulate as operator
+import torch
+
+import autopar.accumulate  # noqa: F401  defines the operator
 from autopar.strategy import Rule, Spec, letters, rule
 
 
-@rule(operator)
+@rule(torch.ops.autopar.accumulate.default)
 def accumulate(term: Spec) -> Rule:
     """A sum of sums over devices is the same in either order."""
     names = letters(term.ndim) or "."

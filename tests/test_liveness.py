@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, fx
 
+from autopar.accumulate import Totals
 from autopar.cluster import Cluster
-from autopar.compiler import peak_of, program_to_plan, rewrite, solve
+from autopar.compiler import in_microbatches, peak_of, program_to_plan, rewrite, solve
+from autopar.dims import analyze
 from autopar.liveness import moments, peak_memory
 from autopar.program import Program, map_nodes
+from autopar.rows import take
 from autopar.search.find import Search
 from autopar.search.random_plan import random_plan
 from tests import models as zoo
 from tests.test_abridge import deep
 
 
-def measured_peak(program: Program, inputs: Sequence[Tensor]) -> float:
+def measured_peak(program: Program, inputs: Sequence[Tensor], held: Sequence[Tensor] = ()) -> float:
     """Most bytes of the storages that are alive at once, each value dropped after its last user, inputs kept."""
     graph: fx.Graph = program.graph.graph
     values: dict[fx.Node, object] = dict(zip(program.placeholders, inputs, strict=True))
@@ -29,7 +33,7 @@ def measured_peak(program: Program, inputs: Sequence[Tensor]) -> float:
             args, kwargs = map_nodes((node.args, node.kwargs), values.__getitem__)
             values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         storages = {}
-        for value in values.values():
+        for value in (*values.values(), *held):
             for part in value if isinstance(value, tuple | list) else (value,):
                 if isinstance(part, Tensor):
                     storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
@@ -52,6 +56,32 @@ def test_predicted_peak_is_measured(name: str, again: bool) -> None:
     predicted = sum(held.values()) - held["optimizer"]
     with torch.no_grad():
         assert measured_peak(local, values) == pytest.approx(predicted, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["mlp", "encoder"])
+def test_predicted_peak_of_a_microbatch_is_measured(name: str) -> None:
+    whole, _, values = zoo.captured(name)
+    program = in_microbatches(whole, 2)
+    assert program.part is not None
+    plan = random_plan(program, analyze(program), {}, Cluster.preset("cpu"), 1, again=True)
+    local = rewrite(whole, replace(plan, fingerprint=whole.fingerprint, microbatches=2))
+    held = peak_memory(local, plan)
+    named = {(i.kind, i.name): v for i, v in zip(whole.inputs, values, strict=True)}
+    inputs = []
+    for node, spec in zip(local.placeholders, local.inputs, strict=True):
+        value = named.get((spec.kind, spec.name), torch.ones_like(node.meta["val"], device="cpu"))
+        inputs.append(take(value, 0, 1, 2, 0) if spec.kind == "batch" and spec.name in program.part.rows else value)
+    totals = Totals()
+    with torch.no_grad():
+        with totals.microbatch():
+            measured_peak(local, inputs)
+        with totals.microbatch():
+            measured = measured_peak(local, inputs, totals.sums)
+    rest = sum(i.nbytes for i, spec in zip(inputs, local.inputs, strict=True) if spec.name in program.part.rows
+               and spec.kind == "batch")  # fmt: skip
+    results = sum(v.meta["val"].nbytes for o, v in zip(local.outputs, local.output_values, strict=True)
+                  if v is not None and o.kind == "result" and o.name in program.part.results)  # fmt: skip
+    assert measured + rest + results == pytest.approx(sum(held.values()) - held["optimizer"], rel=0.02)
 
 
 def test_what_is_held_returns_to_inputs_results_and_gradients() -> None:

@@ -15,7 +15,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("layout", "cluster", "tree", "blocks", "precision"),
     ("_torch_compat",),
-    ("draw",),
+    ("draw", "accumulate"),
     ("strategy", "rule_call", "oracle", "padding_oracle", "random_oracle"),
     ("strategies",),
     ("findings", "trial", "isolate", "discover"),
@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "work",
     ),
     ("search",),
-    ("recompute", "assignment", "step", "predict", "propagate", "liveness", "float64", "check"),
+    ("recompute", "microbatch", "rows", "assignment", "step", "predict", "propagate", "liveness", "float64", "check"),
     ("passes",),
     ("canonical", "emulate", "simulate", "training", "runtime", "checkpoint", "coverage", "calibrate"),
     (
@@ -189,7 +189,12 @@ def test_planning_needs_no_process_group(path: Path) -> None:
 def test_strategies_import_only_the_rule_language(path: Path) -> None:
     _, _, imported = parse(path)
     own = ("autopar.strategies",) if path.name == "__init__.py" else ()
-    assert stray_imports(imported, ("autopar.strategy", "autopar.layout", "autopar.draw", "torch", *own)) == []
+    assert (
+        stray_imports(
+            imported, ("autopar.strategy", "autopar.layout", "autopar.draw", "autopar.accumulate", "torch", *own)
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("path", sources("passes"), ids=by_path)

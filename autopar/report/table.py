@@ -155,6 +155,8 @@ def _totals(plan: Plan) -> RenderableType:
         rows.append(("peak in a step", f"{format_bytes(sum(size for _, size in peak))}: {each}"))
     if plan.certificate.memory_price > 0:
         rows.append(("price of memory", price_text(plan)))
+    if plan.microbatches > 1:
+        rows.append(("microbatches", f"{plan.microbatches} parts of the batch one after the other, gradients added up"))
     if plan.recompute:
         moved = sum(name.startswith("relay ") for name in plan.recompute)
         kinds = f"{len(plan.recompute) - moved} kinds of operators computed, {moved} kinds of values moved"

@@ -91,9 +91,8 @@ def test_large_batch_gives_data_parallelism() -> None:
 
 def test_less_memory_gives_zero_then_fsdp_with_recomputation() -> None:
     """Parameters are split and gathered once, and with less memory twice; gradients are scattered."""
-    everything = plan(65536, {"gpu": 4}, memory=8e9)
-    zero = plan(65536, {"gpu": 4}, memory=4e9)
-    fsdp = plan(65536, {"gpu": 4}, memory=3e9)
+    whole = Search(pins={"microbatches": 1})
+    everything, zero, fsdp = (plan(65536, {"gpu": 4}, memory=size, search=whole) for size in (8e9, 4e9, 3e9))
     weights = [n for n in everything.parameters if "down.weight" in n or "up.weight" in n]
     assert not everything.recompute
     for found, budget, times in ((zero, 4e9, 1), (fsdp, 3e9, 2)):
