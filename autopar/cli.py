@@ -101,6 +101,7 @@ def plan_command(
         str, typer.Option(metavar="none|selective|full", help="What the backward makes again.")
     ] = "none",
     time_limit: Limit = 60.0,
+    check: Annotated[bool, typer.Option("--check", help="Verify the lower bound apart from the search.")] = False,
     save: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the plan to a file.")] = None,
     report: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="Write a page with timeline, memory and what-ifs.")
@@ -140,7 +141,7 @@ def plan_command(
         from autopar.report.progress import SearchProgress
         from autopar.search.find import Search
 
-        search = Search(time_limit=time_limit, recipe=recipe, roles=parse_roles(roles))
+        search = Search(time_limit=time_limit, recipe=recipe, roles=parse_roles(roles), check=check)
         with SearchProgress() as progress:
             found, beside = plan_and_compare(
                 task.model,

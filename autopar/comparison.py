@@ -63,7 +63,9 @@ def compare_recipes(
             rows.append(Comparison(name, found))
             continue
         roles = search.roles if name in TAKES_ROLES else {}
-        own = replace(search, recipe=name, roles=roles, pins={}, time_limit=min(search.time_limit, SECONDS))
+        own = replace(
+            search, recipe=name, roles=roles, pins={}, time_limit=min(search.time_limit, SECONDS), check=False
+        )
         try:
             plan = solve(program, dict(found.axes), found.cluster, memory=memory, optimizer=found.optimizer, search=own)
         except (InfeasibleError, ValueError) as e:

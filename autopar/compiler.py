@@ -171,8 +171,10 @@ def solve(
         if len(options) == 1 or search.recipe == "random":
             return best
         bound = min(plan.certificate.lower_bound for plan in found)
+        verified = [plan.certificate.checked for plan in found]
+        checked = None if None in verified else min(b for b in verified if b is not None)
         space = f"parameters as they are, or all padded whose dims an axis does not divide; {best.certificate.space}"
-        return replace(best, certificate=replace(best.certificate, lower_bound=bound, space=space))
+        return replace(best, certificate=replace(best.certificate, lower_bound=bound, space=space, checked=checked))
 
 
 def _of_whole_model(plan: Plan, program: Program) -> Plan:

@@ -30,12 +30,15 @@ class Certificate:
         lower_bound: no plan of ``space`` costs less under the same cost model.
         space: the set of plans that the bound speaks of.
         method: what closed the search.
+        checked: a lower bound on the same plans that was verified apart from the search, from duals and by sums that
+            are rounded down; None where that was not asked for.
     """
 
     objective: float
     lower_bound: float
     space: str
     method: str
+    checked: float | None = None
 
     @property
     def gap(self) -> float:

@@ -160,6 +160,15 @@ def _totals(plan: Plan) -> RenderableType:
     return figures([("", ""), *rows])
 
 
+def _checked(certificate: Certificate) -> str:
+    verified = certificate.checked or 0.0
+    distance = max(0.0, certificate.objective - verified) / max(certificate.objective, 1e-300)
+    return (
+        f"{format_seconds(verified)}: verified from duals, apart from the search; the objective is at most "
+        f"{format_share(distance)} above"
+    )
+
+
 def _certificate(certificate: Certificate) -> RenderableType:
     gap, bound = certificate.gap, format_seconds(certificate.lower_bound)
     meaning = (
@@ -173,6 +182,7 @@ def _certificate(certificate: Certificate) -> RenderableType:
             ("objective", f"{format_seconds(certificate.objective)} a step, as the search counts"),
             ("lower bound", f"{bound}: {meaning}"),
             ("gap", format_share(gap)),
+            *([("checked", _checked(certificate))] if certificate.checked is not None else []),
             ("space", certificate.space),
             ("method", METHODS.get(certificate.method, certificate.method)),
         ]

@@ -23,6 +23,7 @@ from autopar.dims import Dims
 from autopar.program import Program
 from autopar.redistribute import Machine, Tables
 from autopar.search.build import Built, Memory, build, operator_seconds
+from autopar.search.certify import Claim
 from autopar.search.problem import Node, Problem, Solution
 from autopar.search.quotient import Quotient
 from autopar.search.restrict import Restrictions
@@ -94,9 +95,13 @@ def placements(built: Built, solution: Solution, tables: Tables) -> dict[str, tu
 
 def bound_by_axes(
     program: Program, dims: Dims, classes: Quotient, machine: Machine, restrictions: Restrictions
-) -> float:
-    """Seconds that no plan on any of the axes can undercut; memory is not counted, so it holds for every budget."""
-    total, devices = 0.0, math.prod(machine.sizes)
+) -> tuple[float, list[Claim]]:
+    """Seconds that no plan on any of the axes can undercut; memory is not counted, so it holds for every budget.
+
+    Returns:
+        What no plan avoids on any axis, and a claim for each axis; the bound is the sum of all.
+    """
+    fixed, claims, devices = 0.0, list[Claim](), math.prod(machine.sizes)
     for axis, (name, n, link) in enumerate(zip(machine.names, machine.sizes, machine.links, strict=True)):
         others = devices // n
         # With every other axis splitting it, each tensor is `others` times smaller: the same as a faster machine.
@@ -111,8 +116,9 @@ def bound_by_axes(
         )
         built = build(program, dims, classes, Tables(single), Memory(defaultdict(float)), limits)
         problem, share = _share(built, dims, classes, machine, n)
-        total += solve(problem, gap=1e-4).lower_bound + (share if axis == 0 else 0.0)
-    return total
+        claims.append(Claim(problem, solve(problem, gap=1e-4).lower_bound))
+        fixed = share  # the same for every axis
+    return fixed, claims
 
 
 def _project(decided: Mapping[Any, Sequence[Any]], axis: int) -> dict[Any, tuple[Any]]:

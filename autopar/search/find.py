@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from autopar.redistribute import Machine, Tables
 from autopar.search.axes import bound_by_axes
 from autopar.search.budget import Task, plan_by_axes, plan_within
 from autopar.search.build import AGAIN, Built, Memory, build
+from autopar.search.certify import Claim
+from autopar.search.duals import examine, require_cost
 from autopar.search.frontier import Mix
 from autopar.search.minimise import Limits
 from autopar.search.quotient import Quotient, quotient
@@ -56,6 +58,8 @@ class Search:
         tie_layers: repeated layers are laid out alike; False searches each on its own.
         padding: parameters whose dims an axis does not divide, such as a vocabulary of 50257, may be padded on the
             devices where that is faster; False: only where a pin splits them.
+        check: the lower bound is verified afterwards, apart from the search, see `Certificate.checked`. May take as
+            long as ``time_limit`` again.
     """
 
     time_limit: float = 60.0
@@ -66,6 +70,7 @@ class Search:
     seed: int = 0
     tie_layers: bool = True
     padding: bool = True
+    check: bool = False
 
     def __post_init__(self) -> None:
         """Refuse recipes and words that do not exist."""
@@ -123,6 +128,7 @@ def find_plan(
 
     Raises:
         InfeasibleError: nothing fits; says how much is missing.
+        CertificateError: the check refutes what the search claims.
     """
     search, restrictions = search or Search(), restrictions or Restrictions()
     machine = Machine(tuple(axes), tuple(axes.values()), cluster.link_for(dict(axes)), cluster.device)
@@ -137,17 +143,28 @@ def find_plan(
         return build(program, dims, classes, tables, memory, restrictions)
 
     def read(built: Built, mix: Mix, bound: float, method: str) -> Plan:
+        if search.check:
+            require_cost(built.problem, mix, [v.count for v in built.variables])
         certificate = Certificate(mix.cost, min(max(bound, 0.0), mix.cost), _space(search, cluster), method)
         return _read(program, dims, classes, built, mix, certificate, axes, cluster, optimizer, tables)
 
     def state(gradients: bool) -> dict[str, float]:
         return state_bytes(program, optimizer, gradients=gradients)
 
-    task = Task(make, read, state, restrictions, limits, memory, peak, search.again, progress or _silent)
+    claims: list[Claim] = []
+    report = progress or _silent
+    task = Task(make, read, state, restrictions, limits, memory, peak, search.again, report, claims.append)
     if exact:
-        return plan_within(task)
-    bound = bound_by_axes(program, dims, classes, machine, restrictions)
-    return plan_by_axes(task, tables, bound)
+        plan, fixed = plan_within(task), 0.0
+        claims = [max(claims, key=lambda claim: claim.bound)]  # each is about all plans
+    else:
+        fixed, claims = bound_by_axes(program, dims, classes, machine, restrictions)
+        plan = plan_by_axes(task, tables, fixed + sum(claim.bound for claim in claims))
+    if not search.check:
+        return plan
+    report("checking the bound", plan.certificate.objective, plan.certificate.lower_bound)
+    checked = fixed + sum(examine(claim, search.time_limit / len(claims)) for claim in claims)
+    return replace(plan, certificate=replace(plan.certificate, checked=max(checked, 0.0)))
 
 
 def _silent(phase: str, incumbent: float, bound: float) -> None:

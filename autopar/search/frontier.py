@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import InfeasibleError
+from autopar.search.certify import Claim
 from autopar.search.graph import build
 from autopar.search.minimise import Limits, minimise
 from autopar.search.price import Point, fits, locate, require_fit
@@ -101,7 +102,12 @@ class Frontier:
 
     def bound(self, budget: float) -> float:
         """No labelling within the budget costs less."""
-        return max((p.bound - p.price * budget for p in self.known), default=-np.inf)
+        return self.claim(budget).bound
+
+    def claim(self, budget: float) -> Claim:
+        """The price that bounds the labellings within the budget best."""
+        claims = [Claim(self.problem, p.bound - p.price * budget, p.price, budget) for p in self.known]
+        return max(claims, key=lambda claim: claim.bound, default=Claim(self.problem, -np.inf))
 
     def least(self) -> Point:
         """The labelling of least memory, and of these the cheapest.
