@@ -51,6 +51,7 @@ RolesOption = Annotated[
     str, typer.Option("--roles", metavar="AXIS=ROLE,...", help="What axes are for: node=data,gpu=tensor.")
 ]
 Limit = Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of the search.")]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Search anew, and do not keep what is found.")]
 
 
 class Task(NamedTuple):
@@ -102,6 +103,7 @@ def plan_command(
     ] = "none",
     time_limit: Limit = 60.0,
     check: Annotated[bool, typer.Option("--check", help="Verify the lower bound apart from the search.")] = False,
+    no_cache: NoCache = False,
     save: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the plan to a file.")] = None,
     report: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="Write a page with timeline, memory and what-ifs.")
@@ -141,7 +143,7 @@ def plan_command(
         from autopar.report.progress import SearchProgress
         from autopar.search.find import Search
 
-        search = Search(time_limit=time_limit, recipe=recipe, roles=parse_roles(roles), check=check)
+        search = Search(time_limit=time_limit, recipe=recipe, roles=parse_roles(roles), check=check, cache=not no_cache)
         with SearchProgress() as progress:
             found, beside = plan_and_compare(
                 task.model,
@@ -227,6 +229,7 @@ def explain_command(
     recipe: Recipe = None,
     roles: RolesOption = "",
     time_limit: Limit = 60.0,
+    no_cache: NoCache = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -244,7 +247,7 @@ def explain_command(
 
         wanted = parse_wanted(why_not, sizes) if why_not else None
         machine = Cluster.resolve(cluster)
-        search = Search(time_limit=time_limit, recipe=recipe, roles=parse_roles(roles))
+        search = Search(time_limit=time_limit, recipe=recipe, roles=parse_roles(roles), cache=not no_cache)
         budget = default_memory(machine) if memory is None else memory
         with SearchProgress() as progress:
             policy = Precision.resolve(precision)

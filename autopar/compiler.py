@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import autopar.strategies  # noqa: F401  registers every rule
-from autopar import tree
+from autopar import cache, tree
 from autopar.abridge import abridge
 from autopar.canonical import canonical
 from autopar.capture import Batch, LossFunction, capture
@@ -36,7 +36,7 @@ from autopar.passes.lower_operators import lower_operators
 from autopar.passes.pad_dims import pad, pad_dims
 from autopar.passes.replay_random import replay_random
 from autopar.passes.replicate_random import replicate_random
-from autopar.plan import Plan
+from autopar.plan import TIME_LIMIT, Certificate, Plan
 from autopar.precision import Precision
 from autopar.predict import predict
 from autopar.program import Program, copy_graph
@@ -137,44 +137,73 @@ def solve(
 ) -> Plan:
     """Analyze a program, enumerate candidates and search; the plan carries its prediction and certificate.
 
-    Where parameters have dims that an axis does not divide, this is done twice: without padding, and with it. Each
-    search has half of the time limit.
+    A plan that was found before is read, see `autopar.cache`; one whose search the time limit ended is not kept.
     """
-    search = search or Search()
-    roles = roles_of(search.recipe, axes, search.roles)
+    search, machine = search or Search(), Cluster.resolve(cluster)
+    budget = None if memory is None else parse_bytes(memory)
     with _collector_paused():
         dims = analyze(program)
-        machine = Cluster.resolve(cluster)
-        limits = read_pins(program, dims, search.layouts, axes, restrictions)
-        helps = any(role != DATA for role in roles)  # parameters need not divide to be replicated
-        options = paddings(program, dims, axes, limits.layouts, search=search.padding and helps)
-        if search.recipe == "random":
-            options = (options[search.seed % len(options)],)
-        search = replace(search, time_limit=search.time_limit / len(options))
-        found: list[Plan] = []
-        errors: list[InfeasibleError] = []
-        for shapes in options:
-            padded = pad(program, shapes)
-            dims = analyze(padded) if shapes else dims
-            try:
-                # A later shape lives with the mesh that there is; roles say more clearly what is wrong.
-                if None in roles and (restrictions is None or not restrictions.layouts):
-                    require_splits(dims, axes)
-                plan = _solve(padded, dims, axes, machine, memory, optimizer, search, roles, limits, progress)
-            except InfeasibleError as e:
-                errors.append(e)
-                continue
-            found.append(replace(plan, padding=shapes, fingerprint=program.fingerprint))
-        if not found:
-            raise min(errors, key=lambda e: math.inf if e.needed is None else e.needed)
-        best = _of_whole_model(min(found, key=lambda plan: plan.certificate.objective), program)
-        if len(options) == 1 or search.recipe == "random":
-            return best
-        bound = min(plan.certificate.lower_bound for plan in found)
-        verified = [plan.certificate.checked for plan in found]
-        checked = None if None in verified else min(b for b in verified if b is not None)
-        space = f"parameters as they are, or all padded whose dims an axis does not divide; {best.certificate.space}"
-        return replace(best, certificate=replace(best.certificate, lower_bound=bound, space=space, checked=checked))
+        file = cache.file_of(program, dims, axes, machine, budget, optimizer, search, restrictions)
+        if file is not None and (known := cache.load(file, program)) is not None:
+            if progress:
+                progress(f"plan of an earlier search, {file}", math.inf, 0.0)
+            return known
+        plan = _best_padded(program, dims, axes, machine, budget, optimizer, search, restrictions, progress)
+        if file is not None and plan.certificate.method != TIME_LIMIT:
+            cache.store(file, plan)
+        return plan
+
+
+def _best_padded(
+    program: Program,
+    dims: Dims,
+    axes: Mapping[str, int],
+    machine: Cluster,
+    memory: float | None,
+    optimizer: str,
+    search: Search,
+    restrictions: Restrictions | None,
+    progress: Progress | None,
+) -> Plan:
+    """The best plan that is found.
+
+    Where parameters have dims that an axis does not divide, it is searched twice: without padding, and with it. Each
+    search has half of the time limit.
+    """
+    roles = roles_of(search.recipe, axes, search.roles)
+    limits = read_pins(program, dims, search.layouts, axes, restrictions)
+    helps = any(role != DATA for role in roles)  # parameters need not divide to be replicated
+    options = paddings(program, dims, axes, limits.layouts, search=search.padding and helps)
+    if search.recipe == "random":
+        options = (options[search.seed % len(options)],)
+    search = replace(search, time_limit=search.time_limit / len(options))
+    found: list[Plan] = []
+    errors: list[InfeasibleError] = []
+    for shapes in options:
+        padded = pad(program, shapes)
+        dims = analyze(padded) if shapes else dims
+        try:
+            # A later shape lives with the mesh that there is; roles say more clearly what is wrong.
+            if None in roles and (restrictions is None or not restrictions.layouts):
+                require_splits(dims, axes)
+            plan = _solve(padded, dims, axes, machine, memory, optimizer, search, roles, limits, progress)
+        except InfeasibleError as e:
+            errors.append(e)
+            continue
+        found.append(replace(plan, padding=shapes, fingerprint=program.fingerprint))
+    if not found:
+        raise min(errors, key=lambda e: math.inf if e.needed is None else e.needed)
+    best = _of_whole_model(min(found, key=lambda plan: plan.certificate.objective), program)
+    if len(options) == 1 or search.recipe == "random":
+        return best
+    bound = min(plan.certificate.lower_bound for plan in found)
+    verified = [plan.certificate.checked for plan in found]
+    checked = None if None in verified else min(b for b in verified if b is not None)
+    late = any(plan.certificate.method == TIME_LIMIT for plan in found)
+    method = TIME_LIMIT if late else best.certificate.method
+    space = f"parameters as they are, or all padded whose dims an axis does not divide; {best.certificate.space}"
+    certificate = Certificate(best.certificate.objective, bound, space, method, checked)
+    return replace(best, certificate=certificate)
 
 
 def _of_whole_model(plan: Plan, program: Program) -> Plan:
@@ -192,7 +221,7 @@ def _solve(
     dims: Dims,
     axes: Mapping[str, int],
     machine: Cluster,
-    memory: str | float | None,
+    memory: float | None,
     optimizer: str,
     search: Search,
     roles: Roles,
@@ -210,7 +239,7 @@ def _solve(
         dims,
         axes,
         machine,
-        memory=None if memory is None else parse_bytes(memory),
+        memory=memory,
         peak=lambda plan: peak_of(program, plan, classes),
         optimizer=optimizer,
         search=search,

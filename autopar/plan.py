@@ -17,6 +17,9 @@ from autopar.layout import Layout, parse_placement
 
 VERSION = 1
 
+TIME_LIMIT = "time limit"
+"""The method of a certificate whose search was ended by its time limit, or by the user."""
+
 EVERY = ((0, 2**31),)
 """A range of all members of a class, however many there are."""
 

@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "work",
     ),
     ("search",),
-    ("recompute", "assignment", "step", "predict", "propagate", "liveness", "float64", "check"),
+    ("recompute", "assignment", "step", "predict", "propagate", "liveness", "float64", "check", "cache"),
     ("passes",),
     ("canonical", "emulate", "simulate", "training", "runtime", "checkpoint", "coverage", "calibrate"),
     (

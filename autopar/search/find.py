@@ -16,7 +16,7 @@ from autopar.cost.memory import optimizer_state_bytes
 from autopar.dims import Dims
 from autopar.errors import InfeasibleError
 from autopar.layout import Layout, item_bytes
-from autopar.plan import EVERY, Certificate, Plan
+from autopar.plan import EVERY, TIME_LIMIT, Certificate, Plan
 from autopar.program import Program
 from autopar.redistribute import Machine, Tables
 from autopar.search.axes import bound_by_axes
@@ -60,6 +60,7 @@ class Search:
             devices where that is faster; False: only where a pin splits them.
         check: the lower bound is verified afterwards, apart from the search, see `Certificate.checked`. May take as
             long as ``time_limit`` again.
+        cache: a plan that was found before, for all the same, is read and not searched, see `autopar.cache`.
     """
 
     time_limit: float = 60.0
@@ -71,6 +72,7 @@ class Search:
     tie_layers: bool = True
     padding: bool = True
     check: bool = False
+    cache: bool = True
 
     def __post_init__(self) -> None:
         """Refuse recipes and words that do not exist."""
@@ -160,6 +162,8 @@ def find_plan(
     else:
         fixed, claims = bound_by_axes(program, dims, classes, machine, restrictions)
         plan = plan_by_axes(task, tables, fixed + sum(claim.bound for claim in claims))
+    if limits.expired():
+        plan = replace(plan, certificate=replace(plan.certificate, method=TIME_LIMIT))
     if not search.check:
         return plan
     report("checking the bound", plan.certificate.objective, plan.certificate.lower_bound)
