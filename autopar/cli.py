@@ -1,7 +1,7 @@
 """The ``autopar`` command; each of its subcommands is a function here.
 
 Exit codes: 0 done; 1 `verify` or `diff` found a difference, or `ops --coverage` a wrong rule; 2 wrong input or a model
-that cannot be planned; 3 nothing fits.
+that cannot be planned; 3 nothing fits; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autopar.errors import AutoparError, InfeasibleError
 
 # torch takes a second to import: the commands that need it import what they use.
 
-DIFFERENT, WRONG_INPUT, INFEASIBLE = 1, 2, 3
+DIFFERENT, WRONG_INPUT, INFEASIBLE, STOPPED = 1, 2, 3, 130
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -138,6 +138,7 @@ def plan_command(
             )
             return
         from autopar.comparison import plan_and_compare
+        from autopar.plan import INTERRUPTED
         from autopar.precision import Precision
         from autopar.report.comparison import comparison_list, comparison_table
         from autopar.report.progress import SearchProgress
@@ -160,12 +161,15 @@ def plan_command(
         if save is not None:
             found.save(save)
             typer.echo(f"saved {save}", err=True)
-        if report is not None:
+        stopped = found.certificate.method == INTERRUPTED
+        if report is not None and not stopped:
             _write_report(report, task, found, beside, memory, Precision.resolve(precision), search)
         if as_json:
             typer.echo(json.dumps({**found.to_dict(), "recipes": comparison_list(found, beside)}, indent=1))
         else:
             typer.echo(f"{found.summary()}\n\n{comparison_table(found, beside)}")
+        if stopped:
+            raise typer.Exit(STOPPED)
 
 
 def _write_report(
@@ -508,6 +512,9 @@ def _clear_errors(debug: bool) -> Iterator[None]:
             traceback.print_exc()
         typer.echo(f"error: {' '.join(str(error).split()) or type(error).__name__}", err=True)
         raise typer.Exit(INFEASIBLE if isinstance(error, InfeasibleError) else WRONG_INPUT) from error
+    except KeyboardInterrupt as error:
+        typer.echo("stopped", err=True)
+        raise typer.Exit(STOPPED) from error
 
 
 def parse_axes(text: str) -> dict[str, int]:

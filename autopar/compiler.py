@@ -36,7 +36,7 @@ from autopar.passes.lower_operators import lower_operators
 from autopar.passes.pad_dims import pad, pad_dims
 from autopar.passes.replay_random import replay_random
 from autopar.passes.replicate_random import replicate_random
-from autopar.plan import TIME_LIMIT, Certificate, Plan
+from autopar.plan import INTERRUPTED, TIME_LIMIT, Certificate, Plan
 from autopar.precision import Precision
 from autopar.predict import predict
 from autopar.program import Program, copy_graph
@@ -137,7 +137,7 @@ def solve(
 ) -> Plan:
     """Analyze a program, enumerate candidates and search; the plan carries its prediction and certificate.
 
-    A plan that was found before is read, see `autopar.cache`; one whose search the time limit ended is not kept.
+    A plan that was found before is read, see `autopar.cache`; one whose search did not end by itself is not kept.
     """
     search, machine = search or Search(), Cluster.resolve(cluster)
     budget = None if memory is None else parse_bytes(memory)
@@ -149,7 +149,7 @@ def solve(
                 progress(f"plan of an earlier search, {file}", math.inf, 0.0)
             return known
         plan = _best_padded(program, dims, axes, machine, budget, optimizer, search, restrictions, progress)
-        if file is not None and plan.certificate.method != TIME_LIMIT:
+        if file is not None and plan.certificate.method not in (TIME_LIMIT, INTERRUPTED):
             cache.store(file, plan)
         return plan
 
@@ -199,8 +199,8 @@ def _best_padded(
     bound = min(plan.certificate.lower_bound for plan in found)
     verified = [plan.certificate.checked for plan in found]
     checked = None if None in verified else min(b for b in verified if b is not None)
-    late = any(plan.certificate.method == TIME_LIMIT for plan in found)
-    method = TIME_LIMIT if late else best.certificate.method
+    methods = [plan.certificate.method for plan in found]
+    method = next((m for m in (INTERRUPTED, TIME_LIMIT) if m in methods), best.certificate.method)
     space = f"parameters as they are, or all padded whose dims an axis does not divide; {best.certificate.space}"
     certificate = Certificate(best.certificate.objective, bound, space, method, checked)
     return replace(best, certificate=certificate)

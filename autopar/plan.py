@@ -17,8 +17,8 @@ from autopar.layout import Layout, parse_placement
 
 VERSION = 1
 
-TIME_LIMIT = "time limit"
-"""The method of a certificate whose search was ended by its time limit, or by the user."""
+TIME_LIMIT, INTERRUPTED = "time limit", "interrupted"
+"""Methods of certificates whose search did not end by itself."""
 
 EVERY = ((0, 2**31),)
 """A range of all members of a class, however many there are."""

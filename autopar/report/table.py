@@ -21,6 +21,7 @@ METHODS = {
     "ilp": "integer linear program",
     "multiplier": "memory priced by a multiplier",
     "time limit": "stopped by the time limit",
+    "interrupted": "stopped by Ctrl-C",
     "prices": "memory priced, exactly at each price; blocks mixed between two prices",
     "axis by axis": "one or two axes at a time, bounded axis by axis",
 }

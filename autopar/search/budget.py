@@ -180,7 +180,7 @@ def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str =
         size = _peak(plan.predicted.peak_bytes)
         better = least is None or size < CLOSE * _peak(least.predicted.peak_bytes)
         least = _lesser(least, plan)
-        if not rows and (better or not capped) and time.monotonic() < task.limits.deadline:
+        if not rows and (better or not capped) and not task.limits.expired():
             rows.append(replace(row, working=working / 2))
             capped = True
     raise _missing(task.memory, least)
@@ -247,7 +247,7 @@ def _tightened(task: Task, built: Built, bound: float, method: str, relaxed: boo
             fitting = max(fitting, mix.memory)
         else:
             failing = min(failing, mix.memory)
-        late = time.monotonic() > task.limits.deadline
+        late = task.limits.expired()
         tries -= best is not None
         if late or (mix.cost, mix.memory) == before or CLOSE * task.memory <= size <= task.memory:
             break

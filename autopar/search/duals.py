@@ -18,6 +18,7 @@ from autopar.search.certify import Claim, Messages, recount, verified_bound
 from autopar.search.frontier import Mix
 from autopar.search.graph import build
 from autopar.search.ilp import OBJECTIVE_SCALE, build_model, highs_lp, read_labels
+from autopar.search.interrupt import obey
 from autopar.search.problem import Floats, Ints, Node, Problem
 
 ROUNDING = 1e-8
@@ -97,6 +98,7 @@ def relax(problem: Problem, price: float, seconds: float, scale: float = 1.0) ->
     solver = highspy.Highs()  # type: ignore[no-untyped-call]
     for option, value in (("output_flag", False), ("threads", 1), ("random_seed", 0), ("time_limit", seconds)):
         solver.setOptionValue(option, value)
+    obey(solver)
     solver.passModel(lp)
     solver.run()
     found = solver.getSolution()

@@ -16,7 +16,7 @@ from autopar.cost.memory import optimizer_state_bytes
 from autopar.dims import Dims
 from autopar.errors import InfeasibleError
 from autopar.layout import Layout, item_bytes
-from autopar.plan import EVERY, TIME_LIMIT, Certificate, Plan
+from autopar.plan import EVERY, INTERRUPTED, TIME_LIMIT, Certificate, Plan
 from autopar.program import Program
 from autopar.redistribute import Machine, Tables
 from autopar.search.axes import bound_by_axes
@@ -25,6 +25,7 @@ from autopar.search.build import AGAIN, Built, Memory, build
 from autopar.search.certify import Claim
 from autopar.search.duals import examine, require_cost
 from autopar.search.frontier import Mix
+from autopar.search.interrupt import requested
 from autopar.search.minimise import Limits
 from autopar.search.quotient import Quotient, quotient
 from autopar.search.recipes import check_recipe, roles_of
@@ -163,8 +164,8 @@ def find_plan(
         fixed, claims = bound_by_axes(program, dims, classes, machine, restrictions)
         plan = plan_by_axes(task, tables, fixed + sum(claim.bound for claim in claims))
     if limits.expired():
-        plan = replace(plan, certificate=replace(plan.certificate, method=TIME_LIMIT))
-    if not search.check:
+        plan = replace(plan, certificate=replace(plan.certificate, method=INTERRUPTED if requested() else TIME_LIMIT))
+    if not search.check or requested():
         return plan
     report("checking the bound", plan.certificate.objective, plan.certificate.lower_bound)
     checked = fixed + sum(examine(claim, search.time_limit / len(claims)) for claim in claims)

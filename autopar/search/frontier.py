@@ -137,7 +137,7 @@ class Frontier:
         for p in self.known:
             over, under = _closer(over, under, p.point, budget)
         for _ in range(prices):
-            if under.cost <= over.cost or time.monotonic() > self.limits.deadline:
+            if under.cost <= over.cost or self.limits.expired():
                 break
             price = (under.cost - over.cost) / (over.memory - under.memory)
             found = self._at(price, self.limits.gap).point

@@ -8,6 +8,7 @@ import highspy
 import numpy as np
 
 from autopar.search.graph import Graph
+from autopar.search.interrupt import obey
 from autopar.search.problem import Floats, Ints
 
 # HiGHS's tolerances are absolute (1e-6, 1e-7): seconds are scaled so that the incumbent costs this much.
@@ -63,6 +64,7 @@ def solve_ilp(graph: Graph, scale: float, gap: float, seconds: float, budget: fl
         ("mip_rel_gap", 0.0), ("mip_abs_gap", gap * unit), ("mip_feasibility_tolerance", 1e-7),
     ):  # fmt: skip
         solver.setOptionValue(option, value)
+    obey(solver)
     solver.passModel(highs_lp(model, unit))
     solver.run()
     status, info = solver.getModelStatus(), solver.getInfo()
