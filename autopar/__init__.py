@@ -9,6 +9,7 @@ from autopar.compiler import plan
 from autopar.errors import (
     AutoparError,
     CaptureError,
+    CertificateError,
     DeadlockError,
     InfeasibleError,
     InvalidRuleError,
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AutoparError",
     "CaptureError",
+    "CertificateError",
     "Cluster",
     "DeadlockError",
     "EquivalenceReport",

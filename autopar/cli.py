@@ -1,7 +1,7 @@
 """The ``autopar`` command; each of its subcommands is a function here.
 
 Exit codes: 0 done; 1 `verify` or `diff` found a difference, or `ops --coverage` a wrong rule; 2 wrong input or a model
-that cannot be planned; 3 nothing fits.
+that cannot be planned; 3 nothing fits; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autopar.errors import AutoparError, InfeasibleError
 
 # torch takes a second to import: the commands that need it import what they use.
 
-DIFFERENT, WRONG_INPUT, INFEASIBLE = 1, 2, 3
+DIFFERENT, WRONG_INPUT, INFEASIBLE, STOPPED = 1, 2, 3, 130
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -51,6 +51,7 @@ RolesOption = Annotated[
     str, typer.Option("--roles", metavar="AXIS=ROLE,...", help="What axes are for: node=data,gpu=tensor.")
 ]
 Limit = Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of the search.")]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Search anew, and do not keep what is found.")]
 
 
 class Task(NamedTuple):
@@ -104,6 +105,8 @@ def plan_command(
         str, typer.Option(metavar="none|selective|full", help="What the backward makes again.")
     ] = "none",
     time_limit: Limit = 60.0,
+    check: Annotated[bool, typer.Option("--check", help="Verify the lower bound apart from the search.")] = False,
+    no_cache: NoCache = False,
     save: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the plan to a file.")] = None,
     report: Annotated[
         Path | None, typer.Option(metavar="FILE.html", help="Write a page with timeline, memory and what-ifs.")
@@ -138,13 +141,16 @@ def plan_command(
             )
             return
         from autopar.comparison import plan_and_compare
+        from autopar.plan import INTERRUPTED
         from autopar.precision import Precision
         from autopar.report.comparison import comparison_list, comparison_table
         from autopar.report.progress import SearchProgress
         from autopar.search.find import Search
 
         pins = {} if microbatches is None else {"microbatches": microbatches}
-        search = Search(time_limit=time_limit, recipe=recipe, roles=parse_roles(roles), pins=pins)
+        search = Search(
+            time_limit=time_limit, recipe=recipe, roles=parse_roles(roles), pins=pins, check=check, cache=not no_cache
+        )
         with SearchProgress() as progress:
             found, beside = plan_and_compare(
                 task.model,
@@ -161,12 +167,15 @@ def plan_command(
         if save is not None:
             found.save(save)
             typer.echo(f"saved {save}", err=True)
-        if report is not None:
+        stopped = found.certificate.method == INTERRUPTED
+        if report is not None and not stopped:
             _write_report(report, task, found, beside, memory, Precision.resolve(precision), search)
         if as_json:
             typer.echo(json.dumps({**found.to_dict(), "recipes": comparison_list(found, beside)}, indent=1))
         else:
             typer.echo(f"{found.summary()}\n\n{comparison_table(found, beside)}")
+        if stopped:
+            raise typer.Exit(STOPPED)
 
 
 def _write_report(
@@ -230,6 +239,7 @@ def explain_command(
     recipe: Recipe = None,
     roles: RolesOption = "",
     time_limit: Limit = 60.0,
+    no_cache: NoCache = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -247,7 +257,7 @@ def explain_command(
 
         wanted = parse_wanted(why_not, sizes) if why_not else None
         machine = Cluster.resolve(cluster)
-        search = Search(time_limit=time_limit, recipe=recipe, roles=parse_roles(roles))
+        search = Search(time_limit=time_limit, recipe=recipe, roles=parse_roles(roles), cache=not no_cache)
         budget = default_memory(machine) if memory is None else memory
         with SearchProgress() as progress:
             policy = Precision.resolve(precision)
@@ -508,6 +518,9 @@ def _clear_errors(debug: bool) -> Iterator[None]:
             traceback.print_exc()
         typer.echo(f"error: {' '.join(str(error).split()) or type(error).__name__}", err=True)
         raise typer.Exit(INFEASIBLE if isinstance(error, InfeasibleError) else WRONG_INPUT) from error
+    except KeyboardInterrupt as error:
+        typer.echo("stopped", err=True)
+        raise typer.Exit(STOPPED) from error
 
 
 def parse_axes(text: str) -> dict[str, int]:

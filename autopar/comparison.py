@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +14,12 @@ from autopar.cluster import Cluster
 from autopar.compiler import default_memory, program_to_plan, solve
 from autopar.cost.memory import format_bytes
 from autopar.errors import InfeasibleError
-from autopar.plan import Plan
+from autopar.plan import INTERRUPTED, Plan
 from autopar.precision import Precision
 from autopar.program import Program
 from autopar.report.comparison import Comparison
 from autopar.search.find import Progress, Search
+from autopar.search.interrupt import requested, stoppable
 from autopar.search.recipes import RECIPES, TAKES_ROLES
 
 SECONDS = 10.0
@@ -37,11 +39,30 @@ def plan_and_compare(
     search: Search | None = None,
     progress: Progress | None = None,
 ) -> tuple[Plan, tuple[Comparison, ...]]:
-    """What `autopar.plan` finds, with its arguments, and a comparison with every recipe; the model is captured once."""
+    """What `autopar.plan` finds, with its arguments, and a comparison with every recipe; the model is captured once.
+
+    Ctrl-C ends the search with the best plan so far, which is not compared.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C came a second time, or before there was a plan that fits.
+    """
     search, machine = search or Search(), Cluster.resolve(cluster)
     program = program_to_plan(model, batch, loss_fn=loss_fn, precision=precision, search=search, progress=progress)
     budget = default_memory(machine) if memory is None else memory
-    found = solve(program, axes, machine, memory=budget, optimizer=optimizer, search=search, progress=progress)
+
+    def say() -> None:
+        if progress:
+            progress("stopping; Ctrl-C again ends at once", math.inf, 0.0)
+
+    with stoppable(say):
+        try:
+            found = solve(program, axes, machine, memory=budget, optimizer=optimizer, search=search, progress=progress)
+        except InfeasibleError as e:
+            if requested():  # what was found so far does not fit, which says nothing
+                raise KeyboardInterrupt from e
+            raise
+    if found.certificate.method == INTERRUPTED:
+        return found, ()
     return found, compare_recipes(program, found, memory=budget, search=search)
 
 
@@ -63,7 +84,9 @@ def compare_recipes(
             rows.append(Comparison(name, found))
             continue
         roles = search.roles if name in TAKES_ROLES else {}
-        own = replace(search, recipe=name, roles=roles, pins={}, time_limit=min(search.time_limit, SECONDS))
+        own = replace(
+            search, recipe=name, roles=roles, pins={}, time_limit=min(search.time_limit, SECONDS), check=False
+        )
         try:
             plan = solve(program, dict(found.axes), found.cluster, memory=memory, optimizer=found.optimizer, search=own)
         except (InfeasibleError, ValueError) as e:

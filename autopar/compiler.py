@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import autopar.strategies  # noqa: F401  registers every rule
-from autopar import tree
+from autopar import cache, tree
 from autopar.abridge import abridge
 from autopar.canonical import canonical
 from autopar.capture import Batch, LossFunction, capture
@@ -37,7 +37,7 @@ from autopar.passes.lower_operators import lower_operators
 from autopar.passes.pad_dims import pad, pad_dims
 from autopar.passes.replay_random import replay_random
 from autopar.passes.replicate_random import replicate_random
-from autopar.plan import Plan
+from autopar.plan import INTERRUPTED, TIME_LIMIT, Plan
 from autopar.precision import Precision
 from autopar.predict import predict
 from autopar.program import Program, copy_graph, values_of
@@ -153,68 +153,85 @@ def solve(
 ) -> Plan:
     """Analyze a program, enumerate candidates and search; the plan carries its prediction and certificate.
 
-    Where memory is short, this is done for several numbers of microbatches, unless one is pinned.
+    Where memory is short, this is done for several numbers of microbatches, unless one is pinned. A plan that was found
+    before is read, see `autopar.cache`; one whose search did not end by itself is not kept.
     """
-    search = search or Search()
+    search, machine = search or Search(), Cluster.resolve(cluster)
+    budget = None if memory is None else parse_bytes(memory)
 
     def attempt(count: int, beat: float) -> Plan:
         part = in_microbatches(program, count, deterministic=deterministic)
-        plan = _padded_or_not(
-            part, axes, Cluster.resolve(cluster), memory, optimizer, search, restrictions, progress, beat
-        )
+        plan = _best_padded(part, axes, machine, budget, optimizer, search, restrictions, progress, beat)
         return replace(plan, fingerprint=program.fingerprint, microbatches=part.microbatches)
 
-    if search.microbatches or memory is None or search.recipe == "random" or program.loss is None:
-        return attempt(search.microbatches or 1, math.inf)
-    return best_count(attempt)
+    with _collector_paused():
+        dims, drawn = analyze(program), "at once" if deterministic else "apart"
+        file = cache.file_of(program, dims, axes, machine, budget, optimizer, search, restrictions, drawn)
+        if file is not None and (known := cache.load(file, program)) is not None:
+            if progress:
+                progress(f"plan of an earlier search, {file}", math.inf, 0.0)
+            return known
+        if search.microbatches or budget is None or search.recipe == "random" or program.loss is None:
+            plan = attempt(search.microbatches or 1, math.inf)
+        else:
+            plan = best_count(attempt)
+        if file is not None and plan.certificate.method not in (TIME_LIMIT, INTERRUPTED):
+            cache.store(file, plan)
+        return plan
 
 
-def _padded_or_not(
+def _best_padded(
     program: Program,
     axes: Mapping[str, int],
     machine: Cluster,
-    memory: str | float | None,
+    memory: float | None,
     optimizer: str,
     search: Search,
     restrictions: Restrictions | None,
     progress: Progress | None,
     beat: float,
 ) -> Plan:
-    """The best plan without padding, or with it where parameters have dims that an axis does not divide.
+    """The best plan that is found.
 
-    Each search has half of the time limit then.
+    Where parameters have dims that an axis does not divide, it is searched twice: without padding, and with it. Each
+    search has half of the time limit.
     """
-    roles = roles_of(search.recipe, axes, search.roles)
-    with _collector_paused():
-        dims = analyze(program)
-        limits = read_pins(program, dims, search.layouts, axes, restrictions)
-        helps = any(role != DATA for role in roles)  # parameters need not divide to be replicated
-        options = paddings(program, dims, axes, limits.layouts, search=search.padding and helps)
-        if search.recipe == "random":
-            options = (options[search.seed % len(options)],)
-        search = replace(search, time_limit=search.time_limit / len(options))
-        found: list[Plan] = []
-        errors: list[InfeasibleError] = []
-        for shapes in options:
-            padded = pad(program, shapes)
-            dims = analyze(padded) if shapes else dims
-            try:
-                # A later shape lives with the mesh that there is; roles say more clearly what is wrong.
-                if None in roles and (restrictions is None or not restrictions.layouts):
-                    require_splits(dims, axes)
-                plan = _solve(padded, dims, axes, machine, memory, optimizer, search, roles, limits, progress, beat)
-            except InfeasibleError as e:
-                errors.append(e)
-                continue
-            found.append(replace(plan, padding=shapes))
-        if not found:
-            raise min(errors, key=lambda e: math.inf if e.needed is None else e.needed)
-        best = _of_whole_model(min(found, key=lambda plan: plan.certificate.objective), program)
-        if len(options) == 1 or search.recipe == "random":
-            return best
-        bound = min(plan.certificate.lower_bound for plan in found)
-        space = f"parameters as they are, or all padded whose dims an axis does not divide; {best.certificate.space}"
-        return replace(best, certificate=replace(best.certificate, lower_bound=bound, space=space))
+    roles, dims = roles_of(search.recipe, axes, search.roles), analyze(program)
+    limits = read_pins(program, dims, search.layouts, axes, restrictions)
+    helps = any(role != DATA for role in roles)  # parameters need not divide to be replicated
+    options = paddings(program, dims, axes, limits.layouts, search=search.padding and helps)
+    if search.recipe == "random":
+        options = (options[search.seed % len(options)],)
+    search = replace(search, time_limit=search.time_limit / len(options))
+    found: list[Plan] = []
+    errors: list[InfeasibleError] = []
+    for shapes in options:
+        padded = pad(program, shapes)
+        dims = analyze(padded) if shapes else dims
+        try:
+            # A later shape lives with the mesh that there is; roles say more clearly what is wrong.
+            if None in roles and (restrictions is None or not restrictions.layouts):
+                require_splits(dims, axes)
+            plan = _solve(padded, dims, axes, machine, memory, optimizer, search, roles, limits, progress, beat)
+        except InfeasibleError as e:
+            errors.append(e)
+            continue
+        found.append(replace(plan, padding=shapes))
+    if not found:
+        raise min(errors, key=lambda e: math.inf if e.needed is None else e.needed)
+    best = _of_whole_model(min(found, key=lambda plan: plan.certificate.objective), program)
+    if len(options) == 1 or search.recipe == "random":
+        return best
+    bound = min(plan.certificate.lower_bound for plan in found)
+    verified = [plan.certificate.checked for plan in found]
+    checked = None if None in verified else min(b for b in verified if b is not None)
+    methods = [plan.certificate.method for plan in found]
+    method = next((m for m in (INTERRUPTED, TIME_LIMIT) if m in methods), best.certificate.method)
+    space = f"parameters as they are, or all padded whose dims an axis does not divide; {best.certificate.space}"
+    return replace(
+        best,
+        certificate=replace(best.certificate, lower_bound=bound, space=space, method=method, checked=checked),
+    )
 
 
 def _of_whole_model(plan: Plan, program: Program) -> Plan:
@@ -232,7 +249,7 @@ def _solve(
     dims: Dims,
     axes: Mapping[str, int],
     machine: Cluster,
-    memory: str | float | None,
+    memory: float | None,
     optimizer: str,
     search: Search,
     roles: Roles,
@@ -251,7 +268,7 @@ def _solve(
         dims,
         axes,
         machine,
-        memory=None if memory is None else parse_bytes(memory),
+        memory=memory,
         peak=lambda plan: peak_of(program, plan, classes),
         optimizer=optimizer,
         search=search,

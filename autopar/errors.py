@@ -34,6 +34,10 @@ class InfeasibleError(AutoparError):
         self.budget = budget
 
 
+class CertificateError(AutoparError):
+    """A plan's certificate is refuted by the problem that it speaks of: the search has a bug."""
+
+
 class PassError(AutoparError):
     """A pass left an invalid graph; says which pass, and which passes ran before it."""
 

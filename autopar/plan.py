@@ -17,6 +17,9 @@ from autopar.layout import Layout, parse_placement
 
 VERSION = 1
 
+TIME_LIMIT, INTERRUPTED = "time limit", "interrupted"
+"""Methods of certificates whose search did not end by itself."""
+
 EVERY = ((0, 2**31),)
 """A range of all members of a class, however many there are."""
 
@@ -32,6 +35,8 @@ class Certificate:
         method: what closed the search.
         memory_price: seconds of a step that a byte more a device saves, while the increase is small; 0 where the budget
             does not bind.
+        checked: a lower bound on the same plans that was verified apart from the search, from duals and by sums that
+            are rounded down; None where that was not asked for.
     """
 
     objective: float
@@ -39,6 +44,7 @@ class Certificate:
     space: str
     method: str
     memory_price: float = 0.0
+    checked: float | None = None
 
     @property
     def gap(self) -> float:

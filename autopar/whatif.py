@@ -73,7 +73,7 @@ def what_if(
         tick: called with how many cases are done, how many there are, and what the last one was.
     """
     search = search or Search()
-    search = replace(search, time_limit=min(search.time_limit, SECONDS))
+    search = replace(search, time_limit=min(search.time_limit, SECONDS), check=False)
     cluster, batches = found.cluster, _batches(batch)
     meshes = _meshes(found.axes)
     budgets = sorted((budget * factor for factor in FACTORS), reverse=True)

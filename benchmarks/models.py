@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--write", metavar="FILE", type=Path, help="write the page")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
-    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # before torch is imported
+    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "AUTOPAR_CACHE": "0"}  # before torch is imported
     rows = []
     names = _names()
     for name in options.only or names:

@@ -66,7 +66,7 @@ def fastest(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 def in_a_process(case: str, time_limit: float, whole: bool) -> dict[str, Any]:
     """What the case reports, or its error."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "AUTOPAR_CACHE": "0"}
     command = [sys.executable, __file__, "--case", case, "--time-limit", str(time_limit)]
     command += ["--whole"] if whole else []
     try:

@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--work", metavar="FOLDER", help=argparse.SUPPRESS)  # one of the processes
     options = parser.parse_args()
-    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "AUTOPAR_CACHE": "0"}
     if options.work:
         work(Path(options.work), options.rounds)
         return

@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one world size")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
-    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", AUTOPAR_CACHE="0")
     rows: list[dict[str, Any]] = []
     for world in map(int, options.worlds.split(",")):
         rows += measure(world, options)

@@ -1,6 +1,7 @@
 """Settings of the whole suite: one intra-op thread, the two hypothesis profiles, and what runs in one process."""
 
 import gc
+import os
 from typing import Any
 
 import pytest
@@ -8,6 +9,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
+
+# Tests search: no plan of an earlier run may answer for them, and nothing is written into anybody's home.
+os.environ["AUTOPAR_CACHE"] = "0"
 
 # The same examples on every run, so that a failure is never a matter of luck.
 SLOW_MACHINES = (HealthCheck.too_slow,)

@@ -76,11 +76,12 @@ def test_plan_prints_a_table_and_saves_what_can_be_loaded(model: str, tmp_path: 
 
 
 def test_json_is_the_plan_and_nothing_else(model: str) -> None:
-    result = plan(f"{model}:make", "--json", "--memory", "1GiB", "--optimizer", "sgd")
+    result = plan(f"{model}:make", "--json", "--memory", "1GiB", "--optimizer", "sgd", "--check")
     assert result.exit_code == 0, result.output
     loaded = Plan.from_dict(json.loads(result.stdout))
     assert loaded.optimizer == "sgd"
     assert loaded.certificate.gap <= 1e-3
+    assert 0 < loaded.certificate.checked <= loaded.certificate.objective
 
 
 def test_recipes_are_compared_with_the_plan(model: str) -> None:

@@ -36,6 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("search",),
     ("recompute", "microbatch", "rows", "assignment", "step", "predict", "propagate", "liveness", "float64", "check"),
+    ("cache",),
     ("passes",),
     ("canonical", "emulate", "simulate", "training", "runtime", "checkpoint", "coverage", "calibrate"),
     (

@@ -21,6 +21,7 @@ METHODS = {
     "ilp": "integer linear program",
     "multiplier": "memory priced by a multiplier",
     "time limit": "stopped by the time limit",
+    "interrupted": "stopped by Ctrl-C",
     "prices": "memory priced, exactly at each price; blocks mixed between two prices",
     "axis by axis": "one or two axes at a time, bounded axis by axis",
 }
@@ -174,6 +175,15 @@ def price_text(plan: Plan) -> str:
     return f"{format_bytes(size)} more a device would save about {format_seconds(saved)} a step ({share})"
 
 
+def _checked(certificate: Certificate) -> str:
+    verified = certificate.checked or 0.0
+    distance = max(0.0, certificate.objective - verified) / max(certificate.objective, 1e-300)
+    return (
+        f"{format_seconds(verified)}: verified from duals, apart from the search; the objective is at most "
+        f"{format_share(distance)} above"
+    )
+
+
 def _certificate(certificate: Certificate) -> RenderableType:
     gap, bound = certificate.gap, format_seconds(certificate.lower_bound)
     meaning = (
@@ -187,6 +197,7 @@ def _certificate(certificate: Certificate) -> RenderableType:
             ("objective", f"{format_seconds(certificate.objective)} a step, as the search counts"),
             ("lower bound", f"{bound}: {meaning}"),
             ("gap", format_share(gap)),
+            *([("checked", _checked(certificate))] if certificate.checked is not None else []),
             ("space", certificate.space),
             ("method", METHODS.get(certificate.method, certificate.method)),
         ]

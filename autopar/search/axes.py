@@ -23,6 +23,8 @@ from autopar.dims import Dims
 from autopar.program import Program
 from autopar.redistribute import Machine, Tables
 from autopar.search.build import Built, Memory, build, operator_seconds
+from autopar.search.certify import Claim
+from autopar.search.minimise import Limits
 from autopar.search.problem import Node, Problem, Solution
 from autopar.search.quotient import Quotient
 from autopar.search.restrict import Restrictions
@@ -46,7 +48,7 @@ def descend(
     Raises:
         InfeasibleError: the last axis cannot bring memory under the budget.
     """
-    deadline = time.monotonic() + time_limit
+    limits = Limits(gap, time.monotonic() + time_limit)
     machine = tables.machine
     count = len(machine.sizes)
     fixed: dict[str, tuple[Any, ...]] = {}
@@ -57,14 +59,14 @@ def descend(
     for axis in order:
         remaining /= machine.sizes[axis]
         budget = None if memory is None else memory * remaining
-        best = _solve_block(make, replace(restrictions, fixed=fixed, free=(axis,)), budget, gap, deadline)
+        best = _solve_block(make, replace(restrictions, fixed=fixed, free=(axis,)), budget, limits)
         fixed = placements(*best, tables)
     assert best is not None
     pairs = itertools.cycle(itertools.combinations(range(count), 2))
     stale, every = 0, count * (count - 1) // 2
-    while stale < every and time.monotonic() < deadline:  # until no pair of axes improves on the others' layouts
+    while stale < every and not limits.expired():  # until no pair of axes improves on the others' layouts
         block = next(pairs)
-        found = _solve_block(make, replace(restrictions, fixed=fixed, free=block), memory, gap, deadline)
+        found = _solve_block(make, replace(restrictions, fixed=fixed, free=block), memory, limits)
         stale += 1
         if found[1].objective < best[1].objective * (1 - gap):
             best, stale = found, 1
@@ -75,10 +77,11 @@ def descend(
 
 
 def _solve_block(
-    make: Make, restrictions: Restrictions, budget: float | None, gap: float, deadline: float
+    make: Make, restrictions: Restrictions, budget: float | None, limits: Limits
 ) -> tuple[Built, Solution]:
     built = make(restrictions)
-    return built, solve(built.problem, budget=budget, gap=gap, time_limit=max(1.0, deadline - time.monotonic()))
+    seconds = max(1.0, limits.deadline - time.monotonic())
+    return built, solve(built.problem, budget=budget, gap=limits.gap, time_limit=seconds)
 
 
 def placements(built: Built, solution: Solution, tables: Tables) -> dict[str, tuple[Any, ...]]:
@@ -94,9 +97,13 @@ def placements(built: Built, solution: Solution, tables: Tables) -> dict[str, tu
 
 def bound_by_axes(
     program: Program, dims: Dims, classes: Quotient, machine: Machine, restrictions: Restrictions
-) -> float:
-    """Seconds that no plan on any of the axes can undercut; memory is not counted, so it holds for every budget."""
-    total, devices = 0.0, math.prod(machine.sizes)
+) -> tuple[float, list[Claim]]:
+    """Seconds that no plan on any of the axes can undercut; memory is not counted, so it holds for every budget.
+
+    Returns:
+        What no plan avoids on any axis, and a claim for each axis; the bound is the sum of all.
+    """
+    fixed, claims, devices = 0.0, list[Claim](), math.prod(machine.sizes)
     for axis, (name, n, link) in enumerate(zip(machine.names, machine.sizes, machine.links, strict=True)):
         others = devices // n
         # With every other axis splitting it, each tensor is `others` times smaller: the same as a faster machine.
@@ -111,8 +118,9 @@ def bound_by_axes(
         )
         built = build(program, dims, classes, Tables(single), Memory(defaultdict(float)), limits)
         problem, share = _share(built, dims, classes, machine, n)
-        total += solve(problem, gap=1e-4).lower_bound + (share if axis == 0 else 0.0)
-    return total
+        claims.append(Claim(problem, solve(problem, gap=1e-4).lower_bound))
+        fixed = share  # the same for every axis
+    return fixed, claims
 
 
 def _project(decided: Mapping[Any, Sequence[Any]], axis: int) -> dict[Any, tuple[Any]]:

@@ -22,6 +22,7 @@ from autopar.plan import Plan
 from autopar.redistribute import Tables
 from autopar.search.axes import descend, placements
 from autopar.search.build import Built, Memory
+from autopar.search.certify import Claim
 from autopar.search.frontier import MAX_PRICES, Frontier, Mix, within
 from autopar.search.minimise import Limits
 from autopar.search.price import fits
@@ -59,6 +60,7 @@ class Task:
         peak: of a plan's graph, by category.
         again: what may be made or moved again for the backward pass.
         progress: called with phase, incumbent and bound.
+        record: called with each bound of all plans that is proved.
         beat: seconds; plans that take as long are of no use.
     """
 
@@ -71,6 +73,7 @@ class Task:
     peak: Peak | None
     again: str
     progress: Progress
+    record: Callable[[Claim], None]
     beat: float = np.inf
 
     @property
@@ -87,6 +90,7 @@ def plan_within(task: Task) -> Plan:
     """
     built = task.make(task.restrictions, Memory(task.state(True)))
     solution = solve(built.problem, gap=task.limits.gap, time_limit=task.seconds, progress=task.progress)
+    task.record(Claim(built.problem, solution.lower_bound))
     _require_less(task, solution.lower_bound)
     plan = task.read(built, _single(solution), solution.lower_bound, solution.method)
     plan, enough = _measured(task, plan)
@@ -174,7 +178,7 @@ def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str =
     least: Plan | None = None
     capped = False
     while rows:
-        relaxed = rows[0] is row
+        relaxed = rows[0] is row and restrictions is task.restrictions
         try:
             plan, found, working = _tightened(task, task.make(restrictions, rows.pop(0)), bound, method, relaxed)
         except InfeasibleError:  # nothing works on so little
@@ -185,7 +189,7 @@ def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str =
         size = _peak(plan.predicted.peak_bytes)
         better = least is None or size < CLOSE * _peak(least.predicted.peak_bytes)
         least = _lesser(least, plan)
-        if not rows and (better or not capped) and time.monotonic() < task.limits.deadline:
+        if not rows and (better or not capped) and not task.limits.expired():
             rows.append(replace(row, working=working / 2))
             capped = True
     raise _missing(task.memory, least)
@@ -241,7 +245,9 @@ def _tightened(task: Task, built: Built, bound: float, method: str, relaxed: boo
             mix = _within(task, built, frontier, row, first=turn == 1)
         except InfeasibleError:
             break
-        bound = max(bound, frontier.bound(task.memory)) if relaxed else bound
+        if relaxed:
+            task.record(frontier.claim(task.memory))
+            bound = max(bound, frontier.bound(task.memory))
         _require_less(task, bound)
         plan, enough = _measured(task, task.read(built, mix, bound, method or "prices"))
         size = _peak(plan.predicted.peak_bytes)
@@ -251,7 +257,7 @@ def _tightened(task: Task, built: Built, bound: float, method: str, relaxed: boo
             fitting = max(fitting, mix.memory)
         else:
             failing = min(failing, mix.memory)
-        late = time.monotonic() > task.limits.deadline
+        late = task.limits.expired()
         tries -= best is not None
         if late or (mix.cost, mix.memory) == before or CLOSE * task.memory <= size <= task.memory:
             break

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autopar.errors import InfeasibleError
-from autopar.plan import Plan
+from autopar.plan import Certificate, Plan
+from autopar.search.interrupt import requested
 
 WORTH = 0.98
 """Where twice as many microbatches need more than this share of the memory, even more will not do."""
@@ -27,10 +28,10 @@ def best_count(attempt: Attempt) -> Plan:
     """
     best: Plan | None = None
     error: InfeasibleError | None = None
-    bounds: list[float] = []
+    certificates: list[Certificate] = []
     tried: list[int] = []
     count = 1
-    while best is None or best.certificate.memory_price > 0:
+    while best is None or (best.certificate.memory_price > 0 and not requested()):
         tried.append(count)
         try:
             found = attempt(count, math.inf if best is None else best.certificate.objective)
@@ -40,7 +41,7 @@ def best_count(attempt: Attempt) -> Plan:
                 break
             error = e
         else:
-            bounds.append(found.certificate.lower_bound)
+            certificates.append(found.certificate)
             if best is not None and found.certificate.objective >= best.certificate.objective:
                 break
             best = found
@@ -48,8 +49,10 @@ def best_count(attempt: Attempt) -> Plan:
     if best is None:
         assert error is not None
         raise error
-    bound = min(bounds)
     space = best.certificate.space
     if len(tried) > 1:
         space = f"{', '.join(map(str, tried))} microbatches; {space}"
-    return replace(best, certificate=replace(best.certificate, lower_bound=bound, space=space))
+    bound = min(certificate.lower_bound for certificate in certificates)
+    verified = [certificate.checked for certificate in certificates if certificate.checked is not None]
+    checked = min(verified) if len(verified) == len(certificates) else None
+    return replace(best, certificate=replace(best.certificate, lower_bound=bound, space=space, checked=checked))

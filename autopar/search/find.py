@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,13 +16,16 @@ from autopar.cost.memory import optimizer_state_bytes
 from autopar.dims import Dims
 from autopar.errors import InfeasibleError
 from autopar.layout import Layout, item_bytes
-from autopar.plan import EVERY, Certificate, Plan
+from autopar.plan import EVERY, INTERRUPTED, TIME_LIMIT, Certificate, Plan
 from autopar.program import Program
 from autopar.redistribute import Machine, Tables
 from autopar.search.axes import bound_by_axes
 from autopar.search.budget import Task, plan_by_axes, plan_within
 from autopar.search.build import AGAIN, Built, Memory, build
+from autopar.search.certify import Claim
+from autopar.search.duals import examine, require_cost
 from autopar.search.frontier import Mix
+from autopar.search.interrupt import requested
 from autopar.search.minimise import Limits
 from autopar.search.quotient import Quotient, quotient
 from autopar.search.recipes import check_recipe, roles_of
@@ -59,6 +62,9 @@ class Search:
         tie_layers: repeated layers are laid out alike; False searches each on its own.
         padding: parameters whose dims an axis does not divide, such as a vocabulary of 50257, may be padded on the
             devices where that is faster; False: only where a pin splits them.
+        check: the lower bound is verified afterwards, apart from the search, see `Certificate.checked`. May take as
+            long as ``time_limit`` again.
+        cache: a plan that was found before, for all the same, is read and not searched, see `autopar.cache`.
     """
 
     time_limit: float = 60.0
@@ -69,6 +75,8 @@ class Search:
     seed: int = 0
     tie_layers: bool = True
     padding: bool = True
+    check: bool = False
+    cache: bool = True
 
     def __post_init__(self) -> None:
         """Refuse recipes and words that do not exist."""
@@ -137,6 +145,7 @@ def find_plan(
 
     Raises:
         InfeasibleError: nothing fits; says how much is missing.
+        CertificateError: the check refutes what the search claims.
     """
     search, restrictions = search or Search(), restrictions or Restrictions()
     machine = Machine(tuple(axes), tuple(axes.values()), cluster.link_for(dict(axes)), cluster.device)
@@ -151,6 +160,8 @@ def find_plan(
         return build(program, dims, classes, tables, memory, restrictions)
 
     def read(built: Built, mix: Mix, bound: float, method: str) -> Plan:
+        if search.check:
+            require_cost(built.problem, mix, [v.count for v in built.variables])
         bound = min(max(bound, 0.0), mix.cost)
         certificate = Certificate(mix.cost, bound, _space(search, cluster), method, mix.price)
         return _read(program, dims, classes, built, mix, certificate, axes, cluster, optimizer, tables)
@@ -158,11 +169,22 @@ def find_plan(
     def state(gradients: bool) -> dict[str, float]:
         return state_bytes(program, optimizer, gradients=gradients)
 
-    task = Task(make, read, state, restrictions, limits, memory, peak, search.again, progress or _silent, beat)
+    claims: list[Claim] = []
+    report = progress or _silent
+    task = Task(make, read, state, restrictions, limits, memory, peak, search.again, report, claims.append, beat)
     if exact:
-        return plan_within(task)
-    bound = bound_by_axes(program, dims, classes, machine, restrictions)
-    return plan_by_axes(task, tables, bound)
+        plan, fixed = plan_within(task), 0.0
+        claims = [max(claims, key=lambda claim: claim.bound)]  # each is about all plans
+    else:
+        fixed, claims = bound_by_axes(program, dims, classes, machine, restrictions)
+        plan = plan_by_axes(task, tables, fixed + sum(claim.bound for claim in claims))
+    if limits.expired():
+        plan = replace(plan, certificate=replace(plan.certificate, method=INTERRUPTED if requested() else TIME_LIMIT))
+    if not search.check or requested():
+        return plan
+    report("checking the bound", plan.certificate.objective, plan.certificate.lower_bound)
+    checked = fixed + sum(examine(claim, search.time_limit / len(claims)) for claim in claims)
+    return replace(plan, certificate=replace(plan.certificate, checked=max(checked, 0.0)))
 
 
 def _silent(phase: str, incumbent: float, bound: float) -> None:

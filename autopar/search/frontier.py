@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import InfeasibleError
+from autopar.search.certify import Claim
 from autopar.search.graph import build
 from autopar.search.minimise import Limits, minimise
 from autopar.search.price import Point, fits, locate, require_fit
@@ -104,7 +105,12 @@ class Frontier:
 
     def bound(self, budget: float) -> float:
         """No labelling within the budget costs less."""
-        return max((p.bound - p.price * budget for p in self.known), default=-np.inf)
+        return self.claim(budget).bound
+
+    def claim(self, budget: float) -> Claim:
+        """The price that bounds the labellings within the budget best."""
+        claims = [Claim(self.problem, p.bound - p.price * budget, p.price, budget) for p in self.known]
+        return max(claims, key=lambda claim: claim.bound, default=Claim(self.problem, -np.inf))
 
     def least(self) -> Point:
         """The labelling of least memory, and of these the cheapest.
@@ -134,7 +140,7 @@ class Frontier:
         for p in self.known:
             over, under = _closer(over, under, p.point, budget)
         for _ in range(prices):
-            if under.cost <= over.cost or time.monotonic() > self.limits.deadline:
+            if under.cost <= over.cost or self.limits.expired():
                 break
             price = _slope(over, under)
             found = self._at(price, self.limits.gap).point

@@ -8,6 +8,7 @@ import highspy
 import numpy as np
 
 from autopar.search.graph import Graph
+from autopar.search.interrupt import obey
 from autopar.search.problem import Floats, Ints
 
 # HiGHS's tolerances are absolute (1e-6, 1e-7): seconds are scaled so that the incumbent costs this much.
@@ -63,7 +64,8 @@ def solve_ilp(graph: Graph, scale: float, gap: float, seconds: float, budget: fl
         ("mip_rel_gap", 0.0), ("mip_abs_gap", gap * unit), ("mip_feasibility_tolerance", 1e-7),
     ):  # fmt: skip
         solver.setOptionValue(option, value)
-    solver.passModel(_highs_lp(model, unit))
+    obey(solver)
+    solver.passModel(highs_lp(model, unit))
     solver.run()
     status, info = solver.getModelStatus(), solver.getInfo()
     if status == highspy.HighsModelStatus.kInfeasible:
@@ -72,7 +74,7 @@ def solve_ilp(graph: Graph, scale: float, gap: float, seconds: float, budget: fl
     bound = graph.constant + info.mip_dual_bound / unit - BOUND_SLACK * abs(scale)
     labels = None
     if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
-        labels = _read(np.asarray(solver.getSolution().col_value), model, len(graph.cost))
+        labels = read_labels(np.asarray(solver.getSolution().col_value), model, len(graph.cost))
     return IlpResult(labels, bound if np.isfinite(bound) else -np.inf, "time limit" if timed_out else "MIP")
 
 
@@ -115,7 +117,8 @@ def build_model(graph: Graph, budget: float | None) -> Model:
     )
 
 
-def _highs_lp(model: Model, unit: float) -> highspy.HighsLp:
+def highs_lp(model: Model, unit: float) -> highspy.HighsLp:
+    """The model with seconds times ``unit``, for HiGHS."""
     lp = highspy.HighsLp()
     columns = len(model.cost)
     lp.num_col_, lp.num_row_ = columns, len(model.row_lower)
@@ -129,7 +132,8 @@ def _highs_lp(model: Model, unit: float) -> highspy.HighsLp:
     return lp
 
 
-def _read(values: Floats, model: Model, n: int) -> Ints:
+def read_labels(values: Floats, model: Model, n: int) -> Ints:
+    """The label of each of n nodes that has the largest value; zero for those that the model leaves out."""
     out = np.zeros(n, dtype=np.int64)
     for node, ls, c in zip(model.nodes, model.labels, model.first, strict=False):
         out[node] = ls[int(np.argmax(values[c : c + len(ls)]))]

@@ -11,6 +11,7 @@ import numpy as np
 from autopar.search.fold import fold, unfold
 from autopar.search.graph import Graph
 from autopar.search.ilp import solve_ilp
+from autopar.search.interrupt import requested
 from autopar.search.messages import Messages, compact, write_back
 from autopar.search.presolve import presolve
 from autopar.search.problem import Ints
@@ -43,8 +44,8 @@ class Limits:
     deadline: float
 
     def expired(self) -> bool:
-        """Whether the time limit has passed."""
-        return time.monotonic() > self.deadline
+        """Whether the time limit has passed, or the user does not want to wait for it."""
+        return requested() or time.monotonic() > self.deadline
 
 
 @dataclass
