@@ -30,12 +30,15 @@ class Certificate:
         lower_bound: no plan of ``space`` costs less under the same cost model.
         space: the set of plans that the bound speaks of.
         method: what closed the search.
+        memory_price: seconds of a step that a byte more a device saves, while the increase is small; 0 where the budget
+            does not bind.
     """
 
     objective: float
     lower_bound: float
     space: str
     method: str
+    memory_price: float = 0.0
 
     @property
     def gap(self) -> float:

@@ -42,6 +42,13 @@ def test_round_trip(tmp_path: Path) -> None:
     assert (tmp_path / "again.json").read_bytes() == (tmp_path / "plan.json").read_bytes()
 
 
+def test_a_file_from_before_the_price_of_memory() -> None:
+    _, plan = solved()
+    data = plan.to_dict()
+    assert data["certificate"].pop("memory_price") == 0.0
+    assert Plan.from_dict(data) == plan
+
+
 def test_a_loaded_plan_rewrites(tmp_path: Path) -> None:
     program, plan = solved()
     plan.save(tmp_path / "plan.json")

@@ -153,11 +153,23 @@ def _totals(plan: Plan) -> RenderableType:
     if peak:
         each = ", ".join(f"{name} {format_bytes(size)}" for name, size in peak if size)
         rows.append(("peak in a step", f"{format_bytes(sum(size for _, size in peak))}: {each}"))
+    if plan.certificate.memory_price > 0:
+        rows.append(("price of memory", price_text(plan)))
     if plan.recompute:
         moved = sum(name.startswith("relay ") for name in plan.recompute)
         kinds = f"{len(plan.recompute) - moved} kinds of operators computed, {moved} kinds of values moved"
         rows.append(("in the backward", f"{kinds} again instead of kept"))
     return figures([("", ""), *rows])
+
+
+def price_text(plan: Plan) -> str:
+    """What a little more memory would save: a GiB, or less where that is more than an eighth of what is held."""
+    held, size = sum(plan.predicted.peak_bytes.values()), 2.0**30
+    while size > held / 8 and size > 1:
+        size /= 8
+    saved = plan.certificate.memory_price * size
+    share = format_share(saved / max(plan.predicted.step_seconds, 1e-300))
+    return f"{format_bytes(size)} more a device would save about {format_seconds(saved)} a step ({share})"
 
 
 def _certificate(certificate: Certificate) -> RenderableType:

@@ -271,5 +271,5 @@ def _within(task: Task, built: Built, frontier: Frontier, row: float, first: boo
     if gap > task.limits.gap * mix.cost and sum(len(n.cost) for n in built.problem.nodes) <= SMALL:
         exact = solve(built.problem, budget=row, gap=task.limits.gap, time_limit=task.seconds)
         if exact.objective < mix.cost:
-            return _single(exact)
+            return replace(_single(exact), price=mix.price)
     return mix

@@ -137,7 +137,8 @@ def find_plan(
         return build(program, dims, classes, tables, memory, restrictions)
 
     def read(built: Built, mix: Mix, bound: float, method: str) -> Plan:
-        certificate = Certificate(mix.cost, min(max(bound, 0.0), mix.cost), _space(search, cluster), method)
+        bound = min(max(bound, 0.0), mix.cost)
+        certificate = Certificate(mix.cost, bound, _space(search, cluster), method, mix.price)
         return _read(program, dims, classes, built, mix, certificate, axes, cluster, optimizer, tables)
 
     def state(gradients: bool) -> dict[str, float]:

@@ -66,6 +66,8 @@ class Mix:
         share: of the members, rounded up class by class.
         cost: seconds.
         memory: bytes.
+        price: seconds a byte: at it both labellings are the cheapest, so that a byte more saves so much; 0 if the
+            budget does not bind.
     """
 
     over: Ints
@@ -73,6 +75,7 @@ class Mix:
     share: float
     cost: float
     memory: float
+    price: float = 0.0
 
 
 @dataclass
@@ -133,7 +136,7 @@ class Frontier:
         for _ in range(prices):
             if under.cost <= over.cost or time.monotonic() > self.limits.deadline:
                 break
-            price = (under.cost - over.cost) / (over.memory - under.memory)
+            price = _slope(over, under)
             found = self._at(price, self.limits.gap).point
             line = over.cost + price * over.memory
             if found.cost + price * found.memory > line - FLAT * abs(line):
@@ -196,7 +199,12 @@ def mixed(over: Point, under: Point, counts: NDArray[np.int64], problem: Problem
             break
     cost = float((share * cost_under + (1 - share) * cost_over).sum())
     cost += sum(float(share[v] * below + (1 - share[v]) * above) for v, above, below in edges)
-    return Mix(over.labels, under.labels, members / blocks, cost, memory)
+    return Mix(over.labels, under.labels, members / blocks, cost, memory, _slope(over, under))
+
+
+def _slope(over: Point, under: Point) -> float:
+    """Seconds that a byte saves between two points."""
+    return (under.cost - over.cost) / (over.memory - under.memory) if over.memory > under.memory else 0.0
 
 
 def within(
@@ -224,7 +232,7 @@ def within(
     progress("prices", under.cost, frontier.bound(budget))
     if over is under:
         return Mix(over.labels, under.labels, 0.0, under.cost, under.memory)
-    best = Mix(under.labels, under.labels, 0.0, under.cost, under.memory)
+    best = Mix(under.labels, under.labels, 0.0, under.cost, under.memory, _slope(over, under))
     for point in (over, under):
         chosen = alike(point.labels)
         states = frontier.among(chosen)
@@ -239,7 +247,8 @@ def within(
                 np.array([int(where[x]) for where, x in zip(numbers, of, strict=True)], dtype=np.int64)
                 for of in (found.over, found.under)
             ]
-            best = replace(found, over=labels[0], under=labels[1])
+            # Where these layouts have room for all that they could keep, others would take more.
+            best = replace(found, over=labels[0], under=labels[1], price=found.price or _slope(over, under))
     progress("blocks", best.cost, frontier.bound(budget))
     return best
 

@@ -48,6 +48,22 @@ def test_a_plan_without_prediction_and_without_a_bound() -> None:
     assert "100%" in text
 
 
+@pytest.mark.parametrize(
+    ("held", "expected"),
+    [
+        (70 * 2**30, "1.0 GiB more a device would save about 100 us a step (0.8%)"),
+        (6 * 2**30, "128.0 MiB more a device would save about 12.5 us a step (0.1%)"),
+    ],
+)
+def test_the_price_of_memory(held: float, expected: str) -> None:
+    plan = hand_made_plan()
+    assert "price of memory" not in plan_table(plan)
+    certificate = dataclasses.replace(plan.certificate, memory_price=1e-4 / 2**30)
+    predicted = dataclasses.replace(plan.predicted, peak_bytes={"activations": held})
+    tight = dataclasses.replace(plan, certificate=certificate, predicted=predicted)
+    assert f"price of memory  {expected}" in plan_table(tight)
+
+
 def test_an_unknown_method_is_printed_as_it_is() -> None:
     assert "branch and bound" in plan_table(hand_made_plan(method="branch and bound"))
 

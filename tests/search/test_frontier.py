@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
-from autopar.search.frontier import Frontier, mixed, restricted
+from autopar.search.frontier import Frontier, mixed, restricted, within
 from autopar.search.minimise import Limits
 from autopar.search.problem import Edge, Node, Problem, evaluate
 
@@ -69,7 +69,24 @@ def test_members_are_mixed_as_far_as_they_have_to_be() -> None:
     problem = Problem((node, Node("one", np.array([1.0]), np.array([3.0]))), ())
     over, under = frontier(problem).around(9.0)
     found = mixed(over, under, np.array([10, 1]), problem, 9.0)
-    assert (found.share, found.cost, found.memory) == (0.4, 5.0, 9.0)
+    assert (found.share, found.cost, found.memory, found.price) == (0.4, 5.0, 9.0, 1.0)
+
+
+@given(seed=st.integers(0, 2**32 - 1), budget=st.integers(0, 36), more=st.integers(0, 36))
+def test_more_memory_saves_no_more_than_its_price(seed: int, budget: int, more: int) -> None:
+    """From the bound at a budget, which the price is a slope of, no labelling of a larger one falls faster."""
+    problem = small(seed)
+    found = frontier(problem)
+    every = points(problem)
+    if not any(memory <= budget for _, memory in every):
+        return
+    counts = np.ones(4, dtype=np.int64)
+    mix = within(found, budget, counts, lambda _: [np.ones(3, dtype=bool)] * 4, lambda *_: None)
+    best = min(cost for cost, memory in every if memory <= budget + more)
+    bound = found.bound(budget)
+    assert best >= bound - mix.price * more - 1e-3 * abs(bound) - 1e-6
+    cheapest = min(cost for cost, _ in every)
+    assert (mix.price == 0.0) == (mix.cost <= cheapest + 1e-6)
 
 
 def test_restricted_keeps_what_is_chosen() -> None:
