@@ -126,6 +126,18 @@ def test_explain_solves_again_with_other_placements(model: str) -> None:
     assert wrong.exit_code == 2 and "up.weight" in wrong.stderr
 
 
+def test_explain_says_what_a_module_keeps(model: str) -> None:
+    options = ("--model", f"{model}:make", "--cluster", "cpu", "--axes", "a=2,b=2")
+    result = run("explain", "relu", *options)
+    assert result.exit_code == 0, result.output
+    assert "(relu)" in result.stdout and "for the backward pass" in result.stdout
+    facts = json.loads(run("explain", "up", *options, "--json").stdout)
+    assert facts["name"] == "up" and "answers" not in facts
+    assert {t["state"] for t in facts["tensors"]} <= {"passing", "kept"}
+    wrong = run("explain", "up", *options, "--why-not", "Shard(1)@b")
+    assert wrong.exit_code == 2 and "no parameter, batch.N or result.N is called 'up'" in wrong.stderr
+
+
 def test_diff_exits_with_1_where_plans_differ(model: str) -> None:
     assert plan(f"{model}:make", "--save", "free.json").exit_code == 0
     assert plan(f"{model}:make", "--save", "fsdp.json", "--recipe", "fsdp").exit_code == 0

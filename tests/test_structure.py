@@ -35,9 +35,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "work",
     ),
     ("search",),
-    ("recompute", "assignment", "step", "predict", "propagate", "liveness", "float64", "check"),
+    ("recompute", "assignment", "states", "step", "predict", "propagate", "liveness", "float64", "check"),
     ("passes",),
-    ("canonical", "emulate", "simulate", "training", "runtime", "checkpoint", "coverage", "calibrate"),
+    ("canonical", "emulate", "simulate", "training", "keeping", "runtime", "checkpoint", "coverage", "calibrate"),
     (
         "shorten",
         "abridge",
