@@ -226,7 +226,7 @@ def _print_hybrid(task: Task, as_json: bool, *, precision: str | None, **options
 
 @app.command("explain")
 def explain_command(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A parameter, batch.N or result.N.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A parameter, batch.N, result.N, a module or a node.")],
     model: Model,
     cluster: Machine,
     axes: Axes,
@@ -243,14 +243,16 @@ def explain_command(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Say why a tensor lies as it does: solve again with its other placements, and compare."""
+    """Say why a tensor lies as it does, solving again with other placements, and why what is kept is kept."""
     with _clear_errors(debug):
         sizes = parse_axes(axes)
         task = load_task(model)
         from autopar.cluster import Cluster
-        from autopar.compiler import default_memory, program_to_plan, solve
+        from autopar.compiler import default_memory, in_microbatches, program_to_plan, solve
+        from autopar.keeping import keeping, named
         from autopar.precision import Precision
-        from autopar.question import alternatives, ask, layout_in, parse_wanted, tensor_of
+        from autopar.question import alternatives, ask, layout_in, lies, parse_wanted, tensor_of
+        from autopar.report.keeping import keeping_dict, keeping_table
         from autopar.report.progress import SearchProgress
         from autopar.report.question import answers_dict, answers_table
         from autopar.search.find import Search
@@ -262,15 +264,21 @@ def explain_command(
         with SearchProgress() as progress:
             policy = Precision.resolve(precision)
             program = program_to_plan(task.model, task.batch, loss_fn=task.loss_fn, precision=policy, search=search)
-            own, _ = tensor_of(program, name)
+            asked = wanted is not None or lies(program, name)
+            own = tensor_of(program, name)[0] if asked else name
+            named(program, own)  # complain before the search
             found = solve(program, sizes, machine, memory=budget, optimizer=optimizer, search=search, progress=progress)
+            others = [wanted] if wanted else alternatives(program, found, own) if asked else []
             answers = [
-                ask(program, found, own, other, memory=budget, search=search, progress=progress)
-                for other in ([wanted] if wanted else alternatives(program, found, own))
+                ask(program, found, own, other, memory=budget, search=search, progress=progress) for other in others
             ]
-        layout = " ".join(f"{p}@{axis}" for axis, p in zip(sizes, layout_in(found, own), strict=True))
-        show = answers_table(own, layout, found, answers)
-        typer.echo(json.dumps(answers_dict(own, layout, found, answers), indent=1) if as_json else show)
+            tensors = keeping(in_microbatches(program, found.microbatches), found, own)
+        facts, parts = keeping_dict(own, found, tensors), [keeping_table(found, tensors)] if tensors else []
+        if asked:
+            layout = " ".join(f"{p}@{axis}" for axis, p in zip(sizes, layout_in(found, own), strict=True))
+            facts |= answers_dict(own, layout, found, answers)
+            parts.insert(0, answers_table(own, layout, found, answers))
+        typer.echo(json.dumps(facts, indent=1) if as_json else "\n\n".join(parts))
 
 
 @app.command("diff")

@@ -89,6 +89,20 @@ def tensor_of(program: Program, name: str) -> tuple[str, int]:
         ValueError: there is no such tensor; names some that there are.
     """
     own = program.aliases.get(name, name)
+    known = _tensors(program)
+    if own not in known:
+        close = difflib.get_close_matches(own, known, n=3) or list(known)[:3]
+        raise ValueError(f"no parameter, batch.N or result.N is called {name!r}; there are {', '.join(close)}, ...")
+    return own, known[own]
+
+
+def lies(program: Program, name: str) -> bool:
+    """Whether a name is that of a tensor with a layout of its own: a parameter, ``batch.N`` or ``result.N``."""
+    return program.aliases.get(name, name) in _tensors(program)
+
+
+def _tensors(program: Program) -> dict[str, int]:
+    """Dims of every parameter, ``batch.N`` and ``result.N``."""
     known = {}
     for node, spec in zip(program.placeholders, program.inputs, strict=True):
         if spec.kind in ("parameter", "batch"):
@@ -98,10 +112,7 @@ def tensor_of(program: Program, name: str) -> tuple[str, int]:
     for output, value in zip(program.outputs, program.output_values, strict=True):
         if output.kind == "result" and value is not None:
             known[f"result.{output.name}"] = value.meta["val"].ndim
-    if own not in known:
-        close = difflib.get_close_matches(own, known, n=3) or list(known)[:3]
-        raise ValueError(f"no parameter, batch.N or result.N is called {name!r}; there are {', '.join(close)}, ...")
-    return own, known[own]
+    return known
 
 
 def layout_in(plan: Plan, name: str) -> Layout:

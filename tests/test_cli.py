@@ -92,7 +92,7 @@ def test_recipes_are_compared_with_the_plan(model: str) -> None:
     assert "not here" in table  # the model has no sequence
     assert "megatron-sequence" in table[table.index("not here") :]
     rows = {row["recipe"]: row for row in json.loads(plan(f"{model}:make", "--json").stdout)["recipes"]}
-    assert list(rows) == ["ddp", "fsdp", "hsdp", "megatron", "megatron-sequence"]
+    assert list(rows) == ["ddp", "zero1", "zero2", "fsdp", "hsdp", "megatron", "megatron-sequence"]
     assert rows["ddp"]["ratio"] >= 1 - 1e-3
     assert rows["fsdp"]["memory_bytes"] < rows["hsdp"]["memory_bytes"] < rows["ddp"]["memory_bytes"]
     assert "sequence" in rows["megatron-sequence"]["reason"]
@@ -125,6 +125,18 @@ def test_explain_solves_again_with_other_placements(model: str) -> None:
     assert all(row["ratio"] >= 1 - 1e-3 for row in facts["answers"])
     wrong = run("explain", "up.wait", *options)
     assert wrong.exit_code == 2 and "up.weight" in wrong.stderr
+
+
+def test_explain_says_what_a_module_keeps(model: str) -> None:
+    options = ("--model", f"{model}:make", "--cluster", "cpu", "--axes", "a=2,b=2")
+    result = run("explain", "relu", *options)
+    assert result.exit_code == 0, result.output
+    assert "(relu)" in result.stdout and "for the backward pass" in result.stdout
+    facts = json.loads(run("explain", "up", *options, "--json").stdout)
+    assert facts["name"] == "up" and "answers" not in facts
+    assert {t["state"] for t in facts["tensors"]} <= {"passing", "kept"}
+    wrong = run("explain", "up", *options, "--why-not", "Shard(1)@b")
+    assert wrong.exit_code == 2 and "no parameter, batch.N or result.N is called 'up'" in wrong.stderr
 
 
 def test_diff_exits_with_1_where_plans_differ(model: str) -> None:

@@ -1,10 +1,12 @@
-"""`explain`: the layout of a parameter, what it takes and costs, and what else it could have been."""
+"""`explain`: how parameters lie and what else they could be; what is kept for the backward pass, and why."""
 
 from __future__ import annotations
 
 from autopar.candidates import layouts
 from autopar.cost.memory import format_bytes
+from autopar.keeping import keeping
 from autopar.layout import Layout, describe, factor_parts, item_bytes
+from autopar.report.keeping import keeping_table
 from autopar.runtime.specialise import Specialisation
 from autopar.search.restrict import is_boundary_layout
 
@@ -13,16 +15,15 @@ SHOWN = 6
 
 
 def explain(found: Specialisation, name: str) -> str:
-    """Text about a parameter, or about every parameter of a module.
+    """Text about a parameter, a module's parameters and what it computes, or one operator.
 
     Raises:
-        ValueError: the model has neither of that name.
+        ValueError: the model has nothing of that name.
     """
     types, plan = found.step.types.parameters, found.plan
     name = found.program.aliases.get(name, name)
     chosen = [name] if name in types else [n for n in types if n.startswith(name + ".")]
-    if not chosen:
-        raise ValueError(f"no parameter or module {name!r}; there are {', '.join(list(types)[:5])}, ...")
+    tensors = keeping(found.part, plan, name)
     lines = []
     for parameter in chosen:
         type_, layout = types[parameter]
@@ -49,4 +50,4 @@ def explain(found: Specialisation, name: str) -> str:
             lines.append(f"module {row.path} x{row.instances}: {row.seconds:.3g} s, sends {sent or 'nothing'}")
     lines.append(f"chosen together with all other layouts for the shortest step: {plan.certificate.objective:.3g} s, "
                  f"at least {plan.certificate.lower_bound:.3g} s in {plan.certificate.space}")  # fmt: skip
-    return "\n".join(lines)
+    return "\n".join([*lines, *([keeping_table(plan, tensors)] if tensors else [])])

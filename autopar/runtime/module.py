@@ -155,7 +155,7 @@ class ParallelModule(nn.Module):
         return gathered({n: p.grad for n, p in self.named_parameters() if p.grad is not None})
 
     def explain(self, name: str) -> str:
-        """Why a parameter, or the parameters of a module, lie as they do."""
+        """Why a parameter lies as it does; what of a module, or an operator, is kept or made again, and why."""
         from autopar.runtime.explain import explain
 
         return explain(self._known(self._first), name)

@@ -103,13 +103,15 @@ class Specialisation:
 
     Attributes:
         program: as captured.
-        plan: of the program.
+        part: of the program, what is planned for; the same where there are no microbatches.
+        plan: of the part.
         step: what runs.
         seed: of the step's random numbers, the same on every rank; None where it draws from the default generator, or
             not at all.
     """
 
     program: Program
+    part: Program
     plan: Plan
     step: Step
     seed: int | None = None
@@ -157,7 +159,8 @@ def specialise(
 
     step, order = place.together(build, "rewriting the graph")
     place.agree(order, "the order of collectives", "use the same versions of autopar and torch on every rank")
-    return Specialisation(program, chosen, step, _seed(step.program, settings, place))
+    part = tools.in_microbatches(program, chosen.microbatches)
+    return Specialisation(program, part, chosen, step, _seed(step.program, settings, place))
 
 
 def _seed(local: Program, settings: Settings, place: Place) -> int | None:

@@ -226,14 +226,15 @@ class _Maker:
             kind = "constant" if _is_loss(self.program, name) else "result"
             made.append(self._tensor(f"result {name}", 1, self.dims.type_of(value), kind, (name,)))
         for (key, out), users in self.classes.uses.items():
-            if len(users) > 1 or max(users.values()) > self.classes.count.get(key, 1):
+            asked = ("relay", f"{key} {out}") in self.restrictions.placements
+            if asked or len(users) > 1 or max(users.values()) > self.classes.count.get(key, 1):
                 node = self.classes.members[key][0]
                 count = self.classes.count[key]
                 made.append(self._relay(key, out, node, count, users))
         return made
 
     def _relay(self, key: str, out: int, node: fx.Node, count: int, users: Mapping[tuple[str, int], int]) -> Variable:
-        found = self._tensor(f"relay {key} {out}", count, self.dims.types[node, out], "relay", ())
+        found = self._tensor(f"relay {key} {out}", count, self.dims.types[node, out], "relay", (f"{key} {out}",))
         if not self.memory.states or is_backward(node):
             return found
         late = [self._is_late(user) for user, _ in users]

@@ -28,7 +28,7 @@ from autopar.search.frontier import Mix
 from autopar.search.interrupt import requested
 from autopar.search.minimise import Limits
 from autopar.search.quotient import Quotient, quotient
-from autopar.search.recipes import check_recipe, roles_of
+from autopar.search.recipes import GATHERS_ONCE, check_recipe, roles_of
 from autopar.search.restrict import Restrictions
 
 Progress = Callable[[str, float, float], None]
@@ -56,8 +56,9 @@ class Search:
             asks for.
         recipe: layouts by the name of a kind of parallelism, see `autopar.search.recipes`; the search decides only what
             the recipe leaves open. ``"random"`` draws a feasible plan, for tests (budgets are not looked at).
-        roles: what axes are for, by name: ``data``, ``shard``, ``tensor`` or ``sequence``, see `autopar.search.roles`.
-            Without a recipe, axes that are not named are searched; ``"megatron"`` takes roles, too.
+        roles: what axes are for, by name: ``data``, ``optimizer``, ``shard``, ``tensor`` or ``sequence``, see
+            `autopar.search.roles`. Without a recipe, axes that are not named are searched; ``"megatron"`` takes roles,
+            too.
         seed: of the random plan.
         tie_layers: repeated layers are laid out alike; False searches each on its own.
         padding: parameters whose dims an axis does not divide, such as a vocabulary of 50257, may be padded on the
@@ -92,8 +93,10 @@ class Search:
         """What may be made again in the backward pass where memory is short: the pin ``recompute``.
 
         Recipes and roles say how the work is split: they gather parameters again, and keep the rest unless told
-        otherwise.
+        otherwise. That ZeRO's first stages gather once is part of them.
         """
+        if self.recipe in GATHERS_ONCE:
+            return str(self.pins.get(RECOMPUTE, "none"))
         return str(self.pins.get(RECOMPUTE, "gathers" if self.recipe or self.roles else "search"))
 
     @property

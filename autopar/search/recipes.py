@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 
-from autopar.search.roles import DATA, SEQUENCE, SHARD, TENSOR, Roles, read_roles
+from autopar.search.roles import DATA, OPTIMIZER, SEQUENCE, SHARD, TENSOR, Roles, read_roles
 
 RANDOM = "random"
 
@@ -18,6 +18,16 @@ DATA_NAMES, TENSOR_NAMES = ("data", "dp"), ("tensor", "tp")
 def ddp(axes: Sequence[str], roles: Mapping[str, str]) -> Roles:
     """Every axis splits the batch; parameters are replicated, and gradients all-reduced."""
     return (DATA,) * len(axes)
+
+
+def zero1(axes: Sequence[str], roles: Mapping[str, str]) -> Roles:
+    """Every axis splits the batch and the optimizer's state; parameters gathered once, gradients all-reduced."""
+    return (OPTIMIZER,) * len(axes)
+
+
+def zero2(axes: Sequence[str], roles: Mapping[str, str]) -> Roles:
+    """``zero1``, and gradients are reduce-scattered."""
+    return (SHARD,) * len(axes)
 
 
 def fsdp(axes: Sequence[str], roles: Mapping[str, str]) -> Roles:
@@ -59,8 +69,17 @@ def _megatron(name: str, own: str, axes: Sequence[str], roles: Mapping[str, str]
 
 
 RECIPES: dict[str, Recipe] = {
-    "ddp": ddp, "fsdp": fsdp, "hsdp": hsdp, "megatron": megatron, "megatron-sequence": megatron_sequence,
-}  # fmt: skip
+    "ddp": ddp,
+    "zero1": zero1,
+    "zero2": zero2,
+    "fsdp": fsdp,
+    "hsdp": hsdp,
+    "megatron": megatron,
+    "megatron-sequence": megatron_sequence,
+}
+
+GATHERS_ONCE = ("zero1", "zero2")
+"""Recipes that keep what they gather for the backward pass, whatever the budget."""
 
 TAKES_ROLES = ("megatron", "megatron-sequence")
 

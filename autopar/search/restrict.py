@@ -36,7 +36,8 @@ class Restrictions:
         fixed: strategy name or placement of each variable on each axis that is not searched; absent: replicated.
         free: axes that are searched; None searches all.
         data_axes_only: batch tensors may be split along the first factor of their first dim only.
-        placements: the same as ``layouts``, axis by axis, None where it is open; gives way to them.
+        placements: the same as ``layouts``, axis by axis, None where it is open; gives way to them. Besides, by
+            ``relay`` and name, the layouts that values are brought to for all their users.
         strategies: names that each class of operators may take, axis by axis; None: any.
     """
 

@@ -2,14 +2,15 @@
 
 On an axis with a role, operators keep the strategies that split what the role says:
 
-========  ======================================================  ===================================================
-role      operators                                               parameters
-========  ======================================================  ===================================================
-data      split along the batch, where they have it               replicated
-shard     split along the batch, where they have it               split, and gathered for use
-tensor    split along the tensor-parallel factors                 split along those factors, else replicated
-sequence  as tensor; along the sequence between the linears       as tensor
-========  ======================================================  ===================================================
+=========  =====================================================  ===================================================
+role       operators                                              parameters
+=========  =====================================================  ===================================================
+data       split along the batch, where they have it              replicated
+optimizer  split along the batch, where they have it              split, and gathered for use; gradients all-reduced
+shard      split along the batch, where they have it              split, and gathered for use; gradients scattered
+tensor     split along the tensor-parallel factors                split along those factors, else replicated
+sequence   as tensor; along the sequence between the linears      as tensor
+=========  =====================================================  ===================================================
 
 Everything is found by factors, nothing by names. What the roles leave open, such as where partial sums are added up,
 the search decides.
@@ -27,7 +28,7 @@ from autopar.candidates import REPLICATE, layouts, split_parts, strategies
 from autopar.dims import Dims
 from autopar.errors import InfeasibleError
 from autopar.layout import Layout, Placement, Replicate, Split, TensorType
-from autopar.program import Program
+from autopar.program import Program, producer
 from autopar.search.factors import (
     Ids,
     batch_factors,
@@ -44,8 +45,11 @@ from autopar.search.quotient import Quotient
 from autopar.search.restrict import Restrictions, is_boundary_layout
 from autopar.search.tensor_parallel import tensor_factors
 
-DATA, SHARD, TENSOR, SEQUENCE = "data", "shard", "tensor", "sequence"
-ROLES = (DATA, SHARD, TENSOR, SEQUENCE)
+DATA, OPTIMIZER, SHARD, TENSOR, SEQUENCE = "data", "optimizer", "shard", "tensor", "sequence"
+ROLES = (DATA, OPTIMIZER, SHARD, TENSOR, SEQUENCE)
+
+ROWS, STORED = (DATA, OPTIMIZER, SHARD), (OPTIMIZER, SHARD)
+"""Roles that split the batch, and those that split what is stored of parameters."""
 
 Roles = tuple[str | None, ...]
 """The role of each axis; None: the search decides."""
@@ -88,20 +92,33 @@ def by_roles(
         return restrictions
     meaning = find_meaning(program, dims, axes, roles)
     sizes = tuple(axes.values())
-    chains = from_parameters(program) | into_gradients(program)
+    casts, sums = from_parameters(program), into_gradients(program)
     inputs = dict(zip(program.placeholders, program.inputs, strict=True))
     placements: dict[tuple[str, str], tuple[Placement | None, ...]] = {}
     allowed: dict[str, tuple[frozenset[str] | None, ...]] = {}
     for key, members in classes.members.items():
         node = members[0]
         if node in dims.operators:
-            allowed[key] = tuple(_allowed(node, program, dims, role, meaning, node in chains) for role in roles)
+            chains = {SHARD: node in casts or node in sums, OPTIMIZER: node in casts}
+            allowed[key] = tuple(
+                _allowed(node, program, dims, role, meaning, chains.get(str(role), False)) for role in roles
+            )
         elif node in inputs and inputs[node].kind in ("parameter", "batch"):
             find = _batch_layout if inputs[node].kind == "batch" else _parameter_layout
             layout = find(dims.types[node, 0], roles, sizes, meaning)
             open_ = tuple(None if role is None else p for role, p in zip(roles, layout, strict=True))
             placements.update({(inputs[n].kind, inputs[n].name): open_ for n in members})
+    if OPTIMIZER in roles:
+        whole = tuple(Replicate() if role == OPTIMIZER else None for role in roles)
+        placements.update({("relay", name): whole for name in _gradients(program, classes)})
     return replace(restrictions, strategies=allowed, placements=placements)
+
+
+def _gradients(program: Program, classes: Quotient) -> set[str]:
+    """Class and output of every gradient, as relays are called."""
+    outputs = zip(program.outputs, program.output_values, strict=True)
+    made = [producer(v) for o, v in outputs if o.kind == "gradient" and v is not None]
+    return {f"{classes.key[node]} {out}" for node, out in made}
 
 
 def find_meaning(program: Program, dims: Dims, axes: Mapping[str, int], roles: Roles) -> Meaning:
@@ -111,7 +128,7 @@ def find_meaning(program: Program, dims: Dims, axes: Mapping[str, int], roles: R
         InfeasibleError: there are none, or sizes do not divide.
     """
     batch = batch_factors(program, dims)
-    ways, along = _extent(axes, roles, DATA, SHARD)
+    ways, along = _extent(axes, roles, *ROWS)
     if ways > 1 and not batch:
         raise InfeasibleError(f"no tensor of the batch has a dim to split along {along}")
     uneven = [f.size for f in batch if f.size % ways]
@@ -170,8 +187,8 @@ def _allowed(
     whole = frozenset(s.name for s in every if not s.splits)
     if role is None:
         return None
-    if role in (DATA, SHARD):
-        return along(meaning.batch) or (None if role == SHARD and chain else whole)
+    if role in ROWS:
+        return along(meaning.batch) or (None if chain else whole)
     if found := along(meaning.tensor):
         return found
     found = along(meaning.sequence) if role == SEQUENCE else frozenset()
@@ -183,7 +200,7 @@ def _allowed(
 
 def _batch_layout(type_: TensorType, roles: Roles, sizes: tuple[int, ...], meaning: Meaning) -> Layout:
     rows = bool(type_.dims) and bool(ids(type_.dims[0][:1]) & meaning.batch)
-    return tuple(Split(0, 0) if rows and role in (DATA, SHARD) else Replicate() for role in roles)
+    return tuple(Split(0, 0) if rows and role in ROWS else Replicate() for role in roles)
 
 
 def _parameter_layout(type_: TensorType, roles: Roles, sizes: tuple[int, ...], meaning: Meaning) -> Layout:
@@ -193,7 +210,7 @@ def _parameter_layout(type_: TensorType, roles: Roles, sizes: tuple[int, ...], m
     def suits(layout: Layout) -> bool:
         """Open axes are left to the search, beside what this leaves of the dims."""
         return all(
-            role == SHARD or p == (own if role in (TENSOR, SEQUENCE) else Replicate())
+            role in STORED or p == (own if role in (TENSOR, SEQUENCE) else Replicate())
             for role, p in zip(roles, layout, strict=True)
         )
 

@@ -11,7 +11,7 @@ import torch
 
 import autopar
 from autopar import InfeasibleError, Search
-from autopar.compiler import rewrite, solve
+from autopar.compiler import peak_of, rewrite, solve
 from autopar.layout import Replicate, Split
 from autopar.origin import is_backward
 from autopar.plan import Plan
@@ -101,6 +101,57 @@ def test_fsdp_gathers_every_parameter_and_scatters_every_gradient(name: str) -> 
     assert found["backward"] == Counter(("reduce_scatter", n // 2) for n in sizes)
     assert {p for v in plan.parameters.values() for p in v} == {Split(0, 0)}
     assert set(plan.predicted.collectives["a"]) == {"all_gather", "reduce_scatter", "all_reduce"}  # of the loss
+
+
+def test_zeros_stages_by_what_they_send() -> None:
+    """Stage 1 gathers once and all-reduces, stage 2 gathers once and scatters, stage 3 may gather twice."""
+    program, _, values = zoo.captured("llama", **SIZES["llama"])
+    sizes = [v.numel() for v, i in zip(values, program.inputs, strict=True) if i.kind == "parameter"]
+    numel = sum(sizes)
+    gathered = Counter(("all_gather", n) for n in sizes)
+    found = {stage: census("llama", planned("llama", LINE, recipe=stage)) for stage in ("zero1", "zero2")}
+    assert found["zero1"]["forward"] == found["zero2"]["forward"] == gathered
+    first = found["zero1"]["backward"]
+    assert {kind for kind, _ in first} == {"all_reduce"}
+    assert sum(n * count for (_, n), count in first.items()) == numel
+    assert found["zero2"]["backward"] == Counter(("reduce_scatter", n // 2) for n in sizes)
+
+
+@pytest.mark.deep
+def test_fsdp_gathers_again_where_zero2_does_not_fit() -> None:
+    program, _, _ = zoo.captured("llama", **SIZES["llama"])
+    ample = planned("llama", LINE, recipe="zero2")
+    room = 0.9 * sum(peak("llama", ample).values())
+    tight = solve(program, LINE, "h100", memory=room, search=Search(recipe="fsdp"))
+    found = census("llama", tight)
+    assert found["forward"] == census("llama", ample)["forward"]
+    assert sum(count for (kind, _), count in found["backward"].items() if kind == "all_gather") > 5
+    assert error_of("llama", tight) <= 1e-10
+    with pytest.raises(InfeasibleError, match="missing"):
+        solve(program, LINE, "h100", memory=room, search=Search(recipe="zero2"))
+
+
+def peak(name: str, plan: Plan) -> dict[str, float]:
+    program, _, _ = zoo.captured(name, **SIZES.get(name, {}))
+    return peak_of(program, plan)
+
+
+def test_zeros_stages_need_less_and_less() -> None:
+    plans = [planned("mlp", {"a": 4}, recipe=r) for r in ("ddp", "zero1", "zero2", "fsdp")]
+    state = [plan.predicted.memory_bytes for plan in plans]
+    for category in ("parameters", "gradients", "optimizer"):
+        held = [memory[category] for memory in state]
+        assert held == sorted(held, reverse=True)
+        assert held[0] == 4 * held[1]
+    most = [sum(peak("mlp", plan).values()) for plan in plans]
+    assert most[0] > most[1] > most[2] >= most[3]
+
+
+def test_zero_on_one_axis_of_two() -> None:
+    plan = planned("mlp", SQUARE, recipe="megatron", roles={"a": "optimizer", "b": "tensor"})
+    assert plan.parameters["up.weight"] == layout("S(0) S(0)")
+    assert set(plan.predicted.collectives["a"]) == {"all_gather", "all_reduce"}
+    assert error_of("mlp", plan) <= 1e-10
 
 
 def test_hsdp_is_ddp_outside_and_fsdp_inside() -> None:
@@ -237,8 +288,8 @@ def test_pins_win_over_a_recipe() -> None:
 @pytest.mark.parametrize(
     ("search", "message"),
     [
-        ({"recipe": "fsdb"}, r"no recipe 'fsdb'; there are ddp, fsdp, hsdp, megatron.*mean 'fsdp'"),
-        ({"recipe": "zero1"}, r"no recipe 'zero1'"),
+        ({"recipe": "fsdb"}, r"no recipe 'fsdb'; there are ddp, zero1, zero2, fsdp, hsdp, megatron.*mean 'fsdp'"),
+        ({"recipe": "zero4"}, r"no recipe 'zero4'.*did you mean 'zero"),
         ({"recipe": "ddp", "roles": {"a": "tensor"}}, r"recipe 'ddp' decides the roles"),
     ],
 )
@@ -252,7 +303,7 @@ def test_what_no_recipe_is(search: dict[str, Any], message: str) -> None:
     [
         (LINE, {"recipe": "hsdp"}, "takes two axes"),
         (LINE, {"recipe": "megatron", "roles": {"c": "data"}}, "axis 'c'; the mesh has a"),
-        (LINE, {"recipe": "megatron", "roles": {"a": "pipe"}}, "role 'pipe'; there are data, shard, tensor"),
+        (LINE, {"recipe": "megatron", "roles": {"a": "pipe"}}, "role 'pipe'; there are data, optimizer, shard, tensor"),
         (LINE, {"recipe": "megatron", "roles": {"a": "data"}}, "has no tensor axis"),
         ({"data": 2}, {"recipe": "megatron"}, "has no tensor axis"),
     ],
