@@ -303,14 +303,19 @@ def in_microbatches(program: Program, count: int, *, deterministic: bool = False
             "gradients of microbatches are computed before backward() is called, and so before the loss is scaled, "
             'which float16 needs: compute in bfloat16, or leave microbatches out (pins={"microbatches": 1})'
         )
+    key = ("in_microbatches", count, deterministic)
+    if key in program.memo:
+        known: Program = program.memo[key]
+        return known
     try:
         found = _in_microbatches(program, count, deterministic, tie=True)
     except InfeasibleError:  # what is alike may have to be cut in unlike ways
         found = _in_microbatches(program, count, deterministic, tie=False)
-    if program.repeat is None:
-        return found
-    shorter = in_microbatches(program.repeat.shorter, count, deterministic=deterministic)
-    return replace(found, repeat=replace(program.repeat, shorter=shorter))
+    if program.repeat is not None:
+        shorter = in_microbatches(program.repeat.shorter, count, deterministic=deterministic)
+        found = replace(found, repeat=replace(program.repeat, shorter=shorter))
+    program.memo[key] = found
+    return found
 
 
 def _in_microbatches(program: Program, count: int, deterministic: bool, *, tie: bool) -> Program:

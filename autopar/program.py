@@ -181,6 +181,11 @@ class Program:
     # What follows is computed once: it holds as long as nobody changes the graph in place (see `compiler.rewrite`).
 
     @cached_property
+    def memo(self) -> dict[Any, Any]:
+        """Results of functions of the program, by their names and other arguments."""
+        return {}
+
+    @cached_property
     def sources(self) -> dict[fx.Node, tuple[Value, ...]]:
         """The values that each operator takes, in the order of its `tensor_arguments`."""
         return {n: tuple(producer(a) for a in tensor_arguments(n)) for n in operators(self.graph.graph)}

@@ -70,7 +70,9 @@ def test_predicted_peak_of_a_microbatch_is_measured(name: str) -> None:
     inputs = []
     for node, spec in zip(local.placeholders, local.inputs, strict=True):
         value = named.get((spec.kind, spec.name), torch.ones_like(node.meta["val"], device="cpu"))
-        inputs.append(take(value, 0, 1, 2, 0) if spec.kind == "batch" and spec.name in program.part.rows else value)
+        inputs.append(
+            take(value, 0, 1, 2, 0).clone() if spec.kind == "batch" and spec.name in program.part.rows else value
+        )
     totals = Totals()
     with torch.no_grad():
         with totals.microbatch():
