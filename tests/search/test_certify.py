@@ -103,6 +103,15 @@ def test_the_verified_bound_is_the_linear_program(seed: int) -> None:
         assert found == pytest.approx(least, rel=1e-6, abs=1e-8)
 
 
+def test_what_only_branching_proves_is_neither_verified_nor_refuted() -> None:
+    """Three nodes that all want to differ, with two labels: the linear program gives each half of both."""
+    node, own = Node("n", np.zeros(2), np.zeros(2)), np.arange(2)
+    problem = Problem((node,) * 3, tuple(Edge(i, (i + 1) % 3, own, own, np.eye(2)) for i in range(3)))
+    found = solve(problem, gap=0.0)
+    assert found.lower_bound == found.objective == 1.0
+    assert examine(Claim(problem, found.lower_bound), 10.0) == pytest.approx(0.0, abs=1e-9)
+
+
 def test_sums_are_rounded_down_and_by_little() -> None:
     problem = random_problem(7, 6, 3.0, 1.0, 0.0, 1.0)
     messages, price, size = drawn(problem, 1, 0.1), 1e-11, 3e10
