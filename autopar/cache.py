@@ -54,7 +54,7 @@ def file_of(
     optimizer: str,
     search: Search,
     restrictions: Restrictions | None,
-    drawn: str,
+    drawn: str = "apart",
 ) -> Path | None:
     """The file of the plan that a search for all this finds; None where plans are not kept.
 

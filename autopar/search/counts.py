@@ -36,7 +36,8 @@ def best_count(attempt: Attempt) -> Plan:
         try:
             found = attempt(count, math.inf if best is None else best.certificate.objective)
         except InfeasibleError as e:
-            less = error is None or (e.needed or math.inf) < WORTH * (error.needed or math.inf)
+            less = e.needed is not None and (error is None or e.needed < WORTH * (error.needed or 0.0))
+            error = error or e
             if best is not None or not less:
                 break
             error = e
