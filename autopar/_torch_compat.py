@@ -24,6 +24,7 @@ __all__ = [
     "TensorMeta",
     "TracingContext",
     "aot_export_joint_with_descriptors",
+    "budget_partition",
     "default_partition",
     "dtensor_overloads",
     "get_decompositions",
@@ -53,6 +54,22 @@ def default_partition(*arguments: Any, **options: Any) -> Any:
     from torch._functorch.partitioners import default_partition as partition
 
     return partition(*arguments, **options)
+
+
+def budget_partition(joint: Any, outputs: int, budget: float, solver: str) -> Any:
+    """Torch's own choice of what to recompute, to compare with: forward and backward graph; ``joint`` is changed.
+
+    Args:
+        joint: a joint graph as torch captures it.
+        outputs: how many of its outputs are the forward pass's.
+        budget: share of the memory for activations, 0 to 1.
+        solver: ``dp``, ``greedy`` or ``ilp``.
+    """
+    from torch._functorch import config
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    with config.patch(activation_memory_budget=budget, activation_memory_budget_solver=solver):
+        return min_cut_rematerialization_partition(joint, None, num_fwd_outputs=outputs)
 
 
 def operator_database() -> list[Any]:

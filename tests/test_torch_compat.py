@@ -20,9 +20,9 @@ aten = torch.ops.aten
 def test_every_name_has_a_contract() -> None:
     tested = {
         "BoxedCodeGen", "DTensorSpec", "FakeTensor", "FakeTensorMode", "OpOverload", "StridedShard", "TensorMeta",
-        "TracingContext", "aot_export_joint_with_descriptors", "default_partition", "dtensor_overloads",
-        "get_decompositions", "operator_database", "reduce_found_inf_over_every_gradient", "set_group_timeout",
-        "storage_id", "tracing",
+        "TracingContext", "aot_export_joint_with_descriptors", "budget_partition", "default_partition",
+        "dtensor_overloads", "get_decompositions", "operator_database", "reduce_found_inf_over_every_gradient",
+        "set_group_timeout", "storage_id", "tracing",
     }  # fmt: skip
     assert set(compat.__all__) == tested
 
@@ -125,8 +125,8 @@ def test_tracing_context() -> None:
     assert compat.TracingContext.try_get() is None
 
 
-def test_partition() -> None:
-    """Two graphs by the names of the placeholders; what the backward pass needs is saved."""
+def exponential() -> tuple[fx.GraphModule, compat.FakeTensorMode]:
+    """A step that needs ``exp(x)`` in both passes."""
     graph = fx.Graph()
     mode = compat.FakeTensorMode()
 
@@ -142,12 +142,28 @@ def test_partition() -> None:
     gradient = made(graph.call_function(aten.mul.Tensor, (tangent, y)), 2, backward=True)
     out = graph.output([y, gradient])
     out.meta["desc"] = [None, None]
-    module = fx.GraphModule({}, graph)
+    return fx.GraphModule({}, graph), mode
+
+
+def test_partition() -> None:
+    """Two graphs by the names of the placeholders; what the backward pass needs is saved."""
+    module, mode = exponential()
     with compat.tracing(compat.TracingContext(mode)):
-        forward, backward = compat.default_partition(module, [x, tangent], num_fwd_outputs=1)
+        forward, backward = compat.default_partition(module, (), num_fwd_outputs=1)
     saved = forward(torch.zeros(2))
     assert len(saved) == 2
     assert torch.equal(backward(saved[1], torch.ones(2))[0], torch.ones(2))
+
+
+def test_partition_within_a_budget() -> None:
+    """Without any memory for activations it takes the input and computes again."""
+    module, mode = exponential()
+    with compat.tracing(compat.TracingContext(mode)):
+        forward, backward = compat.budget_partition(module, 1, 0.0, "dp")
+    x = torch.ones(2)
+    assert torch.equal(forward(x)[1], x)
+    assert aten.exp.default in {n.target for n in backward.graph.nodes}
+    torch.testing.assert_close(backward(x, torch.ones(2))[0], x.exp())
 
 
 def test_boxed_code() -> None:

@@ -244,7 +244,9 @@ def _tightened(task: Task, built: Built, bound: float, method: str, relaxed: boo
         try:
             mix = _within(task, built, frontier, row, first=turn == 1)
         except InfeasibleError:
-            break
+            if best is not None:
+                break
+            mix = _least(frontier)  # its graph may need less than its row says, and leave room for a better plan
         if relaxed:
             task.record(frontier.claim(task.memory))
             bound = max(bound, frontier.bound(task.memory))
@@ -268,11 +270,16 @@ def _tightened(task: Task, built: Built, bound: float, method: str, relaxed: boo
         if not fitting < row < failing:
             row = (fitting + failing) / 2 if np.isfinite(fitting) else failing * CLOSE
     if best is None:
-        point = frontier.least()
-        mix = Mix(point.labels, point.labels, 0.0, point.cost, point.memory)
+        mix = _least(frontier)
         best = _lesser(least, _measured(task, task.read(built, mix, bound, method or "prices"))[0])
     working = [v.working[x] for v, x in zip(built.variables, mix.under, strict=True) if v.working is not None]
     return best, bound, float(max(working))
+
+
+def _least(frontier: Frontier) -> Mix:
+    """All members in the state of least memory."""
+    point = frontier.least()
+    return Mix(point.labels, point.labels, 0.0, point.cost, point.memory)
 
 
 def _within(task: Task, built: Built, frontier: Frontier, row: float, first: bool) -> Mix:

@@ -129,9 +129,15 @@ def compact(graph: Graph) -> Messages:
             ends[position[n]].append(_end(factor, t, axis, labels[position[n]], position))
     unary = [graph.cost[n][ls] for n, ls in zip(nodes, labels, strict=True)]
     memory = [graph.memory[n][ls] for n, ls in zip(nodes, labels, strict=True)]
-    return Messages(
-        nodes, labels, unary, memory, [graph.factors[f].table.copy() for f in ids], ids, ends, graph.constant
-    )
+    tables = [graph.factors[f].table.copy() for f in ids]
+    bound = graph.constant
+    # Where the price of memory was changed, costs may be negative: a sweep that fixes labels would trust a false bound.
+    for costs in (*unary, *tables):
+        least = float(costs.min(initial=np.inf))
+        if np.isfinite(least):
+            costs -= least
+            bound += least
+    return Messages(nodes, labels, unary, memory, tables, ids, ends, bound)
 
 
 def _end(factor: Factor, table: int, axis: int, labels: Ints, position: dict[int, int]) -> _End:

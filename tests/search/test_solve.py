@@ -67,6 +67,28 @@ def test_minimum_within_a_budget_equals_brute_force(problem: Problem, tens: int)
     check(problem, tens * 1e10)
 
 
+def dense_problem(seed: int) -> Problem:
+    """Eight nodes, all of which carry memory, most of them connected."""
+    rng = np.random.default_rng(seed)
+    nodes = tuple(Node(f"n{i}", rng.random(3) * 10, rng.integers(0, 10, 3) * 1e9) for i in range(8))
+    own = np.arange(3)
+    pairs = [(i, j) for i in range(8) for j in range(i) if rng.random() < 0.6]
+    return Problem(nodes, tuple(Edge(i, j, own, own, rng.random((3, 3)) * rng.choice([0, 3, 8])) for i, j in pairs))
+
+
+@pytest.mark.parametrize("seed", [21, 163, 181, 192, 267, 295])  # of 300, those where such a bound dropped the best
+def test_the_bound_is_true_while_the_price_of_memory_changes(seed: int) -> None:
+    """Costs from which a price was taken are negative: no label may be dropped by a bound that is not valid yet."""
+    problem = dense_problem(seed)
+    least, most = (sum(float(f(n.memory)) for n in problem.nodes) for f in (np.min, np.max))
+    budget = least + (0.15, 0.35, 0.6)[seed % 3] * (most - least)
+    best, _ = brute_force(problem, budget)
+    found = solve(problem, budget=budget, gap=1e-3)
+    check_certificate(problem, found, budget)
+    assert found.lower_bound <= best * (1 + 1e-9)
+    assert found.objective <= best * (1 + 1e-3)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_messages_and_ilp_without_folding(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small problems fold away; with folding off they take the paths of large ones."""
