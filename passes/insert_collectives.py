@@ -12,8 +12,9 @@ After::
     wait = _c10d_functional.wait_tensor(all_reduce)
     relu = aten.relu(wait)
 
-Each move of a value is emitted once, in front of the first user that needs it. ``"model"`` is the mesh axis; a rank
-puts in its own group.
+Each move of a value is emitted once, in front of the first user that needs it; what makes a gradient smaller, as soon
+as it is known, or all gradients would be held whole until the step ends. ``"model"`` is the mesh axis; a rank puts in
+its own group.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ from autopar.program import Program, is_operator, producer, replace_tensor_argum
 from autopar.redistribute import Machine, Move, Tables, moved_bytes, reduces, sum_dtype
 
 aten = torch.ops.aten
+
+SHRINKING = ("reduce_scatter", "slice")
+"""Moves after which a device holds less."""
 
 
 def insert_collectives(program: Program, plan: Plan) -> Program:
@@ -82,9 +86,11 @@ def _bring(
         for move in table.path(begin, end):
             if (value, move.target) in placed:
                 continue
-            with graph.inserting_before(user):
+            local = placed[value, move.source]
+            early = gradient and move.kind in SHRINKING and local.op == "call_function"
+            with graph.inserting_before(local.next if early else user):
                 emitter = _Emitter(graph, value, user, type_, move, tables.machine, gradient)
-                placed[value, move.target] = emitter.emit(placed[value, move.source])
+                placed[value, move.target] = emitter.emit(local)
     return placed[value, target]
 
 
