@@ -13,8 +13,8 @@ After::
     relu = aten.relu(wait)
 
 Each move of a value is emitted once, in front of the first user that needs it, or as soon as the value is there if it
-leaves the graph. ``"model"`` is the mesh axis; a rank
-puts in its own group.
+leaves the graph: gradients that wait to be scattered would be held whole. ``"model"`` is the mesh axis; a rank puts in
+its own group.
 """
 
 from __future__ import annotations

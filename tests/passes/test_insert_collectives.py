@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from autopar.collective import Collective
-from autopar.compiler import rewrite
+from autopar.compiler import rewrite, solve
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.program import Program
+from autopar.search.find import Search
+from autopar.verify import compare
+from tests import models
 from tests.plans import follow_plan, hand_plan, show, tiny
 
 PASSES = (annotate_layouts, insert_collectives)
@@ -112,3 +117,16 @@ def test_forward_value_for_the_backward_pass_moves_there() -> None:
     )
     tags = {n.meta.get("partitioner_tag") for n in after.graph.graph.nodes if "collective" in n.meta}
     assert tags == {"is_backward"}
+
+
+def test_what_makes_a_gradient_smaller_comes_as_soon_as_it_is_known() -> None:
+    """The second linear's gradient does not wait, whole, for the first one's."""
+    program, _, values = models.captured("mlp")
+    plan = solve(program, {"a": 2}, "cpu", search=Search(recipe="fsdp"))
+    after = rewrite(program, plan)
+    order = list(after.graph.graph.nodes)
+    last = max(i for i, n in enumerate(order) if n.target is torch.ops.aten.mm.default)
+    scattered = [i for i, n in enumerate(order) if (c := n.meta.get("collective")) and c.kind == "reduce_scatter"]
+    assert len(scattered) == 4
+    assert sum(i < last for i in scattered) == 2
+    assert compare(program, after, plan, values, torch.float64).max_error < 1e-12
