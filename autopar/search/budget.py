@@ -58,6 +58,7 @@ class Task:
         memory: bytes per device; None for no limit.
         peak: of a plan's graph, by category.
         again: what may be made or moved again for the backward pass.
+        regions: whether the model's own checkpointing decides for what is in it.
         progress: called with phase, incumbent and bound.
     """
 
@@ -69,6 +70,7 @@ class Task:
     memory: float | None
     peak: Peak | None
     again: str
+    regions: bool
     progress: Progress
 
     @property
@@ -83,7 +85,7 @@ def plan_within(task: Task) -> Plan:
     Raises:
         InfeasibleError: nothing fits.
     """
-    built = task.make(task.restrictions, Memory(task.state(True)))
+    built = task.make(task.restrictions, Memory(task.state(True), regions=task.regions))
     solution = solve(built.problem, gap=task.limits.gap, time_limit=task.seconds, progress=task.progress)
     plan = task.read(built, _single(solution), solution.lower_bound, solution.method)
     plan, enough = _measured(task, plan)
@@ -106,7 +108,7 @@ def plan_by_axes(task: Task, tables: Tables, bound: float) -> Plan:
     limits = task.limits
 
     def make(restrictions: Restrictions) -> Built:
-        return task.make(restrictions, Memory(task.state(True)))
+        return task.make(restrictions, Memory(task.state(True), regions=task.regions))
 
     failure: InfeasibleError | None = None
     for part in (1.0, 0.5, 0.25, 0.125):
@@ -160,7 +162,7 @@ def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str =
         InfeasibleError: no such plan fits.
     """
     assert task.memory is not None
-    row = Memory(task.state(False), activations=True, again=task.again)
+    row = Memory(task.state(False), activations=True, again=task.again, regions=task.regions)
     rows = [row, replace(row, state=task.state(True))]
     least: Plan | None = None
     capped = False
