@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_time
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "BoxedCodeGen",
@@ -22,16 +25,20 @@ __all__ = [
     "OpOverload",
     "StridedShard",
     "TensorMeta",
+    "TorchDispatchMode",
     "TracingContext",
     "aot_export_joint_with_descriptors",
     "budget_partition",
+    "checkpoint_replaced",
     "default_partition",
     "dtensor_overloads",
     "get_decompositions",
     "operator_database",
     "reduce_found_inf_over_every_gradient",
+    "selective_policy",
     "set_group_timeout",
     "storage_id",
+    "traced_graph",
     "tracing",
 ]
 
@@ -70,6 +77,42 @@ def budget_partition(joint: Any, outputs: int, budget: float, solver: str) -> An
 
     with config.patch(activation_memory_budget=budget, activation_memory_budget_solver=solver):
         return min_cut_rematerialization_partition(joint, None, num_fwd_outputs=outputs)
+
+
+@contextmanager
+def checkpoint_replaced(reentrant: Callable[..., Any], other: Callable[..., Any]) -> Iterator[None]:
+    """While it lasts, `torch.utils.checkpoint.checkpoint` calls these, whatever other names it has been bound to.
+
+    Args:
+        reentrant: ``(function, preserve_rng_state, *args)`` to the function's results.
+        other: ``(function, preserve_rng_state, context_fn, ...)`` to a generator, which yields once: torch calls the
+            function then.
+    """
+    from torch.utils import checkpoint as module
+
+    before = module._checkpoint_without_reentrant_generator
+    module._checkpoint_without_reentrant_generator = other
+    module.CheckpointFunction.apply = staticmethod(reentrant)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        module._checkpoint_without_reentrant_generator = before
+        del module.CheckpointFunction.apply  # what it inherits is back
+
+
+def selective_policy(context: Any) -> Callable[..., Any] | None:
+    """The policy function of a context that `create_selective_checkpoint_contexts` made; None for any other."""
+    from torch.utils.checkpoint import _CachingTorchDispatchMode
+
+    return context.policy_fn if isinstance(context, _CachingTorchDispatchMode) else None
+
+
+def traced_graph() -> Any:
+    """The `fx.Graph` that is being traced now; None: none is."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode = get_proxy_mode()
+    return None if mode is None else mode.tracer.graph
 
 
 def operator_database() -> list[Any]:

@@ -94,7 +94,15 @@ def _again(program: Program, plan: Plan, classes: Quotient, relays: Collection[V
     key = classes.key
     operators = {n for n in program.sources if not is_backward(n) and repeated("", key[n], "", n.name, number[n])}
     moved = {(n, i) for n, i in relays if repeated("relay ", key[n], f" {i}", n.name, number[n])}
-    return again(program, relays, operators, {v for v in moved if not is_backward(v[0])})
+    # What is moved for the backward pass alone is moved there: nothing is kept in that layout.
+    early = {(n, i) for n, i in relays if not _taken_late(program, classes, (key[n], i))}
+    return again(program, early | moved, operators, {v for v in moved if not is_backward(v[0])})
+
+
+def _taken_late(program: Program, classes: Quotient, value: tuple[str, int]) -> bool:
+    """Whether only the backward pass takes the values of a class."""
+    users = (classes.members.get(user, ()) for user, _ in classes.uses.get(value, {}))
+    return all(nodes and nodes[0] in program.sources and is_backward(nodes[0]) for nodes in users)
 
 
 def _operator(

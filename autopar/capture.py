@@ -22,6 +22,7 @@ from autopar._torch_compat import FakeTensorMode, aot_export_joint_with_descript
 from autopar.decompose import decompositions
 from autopar.errors import CaptureError
 from autopar.program import Input, Output, Program
+from autopar.regions import Regions, mark
 
 aten = torch.ops.aten
 logger = logging.getLogger("autopar")
@@ -137,12 +138,15 @@ def _fake_module(model: nn.Module, mode: FakeTensorMode, training: bool, compute
 def _trace(harness: Harness, fakes: tuple[torch.Tensor, ...]) -> fx.GraphModule:
     try:
         # With oneDNN an LSTM on a CPU is one opaque operator; without, it is matrix products, as on every other device.
-        with torch.backends.mkldnn.flags(enabled=False):
+        regions = Regions()
+        with torch.backends.mkldnn.flags(enabled=False), regions.recorded():
             exported = torch.export.export(harness, fakes, strict=False).module(check_guards=False)
+        exported = regions.watched(exported)
         with contextlib.ExitStack() as stack, torch.backends.mkldnn.flags(enabled=False):
             joint: fx.GraphModule = aot_export_joint_with_descriptors(
                 stack, exported, fakes, decompositions=decompositions(), _record_nn_module_stack=True
             ).graph_module
+            mark(joint.graph)
             return joint
     except CaptureError:
         raise
@@ -285,6 +289,7 @@ def _check_gradients(
     if lost:
         raise CaptureError(
             f"parameter {lost[0]!r} ({len(lost)} in all) gets a gradient in the plain model but not in the captured "
-            "graph; torch.utils.checkpoint(..., use_reentrant=True) does that: use use_reentrant=False"
+            "graph; an autograd function that runs a backward pass of its own does that: torch.utils.checkpoint is "
+            "understood, other checkpointing is not"
         )
     return Program(**{**program.__dict__, "unused": tuple(missing)})

@@ -260,7 +260,8 @@ def _solve(
     """The best plan, or a random one, of a program whose dims are decided."""
     if search.recipe == "random":
         fixed = {key: complete(key[1], layout) for key, layout in limits.layouts.items()}
-        drawn = random_plan(program, dims, axes, machine, search.seed, fixed, optimizer, again=search.again == "search")
+        again = search.again == "search"
+        drawn = random_plan(program, dims, axes, machine, search.seed, fixed, optimizer, again, search.regions)
         return predict(program, dims, drawn)
     classes = quotient(program, dims, tie=search.tie_layers)
     plan = find_plan(

@@ -15,6 +15,7 @@ from torch import fx
 
 from autopar.accumulate import accumulate
 from autopar.origin import block_prefixes, is_backward, module_path, without_indices
+from autopar.regions import pinned
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -220,6 +221,11 @@ class Program:
         return found
 
     @cached_property
+    def pins(self) -> dict[fx.Node, str]:
+        """What the model's own checkpointing decides for operators of the forward pass, see `autopar.regions`."""
+        return pinned(self.sources)
+
+    @cached_property
     def blocks(self) -> frozenset[str]:
         """Names of the modules that repeat, such as ``layers.3``."""
         return block_prefixes(i.name for i in self.inputs if i.kind == "parameter")
@@ -252,8 +258,9 @@ def tied_keys(
 ) -> dict[fx.Node, str]:
     """A text for every placeholder, constant and operator node; the same for nodes of repeated modules that are alike.
 
-    Those are the same operator call, by number, in the same module, indices of repeated blocks removed. Nodes without a
-    module (sums of gradients, constants) are alike when their arguments are.
+    Those are the same operator call, by number, in the same module, indices of repeated blocks removed, of which the
+    model's checkpointing asks the same. Nodes without a module (sums of gradients, constants) are alike when their
+    arguments are.
 
     Args:
         program: the program.
@@ -274,6 +281,7 @@ def tied_keys(
         elif node in program.sources:
             path = module_path(node)
             name, detail = describe(program, node)
+            detail = f"{detail} {program.pins[node]}" if node in program.pins else detail
             phase = "backward" if is_backward(node) else "forward"
             if path:
                 call = f"{phase} {name} {detail}"

@@ -243,15 +243,45 @@ class Checkpointed(Scalarless):
         return self.linear(checkpoint(self.first, x, use_reentrant=self.reentrant)).sum()
 
 
-def test_reentrant_checkpointing_is_an_error() -> None:
-    with pytest.raises(CaptureError, match=r"use_reentrant=False"):
-        capture(Checkpointed(True), (torch.randn(8, 8),))
-
-
 def test_checkpointing() -> None:
     program = capture(Checkpointed(False), (torch.randn(8, 8),))
     assert len([o for o in program.outputs if o.kind == "gradient"]) == 4
     assert program.unused == ()
+
+
+def test_reentrant_checkpointing_of_what_needs_no_gradient_gives_none(caplog: pytest.LogCaptureFixture) -> None:
+    """So does torch: the values are those of the plain model, which a warning says."""
+    program = capture(Checkpointed(True), (torch.randn(8, 8),))
+    assert program.unused == ("first.bias", "first.weight")
+    assert "pass use_reentrant=False" in caplog.text
+
+
+class OwnCheckpoint(torch.autograd.Function):
+    """Checkpointing by hand, as libraries have it: the backward pass runs a backward pass of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.module(x)
+        torch.autograd.backward(y, grad)
+        return None, x.grad
+
+
+def test_other_checkpointing_is_an_error() -> None:
+    class Own(Checkpointed):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return OwnCheckpoint.apply(self.first, x + self.linear.bias.sum()).sum()
+
+    with pytest.raises(CaptureError, match=r"torch.utils.checkpoint is understood"):
+        capture(Own(True), (torch.randn(8, 8),))
 
 
 def test_control_flow_on_data_names_the_line() -> None:

@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "plan",
         "report",
         "origin",
+        "regions",
         "program",
         "naming",
         "capture",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Generator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,13 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 
 from autopar import _torch_compat as compat
 
@@ -20,9 +30,10 @@ aten = torch.ops.aten
 def test_every_name_has_a_contract() -> None:
     tested = {
         "BoxedCodeGen", "DTensorSpec", "FakeTensor", "FakeTensorMode", "OpOverload", "StridedShard", "TensorMeta",
-        "TracingContext", "aot_export_joint_with_descriptors", "budget_partition", "default_partition",
-        "dtensor_overloads", "get_decompositions", "operator_database", "reduce_found_inf_over_every_gradient",
-        "set_group_timeout", "storage_id", "tracing",
+        "TorchDispatchMode", "TracingContext", "aot_export_joint_with_descriptors", "budget_partition",
+        "checkpoint_replaced", "default_partition", "dtensor_overloads", "get_decompositions", "operator_database",
+        "reduce_found_inf_over_every_gradient", "selective_policy", "set_group_timeout", "storage_id", "traced_graph",
+        "tracing",
     }  # fmt: skip
     assert set(compat.__all__) == tested
 
@@ -89,6 +100,66 @@ def test_operator_overloads() -> None:
     assert aten.add_.Tensor._schema.is_mutable
     assert not aten.add.Tensor._schema.is_mutable
     assert torch.Tag.nondeterministic_seeded in aten.bernoulli.default.tags
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_is_replaced_under_every_name(reentrant: bool) -> None:
+    """One is imported, one is bound by `partial`; afterwards torch's own is back."""
+    calls: list[str] = []
+
+    def first(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+        calls.append("reentrant")
+        return function(*args)
+
+    def other(function: Any, preserve: bool, context_fn: Any, *rest: Any, **kwargs: Any) -> Generator[None]:
+        assert len(context_fn()) == 2
+        calls.append("other")
+        yield
+        calls.append("left")
+
+    bound, x = functools.partial(checkpoint, use_reentrant=reentrant), torch.ones(2, requires_grad=True)
+    with compat.checkpoint_replaced(first, other):
+        assert torch.equal(bound(torch.exp, x), x.exp())
+        assert torch.equal(checkpoint_sequential([torch.exp, torch.exp], 2, x, reentrant), x.exp().exp())
+    assert calls == (["reentrant"] * 2 if reentrant else ["other", "left"] * 2)
+    bound(torch.exp, x).sum().backward()
+    assert torch.equal(x.grad, x.detach().exp())
+
+
+def test_selective_policy() -> None:
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE
+
+    assert compat.selective_policy(create_selective_checkpoint_contexts(policy)[0]) is policy
+    of_list = compat.selective_policy(create_selective_checkpoint_contexts([aten.mm.default])[0])
+    assert of_list(None, aten.mm.default) is CheckpointPolicy.MUST_SAVE
+    assert of_list(None, aten.add.Tensor) is CheckpointPolicy.PREFER_RECOMPUTE
+    assert compat.selective_policy(contextlib.nullcontext()) is None
+
+
+def test_a_dispatch_mode_sees_operators_before_they_are_decomposed() -> None:
+    """And the graph in which their parts are."""
+    seen: list[tuple[str, list[str]]] = []
+
+    class Mode(compat.TorchDispatchMode):
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            return True
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            graph = compat.traced_graph()
+            seen.append((str(func), [str(n.target) for n in graph.nodes if n.op == "call_function"]))
+            return out
+
+    def function(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        with Mode():
+            return torch.addmm(a, b, b)
+
+    table = {aten.addmm.default: lambda a, b, c: aten.add(aten.mm(b, c), a)}
+    make_fx(function, decomposition_table=table)(torch.ones(2, 2), torch.ones(2, 2))
+    assert seen == [("aten.addmm.default", ["aten.mm.default", "aten.add.Tensor"])]
+    assert compat.traced_graph() is None
 
 
 def test_operator_database() -> None:

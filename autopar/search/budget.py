@@ -59,6 +59,7 @@ class Task:
         memory: bytes per device; None for no limit.
         peak: of a plan's graph, by category.
         again: what may be made or moved again for the backward pass.
+        regions: whether the model's own checkpointing decides for what is in it.
         progress: called with phase, incumbent and bound.
         record: called with each bound of all plans that is proved.
         beat: seconds; plans that take as long are of no use.
@@ -72,6 +73,7 @@ class Task:
     memory: float | None
     peak: Peak | None
     again: str
+    regions: bool
     progress: Progress
     record: Callable[[Claim], None]
     beat: float = np.inf
@@ -88,7 +90,7 @@ def plan_within(task: Task) -> Plan:
     Raises:
         InfeasibleError: nothing fits.
     """
-    built = task.make(task.restrictions, Memory(task.state(True)))
+    built = task.make(task.restrictions, Memory(task.state(True), regions=task.regions))
     solution = solve(built.problem, gap=task.limits.gap, time_limit=task.seconds, progress=task.progress)
     task.record(Claim(built.problem, solution.lower_bound))
     _require_less(task, solution.lower_bound)
@@ -113,7 +115,7 @@ def plan_by_axes(task: Task, tables: Tables, bound: float) -> Plan:
     limits = task.limits
 
     def make(restrictions: Restrictions) -> Built:
-        return task.make(restrictions, Memory(task.state(True)))
+        return task.make(restrictions, Memory(task.state(True), regions=task.regions))
 
     failure: InfeasibleError | None = None
     for part in (1.0, 0.5, 0.25, 0.125):
@@ -173,7 +175,7 @@ def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str =
         InfeasibleError: no such plan fits.
     """
     assert task.memory is not None
-    row = Memory(task.state(False), activations=True, again=task.again)
+    row = Memory(task.state(False), activations=True, again=task.again, regions=task.regions)
     rows = [row, replace(row, state=task.state(True))]
     least: Plan | None = None
     capped = False

@@ -26,6 +26,7 @@ from autopar.layout import Layout, Partial, Placement, Replicate, Split, TensorT
 from autopar.origin import is_backward
 from autopar.program import Program, Value
 from autopar.redistribute import Machine, Tables
+from autopar.regions import SAVED
 from autopar.search.factors import from_parameters
 from autopar.search.problem import Edge, Node, Problem
 from autopar.search.quotient import Quotient
@@ -122,17 +123,19 @@ class Memory:
         again: what may be made or moved again: ``search`` for anything, ``gathers`` for what comes from parameters
             alone, ``none``, which keeps all that the backward pass takes.
         working: bytes that what one operator takes and makes may have, where that is possible.
+        regions: whether the model's own checkpointing decides for what is in it.
     """
 
     state: Mapping[str, float]
     activations: bool = False
     again: str = "none"
     working: float = np.inf
+    regions: bool = False
 
     @property
     def states(self) -> bool:
-        """Whether the search decides what is kept."""
-        return self.again != "none"
+        """Whether something may be made again."""
+        return self.again != "none" or self.regions
 
 
 @dataclass(frozen=True)
@@ -241,10 +244,16 @@ class _Maker:
         if all(late):
             return replace(found, backward=True)  # it is moved in the backward pass, and only there
         states = [s for s in self._states(node) if not (s == PASSING and any(late))]
-        return found.in_states(states, np.zeros(len(found.cost)), self._bytes(found, "in", 0))
+        kept = self._bytes(found, "in", 0) if self.memory.activations else np.zeros(len(found.cost))
+        return found.in_states(states, np.zeros(len(found.cost)), kept)
 
     def _states(self, node: fx.Node) -> tuple[int, ...]:
         """States that a forward value may be in; showing another one again costs nothing, and is always allowed."""
+        pin = self.program.pins.get(node) if self.memory.regions else None
+        if pin is not None:
+            return (PASSING, KEPT) if pin == SAVED else (PASSING, AGAIN)
+        if not self.memory.activations:
+            return (KEPT,)  # it takes nothing that counts
         view = node in self.dims.operators and self.dims.operators[node].rule.view
         repeated = self.memory.again == "search" or view or node in self.chains
         return (PASSING, KEPT, AGAIN) if repeated else (PASSING, KEPT)
@@ -262,17 +271,15 @@ class _Maker:
 
     def _in_states(self, variable: Variable, node: fx.Node) -> Variable:
         """An operator's variable with what its results take of memory."""
-        if not self.memory.activations:
-            return variable
-        if node.target is accumulate:  # the sum is there all the time
+        if node.target is accumulate and self.memory.activations:  # the sum is there all the time
             return replace(variable, memory=self._bytes(variable, "out", 0))
-        if is_backward(node):
+        if is_backward(node) or not (self.memory.activations or self.memory.states):
             return variable
         taken = self.taken[variable.key]
         # What only serves to make others again may add to what the backward pass takes: the row stays a relaxation.
         used = {out for out, late in taken.items() if late} or taken.keys()
         kept = np.zeros(len(variable.cost))
-        for port, i in variable.types:
+        for port, i in variable.types if self.memory.activations else ():
             if port == "out" and i in used and (self.memory.states or (node, i) in self.stored):
                 kept += self._bytes(variable, "out", i)
         if not self.memory.states:

@@ -51,9 +51,10 @@ class Search:
         pins: layouts decided by hand: name of a parameter or ``batch.0`` to one placement an axis, as text
             (``("R", "S(0)")``), torch placements or a dict by axis name. ``recompute`` is for short memory:
             ``"search"`` decides tensor by tensor what the backward pass makes again, ``"gathers"`` (of recipes the
-            default) moves only parameters again, ``"none"`` keeps all that it takes. ``microbatches`` is how many parts
-            of the batch a step computes one after the other, adding up gradients; without it, as many as short memory
-            asks for.
+            default) moves only parameters again, ``"none"`` keeps all that it takes. Each wins over the model's own
+            ``torch.utils.checkpoint``, which is followed without this pin. ``microbatches`` is how many parts of the
+            batch a step computes one after the other, adding up gradients; without it, as many as short memory asks
+            for.
         recipe: layouts by the name of a kind of parallelism, see `autopar.search.recipes`; the search decides only what
             the recipe leaves open. ``"random"`` draws a feasible plan, for tests (budgets are not looked at).
         roles: what axes are for, by name: ``data``, ``optimizer``, ``shard``, ``tensor`` or ``sequence``, see
@@ -98,6 +99,11 @@ class Search:
         if self.recipe in GATHERS_ONCE:
             return str(self.pins.get(RECOMPUTE, "none"))
         return str(self.pins.get(RECOMPUTE, "gathers" if self.recipe or self.roles else "search"))
+
+    @property
+    def regions(self) -> bool:
+        """Whether the model's own checkpointing is followed: the pin ``recompute`` wins over it."""
+        return RECOMPUTE not in self.pins
 
     @property
     def layouts(self) -> dict[str, Any]:
@@ -166,15 +172,17 @@ def find_plan(
         if search.check:
             require_cost(built.problem, mix, [v.count for v in built.variables])
         bound = min(max(bound, 0.0), mix.cost)
-        certificate = Certificate(mix.cost, bound, _space(search, cluster), method, mix.price)
+        certificate = Certificate(mix.cost, bound, _space(search, cluster, regions), method, mix.price)
         return _read(program, dims, classes, built, mix, certificate, axes, cluster, optimizer, tables)
 
     def state(gradients: bool) -> dict[str, float]:
         return state_bytes(program, optimizer, gradients=gradients)
 
     claims: list[Claim] = []
-    report = progress or _silent
-    task = Task(make, read, state, restrictions, limits, memory, peak, search.again, report, claims.append, beat)
+    report, regions = progress or _silent, search.regions and bool(program.pins)
+    task = Task(
+        make, read, state, restrictions, limits, memory, peak, search.again, regions, report, claims.append, beat
+    )
     if exact:
         plan, fixed = plan_within(task), 0.0
         claims = [max(claims, key=lambda claim: claim.bound)]  # each is about all plans
@@ -211,13 +219,14 @@ def require_splits(dims: Dims, axes: Mapping[str, int]) -> None:
             )
 
 
-def _space(search: Search, cluster: Cluster) -> str:
+def _space(search: Search, cluster: Cluster, regions: bool) -> str:
     tied = ", repeated layers alike in layout" if search.tie_layers else ""
     recipe = f"what recipe {search.recipe} leaves open; " if search.recipe else ""
     roles = ", ".join(f"{axis} for {role}" for axis, role in search.roles.items())
     recipe += f"axes as told ({roles}); " if roles else ""
     words = {"search": "any tensor kept, made or moved again", "gathers": "parameters gathered once or twice"}
     kept = words.get(search.again, "no recomputation")
+    kept += ", but checkpointed regions as the model has them" if regions else ""
     return (
         f"{recipe}one layout per tensor on every axis{tied}; a value has one layout besides its own for all its users; "
         f"no pipelines, {kept}; costs: kernels by tiles and traffic, collectives by ring or tree, "

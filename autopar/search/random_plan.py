@@ -19,6 +19,7 @@ from autopar.layout import Layout, Partial, Replicate, divides, replicated
 from autopar.origin import is_backward
 from autopar.plan import EVERY, Certificate, Plan
 from autopar.program import Program, Value, is_operator, values_of
+from autopar.regions import SAVED
 from autopar.search.quotient import quotient
 from autopar.search.restrict import is_boundary_layout
 
@@ -41,6 +42,7 @@ def random_plan(
     fixed: Mapping[tuple[str, str], Layout] = MappingProxyType({}),
     optimizer: str = "adamw",
     again: bool = False,
+    regions: bool = False,
 ) -> Plan:
     """Draw a plan.
 
@@ -54,9 +56,11 @@ def random_plan(
         optimizer: recorded in the plan.
         again: draw also which operators run again in the backward pass, which values all users take in one layout that
             is not their own, and which of these are moved again.
+        regions: what the model's own checkpointing makes again or saves is not drawn.
     """
     choose = random.Random(choose).randrange if isinstance(choose, int) else choose
     classes = quotient(program, dims)
+    pins = program.pins if regions else {}
     sizes = tuple(axes.values())
     whole = replicated(len(sizes))
     made: dict[tuple[fx.Node, int], Layout] = {}
@@ -94,12 +98,12 @@ def random_plan(
             choices[f"{classes.key[node]} @{node.name}"] = tuple(s.name for s in chosen)
             for i in range(len(dims.operators[node].outputs)):
                 made[node, i] = tuple(s.outputs[i] for s in chosen)
-            if again and not is_backward(node) and choose(2):
+            if not is_backward(node) and _again(pins.get(node), again, choose):
                 recompute[f"{classes.key[node]} @{node.name}"] = EVERY
         for i, layout in _relays(node, dims, made, sizes, choose).items() if again else ():
             name = f"{classes.key[node]} @{node.name} {i}"
             relays[name] = moved[node, i] = layout
-            if not is_backward(node) and choose(2):
+            if not is_backward(node) and _again(pins.get(node), again, choose):
                 recompute[f"relay {name}"] = EVERY
     certificate = Certificate(0.0, 0.0, "one random plan, nothing was searched", "random")
     return Plan(
@@ -107,6 +111,11 @@ def random_plan(
         relays=relays, optimizer=optimizer, fingerprint=program.fingerprint, torch=str(torch.__version__),
         certificate=certificate, recompute=recompute,
     )  # fmt: skip
+
+
+def _again(pin: str | None, drawn: bool, choose: Choose) -> bool:
+    """Whether a value is made or moved again: as its region says, or as it comes."""
+    return bool(drawn and choose(2)) if pin is None else pin != SAVED
 
 
 def _boundary(dims: Dims, node: fx.Node, sizes: tuple[int, ...], choose: Choose) -> Layout:
