@@ -236,7 +236,7 @@ def _tightened(task: Task, built: Built, bound: float, method: str, relaxed: boo
         InfeasibleError: the problem has no solution at all.
     """
     assert task.memory is not None
-    frontier = Frontier(built.problem, task.limits)
+    frontier = Frontier(built.problem, task.limits, useless=(task.memory, task.beat if relaxed else np.inf))
     best: Plan | None = None
     least: Plan | None = None
     fitting, failing, tries = -np.inf, np.inf, BETTER

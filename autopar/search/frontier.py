@@ -88,12 +88,14 @@ class Frontier:
         limits: relative gap and deadline.
         known: what has been found.
         states: the frontiers of states under given layouts, by the labels that have these.
+        useless: bytes and seconds: where nothing within so many bytes takes less than so long, no more is searched.
     """
 
     problem: Problem
     limits: Limits
     known: list[Priced] = field(default_factory=list)
     states: dict[bytes, Frontier] = field(default_factory=dict)
+    useless: tuple[float, float] = (0.0, np.inf)
 
     def among(self, chosen: Sequence[NDArray[np.bool_]]) -> Frontier:
         """The frontier of some labels of each node only."""
@@ -140,6 +142,8 @@ class Frontier:
         for p in self.known:
             over, under = _closer(over, under, p.point, budget)
         for _ in range(prices):
+            if self.bound(self.useless[0]) >= self.useless[1]:
+                raise InfeasibleError(f"every plan takes at least {self.useless[1]:.3g} seconds a step")
             if under.cost <= over.cost or self.limits.expired():
                 break
             price = _slope(over, under)
