@@ -37,7 +37,7 @@ from autopar.search.find import Search, find_plan, state_bytes
 from autopar.search.quotient import quotient
 
 SOLVERS = ("dp", "greedy", "ilp")
-BUDGETS = (0.6, 0.3, 0.1)
+BUDGETS = (0.5, 0.2)
 
 # Memory so fast that an operator's time is its matrix products': what torch's solvers count, too. A thousandth of it is
 # the traffic, so that of plans of equal products the one that moves less is found.
@@ -126,7 +126,14 @@ def searched(name: str, program: Program, budget: float) -> Row | None:
     start = time.perf_counter()
     try:
         plan = find_plan(
-            program, dims, {"device": 1}, PRODUCTS, memory=held + budget, peak=peak, optimizer="sgd", search=Search()
+            program,
+            dims,
+            {"device": 1},
+            PRODUCTS,
+            memory=held + budget,
+            peak=peak,
+            optimizer="sgd",
+            search=Search(gap=1e-6),
         )
     except InfeasibleError:
         return None

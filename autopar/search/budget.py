@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,10 +23,10 @@ from autopar.redistribute import Tables
 from autopar.search.axes import descend, placements
 from autopar.search.build import Built, Memory
 from autopar.search.certify import Claim
-from autopar.search.frontier import MAX_PRICES, Frontier, Mix, within
+from autopar.search.frontier import MAX_PRICES, STATES_SECONDS, Frontier, Mix, restricted, within
 from autopar.search.minimise import Limits
 from autopar.search.price import fits
-from autopar.search.problem import Ints, Solution
+from autopar.search.problem import Ints, Problem, Solution
 from autopar.search.restrict import Restrictions
 from autopar.search.solve import solve
 
@@ -292,9 +292,30 @@ def _within(task: Task, built: Built, frontier: Frontier, row: float, first: boo
 
     counts = np.array([v.count for v in built.variables])
     mix = within(frontier, row, counts, alike, task.progress, MAX_PRICES if first else MORE_PRICES)
-    gap = mix.cost - frontier.bound(row)
-    if gap > task.limits.gap * mix.cost and sum(len(n.cost) for n in built.problem.nodes) <= SMALL:
+    if mix.cost - frontier.bound(row) <= task.limits.gap * mix.cost:
+        return mix
+    if sum(len(n.cost) for n in built.problem.nodes) <= SMALL:
         exact = solve(built.problem, budget=row, gap=task.limits.gap, time_limit=task.seconds)
-        if exact.objective < mix.cost:
-            return replace(_single(exact), price=mix.price)
+        return replace(_single(exact), price=mix.price) if exact.objective < mix.cost else mix
+    if counts.max() == 1:  # there are no blocks to mix, so that what lies between two prices is out of reach of them
+        return _exact_states(built.problem, alike(mix.over), row, mix, task.limits.gap)
     return mix
+
+
+def _exact_states(problem: Problem, chosen: Sequence[NDArray[np.bool_]], row: float, mix: Mix, gap: float) -> Mix:
+    """The best states within a row under a mix's layouts, if they are few, or the mix.
+
+    Args:
+        problem: the whole one.
+        chosen: labels with the mix's layouts.
+        row: bytes.
+        mix: found by prices.
+        gap: relative.
+    """
+    if sum(int(c.sum()) for c in chosen) > SMALL:
+        return mix
+    exact = solve(restricted(problem, chosen), budget=row, gap=gap, time_limit=STATES_SECONDS)
+    if exact.objective >= mix.cost:
+        return mix
+    labels = np.array([np.flatnonzero(c)[x] for c, x in zip(chosen, exact.labels, strict=True)], dtype=np.int64)
+    return replace(_single(replace(exact, labels=labels)), price=mix.price)

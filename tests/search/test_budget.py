@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.plan import Plan
-from autopar.search.budget import Task, plan_within
+from autopar.search.budget import SMALL, Task, plan_within
 from autopar.search.build import Built, Memory, Variable
 from autopar.search.frontier import Mix
 from autopar.search.minimise import Limits
@@ -38,3 +38,34 @@ def test_a_row_that_nothing_fits_is_loosened_where_its_least_plan_has_room() -> 
     found = plan_within(task)
     assert found.certificate.objective == 4.0
     assert found.predicted.peak_bytes == {"all": 6.0}
+
+
+def test_states_between_two_prices_are_found_where_nothing_repeats() -> None:
+    """A knapsack: prices keep what saves most a byte, after which nothing else fits; the two others save more."""
+    other = 600  # further layouts, so that the whole problem is too large to be closed exactly
+    costs, sizes = (7.0, 5.0, 5.0), (6.0, 5.0, 5.0)
+    variables, nodes = [], []
+    for i, (cost, size) in enumerate(zip(costs, sizes, strict=True)):
+        seconds = np.concatenate([[0.0, cost], np.full(other, 1e3)])
+        memory = np.concatenate([[size, 0.0], np.full(other, size)])
+        candidate = np.concatenate([[0, 0], np.arange(1, other + 1)])
+        one = np.ones(other + 2)
+        variables.append(Variable(f"n{i}", 1, {}, {}, None, seconds, memory, candidate, working=one))
+        nodes.append(Node(f"n{i}", seconds, memory))
+    built = Built(Problem(tuple(nodes), ()), tuple(variables))
+    assert 3 * (other + 2) > SMALL
+    held = {"all": 0.0}
+
+    def read(built: Built, mix: Mix, bound: float, method: str) -> Plan:
+        plan = hand_made_plan()
+        held["all"] = mix.memory
+        return replace(plan, certificate=replace(plan.certificate, objective=mix.cost, lower_bound=bound))
+
+    limits = Limits(1e-9, time.monotonic() + 60)
+    task = Task(
+        lambda *_: built, read, lambda _: {}, Restrictions(), limits, 10.0, lambda _: dict(held), "search",
+        lambda *_: None,
+    )  # fmt: skip
+    found = plan_within(task)
+    assert found.certificate.objective == 7.0
+    assert found.certificate.lower_bound <= 7.0
