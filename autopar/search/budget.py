@@ -252,11 +252,29 @@ def _tightened(task: Task, built: Built, bound: float, method: str, relaxed: boo
         if not fitting < row < failing:
             row = (fitting + failing) / 2 if np.isfinite(fitting) else failing * CLOSE
     if best is None:
-        point = frontier.least()
-        mix = Mix(point.labels, point.labels, 0.0, point.cost, point.memory)
-        best = _lesser(least, _measured(task, task.read(built, mix, bound, method or "prices"))[0])
+        best = _remembered(task, built, frontier, failing, bound, method)
+        best = best if least is None else _lesser(best, least)
     working = [v.working[x] for v, x in zip(built.variables, mix.under, strict=True) if v.working is not None]
     return best, bound, float(max(working))
+
+
+def _remembered(task: Task, built: Built, frontier: Frontier, row: float, bound: float, method: str) -> Plan:
+    """Of the points below a row that prices have found the cheapest whose graph fits; or what needs least.
+
+    A row says little of what is transient: its best plan may not fit while a point with a smaller row, known already,
+    does. To measure one takes less time than another price.
+    """
+    least = frontier.least()
+    below = {(p.point.cost, p.point.memory): p.point for p in frontier.known if p.point.memory < row}
+    found: Plan | None = None
+    for point in sorted(below.values(), key=lambda p: p.cost) or [least]:
+        mix = Mix(point.labels, point.labels, 0.0, point.cost, point.memory)
+        plan, enough = _measured(task, task.read(built, mix, bound, method or "prices"))
+        if enough:
+            return plan
+        found = _lesser(found, plan)
+    assert found is not None
+    return found
 
 
 def _within(task: Task, built: Built, frontier: Frontier, row: float, first: bool) -> Mix:
