@@ -191,8 +191,9 @@ class _StepFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         step: Step = ctx.call.step
-        tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
-        saved = [next(tensors if is_tensor else others) for is_tensor in ctx.is_tensor]
+        # Taken off their lists: an iterator would hold all of them until the pass ends.
+        tensors, others = list(ctx.saved_tensors), list(ctx.others)
+        saved = [(tensors if is_tensor else others).pop(0) for is_tensor in ctx.is_tensor]
         ctx.maybe_clear_saved_tensors()
         loss = step.program.loss
         incoming = {str(i): g for i, g in enumerate(gradients)} if loss is None else {str(loss): gradients[0]}

@@ -59,8 +59,8 @@ class Task:
         memory: bytes per device; None for no limit.
         peak: of a plan's graph, by category.
         again: what may be made or moved again for the backward pass.
-        regions: whether the model's own checkpointing decides for what is in it.
         progress: called with phase, incumbent and bound.
+        regions: whether the model's own checkpointing decides for what is in it.
         record: called with each bound of all plans that is proved.
         beat: seconds; plans that take as long are of no use.
     """
@@ -73,9 +73,9 @@ class Task:
     memory: float | None
     peak: Peak | None
     again: str
-    regions: bool
     progress: Progress
-    record: Callable[[Claim], None]
+    regions: bool = False
+    record: Callable[[Claim], None] = lambda claim: None
     beat: float = np.inf
 
     @property
@@ -272,8 +272,8 @@ def _tightened(task: Task, built: Built, bound: float, method: str, relaxed: boo
         if not fitting < row < failing:
             row = (fitting + failing) / 2 if np.isfinite(fitting) else failing * CLOSE
     if best is None:
-        mix = _least(frontier)
-        best = _lesser(least, _measured(task, task.read(built, mix, bound, method or "prices"))[0])
+        best = _remembered(task, built, frontier, failing, bound, method)
+        best = best if least is None else _lesser(best, least)
     working = [v.working[x] for v, x in zip(built.variables, mix.under, strict=True) if v.working is not None]
     return best, bound, float(max(working))
 
@@ -282,6 +282,25 @@ def _least(frontier: Frontier) -> Mix:
     """All members in the state of least memory."""
     point = frontier.least()
     return Mix(point.labels, point.labels, 0.0, point.cost, point.memory)
+
+
+def _remembered(task: Task, built: Built, frontier: Frontier, row: float, bound: float, method: str) -> Plan:
+    """Of the points below a row that prices have found the cheapest whose graph fits; or what needs least.
+
+    A row says little of what is transient: its best plan may not fit while a point with a smaller row, known already,
+    does. To measure one takes less time than another price.
+    """
+    least = frontier.least()
+    below = {(p.point.cost, p.point.memory): p.point for p in frontier.known if p.point.memory < row}
+    found: Plan | None = None
+    for point in sorted(below.values(), key=lambda p: p.cost) or [least]:
+        mix = Mix(point.labels, point.labels, 0.0, point.cost, point.memory)
+        plan, enough = _measured(task, task.read(built, mix, bound, method or "prices"))
+        if enough:
+            return plan
+        found = _lesser(found, plan)
+    assert found is not None
+    return found
 
 
 def _within(task: Task, built: Built, frontier: Frontier, row: float, first: bool) -> Mix:

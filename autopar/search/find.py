@@ -181,7 +181,7 @@ def find_plan(
     claims: list[Claim] = []
     report, regions = progress or _silent, search.regions and bool(program.pins)
     task = Task(
-        make, read, state, restrictions, limits, memory, peak, search.again, regions, report, claims.append, beat
+        make, read, state, restrictions, limits, memory, peak, search.again, report, regions, claims.append, beat
     )
     if exact:
         plan, fixed = plan_within(task), 0.0

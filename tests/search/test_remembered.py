@@ -1,0 +1,57 @@
+"""Budgets: what is done where no row leads to a plan that fits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from autopar.plan import Certificate, Plan
+from autopar.search.budget import Task, _remembered
+from autopar.search.build import Built
+from autopar.search.frontier import Frontier, Mix
+from autopar.search.minimise import Limits
+from autopar.search.problem import Node, Problem
+from autopar.search.restrict import Restrictions
+from tests.plans import hand_plan, tiny
+
+COST, ROW = (1.0, 2.0, 4.0, 8.0), (40.0, 30.0, 20.0, 10.0)
+"""One node of four labels, each with less in its row than the one before."""
+
+
+def remembered(peaks: Mapping[float, float], row: float) -> tuple[float, list[float]]:
+    """Cost of what is chosen within 25 bytes, and costs of what was measured; ``peaks`` is by cost."""
+    program, _ = tiny()
+    plan = hand_plan(program, {"a": 2})
+    measured: list[float] = []
+
+    def read(built: Built, mix: Mix, bound: float, method: str) -> Plan:
+        return replace(plan, certificate=Certificate(mix.cost, bound, "", method))
+
+    def peak(plan: Plan) -> dict[str, float]:
+        measured.append(plan.certificate.objective)
+        return {"transient": peaks[plan.certificate.objective]}
+
+    problem = Problem((Node("n", np.array(COST), np.array(ROW)),), ())
+    limits = Limits(1e-9, time.monotonic() + 60)
+    frontier = Frontier(problem, limits)
+    for budget in ROW:
+        frontier.around(budget)
+    task = Task(
+        make=lambda restrictions, memory: Built(problem, ()), read=read, state=lambda gradients: {},
+        restrictions=Restrictions(), limits=limits, memory=25.0, peak=peak, again="search", progress=lambda *args: None,
+    )  # fmt: skip
+    found = _remembered(task, Built(problem, ()), frontier, row, 0.0, "prices")
+    return found.certificate.objective, measured
+
+
+def test_the_cheapest_point_that_fits_is_remembered() -> None:
+    """The point of least row needs most: recomputing everything at once."""
+    assert remembered({1.0: 40.0, 2.0: 26.0, 4.0: 22.0, 8.0: 60.0}, row=31.0) == (4.0, [2.0, 4.0])
+
+
+def test_where_none_fits_the_least_is_kept() -> None:
+    assert remembered({1.0: 40.0, 2.0: 29.0, 4.0: 27.0, 8.0: 60.0}, row=31.0) == (4.0, [2.0, 4.0, 8.0])
+    assert remembered({8.0: 60.0}, row=10.0) == (8.0, [8.0])

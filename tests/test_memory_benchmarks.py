@@ -1,0 +1,85 @@
+"""What the benchmarks of memory measure, on small models: predictions hold for graphs that are run, and for steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.compiler import peak_of, program_of
+from autopar.parallelize import parallelize
+from benchmarks import ladder
+from benchmarks.allocated import peak_allocated
+from benchmarks.memory import stepper
+from tests import models
+
+ALWAYS = ("parameters", "optimizer", "buffers", "batch")
+
+
+def test_peak_of_what_is_allocated() -> None:
+    def run() -> None:
+        first = torch.zeros(1 << 18)
+        second = first + 1
+        del first
+        third = second + 1
+        second.untyped_storage().resize_(0)
+        third.add(1)
+
+    assert peak_allocated(run) == pytest.approx(2 << 20, rel=0.01)
+
+
+class Deep(nn.Module):
+    """Many linears, whose gradients take as much as what is kept for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.layers(x).square().mean()}
+
+
+class Loss:
+    """What a benchmark's step looks for, around a model that returns a dict."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.parameters = model, model.parameters
+
+    def __call__(self, **batch: torch.Tensor) -> Any:
+        self.loss = self.model(**batch)["loss"]
+        return self
+
+
+def test_a_step_takes_what_its_graph_is_said_to_take() -> None:
+    """What is kept for the backward pass is given back while that runs."""
+    batch = {"x": torch.randn(256, 256)}
+    model = parallelize(Deep(), None, batch)
+    held = peak_of(program_of(Deep(), batch), model.plan)
+    step = stepper(Loss(model), batch)
+    step()
+    model.zero_grad()
+    predicted = sum(size for name, size in held.items() if name not in ALWAYS)
+    assert peak_allocated(step) == pytest.approx(predicted, rel=0.05)
+
+
+def test_ladder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ladder.MODELS, "tiny", models.mlp)
+    found = ladder.ladder("tiny", "2x2", "cpu", 2, 5.0)
+    first, second = found["rungs"]
+    for row in (first, second):
+        assert row["peak"] <= row["budget"]
+        assert row["emulated"] == pytest.approx(row["peak"], rel=0.02)
+    assert second["budget"] == pytest.approx(0.8 * first["budget"])
+    assert found["bound"] <= second["peak"]
+    assert "### tiny on 2x2" in ladder.table(found)
+
+
+def test_anomalies_are_listed() -> None:
+    def rung(budget: float, step: float, peak: float, emulated: float) -> dict[str, float]:
+        return {"budget": budget, "step_s": step, "peak": peak, "emulated": emulated}
+
+    assert ladder.anomalies([rung(100, 1.0, 90, 90), rung(80, 1.1, 80, 80), {"budget": 64, "needed": None}]) == []
+    found = ladder.anomalies([rung(100, 1.2, 110, 120), rung(80, 1.1, 80, 80)])
+    assert [text.split(":")[1].split()[0] for text in found] == ["the", "the", "1200.0"]
