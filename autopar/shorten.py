@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -94,7 +95,9 @@ def _numbered_elsewhere(model: nn.Module, name: str) -> str | None:
     return next((n for n in outside if any(part.isdigit() for part in n.split(".")[:-2])), None)
 
 
-_OWN = ("_parameters", "_buffers", "_modules")
+_OWN = {"_parameters", "_buffers", "_modules"}
+# Hooks of state dicts, such as those of a wrapper that checkpoints a block, have no part in what it computes.
+_OWN |= {"_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"}
 
 
 def _description(block: nn.Module) -> dict[str, Any]:
@@ -117,6 +120,8 @@ def _plain(value: Any) -> Any:
         return value.shape, value.dtype
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, functools.partial):
+        return value.func, value.args, _plain(value.keywords)
     return value
 
 
