@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import replace
@@ -198,8 +199,8 @@ def test_hugging_face(kind: str, reentrant: bool) -> None:
     program, plan = planned(model, tokens)
     large = [[n for n in sizes if n >= hidden] for sizes in (kept(program, plan), kept_by_torch(model, tokens))]
     assert large[0] == large[1]
-    report = autopar.verify(model, tokens, {"a": 2})
-    assert report.plan.recompute
+    assert plan.recompute
+    report = autopar.verify(model, tokens, {"a": 2}, plan="random")
     assert report.max_error < 1e-9
     assert report.capture_error < 1e-5
 
@@ -266,22 +267,32 @@ def test_policies(name: str) -> None:
     assert report.max_error < 1e-9
 
 
+def lean(run: Blocks) -> Stack:
+    """Few operators, most of them wide."""
+    model = Stack(run)
+    layers = (nn.Linear(8, WIDE, bias=False), nn.GELU(), nn.Linear(WIDE, 8, bias=False))
+    model.blocks = nn.ModuleList(nn.Sequential(*copy.deepcopy(layers)) for _ in range(2))
+    return model
+
+
 @pytest.mark.parametrize(
-    ("policy", "share", "given_up"), [(CheckpointPolicy.MUST_SAVE, 0.8, False), (CheckpointPolicy.PREFER_SAVE, 0.6, True)]
+    ("policy", "free", "share", "held"),
+    [(CheckpointPolicy.MUST_SAVE, 1, 0.7, {1}), (CheckpointPolicy.PREFER_SAVE, 0, 0.85, {0, 1})],
 )
-def test_what_must_be_saved_is_saved_in_little_memory(policy: CheckpointPolicy, share: float, given_up: bool) -> None:
-    """What should be saved need not be. There is a block without checkpointing that can be made again, too."""
+def test_what_must_be_saved_is_saved_in_little_memory(
+    policy: CheckpointPolicy, free: int, share: float, held: set[int]
+) -> None:
+    """Where there is a free block besides, it is made again. What should be saved need not be."""
     context_fn = saving(aten.gelu.default, policy)
 
     def run(blocks: nn.ModuleList, x: Tensor) -> Tensor:
-        return checkpointed(blocks[1:], blocks[0](x), use_reentrant=False, context_fn=context_fn)  # type: ignore[arg-type]
+        return checkpointed(blocks[free:], plainly(blocks[:free], x), use_reentrant=False, context_fn=context_fn)
 
-    program, plan = planned(Stack(run), batch(MANY), memory="1GiB")
+    program, plan = planned(lean(run), batch(MANY), memory="1GiB")
     budget = share * sum(plan.predicted.peak_bytes.values())
     tight = solve(program, {"a": 1}, "cpu", memory=budget)
     assert sum(tight.predicted.peak_bytes.values()) <= budget
-    wide = MANY * WIDE * 4
-    assert (kept(program, tight).count(wide) < 1) == given_up
+    assert kept(program, tight).count(MANY * WIDE * 4) in held
 
 
 def test_the_pin_wins_over_regions() -> None:
@@ -299,12 +310,13 @@ def test_the_pin_wins_over_regions() -> None:
 
 def test_regions_are_followed_within_a_budget() -> None:
     """What the model checkpoints is made again, and more where that is not enough."""
-    program, plan = planned(Stack(by_partial_but_one), batch(MANY), memory="1GiB")
+    model = lean(by_partial_but_one)
+    program, plan = planned(model, batch(MANY), memory="1GiB")
     assert not any("gelu" in name and "made again" not in name for name in plan.recompute)
     tight = solve(program, {"a": 1}, "cpu", memory=0.9 * sum(plan.predicted.peak_bytes.values()))
     assert plan.recompute.keys() < tight.recompute.keys()
     assert any("made again" not in name for name in tight.recompute)
-    assert autopar.verify(Stack(by_partial_but_one), batch(MANY), {"a": 1}, plan=tight).max_error < 1e-9
+    assert autopar.verify(model, batch(MANY), {"a": 1}, plan=tight).max_error < 1e-9
 
 
 def by_partial_but_one(blocks: nn.ModuleList, x: Tensor) -> Tensor:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import gelu
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import make, slow_devices
@@ -18,6 +21,26 @@ pytestmark = pytest.mark.distributed
 @pytest.mark.parametrize("seed", [0, 3])
 def test_random_plans(ranks: Ranks, seed: int) -> None:
     found = ranks.run(train, Moments, seed, {"recompute": "search"})
+    assert max(worst for worst, _ in found) < TOLERANCE
+    assert all(again > 0 for _, again in found)
+
+
+class Checkpointed(Moments):
+    """Regions of every kind."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def pair(x: torch.Tensor) -> torch.Tensor:
+            return x + self.second(gelu(self.first(x)))
+
+        policy = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        x = checkpoint(pair, x, use_reentrant=False)
+        x = checkpoint(pair, x, use_reentrant=True)
+        return checkpoint(pair, x, use_reentrant=False, context_fn=policy).square().mean()
+
+
+@pytest.mark.parametrize("recipe", [None, "random"])
+def test_regions_of_the_model(ranks: Ranks, recipe: str | None) -> None:
+    found = ranks.run(train, Checkpointed, 0, {}, recipe)
     assert max(worst for worst, _ in found) < TOLERANCE
     assert all(again > 0 for _, again in found)
 

@@ -21,8 +21,10 @@ def double(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: t.double() if t.is_floating_point() else t for name, t in batch.items()}
 
 
-def train(rank: int, make: type[nn.Module], seed: int, pins: dict[str, str]) -> tuple[float, int]:
-    """The largest difference of any loss, gradient or parameter in some steps of AdamW under a random plan.
+def train(
+    rank: int, make: type[nn.Module], seed: int, pins: dict[str, str], recipe: str | None = "random"
+) -> tuple[float, int]:
+    """The largest difference of any loss, gradient or parameter in some steps of AdamW, by default under a random plan.
 
     Besides: how many classes of values the plan makes or moves again in the backward pass.
     """
@@ -30,7 +32,7 @@ def train(rank: int, make: type[nn.Module], seed: int, pins: dict[str, str]) -> 
     from autopar.search.find import Search
 
     plain = make().double()
-    search = Search(recipe="random", seed=seed, pins=pins)
+    search = Search(recipe=recipe, seed=seed, pins=pins)
     parallel: Any = parallelize(make().double(), mesh_of(2, 2), search=search, cluster=slow_devices(), timeout=WAIT)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (parallel, plain)]
     worst = 0.0
