@@ -78,12 +78,13 @@ def ladder(model: str, mesh: str, cluster: str, rungs: int, seconds: float) -> d
     values = global_values(program, network, batch)
     ample = sum(peak_of(program, solve(program, axes, cluster)).values())
     found: list[dict[str, Any]] = []
+    search = Search(time_limit=seconds, pins={"microbatches": 1})  # parts of the batch would be another ladder
     for i in range(rungs):
         budget = ample * FACTOR**i
         start = time.perf_counter()
         row: dict[str, Any] = {"budget": budget}
         try:
-            plan = solve(program, axes, cluster, memory=budget, search=Search(time_limit=seconds))
+            plan = solve(program, axes, cluster, memory=budget, search=search)
             row |= described(program, plan, values)
         except InfeasibleError as e:
             row |= {"needed": e.needed}
