@@ -105,6 +105,6 @@ def test_blocks_left_out_are_counted() -> None:
     plan = solve(short, {"a": 2}, "cpu")
     expected = sum(peak_of(whole, plan).values())
     assert sum(peak_of(short, plan).values()) == pytest.approx(expected, rel=0.02)
-    tight = solve(short, {"a": 2}, "cpu", memory=0.8 * expected, search=Search(time_limit=10))
+    tight = solve(short, {"a": 2}, "cpu", memory=0.8 * expected, search=Search(time_limit=10, pins={"microbatches": 1}))
     assert tight.recompute
     assert sum(peak_of(whole, tight).values()) <= 0.8 * expected * 1.05

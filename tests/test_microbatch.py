@@ -36,7 +36,7 @@ def unequal(name: str, **sizes: int) -> tuple[nn.Module, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("plan", [None, "random"])
 @pytest.mark.parametrize(
-    "name", ["mlp", "gpt2", "cnn", *(pytest.param(n, marks=pytest.mark.deep) for n in ("llama", "bert", "vit"))]
+    "name", ["mlp", "cnn", *(pytest.param(n, marks=pytest.mark.deep) for n in ("gpt2", "llama", "bert", "vit"))]
 )
 def test_the_sum_is_that_of_the_whole_batch(name: str, plan: str | None) -> None:
     model, batch = unequal(name)
@@ -154,8 +154,6 @@ def test_short_memory_asks_for_microbatches() -> None:
     free = solve(program, {"a": 2}, "h100", memory="1GiB")
     assert free.microbatches == 1
     budget = 0.5 * sum(free.predicted.peak_bytes.values())
-    with pytest.raises(InfeasibleError):
-        solve(program, {"a": 2}, "h100", memory=budget, search=Search(pins={"microbatches": 1}))
     found = solve(program, {"a": 2}, "h100", memory=budget)
     assert found.microbatches > 1
     assert sum(found.predicted.peak_bytes.values()) <= budget

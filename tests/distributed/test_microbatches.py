@@ -52,5 +52,6 @@ def test_each_rank_passes_its_rows_of_unequal_numbers_of_tokens(ranks: Ranks) ->
     assert max(ranks.run(train, "llama", "local", "fsdp", 0)) < 1e-6  # the model computes its loss in float32
 
 
+@pytest.mark.deep
 def test_a_random_plan(ranks: Ranks) -> None:
     assert max(ranks.run(train, "encoder", "global", "random", 0)) < 1e-9

@@ -85,12 +85,13 @@ def test_masks_that_are_drawn_again_are_the_same(ranks: Ranks, deterministic: bo
 def within(rank: int) -> tuple[float, float, float, int]:
     """Budget, predicted peak, largest difference of gradients, and how much is made again where memory is short."""
     from autopar.parallelize import parallelize
+    from autopar.search.find import Search
 
     (model, batches), options = make("gpt2"), {"cluster": slow_devices(), "timeout": WAIT}
     batch = batches(0)
     free: Any = parallelize(make("gpt2")[0], mesh_of(4), batch, memory="1GiB", **options)
-    budget = 0.75 * sum(free.plan.predicted.peak_bytes.values())
-    tight: Any = parallelize(make("gpt2")[0], mesh_of(4), batch, memory=budget, **options)
+    budget, whole = 0.75 * sum(free.plan.predicted.peak_bytes.values()), Search(pins={"microbatches": 1})
+    tight: Any = parallelize(make("gpt2")[0], mesh_of(4), batch, memory=budget, search=whole, **options)
     model(**batch).loss.backward()
     tight(**batch).loss.backward()
     gradients = tight.full_gradients()

@@ -185,6 +185,7 @@ def test_plans_carry_the_checked_bound() -> None:
     assert mlp_plan(check=False).certificate.checked is None
 
 
+@pytest.mark.deep
 def test_on_three_axes_and_with_little_memory() -> None:
     """What the layouts of one plan need at least, which the last search on three axes finds, bounds no other plan."""
     size = 0.9 * sum(mlp_plan(check=False, rows=512).predicted.peak_bytes.values())
