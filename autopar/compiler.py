@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import math
@@ -327,13 +328,15 @@ def _in_microbatches(program: Program, count: int, deterministic: bool, *, tie: 
         dims, axes = analyze(program), {TIME: count}
         classes = quotient(program, dims, tie=tie)
         limits = along_samples(program, dims, classes, count)
-        search = Search(gap=0.0, padding=False)
-        plan = find_plan(program, dims, axes, _TIME, search=search, restrictions=limits, classes=classes)
+        search = Search(gap=0.0, padding=False, pins={"recompute": "none"})
+        plan = find_plan(program, dims, axes, _slow_clock(), search=search, restrictions=limits, classes=classes)
         return cut_microbatches(program, _rewrite(program, plan, steps), count)
 
 
-_TIME = replace(Cluster.preset("cpu"), links=(Link("time", 1e12, 1.0),), group_sizes=())
-"""Collectives take so long that a plan has only those that it must have."""
+@functools.cache
+def _slow_clock() -> Cluster:
+    """A machine whose collectives take so long that a plan has only those that it must have."""
+    return replace(Cluster.preset("cpu"), links=(Link("time", 1e12, 1.0),), group_sizes=())
 
 
 @contextmanager
@@ -367,7 +370,7 @@ def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) 
         ValueError: the program leaves blocks out.
         PassError: a pass left an invalid graph.
     """
-    if program.part is not None:
+    if program.microbatches > 1:
         raise ValueError("the program is of one microbatch; give the whole batch's")
     if program.repeat is not None:
         raise ValueError(f"the program leaves blocks of {program.repeat.path} out; capture the whole model to run it")

@@ -16,7 +16,7 @@ from autopar.cost.memory import optimizer_state_bytes
 from autopar.errors import PlanError
 from autopar.origin import is_backward, module_path
 from autopar.plan import Plan
-from autopar.program import SHORT, Microbatch, Program, tensor_arguments, values_of
+from autopar.program import SHORT, Program, tensor_arguments, values_of
 from autopar.propagate import propagate
 
 KINDS = {"parameter": "parameters", "buffer": "buffers", "batch": "batch", "tangent": "batch"}
@@ -65,7 +65,7 @@ class _Liveness:
 
     def __init__(self, program: Program, optimizer: str) -> None:
         self.program, self.optimizer = program, optimizer
-        self.part = program.part or Microbatch(1, None, {}, {})
+        self.part = program.part
         self.received: dict[int, int] = {}  # what a collective's wait returns is what the collective made
         for node in program.graph.graph.nodes:
             if node.target is c10d.wait_tensor.default:

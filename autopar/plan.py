@@ -224,6 +224,9 @@ def _parse(data: dict[str, Any]) -> Plan:
     wrong += [f"choices {k}" for k, v in data["choices"].items() if len(v) != len(axes)]
     if wrong:
         raise ValueError(f"{wrong[0]!r} does not have one placement for each of {len(axes)} axes")
+    microbatches = int(data.get("microbatches", 1))
+    if microbatches < 1:
+        raise ValueError(f"{microbatches} microbatches; a step has at least one")
     certificate = {k: v for k, v in data["certificate"].items() if k != "gap"}
     return Plan(
         axes=axes,
@@ -233,7 +236,7 @@ def _parse(data: dict[str, Any]) -> Plan:
         optimizer=str(data["optimizer"]),
         fingerprint=str(data["fingerprint"]),
         torch=str(data["torch"]),
-        microbatches=int(data.get("microbatches", 1)),
+        microbatches=microbatches,
         certificate=Certificate(**certificate),
         predicted=Predicted(**data["predicted"]),
         modules=tuple(ModuleRow(**m) for m in data["modules"]),

@@ -117,10 +117,14 @@ class Microbatch:
         results: dim along which a result consists of the rows of all microbatches, by name.
     """
 
-    count: int
-    before: Program | None
-    rows: Mapping[str, int]
-    results: Mapping[str, int]
+    count: int = 1
+    before: Program | None = None
+    rows: Mapping[str, int] = field(default_factory=dict)
+    results: Mapping[str, int] = field(default_factory=dict)
+
+
+WHOLE = Microbatch()
+"""The whole batch at once."""
 
 
 SHORT = 3
@@ -142,7 +146,7 @@ class Program:
         aliases: every further name of a tied parameter or shared buffer, to the name that stands for it.
         used: shape without padding of the parameters, tangents and results that are padded, by kind and name.
         repeat: blocks of the model that are left out; such a program can be planned for, not run.
-        part: of the batch that the program computes; None: it computes the whole batch at once.
+        part: of the batch that the program computes.
     """
 
     graph: fx.GraphModule
@@ -156,12 +160,12 @@ class Program:
     aliases: dict[str, str] = field(default_factory=dict)
     used: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
     repeat: Repeat | None = None
-    part: Microbatch | None = None
+    part: Microbatch = WHOLE
 
     @property
     def microbatches(self) -> int:
         """How often the program runs in a step."""
-        return 1 if self.part is None else self.part.count
+        return self.part.count
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -202,7 +206,7 @@ class Program:
 
     def runs(self, node: fx.Node) -> int:
         """How often an operator runs in a step."""
-        return 1 if self.part is None or node in self.once else self.part.count
+        return 1 if node in self.once else self.part.count
 
     def moves(self, node: fx.Node) -> int:
         """How often what a node makes is moved in a step; of a sum, what is added up last."""

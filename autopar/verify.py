@@ -21,7 +21,7 @@ from autopar.errors import VerifyError
 from autopar.float64 import as_dtype
 from autopar.plan import Plan
 from autopar.precision import Precision
-from autopar.program import Input, Microbatch, Program
+from autopar.program import Input, Program
 from autopar.rows import common_blocks, join, take
 from autopar.search.find import MICROBATCHES, Search
 
@@ -190,7 +190,7 @@ def _run(
 ) -> list[tuple[torch.Tensor, float] | None]:
     """Every output of a rewritten program on an emulated mesh, whole, with how far its replicas differ."""
     placed, sizes = as_dtype(local, dtype), plan.axis_sizes
-    part = local.part or Microbatch(1, None, {}, {})
+    part = local.part
     given = {(i.kind, i.name): v for i, v in zip(program.inputs, values, strict=True)}
     if part.before is not None:
         more = run_whole(as_dtype(part.before, dtype), [given[i.kind, i.name] for i in part.before.inputs])

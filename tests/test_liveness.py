@@ -62,7 +62,6 @@ def test_predicted_peak_is_measured(name: str, again: bool) -> None:
 def test_predicted_peak_of_a_microbatch_is_measured(name: str) -> None:
     whole, _, values = zoo.captured(name)
     program = in_microbatches(whole, 2)
-    assert program.part is not None
     plan = random_plan(program, analyze(program), {}, Cluster.preset("cpu"), 1, again=True)
     local = rewrite(whole, replace(plan, fingerprint=whole.fingerprint, microbatches=2))
     held = peak_memory(local, plan)

@@ -10,15 +10,18 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from autopar.accumulate import accumulate
 from autopar.collective import Collective
 from autopar.compiler import PASSES, in_microbatches, program_of, rewrite, solve
 from autopar.errors import InfeasibleError
+from autopar.layout import Factor, TensorType
 from autopar.parallelize import parallelize
 from autopar.plan import Plan
 from autopar.precision import Precision
 from autopar.program import Program
+from autopar.runtime.microbatches import whole_type
 from autopar.search.find import Search
 from autopar.verify import compare, global_values, verify
 from tests import models as zoo
@@ -171,7 +174,6 @@ def last_only(program: Program, plan: Plan) -> Program:
 
 def own_count(program: Program, plan: Plan) -> Program:
     """Each microbatch divides by its own number of tokens that count."""
-    assert program.part is not None
     given = [
         n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.name == "2" and i.kind == "batch"
     ]
@@ -194,3 +196,54 @@ def test_mistakes_are_noticed(sabotage: Callable[[Program, Plan], Program]) -> N
     assert compare(program, rewrite(program, plan), plan, values, torch.float64).max_error < BOUND
     wrong = rewrite(program, plan, passes=(*PASSES, sabotage))
     assert compare(program, wrong, plan, values, torch.float64).max_error > 1e-3
+
+
+class Shared(nn.Module):
+    """Parameters whose gradients are one value, or a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = (nn.Parameter(torch.randn(8, n)) for n in (4, 4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ (self.a + self.b + F.pad(self.c, (1, 1)))).square().mean()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_gradients_have_memory_of_their_own(count: int) -> None:
+    model: Any = parallelize(Shared().double(), None, search=Search(pins={"microbatches": count}))
+    plain, x = Shared().double(), torch.randn(4, 8, dtype=torch.float64)
+    for m in (model, plain):
+        (3 * m(x)).backward()
+        torch.nn.utils.clip_grad_norm_(m.parameters(), 0.01)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-12)
+
+
+def test_padding_is_that_of_the_whole_batch() -> None:
+    """A microbatch's 3 of 4 rows are 6 of the 8 rows of two."""
+    type_ = TensorType("float32", ((Factor("batch", 4),), (Factor("vocab", 6),)), used=(3, 5))
+    whole = whole_type(type_, 0, 2)
+    assert whole.shape == (8, 6)
+    assert whole.stored_shape == (6, 5)
+
+
+class Checkpointed(nn.Module):
+    """Two layers, of which only the input is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False).square().mean()
+
+
+def test_checkpointed_regions_in_microbatches() -> None:
+    torch.manual_seed(1)
+    report = verify(Checkpointed(), (torch.randn(8, 8),), {"a": 2}, microbatches=2)
+    assert report.max_error < BOUND, report.worst
+    assert report.plan.microbatches == 2
+    assert report.plan.recompute

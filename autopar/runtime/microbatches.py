@@ -59,7 +59,8 @@ def whole_type(type_: TensorType, dim: int | None, count: int) -> TensorType:
         return type_
     first, *rest = type_.dims[dim] or (Factor("batch", 1),)
     dims = (*type_.dims[:dim], (replace(first, size=first.size * count), *rest), *type_.dims[dim + 1 :])
-    return replace(type_, dims=dims)
+    used = tuple(n * count if d == dim else n for d, n in enumerate(type_.used))
+    return replace(type_, dims=dims, used=used)
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,6 @@ class MicrobatchStep(Step):
     @cached_property
     def part(self) -> Microbatch:
         """What a microbatch takes and gives."""
-        assert self.program.part is not None
         return self.program.part
 
     @cached_property
@@ -137,7 +137,9 @@ class MicrobatchStep(Step):
     def backward(self, saved: list[Any], tangents: list[torch.Tensor], postponed: Postponed) -> dict[str, torch.Tensor]:
         """Local gradients by parameter name, reduced already."""
         (scale,) = tangents
-        found = self._named([None if g is None else g.mul_(scale) for g in saved])
+        given = self._named(saved)
+        saved.clear()
+        found = {name: given.pop(name) * scale for name in list(given)}  # one at a time gives way to its multiple
         return found if postponed.active else self._with_postponed(found, postponed)
 
     @cached_property

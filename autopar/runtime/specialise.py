@@ -20,7 +20,7 @@ from autopar.draw import generator_digest
 from autopar.errors import InfeasibleError, PlanError, RankError
 from autopar.layout import Layout, Replicate, Split
 from autopar.plan import Plan
-from autopar.program import Microbatch, Program, draws
+from autopar.program import Program, draws
 from autopar.runtime.bind import bind
 from autopar.runtime.boundary import Placements, from_placements
 from autopar.runtime.microbatches import MicrobatchStep, cut_sums, whole_type
@@ -153,7 +153,7 @@ def specialise(
         coordinates = dict(zip(names, place.coordinates, strict=True))
         bound = replace(local, graph=bind(local.graph, place.groups or names, coordinates))
         types = _types(local, chosen)
-        if local.part is None:
+        if local.microbatches == 1:
             return Step(local, cut(bound), types, place), collective_order(local)
         return MicrobatchStep(local, cut_sums(bound), types, place), collective_order(local)
 
@@ -338,7 +338,7 @@ def data_parts(layout: Layout, sizes: tuple[int, ...]) -> int:
 
 def _types(local: Program, plan: Plan) -> Types:
     """Types, padded ones too, from a rewritten program."""
-    part = local.part or Microbatch(1, None, {}, {})
+    part = local.part
     inputs = {(i.kind, i.name): n.meta["types"][0] for n, i in zip(local.placeholders, local.inputs, strict=True)}
     results = {
         o.name: (whole_type(type_, part.results.get(o.name), part.count), plan.results[o.name])

@@ -30,6 +30,13 @@ class Types:
     results: Mapping[str, tuple[TensorType, Layout]]
 
 
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First element of its storage that a tensor takes, and the one behind its last."""
+    first = int(tensor.storage_offset())
+    span = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return first, first + (span if tensor.numel() else 0)
+
+
 @dataclass(frozen=True)
 class Step:
     """What runs for one combination of shapes and modes.
@@ -113,8 +120,17 @@ class Step:
         return found
 
     def _named(self, values: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
-        pairs = zip(self.cut.gradients, values, strict=True)
-        return {o.name: v for o, v in pairs if v is not None and o.kind == "gradient"}
+        """Gradients by parameter name, each with memory of its own: clipping would scale a shared one twice."""
+        found: dict[str, torch.Tensor] = {}
+        taken: dict[int, list[tuple[int, int]]] = {}
+        for output, value in zip(self.cut.gradients, values, strict=True):
+            if value is None or output.kind != "gradient":
+                continue
+            ranges, (start, stop) = taken.setdefault(value.untyped_storage().data_ptr(), []), extent(value)
+            shared = any(start < b and a < stop for a, b in ranges)
+            ranges.append((start, stop))
+            found[output.name] = value.clone() if shared else value
+        return found
 
     def wrap(self, index: int, local: torch.Tensor) -> torch.Tensor:
         """A result as the user gets it: scalars plain, other tensors as DTensors."""

@@ -37,8 +37,8 @@ def best_count(attempt: Attempt) -> Plan:
             found = attempt(count, math.inf if best is None else best.certificate.objective)
         except InfeasibleError as e:
             less = e.needed is not None and (error is None or e.needed < WORTH * (error.needed or 0.0))
-            error = error or e
             if best is not None or not less:
+                error = error or e
                 break
             error = e
         else:

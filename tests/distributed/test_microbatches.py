@@ -52,6 +52,32 @@ def test_each_rank_passes_its_rows_of_unequal_numbers_of_tokens(ranks: Ranks) ->
     assert max(ranks.run(train, "llama", "local", "fsdp", 0)) < 1e-6  # the model computes its loss in float32
 
 
+def clip(rank: int, count: int) -> float:
+    """The largest difference of a gradient after clipping, where one value is the gradient of two parameters."""
+    from autopar.parallelize import parallelize
+    from autopar.search.find import Search
+    from tests.test_microbatch import Shared
+
+    torch.manual_seed(0)
+    x = torch.randn(16, 8, dtype=torch.float64)
+    plain, worst = Shared().double(), 0.0
+    model: Any = parallelize(
+        Shared().double(), mesh_of(2, 2), (x,), search=Search(pins={"microbatches": count}), timeout=WAIT
+    )
+    for m in (model, plain):
+        (3 * m(x)).backward()
+        torch.nn.utils.clip_grad_norm_(m.parameters(), 0.01)
+    found = model.full_gradients()
+    for name, p in plain.named_parameters():
+        worst = max(worst, float((found[name] - p.grad).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_gradient_of_two_parameters_is_clipped_once(ranks: Ranks, count: int) -> None:
+    assert max(ranks.run(clip, count)) < 1e-12
+
+
 @pytest.mark.deep
 def test_a_random_plan(ranks: Ranks) -> None:
     assert max(ranks.run(train, "encoder", "global", "random", 0)) < 1e-9
