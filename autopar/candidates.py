@@ -111,7 +111,8 @@ def candidates(
     per_axis = [
         [i for i, s in enumerate(options) if allowed is None or s.name in allowed[a]] for a in range(len(sizes))
     ]
-    choice = np.array(list(itertools.product(*per_axis)), dtype=np.int64).reshape(-1, len(sizes))
+    chosen = list(itertools.product(*per_axis))
+    choice = np.array(chosen, dtype=np.int64).reshape(len(chosen), len(sizes))
     valid = np.ones(len(choice), dtype=bool)
     for factor in dict.fromkeys(s.factor for s in options if s.factor is not None):
         uses = np.array([s.factor == factor for s in options])

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.runtime.boundary import redistribute
-from autopar.runtime.load import savable
+from autopar.runtime.load import in_layout, savable
 from autopar.runtime.module import ParallelModule
 
 
@@ -42,8 +42,11 @@ def state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | None = 
     _make_state(optimizer)
     state: dict[str, dict[str, Any]] = {}
     for parameter, values in optimizer.state.items():
-        place = model._place
-        state[names[parameter]] = {k: savable(v, place) if isinstance(v, DTensor) else v for k, v in values.items()}
+        known = model._types().get(names[parameter])
+        state[names[parameter]] = {
+            k: savable(v, known if v.shape == parameter.shape else None, model._place) if isinstance(v, DTensor) else v
+            for k, v in values.items()
+        }
     groups = {str(i): {k: v for k, v in g.items() if k != "params"} for i, g in enumerate(optimizer.param_groups)}
     found["optimizer"] = {"state": state, "groups": groups}
     return found
@@ -70,9 +73,12 @@ def load_state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | No
         for key, value in saved["state"][name].items():
             if isinstance(value, DTensor):
                 assert isinstance(parameter, DTensor)
-                own = values.get(key)
+                own, known = values.get(key), model._types().get(name)
                 target = tuple(own.placements) if isinstance(own, DTensor) else tuple(parameter.placements)
-                values[key] = redistribute(value, model._place, target)
+                if known is not None and value.shape == parameter.shape:
+                    values[key] = in_layout(value, known[0], known[1], model._place)
+                else:
+                    values[key] = redistribute(value, model._place, target)
             else:
                 values[key] = value
     for i, group in enumerate(optimizer.param_groups):

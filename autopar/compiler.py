@@ -16,6 +16,7 @@ from torch import nn
 
 import autopar.strategies  # noqa: F401  registers every rule
 from autopar import cache, tree
+from autopar import pipelined as pipelines
 from autopar.abridge import abridge
 from autopar.canonical import canonical
 from autopar.capture import Batch, LossFunction, capture
@@ -29,6 +30,7 @@ from autopar.microbatch import TIME, cut_microbatches
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.apply_precision import apply_precision
 from autopar.passes.bucket_collectives import bucket_collectives
+from autopar.passes.cut_pipeline import cut_pipeline
 from autopar.passes.eliminate_dead_code import eliminate_dead_code
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.insert_recompute import insert_recompute
@@ -65,6 +67,7 @@ PASSES: tuple[Pass, ...] = (
     localize_shapes,
     localize_random,
     lower_operators,
+    cut_pipeline,
     bucket_collectives,
     eliminate_dead_code,
 )
@@ -78,6 +81,7 @@ DETERMINISTIC_PASSES: tuple[Pass, ...] = (
     localize_shapes,
     replay_random,
     lower_operators,
+    cut_pipeline,
     bucket_collectives,
     eliminate_dead_code,
 )
@@ -172,7 +176,15 @@ def solve(
             if progress:
                 progress(f"plan of an earlier search, {file}", math.inf, 0.0)
             return known
-        if search.microbatches or budget is None or search.recipe == "random" or program.loss is None:
+        if search.stages != 1:
+            part = in_microbatches(program, pipelines.microbatches(search), deterministic=deterministic)
+
+            def inside(axes: Mapping[str, int], machine: Cluster, search: Search) -> Plan:
+                found = _best_padded(part, axes, machine, None, optimizer, search, restrictions, progress, math.inf)
+                return replace(found, fingerprint=program.fingerprint, microbatches=part.microbatches)
+
+            plan = pipelines.pipelined(part, axes, machine, search, inside, lambda plan: _rewrite(part, plan, PASSES))
+        elif search.microbatches or budget is None or search.recipe == "random" or program.loss is None:
             plan = attempt(search.microbatches or 1, math.inf)
         else:
             plan = best_count(attempt)
@@ -380,7 +392,7 @@ def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) 
             "the model, its configuration, the batch's shapes or torch differ; plan again"
         )
     part = in_microbatches(program, plan.microbatches, deterministic=replicate_random in passes)
-    return _rewrite(part, plan, passes)
+    return _rewrite(part, plan.inner, passes)
 
 
 def _rewrite(program: Program, plan: Plan, passes: tuple[Pass, ...]) -> Program:

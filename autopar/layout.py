@@ -111,8 +111,29 @@ class Split:
         return f"S({self.dim}.{self.factor})"
 
 
-Placement = Replicate | Partial | Split
+@dataclass(frozen=True, order=True)
+class At:
+    """Only the devices at coordinate ``index`` along the axis hold the tensor: those of a pipeline's stage."""
+
+    index: int
+
+    def __str__(self) -> str:
+        """``@1``."""
+        return f"@{self.index}"
+
+
+Placement = Replicate | Partial | Split | At
 Layout = tuple[Placement, ...]
+
+
+def is_held(layout: Layout, coordinates: Sequence[int]) -> bool:
+    """Whether the device at ``coordinates`` holds a part of a tensor, and not another stage's devices."""
+    return all(p.index == i for p, i in zip(layout, coordinates, strict=True) if isinstance(p, At))
+
+
+def is_everywhere(layout: Layout) -> bool:
+    """Whether devices of every stage hold a part of the tensor."""
+    return not any(isinstance(p, At) for p in layout)
 
 
 def replicated(axes: int) -> Layout:
@@ -129,7 +150,9 @@ def parse_placement(text: str) -> Placement:
     if text.startswith("S(") and text.endswith(")"):
         dim, _, factor = text[2:-1].partition(".")
         return Split(int(dim), int(factor or 0))
-    raise ValueError(f"not a placement: {text!r}; expected R, P(sum) or S(dim.factor)")
+    if text.startswith("@"):
+        return At(int(text[1:]))
+    raise ValueError(f"not a placement: {text!r}; expected R, P(sum), S(dim.factor) or @stage")
 
 
 def factor_parts(layout: Layout, sizes: Sequence[int]) -> dict[tuple[int, int], int]:

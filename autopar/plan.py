@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,22 @@ class Stage:
     modules: tuple[str, ...]
 
 
+_WHOLE = (Stage(("",)),)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How the stages of a plan run.
+
+    Attributes:
+        axis: the mesh axis along which the stages lie.
+        schedule: in which order each device works on its microbatches, see `autopar.pipeline.schedules`.
+    """
+
+    axis: str
+    schedule: str
+
+
 @dataclass(frozen=True)
 class Plan:
     """A layout for every tensor.
@@ -114,6 +130,9 @@ class Plan:
         microbatches: how many parts of the batch a step computes one after the other, see `autopar.microbatch`; the
             layouts of batch and results are those of one, and what is computed of the whole batch before has numbers
             behind those of the batch.
+        stages: in the order of the forward pass.
+        pipeline: how the stages run; None where there is one. Parameters are then of a stage's devices only, see
+            `autopar.layout.At`, and everything else is alike on all of them.
         padding: padded shape of each parameter that has dims which would not divide, see `autopar.passes.pad_dims`.
     """
 
@@ -130,10 +149,32 @@ class Plan:
     certificate: Certificate
     predicted: Predicted = field(default_factory=Predicted)
     modules: tuple[ModuleRow, ...] = ()
-    stages: tuple[Stage, ...] = (Stage(("",)),)
+    stages: tuple[Stage, ...] = _WHOLE
     padding: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     recompute: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     microbatches: int = 1
+    pipeline: Pipeline | None = None
+
+    @property
+    def inner(self) -> Plan:
+        """The plan of the devices of any one stage, for the whole model."""
+        if self.pipeline is None:
+            return self
+        axis = self.axis_names.index(self.pipeline.axis)
+
+        def drop(rows: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+            return {name: row[:axis] + row[axis + 1 :] for name, row in rows.items()}
+
+        return replace(
+            self,
+            axes=self.axes[:axis] + self.axes[axis + 1 :],
+            parameters=drop(self.parameters),
+            batch=drop(self.batch),
+            results=drop(self.results),
+            relays=drop(self.relays),
+            choices=drop(self.choices),
+            pipeline=None,
+        )
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -159,6 +200,7 @@ class Plan:
         data["predicted"] = asdict(self.predicted)
         data["modules"] = [asdict(m) for m in self.modules]
         data["stages"] = [list(s.modules) for s in self.stages]
+        data["pipeline"] = None if self.pipeline is None else asdict(self.pipeline)
         data["padding"] = {name: list(shape) for name, shape in self.padding.items()}
         data["recompute"] = {name: [list(r) for r in ranges] for name, ranges in self.recompute.items()}
         return data
@@ -241,6 +283,7 @@ def _parse(data: dict[str, Any]) -> Plan:
         predicted=Predicted(**data["predicted"]),
         modules=tuple(ModuleRow(**m) for m in data["modules"]),
         stages=tuple(Stage(tuple(s)) for s in data["stages"]),
+        pipeline=None if data.get("pipeline") is None else Pipeline(**data["pipeline"]),
         padding={str(name): tuple(map(int, shape)) for name, shape in data.get("padding", {}).items()},
         recompute={
             str(name): tuple((int(start), int(stop)) for start, stop in ranges)

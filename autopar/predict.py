@@ -78,27 +78,35 @@ def _predict(program: Program, dims: Dims, plan: Plan, classes: Quotient | None)
     return replace(plan, predicted=predicted, modules=_rows(program, dims, plan, assignment, account))
 
 
+def node_seconds(program: Program, dims: Dims, plan: Plan) -> dict[fx.Node, float]:
+    """Seconds of each operator in a step, with the moves of what it makes; all microbatches together."""
+    assignment = assign(program, dims, plan, quotient(program, dims))
+    account = _Account(machine_of(plan))
+    _count_operators(program, dims, assignment, quotient(program, dims), account)
+    _count_moves(program, dims, assignment, account)
+    return account.seconds
+
+
 @dataclass
 class _Account:
-    """Totals, by module and by axis."""
+    """Totals, by node, module and axis."""
 
     machine: Machine
     compute: float = 0.0
-    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    seconds: dict[fx.Node, float] = field(default_factory=lambda: defaultdict(float))
     sent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     module_sent: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
     collectives: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(int)))
 
     def move(self, node: fx.Node, kind: str, axis: int, size: float, seconds: float, times: int) -> None:
         """Add one redistribution step, or one all-reduce of a lowering, that is made so many times."""
-        path = module_path(node)
-        self.seconds[path] += seconds * times
+        self.seconds[node] += seconds * times
         if kind == "slice":
             return
         name, n = self.machine.names[axis], self.machine.sizes[axis]
         sent = float(wire_bytes(kind, size, n)) * times
         self.sent[name] += sent
-        self.module_sent[path][name] += sent
+        self.module_sent[module_path(node)][name] += sent
         self.collectives[name][kind] += times
 
 
@@ -116,7 +124,7 @@ def _count_operators(
         again = assignment.again
         times = (1 + (node in again.nodes) - (node in again.late)) * program.runs(node)
         account.compute += known[key] * times
-        account.seconds[module_path(node)] += known[key] * times
+        account.seconds[node] += known[key] * times
         _count_lowering(node, dims, names, account, times)
 
 
@@ -189,8 +197,8 @@ def _rows(program: Program, dims: Dims, plan: Plan, assignment: Assignment, acco
     last = {path: describe(type_, layout, plan.axis_names) for path, (type_, layout) in final.items()}
     seconds: dict[str, float] = defaultdict(float)
     sent: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for path, value in account.seconds.items():
-        seconds[joined(path)] += value
+    for node, value in account.seconds.items():
+        seconds[joined(module_path(node))] += value
     for path, by_axis in account.module_sent.items():
         for axis, value in by_axis.items():
             sent[joined(path)][axis] += value

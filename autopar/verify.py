@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from autopar.capture import Batch, Harness, LossFunction
 from autopar.compiler import DETERMINISTIC_PASSES, program_of, rewrite, solve
 from autopar.draw import same_numbers
 from autopar.emulate import emulate, run_whole
+from autopar.emulate_pipeline import emulate_pipeline
 from autopar.errors import VerifyError
 from autopar.float64 import as_dtype
 from autopar.plan import Plan
@@ -189,31 +191,43 @@ def _run(
     program: Program, local: Program, plan: Plan, values: Sequence[torch.Tensor], dtype: torch.dtype
 ) -> list[tuple[torch.Tensor, float] | None]:
     """Every output of a rewritten program on an emulated mesh, whole, with how far its replicas differ."""
-    placed, sizes = as_dtype(local, dtype), plan.axis_sizes
+    inner = plan.inner
+    placed, sizes = as_dtype(local, dtype), inner.axis_sizes
     part = local.part
     given = {(i.kind, i.name): v for i, v in zip(program.inputs, values, strict=True)}
     if part.before is not None:
         more = run_whole(as_dtype(part.before, dtype), [given[i.kind, i.name] for i in part.before.inputs])
         first = sum(kind == "batch" for kind, _ in given)
         given.update({("batch", str(first + i)): v for i, v in enumerate(more) if v is not None})
-    cut = [(dim, plan.batch[name]) for name, dim in part.rows.items()]
-    blocks = common_blocks(cut + [(dim, plan.results[name]) for name, dim in part.results.items()], sizes)
+    cut = [(dim, inner.batch[name]) for name, dim in part.rows.items()]
+    blocks = common_blocks(cut + [(dim, inner.results[name]) for name, dim in part.results.items()], sizes)
     totals, last = Totals(), local.output_node.meta
     types = list(zip(last["input_types"], last["input_layouts"], strict=True))
-    made: list[list[tuple[torch.Tensor, float] | None]] = []
-    for turn in range(part.count):
+
+    @functools.cache
+    def inputs_of(turn: int) -> list[list[torch.Tensor]]:
         inputs = []
         for node, spec in zip(local.placeholders, local.inputs, strict=True):
             value, dim = given[spec.kind, spec.name], part.rows.get(spec.name) if spec.kind == "batch" else None
             mine = value if dim is None else take(value, dim, blocks, part.count, turn)
             type_, layout = node.meta["types"][0], node.meta["layouts"][0]
             inputs.append([block(mine, type_, layout, sizes, where) for where in coordinates(sizes)])
-        with totals.microbatch():
-            outputs = emulate(placed, plan.axis_names, sizes, inputs)
-        made.append([
-            None if type_ is None else assemble([p for p in parts if p is not None], type_, layout, sizes)
+        return inputs
+
+    def whole_of(outputs: Sequence[Sequence[torch.Tensor | None]]) -> list[tuple[torch.Tensor, float] | None]:
+        return [
+            None
+            if type_ is None or not (there := [p for p in parts if p is not None])
+            else assemble(there, type_, layout, sizes)
             for parts, (type_, layout) in zip(outputs, types, strict=True)
-        ])  # fmt: skip
+        ]
+
+    made: list[list[tuple[torch.Tensor, float] | None]] = []
+    if plan.pipeline is not None:
+        made = [whole_of(outputs) for outputs in emulate_pipeline(placed, plan, inputs_of)]
+    for turn in range(part.count if plan.pipeline is None else 0):
+        with totals.microbatch():
+            made.append(whole_of(emulate(placed, inner.axis_names, sizes, inputs_of(turn))))
     for i, output in enumerate(local.outputs):
         found = [m for turns in made if (m := turns[i]) is not None]
         if output.kind == "result" and output.name in part.results:

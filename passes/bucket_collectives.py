@@ -38,7 +38,7 @@ LATENCY_SHARE = 0.1
 
 
 def bucket_collectives(program: Program, plan: Plan) -> Program:
-    """Join gradient all-reduces of one axis and dtype into buckets, level by level where axes follow each other."""
+    """Join gradient all-reduces of one axis, dtype and stage into buckets, level by level where axes follow."""
     graph = program.graph.graph
     machine = machine_of(plan)
     ends = {v for o, v in zip(program.outputs, program.output_values, strict=True) if o.kind == "gradient"}
@@ -47,10 +47,11 @@ def bucket_collectives(program: Program, plan: Plan) -> Program:
     while pending:
         ready = [n for n in pending if not _depends(n, pending)]
         position = {n: i for i, n in enumerate(graph.nodes)}
-        groups: dict[tuple[str, torch.dtype], list[fx.Node]] = {}
+        groups: dict[tuple[str, torch.dtype, int], list[fx.Node]] = {}
         for node in sorted(ready, key=lambda n: position[n.all_input_nodes[0]]):  # as they become available
-            groups.setdefault((str(node.args[2]), node.meta["val"].dtype), []).append(node)
-        for (axis, _), members in groups.items():
+            key = (str(node.args[2]), node.meta["val"].dtype, node.meta.get("stage", 0))
+            groups.setdefault(key, []).append(node)
+        for (axis, *_), members in groups.items():
             for bucket in _buckets(members, bucket_bytes(machine, axis)):
                 _join(graph, bucket)
                 joined = True

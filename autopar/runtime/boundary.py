@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import Partial as TorchPartial
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
@@ -28,6 +29,8 @@ def to_placements(type_: TensorType, layout: Layout) -> Placements:
             found.append(Replicate())
         elif isinstance(placement, lay.Partial):
             found.append(TorchPartial(placement.op))
+        elif isinstance(placement, lay.At):  # the norm of a gradient is then added up over the stages
+            found.append(Shard(0))
         else:
             before = math.prod(f.size for f in type_.dims[placement.dim][: placement.factor])
             found.append(StridedShard(placement.dim, split_factor=before) if before > 1 else Shard(placement.dim))
@@ -82,6 +85,8 @@ def local_block(
 
     ``full`` may lack the padding that its type has.
     """
+    if not lay.is_held(layout, coordinates):
+        return full.new_empty((0, *lay.local_shape(type_, layout, sizes)[1:]))
     full = with_padding(full, type_.shape)
     if not any(isinstance(p, lay.Split) for p in layout):
         return full.contiguous()
@@ -103,7 +108,7 @@ def local_block(
 
 def stored(local: torch.Tensor, type_: TensorType, layout: Layout, coordinates: Sequence[int]) -> torch.Tensor:
     """A local tensor without its part of the padding: what torch's ``Shard`` leaves this device; contiguous."""
-    if not type_.used:
+    if not type_.used or not lay.is_held(layout, coordinates):
         return local
     shape = list(local.shape)
     for d, used in enumerate(type_.used):
@@ -172,6 +177,24 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor on every rank; a collective call if it is a DTensor."""
     with torch.no_grad():
         return DTensor.full_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def on_all_stages(tensor: torch.Tensor, type_: TensorType, layout: Layout, place: Place) -> torch.Tensor:
+    """A parameter, or its gradient, on the devices of every stage; a collective call if one stage holds it."""
+    axis = next((i for i, p in enumerate(layout) if isinstance(p, lay.At)), None)
+    if axis is None or place.mesh is None:
+        return tensor
+    inside = (*layout[:axis], lay.Replicate(), *layout[axis + 1 :])
+    local, source = to_local(tensor).detach(), layout[axis]
+    assert isinstance(source, lay.At)
+    if place.coordinates[axis] != source.index:
+        shape = stored(
+            torch.empty(lay.local_shape(type_, inside, place.sizes), device="meta"), type_, inside, place.coordinates
+        ).shape
+        local = local.new_empty(shape)
+    local = local.contiguous()
+    dist.broadcast(local, group=place.mesh.get_group(axis), group_src=source.index)
+    return from_local(local, place, type_.stored_shape, to_placements(type_, inside))
 
 
 def redistribute(tensor: torch.Tensor, place: Place, placements: Placements) -> torch.Tensor:

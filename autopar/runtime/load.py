@@ -11,8 +11,18 @@ from torch.distributed.tensor import DTensor, Shard
 
 from autopar._torch_compat import StridedShard
 from autopar.errors import AutoparError
-from autopar.layout import Layout, TensorType, replicated
-from autopar.runtime.boundary import Placements, full_tensor, plain_type, redistribute, stored_block, to_local
+from autopar.layout import Layout, TensorType, is_everywhere, replicated
+from autopar.runtime.boundary import (
+    Placements,
+    from_local,
+    full_tensor,
+    on_all_stages,
+    plain_type,
+    redistribute,
+    stored_block,
+    to_local,
+    to_placements,
+)
 from autopar.runtime.place import Place
 from autopar.runtime.state import lay_out
 
@@ -24,9 +34,20 @@ def plain_shards(placements: Placements) -> Placements:
     return tuple(Shard(p.dim) if isinstance(p, StridedShard) else p for p in placements)
 
 
-def savable(tensor: DTensor, place: Place) -> torch.Tensor:
-    """The tensor itself, or the same in plain shards; a collective call in the latter case."""
+def savable(tensor: DTensor, known: tuple[TensorType, Layout] | None, place: Place) -> torch.Tensor:
+    """The tensor itself, or the same in plain shards and on every stage; a collective call in the latter case."""
+    if known is not None and not is_everywhere(known[1]):
+        tensor = on_all_stages(tensor, *known, place)  # type: ignore[assignment]
     return redistribute(tensor, place, plain_shards(tuple(tensor.placements)))
+
+
+def in_layout(value: DTensor, type_: TensorType, layout: Layout, place: Place) -> torch.Tensor:
+    """A DTensor in the layout of a parameter; a collective call unless it has it already."""
+    placements = to_placements(type_, layout)
+    if is_everywhere(layout):
+        return redistribute(value, place, placements)
+    block = stored_block(full_tensor(value), type_, layout, place.sizes, place.coordinates)
+    return from_local(block, place, type_.stored_shape, placements)
 
 
 def load_full(
@@ -111,7 +132,9 @@ def prepare_load(module: nn.Module, state: dict[str, Any], prefix: str, place: P
                     materialise_plain(module, name, full_tensor(value).to(place.device))
                 continue
             if isinstance(value, DTensor) and not parameter._local_tensor.is_meta:
-                moved = redistribute(value, place, tuple(parameter.placements))
+                known = types.get(name)
+                same = tuple(parameter.placements)
+                moved = in_layout(value, *known, place) if known else redistribute(value, place, same)
                 parameter._local_tensor.copy_(to_local(moved))
             else:
                 _fill(module, name, parameter, full_tensor(value), place, types)

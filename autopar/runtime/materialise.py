@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import nn
 
 from autopar.errors import AutoparError
-from autopar.layout import Layout, TensorType, replicated
+from autopar.layout import Layout, TensorType, is_held, local_shape, replicated
 from autopar.runtime.boundary import block_ranges, local_block, plain_type, stored, stored_block, to_local
 from autopar.runtime.place import Place
 from autopar.runtime.state import checksum, lay_out
@@ -112,6 +112,8 @@ class _Files:
                 f"{self.path} has no tensor {name!r}, which the model needs; it has {len(self.files)} tensors, "
                 f"such as {', '.join(sorted(self.files)[:3])}; rename them, or pass a function as init="
             )
+        if not is_held(layout, place.coordinates[: len(layout)]):
+            return torch.empty((0, *local_shape(type_, layout, place.sizes)[1:]), dtype=dtype)
         with safe_open(self.files[known], framework="pt") as file:
             part = file.get_slice(known)
             if tuple(part.get_shape()) != type_.stored_shape:

@@ -21,8 +21,9 @@ from autopar.program import Microbatch, Program
 from autopar.rows import common_blocks, join, parts_along, take
 from autopar.runtime.boundary import computed, full_tensor, local_block, to_local
 from autopar.runtime.partition import Cut
+from autopar.runtime.place import Place
 from autopar.runtime.postpone import Postponed
-from autopar.runtime.step import Step
+from autopar.runtime.step import Step, Types
 
 
 def cut_sums(program: Program) -> Cut:
@@ -80,9 +81,15 @@ class MicrobatchStep(Step):
 
     @cached_property
     def _blocks(self) -> int:
+        place, types = self._within
         rows = [(dim, self._batch[name][1]) for name, dim in self.part.rows.items()]
-        results = [(dim, self.types.results[name][1]) for name, dim in self.part.results.items()]
-        return common_blocks(rows + results, self.place.sizes)
+        results = [(dim, types.results[name][1]) for name, dim in self.part.results.items()]
+        return common_blocks(rows + results, place.sizes)
+
+    @property
+    def _within(self) -> tuple[Place, Types]:
+        """The devices that compute the same microbatch, and types on these."""
+        return self.place, self.types
 
     def before(self, batch: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """What is computed of the whole batch; a collective call where the batch is not whole on every rank."""
@@ -163,11 +170,12 @@ class MicrobatchStep(Step):
         if name in self.types.batch:
             return tensor if dim is None else take(tensor, dim, self._local_blocks(dim, layout), count, index)
         mine = tensor if dim is None else take(tensor, dim, self._blocks, count, index)
-        return local_block(mine, type_, layout, self.place.sizes, self.place.coordinates)
+        place, _ = self._within
+        return local_block(mine, type_, layout, place.sizes, place.coordinates)
 
     def _joined(self, name: str, found: Sequence[torch.Tensor]) -> torch.Tensor:
         dim = self.part.results[name]
-        return join(found, dim, self._local_blocks(dim, self.types.results[name][1]))
+        return join(found, dim, self._local_blocks(dim, self._within[1].results[name][1]))
 
     def _local_blocks(self, dim: int, layout: Layout) -> int:
-        return self._blocks // parts_along(dim, layout, self.place.sizes)
+        return self._blocks // parts_along(dim, layout, self._within[0].sizes)

@@ -140,7 +140,7 @@ class ParallelModule(nn.Module):
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Plain tensors by original name, as one device would hold them; a collective call."""
         self._require_values()
-        return gathered(nn.Module.state_dict(_Unhooked(self), keep_vars=True))
+        return gathered(nn.Module.state_dict(_Unhooked(self), keep_vars=True), self._types(), self._place)
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take values from plain full tensors; every rank keeps its part.
@@ -152,7 +152,8 @@ class ParallelModule(nn.Module):
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Plain gradients by original name, of parameters that have one; a collective call."""
-        return gathered({n: p.grad for n, p in self.named_parameters() if p.grad is not None})
+        found = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
+        return gathered(found, self._types(), self._place)
 
     def explain(self, name: str) -> str:
         """Why a parameter lies as it does; what of a module, or an operator, is kept or made again, and why."""
@@ -296,7 +297,7 @@ def _save_hook(module: nn.Module, state: dict[str, Any], prefix: str, metadata: 
     assert isinstance(module, ParallelModule)
     for name, value in list(state.items()):
         if name.startswith(prefix) and isinstance(value, DTensor):
-            state[name] = savable(value, module._place)
+            state[name] = savable(value, module._types().get(name.removeprefix(prefix)), module._place)
 
 
 def _load_hook(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from autopar._torch_compat import BoxedCodeGen, FakeTensor, FakeTensorMode, TracingContext, default_partition, tracing
+from autopar.pipeline.positions import forward_nodes
 from autopar.program import Input, Output, Program
 
 
@@ -94,7 +95,7 @@ def _renamed(program: Program) -> Program:
         counts[kind] += 1
         known[node] = graph.placeholder(f"{kind}_{counts[kind]}")
         known[node].meta = dict(node.meta)
-    early = _forward_nodes(program)
+    early = forward_nodes(program)
     rest = [n for n in program.graph.graph.nodes if n not in known]
     for node in sorted(rest, key=lambda n: n not in early):  # stable: order is kept within both
         known[node] = graph.node_copy(node, known.__getitem__)
@@ -103,23 +104,6 @@ def _renamed(program: Program) -> Program:
         if isinstance(node.meta.get("val"), torch.Tensor):
             known[node].meta["tensor_meta"] = node.meta["val"]  # or it takes a meta tensor for no tensor
     return replace(program, graph=fx.GraphModule(program.graph, graph))
-
-
-def _forward_nodes(program: Program) -> set[fx.Node]:
-    """What forward outputs and forward-tagged nodes are computed from, and these nodes."""
-    after: set[fx.Node] = {n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "tangent"}
-    for node in program.graph.graph.nodes:
-        if any(a in after for a in node.all_input_nodes):
-            after.add(node)
-    tagged = [n for n in program.graph.graph.nodes if n.meta.get("partitioner_tag") == "is_forward" and n not in after]
-    waiting = [*tagged, *(v for v in program.output_values[: program.forward_outputs] if v is not None)]
-    found: set[fx.Node] = set()
-    while waiting:
-        node = waiting.pop()
-        if node not in found and node.op != "output":
-            found.add(node)
-            waiting.extend(node.all_input_nodes)
-    return found
 
 
 def _forward_only(program: Program) -> fx.GraphModule:

@@ -25,6 +25,7 @@ from autopar.runtime.bind import bind
 from autopar.runtime.boundary import Placements, from_placements
 from autopar.runtime.microbatches import MicrobatchStep, cut_sums, whole_type
 from autopar.runtime.partition import cut
+from autopar.runtime.pipeline import PipelineStep, cut_stages, inside, line_of
 from autopar.runtime.place import Place
 from autopar.runtime.state import plain_parameters
 from autopar.runtime.step import Step, Types
@@ -153,6 +154,12 @@ def specialise(
         coordinates = dict(zip(names, place.coordinates, strict=True))
         bound = replace(local, graph=bind(local.graph, place.groups or names, coordinates))
         types = _types(local, chosen)
+        if chosen.pipeline is not None:
+            line, within = line_of(chosen, place), inside(place, chosen)
+            parts, cutting = cut_stages(bound, chosen, line)
+            inner = _types(local, chosen.inner)
+            step = PipelineStep(bound, parts, types, place, cutting=cutting, line=line, within=within, inner=inner)
+            return step, collective_order(local)
         if local.microbatches == 1:
             return Step(local, cut(bound), types, place), collective_order(local)
         return MicrobatchStep(local, cut_sums(bound), types, place), collective_order(local)

@@ -13,8 +13,19 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autopar._torch_compat import FakeTensorMode, reduce_found_inf_over_every_gradient
 from autopar.layout import Layout, TensorType
-from autopar.runtime.boundary import Placements, from_local, full_tensor, spec_of, stored_block, to_local, to_placements
+from autopar.runtime.boundary import (
+    Placements,
+    from_local,
+    full_tensor,
+    on_all_stages,
+    spec_of,
+    stored_block,
+    to_local,
+    to_placements,
+)
 from autopar.runtime.place import Place
+
+Types = Mapping[str, tuple[TensorType, Layout]]
 
 SAMPLES = 1024
 """Elements of each tensor that go into a checksum."""
@@ -124,13 +135,13 @@ def _bytes(flat: torch.Tensor) -> bytes:
     return data
 
 
-def gathered(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def gathered(tensors: Mapping[str, torch.Tensor], types: Types, place: Place) -> dict[str, torch.Tensor]:
     """The whole of each tensor, shared ones once; a collective call."""
     seen: dict[int, torch.Tensor] = {}
     found = {}
     for name, tensor in tensors.items():
         if id(tensor) not in seen:
-            full = full_tensor(tensor)
+            full = full_tensor(on_all_stages(tensor, *types[name], place) if name in types else tensor)
             seen[id(tensor)] = full.clone() if full.data_ptr() == to_local(tensor).data_ptr() else full
         found[name] = seen[id(tensor)]
     return found

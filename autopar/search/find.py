@@ -33,8 +33,12 @@ from autopar.search.restrict import Restrictions
 
 Progress = Callable[[str, float, float], None]
 
-RECOMPUTE, MICROBATCHES = "recompute", "microbatches"
+RECOMPUTE, MICROBATCHES, STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS = (
+    "recompute", "microbatches", "stages", "schedule", "virtual", "stage_axis"
+)  # fmt: skip
 """Pins that name no tensor."""
+
+NO_TENSORS = (RECOMPUTE, MICROBATCHES, STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS)
 
 EXACT_AXES = 2
 """Meshes of up to this many axes are solved as one problem; larger ones axis by axis, with the gap stated."""
@@ -55,6 +59,9 @@ class Search:
             ``torch.utils.checkpoint``, which is followed without this pin. ``microbatches`` is how many parts of the
             batch a step computes one after the other, adding up gradients; without it, as many as short memory asks
             for.
+            ``stages`` asks for a pipeline of so many devices along the axis ``stage_axis`` (by default the outermost
+            of that size), or with a list of modules for one whose later stages begin there; ``schedule`` is one of
+            `autopar.pipeline.schedules.SCHEDULES` (``"1f1b"``), ``virtual`` how many stages each device has.
         recipe: layouts by the name of a kind of parallelism, see `autopar.search.recipes`; the search decides only what
             the recipe leaves open. ``"random"`` draws a feasible plan, for tests (budgets are not looked at).
         roles: what axes are for, by name: ``data``, ``optimizer``, ``shard``, ``tensor`` or ``sequence``, see
@@ -89,6 +96,15 @@ class Search:
         if count != "search" and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             raise ValueError(f"pin {MICROBATCHES!r} must be a positive whole number or 'search', got {count!r}")
 
+        for name in (STAGES, VIRTUAL):
+            number = self.pins.get(name, 1)
+            if isinstance(number, bool) or (isinstance(number, int) and number < 1) or isinstance(number, str | float):
+                raise ValueError(f"pin {name!r} must be a positive whole number, got {number!r}")
+        if self.pins.get(STAGES, 1) == 1 and any(name in self.pins for name in (SCHEDULE, VIRTUAL, STAGE_AXIS)):
+            raise ValueError(
+                f"pins {SCHEDULE!r}, {VIRTUAL!r} and {STAGE_AXIS!r} are for pipelines: pin {STAGES!r}, too"
+            )
+
     @property
     def again(self) -> str:
         """What may be made again in the backward pass where memory is short: the pin ``recompute``.
@@ -108,7 +124,13 @@ class Search:
     @property
     def layouts(self) -> dict[str, Any]:
         """The pins that are layouts."""
-        return {name: value for name, value in self.pins.items() if name not in (RECOMPUTE, MICROBATCHES)}
+        return {name: value for name, value in self.pins.items() if name not in NO_TENSORS}
+
+    @property
+    def stages(self) -> int | tuple[str, ...]:
+        """The pin ``stages``: how many devices a pipeline has, or the modules at which later stages begin."""
+        found = self.pins.get(STAGES, 1)
+        return found if isinstance(found, int) else tuple(found)
 
     @property
     def microbatches(self) -> int | None:

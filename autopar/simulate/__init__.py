@@ -1,8 +1,8 @@
 """The event simulator: what a step on many devices takes, from what each task takes and what it waits for."""
 
+from autopar.pipeline.schedules import SCHEDULES, Action, Order, order
 from autopar.simulate.engine import simulate
 from autopar.simulate.pipeline import pipeline
-from autopar.simulate.schedules import SCHEDULES, Action, Order, order
 from autopar.simulate.tasks import COMMUNICATION, COMPUTE, Task
 from autopar.simulate.timeline import Timeline
 from autopar.simulate.trace import chrome_trace

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from autopar.simulate.schedules import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Order
+from autopar.pipeline.schedules import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Order, device_of
 from autopar.simulate.tasks import COMMUNICATION, COMPUTE, Task
 
 ACTIVATIONS = "activations"
@@ -32,7 +32,7 @@ def pipeline(
     of that direction is still busy with what it needs before. It keeps neither device from computing.
 
     Args:
-        order: what each device does, from `autopar.simulate.schedules.order` or of another schedule.
+        order: what each device does, from `autopar.pipeline.schedules.order` or of another schedule.
         forward: seconds of a microbatch in a stage; a number, or one for each stage.
         backward_input: of the part of the backward for the input; a whole backward takes both parts.
         backward_weight: of the part for the weights.
@@ -45,11 +45,11 @@ def pipeline(
     Raises:
         ValueError: there are neither one nor as many numbers as stages, or the order is not one of a whole step.
     """
-    device_of = _devices(order)
-    stages = len(device_of)
+    devices = device_of(order)
+    stages = len(devices)
     durations = _durations(forward, backward_input, backward_weight, stages)
     changes = _changes(saved, saved_for_weight, stages)
-    arrivals = _arrivals(order, device_of, _each("communication", communication, stages - 1))
+    arrivals = _arrivals(order, devices, _each("communication", communication, stages - 1))
     position: dict[Action, int] = {}
     count = 0
     for action, arrival in arrivals.items():
@@ -57,7 +57,7 @@ def pipeline(
         position[action] = count - 1
     tasks: list[Task] = []
     for action, (source, delay) in arrivals.items():
-        device, name = device_of[action.stage], str(action)
+        device, name = devices[action.stage], str(action)
         after = () if source is None else (position[source],)
         if delay:
             stream = "receive forward" if action.kind == FORWARD else "receive backward"
@@ -77,20 +77,7 @@ class _Arrival(NamedTuple):
     seconds: float
 
 
-def _devices(order: Order) -> list[int]:
-    """The device of each stage."""
-    device_of: dict[int, int] = {}
-    for device, row in enumerate(order):
-        for action in row:
-            if device_of.setdefault(action.stage, device) != device:
-                raise ValueError(f"stage {action.stage} is on devices {device_of[action.stage]} and {device}; take one")
-    missing = sorted(set(range(max(device_of, default=-1) + 1)) - device_of.keys())
-    if missing or not device_of:
-        raise ValueError(f"no device works on stage {(missing or [0])[0]}; each stage needs one")
-    return [device_of[stage] for stage in range(len(device_of))]
-
-
-def _arrivals(order: Order, device_of: list[int], delay: NDArray[np.float64]) -> dict[Action, _Arrival]:
+def _arrivals(order: Order, devices: list[int], delay: NDArray[np.float64]) -> dict[Action, _Arrival]:
     """What each action waits for, in the order of devices and, on a device, of its actions."""
     actions = [action for row in order for action in row]
     known = set(actions)
@@ -98,8 +85,8 @@ def _arrivals(order: Order, device_of: list[int], delay: NDArray[np.float64]) ->
         raise ValueError(f"{next(a for a in actions if actions.count(a) > 1)} is there twice; do each action once")
     arrivals = {}
     for action in actions:
-        source = _source(action, known, len(device_of))
-        remote = source is not None and device_of[source.stage] != device_of[action.stage]
+        source = _source(action, known, len(devices))
+        remote = source is not None and devices[source.stage] != devices[action.stage]
         seconds = float(delay[min(source.stage, action.stage)]) if source is not None and remote else 0.0
         arrivals[action] = _Arrival(source, seconds)
     return arrivals

@@ -1,12 +1,16 @@
 """Pipeline schedules: the order in which each device works on its stages' microbatches.
 
 Sources: GPipe (arXiv 1811.06965), 1F1B (PipeDream-Flush, arXiv 2006.09503), interleaved 1F1B (Megatron, arXiv
-2104.04473), ZB-H1 (zero bubble, arXiv 2401.10241). The orders are those of torch.distributed.pipelining.
+2104.04473), looped breadth-first (arXiv 2211.05953), ZB-H1 and ZBV (zero bubble, arXiv 2401.10241), DualPipeV
+(arXiv 2412.19437 and its sequel). The orders are those of torch.distributed.pipelining.
 """
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
+
+from autopar._torch_compat import torch_schedule
+from autopar.plan import Plan
 
 Kind = Literal["F", "B", "I", "W"]
 
@@ -38,25 +42,33 @@ class Schedule(NamedTuple):
         ahead: forwards that a device does before its first backward, for each device behind it; None: all there are.
         interleaved: whether a device may have several stages.
         split: whether the backward is split, so that the part for the weights fills gaps.
+        torch: name of the schedule in torch.distributed.pipelining, where the order is taken from there.
+        two: whether each device has exactly two stages, the first devices having the last ones, too.
     """
 
     ahead: int | None
     interleaved: bool = False
     split: bool = False
+    torch: str = ""
+    two: bool = False
 
 
 SCHEDULES = {
     "gpipe": Schedule(ahead=None),
     "1f1b": Schedule(ahead=1),
     "interleaved": Schedule(ahead=2, interleaved=True),
+    "looped-bfs": Schedule(ahead=None, interleaved=True, torch="LoopedBFS"),
     "zb-h1": Schedule(ahead=1, split=True),
+    "zbv": Schedule(ahead=None, interleaved=True, split=True, torch="ZBVZeroBubble", two=True),
+    "dualpipe-v": Schedule(ahead=None, interleaved=True, split=True, torch="DualPipeV", two=True),
 }
 
 
 def order(schedule: str, stages: int, microbatches: int, virtual: int = 1) -> Order:
     """What each device of a pipeline does.
 
-    Stage ``i`` of the ``stages * virtual`` ones lies on device ``i % stages``. A device first does forwards (the
+    Stage ``i`` of the ``stages * virtual`` ones lies on device ``i % stages``; with ``zbv`` and ``dualpipe-v`` the
+    second half comes back, from the last device to the first. A device first does forwards (the
     warm-up), then a forward and a backward by turns, then what is left. ZB-H1's device ``i`` is ``i`` backwards behind
     with the weights, so that no device holds more than ``stages`` microbatches.
 
@@ -64,7 +76,7 @@ def order(schedule: str, stages: int, microbatches: int, virtual: int = 1) -> Or
         schedule: a key of `SCHEDULES`.
         stages: of the pipeline: its devices.
         microbatches: of a step.
-        virtual: stages on each device, more than one for ``interleaved`` only.
+        virtual: stages on each device.
 
     Raises:
         ValueError: the schedule is not known, or does not work for these numbers; says for which it does.
@@ -73,9 +85,12 @@ def order(schedule: str, stages: int, microbatches: int, virtual: int = 1) -> Or
     ['F0 F1 B0 F2 B1 B2', 'F0 B0 F1 B1 F2 B2']
     """
     rule = _rule(schedule, stages, microbatches, virtual)
+    if rule.torch:
+        rows = torch_schedule(rule.torch, stages, microbatches, virtual)
+        return tuple(tuple(Action(stage, kind, n) for stage, kind, n in row) for row in rows)  # type: ignore[arg-type]
     a_round = microbatches // max(1, microbatches // stages)
     count = microbatches * virtual
-    rows = []
+    found = []
     for device in range(stages):
         warmup = count
         if rule.ahead is not None:
@@ -85,8 +100,32 @@ def order(schedule: str, stages: int, microbatches: int, virtual: int = 1) -> Or
             local, microbatch = _place(step, a_round, virtual)
             local = local if kind == FORWARD else virtual - 1 - local  # backwards begin with the last stage
             row.append(Action(local * stages + device, kind, microbatch))
-        rows.append(tuple(row))
-    return tuple(rows)
+        found.append(tuple(row))
+    return tuple(found)
+
+
+def order_of(plan: Plan) -> Order:
+    """What each device along the axis of a plan's pipeline does."""
+    assert plan.pipeline is not None
+    devices = dict(plan.axes)[plan.pipeline.axis]
+    return order(plan.pipeline.schedule, devices, plan.microbatches, len(plan.stages) // devices)
+
+
+def device_of(order: Order) -> list[int]:
+    """The device of each stage.
+
+    Raises:
+        ValueError: a stage is on no device, or on two.
+    """
+    found: dict[int, int] = {}
+    for device, row in enumerate(order):
+        for action in row:
+            if found.setdefault(action.stage, device) != device:
+                raise ValueError(f"stage {action.stage} is on devices {found[action.stage]} and {device}; take one")
+    missing = sorted(set(range(max(found, default=-1) + 1)) - found.keys())
+    if missing or not found:
+        raise ValueError(f"no device works on stage {(missing or [0])[0]}; each stage needs one")
+    return [found[stage] for stage in range(len(found))]
 
 
 def _rule(schedule: str, stages: int, microbatches: int, virtual: int) -> Schedule:
@@ -96,9 +135,14 @@ def _rule(schedule: str, stages: int, microbatches: int, virtual: int) -> Schedu
         if number < 1:
             raise ValueError(f"{name} {number}: a pipeline needs 1 or more")
     rounds = max(1, microbatches // stages)
+    if SCHEDULES[schedule].two and (virtual != 2 or microbatches < 2 * stages):
+        raise ValueError(
+            f"{schedule} on {stages} devices has two stages on each and at least {2 * stages} microbatches, not "
+            f"{virtual} and {microbatches}"
+        )
     if virtual > 1 and not SCHEDULES[schedule].interleaved:
         raise ValueError(f"virtual {virtual}: {schedule} has one stage a device; take interleaved")
-    if SCHEDULES[schedule].interleaved and microbatches % rounds:
+    if schedule == "interleaved" and microbatches % rounds:
         raise ValueError(
             f"microbatches {microbatches}: interleaved does {rounds} rounds on {stages} stages, all alike; "
             f"take a multiple of {stages}"

@@ -1,0 +1,268 @@
+"""`PipelineStep`: a step whose stages run on different devices, on torch's runtime of pipelines.
+
+As with microbatches, gradients are there when the forward call returns, and the backward call scales them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar._torch_compat import pipeline_runtime
+from autopar.draw import current_seed, derive_seed, step_seed
+from autopar.layout import is_held
+from autopar.pipeline.pieces import BACKWARD, FORWARD, INPUT, Cutting, Piece, Transfer
+from autopar.pipeline.runner import StageRun, begin, end
+from autopar.pipeline.schedules import Order, device_of, order_of
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.runtime.boundary import computed, to_local
+from autopar.runtime.microbatches import MicrobatchStep, cut_sums
+from autopar.runtime.partition import Cut
+from autopar.runtime.place import Place
+from autopar.runtime.step import Types
+
+Receive = Callable[[str], torch.Tensor]
+"""Memory for a value of another stage, by name."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Where the stages of a step are.
+
+    Attributes:
+        group: of the devices along the axis of the stages; None where there is one.
+        device: this one's coordinate along the axis.
+        devices: of each stage.
+        order: what each device does.
+    """
+
+    group: dist.ProcessGroup | None
+    device: int
+    devices: tuple[int, ...]
+    order: Order
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """Stages of this device."""
+        return tuple(s for s, device in enumerate(self.devices) if device == self.device)
+
+
+def line_of(plan: Plan, place: Place) -> Line:
+    """Where the stages of a plan are."""
+    assert plan.pipeline is not None
+    axis = plan.axis_names.index(plan.pipeline.axis)
+    group = None if place.mesh is None else place.mesh.get_group(axis)
+    actions = order_of(plan)
+    return Line(group, place.coordinates[axis], tuple(device_of(actions)), actions)
+
+
+def inside(place: Place, plan: Plan) -> Place:
+    """The place of a device among those of its stage."""
+    inner = set(plan.inner.axis_names)
+    kept = [i for i, (name, _) in enumerate(place.axes) if name in inner]
+    axes, coordinates = tuple(place.axes[i] for i in kept), tuple(place.coordinates[i] for i in kept)
+    return replace(place, axes=axes, coordinates=coordinates, mesh=None)
+
+
+def cut_stages(bound: Program, plan: Plan, line: Line) -> tuple[Cut, Cutting]:
+    """Cut a bound program into the pieces of stages; the graphs shown are those of this device's first stage."""
+    cutting = Cutting(bound, len(plan.stages))
+    whole = cut_sums(bound)
+    forward = cutting.piece(line.own[0], FORWARD).graph
+    if plan.microbatches == 1:
+        return replace(whole, forward=forward, backward=None), cutting
+    return replace(whole, forward=forward, backward=cutting.piece(line.own[0], BACKWARD).graph), cutting
+
+
+@dataclass(frozen=True)
+class PipelineStep(MicrobatchStep):
+    """What runs for one combination of shapes and modes, in stages.
+
+    Attributes:
+        cutting: the program in pieces.
+        line: where the stages are.
+        within: where this device is among those of its stage.
+        inner: types on these.
+    """
+
+    cutting: Cutting = field(kw_only=True)
+    line: Line = field(kw_only=True)
+    within: Place = field(kw_only=True)
+    inner: Types = field(kw_only=True)
+
+    @property
+    def _within(self) -> tuple[Place, Types]:
+        return self.within, self.inner
+
+    def forward(
+        self, parameters: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]
+    ) -> tuple[list[Any], list[Any]]:
+        """Local results and gradients; buffers get their new values in place."""
+        named = dict(zip(self.parameters, map(to_local, parameters), strict=True))
+        held = {
+            name: computed(local, *self.inner.parameters[name], self.within.sizes)
+            for name, local in named.items()
+            if is_held(self.types.parameters[name][1], self.place.coordinates)
+        }
+        one = torch.ones((), device=self.place.device, dtype=self._tangent_dtype) if self.trains else None
+        sources: dict[str, Callable[[str, int], Any]] = {
+            "parameter": lambda name, _: held[name],
+            "buffer": lambda name, _: buffers[name],
+            "tangent": lambda *_: one,
+            "batch": lambda name, index: self._rows(name, batch[int(name)], max(index, 0)),
+        }
+        runs = self._runs(lambda name, index: sources[self._inputs[name].kind](self._inputs[name].name, index))
+        with torch.no_grad(), torch.autocast(self.place.device.type, enabled=False):
+            begin(self.cutting, runs, self.line.order, self._exchange)
+            self._work(runs)
+            end(self.cutting, runs, self._exchange)
+            found: dict[str, Any] = {}
+            for run in runs.values():
+                found.update(run.outputs())
+        values = [
+            None if v is None else found[v.name] if v.name in found else self._given(v.name, sources)
+            for v in self.program.output_values
+        ]
+        first = self.program.forward_outputs
+        gradients = [
+            value if made is None or o.name in held else torch.zeros_like(named[o.name])
+            for o, made, value in zip(
+                self.program.outputs[first:], self.program.output_values[first:], values[first:], strict=True
+            )
+        ]
+        return self._results(values[:first], buffers), gradients
+
+    def _given(self, name: str, sources: Mapping[str, Callable[..., Any]]) -> Any:
+        """An output that is an input; None for a gradient that another device has."""
+        spec = self._inputs.get(name)
+        return None if spec is None else sources[spec.kind](spec.name, 0)
+
+    @cached_property
+    def _inputs(self) -> dict[str, Any]:
+        return {n.name: i for n, i in zip(self.program.placeholders, self.program.inputs, strict=True)}
+
+    @cached_property
+    def _result_rows(self) -> dict[str, str]:
+        """Name of each result that consists of rows, by the name of its node."""
+        described = zip(self.program.outputs, self.program.output_values, strict=True)
+        return {v.name: o.name for o, v in described if o.kind == "result" and o.name in self.part.results and v}
+
+    def _runs(self, source: Callable[[str, int], Any]) -> dict[int, StageRun]:
+        seed = current_seed()
+
+        def run(piece: Piece, microbatch: int, values: list[Any]) -> list[Any]:
+            with step_seed(derive_seed(seed, microbatch)):
+                return list(piece.graph(values))
+
+        def join(name: str, values: list[Any]) -> Any:
+            return self._joined(self._result_rows[name], values)
+
+        return {s: StageRun(self.cutting, s, self._result_rows, run, source, join) for s in self.line.own}
+
+    def _work(self, runs: Mapping[int, StageRun]) -> None:
+        """All microbatches through this device's stages."""
+        stages = [_Stage(run, self.line, self._empty) for run in runs.values()]
+        for stage in stages:
+            stage.neighbours = {s.stage_index: s for s in stages}
+        rows = [[(a.stage, a.kind, a.microbatch) for a in row] for row in self.line.order]
+        pipeline_runtime(stages, rows, self.line.devices, self.part.count)()
+
+    def _empty(self, name: str) -> torch.Tensor:
+        value = self.cutting.node(name).meta["val"]
+        shape = list(value.shape)
+        if name in self._result_rows:
+            shape[self.part.results[self._result_rows[name]]] *= self.part.count
+        return torch.empty(shape, dtype=value.dtype, device=self.place.device)
+
+    def _exchange(self, transfers: Sequence[Transfer], runs: Mapping[int, StageRun]) -> None:
+        """Send what this device has, and receive what it needs, once for all its stages."""
+        devices, group = self.line.devices, self.line.group
+        works: list[Any] = []
+        sent: dict[tuple[str, int], torch.Tensor] = {}
+        for transfer in transfers:
+            source, target = devices[transfer.source], devices[transfer.target]
+            key = (transfer.name, target)
+            if source == target or key in sent:
+                continue
+            if self.line.device == source:
+                sent[key] = runs[transfer.source].values[transfer.name].contiguous()
+                works.append(dist.isend(sent[key], group=group, group_dst=target))
+            elif self.line.device == target:
+                sent[key] = self._empty(transfer.name)
+                works.append(dist.irecv(sent[key], group=group, group_src=source))
+        for work in works:
+            work.wait()
+        for transfer in transfers:
+            if transfer.target in runs:
+                here = runs[transfer.source].values if transfer.source in runs else None
+                value = sent[transfer.name, self.line.device] if here is None else here[transfer.name]
+                runs[transfer.target].values[transfer.name] = value
+
+
+class _Stage:
+    """A stage as torch's runtime of pipelines calls it.
+
+    Attributes:
+        neighbours: the stages of this device, by number.
+    """
+
+    submod = None
+    has_backward = True
+
+    def __init__(self, run: StageRun, line: Line, empty: Receive) -> None:
+        """Nothing has been received."""
+        self.stage_index, self.num_stages = run.stage, len(line.devices)
+        self.group_rank, self.group_size = line.device, max(line.devices) + 1
+        self.is_first, self.is_last = run.stage == 0, run.stage == self.num_stages - 1
+        self.neighbours: dict[int, _Stage] = {}
+        self._run, self._line, self._empty = run, line, empty
+        self._received: dict[str, dict[int, list[torch.Tensor]]] = {FORWARD: {}, BACKWARD: {}}
+
+    def forward_one_chunk(self, microbatch: int, *_: Any, **__: Any) -> list[torch.Tensor]:
+        self._run.forward(microbatch, self._received[FORWARD].pop(microbatch, []))
+        here = self.stage_index + 1 in self.neighbours
+        return self._run.take_sent(FORWARD, microbatch) if here else []
+
+    def backward_one_chunk(self, microbatch: int, *_: Any, full_backward: bool, **__: Any) -> None:
+        returned = self._received[BACKWARD].pop(microbatch, [])
+        self._run.backward(microbatch, returned, BACKWARD if full_backward else INPUT)
+
+    def backward_weight_one_chunk(self, microbatch: int, **_: Any) -> None:
+        self._run.weights(microbatch)
+
+    def set_local_fwd_input(self, outputs: list[torch.Tensor], microbatch: int) -> None:
+        self._received[FORWARD][microbatch] = outputs
+
+    def get_local_bwd_output(self, microbatch: int) -> list[torch.Tensor]:
+        return self._run.take_sent(BACKWARD, microbatch)
+
+    def set_local_bwd_input(self, outputs: list[torch.Tensor], microbatch: int) -> None:
+        self._received[BACKWARD][microbatch] = outputs
+
+    def get_fwd_recv_ops(self, microbatch: int) -> list[dist.P2POp]:
+        return self._receive(FORWARD, microbatch, self._run.cutting.received(self.stage_index), self.stage_index - 1)
+
+    def get_bwd_recv_ops(self, microbatch: int) -> list[dist.P2POp]:
+        return self._receive(BACKWARD, microbatch, self._run.cutting.returned(self.stage_index), self.stage_index + 1)
+
+    def get_fwd_send_ops(self, microbatch: int) -> list[dist.P2POp]:
+        return self._send(self._run.take_sent(FORWARD, microbatch), self.stage_index + 1)
+
+    def get_bwd_send_ops(self, microbatch: int) -> list[dist.P2POp]:
+        return self._send(self._run.take_sent(BACKWARD, microbatch), self.stage_index - 1)
+
+    def _receive(self, kind: str, microbatch: int, names: Sequence[str], stage: int) -> list[dist.P2POp]:
+        tensors = self._received[kind][microbatch] = [self._empty(name) for name in names]
+        return [self._operation(dist.irecv, t, stage) for t in tensors]
+
+    def _send(self, tensors: Sequence[torch.Tensor], stage: int) -> list[dist.P2POp]:
+        return [self._operation(dist.isend, t.contiguous(), stage) for t in tensors]
+
+    def _operation(self, kind: Any, tensor: torch.Tensor, stage: int) -> dist.P2POp:
+        return dist.P2POp(kind, tensor, group=self._line.group, group_peer=self._line.devices[stage])

@@ -1,0 +1,111 @@
+"""cut_pipeline: every operator learns its stage, ``meta["stage"]``.
+
+Before, where a stage begins at ``layers.1``::
+
+    h = aten.mm(x, w0); y = aten.mm(h, w1); ...; dh = aten.mm(dy, w1t); dw0 = aten.mm(xt, dh)
+
+After (the graph computes the same)::
+
+    h = aten.mm(x, w0)      # stage 0
+    y = aten.mm(h, w1)      # stage 1
+    dh = aten.mm(dy, w1t)   # stage 1
+    dw0 = aten.mm(xt, dh)   # stage 0
+
+Gradients go from later stages to earlier ones only. A value that shrinks as it is moved is moved before it is sent.
+What stages add to the gradient of a parameter that they share is added up over the microbatches first, and then over
+the stages: ``accumulate(a + b)`` becomes ``accumulate(a) + accumulate(b)``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+import torch
+from torch import fx
+
+from autopar.accumulate import accumulate
+from autopar.collective import axis_index
+from autopar.origin import inherit_origin
+from autopar.pipeline.positions import cuts_at, forward_nodes, positions
+from autopar.plan import Plan
+from autopar.program import Program
+
+aten = torch.ops.aten
+
+
+def cut_pipeline(program: Program, plan: Plan) -> Program:
+    """Assign every operator to a stage."""
+    if len(plan.stages) == 1:
+        return program
+    forward = forward_nodes(program)
+    cuts = cuts_at(program, forward, [s.modules[0] for s in plan.stages[1:]])
+    for node, position in positions(program, forward).items():
+        node.meta["stage"] = bisect_right(cuts, position)
+    once = program.once
+    for node in program.graph.graph.nodes:
+        if node.op == "call_function" and node not in forward and node not in once:
+            later = [a.meta["stage"] for a in node.all_input_nodes if "stage" in a.meta and a not in forward]
+            node.meta["stage"] = min([node.meta["stage"], *later])
+    _shrink_first(program, forward)
+    for node in list(program.graph.graph.nodes):
+        if node.target is accumulate:
+            _accumulate_apart(program.graph.graph, node)
+    return program
+
+
+def _shrink_first(program: Program, forward: set[fx.Node]) -> None:
+    """Put moves that make a forward value smaller into the stage that computes it."""
+    for node in program.graph.graph.nodes:
+        if node.op != "call_function" or node not in forward or not _is_tensor(node):
+            continue
+        for user in node.users:
+            chain = _move(user)
+            if chain and chain[-1].meta["stage"] > node.meta["stage"] and _bytes(chain[-1]) < _bytes(node):
+                for part in chain:
+                    part.meta["stage"] = node.meta["stage"]
+
+
+def _move(node: fx.Node) -> list[fx.Node]:
+    """The nodes of a move, from its first; empty if the node does not begin one of a single path."""
+    chain = [node]
+    while chain[-1].meta.get("internal"):
+        if len(chain[-1].users) != 1:
+            return []
+        chain.append(next(iter(chain[-1].users)))
+        if any(a is not chain[-2] and a.target is not axis_index for a in chain[-1].all_input_nodes):
+            return []
+    return chain if len(chain) > 1 and _is_tensor(chain[-1]) else []
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _bytes(node: fx.Node) -> int:
+    size: int = node.meta["val"].nbytes
+    return size
+
+
+def _accumulate_apart(graph: fx.Graph, node: fx.Node) -> None:
+    """Add up over the microbatches what each stage contributes, before the stages' sums are added."""
+    (term,) = node.all_input_nodes
+    if term.target is not aten.add.Tensor or len(term.all_input_nodes) != 2 or term.kwargs or len(term.users) > 1:
+        return
+    parts = term.all_input_nodes
+    if len({p.meta.get("stage") for p in parts}) == 1:
+        return
+    sums = []
+    for part in parts:
+        with graph.inserting_after(part):
+            total = graph.call_function(accumulate, (part,))
+        inherit_origin(total, part)
+        total.meta = {**node.meta, **total.meta, "stage": part.meta["stage"], "internal": False}
+        sums.append(total)
+    with graph.inserting_after(node):
+        whole = graph.call_function(aten.add.Tensor, tuple(sums))
+    whole.meta = {**node.meta, "input_layouts": node.meta["layouts"] * 2}
+    node.replace_all_uses_with(whole)
+    graph.erase_node(node)
+    graph.erase_node(term)
+    for total in sums:
+        _accumulate_apart(graph, total)

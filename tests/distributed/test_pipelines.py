@@ -1,0 +1,137 @@
+"""Pipelines on four ranks: three steps of AdamW with clipping equal one device's, whatever the schedule."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.launch import WAIT, Ranks, mesh_of
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 3
+
+
+def train(rank: int, name: str, sizes: tuple[int, ...], pins: dict[str, Any]) -> float:
+    """The largest difference of loss, logits, gradients' norm, gradients or parameters."""
+    from autopar.parallelize import parallelize
+    from autopar.search.find import Search
+    from tests.pipeline.test_pipelines import example
+
+    (plain, batch), (model, _) = example(name), example(name)
+    model, plain = model.double(), plain.double()
+    batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+    parallel: Any = parallelize(model, mesh_of(*sizes), batch, search=Search(pins=pins), timeout=WAIT)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (parallel, plain)]
+    worst = 0.0
+    for _ in range(STEPS):
+        found, expected = parallel(**batch), plain(**batch)
+        found["loss"].backward()
+        expected["loss"].backward()
+        norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (parallel, plain)]
+        pairs = [(found["loss"], expected["loss"]), (norms[0].full_tensor(), norms[1])]
+        pairs += [(found[k].full_tensor(), expected[k]) for k in ("logits", "out") if k in found]
+        gradients = parallel.full_gradients()
+        pairs += [(gradients[n], p.grad) for n, p in plain.named_parameters()]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        state = parallel.full_state_dict()
+        pairs += [(state[n], value) for n, value in plain.state_dict().items() if n in state]
+        worst = max(worst, *(float((a - b).detach().abs().max()) for a, b in pairs))
+    with torch.no_grad():
+        parallel.eval(), plain.eval()
+        worst = max(worst, float((parallel(**batch)["loss"] - plain(**batch)["loss"]).abs()))
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "pins", "bound"),
+    [
+        ("unet", (4,), {"stages": 4, "microbatches": 4}, 1e-10),
+        ("gpt2", (2, 2), {"stages": 2, "microbatches": 4, "schedule": "zb-h1"}, 1e-5),
+        ("t5", (2, 2), {"stages": 2, "virtual": 2, "microbatches": 4, "schedule": "zbv"}, 1e-5),
+        pytest.param("llama", (2, 2), {"stages": 2, "microbatches": 8}, 1e-5, marks=pytest.mark.deep),
+        pytest.param("vit", (2, 2), {"stages": 2, "virtual": 2, "microbatches": 4}, 1e-5, marks=pytest.mark.deep),
+        pytest.param(
+            "llama", (2, 2), {"stages": 2, "virtual": 2, "microbatches": 4, "schedule": "dualpipe-v"}, 1e-5,
+            marks=pytest.mark.deep,
+        ),
+    ],
+)  # fmt: skip
+def test_three_steps(ranks: Ranks, name: str, sizes: tuple[int, ...], pins: dict[str, Any], bound: float) -> None:
+    # Hugging Face's models compute their loss in float32.
+    assert max(ranks.run(train, name, sizes, pins)) < bound
+
+
+def reload(rank: int) -> float:
+    """How far a step behind a checkpoint, in another pipeline, is from the step that went on."""
+    import autopar.checkpoint
+    from autopar.parallelize import parallelize
+    from autopar.search.find import Search
+    from tests.pipeline.test_pipelines import example
+
+    losses, states = [], []
+    for pins in ({"stages": 4, "microbatches": 4}, {"stages": 2, "microbatches": 2}):
+        model, batch = example("unet")
+        mesh = mesh_of(4) if pins["stages"] == 4 else mesh_of(2, 2)
+        parallel: Any = parallelize(model, mesh, batch, search=Search(pins=pins), timeout=WAIT)
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+        if states:
+            parallel.load_full_state_dict(states[0])
+        else:
+            parallel(**batch)["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            states.append({n: v.clone() for n, v in parallel.full_state_dict().items()})
+            saved = autopar.checkpoint.state_dict(parallel, optimizer)
+            file = io.BytesIO()
+            torch.save({n: v.full_tensor() for n, v in saved["model"].items()}, file)
+            file.seek(0)
+            again = torch.load(file)
+            assert all(torch.equal(again[n], v) for n, v in states[0].items())
+            autopar.checkpoint.load_state_dict(parallel, optimizer, saved)
+        losses.append(float(parallel(**batch)["loss"].detach()))
+    return abs(losses[0] - losses[1])
+
+
+def test_a_checkpoint_goes_into_another_pipeline(ranks: Ranks) -> None:
+    assert max(ranks.run(reload)) < 1e-6
+
+
+def fail(rank: int) -> str:
+    """The error of a rank where another one's stage raises."""
+    from autopar.parallelize import parallelize
+    from autopar.search.find import Search
+    from tests.pipeline.test_pipelines import example
+
+    model, batch = example("unet")
+    parallel: Any = parallelize(
+        model, mesh_of(4), batch, search=Search(pins={"stages": 4, "microbatches": 4}), timeout=5
+    )
+    parallel(**batch)
+    if rank == 2:
+
+        def broken(*_: Any) -> Any:
+            raise RuntimeError("out of memory, say")
+
+        step = parallel._latest.step
+        step.cutting.piece(2, "F").graph.forward = broken
+    try:
+        parallel(**batch)
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+    return ""
+
+
+def test_ranks_end_when_a_stage_raises() -> None:
+    ranks = Ranks()
+    try:
+        errors = ranks.run(fail)
+    finally:
+        ranks.close()
+    assert "out of memory" in errors[2]
+    assert all(errors)

@@ -1,0 +1,162 @@
+"""Pipelines on an emulated mesh: every stage, schedule and cut computes what one device does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.accumulate import accumulate
+from autopar.compiler import DETERMINISTIC_PASSES, program_of, rewrite, solve
+from autopar.errors import InfeasibleError
+from autopar.pipeline.pieces import BACKWARD, FORWARD, INPUT, WEIGHT, Cutting
+from autopar.pipeline.runner import StageRun
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.search.find import Search
+from autopar.verify import EquivalenceReport, compare, global_values
+from tests import models as zoo
+from tests.pipeline import models as hard
+
+BOUND = 1e-10
+
+SCHEDULES = {
+    "gpipe": 1, "1f1b": 1, "zb-h1": 1, "interleaved": 2, "looped-bfs": 2, "zbv": 2, "dualpipe-v": 2,
+}  # fmt: skip
+"""Stages on each device."""
+
+
+def example(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    model, batch = getattr(hard if hasattr(hard, name) else zoo, name)()
+    for row, labels in enumerate(batch["labels"] if name in ("gpt2", "llama") else ()):
+        labels[: row // 2] = -100
+    return model, batch
+
+
+def staged(
+    name: str,
+    axes: dict[str, int],
+    pins: dict[str, Any],
+    change: Callable[[Program], Program] = lambda p: p,
+    **search: Any,
+) -> EquivalenceReport:
+    """A model under a plan with stages against the plain one."""
+    model, batch = example(name)
+    program = program_of(model, batch)
+    plan = solve(program, axes, "cpu", search=Search(pins=pins, **search), deterministic=True)
+    local = change(rewrite(program, plan, passes=DETERMINISTIC_PASSES))
+    return compare(program, local, plan, global_values(program, model, batch), torch.float64)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", ["gpt2", *(pytest.param(n, marks=pytest.mark.deep) for n in ("llama", "vit"))])
+def test_every_schedule(name: str, schedule: str) -> None:
+    pins = {"stages": 2, "microbatches": 4, "schedule": schedule, "virtual": SCHEDULES[schedule]}
+    report = staged(name, {"stage": 2, "other": 2}, pins)
+    assert report.max_error < BOUND, report.worst
+    assert len(report.plan.stages) == 2 * SCHEDULES[schedule]
+
+
+@pytest.mark.parametrize("name", ["t5", "unet", "cnn"])
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.deep)])
+def test_skips_encoders_and_tied_weights(name: str, stages: int) -> None:
+    report = staged(name, {"stage": stages}, {"stages": stages, "microbatches": 4})
+    assert report.max_error < BOUND, report.worst
+
+
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(n, marks=pytest.mark.deep) for n in range(3, 24))])
+def test_random_cuts_and_layouts(seed: int) -> None:
+    name = ("llama", "unet", "encoder", "t5", "gpt2", "cnn")[seed % 6]
+    schedule = list(SCHEDULES)[seed % len(SCHEDULES)]
+    pins = {"stages": 2, "microbatches": (4, 8)[seed % 2], "schedule": schedule, "virtual": SCHEDULES[schedule]}
+    axes = ({"stage": 2, "other": 2}, {"stage": 2}, {"other": 2, "stage": 2})[seed % 3]
+    report = staged(name, axes, {**pins, "stage_axis": "stage", "recompute": "search"}, recipe="random", seed=seed)
+    assert report.max_error < BOUND, report.worst
+
+
+def forget_a_share(program: Program) -> Program:
+    """Drop what the last stage adds to the gradient of the weight that it shares with the first."""
+    for node in program.graph.graph.nodes:
+        terms = [a for a in node.all_input_nodes if a.target is accumulate]
+        if len({t.meta["stage"] for t in terms}) == 2:
+            node.replace_all_uses_with(terms[1])
+    return program
+
+
+def test_a_forgotten_share_of_a_tied_weight_is_noticed() -> None:
+    report = staged("gpt2", {"stage": 2}, {"stages": 2, "microbatches": 4}, forget_a_share)
+    assert report.max_error > 1e-3
+
+
+def test_mixed_up_microbatches_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient that goes back through what another microbatch has saved."""
+    backward = StageRun.backward
+
+    def mixed(self: StageRun, microbatch: int, returned: Any, kind: str = BACKWARD) -> None:
+        swapped = self.stage == 0
+        backward(self, microbatch ^ swapped, returned, kind)
+        self._sent[BACKWARD][microbatch] = self._sent[BACKWARD].pop(microbatch ^ swapped)
+
+    monkeypatch.setattr(StageRun, "backward", mixed)
+    pins = {"stages": 2, "microbatches": 2, "schedule": "gpipe"}
+    assert staged("mlp", {"stage": 2}, pins).max_error > 1e-3
+
+
+def test_every_operator_of_the_backward_runs_once() -> None:
+    model, batch = example("gpt2")
+    program = program_of(model, batch)
+    plan = solve(program, {"stage": 2}, "cpu", search=Search(pins={"stages": 2, "microbatches": 4}))
+    cutting = Cutting(rewrite(program, plan), 2)
+    for stage in range(2):
+        names = {k: [n.name for n in cutting.piece(stage, k).graph.graph.nodes if n.op == "call_function"]
+                 for k in (FORWARD, BACKWARD, INPUT, WEIGHT)}  # fmt: skip
+        assert sorted(names[INPUT] + names[WEIGHT]) == sorted(names[BACKWARD])
+        assert not {*names[FORWARD]} & {*names[BACKWARD]}
+        assert names[WEIGHT]
+    # The last stage returns one gradient and no term of it: the sum is made where its terms are.
+    assert len(cutting.returned(0)) == len(cutting.received(1))
+
+
+def test_by_hand() -> None:
+    model, batch = example("llama")
+    program = program_of(model, batch)
+    pins = {"stages": ["model.layers.0.mlp"], "microbatches": 2}
+    plan = solve(program, {"stage": 2}, "cpu", search=Search(pins=pins))
+    assert plan.stages[1].modules[0] == "model.layers.0.mlp"
+    assert str(plan.parameters["model.layers.0.mlp.up_proj.weight"][0]) == "@1"
+    assert str(plan.parameters["model.embed_tokens.weight"][0]) == "@0"
+    assert Plan.from_dict(plan.to_dict()) == plan
+
+
+@pytest.mark.parametrize(
+    ("axes", "pins", "says"),
+    [
+        ({"a": 2}, {"stages": 3, "microbatches": 4}, "no axis of the mesh .* has 3 devices"),
+        ({"a": 2}, {"stages": 2, "microbatches": 1}, "all stages but one wait"),
+        ({"a": 2}, {"stages": 2, "schedule": "zbv", "virtual": 2, "microbatches": 2}, "at least 4 microbatches"),
+        ({"a": 2}, {"stages": 2, "schedule": "fast"}, "unknown schedule 'fast'"),
+        ({"a": 2}, {"stages": 2, "stage_axis": "b"}, "no axis 'b'"),
+        ({"a": 2}, {"stages": ["nowhere"], "microbatches": 2}, "no stage can begin at 'nowhere'"),
+        ({"a": 16}, {"stages": 16, "microbatches": 2}, "16 stages need 15 modules"),
+    ],
+)
+def test_errors_say_what_to_do(axes: dict[str, int], pins: dict[str, Any], says: str) -> None:
+    program = program_of(*example("mlp"))
+    with pytest.raises((InfeasibleError, ValueError), match=says):
+        solve(program, axes, "cpu", search=Search(pins=pins))
+
+
+@pytest.mark.parametrize(
+    ("pins", "says"),
+    [
+        ({"stages": 0}, "'stages' must be a positive whole number"),
+        ({"schedule": "1f1b"}, "are for pipelines: pin 'stages'"),
+        ({"stages": 2, "virtual": 1.5}, "'virtual' must be"),
+    ],
+)
+def test_pins_are_checked(pins: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Search(pins=pins)
