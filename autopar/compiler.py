@@ -16,7 +16,6 @@ from torch import nn
 
 import autopar.strategies  # noqa: F401  registers every rule
 from autopar import cache, tree
-from autopar import pipelined as pipelines
 from autopar.abridge import abridge
 from autopar.canonical import canonical
 from autopar.capture import Batch, LossFunction, capture
@@ -40,6 +39,8 @@ from autopar.passes.lower_operators import lower_operators
 from autopar.passes.pad_dims import pad, pad_dims
 from autopar.passes.replay_random import replay_random
 from autopar.passes.replicate_random import replicate_random
+from autopar.pipeline.asked import asked, count_of, restrictions_inside
+from autopar.pipelined import pipelined
 from autopar.plan import INTERRUPTED, TIME_LIMIT, Plan
 from autopar.precision import Precision
 from autopar.predict import predict
@@ -176,14 +177,15 @@ def solve(
             if progress:
                 progress(f"plan of an earlier search, {file}", math.inf, 0.0)
             return known
-        if search.stages != 1:
-            part = in_microbatches(program, pipelines.microbatches(search), deterministic=deterministic)
+        if (wanted := asked(search, axes)) is not None:
+            part = in_microbatches(program, count_of(search), deterministic=deterministic)
+            limits = restrictions_inside(restrictions, axes, wanted.axis)
 
             def inside(axes: Mapping[str, int], machine: Cluster, search: Search) -> Plan:
-                found = _best_padded(part, axes, machine, None, optimizer, search, restrictions, progress, math.inf)
+                found = _best_padded(part, axes, machine, None, optimizer, search, limits, progress, math.inf)
                 return replace(found, fingerprint=program.fingerprint, microbatches=part.microbatches)
 
-            plan = pipelines.pipelined(part, axes, machine, search, inside, lambda plan: _rewrite(part, plan, PASSES))
+            plan = pipelined(part, axes, machine, search, wanted, inside, lambda plan: _rewrite(part, plan, PASSES))
         elif search.microbatches or budget is None or search.recipe == "random" or program.loss is None:
             plan = attempt(search.microbatches or 1, math.inf)
         else:

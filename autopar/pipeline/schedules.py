@@ -44,6 +44,7 @@ class Schedule(NamedTuple):
         split: whether the backward is split, so that the part for the weights fills gaps.
         torch: name of the schedule in torch.distributed.pipelining, where the order is taken from there.
         two: whether each device has exactly two stages, the first devices having the last ones, too.
+        stage_by_stage: whether a device takes all microbatches through one stage after the other, as any number allows.
     """
 
     ahead: int | None
@@ -51,6 +52,7 @@ class Schedule(NamedTuple):
     split: bool = False
     torch: str = ""
     two: bool = False
+    stage_by_stage: bool = False
 
 
 SCHEDULES = {
@@ -59,6 +61,8 @@ SCHEDULES = {
     "interleaved": Schedule(ahead=2, interleaved=True),
     "looped-bfs": Schedule(ahead=None, interleaved=True, torch="LoopedBFS"),
     "zb-h1": Schedule(ahead=1, split=True),
+    "breadth-first": Schedule(ahead=None, interleaved=True, stage_by_stage=True),
+    "breadth-first-v": Schedule(ahead=None, interleaved=True, stage_by_stage=True, two=True),
     "zbv": Schedule(ahead=None, interleaved=True, split=True, torch="ZBVZeroBubble", two=True),
     "dualpipe-v": Schedule(ahead=None, interleaved=True, split=True, torch="DualPipeV", two=True),
 }
@@ -88,6 +92,8 @@ def order(schedule: str, stages: int, microbatches: int, virtual: int = 1) -> Or
     if rule.torch:
         rows = torch_schedule(rule.torch, stages, microbatches, virtual)
         return tuple(tuple(Action(stage, kind, n) for stage, kind, n in row) for row in rows)  # type: ignore[arg-type]
+    if rule.stage_by_stage:
+        return _stage_by_stage(stages, microbatches, virtual, rule.two)
     a_round = microbatches // max(1, microbatches // stages)
     count = microbatches * virtual
     found = []
@@ -102,6 +108,24 @@ def order(schedule: str, stages: int, microbatches: int, virtual: int = 1) -> Or
             row.append(Action(local * stages + device, kind, microbatch))
         found.append(tuple(row))
     return tuple(found)
+
+
+def _stage_by_stage(stages: int, microbatches: int, virtual: int, back: bool) -> Order:
+    rows = []
+    for device in range(stages):
+        own = [n * stages + (stages - 1 - device if back and n % 2 else device) for n in range(virtual)]
+        forward = [Action(stage, FORWARD, n) for stage in own for n in range(microbatches)]
+        rows.append((*forward, *(Action(stage, BACKWARD, n) for stage in reversed(own) for n in range(microbatches))))
+    return tuple(rows)
+
+
+def any_count(schedule: str, stages: int, microbatches: int, virtual: int) -> str:
+    """The schedule, or one that has each stage on the same device and works for this number of microbatches."""
+    try:
+        _rule(schedule, stages, microbatches, virtual)
+    except ValueError:
+        return "breadth-first-v" if SCHEDULES[schedule].two else "breadth-first"
+    return schedule
 
 
 def order_of(plan: Plan) -> Order:
@@ -135,7 +159,8 @@ def _rule(schedule: str, stages: int, microbatches: int, virtual: int) -> Schedu
         if number < 1:
             raise ValueError(f"{name} {number}: a pipeline needs 1 or more")
     rounds = max(1, microbatches // stages)
-    if SCHEDULES[schedule].two and (virtual != 2 or microbatches < 2 * stages):
+    least = 1 if SCHEDULES[schedule].stage_by_stage else 2 * stages
+    if SCHEDULES[schedule].two and (virtual != 2 or microbatches < least):
         raise ValueError(
             f"{schedule} on {stages} devices has two stages on each and at least {2 * stages} microbatches, not "
             f"{virtual} and {microbatches}"

@@ -18,6 +18,7 @@ from autopar import tree
 from autopar.draw import derive_seed, step_seed
 from autopar.errors import AutoparError, PlanError
 from autopar.layout import Layout, Replicate, Split, replicated
+from autopar.pipeline.asked import along_with
 from autopar.plan import Plan
 from autopar.runtime.boundary import Placements, from_local, part_of, plain_type, to_local, to_placements
 from autopar.runtime.load import load_full, prepare_load, savable
@@ -28,7 +29,6 @@ from autopar.runtime.postpone import Postponed
 from autopar.runtime.specialise import Request, Settings, Specialisation, data_layout, data_parts, specialise
 from autopar.runtime.state import checksum, contents, gathered, slice_replicated
 from autopar.runtime.step import Call, run
-from autopar.search.find import MICROBATCHES
 
 CACHED = 16
 """How many specialisations are kept."""
@@ -227,8 +227,7 @@ class ParallelModule(nn.Module):
         weights = checksum(dict(self.named_parameters())) if first else ""
         settings = self._settings
         if self._first is not None:
-            count = self._first.plan.microbatches
-            search = replace(settings.search, pins={**settings.search.pins, MICROBATCHES: count})
+            search = replace(settings.search, pins={**settings.search.pins, **along_with(self._first.plan)})
             settings = replace(settings, search=search)
         found = specialise(self._original, request, settings, self._place, placements=placements, weights=weights)
         if first:

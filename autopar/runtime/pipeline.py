@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from autopar._torch_compat import pipeline_runtime
 from autopar.draw import current_seed, derive_seed, step_seed
+from autopar.errors import RankError
 from autopar.layout import is_held
 from autopar.pipeline.pieces import BACKWARD, FORWARD, INPUT, Cutting, Piece, Transfer
 from autopar.pipeline.runner import StageRun, begin, end
@@ -53,6 +55,54 @@ class Line:
         return tuple(s for s, device in enumerate(self.devices) if device == self.device)
 
 
+Arrival = tuple[torch.Tensor, Any]
+"""A tensor, and the work that fills it."""
+
+
+class Wires:
+    """Point-to-point communication along the axis of the stages, with a timeout for every wait."""
+
+    def __init__(self, line: Line, timeout: float) -> None:
+        """Nothing is under way."""
+        self._line, self._timeout = line, timedelta(seconds=timeout)
+        self._under_way: list[tuple[Any, int]] = []
+
+    def send(self, tensors: Sequence[torch.Tensor], device: int) -> None:
+        """Begin to send."""
+        self._under_way = [(work, to) for work, to in self._under_way if not work.is_completed()]
+        for tensor in tensors:
+            work = dist.isend(tensor.contiguous(), group=self._line.group, group_dst=device)
+            self._under_way.append((work, device))
+
+    def receive(self, tensors: Sequence[torch.Tensor], device: int) -> list[Arrival]:
+        """Begin to receive."""
+        return [(t, self._expect(t, device)) for t in tensors]
+
+    def _expect(self, tensor: torch.Tensor, device: int) -> tuple[Any, int]:
+        return dist.irecv(tensor, group=self._line.group, group_src=device), device
+
+    def arrived(self, arrivals: Sequence[Arrival]) -> list[torch.Tensor]:
+        """What has been received; waits for it."""
+        for _, (work, device) in arrivals:
+            self._wait(work, device)
+        return [tensor for tensor, _ in arrivals]
+
+    def finish(self) -> None:
+        """Wait until all is sent."""
+        while self._under_way:
+            self._wait(*self._under_way.pop(0))
+
+    def _wait(self, work: Any, device: int) -> None:
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as e:
+            raise RankError(
+                f"device {self._line.device} of the pipeline had no answer from device {device} within "
+                f"{self._timeout.total_seconds():g} s: {e}; a rank died or raised an error of its own (see its log), "
+                "or is slow: then raise timeout="
+            ) from e
+
+
 def line_of(plan: Plan, place: Place) -> Line:
     """Where the stages of a plan are."""
     assert plan.pipeline is not None
@@ -75,7 +125,7 @@ def cut_stages(bound: Program, plan: Plan, line: Line) -> tuple[Cut, Cutting]:
     cutting = Cutting(bound, len(plan.stages))
     whole = cut_sums(bound)
     forward = cutting.piece(line.own[0], FORWARD).graph
-    if plan.microbatches == 1:
+    if not any(o.kind == "gradient" and v for o, v in zip(bound.outputs, bound.output_values, strict=True)):
         return replace(whole, forward=forward, backward=None), cutting
     return replace(whole, forward=forward, backward=cutting.piece(line.own[0], BACKWARD).graph), cutting
 
@@ -167,11 +217,16 @@ class PipelineStep(MicrobatchStep):
 
     def _work(self, runs: Mapping[int, StageRun]) -> None:
         """All microbatches through this device's stages."""
-        stages = [_Stage(run, self.line, self._empty) for run in runs.values()]
+        wires = Wires(self.line, self.place.timeout)
+        stages = [_Stage(run, self.line.devices, self._empty, wires) for run in runs.values()]
         for stage in stages:
-            stage.neighbours = {s.stage_index: s for s in stages}
-        rows = [[(a.stage, a.kind, a.microbatch) for a in row] for row in self.line.order]
+            stage.neighbours = {s.stage_index for s in stages}
+        rows = [
+            [(a.stage, a.kind, a.microbatch) for a in row if self.trains or a.kind == FORWARD]
+            for row in self.line.order
+        ]
         pipeline_runtime(stages, rows, self.line.devices, self.part.count)()
+        wires.finish()
 
     def _empty(self, name: str) -> torch.Tensor:
         value = self.cutting.node(name).meta["val"]
@@ -182,87 +237,88 @@ class PipelineStep(MicrobatchStep):
 
     def _exchange(self, transfers: Sequence[Transfer], runs: Mapping[int, StageRun]) -> None:
         """Send what this device has, and receive what it needs, once for all its stages."""
-        devices, group = self.line.devices, self.line.group
-        works: list[Any] = []
-        sent: dict[tuple[str, int], torch.Tensor] = {}
+        devices, wires = self.line.devices, Wires(self.line, self.place.timeout)
+        arriving: dict[str, list[Arrival]] = {}
+        done: set[tuple[str, int]] = set()
         for transfer in transfers:
             source, target = devices[transfer.source], devices[transfer.target]
             key = (transfer.name, target)
-            if source == target or key in sent:
+            if source == target or key in done:
                 continue
+            done.add(key)
             if self.line.device == source:
-                sent[key] = runs[transfer.source].values[transfer.name].contiguous()
-                works.append(dist.isend(sent[key], group=group, group_dst=target))
+                wires.send([runs[transfer.source].values[transfer.name]], target)
             elif self.line.device == target:
-                sent[key] = self._empty(transfer.name)
-                works.append(dist.irecv(sent[key], group=group, group_src=source))
-        for work in works:
-            work.wait()
+                arriving[transfer.name] = wires.receive([self._empty(transfer.name)], source)
+        received = {name: wires.arrived(found)[0] for name, found in arriving.items()}
+        wires.finish()
         for transfer in transfers:
             if transfer.target in runs:
-                here = runs[transfer.source].values if transfer.source in runs else None
-                value = sent[transfer.name, self.line.device] if here is None else here[transfer.name]
-                runs[transfer.target].values[transfer.name] = value
+                here = runs[transfer.source].values if transfer.source in runs else received
+                runs[transfer.target].values[transfer.name] = here[transfer.name]
 
 
 class _Stage:
-    """A stage as torch's runtime of pipelines calls it.
+    """A stage as torch's runtime of pipelines calls it; it sends and receives by itself, for its own timeout.
 
     Attributes:
-        neighbours: the stages of this device, by number.
+        neighbours: numbers of the stages of this device.
     """
 
     submod = None
     has_backward = True
 
-    def __init__(self, run: StageRun, line: Line, empty: Receive) -> None:
+    def __init__(self, run: StageRun, devices: Sequence[int], empty: Receive, wires: Wires) -> None:
         """Nothing has been received."""
-        self.stage_index, self.num_stages = run.stage, len(line.devices)
-        self.group_rank, self.group_size = line.device, max(line.devices) + 1
+        self.stage_index, self.num_stages = run.stage, len(devices)
+        self.group_rank, self.group_size = devices[run.stage], max(devices) + 1
         self.is_first, self.is_last = run.stage == 0, run.stage == self.num_stages - 1
-        self.neighbours: dict[int, _Stage] = {}
-        self._run, self._line, self._empty = run, line, empty
-        self._received: dict[str, dict[int, list[torch.Tensor]]] = {FORWARD: {}, BACKWARD: {}}
+        self.neighbours: set[int] = set()
+        self._run, self._devices, self._empty, self._wires = run, devices, empty, wires
+        self._here: dict[str, dict[int, list[torch.Tensor]]] = {FORWARD: {}, BACKWARD: {}}
+        self._arriving: dict[tuple[str, int], list[Arrival]] = {}
 
     def forward_one_chunk(self, microbatch: int, *_: Any, **__: Any) -> list[torch.Tensor]:
-        self._run.forward(microbatch, self._received[FORWARD].pop(microbatch, []))
-        here = self.stage_index + 1 in self.neighbours
-        return self._run.take_sent(FORWARD, microbatch) if here else []
+        self._run.forward(microbatch, self._received(FORWARD, microbatch))
+        return self._run.take_sent(FORWARD, microbatch) if self.stage_index + 1 in self.neighbours else []
 
     def backward_one_chunk(self, microbatch: int, *_: Any, full_backward: bool, **__: Any) -> None:
-        returned = self._received[BACKWARD].pop(microbatch, [])
-        self._run.backward(microbatch, returned, BACKWARD if full_backward else INPUT)
+        self._run.backward(microbatch, self._received(BACKWARD, microbatch), BACKWARD if full_backward else INPUT)
 
     def backward_weight_one_chunk(self, microbatch: int, **_: Any) -> None:
         self._run.weights(microbatch)
 
     def set_local_fwd_input(self, outputs: list[torch.Tensor], microbatch: int) -> None:
-        self._received[FORWARD][microbatch] = outputs
+        self._here[FORWARD][microbatch] = outputs
 
     def get_local_bwd_output(self, microbatch: int) -> list[torch.Tensor]:
         return self._run.take_sent(BACKWARD, microbatch)
 
     def set_local_bwd_input(self, outputs: list[torch.Tensor], microbatch: int) -> None:
-        self._received[BACKWARD][microbatch] = outputs
+        self._here[BACKWARD][microbatch] = outputs
 
-    def get_fwd_recv_ops(self, microbatch: int) -> list[dist.P2POp]:
+    def get_fwd_recv_ops(self, microbatch: int) -> list[Any]:
         return self._receive(FORWARD, microbatch, self._run.cutting.received(self.stage_index), self.stage_index - 1)
 
-    def get_bwd_recv_ops(self, microbatch: int) -> list[dist.P2POp]:
+    def get_bwd_recv_ops(self, microbatch: int) -> list[Any]:
         return self._receive(BACKWARD, microbatch, self._run.cutting.returned(self.stage_index), self.stage_index + 1)
 
-    def get_fwd_send_ops(self, microbatch: int) -> list[dist.P2POp]:
-        return self._send(self._run.take_sent(FORWARD, microbatch), self.stage_index + 1)
+    def get_fwd_send_ops(self, microbatch: int) -> list[Any]:
+        return self._send(FORWARD, microbatch, self.stage_index + 1)
 
-    def get_bwd_send_ops(self, microbatch: int) -> list[dist.P2POp]:
-        return self._send(self._run.take_sent(BACKWARD, microbatch), self.stage_index - 1)
+    def get_bwd_send_ops(self, microbatch: int) -> list[Any]:
+        return self._send(BACKWARD, microbatch, self.stage_index - 1)
 
-    def _receive(self, kind: str, microbatch: int, names: Sequence[str], stage: int) -> list[dist.P2POp]:
-        tensors = self._received[kind][microbatch] = [self._empty(name) for name in names]
-        return [self._operation(dist.irecv, t, stage) for t in tensors]
+    def _received(self, kind: str, microbatch: int) -> list[torch.Tensor]:
+        if (kind, microbatch) in self._arriving:
+            return self._wires.arrived(self._arriving.pop((kind, microbatch)))
+        return self._here[kind].pop(microbatch, [])
 
-    def _send(self, tensors: Sequence[torch.Tensor], stage: int) -> list[dist.P2POp]:
-        return [self._operation(dist.isend, t.contiguous(), stage) for t in tensors]
+    def _receive(self, kind: str, microbatch: int, names: Sequence[str], stage: int) -> list[Any]:
+        tensors = [self._empty(name) for name in names]
+        self._arriving[kind, microbatch] = self._wires.receive(tensors, self._devices[stage])
+        return []
 
-    def _operation(self, kind: Any, tensor: torch.Tensor, stage: int) -> dist.P2POp:
-        return dist.P2POp(kind, tensor, group=self._line.group, group_peer=self._line.devices[stage])
+    def _send(self, kind: str, microbatch: int, stage: int) -> list[Any]:
+        self._wires.send(self._run.take_sent(kind, microbatch), self._devices[stage])
+        return []

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate as TorchReplicate
 
 from autopar import tree
 from autopar._torch_compat import FakeTensorMode
@@ -19,6 +20,7 @@ from autopar.dims import analyze
 from autopar.draw import generator_digest
 from autopar.errors import InfeasibleError, PlanError, RankError
 from autopar.layout import Layout, Replicate, Split
+from autopar.pipeline.asked import asked, count_of, with_count
 from autopar.plan import Plan
 from autopar.program import Program, draws
 from autopar.runtime.bind import bind
@@ -29,7 +31,7 @@ from autopar.runtime.pipeline import PipelineStep, cut_stages, inside, line_of
 from autopar.runtime.place import Place
 from autopar.runtime.state import plain_parameters
 from autopar.runtime.step import Step, Types
-from autopar.search.find import MICROBATCHES, RECOMPUTE, Search
+from autopar.search.find import RECOMPUTE, Search
 from autopar.search.restrict import Restrictions
 
 
@@ -232,8 +234,10 @@ def _plan(
     if given is not None and (given.fingerprint == program.fingerprint or (placements is None and program.training)):
         return given  # a wrong fingerprint is reported by the rewriting
     search = _later(settings.search, program) if placements else settings.search
-    part = settings.toolchain.in_microbatches(program, search.microbatches or 1)
+    part = settings.toolchain.in_microbatches(program, count_of(search))
     dims = analyze(part)
+    stages = asked(search, dict(place.axes))
+    everywhere = [stages is not None and name == stages.axis for name, _ in place.axes]
     types = {(i.kind, i.name): dims.type_of(n) for n, i in zip(part.placeholders, part.inputs, strict=True)}
     layouts: dict[tuple[str, str], Layout] = {}
     for (kind, name), type_ in types.items():
@@ -243,7 +247,9 @@ def _plan(
             layouts[kind, name] = _planned(given, name)
             continue
         assert placements is not None
-        layout = from_placements(type_, placements[name], place.sizes, uneven=True)
+        # On the axis of the stages it lies as the same stages say.
+        own = [TorchReplicate() if e else p for p, e in zip(placements[name], everywhere, strict=True)]
+        layout = from_placements(type_, own, place.sizes, uneven=True)
         if layout is None:
             raise PlanError(
                 f"parameter {name!r} lies as {placements[name]}, which this shape of the batch or mode cannot express "
@@ -265,11 +271,12 @@ def _later(search: Search, program: Program) -> Search:
     stop a short last batch.
     """
     kept = {name: value for name, value in search.pins.items() if name == RECOMPUTE}
+    most = search.microbatches or 1
     described = zip(program.placeholders, program.inputs, strict=True)
     rows = [n.meta["val"].shape[0] for n, i in described if i.kind == "batch" and n.meta["val"].ndim]
     samples = Counter(rows).most_common(1)[0][0] if rows and program.training else 1
-    count = max(n for n in range(1, (search.microbatches or 1) + 1) if samples % n == 0)
-    return replace(search, pins={**kept, MICROBATCHES: count})
+    count = max(n for n in range(1, most + 1) if samples % n == 0)
+    return replace(search, pins={**kept, **with_count(search.pins, count)})
 
 
 def _planned(plan: Plan, name: str) -> Layout:

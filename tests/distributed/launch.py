@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DeviceMesh, init_device_mesh
 
-WAIT = 240
+WAIT = 60
 """Seconds that a rank waits for the others: many times what a fast machine needs."""
 
 JOB = 1200
