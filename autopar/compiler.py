@@ -134,7 +134,7 @@ def program_to_plan(
     def make(model: nn.Module) -> Program:
         return program_of(model, batch, loss_fn=loss_fn, precision=precision)
 
-    if search.recipe == "random" or not search.tie_layers:
+    if search.recipe == "random" or not search.tie_layers or search.stages != 1:
         return make(model)
 
     def say(text: str) -> None:
@@ -181,11 +181,13 @@ def solve(
             part = in_microbatches(program, count_of(search), deterministic=deterministic)
             limits = restrictions_inside(restrictions, axes, wanted.axis)
 
-            def inside(axes: Mapping[str, int], machine: Cluster, search: Search) -> Plan:
-                found = _best_padded(part, axes, machine, None, optimizer, search, limits, progress, math.inf)
+            def inside(axes: Mapping[str, int], machine: Cluster, search: Search, memory: float | None) -> Plan:
+                found = _best_padded(part, axes, machine, memory, optimizer, search, limits, progress, math.inf)
                 return replace(found, fingerprint=program.fingerprint, microbatches=part.microbatches)
 
-            plan = pipelined(part, axes, machine, search, wanted, inside, lambda plan: _rewrite(part, plan, PASSES))
+            plan = pipelined(
+                part, axes, machine, search, wanted, inside, lambda plan: _rewrite(part, plan, PASSES), budget
+            )
         elif search.microbatches or budget is None or search.recipe == "random" or program.loss is None:
             plan = attempt(search.microbatches or 1, math.inf)
         else:

@@ -8,13 +8,16 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.candidates import REPLICATE
-from autopar.cluster import Cluster
+from autopar.cluster import Cluster, Link
+from autopar.cost.memory import format_bytes
 from autopar.dims import analyze
 from autopar.errors import InfeasibleError
 from autopar.layout import At, Layout, Placement, Replicate
+from autopar.liveness import peak_memory
 from autopar.passes.pad_dims import pad
 from autopar.pipeline.asked import Asked, without_pipeline
 from autopar.pipeline.choose import Line, balanced_cuts, line_of, named_cuts, random_cuts
+from autopar.pipeline.memory import pipeline_peaks
 from autopar.pipeline.pieces import Cutting
 from autopar.pipeline.schedules import Order, device_of, order
 from autopar.plan import Pipeline, Plan
@@ -22,8 +25,8 @@ from autopar.program import Program
 from autopar.search.find import Search
 from autopar.simulate import pipeline, simulate
 
-Inside = Callable[[Mapping[str, int], Cluster, Search], Plan]
-"""``inside(axes, cluster, search)``: the plan of the devices of one stage, for the whole model."""
+Inside = Callable[[Mapping[str, int], Cluster, Search, float | None], Plan]
+"""``inside(axes, cluster, search, memory)``: the plan of the devices of one stage, for the whole model."""
 
 
 def pipelined(
@@ -34,6 +37,7 @@ def pipelined(
     asked: Asked,
     inside: Inside,
     rewrite: Callable[[Plan], Program],
+    memory: float | None,
 ) -> Plan:
     """A plan with the stages that are asked for.
 
@@ -45,9 +49,10 @@ def pipelined(
         asked: the pipeline.
         inside: plans the devices of a stage.
         rewrite: the program under such a plan.
+        memory: bytes of a device; None for no limit.
 
     Raises:
-        InfeasibleError: the model has too few modules, or the schedule asks for other numbers.
+        InfeasibleError: the model has too few modules, the schedule asks for other numbers, or nothing fits.
     """
     if program.training and program.microbatches == 1 and not asked.schedule.startswith("breadth-first"):
         raise InfeasibleError(
@@ -58,32 +63,88 @@ def pipelined(
     except ValueError as e:
         raise InfeasibleError(f"no pipeline: {e}") from e
     links = dict(zip(axes, machine.link_for(axes), strict=True))
-    plan = inside(asked.inside(axes), replace(machine, axis_links=links), without_pipeline(search))
-    padded = pad(program, plan.padding)
-    line = line_of(padded, analyze(padded), plan)
+    within, cluster = asked.inside(axes), replace(machine, axis_links=links)
+
+    def attempt(budget: float | None) -> tuple[Plan, float]:
+        """A plan, and the bytes of the model on the devices of a stage alone."""
+        plan = inside(within, cluster, without_pipeline(search), budget)
+        padded = pad(program, plan.padding)
+        line = line_of(padded, analyze(padded), plan)
+        cuts = _cuts(line, search, asked, links[asked.axis])
+        plan = replace(plan, stages=line.stages(cuts))
+        local = rewrite(plan)
+        cutting = Cutting(local, asked.stages)
+        peak = max(pipeline_peaks(cutting, actions, plan), key=lambda held: sum(held.values()))
+        seconds = _step_seconds(line, cuts, actions, links[asked.axis])
+        wide = _widened(plan, axes, Pipeline(asked.axis, asked.schedule), cutting, device_of(actions))
+        predicted = replace(plan.predicted, step_seconds=seconds, peak_bytes=peak)
+        return replace(wide, predicted=predicted), sum(peak_memory(local, plan).values())
+
+    return _within(attempt, memory)
+
+
+def _within(attempt: Callable[[float | None], tuple[Plan, float]], memory: float | None) -> Plan:
+    """The fastest plan that fits of a few: the devices of a stage are planned for less memory, then for more again.
+
+    Raises:
+        InfeasibleError: none fits.
+    """
+    plan, alone = attempt(None)
+    if memory is None or _needed(plan) <= memory:
+        return plan
+    best: Plan | None = None
+    least = plan
+    low, high = 0.0, alone
+    budget = alone * memory / _needed(plan)  # what a device of a stage needs goes with what it would need alone
+    for _ in range(ATTEMPTS):
+        try:
+            plan, _ = attempt(budget)
+        except InfeasibleError:
+            low = budget
+        else:
+            least = min(least, plan, key=_needed)
+            if _needed(plan) <= memory:
+                best = plan if best is None else min(best, plan, key=lambda p: p.predicted.step_seconds)
+                low = budget
+            else:
+                high = budget
+        budget = (low + high) / 2 if low else high * memory / _needed(plan)
+    if best is not None:
+        return best
+    needed, peak = _needed(least), least.predicted.peak_bytes
+    raise InfeasibleError(
+        f"the pipeline needs {format_bytes(needed)} on a device, {format_bytes(needed - memory)} more than the budget "
+        f"of {format_bytes(memory)}, most of it {max(peak, key=peak.__getitem__)}; ask for more stages or more "
+        "microbatches, or for a schedule with fewer of them under way, such as 1f1b",
+        needed=needed,
+    )
+
+
+def _needed(plan: Plan) -> float:
+    return sum(plan.predicted.peak_bytes.values())
+
+
+ATTEMPTS = 6
+"""How often a stage is planned again for less memory."""
+
+
+def _cuts(line: Line, search: Search, asked: Asked, link: Link) -> list[int]:
     if asked.modules:
-        cuts = named_cuts(line, asked.modules)
-    elif search.recipe == "random":
-        cuts = random_cuts(line, asked.stages, search.seed)
-    else:
-        cuts = balanced_cuts(line, asked.stages, links[asked.axis])
-    plan = replace(plan, stages=line.stages(cuts))
-    cutting = Cutting(rewrite(plan), asked.stages)
-    seconds = _step_seconds(line, cuts, actions, links[asked.axis].latency, links[asked.axis].bandwidth)
-    return _widened(plan, axes, Pipeline(asked.axis, asked.schedule), cutting, device_of(actions), seconds)
+        return named_cuts(line, asked.modules)
+    if search.recipe == "random":
+        return random_cuts(line, asked.stages, search.seed)
+    return balanced_cuts(line, asked.stages, link)
 
 
-def _step_seconds(line: Line, cuts: list[int], actions: Order, latency: float, bandwidth: float) -> float:
+def _step_seconds(line: Line, cuts: list[int], actions: Order, link: Link) -> float:
     """What the schedule takes, without what comes once at its end."""
     spans = line.between(cuts)
     ahead, back = (np.array([part[a:b].sum() for a, b in spans]) for part in (line.ahead, line.back))
-    hops = latency + line.sent[cuts] / bandwidth
+    hops = link.latency + line.sent[cuts] / link.bandwidth
     return simulate(pipeline(actions, ahead, back / 2, back / 2, hops)).step_seconds
 
 
-def _widened(
-    plan: Plan, axes: Mapping[str, int], pipeline: Pipeline, cutting: Cutting, devices: list[int], seconds: float
-) -> Plan:
+def _widened(plan: Plan, axes: Mapping[str, int], pipeline: Pipeline, cutting: Cutting, devices: list[int]) -> Plan:
     """The plan of the whole mesh: everything is alike on all stages, but for parameters."""
     index, everywhere = list(axes).index(pipeline.axis), Replicate()
 
@@ -103,5 +164,4 @@ def _widened(
         relays={name: wide(layout) for name, layout in plan.relays.items()},
         choices={name: (*names[:index], REPLICATE, *names[index:]) for name, names in plan.choices.items()},
         pipeline=pipeline,
-        predicted=replace(plan.predicted, step_seconds=seconds),
     )

@@ -32,8 +32,8 @@ def test_every_name_has_a_contract() -> None:
         "BoxedCodeGen", "DTensorSpec", "FakeTensor", "FakeTensorMode", "OpOverload", "StridedShard", "TensorMeta",
         "TorchDispatchMode", "TracingContext", "aot_export_joint_with_descriptors", "budget_partition",
         "checkpoint_replaced", "default_partition", "dtensor_overloads", "get_decompositions", "operator_database",
-        "reduce_found_inf_over_every_gradient", "selective_policy", "set_group_timeout", "storage_id", "traced_graph",
-        "tracing",
+        "pipeline_runtime", "reduce_found_inf_over_every_gradient", "selective_policy", "set_group_timeout", "storage_id", "torch_schedule",
+        "traced_graph", "tracing",
     }  # fmt: skip
     assert set(compat.__all__) == tested
 
@@ -300,3 +300,46 @@ def test_overflow_is_looked_for_in_gradients_of_every_layout(monkeypatch: pytest
     gradients = [SimpleNamespace(name=n, device_mesh="mesh", placements=(p,)) for n, p in layouts.items()]
     handlers[unscale](unscale, (gradients, 0.5), {})
     assert calls == [(["a", "c"], 0.5), (["b"], 0.5)]
+
+
+def test_schedules() -> None:
+    first, second = compat.torch_schedule("LoopedBFS", 2, 1, 1)
+    assert first == [(0, "F", 0), (0, "B", 0)]
+    assert second == [(1, "F", 0), (1, "B", 0)]
+    kinds = {kind for row in compat.torch_schedule("DualPipeV", 2, 4, 2) for _, kind, _ in row}
+    assert kinds == {"F", "B", "I", "W"}
+
+
+def test_the_runtime_of_pipelines_calls_a_stage() -> None:
+    """Both stages of a pipeline of one device; what a neighbour sends is handed over."""
+    calls: list[tuple[str, int]] = []
+
+    class Stage:
+        num_stages, group_rank, group_size, submod, has_backward = 2, 0, 1, None, True
+
+        def __init__(self, index: int) -> None:
+            self.stage_index, self.is_first, self.is_last = index, index == 0, index == 1
+
+        def forward_one_chunk(self, n: int, *_: object, **__: object) -> list[int]:
+            calls.append(("F", self.stage_index))
+            return [n]
+
+        def set_local_fwd_input(self, outputs: list[int], n: int) -> None:
+            assert outputs == [n]
+            calls.append(("handed", self.stage_index))
+
+        def backward_one_chunk(self, n: int, *, full_backward: bool, **_: object) -> None:
+            calls.append(("B" if full_backward else "I", self.stage_index))
+
+        def backward_weight_one_chunk(self, n: int, **_: object) -> None:
+            calls.append(("W", self.stage_index))
+
+        def get_local_bwd_output(self, n: int) -> list[int]:
+            return [n]
+
+        def set_local_bwd_input(self, outputs: list[int], n: int) -> None:
+            calls.append(("back", self.stage_index))
+
+    rows = [[(0, "F", 0), (1, "F", 0), (1, "I", 0), (0, "B", 0), (1, "W", 0)]]
+    compat.pipeline_runtime([Stage(0), Stage(1)], rows, [0, 0], 1)()
+    assert calls == [("F", 0), ("handed", 1), ("F", 1), ("I", 1), ("back", 0), ("B", 0), ("W", 1)]

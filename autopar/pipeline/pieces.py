@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from autopar._torch_compat import BoxedCodeGen
 from autopar.accumulate import accumulate
 from autopar.pipeline.positions import forward_nodes
-from autopar.program import Program
+from autopar.program import Output, Program
 
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
 """Pieces of a microbatch; the whole backward is its parts for the input and for the weights."""
@@ -62,6 +62,11 @@ class Cutting:
         self.forward, self.once = forward_nodes(program), program.once
         self.free = free_nodes(program)
         self._pieces: dict[tuple[int, str | int], Piece] = {}
+
+    @property
+    def described(self) -> list[tuple[Output, fx.Node | None]]:
+        """The program's outputs."""
+        return list(zip(self.program.outputs, self.program.output_values, strict=True))
 
     def stage(self, node: fx.Node) -> int:
         """The stage that computes a node."""
@@ -249,7 +254,7 @@ class Cutting:
     def _final_transfers(self) -> list[Transfer]:
         """Results and buffers go to all stages, gradients to those that hold the parameter."""
         found = []
-        for output, value in zip(self.program.outputs, self.program.output_values, strict=True):
+        for output, value in self.described:
             if value is None or not self._moves(value):
                 continue
             everyone = tuple(range(self.stages))
