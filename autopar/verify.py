@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from autopar import tree
 from autopar.accumulate import Totals
@@ -199,6 +199,7 @@ def _run(
     cut = [(dim, plan.batch[name]) for name, dim in part.rows.items()]
     blocks = common_blocks(cut + [(dim, plan.results[name]) for name, dim in part.results.items()], sizes)
     totals, last = Totals(), local.output_node.meta
+    shared: dict[fx.Node, list[Any]] = {}
     types = list(zip(last["input_types"], last["input_layouts"], strict=True))
     made: list[list[tuple[torch.Tensor, float] | None]] = []
     for turn in range(part.count):
@@ -209,7 +210,7 @@ def _run(
             type_, layout = node.meta["types"][0], node.meta["layouts"][0]
             inputs.append([block(mine, type_, layout, sizes, where) for where in coordinates(sizes)])
         with totals.microbatch():
-            outputs = emulate(placed, plan.axis_names, sizes, inputs)
+            outputs = emulate(placed, plan.axis_names, sizes, inputs, shared)
         made.append([
             None if type_ is None else assemble([p for p in parts if p is not None], type_, layout, sizes)
             for parts, (type_, layout) in zip(outputs, types, strict=True)
