@@ -17,6 +17,7 @@ from autopar.errors import PassError
 from autopar.keeping import keeping
 from autopar.layout import Replicate, Split
 from autopar.liveness import moments, peak_memory
+from autopar.parallelize import parallelize
 from autopar.passes.hoist_steady import hoist_steady
 from autopar.plan import EVERY, Plan
 from autopar.precision import Precision
@@ -170,3 +171,16 @@ def test_where_it_is_not_split_nothing_is_shared() -> None:
     plan = solve(program, {"a": 2}, "h100", search=Search(recipe="fsdp", pins={"microbatches": 1}))
     assert Replicate() not in plan.parameters[next(iter(plan.parameters))]
     assert not any(is_steady(n) for n in rewrite(program, plan).graph.graph.nodes)
+
+
+def test_the_graph_of_what_is_shared_can_be_seen() -> None:
+    torch.manual_seed(0)
+    model = parallelize(
+        nn.Linear(8, 8), None, loss_fn=lambda output, batch: output.square().mean(),
+        search=Search(pins={"microbatches": 2}),
+    )  # fmt: skip
+    model(torch.randn(4, 8)).backward()
+    assert model.steady_graph is not None
+    shared = {n.name for n in model.steady_graph.graph.nodes if n.op == "call_function"}
+    assert shared
+    assert not shared & {n.name for n in model.forward_graph.graph.nodes if n.op == "call_function"}
