@@ -22,6 +22,7 @@ from autopar.program import Program, Value, producer
 from autopar.recompute import NOTHING, Again, again
 from autopar.redistribute import Machine, Move, Redistributions, Tables
 from autopar.search.quotient import Quotient
+from autopar.steady import NEVER, Steady, steady
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Assignment:
         strategies: names of the strategies of each operator, axis by axis.
         finals: layout that each output of the program must have, in order.
         again: what the backward pass computes or moves again.
+        steady: what all microbatches of a step share.
     """
 
     outputs: dict[Value, Layout]
@@ -43,6 +45,7 @@ class Assignment:
     strategies: dict[fx.Node, tuple[str, ...]]
     finals: tuple[Layout, ...]
     again: Again = NOTHING
+    steady: Steady = NEVER
 
 
 def assign(program: Program, dims: Dims, plan: Plan, classes: Quotient) -> Assignment:
@@ -78,13 +81,13 @@ def assign(program: Program, dims: Dims, plan: Plan, classes: Quotient) -> Assig
     for output in program.outputs:
         table = {"gradient": plan.parameters, "result": plan.results}.get(output.kind, {})
         finals.append(table.get(output.name, whole))
-    return Assignment(outputs, inputs, relays, chosen, tuple(finals), _again(program, plan, classes, relays))
+    return Assignment(outputs, inputs, relays, chosen, tuple(finals), *_states(program, plan, classes, relays))
 
 
-def _again(program: Program, plan: Plan, classes: Quotient, relays: Collection[Value]) -> Again:
-    """Read off the plan what is not kept for the backward pass."""
-    if not plan.recompute:
-        return Again()
+def _states(program: Program, plan: Plan, classes: Quotient, relays: Collection[Value]) -> tuple[Again, Steady]:
+    """Read off the plan what is not kept for the backward pass, and what is for all microbatches."""
+    if not plan.recompute and not program.alone:
+        return NOTHING, NEVER
 
     def repeated(prefix: str, key: str, suffix: str, name: str, number: int) -> bool:
         ranges = plan.recompute.get(f"{prefix}{key} @{name}{suffix}", plan.recompute.get(f"{prefix}{key}{suffix}", ()))
@@ -96,7 +99,8 @@ def _again(program: Program, plan: Plan, classes: Quotient, relays: Collection[V
     moved = {(n, i) for n, i in relays if repeated("relay ", key[n], f" {i}", n.name, number[n])}
     # What is moved for the backward pass alone is moved there: nothing is kept in that layout.
     early = {(n, i) for n, i in relays if not _taken_late(program, classes, (key[n], i))}
-    return again(program, early | moved, operators, {v for v in moved if not is_backward(v[0])})
+    moved = {v for v in moved if not is_backward(v[0])}
+    return again(program, early | moved, operators, moved), steady(program, early, operators, moved)
 
 
 def _taken_late(program: Program, classes: Quotient, value: tuple[str, int]) -> bool:
@@ -132,15 +136,16 @@ def _uneven(operator: Operator, names: tuple[str, ...], sizes: tuple[int, ...]) 
 Uses = Mapping[Value, Sequence[Layout]]
 
 
-def uses(program: Program, assignment: Assignment) -> tuple[Uses, Uses]:
+def uses(program: Program, assignment: Assignment) -> tuple[Uses, Uses, Uses]:
     """The layouts in which each value is wanted, in order, by operators and by the program's outputs.
 
     Returns:
-        Of values as they are made first, and of values as they are made again.
+        Of values before the first microbatch, as they are made first, and as they are made again.
     """
+    before: dict[Value, list[Layout]] = defaultdict(list)
     first: dict[Value, list[Layout]] = defaultdict(list)
     second: dict[Value, list[Layout]] = defaultdict(list)
-    again = assignment.again
+    again, shared = assignment.again, assignment.steady
 
     def late(value: Value) -> dict[Value, list[Layout]]:
         return second if value in again.values else first
@@ -151,12 +156,15 @@ def uses(program: Program, assignment: Assignment) -> tuple[Uses, Uses]:
             if backward or node in again.nodes:
                 late(source)[source].append(layout)
             if not backward and node not in again.late:
-                first[source].append(layout)
+                (before if node in shared.nodes else first)[source].append(layout)
     for i, (value, layout) in enumerate(zip(program.output_values, assignment.finals, strict=True)):
         if value is not None:
             made = producer(value)
             (first if i < program.forward_outputs else late(made))[made].append(layout)
-    return first, second
+    for moved in shared.relays:
+        if any(layout != assignment.outputs[moved] for layout in first[moved]):
+            before[moved].append(assignment.relays[moved])
+    return before, first, second
 
 
 def value_moves(table: Redistributions, made: Layout, relay: Layout | None, wanted: Sequence[Layout]) -> list[Move]:
@@ -174,19 +182,24 @@ def value_moves(table: Redistributions, made: Layout, relay: Layout | None, want
     return list(found)
 
 
-def all_moves(program: Program, dims: Dims, assignment: Assignment, tables: Tables) -> dict[Value, list[Move]]:
-    """Every move of a step, by the value moved, in program order."""
-    found: dict[Value, list[Move]] = defaultdict(list)
+def all_moves(
+    program: Program, dims: Dims, assignment: Assignment, tables: Tables
+) -> dict[Value, list[tuple[Move, int]]]:
+    """Every move of a step and how often it is made, by the value moved, in program order."""
+    found: dict[Value, list[tuple[Move, int]]] = defaultdict(list)
     known: dict[tuple[Redistributions, Layout, Layout | None, tuple[Layout, ...]], list[Move]] = {}
-    for wanted in uses(program, assignment):
+    before, first, second = uses(program, assignment)
+    for wanted in (first, second):
         for value, made in assignment.outputs.items():
-            relay, targets = assignment.relays.get(value), tuple(wanted.get(value, ()))
+            early = before.get(value, ()) if wanted is first else ()
+            relay, targets = assignment.relays.get(value), (*early, *wanted.get(value, ()))
             if value in dims.types and targets and any(layout != made for layout in (*targets, relay or made)):
                 key = (tables.of(dims.types[value]), made, relay, targets)
                 moves = known[key] if key in known else known.setdefault(key, value_moves(*key))
-                if moves:
-                    found[value] += moves
-    return found
+                once = len(value_moves(*key[:3], early)) if early else 0  # those for users before come first
+                times = program.moves(value[0])
+                found[value] += [(move, 1 if i < once else times) for i, move in enumerate(moves)]
+    return {value: moves for value, moves in found.items() if moves}
 
 
 def machine_of(plan: Plan) -> Machine:

@@ -8,7 +8,7 @@ from torch import fx
 
 from autopar.layout import local_shape
 from autopar.plan import Plan
-from autopar.program import Program, is_operator, producer, tensor_arguments, values_of
+from autopar.program import Program, is_operator, is_steady, producer, tensor_arguments, values_of
 
 
 def check(program: Program, plan: Plan) -> None:
@@ -27,6 +27,7 @@ def check(program: Program, plan: Plan) -> None:
     for node in program.graph.graph.nodes:
         if "layouts" in holds:
             _check_layouts(node)
+            _check_steady(node)
         if "placed" in holds:
             _check_placed(node)
         if "local" in holds:
@@ -38,6 +39,12 @@ def _check_layouts(node: fx.Node) -> None:
         return
     if "layouts" not in node.meta:
         raise ValueError(f"node {node.name} has no layout")
+
+
+def _check_steady(node: fx.Node) -> None:
+    varying = [a for a in node.all_input_nodes if not is_steady(a)] if is_steady(node) else []
+    if varying:
+        raise ValueError(f"node {node.name} runs before the first microbatch and takes {varying[0]}, which is of one")
 
 
 def _check_placed(node: fx.Node) -> None:

@@ -31,6 +31,7 @@ from autopar.passes.apply_precision import apply_precision
 from autopar.passes.bucket_collectives import bucket_collectives
 from autopar.passes.cut_pipeline import cut_pipeline
 from autopar.passes.eliminate_dead_code import eliminate_dead_code
+from autopar.passes.hoist_steady import hoist_steady
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.insert_recompute import insert_recompute
 from autopar.passes.localize_random import localize_random
@@ -64,6 +65,7 @@ PASSES: tuple[Pass, ...] = (
     pad_dims,
     annotate_layouts,
     insert_recompute,
+    hoist_steady,
     insert_collectives,
     localize_shapes,
     localize_random,
@@ -77,6 +79,7 @@ DETERMINISTIC_PASSES: tuple[Pass, ...] = (
     pad_dims,
     annotate_layouts,
     insert_recompute,
+    hoist_steady,
     replicate_random,
     insert_collectives,
     localize_shapes,

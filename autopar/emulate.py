@@ -12,7 +12,7 @@ from autopar.blocks import coordinates
 from autopar.collective import GROUP_ARGUMENT, axis_index, c10d
 from autopar.cost.collectives import wire_bytes
 from autopar.draw import generator_states, restore_generators
-from autopar.program import Program, map_nodes
+from autopar.program import Program, is_steady, map_nodes
 
 aten = torch.ops.aten
 
@@ -20,7 +20,11 @@ Group = list[int]
 
 
 def emulate(
-    program: Program, names: Sequence[str], sizes: Sequence[int], inputs: Sequence[Sequence[torch.Tensor]]
+    program: Program,
+    names: Sequence[str],
+    sizes: Sequence[int],
+    inputs: Sequence[Sequence[torch.Tensor]],
+    shared: dict[fx.Node, list[Any]] | None = None,
 ) -> list[list[torch.Tensor | None]]:
     """Run a rewritten program on every rank of a mesh.
 
@@ -29,6 +33,7 @@ def emulate(
         names: of the mesh axes.
         sizes: of the mesh axes.
         inputs: ``inputs[i][rank]``, the local tensors of each placeholder.
+        shared: of a step in microbatches, what all of them take: the first fills it, the others compute it no more.
 
     Returns:
         ``outputs[i][rank]``; None for an output that does not exist.
@@ -46,7 +51,10 @@ def emulate(
                 constant = getattr(program.graph, str(node.target))
                 environment[node] = [constant] * len(where)
             elif node.op == "call_function":
-                environment[node] = _step(node, environment, names, where, groups)
+                known = None if shared is None else shared.get(node)
+                environment[node] = known or _step(node, environment, names, where, groups)
+                if shared is not None and is_steady(node):
+                    shared[node] = environment[node]
             for dead in last.get(node, ()):
                 del environment[dead]
     ranks = range(len(where))

@@ -16,7 +16,7 @@ from autopar.cost.memory import optimizer_state_bytes
 from autopar.errors import PlanError
 from autopar.origin import is_backward, module_path
 from autopar.plan import Plan
-from autopar.program import SHORT, Program, tensor_arguments, values_of
+from autopar.program import SHORT, Program, is_steady, tensor_arguments, values_of
 from autopar.propagate import propagate
 
 KINDS = {"parameter": "parameters", "buffer": "buffers", "batch": "batch", "tangent": "batch"}
@@ -45,7 +45,7 @@ def liveness(program: Program, plan: Plan) -> list[Change]:
     Categories: ``parameters``, ``buffers``, ``batch`` and ``optimizer`` are held all the time, ``gradients`` and
     ``results`` from when they are made; ``activations`` are what the forward makes and the backward takes;
     ``communication`` is what collectives receive, ``transient`` the rest. Of a step in microbatches it is the last of
-    these, with sums that are held all the time.
+    these, with sums that are held all the time, and with what all of them share, which is held to the end.
 
     Args:
         program: as `autopar.compiler.rewrite` returns it.
@@ -93,6 +93,7 @@ class _Liveness:
                     yield Change(None, True, name, float(value.meta["val"].nbytes * (self.part.count - 1)))
         first: dict[int, tuple[fx.Node, torch.Tensor]] = {}
         last: dict[int, fx.Node] = {}
+        shared: set[int] = set()  # what microbatches take that is not made for them
         for node in program.graph.graph.nodes:
             for value in values_of(node) if node.op == "call_function" else ():
                 if value is not None:
@@ -101,6 +102,7 @@ class _Liveness:
                 for value in values_of(argument):
                     if value is not None:
                         last[self._storage(value)] = node
+                        shared.update({self._storage(value)} if is_steady(argument) and not is_steady(node) else ())
         for storage, (node, value) in first.items():
             held = kept.get(storage)
             if held in KINDS.values():
@@ -110,7 +112,7 @@ class _Liveness:
             total = node.target is accumulate  # it holds what the microbatches before have added up
             category = held or ("gradients" if total else _category(node, user))
             yield Change(None if total else node, True, category, size)
-            if held is None:
+            if held is None and storage not in shared:
                 yield Change(user, False, category, -size)
 
     def _storage(self, value: torch.Tensor) -> int:

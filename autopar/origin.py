@@ -26,7 +26,16 @@ def is_backward(node: fx.Node) -> bool:
 
 def inherit_origin(node: fx.Node, source: fx.Node) -> None:
     """A node that a pass makes comes from where ``source`` does: module, pass of the step, region, the user's line."""
-    for key in ("nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "stack_trace", "region", "saved", "stage"):
+    for key in (
+        "nn_module_stack",
+        "fwd_nn_module_stack",
+        "partitioner_tag",
+        "stack_trace",
+        "region",
+        "saved",
+        "steady",
+        "stage",
+    ):
         if key in source.meta:
             node.meta[key] = source.meta[key]
     node.meta["internal"] = True

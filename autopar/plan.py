@@ -126,7 +126,7 @@ class Plan:
         torch: version of torch that captured it.
         recompute: what the backward pass makes again instead of keeping it: operator classes, and relays (``relay
             CLASS OUTPUT``), which are moved again; of each the ranges ``(start, stop)`` of members, in the model's
-            order.
+            order. What comes from parameters alone and is not here is made once for all microbatches.
         microbatches: how many parts of the batch a step computes one after the other, see `autopar.microbatch`; the
             layouts of batch and results are those of one, and what is computed of the whole batch before has numbers
             behind those of the batch.

@@ -121,8 +121,9 @@ def _count_operators(
         if key not in known:
             one = candidates(operator, machine.sizes, allowed=[[n] for n in names])
             known[key] = float(operator_seconds(operator, one, machine)[0])
-        again = assignment.again
-        times = (1 + (node in again.nodes) - (node in again.late)) * program.runs(node)
+        again, runs = assignment.again, program.runs(node)
+        first = 1 if node in assignment.steady.nodes else runs * (node not in again.late)
+        times = first + runs * (node in again.nodes)
         account.compute += known[key] * times
         account.seconds[node] += known[key] * times
         _count_lowering(node, dims, names, account, times)
@@ -131,14 +132,14 @@ def _count_operators(
 def _count_moves(program: Program, dims: Dims, assignment: Assignment, account: _Account) -> None:
     tables = Tables(account.machine)
     known: dict[tuple[Redistributions, tuple[Move, ...]], list[tuple[Move, float, float]]] = {}
-    for (node, out), moves in all_moves(program, dims, assignment, tables).items():
-        table = tables.of(dims.types[node, out])
+    for (node, out), counted in all_moves(program, dims, assignment, tables).items():
+        table, moves = tables.of(dims.types[node, out]), [move for move, _ in counted]
         key = (table, tuple(moves))
         if key not in known:
             sizes = [moved_bytes(table.type, move, account.machine.sizes) for move in moves]
             known[key] = list(zip(moves, sizes, table.move_seconds(moves).tolist(), strict=True))
-        for move, size, seconds in known[key]:
-            account.move(node, move.kind, move.axis, size, seconds, program.moves(node))
+        for (move, size, seconds), (_, times) in zip(known[key], counted, strict=True):
+            account.move(node, move.kind, move.axis, size, seconds, times)
 
 
 def _count_lowering(node: fx.Node, dims: Dims, names: tuple[str, ...], account: _Account, times: int) -> None:

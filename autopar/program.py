@@ -204,9 +204,28 @@ class Program:
                 found.add(node)
         return frozenset(found)
 
+    @cached_property
+    def alone(self) -> frozenset[fx.Node]:
+        """What is the same in all microbatches: parameters, buffers, constants, and forward operators on these.
+
+        Random operators are not, nor is what the model's own checkpointing decides on. Where there is one microbatch,
+        nothing is.
+        """
+        if self.part.count == 1:
+            return frozenset()
+        inputs = zip(self.placeholders, self.inputs, strict=True)
+        found = {n for n, i in inputs if i.kind in ("parameter", "buffer")}
+        found.update(n for n in self.graph.graph.nodes if n.op == "get_attr")
+        for node, sources in self.sources.items():
+            random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+            varies = random or node.target is accumulate or is_backward(node) or node in self.pins
+            if not varies and all(source in found for source, _ in sources):
+                found.add(node)
+        return frozenset(found)
+
     def runs(self, node: fx.Node) -> int:
         """How often an operator runs in a step."""
-        return 1 if node in self.once else self.part.count
+        return 1 if node in self.once or is_steady(node) else self.part.count
 
     def moves(self, node: fx.Node) -> int:
         """How often what a node makes is moved in a step; of a sum, what is added up last."""
@@ -368,6 +387,11 @@ def values_of(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
     if isinstance(value, tuple | list):
         return tuple(v if isinstance(v, torch.Tensor) else None for v in value)
     return (value if isinstance(value, torch.Tensor) else None,)
+
+
+def is_steady(node: fx.Node) -> bool:
+    """Whether a node of a rewritten graph runs once a step, before the first microbatch, see `autopar.steady`."""
+    return bool(node.meta.get("steady"))
 
 
 def draws(node: fx.Node) -> bool:

@@ -59,6 +59,7 @@ class States:
         taken = self._late | {s for node in again.nodes for s in program.sources[node]}
         self._apart = {v for v in taken if v[0] in again.nodes and v not in again.values}
         self.kept, self.again = self._read(taken)
+        self.kept |= self._steady()
 
     def _read(self, taken: Collection[Value]) -> tuple[set[Form], set[Form]]:
         again = self._assignment.again
@@ -78,6 +79,17 @@ class States:
             else:
                 kept.add(self.shown((node, MADE)))
         return kept, repeated
+
+    def _steady(self) -> set[Form]:
+        """What all microbatches take, which is held as what the backward pass takes."""
+        steady, found = self._assignment.steady, set[Form]()
+        for node, sources in self.program.sources.items():
+            for value in sources if node not in steady.nodes else ():
+                if self.taken(value)[1] == MADE or value in steady.relays:
+                    found.update([self.taken(value)] if value[0] in steady.nodes or value in steady.relays else [])
+                elif value[0] in steady.nodes:
+                    found.add(self.shown((value[0], MADE)))
+        return found - self.again
 
     @cached_property
     def forms(self) -> list[Form]:
@@ -133,8 +145,14 @@ class States:
         return sum(self._bytes(v, self._assignment.outputs[v]) for v in used)
 
     def seconds(self, form: Form) -> float:
-        """In a step, to make it from what its operator takes: the kernel, and the moves of the arguments."""
-        return self._once(form) * self.program.runs(form[0])
+        """In a step, to make it from what its operator takes: the kernel, and the moves of the arguments.
+
+        Of what all microbatches may share it is how much longer it takes to make it in each.
+        """
+        runs = self.program.runs(form[0])
+        if form[0] in self.program.alone:
+            runs = runs * (2 if any(value[0] == form[0] for value in self._late) else 1) - 1
+        return self._once(form) * runs
 
     def _once(self, form: Form) -> float:
         node, i = form

@@ -220,7 +220,7 @@ class _Parts:
         tables = Tables(self.machine)
         moves = all_moves(self.program, self.dims, self.assignment, tables)
         for (node, out), steps in moves.items():
-            for move in steps:
+            for move, _ in steps:
                 size = moved_bytes(self.dims.types[node, out], move, self.machine.sizes)
                 if move.kind != "slice":
                     found[node].append(Collective(move.kind, move.axis, size))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from autopar import tree
 from autopar.accumulate import Totals
@@ -202,6 +202,7 @@ def _run(
     cut = [(dim, inner.batch[name]) for name, dim in part.rows.items()]
     blocks = common_blocks(cut + [(dim, inner.results[name]) for name, dim in part.results.items()], sizes)
     totals, last = Totals(), local.output_node.meta
+    shared: dict[fx.Node, list[Any]] = {}
     types = list(zip(last["input_types"], last["input_layouts"], strict=True))
 
     @functools.cache
@@ -227,7 +228,7 @@ def _run(
         made = [whole_of(outputs) for outputs in emulate_pipeline(placed, plan, inputs_of)]
     for turn in range(part.count if plan.pipeline is None else 0):
         with totals.microbatch():
-            made.append(whole_of(emulate(placed, inner.axis_names, sizes, inputs_of(turn))))
+            made.append(whole_of(emulate(placed, inner.axis_names, sizes, inputs_of(turn), shared)))
     for i, output in enumerate(local.outputs):
         found = [m for turns in made if (m := turns[i]) is not None]
         if output.kind == "result" and output.name in part.results:

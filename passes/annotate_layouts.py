@@ -11,17 +11,18 @@ After (the graph computes the same; ``meta`` holds)::
 
 from __future__ import annotations
 
-from autopar.assignment import assign
+from autopar.assignment import Assignment, assign
 from autopar.dims import analyze
 from autopar.plan import Plan
-from autopar.program import Program, is_operator
+from autopar.program import Program, is_operator, producer
 from autopar.search.quotient import quotient
 
 
 def annotate_layouts(program: Program, plan: Plan) -> Program:
     """Write ``types``, ``layouts``, ``input_layouts``, ``relays``, ``strategy`` and ``operator`` into ``meta``.
 
-    The output node has ``input_layouts`` and ``input_types``; the graph has ``again``, for `insert_recompute`.
+    The output node has ``input_layouts`` and ``input_types``; the graph has ``again``, for `insert_recompute`. What all
+    microbatches share is ``steady``, and the outputs of a node that are moved for all of them are ``steady_relays``.
     """
     dims = analyze(program)
     assignment = assign(program, dims, plan, quotient(program, dims))
@@ -45,4 +46,14 @@ def annotate_layouts(program: Program, plan: Plan) -> Program:
     program.graph.meta["invariants"] = ("layouts",)
     program.graph.meta["axes"] = dict(plan.axes)
     program.graph.meta["again"] = assignment.again
+    _mark_steady(program, assignment)
     return program
+
+
+def _mark_steady(program: Program, assignment: Assignment) -> None:
+    for node in program.graph.graph.nodes:
+        source, _ = producer(node)
+        if source in assignment.steady.nodes or (source in program.alone and not is_operator(source)):
+            node.meta["steady"] = True
+    for node, index in assignment.steady.relays:
+        node.meta["steady_relays"] = (*node.meta.get("steady_relays", ()), index)

@@ -32,7 +32,7 @@ from autopar.collective import Collective, axis_index, c10d
 from autopar.layout import Layout, Split, TensorType, local_dims, local_shape
 from autopar.origin import inherit_origin
 from autopar.plan import Plan
-from autopar.program import Program, is_operator, producer, replace_tensor_arguments, tensor_arguments
+from autopar.program import Program, is_operator, is_steady, producer, replace_tensor_arguments, tensor_arguments
 from autopar.redistribute import Machine, Move, Tables, moved_bytes, reduces, sum_dtype
 
 aten = torch.ops.aten
@@ -43,7 +43,12 @@ def insert_collectives(program: Program, plan: Plan) -> Program:
     graph = program.graph.graph
     tables = Tables(machine_of(plan))
     placed: dict[tuple[fx.Node, Layout], fx.Node] = {}
+    shared = True
     for node in list(graph.nodes):
+        if shared and node.op != "placeholder" and not is_steady(node):  # what all microbatches take has been made
+            shared = False
+            for value, layout in _steady_relays(graph):
+                _bring(graph, node, value, layout, tables, placed, False, steady=True)
         if is_operator(node):
             wanted = node.meta["input_layouts"]
             values = [
@@ -63,6 +68,17 @@ def insert_collectives(program: Program, plan: Plan) -> Program:
     return program
 
 
+def _steady_relays(graph: fx.Graph) -> list[tuple[fx.Node, Layout]]:
+    """Values that are moved once for all microbatches, and where to."""
+    found = []
+    for value in graph.nodes:
+        source, index = producer(value)
+        if index in source.meta.get("steady_relays", ()) and "val" in value.meta:
+            several = isinstance(value.meta["val"], tuple | list)  # whose outputs speak for themselves
+            found += [] if several else [(value, source.meta["relays"][index])]
+    return found
+
+
 def _bring(
     graph: fx.Graph,
     user: fx.Node,
@@ -71,6 +87,7 @@ def _bring(
     tables: Tables,
     placed: dict[tuple[fx.Node, Layout], fx.Node],
     gradient: bool,
+    steady: bool = False,
 ) -> fx.Node:
     """The value in layout ``target``, by the moves that are not there yet."""
     source, index = producer(value)
@@ -87,7 +104,7 @@ def _bring(
             # What leaves the graph is moved at once: gradients that wait to be reduced would take memory.
             place = user if user.op != "output" else _next_operator(placed[value, move.source])
             with graph.inserting_before(place):
-                emitter = _Emitter(graph, value, user, type_, move, tables.machine, gradient)
+                emitter = _Emitter(graph, value, user, type_, move, tables.machine, gradient, steady or is_steady(user))
                 placed[value, move.target] = emitter.emit(placed[value, move.source])
     return placed[value, target]
 
@@ -111,6 +128,7 @@ class _Emitter:
     move: Move
     machine: Machine
     gradient: bool
+    steady: bool
 
     def emit(self, local: fx.Node) -> fx.Node:
         apart = reduces(self.move.kind) and sum_dtype(self.type) != self.type.dtype
@@ -133,6 +151,7 @@ class _Emitter:
         # A forward value that only the backward pass wants elsewhere is moved in the backward pass.
         owner = self.value if self.user.op == "output" else self.user
         inherit_origin(node, owner)
+        node.meta["steady"] = self.steady
         return node
 
     def _cast(self, local: fx.Node, dtype: str) -> fx.Node:

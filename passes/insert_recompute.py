@@ -95,6 +95,8 @@ class _Copies:
         else:
             copied = self._alias(node, index)
         copied.meta["partitioner_tag"] = "is_backward"
+        for note in ("steady", "steady_relays"):  # it is of one microbatch
+            copied.meta.pop(note, None)
         return copied
 
     def _alias(self, node: fx.Node, index: int) -> fx.Node:

@@ -146,8 +146,7 @@ def test_what_is_counted_is_what_runs() -> None:
     assert dict(counts) == plan.predicted.collectives["a"]
     one = solve(program, {"a": 2}, "h100", search=Search(recipe="fsdp"))
     assert counts["reduce_scatter"] <= one.predicted.collectives["a"]["reduce_scatter"]  # gradients are reduced once
-    assert counts["all_gather"] % 4 == 0
-    assert counts["all_gather"] > one.predicted.collectives["a"]["all_gather"]
+    assert counts["all_gather"] <= one.predicted.collectives["a"]["all_gather"]  # and parameters gathered
 
 
 def test_short_memory_asks_for_microbatches() -> None:

@@ -38,6 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("search",),
     (
         "recompute",
+        "steady",
         "microbatch",
         "rows",
         "assignment",

@@ -32,8 +32,8 @@ def test_every_name_has_a_contract() -> None:
         "BoxedCodeGen", "DTensorSpec", "FakeTensor", "FakeTensorMode", "OpOverload", "StridedShard", "TensorMeta",
         "TorchDispatchMode", "TracingContext", "aot_export_joint_with_descriptors", "budget_partition",
         "checkpoint_replaced", "default_partition", "dtensor_overloads", "get_decompositions", "operator_database",
-        "pipeline_runtime", "reduce_found_inf_over_every_gradient", "selective_policy", "set_group_timeout", "storage_id",
-        "torch_schedule", "traced_graph", "tracing",
+        "pipeline_runtime", "reduce_found_inf_over_every_gradient", "selective_policy", "set_group_timeout",
+        "storage_id", "torch_schedule", "traced_graph", "tracing",
     }  # fmt: skip
     assert set(compat.__all__) == tested
 

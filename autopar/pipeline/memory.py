@@ -44,11 +44,11 @@ def pipeline_peaks(cutting: Cutting, order: Order, plan: Plan) -> list[dict[str,
             for category, size in stage.steady.items():
                 before = steady.get(category, 0.0)
                 steady[category] = max(before, size) if category in SHARED else before + size
-        peak = {**steady, "activations": 0.0, "transient": 0.0}
+        peak = {**steady, "activations": 0.0}
         held = 0.0
         for action in row:
             stage = stages[action.stage]
-            moment = {**steady, "activations": held, "transient": stage.transient(action.kind)}
+            moment = {**steady, "activations": held, "transient": steady["transient"] + stage.transient(action.kind)}
             held += stage.change(action.kind)
             peak = max(peak, moment, key=lambda m: sum(m.values()))
         found.append(peak)
@@ -78,6 +78,7 @@ class _Stage:
             if spec.kind == "parameter" and held and spec.name in trained:
                 state = optimizer_state_bytes(self.optimizer, value.numel(), value.element_size())
                 found["optimizer"] += float(state)
+        found["transient"] = self._bytes(cutting.first(self.stage).gives)
         sums = {storage_id(n.meta["val"]) for n in cutting.order if n.target is accumulate}
         for node in cutting.order:
             if node.target is accumulate and cutting.stage(node) == self.stage:

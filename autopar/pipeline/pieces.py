@@ -1,7 +1,8 @@
 """The pieces of a stage: graphs that run for a microbatch, forward and backward, and graphs that run once a step.
 
 What one stage computes and another takes is passed from neighbour to neighbour. What is computed of the batch alone
-(masks) or of parameters alone (views, casts, gathers) is computed in every stage that takes it.
+(masks) or of parameters alone (views, casts, gathers) is computed in every stage that takes it; what the plan keeps of
+the latter, once a step.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from autopar._torch_compat import BoxedCodeGen
 from autopar.accumulate import accumulate
 from autopar.pipeline.positions import forward_nodes
-from autopar.program import Output, Program
+from autopar.program import Output, Program, is_steady
 
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
 """Pieces of a microbatch; the whole backward is its parts for the input and for the weights."""
@@ -61,6 +62,7 @@ class Cutting:
         self.inputs = dict(zip(program.placeholders, program.inputs, strict=True))
         self.forward, self.once = forward_nodes(program), program.once
         self.free = free_nodes(program)
+        self.steady = {n for n in self.order if n.op == "call_function" and is_steady(n)}
         self._pieces: dict[tuple[int, str | int], Piece] = {}
 
     @property
@@ -150,12 +152,19 @@ class Cutting:
             self._pieces[stage, kind] = self._cut(stage, kind)
         return self._pieces[stage, kind]
 
+    def first(self, stage: int) -> Piece:
+        """What a stage computes before the first microbatch, for all of them."""
+        pieces = [self.piece(stage, FORWARD), self.piece(stage, BACKWARD), self.free_outputs()]
+        pieces += [self.last(stage, level) for level in range(self.rounds)]
+        wanted = {self.node(name) for piece in pieces for name in piece.takes} & self.steady
+        return self._piece(_ancestors(wanted, self.steady), wanted)
+
     def _cut(self, stage: int, kind: str) -> Piece:
         if kind == FORWARD:
             nodes = self._own(stage, FORWARD)
             late = self._own(stage, BACKWARD)
             computed = self._with_free(nodes)
-            sent = [self.node(n) for n in self.received(stage + 1)]
+            sent = [self.node(n) for n in (*self.received(stage + 1), *self.returned(stage - 1))]
             wanted = {a for n in self._with_free(late, without=computed) for a in n.all_input_nodes} & computed
             return self._piece(computed, {*nodes} & {*sent, *self.kept} | wanted)
         early = self._with_free(self._own(stage, FORWARD))
@@ -177,7 +186,7 @@ class Cutting:
         waiting = list(found)
         while waiting:
             for argument in waiting.pop().all_input_nodes:
-                fresh = argument not in found and argument not in without
+                fresh = argument not in found and argument not in without and argument not in self.steady
                 if fresh and argument in self.free and argument.op != "placeholder":
                     found.add(argument)
                     waiting.append(argument)
@@ -287,7 +296,7 @@ def is_held_by_all(shape: Iterable[int], stages: int) -> bool:
 
 
 def free_nodes(program: Program) -> set[fx.Node]:
-    """Values that depend on the batch and buffers alone and cost little, or on parameters alone."""
+    """Values that depend on the batch and buffers alone and cost little, or on parameters and buffers alone."""
     kinds = {n: i.kind for n, i in zip(program.placeholders, program.inputs, strict=True)}
     sources: dict[fx.Node, frozenset[str]] = {}
     found: set[fx.Node] = set()
@@ -296,13 +305,13 @@ def free_nodes(program: Program) -> set[fx.Node]:
             continue
         if node.op == "placeholder":
             kind = kinds[node]
-            sources[node] = frozenset({"batch" if kind in ("batch", "buffer", "tangent") else kind})
+            sources[node] = frozenset({"batch" if kind == "tangent" else kind} - {"buffer"})
             found.add(node)
             continue
         sources[node] = frozenset().union(*(sources[a] for a in node.all_input_nodes))
         heavy = getattr(node.target, "overloadpacket", None) in flop_registry
         apart = all(a in found for a in node.all_input_nodes) and len(sources[node]) < 2
-        if apart and not heavy and node.target is not accumulate:
+        if (apart and not heavy and node.target is not accumulate) or is_steady(node):
             found.add(node)
     return found
 

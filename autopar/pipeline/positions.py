@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from torch import fx
 
 from autopar.origin import module_path
-from autopar.program import Program
+from autopar.program import Program, is_steady
 
 
 def forward_nodes(program: Program) -> set[fx.Node]:
@@ -39,6 +39,8 @@ def positions(program: Program, forward: set[fx.Node]) -> dict[fx.Node, int]:
     by_number: dict[tuple[str, int | None], int] = {}
     by_path: dict[str, int] = {}
     for node, i in found.items():
+        if is_steady(node):
+            continue
         by_number.setdefault((module_path(node), node.meta.get("seq_nr")), i)
         by_path[module_path(node)] = i
     late = [n for n in calls if n not in forward]
@@ -76,6 +78,8 @@ def _paths(program: Program, forward: set[fx.Node]) -> Iterator[tuple[int, str]]
     """Position of every forward operator and each module that it is in, the outermost first."""
     calls = (n for n in program.graph.graph.nodes if n.op == "call_function" and n in forward)
     for position, node in enumerate(calls):
+        if is_steady(node):
+            continue  # it comes before all else, see `autopar.passes.hoist_steady`
         parts = module_path(node).split(".") if module_path(node) else []
         for length in range(len(parts) + 1):
             yield position, ".".join(parts[:length])

@@ -88,6 +88,11 @@ class StageRun:
         """Whether there is something to take."""
         return microbatch in self._sent[kind]
 
+    def prepare(self) -> None:
+        """Compute what all microbatches share."""
+        piece = self.cutting.first(self.stage)
+        self.values.update(zip(piece.gives, self._run(piece, ONCE, self._arguments(piece, ONCE, {})), strict=True))
+
     def finish(self, level: int) -> None:
         """Run the piece of the step's end between two transfers."""
         piece = self.cutting.last(self.stage, level)
@@ -142,6 +147,8 @@ def begin(cutting: Cutting, runs: Mapping[int, StageRun], order: Order, exchange
             run = runs[transfer.source]
             run.values[transfer.name] = run.parameter(transfer.name)
     exchange(borrowed, runs)
+    for run in runs.values():
+        run.prepare()
 
 
 def end(cutting: Cutting, runs: Mapping[int, StageRun], exchange: Exchange) -> None:

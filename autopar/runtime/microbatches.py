@@ -1,5 +1,6 @@
 """`MicrobatchStep`: a step that runs its graph once for each microbatch, backward pass included, and adds up.
 
+What all microbatches share, such as gathered parameters that the plan keeps, is computed once, before the first.
 The gradients are there when the forward call returns; the backward call only scales them by the incoming gradient of
 the loss, in which they are linear.
 """
@@ -17,7 +18,7 @@ from torch import fx
 from autopar.accumulate import Totals
 from autopar.draw import current_seed, derive_seed, step_seed
 from autopar.layout import Factor, Layout, TensorType
-from autopar.program import Microbatch, Program
+from autopar.program import Input, Microbatch, Program, is_steady
 from autopar.rows import common_blocks, join, parts_along, take
 from autopar.runtime.boundary import computed, full_tensor, local_block, to_local
 from autopar.runtime.partition import Cut
@@ -25,33 +26,51 @@ from autopar.runtime.place import Place
 from autopar.runtime.postpone import Postponed
 from autopar.runtime.step import Step, Types
 
+STEADY, EACH, LAST = "steady", "each", "last"
 
-def cut_sums(program: Program) -> Cut:
-    """Cut a bound program into what runs for each microbatch and what runs once, on the sums.
+HELD = ("parameter", "buffer")
+"""Kinds of inputs that are the same in all microbatches."""
+
+
+def cut_microbatches(program: Program) -> Cut:
+    """Cut a bound program into what runs before the first microbatch, for each, and on the sums.
 
     Returns:
-        As ``forward`` the graph of a microbatch, to what it adds up and what else is taken; as ``backward`` that from
-        these to all outputs of the program.
+        As ``steady`` the graph of what all microbatches share; as ``forward`` that of one, to what it adds up and what
+        else is taken; as ``backward`` that from these to all outputs of the program.
     """
-    once = program.once
-    used = {a for n in once for a in n.all_input_nodes if a not in once}
-    used |= {v for v in program.output_values if v is not None and v not in once}
-    between = [n for n in program.graph.graph.nodes if n in used]
-    each, last = fx.Graph(), fx.Graph()
-    known: dict[bool, dict[fx.Node, fx.Node]] = {False: {}, True: {n: last.placeholder(n.name) for n in between}}
-    for node in program.graph.graph.nodes:
-        late = node in once
-        if node.op != "output":
-            known[late][node] = (last if late else each).node_copy(node, known[late].__getitem__)
-            known[late][node].meta = dict(node.meta)
-    each.output([known[False][n] for n in between])
-    last.output([None if v is None else known[True][v] for v in program.output_values])
-    saved = tuple(n.name for n in between)
-    forward, backward = fx.GraphModule(program.graph, each), fx.GraphModule(program.graph, last)
+    nodes = list(program.graph.graph.nodes)
+    part = {n: LAST if n in program.once else STEADY if is_steady(n) else EACH for n in nodes}
+    part |= dict.fromkeys(program.placeholders, EACH)
+    shared = [n for n in nodes if part[n] == STEADY and any(part[u] != STEADY for u in n.users)]
+    used = {a for n in program.once for a in n.all_input_nodes if a not in program.once}
+    used |= {v for v in program.output_values if v is not None and v not in program.once}
+    between = [n for n in nodes if n in used]
+    graphs = {STEADY: fx.Graph(), EACH: fx.Graph(), LAST: fx.Graph()}
+    known: dict[str, dict[fx.Node, fx.Node]] = {name: {} for name in graphs}
+
+    def take(name: str, taken: Sequence[fx.Node]) -> None:
+        for node in taken:
+            known[name][node] = graphs[name].placeholder(node.name)
+            known[name][node].meta = dict(node.meta)
+
+    described = zip(program.placeholders, program.inputs, strict=True)
+    take(STEADY, [n for n, i in described if i.kind in HELD])
+    take(EACH, [*program.placeholders, *shared])
+    take(LAST, between)
+    for node in nodes:
+        if node.op not in ("placeholder", "output"):
+            known[part[node]][node] = graphs[part[node]].node_copy(node, known[part[node]].__getitem__)
+            known[part[node]][node].meta = dict(node.meta)
+    graphs[STEADY].output([known[STEADY][n] for n in shared])
+    graphs[EACH].output([known[EACH][n] for n in between])
+    graphs[LAST].output([None if v is None else known[LAST][v] for v in program.output_values])
+    modules = {name: fx.GraphModule(program.graph, graph) for name, graph in graphs.items()}
     first = program.forward_outputs
     return Cut(
-        forward, backward, program.inputs, program.outputs[:first], saved, (str(program.loss),), program.outputs[first:]
-    )
+        modules[EACH], modules[LAST], program.inputs, program.outputs[:first], tuple(n.name for n in between),
+        (str(program.loss),), program.outputs[first:], steady=modules[STEADY] if shared else None,
+    )  # fmt: skip
 
 
 def whole_type(type_: TensorType, dim: int | None, count: int) -> TensorType:
@@ -129,17 +148,26 @@ class MicrobatchStep(Step):
         values: list[Any] = []
         assert self.cut.backward is not None
         with torch.no_grad(), torch.autocast(self.place.device.type, enabled=False):
+            shared = self._shared(lambda i: sources[i.kind](i.name, 0))
             for index in range(self.part.count):
                 values.clear()  # what the microbatch before has left
-                arguments = [sources[i.kind](i.name, index) for i in self.cut.inputs]
+                arguments = [*(sources[i.kind](i.name, index) for i in self.cut.inputs), *shared]
                 with totals.microbatch(), step_seed(derive_seed(seed, index)):
                     values += self.cut.forward(*arguments)
                 for name, found in joined.items():
                     found.append(values[self._places[name]])
+            arguments.clear()
+            shared.clear()
             outputs = list(self.cut.backward(*values))
         first = len(self.cut.outputs)
         whole = {name: self._joined(name, found) for name, found in joined.items()}
         return self._results(outputs[:first], buffers, whole), outputs[first:]
+
+    def _shared(self, value: Callable[[Input], torch.Tensor]) -> list[torch.Tensor]:
+        """What all microbatches take behind their inputs."""
+        if self.cut.steady is None:
+            return []
+        return list(self.cut.steady(*(value(i) for i in self.cut.inputs if i.kind in HELD)))
 
     def backward(self, saved: list[Any], tangents: list[torch.Tensor], postponed: Postponed) -> dict[str, torch.Tensor]:
         """Local gradients by parameter name, reduced already."""

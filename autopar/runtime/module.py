@@ -125,6 +125,11 @@ class ParallelModule(nn.Module):
         return self._known(self._latest).step.cut.backward
 
     @property
+    def steady_graph(self) -> fx.GraphModule | None:
+        """What runs before its first microbatch, for all of them; None if nothing does."""
+        return self._known(self._latest).step.cut.steady
+
+    @property
     def data_world_size(self) -> int:
         """Into how many parts the rows of a batch are split: ``num_replicas`` of a sampler."""
         return data_parts(self._rows(), self._place.sizes)

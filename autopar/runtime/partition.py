@@ -26,6 +26,7 @@ class Cut:
         tangents: indices of the results whose incoming gradients the backward graph takes, in order.
         gradients: what the backward graph returns; None where there is no gradient.
         kept: buffers that are saved although the step gives them new values.
+        steady: of a step in microbatches: parameters and buffers to what all of these take behind the inputs.
     """
 
     forward: fx.GraphModule
@@ -36,6 +37,7 @@ class Cut:
     tangents: tuple[str, ...] = ()
     gradients: tuple[Output, ...] = ()
     kept: frozenset[int] = frozenset()
+    steady: fx.GraphModule | None = None
 
 
 def cut(program: Program) -> Cut:

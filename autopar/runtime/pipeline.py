@@ -24,7 +24,7 @@ from autopar.pipeline.schedules import Order, device_of, order_of
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.runtime.boundary import computed, to_local
-from autopar.runtime.microbatches import MicrobatchStep, cut_sums
+from autopar.runtime.microbatches import MicrobatchStep, cut_microbatches
 from autopar.runtime.partition import Cut
 from autopar.runtime.place import Place
 from autopar.runtime.step import Types
@@ -123,7 +123,7 @@ def inside(place: Place, plan: Plan) -> Place:
 def cut_stages(bound: Program, plan: Plan, line: Line) -> tuple[Cut, Cutting]:
     """Cut a bound program into the pieces of stages; the graphs shown are those of this device's first stage."""
     cutting = Cutting(bound, len(plan.stages))
-    whole = cut_sums(bound)
+    whole = cut_microbatches(bound)
     forward = cutting.piece(line.own[0], FORWARD).graph
     if not any(o.kind == "gradient" and v for o, v in zip(bound.outputs, bound.output_values, strict=True)):
         return replace(whole, forward=forward, backward=None), cutting

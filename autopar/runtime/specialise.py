@@ -25,7 +25,7 @@ from autopar.plan import Plan
 from autopar.program import Program, draws
 from autopar.runtime.bind import bind
 from autopar.runtime.boundary import Placements, from_placements
-from autopar.runtime.microbatches import MicrobatchStep, cut_sums, whole_type
+from autopar.runtime.microbatches import MicrobatchStep, cut_microbatches, whole_type
 from autopar.runtime.partition import cut
 from autopar.runtime.pipeline import PipelineStep, cut_stages, inside, line_of
 from autopar.runtime.place import Place
@@ -164,7 +164,7 @@ def specialise(
             return step, collective_order(local)
         if local.microbatches == 1:
             return Step(local, cut(bound), types, place), collective_order(local)
-        return MicrobatchStep(local, cut_sums(bound), types, place), collective_order(local)
+        return MicrobatchStep(local, cut_microbatches(bound), types, place), collective_order(local)
 
     step, order = place.together(build, "rewriting the graph")
     place.agree(order, "the order of collectives", "use the same versions of autopar and torch on every rank")

@@ -1,10 +1,4 @@
-"""From candidates to a combinatorial problem: variables, their costs, and what it costs to connect them.
-
-What the forward pass makes is, besides its layout, in one of three states (`Memory.states`): it is *passing*, and gone
-when its forward users have it; *kept* for the backward pass, which takes memory; or made *again* there, which takes the
-operator's time once more, moves its arguments once more, and needs these to be kept or made again themselves. The same
-holds for a relay: a gathered parameter that is kept makes the traffic of ZeRO-2, one that is moved again ZeRO-3's.
-"""
+"""From candidates to a combinatorial problem: variables, their costs, and what it costs to connect them."""
 
 from __future__ import annotations
 
@@ -13,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import fx
 
 from autopar.accumulate import accumulate
@@ -31,86 +24,8 @@ from autopar.search.factors import from_parameters
 from autopar.search.problem import Edge, Node, Problem
 from autopar.search.quotient import Quotient
 from autopar.search.restrict import Pinned, Restrictions, is_boundary_layout
+from autopar.search.variable import AGAIN, EARLY, KEPT, PASSING, TAKEN, Floats, Ints, Port, Variable
 from autopar.work import arithmetic_dtype, operator_work
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Port = tuple[str, int]
-"""``("in", 1)``: second tensor argument; ``("out", 0)``: first output."""
-
-
-@dataclass(frozen=True)
-class Variable:
-    """One decision: the candidate of a class of operators, or the layout of a class of tensors.
-
-    Attributes:
-        key: of the class; a relay (where a value used more than once is moved for all its users) has its own.
-        count: how many nodes share the decision.
-        ports: layout number of each label, by port.
-        types: type of the tensor at each port.
-        choices: an operator's candidates; None for a tensor's layout.
-        cost: seconds of each label, all members together.
-        memory: bytes of each label, all members together.
-        candidate: of each label, its number among ``choices``.
-        state: of each label, `PASSING`, `KEPT` or `AGAIN`; None for what has no such choice.
-        backward: whether it is an operator of the backward pass, or a relay for such alone.
-        working: bytes of what one operator takes and makes under each label; None for tensors.
-    """
-
-    key: str
-    count: int
-    ports: Mapping[Port, Ints]
-    types: Mapping[Port, TensorType]
-    choices: Candidates | None
-    cost: Floats
-    memory: Floats
-    candidate: Ints
-    state: Ints | None = None
-    backward: bool = False
-    working: Floats | None = None
-
-    @property
-    def available(self) -> NDArray[np.bool_]:
-        """Of each label, whether the backward pass can take the value."""
-        return np.ones(len(self.cost), dtype=bool) if self.state is None else self.state != PASSING
-
-    @property
-    def passes(self) -> Ints:
-        """Of each label, in which passes it takes its arguments: `ONCE`, `LATE` or `TWICE`."""
-        if self.backward or self.state is None:
-            return np.full(len(self.cost), LATE if self.backward else ONCE)
-        return np.where(self.state == AGAIN, TWICE, ONCE)
-
-    def layout(self, label: int, tables: Tables) -> Layout:
-        """Of a tensor under a label."""
-        return tables.of(self.types["in", 0]).layouts[int(self.ports["in", 0][label])]
-
-    def in_states(self, states: Sequence[int], again: Floats, kept: Floats) -> Variable:
-        """The variable with a label for each of its own in each state.
-
-        Args:
-            states: to choose from.
-            again: seconds more of each label where the value is made again.
-            kept: bytes more of each label where it is kept.
-        """
-        n, times = len(self.cost), len(states)
-        state = np.repeat(np.array(states, dtype=np.int64), n)
-        return replace(
-            self,
-            ports={port: np.tile(numbers, times) for port, numbers in self.ports.items()},
-            cost=np.tile(self.cost, times) + np.where(state == AGAIN, np.tile(again, times), 0.0),
-            memory=np.tile(self.memory, times) + np.where(state == KEPT, np.tile(kept, times), 0.0),
-            candidate=np.tile(self.candidate, times),
-            state=state,
-            working=None if self.working is None else np.tile(self.working, times),
-        )
-
-
-PASSING, KEPT, AGAIN = 0, 1, 2
-"""States of what the forward pass makes."""
-
-ONCE, LATE, TWICE = 0, 1, 2
-"""Passes in which a label takes its arguments: forward (or no matter), backward, both."""
 
 
 @dataclass(frozen=True)
@@ -168,19 +83,35 @@ def build(
     variables = maker.variables()
     number = {v.key: i for i, v in enumerate(variables)}
     edges = []
-    for (source, out), (target, into), weight in maker.connections(variables):
+    for (source, out), (target, into), weight, times in maker.connections(variables):
         u, v = variables[number[source]], variables[number[target]]
-        edges.append(_edge(number[source], number[target], u, v, out, into, weight, tables))
+        edges.append(_edge(number[source], number[target], u, v, out, into, weight, times, tables))
     nodes = tuple(Node(v.key, v.cost, v.memory) for v in variables)
     return Built(Problem(nodes, tuple(edges)), tuple(variables))
 
 
-def _edge(i: int, j: int, u: Variable, v: Variable, out: Port, into: Port, weight: int, tables: Tables) -> Edge:
-    rows, u_group = np.unique(2 * u.ports[out] + u.available, return_inverse=True)
-    columns, v_group = np.unique(3 * v.ports[into] + v.passes, return_inverse=True)
-    passes = columns % 3
-    table = tables.of(u.types[out]).seconds[np.ix_(rows // 2, columns // 3)] * weight * np.where(passes == TWICE, 2, 1)
-    table[np.ix_(rows % 2 == 0, passes != ONCE)] = np.inf  # the backward pass takes what is gone
+def _edge(
+    i: int, j: int, u: Variable, v: Variable, out: Port, into: Port, weight: int, times: int, tables: Tables
+) -> Edge:
+    """What it costs to connect two variables.
+
+    Args:
+        i: number of the source.
+        j: number of the target.
+        u: the source.
+        v: the target.
+        out: port of the source.
+        into: port of the target.
+        weight: how many connections it stands for.
+        times: how often each microbatch's moves are made in a step.
+        tables: redistribution costs.
+    """
+    rows, u_group = np.unique(4 * u.ports[out] + u.available, return_inverse=True)
+    columns, v_group = np.unique(4 * v.ports[into] + v.passes, return_inverse=True)
+    passes = columns % 4
+    moves = weight * np.array([times, times, 2 * times, 1])[passes]
+    table = tables.of(u.types[out]).seconds[np.ix_(rows // 4, columns // 4)] * moves
+    table[~TAKEN[np.ix_(rows % 4, passes)]] = np.inf  # the backward pass takes what is gone
     return Edge(i, j, u_group.astype(np.int64), v_group.astype(np.int64), np.ascontiguousarray(table))
 
 
@@ -229,23 +160,33 @@ class _Maker:
             kind = "constant" if _is_loss(self.program, name) else "result"
             made.append(self._tensor(f"result {name}", 1, self.dims.type_of(value), kind, (name,)))
         for (key, out), users in self.classes.uses.items():
+            node, count = self.classes.members[key][0], self.classes.count[key]
             asked = ("relay", f"{key} {out}") in self.restrictions.placements
-            if asked or len(users) > 1 or max(users.values()) > self.classes.count.get(key, 1):
-                node = self.classes.members[key][0]
-                count = self.classes.count[key]
+            several = len(users) > 1 or max(users.values()) > count
+            if asked or several or (node in self.program.alone and self._is_of_one(users)):
                 made.append(self._relay(key, out, node, count, users))
         return made
 
+    def _is_of_one(self, users: Mapping[tuple[str, int], int]) -> bool:
+        """Whether the forward pass of each microbatch takes what has these users, and all may share its moved form."""
+        nodes = (self.classes.members.get(user, ()) for user, _ in users)
+        return any(n and n[0] in self.program.sources and n[0] not in self.program.alone and not is_backward(n[0])
+                   for n in nodes)  # fmt: skip
+
     def _relay(self, key: str, out: int, node: fx.Node, count: int, users: Mapping[tuple[str, int], int]) -> Variable:
         found = self._tensor(f"relay {key} {out}", count, self.dims.types[node, out], "relay", (f"{key} {out}",))
-        if not self.memory.states or is_backward(node):
-            return found
         late = [self._is_late(user) for user, _ in users]
-        if all(late):
-            return replace(found, backward=True)  # it is moved in the backward pass, and only there
-        states = [s for s in self._states(node) if not (s == PASSING and any(late))]
+        # What the backward pass alone takes is moved there.
+        found = replace(found, steady=node in self.program.alone and not all(late), backward=all(late))
+        if not self._has_states(found) or is_backward(node) or all(late):
+            return found
+        states = [s for s in self._states(node) if not (s in (PASSING, EARLY) and any(late))]
         kept = self._bytes(found, "in", 0) if self.memory.activations else np.zeros(len(found.cost))
-        return found.in_states(states, np.zeros(len(found.cost)), kept)
+        return found.in_states(states, 1, kept)
+
+    def _has_states(self, variable: Variable) -> bool:
+        """Whether there is a choice: what all microbatches may share need not be kept where nothing is made again."""
+        return self.memory.states or (variable.steady and self.memory.activations)
 
     def _states(self, node: fx.Node) -> tuple[int, ...]:
         """States that a forward value may be in; showing another one again costs nothing, and is always allowed."""
@@ -256,7 +197,8 @@ class _Maker:
             return (KEPT,)  # it takes nothing that counts
         view = node in self.dims.operators and self.dims.operators[node].rule.view
         repeated = self.memory.again == "search" or view or node in self.chains
-        return (PASSING, KEPT, AGAIN) if repeated else (PASSING, KEPT)
+        states = (PASSING, KEPT, AGAIN) if repeated else (PASSING, KEPT)
+        return (*states, EARLY) if node in self.program.alone else states
 
     def _is_late(self, key: str) -> bool:
         """Whether a class of users belongs to the backward pass."""
@@ -280,14 +222,14 @@ class _Maker:
         used = {out for out, late in taken.items() if late} or taken.keys()
         kept = np.zeros(len(variable.cost))
         for port, i in variable.types if self.memory.activations else ():
-            if port == "out" and i in used and (self.memory.states or (node, i) in self.stored):
+            if port == "out" and i in used and (self._has_states(variable) or (node, i) in self.stored):
                 kept += self._bytes(variable, "out", i)
-        if not self.memory.states:
+        if not self._has_states(variable):
             return replace(variable, memory=kept)
-        return variable.in_states(self._states(node), variable.cost, kept)
+        return variable.in_states(self._states(node), self.program.runs(node) if variable.steady else 1, kept)
 
-    def connections(self, variables: Sequence[Variable]) -> list[tuple[tuple[str, Port], tuple[str, Port], int]]:
-        """``(source, its port), (target, its port), how many moves a step`` of the quotient graph."""
+    def connections(self, variables: Sequence[Variable]) -> list[tuple[tuple[str, Port], tuple[str, Port], int, int]]:
+        """``(source, its port), (target, its port), how many, moves of each a step`` of the quotient graph."""
         known = {v.key for v in variables}
         found = []
         for (key, out), users in self.classes.uses.items():
@@ -295,10 +237,10 @@ class _Maker:
             relay, times = f"relay {key} {out}", self.program.moves(self.classes.members[key][0])
             if relay in known:
                 count = self.classes.count[key]
-                found.append((source, (relay, ("in", 0)), count * times))
+                found.append((source, (relay, ("in", 0)), count, times))
                 source = (relay, ("out", 0))
             for (target, into), weight in users.items():
-                found.append((source, (target, ("in", into)), weight * times))
+                found.append((source, (target, ("in", into)), weight, times))
         return found
 
     def _operator(self, key: str, node: fx.Node, count: int) -> Variable:
@@ -313,8 +255,12 @@ class _Maker:
             if output is not None:
                 types["out", i] = output
                 ports["out", i] = self._encode(output, [s.outputs[i] for s in chosen.strategies], chosen.choice)
-        cost = operator_seconds(operator, chosen, self.tables.machine) * (count * self.program.runs(node))
-        found = Variable(key, count, ports, types, chosen, cost, np.zeros(len(cost)), np.arange(len(cost)))
+        steady = node in self.program.alone
+        runs = 1 if steady else self.program.runs(node)
+        cost = operator_seconds(operator, chosen, self.tables.machine) * (count * runs)
+        found = Variable(
+            key, count, ports, types, chosen, cost, np.zeros(len(cost)), np.arange(len(cost)), steady=steady
+        )
         if self.memory.activations and not operator.rule.view:
             working = sum((self._bytes(found, port, i) / count for port, i in types), np.zeros(len(cost)))
             limit = max(self.memory.working, float(working.min(initial=np.inf)))

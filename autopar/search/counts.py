@@ -20,8 +20,8 @@ Attempt = Callable[[int, float], Plan]
 def best_count(attempt: Attempt) -> Plan:
     """The fastest plan of 1, 2, 4, ... microbatches.
 
-    A step is not faster in more microbatches than its memory asks for: kernels are smaller, and parameters are gathered
-    more often.
+    A step is not faster in more microbatches than its memory asks for: kernels are smaller, and where they are not
+    kept, parameters are gathered more often.
 
     Raises:
         InfeasibleError: none fits; the error is that of the least need.

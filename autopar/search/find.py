@@ -21,7 +21,7 @@ from autopar.program import Program
 from autopar.redistribute import Machine, Tables
 from autopar.search.axes import bound_by_axes
 from autopar.search.budget import Task, plan_by_axes, plan_within
-from autopar.search.build import AGAIN, Built, Memory, build
+from autopar.search.build import Built, Memory, build
 from autopar.search.certify import Claim
 from autopar.search.duals import examine, require_cost
 from autopar.search.frontier import Mix
@@ -285,8 +285,8 @@ def _read(
     for variable, label, first in zip(built.variables, mix.over, mix.under, strict=True):
         if variable.state is not None:
             split = math.ceil(mix.share * variable.count - 1e-9)
-            ranges = [(0, split)] * int(variable.state[first] == AGAIN)
-            ranges += [(split, EVERY[0][1])] * int(variable.state[label] == AGAIN)
+            ranges = [(0, split)] * int(variable.marked[first])
+            ranges += [(split, EVERY[0][1])] * int(variable.marked[label])
             if joined := _joined(ranges):
                 recompute[variable.key] = joined
         if variable.choices is not None:

@@ -67,7 +67,7 @@ class _Emitted:
         calls = [n for n in program.graph.graph.nodes if n.op == "call_function"]
         for turn in range(program.microbatches):
             for node in calls:
-                if node not in program.once or turn == program.microbatches - 1:
+                if turn == (program.microbatches - 1 if node in program.once else 0) or program.runs(node) > 1:
                     self._add(node)
         changes: dict[tuple[int, bool], list[tuple[str, float]]] = defaultdict(list)
         for change in self.held:

@@ -78,6 +78,65 @@ def test_a_gradient_of_two_parameters_is_clipped_once(ranks: Ranks, count: int) 
     assert max(ranks.run(clip, count)) < 1e-12
 
 
+def gathers(rank: int, every: bool) -> tuple[int, int, int, float]:
+    """Gathers that a step makes and that are predicted, how many parameters are split, and the largest difference.
+
+    Args:
+        rank: of the process.
+        every: gather anew in each microbatch.
+    """
+    from dataclasses import replace
+
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from autopar.compiler import in_microbatches, program_of, solve
+    from autopar.dims import analyze
+    from autopar.layout import Replicate
+    from autopar.parallelize import parallelize
+    from autopar.plan import EVERY
+    from autopar.predict import predict
+    from autopar.search.find import Search
+    from tests import models
+
+    class Counts(TorchDispatchMode):
+        made = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Counts.made += "all_gather_into_tensor" in str(func)
+            return func(*args, **(kwargs or {}))
+
+    (plain, batch), (model, _) = (models.residual(batch=16) for _ in range(2))
+    batch["x"] = batch["x"].double()
+    program = program_of(model.double(), batch)
+    search = Search(pins={"microbatches": 4}, recipe="fsdp")
+    plan = solve(program, {"a": 2, "b": 2}, slow_devices(), search=search)
+    if every:
+        part = in_microbatches(program, 4)
+        plan = replace(
+            plan, recompute=dict.fromkeys([*plan.choices, *(f"relay {name}" for name in plan.relays)], EVERY)
+        )
+        plan = predict(part, analyze(part), plan)
+    parallel: Any = parallelize(model, mesh_of(2, 2), plan=plan, timeout=WAIT)
+    parallel(**batch)  # plans
+    with Counts():
+        loss = parallel(**batch)
+    loss.backward()
+    plain.double()(**batch).backward()
+    found = parallel.full_gradients()
+    worst = max(float((found[n] - p.grad).abs().max()) for n, p in plain.named_parameters() if p.grad is not None)
+    split = sum(p != Replicate() for layout in plan.parameters.values() for p in layout)
+    return Counts.made, sum(c.get("all_gather", 0) for c in plan.predicted.collectives.values()), split, worst
+
+
+def test_kept_gathers_are_made_once_a_step(ranks: Ranks) -> None:
+    for made, predicted, split, worst in ranks.run(gathers, False):
+        assert made == predicted == split
+        assert worst < 1e-9
+    for made, predicted, split, worst in ranks.run(gathers, True):
+        assert made == predicted >= 4 * split
+        assert worst < 1e-9
+
+
 @pytest.mark.deep
 def test_a_random_plan(ranks: Ranks) -> None:
     assert max(ranks.run(train, "encoder", "global", "random", 0)) < 1e-9

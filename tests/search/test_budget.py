@@ -9,11 +9,12 @@ import numpy as np
 
 from autopar.plan import Plan
 from autopar.search.budget import SMALL, Task, plan_within
-from autopar.search.build import Built, Memory, Variable
+from autopar.search.build import Built, Memory
 from autopar.search.frontier import Mix
 from autopar.search.minimise import Limits
 from autopar.search.problem import Node, Problem
 from autopar.search.restrict import Restrictions
+from autopar.search.variable import Variable
 from tests.report.stand_ins import hand_made_plan
 
 
