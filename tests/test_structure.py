@@ -46,6 +46,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "predict",
         "propagate",
         "liveness",
+        "extrapolate",
         "float64",
         "check",
     ),
