@@ -24,7 +24,8 @@ from autopar.cluster import Cluster, Link
 from autopar.cost.memory import parse_bytes
 from autopar.dims import Dims, analyze
 from autopar.errors import InfeasibleError, PassError, PlanError
-from autopar.liveness import peak_memory
+from autopar.extrapolate import peak_of_blocks
+from autopar.liveness import Moment, moments, peak_memory
 from autopar.microbatch import TIME, cut_microbatches
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.apply_precision import apply_precision
@@ -46,7 +47,7 @@ from autopar.plan import INTERRUPTED, TIME_LIMIT, Plan
 from autopar.precision import Precision
 from autopar.predict import predict
 from autopar.program import Program, copy_graph, values_of
-from autopar.recompute import between, uniform
+from autopar.recompute import uniform
 from autopar.search.counts import best_count
 from autopar.search.find import Progress, Search, find_plan, require_splits
 from autopar.search.in_time import along_samples
@@ -375,10 +376,14 @@ def peak_of(program: Program, plan: Plan, classes: Quotient | None = None) -> di
     if program.repeat is None:
         return peak_memory(_rewrite(program, plan, PASSES), plan)
     classes = classes or quotient(program, analyze(program))
-    shorter, parts = program.repeat.shorter, uniform(plan, classes.count)
-    peaks = [peak_memory(_rewrite(program, part, PASSES), part, _rewrite(shorter, part, PASSES)) for _, part in parts]
-    mixed: dict[str, float] = between(parts[0][0], peaks[0], peaks[-1])
-    return mixed
+    shorter = program.repeat.shorter
+
+    def held(program: Program, part: Plan) -> list[Moment]:
+        return moments(_rewrite(program, part, PASSES), part)
+
+    parts = [(share, part) for share, part in uniform(plan, classes.count) if share > 0]
+    known = [(share, held(program, part), held(shorter, part)) for share, part in parts]
+    return peak_of_blocks(known, program.repeat)
 
 
 def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) -> Program:

@@ -16,9 +16,10 @@ from torch import fx
 from autopar.dims import analyze
 from autopar.origin import is_backward, module_path, without_indices
 from autopar.passes.pad_dims import pad
-from autopar.plan import Plan
+from autopar.plan import Certificate, Plan
 from autopar.program import Program, producer
 from autopar.recompute import uniform
+from autopar.report.table import format_seconds
 from autopar.search.quotient import quotient
 from autopar.states import MADE, Form, States
 
@@ -75,7 +76,7 @@ def keeping(program: Program, plan: Plan, name: str) -> list[Tensor]:
     found: dict[tuple[str, int], dict[tuple[str, str], Tensor]] = defaultdict(dict)
     count: dict[Tensor, float] = defaultdict(float)
     for share, part in parts:
-        reasons = _Reasons(States(program, dims, part, classes))
+        reasons = _Reasons(States(program, dims, part, classes), plan.certificate)
         for form in (f for f in reasons.states.forms if f[0] in chosen):
             one, of = reasons.tensor(form), classes.key[form[0]]
             first = found[of, form[1]].setdefault((one.state, one.why), one)
@@ -122,8 +123,9 @@ def named(program: Program, name: str) -> set[fx.Node]:
 class _Reasons:
     """Names of forms, and what decides on their states."""
 
-    def __init__(self, states: States) -> None:
+    def __init__(self, states: States, certificate: Certificate) -> None:
         self.states = states
+        self.gap = certificate.objective - certificate.lower_bound
         self.program = states.program
         inputs = zip(self.program.placeholders, self.program.inputs, strict=True)
         self.inputs = {node: spec.name if spec.kind == "parameter" else f"batch.{spec.name}" for node, spec in inputs}
@@ -179,4 +181,7 @@ class _Reasons:
             return f"that needs {' and '.join(map(self.name, gone))}, which is gone"
         if total >= (1 - TIE) * worth:
             return "as good at this price: the budget's rest decides"
-        return "that would pay, but is outside the plan's space or within its gap"
+        saved = (worth - total) * self.states.classes.count[self.states.classes.key[form[0]]]
+        if saved <= self.gap:
+            return f"that would save {format_seconds(saved)} a step, which is within the plan's gap"
+        return f"that would save {format_seconds(saved)} a step, but the plan's space does not have it"

@@ -16,7 +16,7 @@ from autopar.cost.memory import optimizer_state_bytes
 from autopar.errors import PlanError
 from autopar.origin import is_backward, module_path
 from autopar.plan import Plan
-from autopar.program import SHORT, Program, is_steady, tensor_arguments, values_of
+from autopar.program import Program, is_steady, tensor_arguments, values_of
 from autopar.propagate import propagate
 
 KINDS = {"parameter": "parameters", "buffer": "buffers", "batch": "batch", "tangent": "batch"}
@@ -134,11 +134,13 @@ class Moment:
         held: bytes by category.
         path: the module that runs.
         backward: whether it is the backward pass that runs.
+        operator: that starts; empty before the first and behind the last.
     """
 
     held: Mapping[str, float]
     path: str
     backward: bool
+    operator: str = ""
 
     @property
     def total(self) -> float:
@@ -160,48 +162,13 @@ def moments(program: Program, plan: Plan) -> list[Moment]:
         for change in taken.get(node, ()):
             held[change.category] += change.size
         if node in taken:
-            found.append(Moment(dict(held), module_path(node), is_backward(node)))
+            found.append(Moment(dict(held), module_path(node), is_backward(node), str(node.target)))
         for change in given.get(node, ()):
             held[change.category] += change.size
     found.append(Moment(dict(held), "", True))
     return found
 
 
-def peak_memory(program: Program, plan: Plan, shorter: Program | None = None) -> dict[str, float]:
-    """Bytes by category at the moment when one device holds the most.
-
-    Args:
-        program: rewritten.
-        plan: of the program.
-        shorter: what `Program.repeat` has, rewritten, if the program leaves blocks out. What every block keeps for the
-            backward pass, and what it leaves behind, is what three have more than two.
-    """
-    found = moments(program, plan)
-    if program.repeat is None:
-        return dict(max(found, key=lambda m: m.total).held)
-    assert shorter is not None
-    fewer = moments(shorter, plan)
-    more = program.repeat.blocks - SHORT
-    full, empty = (_difference(when(found).held, when(fewer).held) for when in (_turn, _end))
-    middle = f"{program.repeat.path}.1."
-    inside = [i for i, m in enumerate(found) if m.backward and f"{m.path}.".startswith(middle)]
-    begins, ends = (inside[0], inside[-1]) if inside else (len(found), len(found))
-    every = []
-    for i, moment in enumerate(found):
-        # While the block in the middle stands for all, the first of them may run, or the last.
-        for each in ([full] if i <= ends else []) + ([empty] if i >= begins else []):
-            every.append({k: v + more * each.get(k, 0.0) for k, v in moment.held.items()})
-    return max(every, key=lambda held: sum(held.values()))
-
-
-def _turn(found: list[Moment]) -> Moment:
-    """The moment at which the backward pass begins."""
-    return next((m for m in found if m.backward), found[-1])
-
-
-def _end(found: list[Moment]) -> Moment:
-    return found[-1]
-
-
-def _difference(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
-    return {k: v - b.get(k, 0.0) for k, v in a.items()}
+def peak_memory(program: Program, plan: Plan) -> dict[str, float]:
+    """Bytes by category at the moment when one device holds the most, of a rewritten program."""
+    return dict(max(moments(program, plan), key=lambda m: m.total).held)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -110,6 +111,20 @@ def test_parameters_are_gathered_again() -> None:
     assert weight.size == 256 * 1024 * 4
     assert weight.why == "from what is held anyway"
     assert 0 < weight.seconds <= weight.worth * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(("gap", "expected"), [(0.5, "is within the plan's gap"), (0.0, "space does not have it")])
+def test_what_would_pay_is_set_beside_the_gap(gap: float, expected: str) -> None:
+    """At a higher price than the plan was found at, what it keeps would pay to be made again."""
+    plan = solved(420)
+    own = plan.certificate
+    bound, price = own.objective * (1 - gap), 1.5 * own.memory_price
+    plan = replace(plan, certificate=replace(own, memory_price=price, lower_bound=bound))
+    found = [t for t in keeping(captured(False), plan, "blocks") if "would save" in t.why]
+    assert found
+    for tensor in found:
+        assert tensor.why.endswith(expected)
+        assert tensor.seconds < tensor.worth
 
 
 def test_without_a_budget_nothing_is_worth_anything() -> None:

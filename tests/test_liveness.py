@@ -95,7 +95,7 @@ def test_what_is_held_returns_to_inputs_results_and_gradients() -> None:
 
 
 def test_blocks_left_out_are_counted() -> None:
-    """Of six blocks three are captured; their peak is that of the whole, give or take a block."""
+    """Of six blocks three are captured; their peak is that of the whole."""
     model, batch = deep(6)
     short = program_to_plan(model, batch)
     whole = program_to_plan(model, batch, search=Search(tie_layers=False))

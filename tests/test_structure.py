@@ -47,6 +47,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "predict",
         "propagate",
         "liveness",
+        "extrapolate",
         "float64",
         "check",
         "pipeline",
