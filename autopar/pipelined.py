@@ -20,7 +20,7 @@ from autopar.pipeline.choose import Line, balanced_cuts, line_of, named_cuts, ra
 from autopar.pipeline.memory import pipeline_peaks
 from autopar.pipeline.pieces import Cutting
 from autopar.pipeline.schedules import Order, device_of, order
-from autopar.plan import Pipeline, Plan
+from autopar.plan import Certificate, Pipeline, Plan
 from autopar.program import Program
 from autopar.search.find import Search
 from autopar.simulate import pipeline, simulate
@@ -77,8 +77,19 @@ def pipelined(
         peak = max(pipeline_peaks(cutting, actions, plan), key=lambda held: sum(held.values()))
         seconds = _step_seconds(line, cuts, actions, links[asked.axis])
         wide = _widened(plan, axes, Pipeline(asked.axis, asked.schedule), cutting, device_of(actions))
-        predicted = replace(plan.predicted, step_seconds=seconds, peak_bytes=peak)
-        return replace(wide, predicted=predicted), sum(peak_memory(local, plan).values())
+        memory_bytes = {category: peak.get(category, 0.0) for category in plan.predicted.memory_bytes}
+        sent = {**plan.predicted.communication_bytes, asked.axis: _sent(cutting, device_of(actions))}
+        predicted = replace(
+            plan.predicted,
+            step_seconds=seconds,
+            compute_seconds=plan.predicted.compute_seconds / asked.devices,  # of a device, on average
+            peak_bytes=peak,
+            memory_bytes=memory_bytes,
+            communication_bytes=sent,
+        )
+        certificate = _certificate(plan, seconds, asked)
+        found = replace(wide, predicted=predicted, certificate=certificate)
+        return found, sum(peak_memory(local, plan).values())
 
     return _within(attempt, memory)
 
@@ -92,6 +103,7 @@ def _within(attempt: Callable[[float | None], tuple[Plan, float]], memory: float
     plan, alone = attempt(None)
     if memory is None or _needed(plan) <= memory:
         return plan
+    bound = plan.certificate.lower_bound  # of all plans, in whatever memory
     best: Plan | None = None
     least = plan
     low, high = 0.0, alone
@@ -110,7 +122,7 @@ def _within(attempt: Callable[[float | None], tuple[Plan, float]], memory: float
                 high = budget
         budget = (low + high) / 2 if low else high * memory / _needed(plan)
     if best is not None:
-        return best
+        return replace(best, certificate=replace(best.certificate, lower_bound=bound))
     needed, peak = _needed(least), least.predicted.peak_bytes
     raise InfeasibleError(
         f"the pipeline needs {format_bytes(needed)} on a device, {format_bytes(needed - memory)} more than the budget "
@@ -118,6 +130,27 @@ def _within(attempt: Callable[[float | None], tuple[Plan, float]], memory: float
         "microbatches, or for a schedule with fewer of them under way, such as 1f1b",
         needed=needed,
     )
+
+
+def _certificate(plan: Plan, seconds: float, asked: Asked) -> Certificate:
+    """The bound that the devices of a pipeline cannot all be faster than their average, if none ever waits."""
+    inside = plan.certificate
+    space = (
+        f"pipelines of {asked.stages} stages on {asked.devices} devices of axis {asked.axis}, cut anywhere, in any "
+        f"order, {plan.microbatches} microbatches; the devices of a stage: {inside.space}"
+    )
+    return replace(inside, objective=seconds, lower_bound=inside.lower_bound / asked.devices, space=space, checked=None)
+
+
+def _sent(cutting: Cutting, devices: list[int]) -> float:
+    """Bytes that the device which sends the most sends to other stages' devices in the microbatches of a step."""
+    sent = [0.0] * (max(devices) + 1)
+    for stage, device in enumerate(devices):
+        for names, other in ((cutting.received(stage + 1), stage + 1), (cutting.returned(stage - 1), stage - 1)):
+            if 0 <= other < len(devices) and devices[other] != device:
+                size = sum(cutting.node(name).meta["val"].nbytes for name in names)
+                sent[device] += float(size * cutting.program.microbatches)
+    return max(sent)
 
 
 def _needed(plan: Plan) -> float:

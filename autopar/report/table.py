@@ -29,6 +29,9 @@ METHODS = {
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "buffers")
 
+LISTED = 4
+"""Modules that are named of a stage."""
+
 PADDED = 4
 """Padded parameters that are named."""
 
@@ -103,8 +106,13 @@ def _header(plan: Plan) -> RenderableType:
         ("cluster", f"{plan.cluster.name}: {plan.cluster.device.name}" + (f"; {over}" if over else "")),
         ("optimizer", plan.optimizer),
     ]
-    if len(plan.stages) > 1:
-        rows.append(("stages", str(len(plan.stages))))
+    if plan.pipeline is not None:
+        rows.append(
+            ("stages", f"{len(plan.stages)} along axis {plan.pipeline.axis}, schedule {plan.pipeline.schedule}")
+        )
+        for number, stage in enumerate(plan.stages):
+            first, others = ", ".join(m or "(model)" for m in stage.modules[:LISTED]), len(stage.modules) - LISTED
+            rows.append((f"  stage {number}", first + (f" and {others} more" if others > 0 else "")))
     if plan.padding:
         some = [f"{name} to {'x'.join(map(str, shape))}" for name, shape in plan.padding.items()][:PADDED]
         more = len(plan.padding) - len(some)

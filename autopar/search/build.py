@@ -16,7 +16,7 @@ from autopar.cost.kernels import kernel_seconds
 from autopar.dims import Dims, Operator
 from autopar.errors import InfeasibleError
 from autopar.layout import Layout, Partial, Placement, Replicate, Split, TensorType, item_bytes
-from autopar.origin import is_backward
+from autopar.origin import is_backward, module_path
 from autopar.program import Program, Value
 from autopar.redistribute import Machine, Tables
 from autopar.regions import SAVED
@@ -131,6 +131,7 @@ class _Maker:
         self.memory, self.restrictions = memory, restrictions
         self.sizes = tables.machine.sizes
         self.chains = from_parameters(program) if memory.again == "gathers" else set()
+        self.carried = _carried(program, classes) if memory.again == "search" else frozenset()
         self.stored = _stored(program, dims) if memory.activations and not memory.states else frozenset()
         # Outputs that are taken, by class, and whether the backward pass takes them itself.
         self.taken: dict[str, dict[int, bool]] = defaultdict(dict)
@@ -196,7 +197,7 @@ class _Maker:
         if not self.memory.activations:
             return (KEPT,)  # it takes nothing that counts
         view = node in self.dims.operators and self.dims.operators[node].rule.view
-        repeated = self.memory.again == "search" or view or node in self.chains
+        repeated = (self.memory.again == "search" and node not in self.carried) or view or node in self.chains
         states = (PASSING, KEPT, AGAIN) if repeated else (PASSING, KEPT)
         return (*states, EARLY) if node in self.program.alone else states
 
@@ -383,6 +384,25 @@ def _lowering_seconds(operator: Operator, chosen: Candidates, machine: Machine) 
             for axis, (n, link) in enumerate(zip(machine.sizes, machine.links, strict=True)):
                 total += uses[:, axis] * (machine.device.launch + collective_seconds("all_reduce", local, n, link))
     return total
+
+
+def _carried(program: Program, classes: Quotient) -> frozenset[fx.Node]:
+    """What each of many blocks hands to the next: if all made that again, all of them would run before the first does.
+
+    Only of a model that is too deep to be captured whole: in a graph that is there, such a chain is short or its memory
+    is counted.
+    """
+    if program.repeat is None:
+        return frozenset()
+    path = f"{program.repeat.path}."
+
+    def block(node: fx.Node) -> str:
+        number = module_path(node).removeprefix(path).partition(".")[0]
+        return number if number.isdigit() and module_path(node).startswith(path) else ""
+
+    forward = [n for n in program.sources if not is_backward(n)]
+    over = {s for n in forward for s, _ in program.sources[n] if block(s) and block(n) and block(s) != block(n)}
+    return frozenset(m for members in classes.members.values() if over.intersection(members) for m in members)
 
 
 def _stored(program: Program, dims: Dims) -> frozenset[Value]:
