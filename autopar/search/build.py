@@ -17,7 +17,7 @@ from autopar.dims import Dims, Operator
 from autopar.errors import InfeasibleError
 from autopar.layout import Layout, Partial, Placement, Replicate, Split, TensorType, item_bytes
 from autopar.origin import is_backward, module_path
-from autopar.program import Program, Value
+from autopar.program import SHORT, Program, Value
 from autopar.redistribute import Machine, Tables
 from autopar.regions import SAVED
 from autopar.search.factors import from_parameters
@@ -387,22 +387,25 @@ def _lowering_seconds(operator: Operator, chosen: Candidates, machine: Machine) 
 
 
 def _carried(program: Program, classes: Quotient) -> frozenset[fx.Node]:
-    """What each of many blocks hands to the next: if all made that again, all of them would run before the first does.
+    """What each of several blocks hands to the next.
 
-    Only of a model that is too deep to be captured whole: in a graph that is there, such a chain is short or its memory
-    is counted.
+    If all made that again, all of them would run before the first gradient of any, and hold what they make; the row of
+    memory does not count such chains.
     """
-    if program.repeat is None:
-        return frozenset()
-    path = f"{program.repeat.path}."
+    blocks: dict[str, str] = {}
 
     def block(node: fx.Node) -> str:
-        number = module_path(node).removeprefix(path).partition(".")[0]
-        return number if number.isdigit() and module_path(node).startswith(path) else ""
+        path = module_path(node)
+        if path not in blocks:
+            parts = path.split(".")
+            prefixes = (".".join(parts[:i]) for i in range(len(parts), 0, -1))
+            blocks[path] = next((p for p in prefixes if p in program.blocks), "")
+        return blocks[path]
 
     forward = [n for n in program.sources if not is_backward(n)]
     over = {s for n in forward for s, _ in program.sources[n] if block(s) and block(n) and block(s) != block(n)}
-    return frozenset(m for members in classes.members.values() if over.intersection(members) for m in members)
+    carried = (m for m in classes.members.values() if len(m) >= SHORT and over.intersection(m))
+    return frozenset(node for members in carried for node in members)
 
 
 def _stored(program: Program, dims: Dims) -> frozenset[Value]:

@@ -246,7 +246,10 @@ def _space(search: Search, cluster: Cluster, regions: bool) -> str:
     recipe = f"what recipe {search.recipe} leaves open; " if search.recipe else ""
     roles = ", ".join(f"{axis} for {role}" for axis, role in search.roles.items())
     recipe += f"axes as told ({roles}); " if roles else ""
-    words = {"search": "any tensor kept, made or moved again", "gathers": "parameters gathered once or twice"}
+    words = {
+        "search": "any tensor kept, made or moved again (what repeated layers hand on is kept)",
+        "gathers": "parameters gathered once or twice",
+    }
     kept = words.get(search.again, "no recomputation")
     kept += ", but checkpointed regions as the model has them" if regions else ""
     return (
