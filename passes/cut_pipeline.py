@@ -1,6 +1,6 @@
 """cut_pipeline: every operator learns its stage, ``meta["stage"]``.
 
-Before, where a stage begins at ``layers.1``::
+Before (a stage begins at ``layers.1``)::
 
     h = aten.mm(x, w0); y = aten.mm(h, w1); ...; dh = aten.mm(dy, w1t); dw0 = aten.mm(xt, dh)
 

@@ -94,6 +94,7 @@ def test_what_is_held_returns_to_inputs_results_and_gradients() -> None:
     assert last.held["gradients"] > 0
 
 
+@pytest.mark.deep
 def test_blocks_left_out_are_counted() -> None:
     """Of six blocks three are captured; their peak is that of the whole."""
     model, batch = deep(6)

@@ -149,6 +149,7 @@ def test_what_is_counted_is_what_runs() -> None:
     assert counts["all_gather"] <= one.predicted.collectives["a"]["all_gather"]  # and parameters gathered
 
 
+@pytest.mark.deep
 def test_short_memory_asks_for_microbatches() -> None:
     """What one operator works on does not fit: no recomputation helps, and parts of the batch do."""
     model, batch = zoo.mlp(hidden=64, ffn=256, batch=1024)

@@ -157,6 +157,11 @@ def specialise(
         bound = replace(local, graph=bind(local.graph, place.groups or names, coordinates))
         types = _types(local, chosen)
         if chosen.pipeline is not None:
+            if settings.deterministic and any(draws(n) for n in local.graph.graph.nodes):
+                raise InfeasibleError(
+                    "random operators of one stage would leave the generators of the others behind: leave "
+                    "deterministic=True out, or the pipeline"
+                )
             line, within = line_of(chosen, place), inside(place, chosen)
             parts, cutting = cut_stages(bound, chosen, line)
             inner = _types(local, chosen.inner)

@@ -99,6 +99,7 @@ def within(rank: int) -> tuple[float, float, float, int]:
     return budget, sum(tight.plan.predicted.peak_bytes.values()), worst, len(tight.plan.recompute)
 
 
+@pytest.mark.deep
 def test_a_budget_makes_it_compute_again(ranks: Ranks) -> None:
     for budget, peak, worst, again in ranks.run(within):
         assert peak <= budget

@@ -123,6 +123,7 @@ def test_tensor_parallel_traffic_takes_the_fast_link(fast_axis: str) -> None:
     assert found.parameters["blocks.0.up.weight"][place] == Split(0, 0)
 
 
+@pytest.mark.deep
 def test_what_cannot_fit_says_how_much_is_missing() -> None:
     whole = sum(plan(7, {"gpu": 4}).predicted.memory_bytes.values()) * 4
     with pytest.raises(InfeasibleError, match=r"missing.*mesh of about") as caught:
