@@ -41,15 +41,16 @@ from autopar.passes.lower_operators import lower_operators
 from autopar.passes.pad_dims import pad, pad_dims
 from autopar.passes.replay_random import replay_random
 from autopar.passes.replicate_random import replicate_random
-from autopar.pipeline.asked import asked, count_of, restrictions_inside
-from autopar.pipelined import pipelined
+from autopar.pipeline.asked import restrictions_inside
+from autopar.pipelines import Inside, Works, best_pipeline, least_seconds
 from autopar.plan import INTERRUPTED, TIME_LIMIT, Plan
 from autopar.precision import Precision
 from autopar.predict import predict
 from autopar.program import Program, copy_graph, values_of
 from autopar.recompute import uniform
+from autopar.search.build import WHOLE, Share
 from autopar.search.counts import best_count
-from autopar.search.find import Progress, Search, find_plan, require_splits
+from autopar.search.find import Peak, Progress, Search, find_plan, require_splits
 from autopar.search.in_time import along_samples
 from autopar.search.padding import paddings
 from autopar.search.quotient import Quotient, quotient
@@ -138,7 +139,7 @@ def program_to_plan(
     def make(model: nn.Module) -> Program:
         return program_of(model, batch, loss_fn=loss_fn, precision=precision)
 
-    if search.recipe == "random" or not search.tie_layers or search.stages != 1:
+    if search.recipe == "random" or not search.tie_layers or search.pipelines:
         return make(model)
 
     def say(text: str) -> None:
@@ -181,21 +182,29 @@ def solve(
             if progress:
                 progress(f"plan of an earlier search, {file}", math.inf, 0.0)
             return known
-        if (wanted := asked(search, axes)) is not None:
-            part = in_microbatches(program, count_of(search), deterministic=deterministic)
-            limits = restrictions_inside(restrictions, axes, wanted.axis)
 
-            def inside(axes: Mapping[str, int], machine: Cluster, search: Search, memory: float | None) -> Plan:
-                found = _best_padded(part, axes, machine, memory, optimizer, search, limits, progress, math.inf)
-                return replace(found, fingerprint=program.fingerprint, microbatches=part.microbatches)
+        def flat() -> Plan:
+            if search.microbatches or budget is None or search.recipe == "random" or program.loss is None:
+                return attempt(search.microbatches or 1, math.inf)
+            return best_count(attempt)
 
-            plan = pipelined(
-                part, axes, machine, search, wanted, inside, lambda plan: _rewrite(part, plan, PASSES), budget
-            )
-        elif search.microbatches or budget is None or search.recipe == "random" or program.loss is None:
-            plan = attempt(search.microbatches or 1, math.inf)
+        def part(count: int) -> Program:
+            return in_microbatches(program, count, deterministic=deterministic)
+
+        def inside(part: Program, asked: Inside) -> Plan:
+            limits = restrictions_inside(restrictions, axes, asked.axis)
+            found = _best_padded(
+                part, asked.axes, asked.machine, asked.memory, optimizer, asked.search, limits, progress, asked.beat,
+                asked.share, asked.peak,
+            )  # fmt: skip
+            return replace(found, fingerprint=program.fingerprint, microbatches=part.microbatches)
+
+        if search.pipelines:
+            works = Works(part, inside, lambda part, plan: _rewrite(part, plan, PASSES), flat)
+            floor = least_seconds(dims, machine, math.prod(axes.values()))
+            plan = best_pipeline(program, axes, machine, search, budget, works, floor, progress)
         else:
-            plan = best_count(attempt)
+            plan = flat()
         if file is not None and plan.certificate.method not in (TIME_LIMIT, INTERRUPTED):
             cache.store(file, plan)
         return plan
@@ -211,6 +220,8 @@ def _best_padded(
     restrictions: Restrictions | None,
     progress: Progress | None,
     beat: float,
+    share: Share = WHOLE,
+    peak: Callable[[Program], Peak] | None = None,
 ) -> Plan:
     """The best plan that is found.
 
@@ -233,7 +244,10 @@ def _best_padded(
             # A later shape lives with the mesh that there is; roles say more clearly what is wrong.
             if None in roles and (restrictions is None or not restrictions.layouts):
                 require_splits(dims, axes)
-            plan = _solve(padded, dims, axes, machine, memory, optimizer, search, roles, limits, progress, beat)
+            held = peak(padded) if peak else None
+            plan = _solve(
+                padded, dims, axes, machine, memory, optimizer, search, roles, limits, progress, beat, share, held
+            )
         except InfeasibleError as e:
             errors.append(e)
             continue
@@ -277,6 +291,8 @@ def _solve(
     limits: Restrictions,
     progress: Progress | None,
     beat: float,
+    share: Share,
+    held: Peak | None,
 ) -> Plan:
     """The best plan, or a random one, of a program whose dims are decided."""
     if search.recipe == "random":
@@ -291,13 +307,14 @@ def _solve(
         axes,
         machine,
         memory=memory,
-        peak=lambda plan: peak_of(program, plan, classes),
+        peak=held or (lambda plan: peak_of(program, plan, classes)),
         optimizer=optimizer,
         search=search,
         restrictions=by_roles(program, dims, classes, axes, roles, limits),
         classes=classes,
         progress=progress,
         beat=beat,
+        share=share,
     )
     return predict(program, dims, plan, classes)
 

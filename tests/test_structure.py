@@ -69,7 +69,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "shorten",
         "abridge",
+        "durations",
         "pipelined",
+        "pipelines",
         "compiler",
         "comparison",
         "whatif",

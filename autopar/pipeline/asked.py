@@ -1,37 +1,42 @@
-"""What pipeline a search asks for, by its pins."""
+"""Which pipelines a search may choose from, by its pins."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.errors import InfeasibleError
-from autopar.pipeline.schedules import any_count
+from autopar.pipeline.schedules import SCHEDULES, Schedule, any_count
 from autopar.plan import Plan
+from autopar.program import Program
 from autopar.search.find import MICROBATCHES, SCHEDULE, STAGE_AXIS, STAGES, VIRTUAL, Search
 from autopar.search.restrict import Restrictions
 
 _PINS = (STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS)
 
+STAGES_A_DEVICE = (1, 2, 4)
+"""How many stages a device may have where that is searched."""
+
 
 @dataclass(frozen=True)
-class Asked:
-    """A pipeline that is asked for.
+class Arrangement:
+    """How stages lie on a mesh, and the schedules that they may follow.
 
     Attributes:
         axis: of the mesh, along which the stages lie.
         devices: along the axis.
         virtual: stages on each.
-        schedule: see `autopar.pipeline.schedules`.
+        schedules: see `autopar.pipeline.schedules`.
         modules: at which the stages behind the first begin; empty: they are chosen.
     """
 
     axis: str
     devices: int
     virtual: int
-    schedule: str
-    modules: tuple[str, ...]
+    schedules: tuple[str, ...]
+    modules: tuple[str, ...] = ()
 
     @property
     def stages(self) -> int:
@@ -43,36 +48,67 @@ class Asked:
         return {name: value for name, value in row.items() if name != self.axis}
 
 
-def asked(search: Search, axes: Mapping[str, int]) -> Asked | None:
-    """The pipeline that the pins of a search describe; None: none.
+def arrangements(search: Search, axes: Mapping[str, int], training: bool) -> list[Arrangement]:
+    """All that the pins of a search leave open, those with the fewest stages on a device first.
 
     Raises:
-        InfeasibleError: no axis of the mesh has as many devices.
+        InfeasibleError: no axis of the mesh has as many devices, or no schedule as many stages on each.
     """
-    if search.stages == 1:
-        return None
-    virtual, wanted = int(search.pins.get(VIRTUAL, 1)), search.pins.get(STAGE_AXIS)
-    modules = () if isinstance(search.stages, int) else search.stages
-    devices = search.stages if isinstance(search.stages, int) else (len(modules) + 1) // virtual
+    wanted, modules = search.pins.get(STAGE_AXIS), search.stage_modules
     if wanted is not None and wanted not in axes:
         raise InfeasibleError(f"pin {STAGE_AXIS!r}: the mesh has no axis {wanted!r}; it has {dict(axes)}")
-    fitting = [name for name, n in axes.items() if n == devices and wanted in (None, name)]
-    if not fitting:
-        raise InfeasibleError(
-            f"no axis of the mesh {dict(axes)} has {devices} devices for as many stages; ask for the number of stages "
-            f"that an axis has (pin {VIRTUAL!r} for several on each device), or make another mesh"
-        )
-    schedule = str(search.pins.get(SCHEDULE, "1f1b" if virtual == 1 else "interleaved"))
-    return Asked(fitting[0], devices, virtual, schedule, modules)
+    fitting = {name: n for name, n in axes.items() if n > 1 and wanted in (None, name)}
+    if not search.stages_open:
+        devices = search.pins[STAGES] if not modules else (len(modules) + 1) // int(search.pins.get(VIRTUAL, 1))
+        first = next((name for name, n in fitting.items() if n == devices), None)
+        if first is None:
+            raise InfeasibleError(
+                f"no axis of the mesh {dict(axes)} has {devices} devices for as many stages; ask for the number of "
+                f"stages that an axis has (pin {VIRTUAL!r} for several on each device), or make another mesh"
+            )
+        fitting = {first: devices}
+    pinned = search.pins.get(SCHEDULE)
+    names = tuple(SCHEDULES) if pinned is None else (str(pinned),)
+    unknown = [name for name in names if name not in SCHEDULES]
+    if unknown:
+        raise InfeasibleError(f"unknown schedule {unknown[0]!r}; one of {', '.join(SCHEDULES)}")
+    each = (int(search.pins[VIRTUAL]),) if VIRTUAL in search.pins else STAGES_A_DEVICE
+    ways = {n: tuple(s for s in names if _suits(SCHEDULES[s], n, training and pinned is None)) for n in each}
+    if pinned is not None and VIRTUAL in search.pins:
+        ways = dict.fromkeys(each, names)  # where the two do not go together, that is said with what would
+    elif ways.get(1) and not search.stages_open:
+        ways = {1: ways[1]}  # as many stages as are asked for
+    return [Arrangement(name, n, each, found, modules) for each, found in ways.items() if found
+            for name, n in fitting.items()]  # fmt: skip
 
 
-def count_of(search: Search) -> int:
-    """Microbatches: as pinned; in a pipeline otherwise twice as many as it has stages."""
-    if search.microbatches or search.stages == 1:
-        return search.microbatches or 1
-    if not isinstance(search.stages, int):
-        return 2 * (len(search.stages) + 1)
-    return 2 * search.stages * int(search.pins.get(VIRTUAL, 1))
+def _suits(schedule: Schedule, virtual: int, training: bool) -> bool:
+    """Whether a schedule is for so many stages on a device; those for any number of microbatches are not to train."""
+    if schedule.two and virtual != 2:
+        return False
+    return schedule.interleaved == (virtual > 1) and not (training and schedule.stage_by_stage)
+
+
+def counts(program: Program, search: Search, arrangement: Arrangement) -> list[int]:
+    """Numbers of microbatches to try: as pinned, or the number of devices, and about twice as many each time."""
+    if not program.training:
+        return [1]
+    if search.microbatches:
+        return [search.microbatches]
+    rows = samples(program)
+    divisors = [n for n in range(2, rows + 1) if rows % n == 0]
+    found: list[int] = []
+    for n in divisors:
+        if n >= (2 * found[-1] if found else arrangement.devices):
+            found.append(n)
+    return found or divisors[-1:] or [1]
+
+
+def samples(program: Program) -> int:
+    """Of the batch."""
+    described = zip(program.placeholders, program.inputs, strict=True)
+    rows = [n.meta["val"].shape[0] for n, i in described if i.kind == "batch" and n.meta["val"].ndim]
+    return Counter(rows).most_common(1)[0][0] if rows else 1
 
 
 def without_pipeline(search: Search) -> Search:
@@ -83,7 +119,7 @@ def without_pipeline(search: Search) -> Search:
 def along_with(plan: Plan) -> dict[str, Any]:
     """Pins that ask for the same stages."""
     if plan.pipeline is None:
-        return {MICROBATCHES: plan.microbatches}
+        return {STAGES: 1, MICROBATCHES: plan.microbatches}
     devices = dict(plan.axes)[plan.pipeline.axis]
     return {
         STAGES: [stage.modules[0] for stage in plan.stages[1:]],
@@ -96,10 +132,11 @@ def along_with(plan: Plan) -> dict[str, Any]:
 
 def with_count(pins: Mapping[str, Any], count: int) -> dict[str, Any]:
     """The pins of `along_with` for another number of microbatches."""
+    if pins.get(STAGES, 1) == 1:
+        return {MICROBATCHES: count}
     kept = {name: value for name, value in pins.items() if name in _PINS}
-    if kept:
-        virtual = kept[VIRTUAL]
-        kept[SCHEDULE] = any_count(kept[SCHEDULE], (len(kept[STAGES]) + 1) // virtual, count, virtual)
+    virtual = kept[VIRTUAL]
+    kept[SCHEDULE] = any_count(kept[SCHEDULE], (len(kept[STAGES]) + 1) // virtual, count, virtual)
     return {**kept, MICROBATCHES: count}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,7 +14,7 @@ from autopar.accumulate import accumulate
 from autopar.cost.memory import optimizer_state_bytes
 from autopar.liveness import KINDS
 from autopar.pipeline.pieces import BACKWARD, FORWARD, INPUT, WEIGHT, Cutting, Piece
-from autopar.pipeline.schedules import Order
+from autopar.pipeline.schedules import Action, Order
 from autopar.plan import Plan
 from autopar.program import values_of
 from autopar.propagate import propagate
@@ -23,36 +23,45 @@ SHARED = ("buffers", "batch", "results")
 """Categories that the stages of a device have in common."""
 
 
-def pipeline_peaks(cutting: Cutting, order: Order, plan: Plan) -> list[dict[str, float]]:
-    """Bytes by category, at the moment when each device holds the most.
-
-    Categories are those of `autopar.liveness`. A microbatch's activations are held from its forward to its backward, as
-    many at a time as the schedule has under way; of a split backward, the part for the weights holds what it takes.
+class Holdings:
+    """What the devices of a pipeline hold, whatever schedule they follow.
 
     Args:
         cutting: of the rewritten program, in stages.
-        order: what each device does.
         plan: for the devices of a stage.
     """
-    propagate(cutting.program, plan, everything=True)
-    stages = [_Stage(cutting, stage, plan.optimizer) for stage in range(cutting.stages)]
-    found = []
-    for row in order:
-        own = [stages[s] for s in sorted({a.stage for a in row})]
+
+    def __init__(self, cutting: Cutting, plan: Plan) -> None:
+        propagate(cutting.program, plan, everything=True)
+        self.stages = [_Stage(cutting, stage, plan.optimizer) for stage in range(cutting.stages)]
+
+    def peaks(self, order: Order) -> list[dict[str, float]]:
+        """Bytes by category, at the moment when each device holds the most.
+
+        Categories are those of `autopar.liveness`. A microbatch's activations are held from its forward to its
+        backward, as many at a time as the schedule has under way; of a split backward, the part for the weights holds
+        what it takes.
+
+        Args:
+            order: what each device does.
+        """
+        return [self._peak(row) for row in order]
+
+    def _peak(self, row: Sequence[Action]) -> dict[str, float]:
         steady: dict[str, float] = {}
-        for stage in own:
+        for stage in (self.stages[s] for s in sorted({a.stage for a in row})):
             for category, size in stage.steady.items():
                 before = steady.get(category, 0.0)
                 steady[category] = max(before, size) if category in SHARED else before + size
-        peak = {**steady, "activations": 0.0}
+        most, activations, transient = sum(steady.values()), 0.0, 0.0
         held = 0.0
         for action in row:
-            stage = stages[action.stage]
-            moment = {**steady, "activations": held, "transient": steady["transient"] + stage.transient(action.kind)}
+            stage = self.stages[action.stage]
+            now = stage.transient(action.kind)
+            if sum(steady.values()) + held + now > most:
+                most, activations, transient = sum(steady.values()) + held + now, held, now
             held += stage.change(action.kind)
-            peak = max(peak, moment, key=lambda m: sum(m.values()))
-        found.append(peak)
-    return found
+        return {**steady, "activations": activations, "transient": steady["transient"] + transient}
 
 
 @dataclass
@@ -93,19 +102,19 @@ class _Stage:
 
     def change(self, kind: str) -> float:
         """Bytes of activations more, after an action."""
-        if kind == FORWARD:
-            return self._saved
-        if kind == BACKWARD:
-            return -self._saved
+        if kind in (FORWARD, BACKWARD):
+            return self._saved if kind == FORWARD else -self._saved
         return self._for_weights - self._saved if kind == INPUT else -self._for_weights
 
     def transient(self, kind: str) -> float:
         """Bytes that an action makes and gives back, at most, on top of what is saved before it."""
-        return self._transients[kind] if kind in self._transients else 0.0
+        if kind not in self._transients:
+            self._transients[kind] = self._largest(self.cutting.piece(self.stage, kind))
+        return self._transients[kind]
 
     @cached_property
     def _transients(self) -> dict[str, float]:
-        return {k: self._largest(self.cutting.piece(self.stage, k)) for k in (FORWARD, BACKWARD, INPUT, WEIGHT)}
+        return {}
 
     @cached_property
     def _saved(self) -> float:

@@ -18,7 +18,7 @@ from autopar import tree
 from autopar.draw import derive_seed, step_seed
 from autopar.errors import AutoparError, PlanError
 from autopar.layout import Layout, Replicate, Split, replicated
-from autopar.pipeline.asked import along_with
+from autopar.pipeline.asked import along_with, without_pipeline
 from autopar.plan import Plan
 from autopar.runtime.boundary import Placements, from_local, part_of, plain_type, to_local, to_placements
 from autopar.runtime.load import load_full, prepare_load, savable
@@ -232,7 +232,8 @@ class ParallelModule(nn.Module):
         weights = checksum(dict(self.named_parameters())) if first else ""
         settings = self._settings
         if self._first is not None:
-            search = replace(settings.search, pins={**settings.search.pins, **along_with(self._first.plan)})
+            search = without_pipeline(settings.search)
+            search = replace(search, pins={**search.pins, **along_with(self._first.plan)})
             settings = replace(settings, search=search)
         found = specialise(self._original, request, settings, self._place, placements=placements, weights=weights)
         if first:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +19,7 @@ from autopar.dims import analyze
 from autopar.draw import generator_digest
 from autopar.errors import InfeasibleError, PlanError, RankError
 from autopar.layout import Layout, Replicate, Split
-from autopar.pipeline.asked import asked, count_of, with_count
+from autopar.pipeline.asked import samples, with_count
 from autopar.plan import Plan
 from autopar.program import Program, draws
 from autopar.runtime.bind import bind
@@ -31,7 +30,7 @@ from autopar.runtime.pipeline import PipelineStep, cut_stages, inside, line_of
 from autopar.runtime.place import Place
 from autopar.runtime.state import plain_parameters
 from autopar.runtime.step import Step, Types
-from autopar.search.find import RECOMPUTE, Search
+from autopar.search.find import RECOMPUTE, STAGE_AXIS, Search
 from autopar.search.restrict import Restrictions
 
 
@@ -239,10 +238,9 @@ def _plan(
     if given is not None and (given.fingerprint == program.fingerprint or (placements is None and program.training)):
         return given  # a wrong fingerprint is reported by the rewriting
     search = _later(settings.search, program) if placements else settings.search
-    part = settings.toolchain.in_microbatches(program, count_of(search))
+    part = settings.toolchain.in_microbatches(program, search.microbatches or 1)
     dims = analyze(part)
-    stages = asked(search, dict(place.axes))
-    everywhere = [stages is not None and name == stages.axis for name, _ in place.axes]
+    everywhere = [name == search.pins.get(STAGE_AXIS) for name, _ in place.axes]
     types = {(i.kind, i.name): dims.type_of(n) for n, i in zip(part.placeholders, part.inputs, strict=True)}
     layouts: dict[tuple[str, str], Layout] = {}
     for (kind, name), type_ in types.items():
@@ -277,10 +275,8 @@ def _later(search: Search, program: Program) -> Search:
     """
     kept = {name: value for name, value in search.pins.items() if name == RECOMPUTE}
     most = search.microbatches or 1
-    described = zip(program.placeholders, program.inputs, strict=True)
-    rows = [n.meta["val"].shape[0] for n, i in described if i.kind == "batch" and n.meta["val"].ndim]
-    samples = Counter(rows).most_common(1)[0][0] if rows and program.training else 1
-    count = max(n for n in range(1, most + 1) if samples % n == 0)
+    rows = samples(program) if program.training else 1
+    count = max(n for n in range(1, most + 1) if rows % n == 0)
     return replace(search, pins={**kept, **with_count(search.pins, count)})
 
 

@@ -21,7 +21,7 @@ from autopar.errors import InfeasibleError
 from autopar.plan import Plan
 from autopar.redistribute import Tables
 from autopar.search.axes import descend, placements
-from autopar.search.build import Built, Memory
+from autopar.search.build import WHOLE, Built, Memory, Share
 from autopar.search.certify import Claim
 from autopar.search.frontier import MAX_PRICES, STATES_SECONDS, Frontier, Mix, restricted, within
 from autopar.search.minimise import Limits
@@ -63,6 +63,7 @@ class Task:
         regions: whether the model's own checkpointing decides for what is in it.
         record: called with each bound of all plans that is proved.
         beat: seconds; plans that take as long are of no use.
+        share: of what it would hold for the whole model that a device holds.
     """
 
     make: Callable[[Restrictions, Memory], Built]
@@ -77,6 +78,7 @@ class Task:
     regions: bool = False
     record: Callable[[Claim], None] = lambda claim: None
     beat: float = np.inf
+    share: Share = WHOLE
 
     @property
     def seconds(self) -> float:
@@ -90,7 +92,7 @@ def plan_within(task: Task) -> Plan:
     Raises:
         InfeasibleError: nothing fits.
     """
-    built = task.make(task.restrictions, Memory(task.state(True), regions=task.regions))
+    built = task.make(task.restrictions, Memory(task.state(True), regions=task.regions, share=task.share))
     solution = solve(built.problem, gap=task.limits.gap, time_limit=task.seconds, progress=task.progress)
     task.record(Claim(built.problem, solution.lower_bound))
     _require_less(task, solution.lower_bound)
@@ -115,7 +117,7 @@ def plan_by_axes(task: Task, tables: Tables, bound: float) -> Plan:
     limits = task.limits
 
     def make(restrictions: Restrictions) -> Built:
-        return task.make(restrictions, Memory(task.state(True), regions=task.regions))
+        return task.make(restrictions, Memory(task.state(True), regions=task.regions, share=task.share))
 
     failure: InfeasibleError | None = None
     for part in (1.0, 0.5, 0.25, 0.125):
@@ -175,12 +177,12 @@ def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str =
         InfeasibleError: no such plan fits.
     """
     assert task.memory is not None
-    row = Memory(task.state(False), activations=True, again=task.again, regions=task.regions)
+    row = Memory(task.state(False), activations=True, again=task.again, regions=task.regions, share=task.share)
     rows = [row, replace(row, state=task.state(True))]
     least: Plan | None = None
     capped = False
     while rows:
-        relaxed = rows[0] is row and restrictions is task.restrictions
+        relaxed = rows[0] is row and restrictions is task.restrictions and task.share is WHOLE
         try:
             plan, found, working = _tightened(task, task.make(restrictions, rows.pop(0)), bound, method, relaxed)
         except InfeasibleError:  # nothing works on so little

@@ -29,6 +29,22 @@ from autopar.work import arithmetic_dtype, operator_work
 
 
 @dataclass(frozen=True)
+class Share:
+    """What a device of one stage of a pipeline holds, of what it would hold for the whole model.
+
+    Attributes:
+        states: of parameters, what belongs to them, and sums over microbatches.
+        kept: of what one microbatch keeps for the backward pass; more than 1 where several are under way.
+    """
+
+    states: float = 1.0
+    kept: float = 1.0
+
+
+WHOLE = Share()
+
+
+@dataclass(frozen=True)
 class Memory:
     """What counts as memory.
 
@@ -39,6 +55,7 @@ class Memory:
             alone, ``none``, which keeps all that the backward pass takes.
         working: bytes that what one operator takes and makes may have, where that is possible.
         regions: whether the model's own checkpointing decides for what is in it.
+        share: of all this that counts.
     """
 
     state: Mapping[str, float]
@@ -46,6 +63,7 @@ class Memory:
     again: str = "none"
     working: float = np.inf
     regions: bool = False
+    share: Share = WHOLE
 
     @property
     def states(self) -> bool:
@@ -151,7 +169,7 @@ class _Maker:
                 made.append(self._tensor(key, count, self.dims.types[node, 0], "constant", ()))
             elif inputs[node].kind == "parameter":
                 names = tuple(inputs[n].name for n in members)
-                memory = sum(self.memory.state[n] for n in names)
+                memory = sum(self.memory.state[n] for n in names) * self.memory.share.states
                 made.append(self._tensor(key, count, self.dims.types[node, 0], "parameter", names, memory))
             elif inputs[node].kind == "batch":
                 made.append(self._tensor(key, count, self.dims.types[node, 0], "batch", (inputs[node].name,)))
@@ -183,7 +201,7 @@ class _Maker:
             return found
         states = [s for s in self._states(node) if not (s in (PASSING, EARLY) and any(late))]
         kept = self._bytes(found, "in", 0) if self.memory.activations else np.zeros(len(found.cost))
-        return found.in_states(states, 1, kept)
+        return found.in_states(states, 1, kept * self._held(found))
 
     def _has_states(self, variable: Variable) -> bool:
         """Whether there is a choice: what all microbatches may share need not be kept where nothing is made again."""
@@ -212,10 +230,14 @@ class _Maker:
         parts = self.tables.of(type_).parts[variable.ports[port, i]]
         return type_.numel * item_bytes(type_.dtype) * variable.count / parts
 
+    def _held(self, variable: Variable) -> float:
+        """What a byte of a value counts that is kept for a microbatch, or for all of them."""
+        return self.memory.share.states if variable.steady else self.memory.share.kept
+
     def _in_states(self, variable: Variable, node: fx.Node) -> Variable:
         """An operator's variable with what its results take of memory."""
         if node.target is accumulate and self.memory.activations:  # the sum is there all the time
-            return replace(variable, memory=self._bytes(variable, "out", 0))
+            return replace(variable, memory=self._bytes(variable, "out", 0) * self.memory.share.states)
         if is_backward(node) or not (self.memory.activations or self.memory.states):
             return variable
         taken = self.taken[variable.key]
@@ -224,7 +246,7 @@ class _Maker:
         kept = np.zeros(len(variable.cost))
         for port, i in variable.types if self.memory.activations else ():
             if port == "out" and i in used and (self._has_states(variable) or (node, i) in self.stored):
-                kept += self._bytes(variable, "out", i)
+                kept += self._bytes(variable, "out", i) * self._held(variable)
         if not self._has_states(variable):
             return replace(variable, memory=kept)
         return variable.in_states(self._states(node), self.program.runs(node) if variable.steady else 1, kept)

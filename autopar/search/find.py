@@ -21,7 +21,7 @@ from autopar.program import Program
 from autopar.redistribute import Machine, Tables
 from autopar.search.axes import bound_by_axes
 from autopar.search.budget import Task, plan_by_axes, plan_within
-from autopar.search.build import Built, Memory, build
+from autopar.search.build import WHOLE, Built, Memory, Share, build
 from autopar.search.certify import Claim
 from autopar.search.duals import examine, require_cost
 from autopar.search.frontier import Mix
@@ -60,8 +60,10 @@ class Search:
             batch a step computes one after the other, adding up gradients; without it, as many as short memory asks
             for.
             ``stages`` asks for a pipeline of so many devices along the axis ``stage_axis`` (by default the outermost
-            of that size), or with a list of modules for one whose later stages begin there; ``schedule`` is one of
-            `autopar.pipeline.schedules.SCHEDULES` (``"1f1b"``), ``virtual`` how many stages each device has.
+            of that size), with a list of modules for one whose later stages begin there, or with ``"search"`` for any
+            pipeline or none, whichever is faster (without this pin, none). ``schedule`` is one of
+            `autopar.pipeline.schedules.SCHEDULES`, ``virtual`` how many stages each device has; without them, and
+            without ``microbatches``, these are searched, too.
         recipe: layouts by the name of a kind of parallelism, see `autopar.search.recipes`; the search decides only what
             the recipe leaves open. ``"random"`` draws a feasible plan, for tests (budgets are not looked at).
         roles: what axes are for, by name: ``data``, ``optimizer``, ``shard``, ``tensor`` or ``sequence``, see
@@ -98,9 +100,11 @@ class Search:
 
         for name in (STAGES, VIRTUAL):
             number = self.pins.get(name, 1)
-            if isinstance(number, bool) or (isinstance(number, int) and number < 1) or isinstance(number, str | float):
+            if name == STAGES and (number == "search" or isinstance(number, list | tuple)):
+                continue
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ValueError(f"pin {name!r} must be a positive whole number, got {number!r}")
-        if self.pins.get(STAGES, 1) == 1 and any(name in self.pins for name in (SCHEDULE, VIRTUAL, STAGE_AXIS)):
+        if not self.pipelines and any(name in self.pins for name in (SCHEDULE, VIRTUAL, STAGE_AXIS)):
             raise ValueError(
                 f"pins {SCHEDULE!r}, {VIRTUAL!r} and {STAGE_AXIS!r} are for pipelines: pin {STAGES!r}, too"
             )
@@ -127,10 +131,20 @@ class Search:
         return {name: value for name, value in self.pins.items() if name not in NO_TENSORS}
 
     @property
-    def stages(self) -> int | tuple[str, ...]:
-        """The pin ``stages``: how many devices a pipeline has, or the modules at which later stages begin."""
+    def pipelines(self) -> bool:
+        """Whether a plan may have stages."""
+        return bool(self.pins.get(STAGES, 1) != 1)
+
+    @property
+    def stages_open(self) -> bool:
+        """Whether it is searched if there are stages, and how many."""
+        return bool(self.pins.get(STAGES) == "search")
+
+    @property
+    def stage_modules(self) -> tuple[str, ...]:
+        """The modules at which later stages begin, where these are pinned."""
         found = self.pins.get(STAGES, 1)
-        return found if isinstance(found, int) else tuple(found)
+        return tuple(found) if isinstance(found, list | tuple) else ()
 
     @property
     def microbatches(self) -> int | None:
@@ -157,6 +171,7 @@ def find_plan(
     classes: Quotient | None = None,
     progress: Progress | None = None,
     beat: float = math.inf,
+    share: Share = WHOLE,
 ) -> Plan:
     """The fastest plan that fits.
 
@@ -173,6 +188,7 @@ def find_plan(
         classes: which nodes share a decision; default: as ``search.tie_layers`` says.
         progress: called with ``(phase, incumbent, bound)``.
         beat: seconds; plans that take as long are of no use.
+        share: of what it would hold for the whole model that a device holds.
 
     Raises:
         InfeasibleError: nothing fits; says how much is missing.
@@ -203,7 +219,7 @@ def find_plan(
     claims: list[Claim] = []
     report, regions = progress or _silent, search.regions and bool(program.pins)
     task = Task(
-        make, read, state, restrictions, limits, memory, peak, search.again, report, regions, claims.append, beat
+        make, read, state, restrictions, limits, memory, peak, search.again, report, regions, claims.append, beat, share
     )
     if exact:
         plan, fixed = plan_within(task), 0.0

@@ -47,6 +47,14 @@ def emitted(program: Program, plan: Plan) -> list[Task]:
     return _Emitted(program, plan, liveness(program, plan)).run()
 
 
+def node_seconds(program: Program, plan: Plan) -> dict[str, float]:
+    """Seconds that each node of a rewritten graph takes once, by name: its kernel or collective; 0 for a view."""
+    walk = _Emitted(program, plan, [])
+    for node in walk.begin():
+        walk.add(node)
+    return {task.name: task.seconds for task in walk.tasks}
+
+
 class _Emitted:
     """Walks a graph for its tasks."""
 
@@ -58,17 +66,19 @@ class _Emitted:
         self.kernel = 0  # the last task of the compute stream
         self.known: dict[tuple[object, tuple[str, ...]], tuple[float, bool]] = {}
 
-    def run(self) -> list[Task]:
+    def begin(self) -> list[fx.Node]:
+        """What the device computes, when its inputs are there."""
         self.tasks.append(Task("inputs", 0, COMPUTE, 0.0, category=WAIT))
-        program = self.program
-        for node in program.graph.graph.nodes:
-            if node.op != "call_function":
-                self.made_by[node] = 0
-        calls = [n for n in program.graph.graph.nodes if n.op == "call_function"]
+        nodes = self.program.graph.graph.nodes
+        self.made_by.update({node: 0 for node in nodes if node.op != "call_function"})
+        return [n for n in nodes if n.op == "call_function"]
+
+    def run(self) -> list[Task]:
+        program, calls = self.program, self.begin()
         for turn in range(program.microbatches):
             for node in calls:
                 if turn == (program.microbatches - 1 if node in program.once else 0) or program.runs(node) > 1:
-                    self._add(node)
+                    self.add(node)
         changes: dict[tuple[int, bool], list[tuple[str, float]]] = defaultdict(list)
         for change in self.held:
             task = 0 if change.node is None else self.made_by[change.node]
@@ -78,7 +88,7 @@ class _Emitted:
             for i, task in enumerate(self.tasks)
         ]
 
-    def _add(self, node: fx.Node) -> None:
+    def add(self, node: fx.Node) -> None:
         """The task of a node; what only shows or names another's result has none of its own."""
         sources = [self.made_by[a] for a in tensor_arguments(node)]
         device = self.machine.device

@@ -25,6 +25,8 @@ def pipeline(
     host: float = 0.0,
     saved: ArrayLike = 0.0,
     saved_for_weight: ArrayLike | None = None,
+    before: ArrayLike = 0.0,
+    after: ArrayLike = 0.0,
 ) -> list[Task]:
     """Tasks of a pipelined step.
 
@@ -41,6 +43,8 @@ def pipeline(
         host: seconds to launch a task.
         saved: bytes that a microbatch's forward leaves on a stage for the backward; a number, or one for each stage.
         saved_for_weight: how many of these the part for the weights still needs; default: all.
+        before: seconds that each device works before its first microbatch; a number, or one for each device.
+        after: seconds that it works behind its last.
 
     Raises:
         ValueError: there are neither one nor as many numbers as stages, or the order is not one of a whole step.
@@ -50,24 +54,30 @@ def pipeline(
     durations = _durations(forward, backward_input, backward_weight, stages)
     changes = _changes(saved, saved_for_weight, stages)
     arrivals = _arrivals(order, devices, _each("communication", communication, stages - 1))
+    tasks = _once("before all microbatches", before, len(order), host)
     position: dict[Action, int] = {}
-    count = 0
+    count = len(tasks)
     for action, arrival in arrivals.items():
         count += 2 if arrival.seconds else 1
         position[action] = count - 1
-    tasks: list[Task] = []
     for action, (source, delay) in arrivals.items():
         device, name = devices[action.stage], str(action)
-        after = () if source is None else (position[source],)
+        sources = () if source is None else (position[source],)
         if delay:
             stream = "receive forward" if action.kind == FORWARD else "receive backward"
-            tasks.append(Task(f"receive for {name}", device, stream, delay, after, COMMUNICATION, host))
-            after = (len(tasks) - 1,)
+            tasks.append(Task(f"receive for {name}", device, stream, delay, sources, COMMUNICATION, host))
+            sources = (len(tasks) - 1,)
         seconds, size = float(durations[action.kind][action.stage]), float(changes[action.kind][action.stage])
         taken = ((ACTIVATIONS, size),) if size > 0 else ()
         given_back = ((ACTIVATIONS, size),) if size < 0 else ()
-        tasks.append(Task(name, device, COMPUTE, seconds, after, host=host, at_start=taken, at_end=given_back))
-    return tasks
+        tasks.append(Task(name, device, COMPUTE, seconds, sources, host=host, at_start=taken, at_end=given_back))
+    return tasks + _once("behind all microbatches", after, len(order), host)
+
+
+def _once(name: str, seconds: ArrayLike, devices: int, host: float) -> list[Task]:
+    """What each device does once a step."""
+    each = _each(name, seconds, devices)
+    return [Task(name, device, COMPUTE, float(s), host=host) for device, s in enumerate(each) if s]
 
 
 class _Arrival(NamedTuple):

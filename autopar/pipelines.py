@@ -1,0 +1,296 @@
+"""`best_pipeline`: which stages, how many microbatches and which schedule, around the search inside a stage.
+
+Every arrangement of stages on the mesh has a bound that costs nothing: all devices at the peak of their arithmetic or
+memory, and the bubble that a pipeline of one stage a device cannot avoid. Those that cannot beat the best plan known
+are left out. For the others the devices of a stage are planned as if they had the whole model: no pipeline is faster
+than that by more than the number of its devices. Numbers of microbatches are doubled while that helps.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from autopar.candidates import candidates
+from autopar.cluster import Cluster
+from autopar.dims import Dims
+from autopar.errors import InfeasibleError
+from autopar.pipeline.asked import Arrangement, arrangements, counts, without_pipeline
+from autopar.pipeline.schedules import Order
+from autopar.pipelined import INSIDE, Staged, missing, orders, share_of
+from autopar.plan import TIME_LIMIT, Certificate, Plan
+from autopar.program import Program
+from autopar.search.build import WHOLE, Share
+from autopar.search.find import Peak, Progress, Search
+from autopar.search.interrupt import requested
+from autopar.work import arithmetic_dtype, operator_work
+
+PATIENCE = 2
+"""How many numbers of microbatches in a row may be slower before no more are tried."""
+
+
+@dataclass(frozen=True)
+class Inside:
+    """How the devices of a stage are planned.
+
+    Attributes:
+        axes: of the mesh, without that of the stages.
+        machine: the devices, with a link for each axis.
+        axis: that of the stages.
+        search: without the pins of pipelines.
+        memory: bytes of a device; None for no limit.
+        share: of what the whole model would take that a device holds.
+        peak: what a plan for them needs, the pipeline's own; None: as if they had the whole model.
+        beat: seconds; plans that take as long are of no use.
+    """
+
+    axes: Mapping[str, int]
+    machine: Cluster
+    axis: str
+    search: Search
+    memory: float | None = None
+    share: Share = WHOLE
+    peak: Callable[[Program], Peak] | None = None
+    beat: float = math.inf
+
+
+@dataclass(frozen=True)
+class Works:
+    """What plans are made with.
+
+    Attributes:
+        part: the program of one of so many microbatches.
+        inside: the plan of such a program for the devices of a stage.
+        rewrite: a program under a plan.
+        flat: the best plan without stages.
+    """
+
+    part: Callable[[int], Program]
+    inside: Callable[[Program, Inside], Plan]
+    rewrite: Callable[[Program, Plan], Program]
+    flat: Callable[[], Plan]
+
+
+def best_pipeline(
+    program: Program,
+    axes: Mapping[str, int],
+    machine: Cluster,
+    search: Search,
+    memory: float | None,
+    works: Works,
+    floor: float,
+    progress: Progress | None,
+) -> Plan:
+    """The fastest plan with the stages that are asked for; where they are searched, with or without.
+
+    Args:
+        program: of the whole batch.
+        axes: of the whole mesh.
+        machine: the devices.
+        search: limits and pins.
+        memory: bytes of a device; None for no limit.
+        works: what plans are made with.
+        floor: seconds that no step falls below, see `least_seconds`.
+        progress: called with ``(phase, incumbent, bound)``.
+
+    Raises:
+        InfeasibleError: the mesh, the model or the schedule allows none, or nothing fits.
+    """
+    links = dict(zip(axes, machine.link_for(axes), strict=True))
+    task = _Task(program, axes, replace(machine, axis_links=links), search, memory, works, floor, progress)
+    task.run()
+    return task.result()
+
+
+class _Task:
+    """The search, and what it has found."""
+
+    def __init__(
+        self, program: Program, axes: Mapping[str, int], machine: Cluster, search: Search, memory: float | None,
+        works: Works, floor: float, progress: Progress | None,
+    ) -> None:  # fmt: skip
+        self.program, self.axes, self.machine, self.search = program, axes, machine, search
+        self.memory, self.works, self.floor = memory, works, floor
+        self.progress = progress or (lambda phase, incumbent, bound: None)
+        self.deadline = time.monotonic() + search.time_limit
+        self.best: Plan | None = None
+        self.certificates: list[Certificate] = []
+        self.tried: dict[Arrangement, list[int]] = {}
+        self.errors: list[InfeasibleError] = []
+        self.free: dict[tuple[str, int], Plan] = {}
+        self.stopped = False
+
+    def run(self) -> None:
+        found = arrangements(self.search, self.axes, self.program.training)
+        if self.search.stages_open:
+            self._try(self.works.flat)
+        random = self.search.recipe == "random"
+        for arrangement in [found[self.search.seed % len(found)]] if random and found else found:
+            slower, limit = 0, math.inf
+            for count in counts(self.program, self.search, arrangement):
+                if self._is_useless(arrangement, count) or slower >= PATIENCE:
+                    continue
+                if self.best is not None and (requested() or time.monotonic() > self.deadline):
+                    self.stopped = True
+                    return
+                seconds = self._try(partial(self._with, arrangement, count))
+                slower, limit = (0, seconds) if seconds < limit or seconds == math.inf else (slower + 1, limit)
+
+    def _try(self, attempt: Callable[[], Plan]) -> float:
+        """Seconds of what an attempt finds; infinite if it finds nothing."""
+        try:
+            found = attempt()
+        except InfeasibleError as e:
+            self.errors.append(e)
+            return math.inf
+        self.certificates.append(found.certificate)
+        seconds = found.predicted.step_seconds
+        if self.best is None or seconds < self.best.predicted.step_seconds:
+            self.best = found
+        return seconds
+
+    @property
+    def _seconds(self) -> float:
+        return math.inf if self.best is None else self.best.predicted.step_seconds
+
+    def _is_useless(self, arrangement: Arrangement, count: int) -> bool:
+        """Whether no pipeline like this can beat the best plan."""
+        split = arrangement.virtual > 1 or "zb-h1" in arrangement.schedules
+        waits = 1.0 if split else least_wait(arrangement.devices, count)
+        # In more microbatches the devices of a stage are not faster.
+        known = [p for (axis, n), p in self.free.items() if axis == arrangement.axis and count % n == 0]
+        bound = max((p.certificate.lower_bound / arrangement.devices for p in known), default=0.0)
+        return max(self.floor * waits, bound) >= self._seconds
+
+    def _with(self, arrangement: Arrangement, count: int) -> Plan:
+        """The best plan with these stages and so many microbatches.
+
+        Raises:
+            InfeasibleError: the model does not allow it, or it does not fit.
+        """
+        a = arrangement
+        phase = f"{a.devices} devices along {a.axis}, {a.stages} stages, {count} microbatches"
+        bound = min((c.lower_bound for c in self.certificates), default=0.0)
+        self.progress(phase, self._seconds, bound)
+        self.tried.setdefault(a, []).append(count)
+        allowed = orders(a, count)
+        part = self._part(count)
+        if part.training and part.microbatches == 1:
+            raise InfeasibleError(
+                'in a pipeline of one microbatch all stages but one wait: pin {"microbatches": n} with n of at least 2'
+            )
+        if (a.axis, count) not in self.free:
+            self.free[a.axis, count] = self._inside(part, a)
+        plan = self.free[a.axis, count]
+        staged = self._staged(part, plan, a)
+        found: Plan | None = None
+        least: Plan | None = None
+        needed = math.inf
+        for schedule, actions in self._ordered(staged, allowed):
+            whole = staged.whole(schedule, actions)
+            if self.memory is not None and _needed(whole) > self.memory:
+                least = whole if least is None else min(least, whole, key=_needed)
+                if whole.predicted.step_seconds >= min(self._seconds, math.inf if found is None else _seconds(found)):
+                    continue  # less memory does not make it faster
+                try:
+                    whole = self._fitting(part, a, schedule, actions)
+                except InfeasibleError as e:
+                    needed = min(needed, e.needed or math.inf)
+                    continue
+            if found is None or _seconds(whole) < _seconds(found):
+                found = whole
+        if found is None:
+            assert least is not None and self.memory is not None
+            raise missing(least, min(needed, _needed(least)), self.memory)
+        bound = plan.certificate.lower_bound / a.devices  # of all plans, in whatever memory
+        return replace(found, certificate=replace(found.certificate, lower_bound=bound))
+
+    def _ordered(self, staged: Staged, allowed: Mapping[str, Order]) -> Sequence[tuple[str, Order]]:
+        """Schedules, the fastest first; of a random plan one."""
+        if self.search.recipe == "random":
+            return [list(allowed.items())[self.search.seed % len(allowed)]]
+        return sorted(allowed.items(), key=lambda item: staged.durations.step(item[1]))
+
+    def _fitting(self, part: Program, a: Arrangement, schedule: str, actions: Order) -> Plan:
+        """The best plan under a schedule that fits."""
+
+        def measured(padded: Program) -> Peak:
+            return lambda plan: self._staged(padded, plan, a).peak(actions)
+
+        share = share_of(actions, a.stages)
+        beat = self._seconds * a.devices
+        plan = self._inside(part, a, self.memory, share, measured, beat)
+        return self._staged(part, plan, a).whole(schedule, actions)
+
+    def _part(self, count: int) -> Program:
+        return self.works.part(count)
+
+    def _inside(
+        self,
+        part: Program,
+        a: Arrangement,
+        memory: float | None = None,
+        share: Share = WHOLE,
+        peak: Callable[[Program], Peak] | None = None,
+        beat: float = math.inf,
+    ) -> Plan:
+        search = without_pipeline(self.search)
+        asked = Inside(a.inside(self.axes), self.machine, a.axis, search, memory, share, peak, beat)
+        return self.works.inside(part, asked)
+
+    def _staged(self, part: Program, plan: Plan, a: Arrangement) -> Staged:
+        return Staged(part, plan, a, self.axes, self.machine, self.search, self.works.rewrite)
+
+    def result(self) -> Plan:
+        """The best plan, with a certificate for all that was looked at."""
+        if self.best is None:
+            known = [e for e in self.errors if e.needed is not None]
+            raise min(known, key=lambda e: e.needed or math.inf) if known else self.errors[0]
+        if len(self.certificates) == 1:
+            return self.best
+        bound = min(c.lower_bound for c in self.certificates)
+        ways = [
+            f"{a.devices} devices of axis {a.axis}, {a.virtual} each, {', '.join(map(str, numbers))} microbatches"
+            for a, numbers in self.tried.items()
+        ]
+        inside = self.certificates[0].space if self.search.stages_open else self.certificates[0].space.split(INSIDE)[-1]
+        none = "no pipeline, or " if self.search.stages_open else ""
+        space = f"{none}stages cut anywhere, alike inside, in any order, on {'; or '.join(ways)}{INSIDE}{inside}"
+        method = TIME_LIMIT if self.stopped else self.best.certificate.method
+        certificate = replace(self.best.certificate, lower_bound=bound, space=space, method=method, checked=None)
+        return replace(self.best, certificate=certificate)
+
+
+def _needed(plan: Plan) -> float:
+    return sum(plan.predicted.peak_bytes.values())
+
+
+def _seconds(plan: Plan) -> float:
+    return plan.predicted.step_seconds
+
+
+def least_wait(devices: int, count: int) -> float:
+    """How much longer than its work a device of a pipeline takes at least, whose devices have a stage each.
+
+    The devices of later stages wait for those before, at both ends of a step. If stages take ``t[0], t[1], ...`` for a
+    microbatch, device ``d`` is busy or waits for ``count * t[d] + sum(t[:d])``; that is least where all are the same,
+    ``t[d + 1] = t[d] * (1 - 1 / count)``.
+
+    >>> round(least_wait(4, 1), 3), round(least_wait(4, 8), 3), round(least_wait(4, 800), 3)
+    (4.0, 1.208, 1.002)
+    """
+    return float(devices / (count * (1 - (1 - 1 / count) ** devices)))
+
+
+def least_seconds(dims: Dims, machine: Cluster, devices: int) -> float:
+    """Seconds that no step falls below: what operators compute and move, at the peak, shared by so many devices."""
+    device, total = machine.device, 0.0
+    for operator, times in Counter(dims.operators.values()).items():
+        work = operator_work(operator, candidates(operator, ()), ())
+        rate = device.peak(arithmetic_dtype(operator, device)) * device.efficiency
+        total += times * max(float(work.flops[0]) / rate, float(work.moved[0]) / (device.bandwidth * device.streaming))
+    return total / devices

@@ -1,0 +1,125 @@
+"""Pipelines that the search chooses: when, which, and that nothing beats its bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from autopar.cluster import Cluster, Link
+from autopar.compiler import program_of, rewrite, solve
+from autopar.errors import InfeasibleError
+from autopar.pipeline.schedules import order
+from autopar.pipelines import least_wait
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.search.find import Search
+from autopar.simulate import pipeline, simulate
+from autopar.verify import compare, global_values
+
+AXES = {"node": 2, "gpu": 2}
+LAYERS, WIDTH, ROWS = 4, 256, 32
+
+
+class Deep(nn.Module):
+    """Wide layers of few samples: gradients are much larger than activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+@cache
+def captured() -> tuple[Program, nn.Module, tuple[torch.Tensor, ...]]:
+    model, batch = Deep(), (torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0)),)
+    return program_of(model, batch), model, batch
+
+
+def machine(slow: float) -> Cluster:
+    """Two nodes of two devices; the link between nodes has so many bytes per second."""
+    fast = Link("fast", 1e10, 1e-7)
+    device = replace(Cluster.preset("cpu").device, flops={"float32": 1e10}, launch=1e-7)
+    return Cluster("two nodes", device, (fast, Link("slow", slow, 1e-7)), (2,))
+
+
+@cache
+def planned(slow: float, **pins: Any) -> Plan:
+    return solve(captured()[0], AXES, machine(slow), search=Search(pins={"stages": "search", **pins}))
+
+
+def test_a_slow_link_is_for_a_pipeline() -> None:
+    plan = planned(3e7)
+    assert plan.pipeline is not None
+    assert plan.pipeline.axis == "node"
+    assert plan.microbatches > 1
+    alone = solve(captured()[0], AXES, machine(3e7))
+    assert plan.predicted.step_seconds < alone.predicted.step_seconds
+    program, model, batch = captured()
+    report = compare(program, rewrite(program, plan), plan, global_values(program, model, batch), torch.float64)
+    assert report.max_error < 1e-10, report.worst
+
+
+def test_a_fast_link_is_not() -> None:
+    assert planned(1e10, virtual=1).pipeline is None
+
+
+def test_no_pipeline_beats_what_is_found_or_its_bound() -> None:
+    program, slow = captured()[0], machine(3e7)
+    found = planned(3e7)
+    for schedule, virtual in (("gpipe", 1), ("zb-h1", 1), ("interleaved", 2), ("zbv", 2)):
+        for axis in AXES:
+            for count in (4, 8):
+                pins = {"stages": 2, "stage_axis": axis, "virtual": virtual, "schedule": schedule}
+                plan = solve(program, AXES, slow, search=Search(pins={**pins, "microbatches": count}))
+                assert plan.predicted.step_seconds >= found.predicted.step_seconds * (1 - 1e-9)
+                assert plan.predicted.step_seconds >= found.certificate.lower_bound
+
+
+def test_what_is_not_pinned_is_searched() -> None:
+    plan = planned(3e7, schedule="gpipe", microbatches=8)
+    assert plan.pipeline is None or (plan.pipeline.schedule, plan.microbatches) == ("gpipe", 8)
+    pins = {"stages": 2, "stage_axis": "gpu", "microbatches": 4, "virtual": 1}
+    fixed = solve(captured()[0], AXES, machine(3e7), search=Search(pins=pins))
+    assert fixed.pipeline is not None
+    assert fixed.pipeline.axis == "gpu"
+    assert "4 microbatches; the devices of a stage" in fixed.certificate.space
+
+
+def test_little_memory_is_for_a_schedule_with_few_under_way() -> None:
+    pins = {"stages": 2, "stage_axis": "node", "microbatches": 8, "virtual": 1, "recompute": "none"}
+    program, slow = captured()[0], machine(3e7)
+    eager = solve(program, AXES, slow, search=Search(pins={**pins, "schedule": "gpipe"}))
+    lazy = solve(program, AXES, slow, search=Search(pins={**pins, "schedule": "1f1b"}))
+    needs = [sum(p.predicted.peak_bytes.values()) for p in (eager, lazy)]
+    assert needs[1] < needs[0]
+    budget = sum(needs) / 2
+    plan = solve(program, AXES, slow, memory=budget, search=Search(pins=pins))
+    assert sum(plan.predicted.peak_bytes.values()) <= budget
+    with pytest.raises(InfeasibleError, match="more than the budget"):
+        solve(program, AXES, slow, memory=1000, search=Search(pins=pins))
+
+
+@given(
+    st.lists(st.floats(0.1, 10), min_size=2, max_size=5),
+    st.integers(1, 12),
+    st.sampled_from(["gpipe", "1f1b"]),
+    st.floats(0.1, 0.9),
+)
+def test_later_stages_wait(stages: list[float], count: int, schedule: str, ahead: float) -> None:
+    devices = len(stages)
+    forward, backward = ([share * t for t in stages] for share in (ahead, 1 - ahead))
+    took = simulate(pipeline(order(schedule, devices, count), forward, backward, 0.0)).step_seconds
+    work = count * sum(stages) / devices
+    assert took >= work * least_wait(devices, count) * (1 - 1e-9)
