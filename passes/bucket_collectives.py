@@ -69,14 +69,14 @@ def bucket_bytes(machine: Machine, axis: str) -> float:
 
 
 def _is_gradient_reduction(node: fx.Node, ends: set[fx.Node | None]) -> bool:
-    info = node.meta.get("collective")
-    if not isinstance(info, Collective) or node.target is not c10d.all_reduce.default or node.args[1] != "sum":
+    """Whether the reduced value goes into a gradient only, through reshapes and reductions on other axes.
+
+    One that is cut down afterwards does not wait: until it is, the device would hold the whole of it.
+    """
+    if not isinstance(node.meta.get("collective"), Collective):
         return False
-    return info.gradient or _is_reshaped_gradient(node, ends)
-
-
-def _is_reshaped_gradient(node: fx.Node, ends: set[fx.Node | None]) -> bool:
-    """Whether the reduced value goes into a gradient only, through reshapes and reductions on other axes."""
+    if node.target is not c10d.all_reduce.default or node.args[1] != "sum":
+        return False
     value = next(iter(node.users))
     while len(value.users) == 1 and value not in ends:
         value = next(iter(value.users))
