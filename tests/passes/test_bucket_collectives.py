@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -96,3 +98,21 @@ def test_before_and_after() -> None:
     (bucket,) = [line for line in lines if "together" in line]
     assert bucket.endswith("'sum', 'a')  # all_reduce on a: 4288 bytes, 4 together")
     assert lines[-1].count("reshape") == 4
+
+
+def test_what_is_cut_down_does_not_wait() -> None:
+    """Its whole sum would be held until the end of the step."""
+    program, _, values = models.captured("mlp")
+    sharded = {n.name: "S(0)" for n in program.inputs if n.kind == "parameter" and n.name.startswith("up.")}
+    plan = follow_plan(program, {"a": 8}, batch={"0": "S(0)", "1": "S(0)"}, parameters=sharded)
+    # Among 8 a tree's sum has fewer steps than scattering in a ring: it is all-reduced, then cut down.
+    far = replace(plan.cluster, links=(Link("far", 1e12, 1.0, ("ring", "tree")),), group_sizes=())
+    plan = replace(plan, cluster=far)
+    after = rewrite(program, plan)
+    order = {n: i for i, n in enumerate(after.graph.graph.nodes)}
+    ends = {o.name: v for o, v in zip(after.outputs, after.output_values, strict=True) if o.kind == "gradient"}
+    cut = [ends[name] for name in sharded]
+    assert all(order[v] < max(order[w] for w in ends.values() if w) - 3 for v in cut if v)
+    sums = [n for n in order if n.target is c10d.all_reduce.default and order[next(iter(n.users))] == order[n] + 1]
+    assert len(sums) >= len(sharded)
+    assert compare(program, after, plan, values, torch.float64).max_error < 1e-12
