@@ -59,8 +59,8 @@ def what_if(
     """Plan for half, the same and twice as many devices, bytes and samples, in every combination.
 
     The outermost axis has half (where that is whole) or twice as many devices. The batch is scaled along the first dim
-    of its tensors, if that is the same of all. A budget that the plan of a larger one fits into has that plan: it is
-    not searched again.
+    of its tensors, if that is the same of all. A budget that the plan of a larger one fits into has that plan, and one
+    below a budget that nothing fits into has none: neither is searched.
 
     Args:
         model: as it was planned.
@@ -90,15 +90,19 @@ def what_if(
             continue
         for axes in meshes:
             fits: Plan | None = None
+            failed: InfeasibleError | None = None
             for size in budgets:
                 given = own is batch and axes == dict(found.axes) and size == budget
                 case = Case(math.prod(axes.values()), size, samples, given=given)
                 try:
                     if given:
                         fits = found
+                    elif failed is not None:  # in less memory it is no better
+                        raise InfeasibleError(str(failed), needed=failed.needed, budget=size)
                     elif fits is None or memory_of(fits) > size:
                         fits = solve(program, axes, cluster, memory=size, optimizer=found.optimizer, search=search)
                 except (InfeasibleError, ValueError) as e:
+                    failed = e if isinstance(e, InfeasibleError) and e.needed is not None else failed
                     cases.append(replace(case, reason=reason_of(e)))
                 else:
                     seconds, held = fits.predicted.step_seconds, memory_of(fits)

@@ -95,8 +95,10 @@ def test_what_if(made: tuple[nn.Module, dict[str, torch.Tensor], Plan, str]) -> 
     assert [(c["devices"], c["seconds"]) for c in data_of(page)["whatif"]] == [
         (c.devices, c.step_seconds) for c in cases
     ]
-    scarce = what_if(model, batch, found, budget=2000.0)
-    assert any("needs" in c.reason or "GiB" in c.reason or "KiB" in c.reason for c in scarce)
+    scarce = what_if(model, batch, found, budget=2000.0, search=Search(pins={"microbatches": 1}))
+    assert all("needs" in c.reason and "the budget is" in c.reason for c in scarce if not c.given)
+    by_size = [c for c in scarce if (c.devices, c.samples) == (2, 8)]
+    assert len({c.reason for c in by_size}) == len({c.budget for c in by_size})
 
 
 def test_a_batch_without_a_dim_of_samples_stays(made: tuple[nn.Module, dict[str, torch.Tensor], Plan, str]) -> None:
