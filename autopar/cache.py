@@ -54,7 +54,7 @@ def file_of(
     optimizer: str,
     search: Search,
     restrictions: Restrictions | None,
-    drawn: str = "apart",
+    kind: str = "",
 ) -> Path | None:
     """The file of the plan that a search for all this finds; None where plans are not kept.
 
@@ -67,7 +67,7 @@ def file_of(
         optimizer: whose state is counted.
         search: limits and pins.
         restrictions: layouts decided already.
-        drawn: how random numbers are.
+        kind: what else the plan depends on.
     """
     where = folder()
     if where is None or not search.cache or search.recipe == "random":
@@ -77,7 +77,7 @@ def file_of(
     rules = sorted({f"{target} {_rule_text(o.rule)}" for o, target in operators.items()})
     parts = (
         _sources(), str(torch.__version__), program.fingerprint, program.loss, repeat, rules, tuple(axes.items()),
-        cluster.to_toml(), memory, optimizer, search, restrictions or Restrictions(), drawn,
+        cluster.to_toml(), memory, optimizer, search, restrictions or Restrictions(), kind,
     )  # fmt: skip
     return where / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.json"
 

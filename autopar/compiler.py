@@ -161,11 +161,24 @@ def solve(
     restrictions: Restrictions | None = None,
     progress: Progress | None = None,
     deterministic: bool = False,
+    factored: bool = False,
 ) -> Plan:
     """Analyze a program, enumerate candidates and search; the plan carries its prediction and certificate.
 
     Where memory is short, this is done for several numbers of microbatches, unless one is pinned. A plan that was found
     before is read, see `autopar.cache`; one whose search did not end by itself is not kept.
+
+    Args:
+        program: of the whole batch.
+        axes: name and size of each mesh axis, outermost first.
+        cluster: the devices.
+        memory: bytes of a device; None for no limit.
+        optimizer: whose state is counted.
+        search: limits and pins.
+        restrictions: what is decided already.
+        progress: called with ``(phase, incumbent, bound)``.
+        deterministic: random numbers are those of one device.
+        factored: a pipeline's stages may take a factor of an axis; the plan is then for a mesh with one axis more.
     """
     search, machine = search or Search(), Cluster.resolve(cluster)
     budget = None if memory is None else parse_bytes(memory)
@@ -176,8 +189,8 @@ def solve(
         return replace(plan, fingerprint=program.fingerprint, microbatches=part.microbatches)
 
     with _collector_paused():
-        dims, drawn = analyze(program), "at once" if deterministic else "apart"
-        file = cache.file_of(program, dims, axes, machine, budget, optimizer, search, restrictions, drawn)
+        dims, kind = analyze(program), f"random numbers {'at once' if deterministic else 'apart'}, factored {factored}"
+        file = cache.file_of(program, dims, axes, machine, budget, optimizer, search, restrictions, kind)
         if file is not None and (known := cache.load(file, program)) is not None:
             if progress:
                 progress(f"plan of an earlier search, {file}", math.inf, 0.0)
@@ -202,7 +215,7 @@ def solve(
         if search.pipelines:
             works = Works(part, inside, lambda part, plan: _rewrite(part, plan, PASSES), flat)
             floor = least_seconds(dims, machine, math.prod(axes.values()))
-            plan = best_pipeline(program, axes, machine, search, budget, works, floor, progress)
+            plan = best_pipeline(program, axes, machine, search, budget, works, floor, progress, factored)
         else:
             plan = flat()
         if file is not None and plan.certificate.method not in (TIME_LIMIT, INTERRUPTED):
@@ -473,7 +486,9 @@ def plan(
     axes = axes or {"device": machine.group_sizes[0] if machine.group_sizes else 1}
     program = program_to_plan(model, batch, loss_fn=loss_fn, precision=policy, search=search, progress=progress)
     budget = default_memory(machine) if memory is None else memory
-    return solve(program, axes, machine, memory=budget, optimizer=optimizer, search=search, progress=progress)
+    return solve(
+        program, axes, machine, memory=budget, optimizer=optimizer, search=search, progress=progress, factored=True
+    )
 
 
 def default_memory(machine: Cluster) -> float:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopar.cluster import Link
 from autopar.pipeline.pieces import BACKWARD, FORWARD, INPUT, Cutting, Piece
@@ -16,74 +15,115 @@ from autopar.program import values_of
 from autopar.simulate import pipeline, simulate
 from autopar.simulate.emitted import node_seconds
 
-Floats = NDArray[np.float64]
+
+@dataclass(frozen=True)
+class Taken:
+    """Seconds of one stage, kernels and collectives one after the other, and bytes that it sends.
+
+    Attributes:
+        forward: of a microbatch.
+        backward: of a microbatch.
+        for_input: of that, the part for the gradient of the input; as much where it is not split.
+        before: once a step, in front of the microbatches.
+        behind: once a step, behind them.
+        hop: from the stage to the next, in the direction in which more is sent.
+        ahead: bytes that a microbatch sends to the next stage.
+        back: bytes that it sends to the one before.
+    """
+
+    forward: float
+    backward: float
+    for_input: float
+    before: float
+    behind: float
+    hop: float
+    ahead: float
+    back: float
 
 
-class Durations:
-    """Seconds of the pieces of every stage, kernels and collectives one after the other.
+def step_seconds(stages: Sequence[Taken], order: Order) -> float:
+    """Seconds of a step in which the devices do this."""
+    devices = device_of(order)
+    split = any(a.kind == INPUT for row in order for a in row)
+    forward, backward = (np.array([getattr(s, name) for s in stages]) for name in ("forward", "backward"))
+    for_input = np.array([s.for_input for s in stages]) if split else backward
+    ends = [np.bincount(devices, [getattr(s, name) for s in stages], len(order)) for name in ("before", "behind")]
+    hops = [s.hop for s in stages[:-1]]
+    tasks = pipeline(order, forward, for_input, backward - for_input, hops, before=ends[0], after=ends[1])
+    return simulate(tasks).step_seconds
+
+
+def most_sent(stages: Sequence[Taken], devices: Sequence[int]) -> float:
+    """Bytes that the device which sends the most sends for a microbatch, to those of other stages."""
+    sent = np.zeros(max(devices) + 1)
+    for stage, device in enumerate(devices):
+        for size, other in ((stages[stage].ahead, stage + 1), (stages[stage].back, stage - 1)):
+            if 0 <= other < len(devices) and devices[other] != device:
+                sent[device] += size
+    return float(sent.max())
+
+
+def taken_by(cutting: Cutting, plan: Plan, link: Link, split: bool) -> list[Taken]:
+    """What each stage takes.
 
     Args:
         cutting: of the rewritten program, in stages.
         plan: for the devices of a stage.
         link: between stages.
+        split: whether the backward may be in two parts.
     """
+    found = _Seconds(cutting, plan, link)
+    before, behind = found.once()
+    stages = []
+    for s in range(cutting.stages):
+        ahead, back = cutting.received(s + 1), cutting.returned(s - 1)
+        backward = found.of(cutting.piece(s, BACKWARD))
+        stages.append(
+            Taken(
+                forward=found.of(cutting.piece(s, FORWARD)),
+                backward=backward,
+                for_input=found.of(cutting.piece(s, INPUT)) if split else backward,
+                before=before[s],
+                behind=behind[s],
+                hop=max(found.send(ahead), found.send(cutting.returned(s))),
+                ahead=found.size(ahead),
+                back=found.size(back),
+            )
+        )
+    return stages
+
+
+class _Seconds:
+    """Seconds of graphs and of what is sent."""
 
     def __init__(self, cutting: Cutting, plan: Plan, link: Link) -> None:
         self.cutting, self.link = cutting, link
         self.seconds = node_seconds(cutting.program, plan)
-        self.stages = range(cutting.stages)
 
-    def step(self, order: Order) -> float:
-        """Seconds of a step in which the devices do this."""
-        devices = device_of(order)
-        split = any(a.kind == INPUT for row in order for a in row)
-        backward = self._for_input if split else self._backward
-        weight = self._backward - backward
-        before, behind = self._once
-        ends = [np.bincount(devices, weights=part, minlength=len(order)) for part in (before, behind)]
-        tasks = pipeline(order, self._forward, backward, weight, self.hops, before=ends[0], after=ends[1])
-        return simulate(tasks).step_seconds
-
-    def compute(self, order: Order) -> float:
-        """Seconds that a device works in a step, on average."""
-        count = self.cutting.program.microbatches
-        return float((count * (self._forward + self._backward) + sum(self._once)).sum()) / len(order)
-
-    @cached_property
-    def _forward(self) -> Floats:
-        return np.array([self._of(self.cutting.piece(s, FORWARD)) for s in self.stages])
-
-    @cached_property
-    def _backward(self) -> Floats:
-        return np.array([self._of(self.cutting.piece(s, BACKWARD)) for s in self.stages])
-
-    @cached_property
-    def _for_input(self) -> Floats:
-        return np.array([self._of(self.cutting.piece(s, INPUT)) for s in self.stages])
-
-    @cached_property
-    def hops(self) -> Floats:
-        """Seconds from each stage to the next, of the direction in which more is sent."""
-        ways = [(self.cutting.received(s + 1), self.cutting.returned(s)) for s in self.stages[:-1]]
-        return np.array([max(self._send(names) for names in both) for both in ways])
-
-    @cached_property
-    def _once(self) -> tuple[Floats, Floats]:
-        """Seconds that each stage works before the microbatches and behind them."""
-        cutting = self.cutting
-        before = np.array([self._of(cutting.first(s)) for s in self.stages])
-        behind = np.zeros(len(self.stages))
-        for transfer in cutting.borrowed():
-            before[[transfer.source, transfer.target]] += self._send([transfer.name])
-        for level in range(cutting.rounds):
-            behind += [self._of(cutting.last(s, level)) for s in self.stages]
-            for transfer in cutting.transfers(level):
-                behind[[transfer.source, transfer.target]] += self._send([transfer.name])
-        return before, behind
-
-    def _send(self, names: Sequence[str]) -> float:
-        sizes = [sum(v.nbytes for v in values_of(self.cutting.node(name)) if v is not None) for name in names]
-        return self.link.latency * len(sizes) + sum(sizes) / self.link.bandwidth
-
-    def _of(self, piece: Piece) -> float:
+    def of(self, piece: Piece) -> float:
+        """Of a graph."""
         return float(sum(self.seconds.get(n.name, 0.0) for n in piece.graph.graph.nodes))
+
+    def size(self, names: Sequence[str]) -> float:
+        """Bytes of values."""
+        return float(sum(v.nbytes for n in names for v in values_of(self.cutting.node(n)) if v is not None))
+
+    def send(self, names: Sequence[str]) -> float:
+        """Of sending values, each with a message of its own."""
+        return self.link.latency * len(names) + self.size(names) / self.link.bandwidth
+
+    def once(self) -> tuple[list[float], list[float]]:
+        """Of what each stage does before the microbatches, and behind them."""
+        cutting = self.cutting
+        before = [self.of(cutting.first(s)) for s in range(cutting.stages)]
+        behind = [0.0] * cutting.stages
+        for transfer in cutting.borrowed():
+            for s in (transfer.source, transfer.target):
+                before[s] += self.send([transfer.name])
+        for level in range(cutting.rounds):
+            for s in range(cutting.stages):
+                behind[s] += self.of(cutting.last(s, level))
+            for transfer in cutting.transfers(level):
+                for s in (transfer.source, transfer.target):
+                    behind[s] += self.send([transfer.name])
+        return before, behind

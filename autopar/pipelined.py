@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from autopar.candidates import REPLICATE
-from autopar.cluster import Cluster
+from autopar.cluster import Link
 from autopar.cost.memory import format_bytes
 from autopar.dims import analyze
-from autopar.durations import Durations
+from autopar.durations import Taken, most_sent, step_seconds, taken_by
 from autopar.errors import InfeasibleError
 from autopar.layout import At, Layout, Placement, Replicate
 from autopar.passes.pad_dims import pad
 from autopar.pipeline.asked import Arrangement
 from autopar.pipeline.choose import Line, balanced_cuts, line_of, named_cuts, random_cuts
-from autopar.pipeline.memory import Holdings
+from autopar.pipeline.memory import Held, held_by, peaks
 from autopar.pipeline.pieces import FORWARD, INPUT, WEIGHT, Cutting
-from autopar.pipeline.schedules import Order, device_of, order
+from autopar.pipeline.schedules import SCHEDULES, Order, device_of, order
 from autopar.plan import Certificate, Pipeline, Plan
 from autopar.program import Program
 from autopar.search.build import Share
@@ -29,62 +29,74 @@ INSIDE = "; the devices of a stage: "
 Rewrite = Callable[[Program, Plan], Program]
 
 
+@dataclass(frozen=True)
 class Staged:
-    """A program cut into stages.
+    """A model cut into stages.
+
+    Attributes:
+        plan: for the devices of a stage, if these had the whole model; its ``stages`` are known.
+        arrangement: of the stages.
+        held: what each stage holds.
+        taken: what each stage takes.
+        holders: the stage that holds each parameter; None: all do.
+    """
+
+    plan: Plan
+    arrangement: Arrangement
+    held: Sequence[Held]
+    taken: Sequence[Taken]
+    holders: Mapping[str, int | None]
+
+    def seconds(self, actions: Order) -> float:
+        """Of a step."""
+        return step_seconds(self.taken, actions)
+
+    def peak(self, actions: Order) -> dict[str, float]:
+        """Bytes by category, on the device that holds the most."""
+        return max(peaks(self.held, actions), key=lambda held: sum(held.values()))
+
+    def whole(self, schedule: str, actions: Order) -> Plan:
+        """The plan for the whole mesh under a schedule."""
+        plan, a = self.plan, self.arrangement
+        peak, devices, seconds = self.peak(actions), device_of(actions), self.seconds(actions)
+        sent = plan.microbatches * most_sent(self.taken, devices)
+        predicted = replace(
+            plan.predicted,
+            step_seconds=seconds,
+            compute_seconds=plan.predicted.compute_seconds / a.devices,  # of a device, on average
+            peak_bytes=peak,
+            memory_bytes={category: peak.get(category, 0.0) for category in plan.predicted.memory_bytes},
+            communication_bytes={**plan.predicted.communication_bytes, a.axis: sent},
+        )
+        wide = _widened(plan, a, schedule, {n: None if s is None else devices[s] for n, s in self.holders.items()})
+        return replace(wide, predicted=predicted, certificate=_certificate(plan, seconds, a))
+
+
+def staged(
+    program: Program, plan: Plan, arrangement: Arrangement, link: Link, search: Search, rewrite: Rewrite
+) -> Staged:
+    """A program cut into stages under a plan.
 
     Args:
         program: of one microbatch.
         plan: for the devices of a stage, if these had the whole model.
         arrangement: of the stages.
-        axes: of the whole mesh.
-        machine: the devices, with a link for each axis.
+        link: between stages.
         search: for which it is cut.
         rewrite: the program under such a plan.
 
     Raises:
         InfeasibleError: the model has too few modules.
     """
-
-    def __init__(
-        self,
-        program: Program,
-        plan: Plan,
-        arrangement: Arrangement,
-        axes: Mapping[str, int],
-        machine: Cluster,
-        search: Search,
-        rewrite: Rewrite,
-    ) -> None:
-        padded = pad(program, plan.padding)
-        link = machine.axis_links[arrangement.axis]
-        line = line_of(padded, analyze(padded), plan)
-        stages = line.stages(_cuts(line, search, arrangement, machine))
-        self.plan = replace(plan, stages=stages)
-        self.arrangement, self.axes = arrangement, axes
-        self.cutting = Cutting(rewrite(program, self.plan), arrangement.stages)
-        self.durations = Durations(self.cutting, self.plan, link)
-        self.holdings = Holdings(self.cutting, self.plan)
-
-    def peak(self, actions: Order) -> dict[str, float]:
-        """Bytes by category, on the device that holds the most."""
-        return max(self.holdings.peaks(actions), key=lambda held: sum(held.values()))
-
-    def whole(self, schedule: str, actions: Order) -> Plan:
-        """The plan for the whole mesh under a schedule."""
-        plan, count = self.plan, self.arrangement.devices
-        peak, devices = self.peak(actions), device_of(actions)
-        seconds = self.durations.step(actions)
-        sent = {**plan.predicted.communication_bytes, self.arrangement.axis: _sent(self.cutting, devices)}
-        predicted = replace(
-            plan.predicted,
-            step_seconds=seconds,
-            compute_seconds=plan.predicted.compute_seconds / count,  # of a device, on average
-            peak_bytes=peak,
-            memory_bytes={category: peak.get(category, 0.0) for category in plan.predicted.memory_bytes},
-            communication_bytes=sent,
-        )
-        wide = _widened(plan, self.axes, Pipeline(self.arrangement.axis, schedule), self.cutting, devices)
-        return replace(wide, predicted=predicted, certificate=_certificate(plan, seconds, self.arrangement))
+    padded = pad(program, plan.padding)
+    line = line_of(padded, analyze(padded), plan)
+    plan = replace(plan, stages=line.stages(_cuts(line, search, arrangement, link)))
+    cutting = Cutting(rewrite(program, plan), arrangement.stages)
+    split = any(SCHEDULES[name].split for name in arrangement.schedules)
+    holders = {name: stages[0] if len(stages := cutting.holders(name)) < arrangement.stages else None
+               for name in plan.parameters}  # fmt: skip
+    held, taken = held_by(cutting, plan, split), taken_by(cutting, plan, link, split)
+    return Staged(plan, arrangement, held, taken, holders)
 
 
 def orders(arrangement: Arrangement, count: int) -> dict[str, Order]:
@@ -128,12 +140,12 @@ def missing(plan: Plan, needed: float, memory: float) -> InfeasibleError:
     )
 
 
-def _cuts(line: Line, search: Search, arrangement: Arrangement, machine: Cluster) -> list[int]:
+def _cuts(line: Line, search: Search, arrangement: Arrangement, link: Link) -> list[int]:
     if arrangement.modules:
         return named_cuts(line, arrangement.modules)
     if search.recipe == "random":
         return random_cuts(line, arrangement.stages, search.seed)
-    return balanced_cuts(line, arrangement.stages, machine.axis_links[arrangement.axis])
+    return balanced_cuts(line, arrangement.stages, link)
 
 
 def _certificate(plan: Plan, seconds: float, arrangement: Arrangement) -> Certificate:
@@ -146,35 +158,24 @@ def _certificate(plan: Plan, seconds: float, arrangement: Arrangement) -> Certif
     return replace(inside, objective=seconds, lower_bound=inside.lower_bound / devices, space=space, checked=None)
 
 
-def _sent(cutting: Cutting, devices: list[int]) -> float:
-    """Bytes that the device which sends the most sends to other stages' devices in the microbatches of a step."""
-    sent = [0.0] * (max(devices) + 1)
-    for stage, device in enumerate(devices):
-        for names, other in ((cutting.received(stage + 1), stage + 1), (cutting.returned(stage - 1), stage - 1)):
-            if 0 <= other < len(devices) and devices[other] != device:
-                size = sum(cutting.node(name).meta["val"].nbytes for name in names)
-                sent[device] += float(size * cutting.program.microbatches)
-    return max(sent)
-
-
-def _widened(plan: Plan, axes: Mapping[str, int], pipeline: Pipeline, cutting: Cutting, devices: list[int]) -> Plan:
+def _widened(plan: Plan, a: Arrangement, schedule: str, holders: Mapping[str, int | None]) -> Plan:
     """The plan of the whole mesh: everything is alike on all stages, but for parameters."""
-    index, everywhere = list(axes).index(pipeline.axis), Replicate()
+    axes = dict(a.axes)
+    index, everywhere = list(axes).index(a.axis), Replicate()
 
     def wide(layout: Layout, placement: Placement = everywhere) -> Layout:
         return (*layout[:index], placement, *layout[index:])
 
-    parameters = {}
-    for name, layout in plan.parameters.items():
-        holders = cutting.holders(name)
-        parameters[name] = wide(layout, At(devices[holders[0]]) if len(holders) < len(plan.stages) else everywhere)
+    def at(device: int | None) -> Placement:
+        return everywhere if device is None else At(device)
+
     return replace(
         plan,
         axes=tuple(axes.items()),
-        parameters=parameters,
+        parameters={name: wide(layout, at(holders[name])) for name, layout in plan.parameters.items()},
         batch={name: wide(layout) for name, layout in plan.batch.items()},
         results={name: wide(layout) for name, layout in plan.results.items()},
         relays={name: wide(layout) for name, layout in plan.relays.items()},
         choices={name: (*names[:index], REPLICATE, *names[index:]) for name, names in plan.choices.items()},
-        pipeline=pipeline,
+        pipeline=Pipeline(a.axis, schedule),
     )

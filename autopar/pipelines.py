@@ -21,7 +21,7 @@ from autopar.dims import Dims
 from autopar.errors import InfeasibleError
 from autopar.pipeline.asked import Arrangement, arrangements, counts, without_pipeline
 from autopar.pipeline.schedules import Order
-from autopar.pipelined import INSIDE, Staged, missing, orders, share_of
+from autopar.pipelined import INSIDE, Staged, missing, orders, share_of, staged
 from autopar.plan import TIME_LIMIT, Certificate, Plan
 from autopar.program import Program
 from autopar.search.build import WHOLE, Share
@@ -84,6 +84,7 @@ def best_pipeline(
     works: Works,
     floor: float,
     progress: Progress | None,
+    factored: bool,
 ) -> Plan:
     """The fastest plan with the stages that are asked for; where they are searched, with or without.
 
@@ -96,12 +97,13 @@ def best_pipeline(
         works: what plans are made with.
         floor: seconds that no step falls below, see `least_seconds`.
         progress: called with ``(phase, incumbent, bound)``.
+        factored: whether stages may take a factor of an axis.
 
     Raises:
         InfeasibleError: the mesh, the model or the schedule allows none, or nothing fits.
     """
-    links = dict(zip(axes, machine.link_for(axes), strict=True))
-    task = _Task(program, axes, replace(machine, axis_links=links), search, memory, works, floor, progress)
+    found = arrangements(search, axes, program.training, factored)
+    task = _Task(program, found, machine, search, memory, works, floor, progress)
     task.run()
     return task.result()
 
@@ -110,10 +112,10 @@ class _Task:
     """The search, and what it has found."""
 
     def __init__(
-        self, program: Program, axes: Mapping[str, int], machine: Cluster, search: Search, memory: float | None,
+        self, program: Program, ways: list[Arrangement], machine: Cluster, search: Search, memory: float | None,
         works: Works, floor: float, progress: Progress | None,
     ) -> None:  # fmt: skip
-        self.program, self.axes, self.machine, self.search = program, axes, machine, search
+        self.program, self.ways, self.machine, self.search = program, ways, machine, search
         self.memory, self.works, self.floor = memory, works, floor
         self.progress = progress or (lambda phase, incumbent, bound: None)
         self.deadline = time.monotonic() + search.time_limit
@@ -121,15 +123,14 @@ class _Task:
         self.certificates: list[Certificate] = []
         self.tried: dict[Arrangement, list[int]] = {}
         self.errors: list[InfeasibleError] = []
-        self.free: dict[tuple[str, int], Plan] = {}
+        self.free: dict[tuple[tuple[tuple[str, int], ...], str, int], Plan] = {}  # by axes, axis and microbatches
         self.stopped = False
 
     def run(self) -> None:
-        found = arrangements(self.search, self.axes, self.program.training)
         if self.search.stages_open:
             self._try(self.works.flat)
         random = self.search.recipe == "random"
-        for arrangement in [found[self.search.seed % len(found)]] if random and found else found:
+        for arrangement in [self.ways[self.search.seed % len(self.ways)]] if random and self.ways else self.ways:
             slower, limit = 0, math.inf
             for count in counts(self.program, self.search, arrangement):
                 if self._is_useless(arrangement, count) or slower >= PATIENCE:
@@ -162,7 +163,8 @@ class _Task:
         split = arrangement.virtual > 1 or "zb-h1" in arrangement.schedules
         waits = 1.0 if split else least_wait(arrangement.devices, count)
         # In more microbatches the devices of a stage are not faster.
-        known = [p for (axis, n), p in self.free.items() if axis == arrangement.axis and count % n == 0]
+        where = arrangement.axes, arrangement.axis
+        known = [p for (*place, n), p in self.free.items() if tuple(place) == where and count % n == 0]
         bound = max((p.certificate.lower_bound / arrangement.devices for p in known), default=0.0)
         return max(self.floor * waits, bound) >= self._seconds
 
@@ -183,15 +185,16 @@ class _Task:
             raise InfeasibleError(
                 'in a pipeline of one microbatch all stages but one wait: pin {"microbatches": n} with n of at least 2'
             )
-        if (a.axis, count) not in self.free:
-            self.free[a.axis, count] = self._inside(part, a)
-        plan = self.free[a.axis, count]
-        staged = self._staged(part, plan, a)
+        key = (a.axes, a.axis, count)
+        if key not in self.free:
+            self.free[key] = self._inside(part, a)
+        plan = self.free[key]
+        cut = self._staged(part, plan, a)
         found: Plan | None = None
         least: Plan | None = None
         needed = math.inf
-        for schedule, actions in self._ordered(staged, allowed):
-            whole = staged.whole(schedule, actions)
+        for schedule, actions in self._ordered(cut, allowed):
+            whole = cut.whole(schedule, actions)
             if self.memory is not None and _needed(whole) > self.memory:
                 least = whole if least is None else min(least, whole, key=_needed)
                 if whole.predicted.step_seconds >= min(self._seconds, math.inf if found is None else _seconds(found)):
@@ -209,11 +212,11 @@ class _Task:
         bound = plan.certificate.lower_bound / a.devices  # of all plans, in whatever memory
         return replace(found, certificate=replace(found.certificate, lower_bound=bound))
 
-    def _ordered(self, staged: Staged, allowed: Mapping[str, Order]) -> Sequence[tuple[str, Order]]:
+    def _ordered(self, cut: Staged, allowed: Mapping[str, Order]) -> Sequence[tuple[str, Order]]:
         """Schedules, the fastest first; of a random plan one."""
         if self.search.recipe == "random":
             return [list(allowed.items())[self.search.seed % len(allowed)]]
-        return sorted(allowed.items(), key=lambda item: staged.durations.step(item[1]))
+        return sorted(allowed.items(), key=lambda item: cut.seconds(item[1]))
 
     def _fitting(self, part: Program, a: Arrangement, schedule: str, actions: Order) -> Plan:
         """The best plan under a schedule that fits."""
@@ -239,11 +242,16 @@ class _Task:
         beat: float = math.inf,
     ) -> Plan:
         search = without_pipeline(self.search)
-        asked = Inside(a.inside(self.axes), self.machine, a.axis, search, memory, share, peak, beat)
+        asked = Inside(a.inside, self._machine(a), a.axis, search, memory, share, peak, beat)
         return self.works.inside(part, asked)
 
     def _staged(self, part: Program, plan: Plan, a: Arrangement) -> Staged:
-        return Staged(part, plan, a, self.axes, self.machine, self.search, self.works.rewrite)
+        return staged(part, plan, a, self._machine(a).axis_links[a.axis], self.search, self.works.rewrite)
+
+    def _machine(self, a: Arrangement) -> Cluster:
+        """The devices, with a link for each axis."""
+        axes = dict(a.axes)
+        return replace(self.machine, axis_links=dict(zip(axes, self.machine.link_for(axes), strict=True)))
 
     def result(self) -> Plan:
         """The best plan, with a certificate for all that was looked at."""

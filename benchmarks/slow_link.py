@@ -190,9 +190,9 @@ def table(rows: list[dict[str, Any]]) -> str:
         lines.append(f"{r['plan']:<20} {predicted} {1e3 * r['measured']:12.1f}  {r['what']}, {r['parts']} microbatches")
     by_name = {r["plan"]: r["measured"] for r in rows}
     others = [t for name, t in by_name.items() if name not in (PIPELINED, BY_HAND)]
+    ratios = by_name[PIPELINED] / min(others), by_name[PIPELINED] / by_name[BY_HAND]
     lines.append(
-        f"\nthe search with stages over the fastest plan without: {by_name[PIPELINED] / min(others):.3f}; over torch by "
-        f"hand: {by_name[PIPELINED] / by_name[BY_HAND]:.3f}"
+        "\nthe search with stages over the fastest plan without: {:.3f}; over torch by hand: {:.3f}".format(*ratios)
     )
     return "\n".join(lines)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from autopar.errors import InfeasibleError
 from autopar.pipeline.schedules import SCHEDULES, Schedule, any_count
@@ -16,6 +16,12 @@ from autopar.search.restrict import Restrictions
 
 _PINS = (STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS)
 
+FACTOR = "_stages"
+"""Ends the name of an axis that is a factor of another."""
+
+MOST_DEVICES = 64
+"""Longer pipelines are not tried."""
+
 STAGES_A_DEVICE = (1, 2, 4)
 """How many stages a device may have where that is searched."""
 
@@ -25,13 +31,15 @@ class Arrangement:
     """How stages lie on a mesh, and the schedules that they may follow.
 
     Attributes:
-        axis: of the mesh, along which the stages lie.
+        axes: name and size of each axis of the mesh.
+        axis: along which the stages lie.
         devices: along the axis.
         virtual: stages on each.
         schedules: see `autopar.pipeline.schedules`.
         modules: at which the stages behind the first begin; empty: they are chosen.
     """
 
+    axes: tuple[tuple[str, int], ...]
     axis: str
     devices: int
     virtual: int
@@ -43,13 +51,20 @@ class Arrangement:
         """On all devices."""
         return self.devices * self.virtual
 
-    def inside(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """What belongs to axes, without the axis of the stages."""
-        return {name: value for name, value in row.items() if name != self.axis}
+    @property
+    def inside(self) -> dict[str, int]:
+        """The axes of the devices of a stage."""
+        return {name: size for name, size in self.axes if name != self.axis}
 
 
-def arrangements(search: Search, axes: Mapping[str, int], training: bool) -> list[Arrangement]:
+def arrangements(search: Search, axes: Mapping[str, int], training: bool, factored: bool = False) -> list[Arrangement]:
     """All that the pins of a search leave open, those with the fewest stages on a device first.
+
+    Args:
+        search: whose pins.
+        axes: of the mesh.
+        training: whether there is a backward pass.
+        factored: whether stages may take a factor of an axis, which becomes an axis of its own.
 
     Raises:
         InfeasibleError: no axis of the mesh has as many devices, or no schedule as many stages on each.
@@ -57,16 +72,15 @@ def arrangements(search: Search, axes: Mapping[str, int], training: bool) -> lis
     wanted, modules = search.pins.get(STAGE_AXIS), search.stage_modules
     if wanted is not None and wanted not in axes:
         raise InfeasibleError(f"pin {STAGE_AXIS!r}: the mesh has no axis {wanted!r}; it has {dict(axes)}")
-    fitting = {name: n for name, n in axes.items() if n > 1 and wanted in (None, name)}
+    places = [p for p in _places(axes, factored) if wanted in (None, p.axis, p.axis.removesuffix(FACTOR))]
     if not search.stages_open:
         devices = search.pins[STAGES] if not modules else (len(modules) + 1) // int(search.pins.get(VIRTUAL, 1))
-        first = next((name for name, n in fitting.items() if n == devices), None)
-        if first is None:
+        places = [p for p in places if p.devices == devices][:1]
+        if not places:
             raise InfeasibleError(
                 f"no axis of the mesh {dict(axes)} has {devices} devices for as many stages; ask for the number of "
                 f"stages that an axis has (pin {VIRTUAL!r} for several on each device), or make another mesh"
             )
-        fitting = {first: devices}
     pinned = search.pins.get(SCHEDULE)
     names = tuple(SCHEDULES) if pinned is None else (str(pinned),)
     unknown = [name for name in names if name not in SCHEDULES]
@@ -78,8 +92,28 @@ def arrangements(search: Search, axes: Mapping[str, int], training: bool) -> lis
         ways = dict.fromkeys(each, names)  # where the two do not go together, that is said with what would
     elif ways.get(1) and not search.stages_open:
         ways = {1: ways[1]}  # as many stages as are asked for
-    return [Arrangement(name, n, each, found, modules) for each, found in ways.items() if found
-            for name, n in fitting.items()]  # fmt: skip
+    return [Arrangement(p.axes, p.axis, p.devices, n, found, modules) for n, found in ways.items() if found
+            for p in places]  # fmt: skip
+
+
+class _Place(NamedTuple):
+    """Where stages may lie."""
+
+    axes: tuple[tuple[str, int], ...]
+    axis: str
+    devices: int
+
+
+def _places(axes: Mapping[str, int], factored: bool) -> list[_Place]:
+    """Whole axes, and then the factors of each, the smallest first."""
+    given = tuple(axes.items())
+    found = [_Place(given, name, n) for name, n in given if n > 1]
+    for i, (name, n) in enumerate(given if factored else ()):
+        for factor in range(2, min(n, MOST_DEVICES + 1)):
+            if n % factor == 0:
+                split = (*given[:i], (f"{name}{FACTOR}", factor), (name, n // factor), *given[i + 1 :])
+                found.append(_Place(split, f"{name}{FACTOR}", factor))
+    return [p for p in found if p.devices <= MOST_DEVICES]
 
 
 def _suits(schedule: Schedule, virtual: int, training: bool) -> bool:

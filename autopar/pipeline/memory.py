@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,56 +23,82 @@ SHARED = ("buffers", "batch", "results")
 """Categories that the stages of a device have in common."""
 
 
-class Holdings:
-    """What the devices of a pipeline hold, whatever schedule they follow.
+@dataclass(frozen=True)
+class Held:
+    """What one stage holds, in bytes.
+
+    Attributes:
+        steady: through the whole step, by category.
+        saved: by a microbatch, from its forward to its backward.
+        for_weights: by a microbatch, from the part of its backward for the input to that for the weights.
+        transient: what each action makes and gives back, at most, on top of what is saved before it.
+    """
+
+    steady: Mapping[str, float]
+    saved: float
+    for_weights: float
+    transient: Mapping[str, float]
+
+    def change(self, kind: str) -> float:
+        """Bytes of activations more, after an action."""
+        if kind in (FORWARD, BACKWARD):
+            return self.saved if kind == FORWARD else -self.saved
+        return self.for_weights - self.saved if kind == INPUT else -self.for_weights
+
+
+def held_by(cutting: Cutting, plan: Plan, split: bool) -> list[Held]:
+    """What each stage holds, whatever schedule its device follows.
 
     Args:
         cutting: of the rewritten program, in stages.
         plan: for the devices of a stage.
+        split: whether the backward may be in two parts.
     """
+    propagate(cutting.program, plan, everything=True)
+    stages = [_Stage(cutting, stage, plan.optimizer) for stage in range(cutting.stages)]
+    kinds = (FORWARD, BACKWARD, INPUT, WEIGHT) if split else (FORWARD, BACKWARD)
+    return [
+        Held(s.steady(), s.saved(), s.for_weights() if split else 0.0, {kind: s.transient(kind) for kind in kinds})
+        for s in stages
+    ]
 
-    def __init__(self, cutting: Cutting, plan: Plan) -> None:
-        propagate(cutting.program, plan, everything=True)
-        self.stages = [_Stage(cutting, stage, plan.optimizer) for stage in range(cutting.stages)]
 
-    def peaks(self, order: Order) -> list[dict[str, float]]:
-        """Bytes by category, at the moment when each device holds the most.
+def peaks(stages: Sequence[Held], order: Order) -> list[dict[str, float]]:
+    """Bytes by category, at the moment when each device holds the most.
 
-        Categories are those of `autopar.liveness`. A microbatch's activations are held from its forward to its
-        backward, as many at a time as the schedule has under way; of a split backward, the part for the weights holds
-        what it takes.
+    Categories are those of `autopar.liveness`. A microbatch's activations are held from its forward to its backward, as
+    many at a time as the schedule has under way; of a split backward, the part for the weights holds what it takes.
 
-        Args:
-            order: what each device does.
-        """
-        return [self._peak(row) for row in order]
+    Args:
+        stages: what each holds.
+        order: what each device does.
+    """
+    return [_peak(stages, row) for row in order]
 
-    def _peak(self, row: Sequence[Action]) -> dict[str, float]:
-        steady: dict[str, float] = {}
-        for stage in (self.stages[s] for s in sorted({a.stage for a in row})):
-            for category, size in stage.steady.items():
-                before = steady.get(category, 0.0)
-                steady[category] = max(before, size) if category in SHARED else before + size
-        most, activations, transient = sum(steady.values()), 0.0, 0.0
-        held = 0.0
-        for action in row:
-            stage = self.stages[action.stage]
-            now = stage.transient(action.kind)
-            if sum(steady.values()) + held + now > most:
-                most, activations, transient = sum(steady.values()) + held + now, held, now
-            held += stage.change(action.kind)
-        return {**steady, "activations": activations, "transient": steady["transient"] + transient}
+
+def _peak(stages: Sequence[Held], row: Sequence[Action]) -> dict[str, float]:
+    steady: dict[str, float] = {}
+    for stage in sorted({a.stage for a in row}):
+        for category, size in stages[stage].steady.items():
+            before = steady.get(category, 0.0)
+            steady[category] = max(before, size) if category in SHARED else before + size
+    most, activations, transient, held = 0.0, 0.0, 0.0, 0.0
+    for action in row:
+        now = stages[action.stage].transient[action.kind]
+        if held + now > most:
+            most, activations, transient = held + now, held, now
+        held += stages[action.stage].change(action.kind)
+    return {**steady, "activations": activations, "transient": steady["transient"] + transient}
 
 
 @dataclass
 class _Stage:
-    """What one stage holds."""
+    """What one stage holds, from its graphs."""
 
     cutting: Cutting
     stage: int
     optimizer: str
 
-    @cached_property
     def steady(self) -> dict[str, float]:
         """Held through the whole step."""
         cutting, program = self.cutting, self.cutting.program
@@ -100,31 +126,19 @@ class _Stage:
                 found["results"] += float(made.meta["val"].nbytes * rows)
         return found
 
-    def change(self, kind: str) -> float:
-        """Bytes of activations more, after an action."""
-        if kind in (FORWARD, BACKWARD):
-            return self._saved if kind == FORWARD else -self._saved
-        return self._for_weights - self._saved if kind == INPUT else -self._for_weights
-
     def transient(self, kind: str) -> float:
-        """Bytes that an action makes and gives back, at most, on top of what is saved before it."""
-        if kind not in self._transients:
-            self._transients[kind] = self._largest(self.cutting.piece(self.stage, kind))
-        return self._transients[kind]
+        """See `Held`."""
+        return self._largest(self.cutting.piece(self.stage, kind))
 
-    @cached_property
-    def _transients(self) -> dict[str, float]:
-        return {}
-
-    @cached_property
-    def _saved(self) -> float:
+    def saved(self) -> float:
+        """See `Held`."""
         cutting = self.cutting
         names = {*cutting.piece(self.stage, BACKWARD).takes, *cutting.returned(self.stage - 1)}
         made = {*cutting.piece(self.stage, FORWARD).gives, *cutting.received(self.stage)}
         return self._bytes(names & made)
 
-    @cached_property
-    def _for_weights(self) -> float:
+    def for_weights(self) -> float:
+        """See `Held`."""
         made = {*self.cutting.piece(self.stage, FORWARD).gives, *self.cutting.piece(self.stage, INPUT).gives}
         made |= {*self.cutting.received(self.stage), *self.cutting.returned(self.stage)}
         return self._bytes({*self.cutting.piece(self.stage, WEIGHT).takes} & made)

@@ -8,7 +8,7 @@ import pytest
 
 from autopar.compiler import program_of, rewrite, solve
 from autopar.errors import InfeasibleError
-from autopar.pipeline.memory import Holdings
+from autopar.pipeline.memory import held_by, peaks
 from autopar.pipeline.pieces import Cutting
 from autopar.pipeline.runner import StageRun
 from autopar.pipeline.schedules import order
@@ -39,10 +39,10 @@ def test_microbatches_under_way(schedule: str, monkeypatch: pytest.MonkeyPatch) 
 def test_memory_goes_with_them() -> None:
     program = program_of(*zoo.mlp())
     plan = solve(program, {"stage": 2}, "cpu", search=Search(pins={"stages": 2, "microbatches": 4}))
-    holdings = Holdings(Cutting(rewrite(program, plan), 2), plan.inner)
+    held = held_by(Cutting(rewrite(program, plan), 2), plan.inner, split=False)
 
     def peak(schedule: str, microbatches: int) -> float:
-        return sum(holdings.peaks(order(schedule, 2, microbatches))[0].values())
+        return sum(peaks(held, order(schedule, 2, microbatches))[0].values())
 
     saved = peak("gpipe", 3) - peak("gpipe", 2)
     assert saved > 0

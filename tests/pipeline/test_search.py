@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import autopar
 from autopar.cluster import Cluster, Link
 from autopar.compiler import program_of, rewrite, solve
 from autopar.errors import InfeasibleError
@@ -123,3 +124,17 @@ def test_later_stages_wait(stages: list[float], count: int, schedule: str, ahead
     took = simulate(pipeline(order(schedule, devices, count), forward, backward, 0.0)).step_seconds
     work = count * sum(stages) / devices
     assert took >= work * least_wait(devices, count) * (1 - 1e-9)
+
+
+def test_stages_may_take_a_factor_of_an_axis() -> None:
+    model, batch = captured()[1:]
+    links = replace(machine(1e7), group_sizes=(2,))
+    search = Search(pins={"stages": 2, "microbatches": 4})
+    plan = autopar.plan(model, batch, cluster=links, axes={"node": 8}, search=search)
+    assert dict(plan.axes) == {"node_stages": 2, "node": 4}
+    assert plan.pipeline is not None
+    assert plan.pipeline.axis == "node_stages"
+    report = autopar.verify(model, batch, dict(plan.axes), plan=plan)
+    assert report.max_error < 1e-10, report.worst
+    with pytest.raises(InfeasibleError, match="no axis of the mesh"):  # of a mesh that is there
+        solve(captured()[0], {"node": 8}, links, search=search)
