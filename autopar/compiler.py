@@ -139,7 +139,7 @@ def program_to_plan(
     def make(model: nn.Module) -> Program:
         return program_of(model, batch, loss_fn=loss_fn, precision=precision)
 
-    if search.recipe == "random" or not search.tie_layers or search.pipelines:
+    if search.recipe == "random" or not search.tie_layers or search.stage_modules:
         return make(model)
 
     def say(text: str) -> None:

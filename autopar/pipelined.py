@@ -92,11 +92,16 @@ def staged(
     line = line_of(padded, analyze(padded), plan)
     plan = replace(plan, stages=line.stages(_cuts(line, search, arrangement, link)))
     cutting = Cutting(rewrite(program, plan), arrangement.stages)
-    split = any(SCHEDULES[name].split for name in arrangement.schedules)
+    split = splits(arrangement)
     holders = {name: stages[0] if len(stages := cutting.holders(name)) < arrangement.stages else None
                for name in plan.parameters}  # fmt: skip
     held, taken = held_by(cutting, plan, split), taken_by(cutting, plan, link, split)
     return Staged(plan, arrangement, held, taken, holders)
+
+
+def splits(arrangement: Arrangement) -> bool:
+    """Whether a schedule may split the backward."""
+    return any(SCHEDULES[name].split for name in arrangement.schedules)
 
 
 def orders(arrangement: Arrangement, count: int) -> dict[str, Order]:

@@ -27,6 +27,7 @@ from autopar.program import Program
 from autopar.search.build import WHOLE, Share
 from autopar.search.find import Peak, Progress, Search
 from autopar.search.interrupt import requested
+from autopar.staged_blocks import staged_blocks
 from autopar.work import arithmetic_dtype, operator_work
 
 PATIENCE = 2
@@ -246,7 +247,10 @@ class _Task:
         return self.works.inside(part, asked)
 
     def _staged(self, part: Program, plan: Plan, a: Arrangement) -> Staged:
-        return staged(part, plan, a, self._machine(a).axis_links[a.axis], self.search, self.works.rewrite)
+        link = self._machine(a).axis_links[a.axis]
+        if part.repeat is not None:
+            return staged_blocks(part, plan, a, link, self.works.rewrite)
+        return staged(part, plan, a, link, self.search, self.works.rewrite)
 
     def _machine(self, a: Arrangement) -> Cluster:
         """The devices, with a link for each axis."""

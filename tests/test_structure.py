@@ -71,6 +71,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "abridge",
         "durations",
         "pipelined",
+        "staged_blocks",
         "pipelines",
         "compiler",
         "comparison",
