@@ -11,7 +11,8 @@ After (the graph computes the same)::
     dh = aten.mm(dy, w1t)   # stage 1
     dw0 = aten.mm(xt, dh)   # stage 0
 
-Gradients go from later stages to earlier ones only. A value that shrinks as it is moved is moved before it is sent.
+Gradients go from later stages to earlier ones only. What a stage makes again for its backward pass it makes for itself.
+A value that shrinks as it is moved is moved before it is sent.
 What stages add to the gradient of a parameter that they share is added up over the microbatches first, and then over
 the stages: ``accumulate(a + b)`` becomes ``accumulate(a) + accumulate(b)``.
 """
@@ -26,9 +27,10 @@ from torch import fx
 from autopar.accumulate import accumulate
 from autopar.collective import axis_index
 from autopar.origin import inherit_origin
+from autopar.pipeline.pieces import free_nodes
 from autopar.pipeline.positions import cuts_at, forward_nodes, positions
 from autopar.plan import Plan
-from autopar.program import Program
+from autopar.program import Program, map_nodes
 
 aten = torch.ops.aten
 
@@ -41,16 +43,45 @@ def cut_pipeline(program: Program, plan: Plan) -> Program:
     cuts = cuts_at(program, forward, [s.modules[0] for s in plan.stages[1:]])
     for node, position in positions(program, forward).items():
         node.meta["stage"] = bisect_right(cuts, position)
-    once = program.once
-    for node in program.graph.graph.nodes:
-        if node.op == "call_function" and node not in forward and node not in once:
-            later = [a.meta["stage"] for a in node.all_input_nodes if "stage" in a.meta and a not in forward]
-            node.meta["stage"] = min([node.meta["stage"], *later])
+    _follow_gradients(program, forward)
     _shrink_first(program, forward)
     for node in list(program.graph.graph.nodes):
         if node.target is accumulate:
             _accumulate_apart(program.graph.graph, node)
     return program
+
+
+def _follow_gradients(program: Program, forward: set[fx.Node]) -> None:
+    """Put what takes a gradient into no later stage than the one that makes it.
+
+    What the backward pass makes again needs no gradient, and a later stage that takes it makes it for itself.
+    """
+    free, once, graph = free_nodes(program), program.once, program.graph.graph
+    behind = {n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "tangent"}
+    copies: dict[tuple[fx.Node, int], fx.Node] = {}
+
+    def own(node: fx.Node, stage: int, user: fx.Node) -> fx.Node:
+        """What is made again, of a stage."""
+        if node.op != "call_function" or node in forward or node in free or node in behind:
+            return node
+        if node.meta["stage"] >= stage:
+            return node
+        if (node, stage) not in copies:
+            arguments = {a: own(a, stage, user) for a in node.all_input_nodes}
+            with graph.inserting_before(user):
+                copy = graph.node_copy(node, arguments.__getitem__)
+            copy.meta = {**node.meta, "stage": stage}
+            copies[node, stage] = copy
+        return copies[node, stage]
+
+    for node in list(graph.nodes):
+        if node.op == "call_function" and any(a in behind for a in node.all_input_nodes):
+            behind.add(node)
+        if node.op != "call_function" or node in forward or node in once:
+            continue
+        gradients = [a.meta["stage"] for a in node.all_input_nodes if "stage" in a.meta and a in behind]
+        stage = node.meta["stage"] = min([node.meta["stage"], *gradients])
+        node.args, node.kwargs = map_nodes((node.args, node.kwargs), lambda a, s=stage, n=node: own(a, s, n))
 
 
 def _shrink_first(program: Program, forward: set[fx.Node]) -> None:

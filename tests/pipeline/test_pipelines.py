@@ -12,6 +12,7 @@ from torch import nn
 from autopar.accumulate import accumulate
 from autopar.compiler import DETERMINISTIC_PASSES, program_of, rewrite, solve
 from autopar.errors import InfeasibleError
+from autopar.origin import is_backward, module_path
 from autopar.pipeline.pieces import BACKWARD, FORWARD, INPUT, WEIGHT, Cutting
 from autopar.pipeline.runner import StageRun
 from autopar.plan import Plan
@@ -123,6 +124,25 @@ def test_every_operator_of_the_backward_runs_once() -> None:
         assert names[WEIGHT]
     # The last stage returns one gradient and no term of it: the sum is made where its terms are.
     assert len(cutting.returned(0)) == len(cutting.received(1))
+
+
+def test_a_stage_makes_again_what_it_takes() -> None:
+    """Masks and rotary embeddings, made again for all layers, must not draw the backward pass to the first stage."""
+    model, batch = zoo.llama(layers=2)
+    program = program_of(model, batch)
+    pins = {"stages": ["model.layers.1"], "microbatches": 2, "schedule": "1f1b", "recompute": "search"}
+    ample = solve(program, {"stage": 2}, "cpu", search=Search(pins={**pins, "recompute": "none"}))
+    budget = 0.8 * sum(ample.predicted.peak_bytes.values())
+    plan = solve(program, {"stage": 2}, "cpu", memory=budget, search=Search(pins=pins))
+    local = rewrite(program, plan, passes=DETERMINISTIC_PASSES)
+    again = [n for n in local.graph.graph.nodes if n.meta.get("original")]
+    assert again
+    late = [n for n in local.graph.graph.nodes if is_backward(n) and module_path(n).startswith("model.layers.1.")]
+    assert {n.meta["stage"] for n in late} == {1}
+    cutting = Cutting(local, 2)
+    assert len(cutting.returned(0)) == 1
+    report = compare(program, local, plan, global_values(program, model, batch), torch.float64)
+    assert report.max_error < BOUND, report.worst
 
 
 def test_by_hand() -> None:
