@@ -27,11 +27,15 @@ from autopar.program import Program
 from autopar.search.build import WHOLE, Share
 from autopar.search.find import Peak, Progress, Search
 from autopar.search.interrupt import requested
+from autopar.search.price import fits
 from autopar.staged_blocks import staged_blocks
 from autopar.work import arithmetic_dtype, operator_work
 
 PATIENCE = 2
 """How many numbers of microbatches in a row may be slower before no more are tried."""
+
+SEARCHED = 12
+"""How many pipelines that do not fit as they are, are searched within the budget."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,17 @@ def best_pipeline(
     return task.result()
 
 
+@dataclass(frozen=True)
+class _Waiting:
+    """A pipeline that takes so many seconds in more memory than there is."""
+
+    seconds: float
+    part: Program
+    arrangement: Arrangement
+    schedule: str
+    actions: Order
+
+
 class _Task:
     """The search, and what it has found."""
 
@@ -117,7 +132,8 @@ class _Task:
         works: Works, floor: float, progress: Progress | None,
     ) -> None:  # fmt: skip
         self.program, self.ways, self.machine, self.search = program, ways, machine, search
-        self.memory, self.works, self.floor = memory, works, floor
+        self.memory = None if search.recipe == "random" else memory  # whose plans need not fit
+        self.works, self.floor = works, floor
         self.progress = progress or (lambda phase, incumbent, bound: None)
         self.deadline = time.monotonic() + search.time_limit
         self.best: Plan | None = None
@@ -125,35 +141,48 @@ class _Task:
         self.tried: dict[Arrangement, list[int]] = {}
         self.errors: list[InfeasibleError] = []
         self.free: dict[tuple[tuple[tuple[str, int], ...], str, int], Plan] = {}  # by axes, axis and microbatches
+        self.waiting: list[_Waiting] = []
+        self.least: Plan | None = None
         self.stopped = False
 
     def run(self) -> None:
+        """Look at all arrangements, and then within the budget at those that would be the fastest."""
         if self.search.stages_open:
             self._try(self.works.flat)
         random = self.search.recipe == "random"
         for arrangement in [self.ways[self.search.seed % len(self.ways)]] if random and self.ways else self.ways:
-            slower, limit = 0, math.inf
+            slower, least = 0, math.inf
             for count in counts(self.program, self.search, arrangement):
-                if self._is_useless(arrangement, count) or slower >= PATIENCE:
+                if self._is_useless(arrangement, count) or slower >= PATIENCE or self._is_late():
                     continue
-                if self.best is not None and (requested() or time.monotonic() > self.deadline):
-                    self.stopped = True
-                    return
-                seconds = self._try(partial(self._with, arrangement, count))
-                slower, limit = (0, seconds) if seconds < limit or seconds == math.inf else (slower + 1, limit)
+                try:
+                    seconds = self._look(arrangement, count)
+                except InfeasibleError as e:
+                    self.errors.append(e)
+                    continue
+                slower, least = (0, seconds) if seconds < least else (slower + 1, least)
+        self.deadline = time.monotonic() + self.search.time_limit
+        for candidate in sorted(self.waiting, key=lambda c: c.seconds)[:SEARCHED]:
+            if candidate.seconds >= self._seconds or self._is_late():
+                break
+            self._try(partial(self._fitting, candidate))
 
-    def _try(self, attempt: Callable[[], Plan]) -> float:
-        """Seconds of what an attempt finds; infinite if it finds nothing."""
+    def _is_late(self) -> bool:
+        """Whether what is known has to do."""
+        late = self.best is not None and (requested() or time.monotonic() > self.deadline)
+        self.stopped = self.stopped or late
+        return late
+
+    def _try(self, attempt: Callable[[], Plan]) -> None:
+        """Remember what an attempt finds, if it is the best."""
         try:
             found = attempt()
         except InfeasibleError as e:
             self.errors.append(e)
-            return math.inf
+            return
         self.certificates.append(found.certificate)
-        seconds = found.predicted.step_seconds
-        if self.best is None or seconds < self.best.predicted.step_seconds:
+        if found.predicted.step_seconds < self._seconds:
             self.best = found
-        return seconds
 
     @property
     def _seconds(self) -> float:
@@ -169,19 +198,19 @@ class _Task:
         bound = max((p.certificate.lower_bound / arrangement.devices for p in known), default=0.0)
         return max(self.floor * waits, bound) >= self._seconds
 
-    def _with(self, arrangement: Arrangement, count: int) -> Plan:
-        """The best plan with these stages and so many microbatches.
+    def _look(self, a: Arrangement, count: int) -> float:
+        """Seconds of the fastest plan with these stages and so many microbatches, whatever it needs.
+
+        One that does not fit waits to be searched within the budget.
 
         Raises:
-            InfeasibleError: the model does not allow it, or it does not fit.
+            InfeasibleError: the model does not allow it.
         """
-        a = arrangement
         phase = f"{a.devices} devices along {a.axis}, {a.stages} stages, {count} microbatches"
-        bound = min((c.lower_bound for c in self.certificates), default=0.0)
-        self.progress(phase, self._seconds, bound)
+        self.progress(phase, self._seconds, min((c.lower_bound for c in self.certificates), default=0.0))
         self.tried.setdefault(a, []).append(count)
         allowed = orders(a, count)
-        part = self._part(count)
+        part = self.works.part(count)
         if part.training and part.microbatches == 1:
             raise InfeasibleError(
                 'in a pipeline of one microbatch all stages but one wait: pin {"microbatches": n} with n of at least 2'
@@ -189,29 +218,19 @@ class _Task:
         key = (a.axes, a.axis, count)
         if key not in self.free:
             self.free[key] = self._inside(part, a)
-        plan = self.free[key]
-        cut = self._staged(part, plan, a)
-        found: Plan | None = None
-        least: Plan | None = None
-        needed = math.inf
+        cut = self._staged(part, self.free[key], a)
+        least = math.inf
         for schedule, actions in self._ordered(cut, allowed):
             whole = cut.whole(schedule, actions)
-            if self.memory is not None and _needed(whole) > self.memory:
-                least = whole if least is None else min(least, whole, key=_needed)
-                if whole.predicted.step_seconds >= min(self._seconds, math.inf if found is None else _seconds(found)):
-                    continue  # less memory does not make it faster
-                try:
-                    whole = self._fitting(part, a, schedule, actions)
-                except InfeasibleError as e:
-                    needed = min(needed, e.needed or math.inf)
-                    continue
-            if found is None or _seconds(whole) < _seconds(found):
-                found = whole
-        if found is None:
-            assert least is not None and self.memory is not None
-            raise missing(least, min(needed, _needed(least)), self.memory)
-        bound = plan.certificate.lower_bound / a.devices  # of all plans, in whatever memory
-        return replace(found, certificate=replace(found.certificate, lower_bound=bound))
+            self.certificates.append(whole.certificate)  # its bound is that of all schedules, in whatever memory
+            least = min(least, whole.predicted.step_seconds)
+            if self.memory is None or fits(_needed(whole), self.memory):
+                if whole.predicted.step_seconds < self._seconds:
+                    self.best = whole
+                break  # the next takes longer
+            self.waiting.append(_Waiting(whole.predicted.step_seconds, part, a, schedule, actions))
+            self.least = whole if self.least is None else min(self.least, whole, key=_needed)
+        return least
 
     def _ordered(self, cut: Staged, allowed: Mapping[str, Order]) -> Sequence[tuple[str, Order]]:
         """Schedules, the fastest first; of a random plan one."""
@@ -219,19 +238,23 @@ class _Task:
             return [list(allowed.items())[self.search.seed % len(allowed)]]
         return sorted(allowed.items(), key=lambda item: cut.seconds(item[1]))
 
-    def _fitting(self, part: Program, a: Arrangement, schedule: str, actions: Order) -> Plan:
-        """The best plan under a schedule that fits."""
+    def _fitting(self, c: _Waiting) -> Plan:
+        """The best plan under a schedule that fits.
+
+        Raises:
+            InfeasibleError: none does.
+        """
 
         def measured(padded: Program) -> Peak:
-            return lambda plan: self._staged(padded, plan, a).peak(actions)
+            return lambda plan: self._staged(padded, plan, c.arrangement).peak(c.actions)
 
-        share = share_of(actions, a.stages)
-        beat = self._seconds * a.devices
-        plan = self._inside(part, a, self.memory, share, measured, beat)
-        return self._staged(part, plan, a).whole(schedule, actions)
-
-    def _part(self, count: int) -> Program:
-        return self.works.part(count)
+        a = c.arrangement
+        self.progress(f"{a.devices} devices along {a.axis}, {a.stages} stages, {c.schedule}", self._seconds, 0.0)
+        share, beat = share_of(c.actions, a.stages), self._seconds * a.devices
+        plan = self._inside(c.part, a, self.memory, share, measured, beat)
+        found = self._staged(c.part, plan, a).whole(c.schedule, c.actions)
+        bound = self.free[a.axes, a.axis, c.part.microbatches].certificate.lower_bound / a.devices
+        return replace(found, certificate=replace(found.certificate, lower_bound=bound))
 
     def _inside(
         self,
@@ -260,9 +283,11 @@ class _Task:
     def result(self) -> Plan:
         """The best plan, with a certificate for all that was looked at."""
         if self.best is None:
-            known = [e for e in self.errors if e.needed is not None]
-            raise min(known, key=lambda e: e.needed or math.inf) if known else self.errors[0]
-        if len(self.certificates) == 1:
+            needed = min((e.needed for e in self.errors if e.needed is not None), default=math.inf)
+            if self.least is None or self.memory is None:
+                raise self.errors[0]
+            raise missing(self.least, min(needed, _needed(self.least)), self.memory)
+        if len({c.space for c in self.certificates}) == 1:
             return self.best
         bound = min(c.lower_bound for c in self.certificates)
         ways = [
@@ -279,10 +304,6 @@ class _Task:
 
 def _needed(plan: Plan) -> float:
     return sum(plan.predicted.peak_bytes.values())
-
-
-def _seconds(plan: Plan) -> float:
-    return plan.predicted.step_seconds
 
 
 def least_wait(devices: int, count: int) -> float:

@@ -20,6 +20,7 @@ the stages: ``accumulate(a + b)`` becomes ``accumulate(a) + accumulate(b)``.
 from __future__ import annotations
 
 from bisect import bisect_right
+from functools import partial
 
 import torch
 from torch import fx
@@ -81,7 +82,7 @@ def _follow_gradients(program: Program, forward: set[fx.Node]) -> None:
             continue
         gradients = [a.meta["stage"] for a in node.all_input_nodes if "stage" in a.meta and a in behind]
         stage = node.meta["stage"] = min([node.meta["stage"], *gradients])
-        node.args, node.kwargs = map_nodes((node.args, node.kwargs), lambda a, s=stage, n=node: own(a, s, n))
+        node.args, node.kwargs = map_nodes((node.args, node.kwargs), partial(own, stage=stage, user=node))
 
 
 def _shrink_first(program: Program, forward: set[fx.Node]) -> None:
