@@ -1,0 +1,134 @@
+"""What does the search over pipelines find for large models, how long does it take, and what was published?
+
+GPT 39.1B and GPT-3 175B on 512 A100, Llama-3-405B on 16,384 H100: stages, microbatches, schedule, layouts and
+recomputation are searched together. Beside them stand the published configuration's measured step (``--data``; by the
+source's own FLOP formula) and its step as the cost model predicts it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+GPTS = {"gpt-39.1b": (8192, 64, 48, 1536), "gpt-175b": (12288, 96, 96, 1536)}
+"""Hidden size, heads, layers, batch; sequence 2048, vocabulary 51200 (arXiv 2104.04473)."""
+
+CASES = (*GPTS, "llama3-405b")
+
+
+def main() -> None:
+    """Search each case, and print its plan beside what is known."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", action="append", choices=CASES, help="default: all")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="with published/megatron_ptdp_table1.json")
+    parser.add_argument("--time-limit", type=float, default=60.0, help="of each search inside a stage, seconds")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="write the plans there")
+    options = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "AUTOPAR_CACHE": "0"}
+    warnings.simplefilter("ignore")
+    for case in options.case or CASES:
+        print(json.dumps(measure(case, options.time_limit, options.save)), flush=True)
+        if case == "gpt-39.1b" and options.data:
+            print(json.dumps(published(options.data)), flush=True)
+
+
+def measure(case: str, time_limit: float, save: Path | None) -> dict[str, Any]:
+    """Search a case."""
+    import torch
+
+    import autopar
+    from autopar.search.find import Search
+
+    torch.set_num_threads(1)
+    model, batch, cluster, axes, flops = task(case)
+
+    def progress(phase: str, incumbent: float, bound: float) -> None:
+        if "devices along" in phase or "peak" in phase:
+            print(f"{time.perf_counter() - start:7.1f} s  {phase}  {incumbent:.4g} {bound:.4g}", file=sys.stderr)
+
+    start = time.perf_counter()
+    search = Search(pins={"stages": "search"}, time_limit=time_limit)
+    plan = autopar.plan(model, batch, cluster=cluster, axes=axes, search=search, progress=progress)
+    done = time.perf_counter() - start
+    if save:
+        plan.save(save / f"{case}.json")
+    devices, step = 1, plan.predicted.step_seconds
+    for _, size in plan.axes:
+        devices *= size
+    return {
+        "case": case,
+        "planned_s": round(done, 1),
+        "axes": dict(plan.axes),
+        "pipeline": str(plan.pipeline),
+        "stages": len(plan.stages),
+        "microbatches": plan.microbatches,
+        "recomputed_classes": len(plan.recompute),
+        "step_s": step,
+        "lower_bound_s": plan.certificate.lower_bound,
+        "gap": plan.certificate.gap,
+        "peak_GiB": sum(plan.predicted.peak_bytes.values()) / 2**30,
+        "model_tflops_a_device": flops / step / devices / 1e12,
+    }
+
+
+def task(case: str) -> tuple[Any, Any, str, dict[str, int], float]:
+    """Model, batch, devices, mesh, and operations of a step without recomputation."""
+    import torch
+
+    if case in GPTS:
+        from gpt import GPT, batch_of
+
+        hidden, heads, layers, size = GPTS[case]
+        model = GPT(hidden, heads, layers, 2048, 51200, dtype=torch.bfloat16)
+        return model, batch_of(size, 2048), "a100-80gb", {"node": 64, "gpu": 8}, gpt_flops(hidden, layers, size, 72)
+    from plan_time import llama3
+
+    model, batch = llama3(case, 126)
+    tokens = 2048 * 8192
+    attention = 12 * 126 * 16384 * 8192 * tokens  # as published figures count it: the whole square of scores
+    return model, batch, "h100", {"node": 2048, "gpu": 8}, 6 * 405.9e9 * tokens + attention
+
+
+def gpt_flops(hidden: int, layers: int, batch: int, factor: int) -> float:
+    """Operations of a step by the source's formula: 96 counts full recomputation, 72 does not."""
+    return factor * batch * 2048 * layers * hidden**2 * (1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden))
+
+
+def published(folder: Path) -> dict[str, Any]:
+    """The row of GPT 39.1B: measured, and as the cost model predicts it."""
+    from gpt import GPT, batch_of
+
+    from autopar.hybrid import predict_hybrid
+
+    table = json.loads((folder / "published" / "megatron_ptdp_table1.json").read_text())
+    row = next(dict(zip(table["columns"], r, strict=True)) for r in table["rows"] if r[0] == 39.1)
+    hidden, heads, layers, size = GPTS["gpt-39.1b"]
+    axes = {"pp": row["pipeline"], "dp": row["gpus"] // row["tensor"] // row["pipeline"], "tp": row["tensor"]}
+    found = predict_hybrid(
+        GPT(hidden, heads, layers, 2048, 51200),
+        batch_of(size, 2048),
+        cluster="a100-80gb",
+        axes=axes,
+        microbatch=row["microbatch"],
+        recompute="full",
+    )
+    measured = gpt_flops(hidden, layers, size, 96) / row["tflops_per_gpu"] / 1e12 / row["gpus"]
+    return {
+        "published": "gpt-39.1b: tensor 8, pipeline 2, data 32, microbatch 4, full recomputation, 1F1B",
+        "measured_step_s": measured,
+        "predicted_step_s": found.to_dict()["step_seconds"],
+        "model_tflops_a_device": gpt_flops(hidden, layers, size, 72) / measured / row["gpus"] / 1e12,
+    }
+
+
+if __name__ == "__main__":
+    main()
