@@ -34,6 +34,9 @@ from autopar.work import arithmetic_dtype, operator_work
 PATIENCE = 2
 """How many numbers of microbatches in a row may be slower before no more are tried."""
 
+LIMITS = 5
+"""Time limits of a search inside a stage, after which no more pipelines are looked at; and as many within the budget."""
+
 SEARCHED = 12
 """How many pipelines that do not fit as they are, are searched within the budget."""
 
@@ -135,7 +138,7 @@ class _Task:
         self.memory = None if search.recipe == "random" else memory  # whose plans need not fit
         self.works, self.floor = works, floor
         self.progress = progress or (lambda phase, incumbent, bound: None)
-        self.deadline = time.monotonic() + search.time_limit
+        self.deadline = math.inf
         self.best: Plan | None = None
         self.certificates: list[Certificate] = []
         self.tried: dict[Arrangement, list[int]] = {}
@@ -149,6 +152,7 @@ class _Task:
         """Look at all arrangements, and then within the budget at those that would be the fastest."""
         if self.search.stages_open:
             self._try(self.works.flat)
+        self.deadline = time.monotonic() + LIMITS * self.search.time_limit
         random = self.search.recipe == "random"
         for arrangement in [self.ways[self.search.seed % len(self.ways)]] if random and self.ways else self.ways:
             slower, least = 0, math.inf
@@ -161,7 +165,7 @@ class _Task:
                     self.errors.append(e)
                     continue
                 slower, least = (0, seconds) if seconds < least else (slower + 1, least)
-        self.deadline = time.monotonic() + self.search.time_limit
+        self.deadline = time.monotonic() + LIMITS * self.search.time_limit
         for candidate in sorted(self.waiting, key=lambda c: c.seconds)[:SEARCHED]:
             if candidate.seconds >= self._seconds or self._is_late():
                 break

@@ -50,7 +50,7 @@ class Search:
 
     Attributes:
         time_limit: seconds for the solver; where it searches without padding and with it, each has half of them. Each
-            number of microbatches has its own.
+            number of microbatches has its own, and so has every pipeline; after five such limits no more are tried.
         gap: relative gap at which to stop.
         pins: layouts decided by hand: name of a parameter or ``batch.0`` to one placement an axis, as text
             (``("R", "S(0)")``), torch placements or a dict by axis name. ``recompute`` is for short memory:
