@@ -30,6 +30,7 @@ def inherit_origin(node: fx.Node, source: fx.Node) -> None:
         "nn_module_stack",
         "fwd_nn_module_stack",
         "partitioner_tag",
+        "seq_nr",
         "stack_trace",
         "region",
         "saved",

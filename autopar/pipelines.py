@@ -35,7 +35,7 @@ PATIENCE = 2
 """How many numbers of microbatches in a row may be slower before no more are tried."""
 
 LIMITS = 5
-"""Time limits of a search inside a stage, after which no more pipelines are looked at; and as many within the budget."""
+"""So many time limits of one search are for looking at pipelines, and as many for searching within the budget."""
 
 SEARCHED = 12
 """How many pipelines that do not fit as they are, are searched within the budget."""

@@ -41,7 +41,8 @@ def positions(program: Program, forward: set[fx.Node]) -> dict[fx.Node, int]:
     for node, i in found.items():
         if is_steady(node):
             continue
-        by_number.setdefault((module_path(node), node.meta.get("seq_nr")), i)
+        if "seq_nr" in node.meta:
+            by_number.setdefault((module_path(node), node.meta["seq_nr"]), i)
         by_path[module_path(node)] = i
     late = [n for n in calls if n not in forward]
     for node in late:
