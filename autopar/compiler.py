@@ -34,6 +34,7 @@ from autopar.passes.cut_pipeline import cut_pipeline
 from autopar.passes.eliminate_dead_code import eliminate_dead_code
 from autopar.passes.hoist_steady import hoist_steady
 from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.insert_offload import insert_offload
 from autopar.passes.insert_recompute import insert_recompute
 from autopar.passes.localize_random import localize_random
 from autopar.passes.localize_shapes import localize_shapes
@@ -49,7 +50,7 @@ from autopar.predict import predict
 from autopar.program import Program, copy_graph, values_of
 from autopar.recompute import uniform
 from autopar.search.counts import best_count
-from autopar.search.find import Progress, Search, find_plan, require_splits
+from autopar.search.find import OFFLOAD, Progress, Search, find_plan, require_splits
 from autopar.search.in_time import along_samples
 from autopar.search.padding import paddings
 from autopar.search.quotient import Quotient, quotient
@@ -72,6 +73,7 @@ PASSES: tuple[Pass, ...] = (
     localize_random,
     lower_operators,
     cut_pipeline,
+    insert_offload,
     bucket_collectives,
     eliminate_dead_code,
 )
@@ -87,6 +89,7 @@ DETERMINISTIC_PASSES: tuple[Pass, ...] = (
     replay_random,
     lower_operators,
     cut_pipeline,
+    insert_offload,
     bucket_collectives,
     eliminate_dead_code,
 )
@@ -183,9 +186,11 @@ def solve(
             return known
         if (wanted := asked(search, axes)) is not None:
             part = in_microbatches(program, count_of(search), deterministic=deterministic)
+            pins = {OFFLOAD: "search" if search.offload else "none"}
             limits = restrictions_inside(restrictions, axes, wanted.axis)
 
             def inside(axes: Mapping[str, int], machine: Cluster, search: Search, memory: float | None) -> Plan:
+                search = replace(search, pins={**pins, **search.pins})
                 found = _best_padded(part, axes, machine, memory, optimizer, search, limits, progress, math.inf)
                 return replace(found, fingerprint=program.fingerprint, microbatches=part.microbatches)
 
@@ -282,7 +287,8 @@ def _solve(
     if search.recipe == "random":
         fixed = {key: complete(key[1], layout) for key, layout in limits.layouts.items()}
         again = search.again == "search"
-        drawn = random_plan(program, dims, axes, machine, search.seed, fixed, optimizer, again, search.regions)
+        away = search.offload and machine.device.host_bandwidth > 0
+        drawn = random_plan(program, dims, axes, machine, search.seed, fixed, optimizer, again, search.regions, away)
         return predict(program, dims, drawn)
     classes = quotient(program, dims, tie=search.tie_layers)
     plan = find_plan(

@@ -14,6 +14,7 @@ from autopar.accumulate import accumulate
 from autopar.collective import Collective, c10d
 from autopar.cost.memory import optimizer_state_bytes
 from autopar.errors import PlanError
+from autopar.host import to_device, to_host
 from autopar.origin import is_backward, module_path
 from autopar.plan import Plan
 from autopar.program import Program, is_steady, tensor_arguments, values_of
@@ -45,7 +46,8 @@ def liveness(program: Program, plan: Plan) -> list[Change]:
     Categories: ``parameters``, ``buffers``, ``batch`` and ``optimizer`` are held all the time, ``gradients`` and
     ``results`` from when they are made; ``activations`` are what the forward makes and the backward takes;
     ``communication`` is what collectives receive, ``transient`` the rest. Of a step in microbatches it is the last of
-    these, with sums that are held all the time, and with what all of them share, which is held to the end.
+    these, with sums that are held all the time, and with what all of them share, which is held to the end. What lies on
+    the host takes nothing of the device.
 
     Args:
         program: as `autopar.compiler.rewrite` returns it.
@@ -105,8 +107,8 @@ class _Liveness:
                         shared.update({self._storage(value)} if is_steady(argument) and not is_steady(node) else ())
         for storage, (node, value) in first.items():
             held = kept.get(storage)
-            if held in KINDS.values():
-                continue  # an input, shown or passed on
+            if held in KINDS.values() or node.target is to_host:
+                continue  # an input, shown or passed on; or on the host
             size = float(value.untyped_storage().nbytes())
             user = last.get(storage, node)
             total = node.target is accumulate  # it holds what the microbatches before have added up
@@ -123,7 +125,8 @@ class _Liveness:
 def _category(node: fx.Node, user: fx.Node) -> str:
     if isinstance(node.meta.get("collective"), Collective):
         return "communication"
-    return "activations" if is_backward(user) and not is_backward(node) else "transient"
+    kept = node.target is to_device or (is_backward(user) and not is_backward(node))
+    return "activations" if kept else "transient"
 
 
 @dataclass(frozen=True)

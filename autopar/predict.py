@@ -12,6 +12,7 @@ from torch import fx
 from autopar.assignment import Assignment, all_moves, assign, machine_of
 from autopar.candidates import candidates, letter_parts, lowered_bytes, split_parts
 from autopar.cost.collectives import wire_bytes
+from autopar.cost.host import copy_seconds
 from autopar.cost.memory import optimizer_state_bytes
 from autopar.dims import Dims, analyze
 from autopar.layout import Layout, TensorType, describe, item_bytes
@@ -67,6 +68,7 @@ def _predict(program: Program, dims: Dims, plan: Plan, classes: Quotient | None)
     account = _Account(machine_of(plan))
     _count_operators(program, dims, assignment, classes, account)
     _count_moves(program, dims, assignment, account)
+    _count_copies(program, dims, assignment, account)
     predicted = Predicted(
         step_seconds=sum(account.seconds.values()),
         compute_seconds=account.compute,
@@ -74,16 +76,19 @@ def _predict(program: Program, dims: Dims, plan: Plan, classes: Quotient | None)
         communication_bytes={a: account.sent[a] for a in plan.axis_names},
         collectives={a: dict(sorted(account.collectives[a].items())) for a in plan.axis_names},
         peak_bytes=plan.predicted.peak_bytes,
+        host_seconds=account.host_seconds,
+        host_bytes=account.host_bytes,
     )
     return replace(plan, predicted=predicted, modules=_rows(program, dims, plan, assignment, account))
 
 
 def node_seconds(program: Program, dims: Dims, plan: Plan) -> dict[fx.Node, float]:
-    """Seconds of each operator in a step, with the moves of what it makes; all microbatches together."""
+    """Seconds of each operator in a step, with moves and copies of what it makes; all microbatches together."""
     assignment = assign(program, dims, plan, quotient(program, dims))
     account = _Account(machine_of(plan))
     _count_operators(program, dims, assignment, quotient(program, dims), account)
     _count_moves(program, dims, assignment, account)
+    _count_copies(program, dims, assignment, account)
     return account.seconds
 
 
@@ -93,6 +98,8 @@ class _Account:
 
     machine: Machine
     compute: float = 0.0
+    host_seconds: float = 0.0
+    host_bytes: float = 0.0
     seconds: dict[fx.Node, float] = field(default_factory=lambda: defaultdict(float))
     sent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     module_sent: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
@@ -140,6 +147,20 @@ def _count_moves(program: Program, dims: Dims, assignment: Assignment, account: 
             known[key] = list(zip(moves, sizes, table.move_seconds(moves).tolist(), strict=True))
         for (move, size, seconds), (_, times) in zip(known[key], counted, strict=True):
             account.move(node, move.kind, move.axis, size, seconds, times)
+
+
+def _count_copies(program: Program, dims: Dims, assignment: Assignment, account: _Account) -> None:
+    """Copies to the host and back; all that a microbatch sends is there at the same time."""
+    machine = account.machine
+    sent = [(value, layout) for value, layout in assignment.outputs.items() if value in assignment.away.made]
+    sent += [(value, layout) for value, layout in assignment.relays.items() if value in assignment.away.moved]
+    for (node, out), layout in sent:
+        type_ = dims.types[node, out]
+        size = type_.numel * item_bytes(type_.dtype) / split_parts(layout, machine.sizes)
+        seconds = 2 * float(copy_seconds(size, machine.device)) * program.runs(node)
+        account.seconds[node] += seconds
+        account.host_seconds += seconds
+        account.host_bytes += size
 
 
 def _count_lowering(node: fx.Node, dims: Dims, names: tuple[str, ...], account: _Account, times: int) -> None:

@@ -13,6 +13,7 @@ from torch import fx
 
 from autopar.assignment import assign, machine_of
 from autopar.candidates import candidates, split_parts
+from autopar.cost.host import copy_seconds
 from autopar.dims import Dims
 from autopar.layout import Layout, item_bytes
 from autopar.origin import is_backward
@@ -33,6 +34,7 @@ class States:
     Attributes:
         kept: forms that are held until the backward pass.
         again: forms that are made or moved again there.
+        away: of what is kept, what lies on the host until then.
         price: seconds that a byte is worth.
     """
 
@@ -60,6 +62,7 @@ class States:
         self._apart = {v for v in taken if v[0] in again.nodes and v not in again.values}
         self.kept, self.again = self._read(taken)
         self.kept |= self._steady()
+        self.away = {self.taken(v) for v in (*self._assignment.away.made, *self._assignment.away.moved)}
 
     def _read(self, taken: Collection[Value]) -> tuple[set[Form], set[Form]]:
         again = self._assignment.again
@@ -153,6 +156,10 @@ class States:
         if form[0] in self.program.alone:
             runs = runs * (2 if any(value[0] == form[0] for value in self._late) else 1) - 1
         return self._once(form) * runs
+
+    def copied(self, form: Form) -> float:
+        """Seconds in a step to send it to the host and back; infinite where there is no way."""
+        return 2 * float(copy_seconds(self.bytes(form), self._tables.machine.device)) * self.program.runs(form[0])
 
     def _once(self, form: Form) -> float:
         node, i = form

@@ -1,7 +1,8 @@
-"""What is kept for the backward pass and what is made again, as a table: what either costs, and what decides."""
+"""What is kept for the backward pass, and where, and what is made again, as a table: costs, and what decides."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -42,6 +43,10 @@ class Tensor(Protocol):
         """To make one again."""
 
     @property
+    def copied(self) -> float:
+        """To send it to the host and back."""
+
+    @property
     def worth(self) -> float:
         """Of its bytes, in seconds."""
 
@@ -52,8 +57,10 @@ class Tensor(Protocol):
 
 def keeping_dict(name: str, plan: Plan, tensors: Sequence[Tensor]) -> dict[str, Any]:
     """Plain data: the price of memory in seconds a byte, and every tensor of what the name speaks of."""
-    fields = ("name", "node", "state", "count", "size", "seconds", "worth", "why")
+    fields = ("name", "node", "state", "count", "size", "seconds", "copied", "worth", "why")
     rows = [{field: getattr(tensor, field) for field in fields} for tensor in tensors]
+    for row in rows:
+        row["copied"] = row["copied"] if math.isfinite(row["copied"]) else None  # JSON has no infinity
     return {
         "name": name,
         "step_seconds": plan.predicted.step_seconds,
@@ -80,6 +87,10 @@ def _sentence(tensor: Tensor, priced: bool) -> str:
     takes, worth = format_seconds(tensor.seconds), format_seconds(tensor.worth)
     if tensor.state == "passing":
         return f"passing: {tensor.why}"
+    if tensor.state == "on the host":
+        copied = format_seconds(tensor.copied)
+        costs = f"sending it there and back takes {copied}{f', its bytes are worth {worth}' if priced else ''}"
+        return f"on the host: {costs}; making it again takes {takes}; {tensor.why}"
     if tensor.state == "kept":
         return f"kept: {f'worth {worth}; ' if priced else ''}making it again takes {takes}; {tensor.why}"
     return f"{tensor.state}: takes {takes}{f', its bytes are worth {worth}' if priced else ''}; {tensor.why}"

@@ -31,7 +31,7 @@ from autopar.runtime.pipeline import PipelineStep, cut_stages, inside, line_of
 from autopar.runtime.place import Place
 from autopar.runtime.state import plain_parameters
 from autopar.runtime.step import Step, Types
-from autopar.search.find import RECOMPUTE, Search
+from autopar.search.find import OFFLOAD, RECOMPUTE, Search
 from autopar.search.restrict import Restrictions
 
 
@@ -275,7 +275,7 @@ def _later(search: Search, program: Program) -> Search:
     Pinned layouts have done their work once parameters lie; neither one of the batch nor a number of microbatches must
     stop a short last batch.
     """
-    kept = {name: value for name, value in search.pins.items() if name == RECOMPUTE}
+    kept = {name: value for name, value in search.pins.items() if name in (RECOMPUTE, OFFLOAD)}
     most = search.microbatches or 1
     described = zip(program.placeholders, program.inputs, strict=True)
     rows = [n.meta["val"].shape[0] for n, i in described if i.kind == "batch" and n.meta["val"].ndim]

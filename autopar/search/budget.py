@@ -61,6 +61,7 @@ class Task:
         again: what may be made or moved again for the backward pass.
         progress: called with phase, incumbent and bound.
         regions: whether the model's own checkpointing decides for what is in it.
+        away: whether what is kept may lie on the host.
         record: called with each bound of all plans that is proved.
         beat: seconds; plans that take as long are of no use.
     """
@@ -75,6 +76,7 @@ class Task:
     again: str
     progress: Progress
     regions: bool = False
+    away: bool = False
     record: Callable[[Claim], None] = lambda claim: None
     beat: float = np.inf
 
@@ -175,7 +177,7 @@ def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str =
         InfeasibleError: no such plan fits.
     """
     assert task.memory is not None
-    row = Memory(task.state(False), activations=True, again=task.again, regions=task.regions)
+    row = Memory(task.state(False), activations=True, again=task.again, regions=task.regions, away=task.away)
     rows = [row, replace(row, state=task.state(True))]
     least: Plan | None = None
     capped = False
