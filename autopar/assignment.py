@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from torch import fx
@@ -38,7 +38,7 @@ class Assignment:
         finals: layout that each output of the program must have, in order.
         again: what the backward pass computes or moves again.
         steady: what all microbatches of a step share.
-        away: what lies on the host from the forward pass to the backward pass.
+        away: what lies on the host from the forward pass to the backward pass, and which optimizer state does.
     """
 
     outputs: dict[Value, Layout]
@@ -121,6 +121,10 @@ def _states(
     moved = {v for v in moved if not is_backward(v[0])}
     repeated = again(program, early | moved, operators, moved)
     gone = away(program, sent, {v for v in shown if not is_backward(v[0])}, repeated, early & set(moves))
+    inputs = zip(program.placeholders, program.inputs, strict=True)
+    gone = replace(
+        gone, states=frozenset(i.name for n, i in inputs if i.kind == "parameter" and within(plan.offload, n))
+    )
     return repeated, steady(program, early, operators, moved), gone
 
 

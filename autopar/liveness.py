@@ -84,7 +84,7 @@ class _Liveness:
             kept[self._storage(value)] = KINDS[spec.kind]
             times = self.part.count if spec.kind == "batch" and spec.name in self.part.rows else 1
             yield Change(None, True, KINDS[spec.kind], float(value.nbytes * times))
-            if spec.kind == "parameter" and spec.name in trained:
+            if spec.kind == "parameter" and spec.name in trained - program.graph.meta["states_away"]:
                 state = optimizer_state_bytes(self.optimizer, value.numel(), value.element_size())
                 yield Change(None, True, "optimizer", float(state))
         for output, value in zip(program.outputs, program.output_values, strict=True):
@@ -152,7 +152,7 @@ class Moment:
 
 
 def moments(program: Program, plan: Plan) -> list[Moment]:
-    """What is held as each operator that takes memory starts, in order; the last is the end of the step."""
+    """What is held as each operator that takes memory starts, in order; behind the last, at the optimizer's step."""
     taken: dict[fx.Node | None, list[Change]] = defaultdict(list)
     given: dict[fx.Node | None, list[Change]] = defaultdict(list)
     for change in liveness(program, plan):
@@ -168,8 +168,16 @@ def moments(program: Program, plan: Plan) -> list[Moment]:
             found.append(Moment(dict(held), module_path(node), is_backward(node), str(node.target)))
         for change in given.get(node, ()):
             held[change.category] += change.size
+    held["optimizer"] += _states_away(program, plan.optimizer)
     found.append(Moment(dict(held), "", True))
     return found
+
+
+def _states_away(program: Program, optimizer: str) -> float:
+    """Bytes of the optimizer state that comes from the host for the optimizer's step."""
+    away, inputs = program.graph.meta["states_away"], zip(program.placeholders, program.inputs, strict=True)
+    values = [n.meta["val"] for n, i in inputs if i.kind == "parameter" and i.name in away]
+    return float(sum(optimizer_state_bytes(optimizer, v.numel(), v.element_size()) for v in values))
 
 
 def peak_memory(program: Program, plan: Plan) -> dict[str, float]:

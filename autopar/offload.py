@@ -1,4 +1,4 @@
-"""What of the forward pass lies on the host until the backward pass takes it."""
+"""What lies on the host: of the forward pass until the backward pass takes it, and optimizer state between steps."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from autopar.recompute import Again
 
 @dataclass(frozen=True)
 class Away:
-    """What goes to the host as it is made, and comes back for the backward pass.
+    """What goes to the host as it is made, and comes back for the backward pass or the optimizer's step.
 
     Attributes:
         made: values, in the layout in which they are made.
         moved: values, in the layout that they are brought to for all their users.
+        states: names of the parameters whose optimizer state lies there between the optimizer's steps.
     """
 
     made: frozenset[Value] = frozenset()
     moved: frozenset[Value] = frozenset()
+    states: frozenset[str] = frozenset()
 
 
 HERE = Away()

@@ -134,8 +134,9 @@ class Plan:
         recompute: what the backward pass makes again instead of keeping it: operator classes, and relays (``relay
             CLASS OUTPUT``), which are moved again; of each the ranges ``(start, stop)`` of members, in the model's
             order. What comes from parameters alone and is not here is made once for all microbatches.
-        offload: operator classes whose results lie on the host from the forward pass to the backward pass, with ranges
-            of members.
+        offload: what lies on the host: results of operator classes, and relays, from the forward pass to the backward
+            pass; and the optimizer state of parameter classes (``parameter NAME``) but for the optimizer's step. In the
+            form of ``recompute``.
         microbatches: how many parts of the batch a step computes one after the other, see `autopar.microbatch`; the
             layouts of batch and results are those of one, and what is computed of the whole batch before has numbers
             behind those of the batch.

@@ -68,11 +68,11 @@ def _predict(program: Program, dims: Dims, plan: Plan, classes: Quotient | None)
     account = _Account(machine_of(plan))
     _count_operators(program, dims, assignment, classes, account)
     _count_moves(program, dims, assignment, account)
-    _count_copies(program, dims, assignment, account)
+    _count_copies(program, dims, assignment, account, plan.optimizer)
     predicted = Predicted(
         step_seconds=sum(account.seconds.values()),
         compute_seconds=account.compute,
-        memory_bytes=_memory(program, plan),
+        memory_bytes=_memory(program, plan, assignment),
         communication_bytes={a: account.sent[a] for a in plan.axis_names},
         collectives={a: dict(sorted(account.collectives[a].items())) for a in plan.axis_names},
         peak_bytes=plan.predicted.peak_bytes,
@@ -88,7 +88,7 @@ def node_seconds(program: Program, dims: Dims, plan: Plan) -> dict[fx.Node, floa
     account = _Account(machine_of(plan))
     _count_operators(program, dims, assignment, quotient(program, dims), account)
     _count_moves(program, dims, assignment, account)
-    _count_copies(program, dims, assignment, account)
+    _count_copies(program, dims, assignment, account, plan.optimizer)
     return account.seconds
 
 
@@ -104,6 +104,12 @@ class _Account:
     sent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     module_sent: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
     collectives: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(int)))
+
+    def copy(self, node: fx.Node, size: float, seconds: float) -> None:
+        """Add what a device has on the host, and what it takes in a step to send it there and back."""
+        self.seconds[node] += seconds
+        self.host_seconds += seconds
+        self.host_bytes += size
 
     def move(self, node: fx.Node, kind: str, axis: int, size: float, seconds: float, times: int) -> None:
         """Add one redistribution step, or one all-reduce of a lowering, that is made so many times."""
@@ -149,18 +155,21 @@ def _count_moves(program: Program, dims: Dims, assignment: Assignment, account: 
             account.move(node, move.kind, move.axis, size, seconds, times)
 
 
-def _count_copies(program: Program, dims: Dims, assignment: Assignment, account: _Account) -> None:
-    """Copies to the host and back; all that a microbatch sends is there at the same time."""
+def _count_copies(program: Program, dims: Dims, assignment: Assignment, account: _Account, optimizer: str) -> None:
+    """Copies to the host and back; all that a microbatch sends, and optimizer state, is there at the same time."""
     machine = account.machine
+    for node, spec in zip(program.placeholders, program.inputs, strict=True):
+        if spec.kind == "parameter" and spec.name in assignment.away.states:
+            value = node.meta["val"]
+            local = value.numel() // split_parts(assignment.outputs[node, 0], machine.sizes)
+            size = float(optimizer_state_bytes(optimizer, local, value.element_size()))
+            account.copy(next(iter(node.users)), size, 2 * float(copy_seconds(size, machine.device)))
     sent = [(value, layout) for value, layout in assignment.outputs.items() if value in assignment.away.made]
     sent += [(value, layout) for value, layout in assignment.relays.items() if value in assignment.away.moved]
     for (node, out), layout in sent:
         type_ = dims.types[node, out]
         size = type_.numel * item_bytes(type_.dtype) / split_parts(layout, machine.sizes)
-        seconds = 2 * float(copy_seconds(size, machine.device)) * program.runs(node)
-        account.seconds[node] += seconds
-        account.host_seconds += seconds
-        account.host_bytes += size
+        account.copy(node, size, 2 * float(copy_seconds(size, machine.device)) * program.runs(node))
 
 
 def _count_lowering(node: fx.Node, dims: Dims, names: tuple[str, ...], account: _Account, times: int) -> None:
@@ -174,8 +183,8 @@ def _count_lowering(node: fx.Node, dims: Dims, names: tuple[str, ...], account: 
             account.move(node, "all_reduce", axis, local, 0.0, times)  # its time is the operator's
 
 
-def _memory(program: Program, plan: Plan) -> dict[str, float]:
-    """Bytes per device, by category."""
+def _memory(program: Program, plan: Plan, assignment: Assignment) -> dict[str, float]:
+    """Bytes per device, by category; optimizer state as between steps."""
     trained = {
         o.name for o, v in zip(program.outputs, program.output_values, strict=True) if o.kind == "gradient" and v
     }
@@ -191,7 +200,8 @@ def _memory(program: Program, plan: Plan) -> dict[str, float]:
         memory["parameters"] += local * item
         if spec.name in trained:
             memory["gradients"] += local * item
-            memory["optimizer"] += optimizer_state_bytes(plan.optimizer, local, item)
+            here = spec.name not in assignment.away.states
+            memory["optimizer"] += optimizer_state_bytes(plan.optimizer, local, item) * here
     return memory
 
 

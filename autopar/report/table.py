@@ -168,8 +168,10 @@ def _totals(plan: Plan) -> RenderableType:
     if plan.microbatches > 1:
         rows.append(("microbatches", f"{plan.microbatches} parts of the batch one after the other, gradients added up"))
     if plan.offload:
-        kinds = f"{format_bytes(predicted.host_bytes)} of a device: what {len(plan.offload)} kinds of operators make"
-        rows.append(("on the host", f"{kinds}, until the backward pass"))
+        states = sum(name.startswith("parameter ") for name in plan.offload)
+        kinds = f"{len(plan.offload) - states} kinds of values until the backward pass"
+        kinds += f", optimizer state of {states} kinds of parameters" if states else ""
+        rows.append(("on the host", f"{format_bytes(predicted.host_bytes)} of a device: {kinds}"))
     if plan.recompute:
         moved = sum(name.startswith("relay ") for name in plan.recompute)
         kinds = f"{len(plan.recompute) - moved} kinds of operators computed, {moved} kinds of values moved"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,6 +62,7 @@ class Task:
         progress: called with phase, incumbent and bound.
         regions: whether the model's own checkpointing decides for what is in it.
         away: whether what is kept may lie on the host.
+        states: bytes of optimizer state of each parameter, which may lie on the host, too.
         record: called with each bound of all plans that is proved.
         beat: seconds; plans that take as long are of no use.
     """
@@ -77,6 +78,7 @@ class Task:
     progress: Progress
     regions: bool = False
     away: bool = False
+    states: Mapping[str, float] = field(default_factory=dict)
     record: Callable[[Claim], None] = lambda claim: None
     beat: float = np.inf
 
@@ -177,7 +179,7 @@ def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str =
         InfeasibleError: no such plan fits.
     """
     assert task.memory is not None
-    row = Memory(task.state(False), activations=True, again=task.again, regions=task.regions, away=task.away)
+    row = Memory(task.state(False), True, task.again, regions=task.regions, away=task.away, optimizer=task.states)
     rows = [row, replace(row, state=task.state(True))]
     least: Plan | None = None
     capped = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from torch import fx
@@ -41,6 +41,7 @@ class Memory:
         working: bytes that what one operator takes and makes may have, where that is possible.
         regions: whether the model's own checkpointing decides for what is in it.
         away: whether what is kept may lie on the host.
+        optimizer: of ``state``, bytes of optimizer state that may lie there, too, by name.
     """
 
     state: Mapping[str, float]
@@ -49,6 +50,7 @@ class Memory:
     working: float = np.inf
     regions: bool = False
     away: bool = False
+    optimizer: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def states(self) -> bool:
@@ -157,7 +159,8 @@ class _Maker:
             elif inputs[node].kind == "parameter":
                 names = tuple(inputs[n].name for n in members)
                 memory = sum(self.memory.state[n] for n in names)
-                made.append(self._tensor(key, count, self.dims.types[node, 0], "parameter", names, memory))
+                found = self._tensor(key, count, self.dims.types[node, 0], "parameter", names, memory)
+                made.append(self._with_states_away(found, sum(self.memory.optimizer.get(n, 0.0) for n in names)))
             elif inputs[node].kind == "batch":
                 made.append(self._tensor(key, count, self.dims.types[node, 0], "batch", (inputs[node].name,)))
             elif inputs[node].name not in results or _is_loss(self.program, inputs[node].name):
@@ -170,6 +173,14 @@ class _Maker:
             if self._is_relayed(key, out):
                 made.append(self._relay(key, out, node, count, users))
         return made
+
+    def _with_states_away(self, variable: Variable, size: float) -> Variable:
+        """A parameter's variable with each layout twice, if some of its bytes may lie on the host between steps."""
+        if not size:
+            return variable
+        bytes_ = size / self.tables.of(variable.types["out", 0]).parts[variable.ports["out", 0]]
+        seconds = 2 * copy_seconds(bytes_, self.tables.machine.device, variable.count)
+        return replace(variable, memory=variable.memory - bytes_).in_states((KEPT,), 1, bytes_, seconds)
 
     def _is_relayed(self, key: str, out: int) -> bool:
         """Whether the values of a class have a form of their own for all their users."""

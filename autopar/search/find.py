@@ -217,9 +217,11 @@ def find_plan(
 
     claims: list[Claim] = []
     report, regions = progress or _silent, search.regions and bool(program.pins)
+    rest = optimizer_bytes(program, optimizer) if away else {}
     task = Task(
-        make, read, state, restrictions, limits, memory, peak, search.again, report, regions, away, claims.append, beat
-    )
+        make, read, state, restrictions, limits, memory, peak, search.again, report, regions, away, rest, claims.append,
+        beat,
+    )  # fmt: skip
     if exact:
         plan, fixed = plan_within(task), 0.0
         claims = [max(claims, key=lambda claim: claim.bound)]  # each is about all plans
@@ -267,7 +269,7 @@ def _space(search: Search, cluster: Cluster, regions: bool, away: bool) -> str:
     }
     kept = words.get(search.again, "no recomputation")
     kept += ", but checkpointed regions as the model has them" if regions else ""
-    kept += ", or on the host where that takes less time than making it again" if away else ""
+    kept += ", or on the host where that takes less time than making it again, as optimizer state may" if away else ""
     return (
         f"{recipe}one layout per tensor on every axis{tied}; a value has one layout besides its own for all its users; "
         f"no pipelines, {kept}; costs: kernels by tiles and traffic, collectives by ring or tree, "
@@ -290,6 +292,12 @@ def state_bytes(program: Program, optimizer: str, *, gradients: bool = True) -> 
                 size += (size if gradients else 0.0) + optimizer_state_bytes(optimizer, value.numel(), item)
             found[spec.name] = size * (len(program.repeat.names(spec.name)) if program.repeat else 1)
     return found
+
+
+def optimizer_bytes(program: Program, optimizer: str) -> dict[str, float]:
+    """Bytes of optimizer state of each parameter that has some, and of all that it stands for, on one device."""
+    found, gone = state_bytes(program, optimizer), state_bytes(program, "sgd")
+    return {name: size - gone[name] for name, size in found.items() if size > gone[name]}
 
 
 def _read(

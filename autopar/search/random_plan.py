@@ -61,7 +61,7 @@ def random_plan(
         again: draw also which operators run again in the backward pass, which values all users take in one layout that
             is not their own, and which of these are moved again.
         regions: what the model's own checkpointing makes again or saves is not drawn.
-        away: draw also what lies on the host until the backward pass, last, so that all else is drawn as without it.
+        away: draw also what lies on the host, last, so that all else is drawn as without it.
     """
     choose = random.Random(choose).randrange if isinstance(choose, int) else choose
     classes = quotient(program, dims)
@@ -112,6 +112,12 @@ def random_plan(
                 recompute[f"relay {name}"] = EVERY
     forward = [n for n in program.sources if not is_backward(n)]
     names = [f"{classes.key[n]} @{n.name}" for n in forward if away]
+    trained = {
+        o.name for o, v in zip(program.outputs, program.output_values, strict=True) if o.kind == "gradient" and v
+    }
+    names += [
+        f"{classes.key[n]} @{n.name}" for n, i in inputs.items() if away and i.kind == "parameter" and i.name in trained
+    ]
     names += [f"relay {classes.key[n]} @{n.name} {i}" for n, i in moved if away and n in program.sources]
     offload = {name: EVERY for name in names if name not in recompute and not choose(OFFLOADED)}
     certificate = Certificate(0.0, 0.0, "one random plan, nothing was searched", "random")
