@@ -113,14 +113,15 @@ def _states(
     key = classes.key
     forward = [n for n in program.sources if not is_backward(n)]
     operators = {n for n in forward if within(plan.recompute, n)}
-    sent = {n for n in forward if n not in program.alone and within(plan.offload, n)}
-    shown = {(n, i) for n, i in relays if n not in program.alone and within(plan.offload, n, "relay ", f" {i}")}
+    varying = {n for n in forward if n not in program.alone}  # what is of each microbatch
+    sent = {n for n in varying if within(plan.offload, n)}
+    shown = {(n, i) for n, i in relays if n in varying and within(plan.offload, n, "relay ", f" {i}")}
     moved = {(n, i) for n, i in relays if within(plan.recompute, n, "relay ", f" {i}")}
     # What is moved for the backward pass alone is moved there: nothing is kept in that layout.
     early = {(n, i) for n, i in relays if not _taken_late(program, classes, (key[n], i))}
     moved = {v for v in moved if not is_backward(v[0])}
     repeated = again(program, early | moved, operators, moved)
-    gone = away(program, sent, {v for v in shown if not is_backward(v[0])}, repeated, early & set(moves))
+    gone = away(program, sent, shown, repeated, early & set(moves))
     inputs = zip(program.placeholders, program.inputs, strict=True)
     gone = replace(
         gone, states=frozenset(i.name for n, i in inputs if i.kind == "parameter" and within(plan.offload, n))

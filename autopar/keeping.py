@@ -8,6 +8,7 @@ them at the price of memory; so does this.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -26,6 +27,9 @@ from autopar.states import MADE, Form, States
 
 PASSING, KEPT, AGAIN, AWAY = "passing", "kept", "made again", "on the host"
 
+STATE = -2
+"""In place of an output's number: a parameter's optimizer state."""
+
 TIE = 0.01
 """Relative difference of two costs that are about the same."""
 
@@ -34,6 +38,8 @@ TIE = 0.01
 class Tensor:
     """What an operator of the forward pass makes, or what one of its outputs is moved to; all that are alike.
 
+    Where optimizer state lies on the host, that of a parameter, too.
+
     Attributes:
         name: module and operator, numbers of repeated blocks left out; with ``moved`` or ``gathered``.
         node: the first one's node in the graph.
@@ -41,7 +47,7 @@ class Tensor:
             ``moved again`` or ``gathered again``.
         count: how many there are like this, in this state.
         size: bytes of one on a device.
-        seconds: that making one again takes, from arguments that are there.
+        seconds: that making one again takes, from arguments that are there; infinite of optimizer state.
         copied: seconds that sending it to the host and back takes; infinite where there is no way.
         worth: seconds that its bytes are worth at the price of memory.
         why: what decides.
@@ -83,6 +89,10 @@ def keeping(program: Program, plan: Plan, name: str) -> list[Tensor]:
         for form in (f for f in reasons.states.forms if f[0] in chosen):
             one, of = reasons.tensor(form), classes.key[form[0]]
             first = found[of, form[1]].setdefault((one.state, one.why), one)
+            count[first] += share * classes.count[of] / len(classes.members[of])
+        for node in (n for n in reasons.states.optimizer if n in chosen):
+            one, of = reasons.optimizer(node), classes.key[node]
+            first = found[of, STATE].setdefault((one.state, one.why), one)
             count[first] += share * classes.count[of] / len(classes.members[of])
     every = [one for alike in found.values() for one in alike.values()]
     return [replace(one, count=round(count[one])) for one in every if round(count[one])]
@@ -156,6 +166,15 @@ class _Reasons:
         why = self.why(form, state, seconds, min(worth, copied) if state == AWAY else worth)
         return Tensor(self.name(form), form[0].name, state, 1, size, seconds, copied, worth, why)
 
+    def optimizer(self, node: fx.Node) -> Tensor:
+        """All about a parameter's optimizer state."""
+        states, name = self.states, without_indices(self.inputs[node], self.program.blocks)
+        size, state = states.state_bytes(node), AWAY if states.optimizer[node] else KEPT
+        copied, worth = states.copied_once(size), size * states.price
+        why = "its bytes are worth less" if copied > worth else "as good at this price: the budget's rest decides"
+        why = "but for the optimizer's step" if state == AWAY else why
+        return Tensor(f"{name}, optimizer state", node.name, state, 1, size, math.inf, copied, worth, why)
+
     def held(self, form: Form) -> str:
         """How the backward pass has what it takes."""
         return AWAY if form in self.states.away else KEPT if form in self.states.kept else "there again"
@@ -182,7 +201,7 @@ class _Reasons:
         if not states.price:
             return "memory is not short"
         if seconds > (1 + TIE) * worth:
-            return "that takes less" if state == AWAY else "its bytes are worth less"
+            return "sending it takes less" if state == AWAY else "its bytes are worth less"
         gone = [s for s in sources if self.missing.get(s)]
         total = seconds + sum(self.missing[s] for s in gone)
         if total > (1 + TIE) * worth:

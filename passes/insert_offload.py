@@ -37,7 +37,8 @@ def insert_offload(program: Program, plan: Plan) -> Program:
     for value in away:
         late: dict[int, list[fx.Node]] = defaultdict(list)
         for user in sorted((u for u in value.users if is_backward(u)), key=order.__getitem__):
-            late[user.meta.get("stage", 0)].append(user)
+            stages = (node.meta.get("stage", 0) for node in (value, user))
+            late[max(stages)].append(user)  # to earlier ones it goes with the gradients
         for stage, users in late.items():
             _send(program.graph.graph, value, users, stage)
     propagate(program, plan)

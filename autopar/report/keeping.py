@@ -60,7 +60,8 @@ def keeping_dict(name: str, plan: Plan, tensors: Sequence[Tensor]) -> dict[str, 
     fields = ("name", "node", "state", "count", "size", "seconds", "copied", "worth", "why")
     rows = [{field: getattr(tensor, field) for field in fields} for tensor in tensors]
     for row in rows:
-        row["copied"] = row["copied"] if math.isfinite(row["copied"]) else None  # JSON has no infinity
+        for field in ("seconds", "copied"):
+            row[field] = row[field] if math.isfinite(row[field]) else None  # JSON has no infinity
     return {
         "name": name,
         "step_seconds": plan.predicted.step_seconds,
@@ -85,12 +86,12 @@ def keeping_table(plan: Plan, tensors: Sequence[Tensor], width: int = 100) -> st
 
 def _sentence(tensor: Tensor, priced: bool) -> str:
     takes, worth = format_seconds(tensor.seconds), format_seconds(tensor.worth)
+    again = f"making it again takes {takes}; " if math.isfinite(tensor.seconds) else ""
+    sending = f"sending it there and back takes {format_seconds(tensor.copied)}"
     if tensor.state == "passing":
         return f"passing: {tensor.why}"
     if tensor.state == "on the host":
-        copied = format_seconds(tensor.copied)
-        costs = f"sending it there and back takes {copied}{f', its bytes are worth {worth}' if priced else ''}"
-        return f"on the host: {costs}; making it again takes {takes}; {tensor.why}"
+        return f"on the host: {sending}{f', its bytes are worth {worth}' if priced else ''}; {again}{tensor.why}"
     if tensor.state == "kept":
-        return f"kept: {f'worth {worth}; ' if priced else ''}making it again takes {takes}; {tensor.why}"
+        return f"kept: {f'worth {worth}; ' if priced else ''}{again}{tensor.why}"
     return f"{tensor.state}: takes {takes}{f', its bytes are worth {worth}' if priced else ''}; {tensor.why}"

@@ -14,8 +14,10 @@ from autopar.cluster import Cluster
 from autopar.compiler import DETERMINISTIC_PASSES, program_of, rewrite, solve
 from autopar.errors import InfeasibleError
 from autopar.host import to_host
+from autopar.keeping import keeping
 from autopar.plan import Plan
 from autopar.program import Program
+from autopar.report.keeping import keeping_dict, keeping_table
 from autopar.search.find import Search
 from autopar.verify import compare, global_values
 from tests.distributed.models import slow_devices
@@ -38,10 +40,10 @@ LITTLE_LESS = 0.92
 class Deep(nn.Module):
     """Linears and what is cheap to make again; the sums are handed from block to block."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, width: int = 16) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(blocks))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(blocks))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -108,3 +110,38 @@ def test_nothing_goes_where_there_is_no_way_or_a_pin_forbids_it(
 def test_a_pin_that_does_not_exist() -> None:
     with pytest.raises(ValueError, match="'offload' must be 'search' or 'none', got 'all'"):
         Search(pins={"offload": "all"})
+
+
+def test_explain_says_why_a_tensor_is_on_the_host() -> None:
+    plan = solved(FAST, 0.6)
+    tensors = keeping(captured()[0], plan, "layers")
+    sent = [t for t in tensors if t.state == "on the host"]
+    assert sent
+    for tensor in sent:
+        assert tensor.copied <= tensor.worth * 1.01
+        assert tensor.copied < tensor.seconds or "which is gone" in tensor.why
+    text = " ".join(keeping_table(plan, tensors).split())
+    assert "on the host: sending it there and back takes" in text
+    facts = keeping_dict("layers", plan, tensors)["tensors"]
+    assert [t["copied"] for t in facts] == [t.copied for t in tensors]
+
+
+def test_optimizer_state_goes_where_it_pays() -> None:
+    """What is kept has gone before; for the optimizer's step all of the state must be on the device."""
+    with torch.device("meta"):
+        model, batch = Deep(4, 512), (torch.empty(2048, 512),)
+    program = program_of(model, batch)
+    free = solve(program, {}, FAST, memory="1GiB")
+    here = sum(free.predicted.memory_bytes.values())
+    search = Search(pins={"microbatches": 1})
+    budget = here + 0.3 * (sum(free.predicted.peak_bytes.values()) - here)
+    plan = solve(program, {}, FAST, memory=budget, search=search)
+    assert any(name.startswith("parameter ") for name in plan.offload)
+    assert sum(plan.predicted.peak_bytes.values()) <= budget
+    assert plan.predicted.memory_bytes["optimizer"] < free.predicted.memory_bytes["optimizer"]
+    assert plan.certificate.objective == pytest.approx(plan.predicted.step_seconds)
+    (state,) = (t for t in keeping(program, plan, "layers.1.0.weight") if t.name.endswith("optimizer state"))
+    assert state.size == 2 * 512 * 512 * 4
+    assert "optimizer state of" in plan.summary()
+    with pytest.raises(InfeasibleError):
+        solve(program, {}, FAST, memory=0.99 * here, search=search)
