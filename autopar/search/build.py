@@ -175,11 +175,17 @@ class _Maker:
         return made
 
     def _with_states_away(self, variable: Variable, size: float) -> Variable:
-        """A parameter's variable with each layout twice, if some of its bytes may lie on the host between steps."""
+        """A parameter's variable with each layout twice, if some of its bytes may lie on the host between steps.
+
+        Only what is split as much as it can be goes there: for the optimizer's step all of it is on the device, with the
+        gradients, which the row does not count.
+        """
         if not size:
             return variable
-        bytes_ = size / self.tables.of(variable.types["out", 0]).parts[variable.ports["out", 0]]
+        parts = self.tables.of(variable.types["out", 0]).parts[variable.ports["out", 0]]
+        bytes_ = size / parts
         seconds = 2 * copy_seconds(bytes_, self.tables.machine.device, variable.count)
+        seconds = np.where(parts == parts.max(), seconds, np.inf)
         return replace(variable, memory=variable.memory - bytes_).in_states((KEPT,), 1, bytes_, seconds)
 
     def _is_relayed(self, key: str, out: int) -> bool:
