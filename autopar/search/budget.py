@@ -167,7 +167,9 @@ def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str =
     """The best plan whose graph fits, by rows that are tightened until it does.
 
     The row is what is held when the backward pass begins. Where that does not lead to a plan that fits, gradients
-    count, too, if they are what is too much; or operators may not work on so much at a time.
+    count, too, if they are what is too much; or operators may not work on so much at a time. What may lie on the host
+    counts little, so that such a row says little of what lives for a moment: where that leads to no plan in half of the
+    time, everything stays on the device.
 
     Args:
         task: what is searched.
@@ -181,22 +183,29 @@ def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str =
     assert task.memory is not None
     row = Memory(task.state(False), True, task.again, regions=task.regions, away=task.away, optimizer=task.states)
     rows = [row, replace(row, state=task.state(True))]
+    here = [replace(r, away=False, optimizer={}) for r in rows] if task.away else []
+    half = replace(task, limits=replace(task.limits, deadline=time.monotonic() + task.seconds / 2))
     least: Plan | None = None
     capped = False
-    while rows:
+    while rows or here:
+        if not rows:
+            rows, here = here, []
         relaxed = rows[0] is row and restrictions is task.restrictions
         try:
-            plan, found, working = _tightened(task, task.make(restrictions, rows.pop(0)), bound, method, relaxed)
+            built = task.make(restrictions, rows.pop(0))
+            plan, found, working = _tightened(half if here else task, built, bound, method, relaxed)
         except InfeasibleError:  # nothing works on so little
-            break
+            if relaxed or not here:
+                break
+            continue
         if fits(_peak(plan.predicted.peak_bytes), task.memory):
             return plan
         bound = found
         size = _peak(plan.predicted.peak_bytes)
         better = least is None or size < CLOSE * _peak(least.predicted.peak_bytes)
         least = _lesser(least, plan)
-        if not rows and (better or not capped) and not task.limits.expired():
-            rows.append(replace(row, working=working / 2))
+        if not rows and not here and (better or not capped) and not task.limits.expired():
+            rows.append(replace(row, away=False, optimizer={}, working=working / 2))
             capped = True
     raise _missing(task.memory, least)
 

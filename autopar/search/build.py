@@ -177,8 +177,8 @@ class _Maker:
     def _with_states_away(self, variable: Variable, size: float) -> Variable:
         """A parameter's variable with each layout twice, if some of its bytes may lie on the host between steps.
 
-        Only what is split as much as it can be goes there: for the optimizer's step all of it is on the device, with the
-        gradients, which the row does not count.
+        Only what is split as much as it can be goes there: for the optimizer's step all of it is on the device, and the
+        row does not count that.
         """
         if not size:
             return variable
