@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from torch import fx
@@ -16,8 +16,9 @@ from autopar.candidates import combine
 from autopar.dims import Dims, Operator
 from autopar.errors import PlanError
 from autopar.layout import Layout, TensorType, divides, replicated
+from autopar.offload import HERE, Away, away
 from autopar.origin import is_backward, user_line
-from autopar.plan import Plan
+from autopar.plan import Plan, Ranges
 from autopar.program import Program, Value, producer
 from autopar.recompute import NOTHING, Again, again
 from autopar.redistribute import Machine, Move, Redistributions, Tables
@@ -37,6 +38,7 @@ class Assignment:
         finals: layout that each output of the program must have, in order.
         again: what the backward pass computes or moves again.
         steady: what all microbatches of a step share.
+        away: what lies on the host from the forward pass to the backward pass, and which optimizer state does.
     """
 
     outputs: dict[Value, Layout]
@@ -46,6 +48,7 @@ class Assignment:
     finals: tuple[Layout, ...]
     again: Again = NOTHING
     steady: Steady = NEVER
+    away: Away = HERE
 
 
 def assign(program: Program, dims: Dims, plan: Plan, classes: Quotient) -> Assignment:
@@ -81,26 +84,49 @@ def assign(program: Program, dims: Dims, plan: Plan, classes: Quotient) -> Assig
     for output in program.outputs:
         table = {"gradient": plan.parameters, "result": plan.results}.get(output.kind, {})
         finals.append(table.get(output.name, whole))
-    return Assignment(outputs, inputs, relays, chosen, tuple(finals), *_states(program, plan, classes, relays))
+    moves = {value for value, layout in relays.items() if layout != outputs[value]}
+    states = _states(program, plan, classes, relays, moves)
+    return Assignment(outputs, inputs, relays, chosen, tuple(finals), *states)
 
 
-def _states(program: Program, plan: Plan, classes: Quotient, relays: Collection[Value]) -> tuple[Again, Steady]:
-    """Read off the plan what is not kept for the backward pass, and what is for all microbatches."""
-    if not plan.recompute and not program.alone:
-        return NOTHING, NEVER
+def _states(
+    program: Program, plan: Plan, classes: Quotient, relays: Collection[Value], moves: Collection[Value]
+) -> tuple[Again, Steady, Away]:
+    """Read off the plan what is not kept for the backward pass, what is for all microbatches, and what on the host.
 
-    def repeated(prefix: str, key: str, suffix: str, name: str, number: int) -> bool:
-        ranges = plan.recompute.get(f"{prefix}{key} @{name}{suffix}", plan.recompute.get(f"{prefix}{key}{suffix}", ()))
-        return any(start <= number < stop for start, stop in ranges)
+    Args:
+        program: the program.
+        plan: of it.
+        classes: which nodes share an entry of the plan.
+        relays: values that are brought to one layout for all their users.
+        moves: of these, those for which it is another layout than their own.
+    """
+    if not plan.recompute and not plan.offload and not program.alone:
+        return NOTHING, NEVER, HERE
+
+    def within(table: Ranges, node: fx.Node, prefix: str = "", suffix: str = "") -> bool:
+        shared = table.get(f"{prefix}{key[node]}{suffix}", ())
+        ranges = table.get(f"{prefix}{key[node]} @{node.name}{suffix}", shared)
+        return any(start <= number[node] < stop for start, stop in ranges)
 
     number = {n: i for members in classes.members.values() for i, n in enumerate(members)}
     key = classes.key
-    operators = {n for n in program.sources if not is_backward(n) and repeated("", key[n], "", n.name, number[n])}
-    moved = {(n, i) for n, i in relays if repeated("relay ", key[n], f" {i}", n.name, number[n])}
+    forward = [n for n in program.sources if not is_backward(n)]
+    operators = {n for n in forward if within(plan.recompute, n)}
+    varying = {n for n in forward if n not in program.alone}  # what is of each microbatch
+    sent = {n for n in varying if within(plan.offload, n)}
+    shown = {(n, i) for n, i in relays if n in varying and within(plan.offload, n, "relay ", f" {i}")}
+    moved = {(n, i) for n, i in relays if within(plan.recompute, n, "relay ", f" {i}")}
     # What is moved for the backward pass alone is moved there: nothing is kept in that layout.
     early = {(n, i) for n, i in relays if not _taken_late(program, classes, (key[n], i))}
     moved = {v for v in moved if not is_backward(v[0])}
-    return again(program, early | moved, operators, moved), steady(program, early, operators, moved)
+    repeated = again(program, early | moved, operators, moved)
+    gone = away(program, sent, shown, repeated, early & set(moves))
+    inputs = zip(program.placeholders, program.inputs, strict=True)
+    gone = replace(
+        gone, states=frozenset(i.name for n, i in inputs if i.kind == "parameter" and within(plan.offload, n))
+    )
+    return repeated, steady(program, early, operators, moved), gone
 
 
 def _taken_late(program: Program, classes: Quotient, value: tuple[str, int]) -> bool:

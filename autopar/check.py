@@ -6,6 +6,7 @@ import operator
 
 from torch import fx
 
+from autopar.host import to_device, to_host
 from autopar.layout import local_shape
 from autopar.plan import Plan
 from autopar.program import Program, is_operator, is_steady, producer, tensor_arguments, values_of
@@ -25,6 +26,7 @@ def check(program: Program, plan: Plan) -> None:
     program.graph.graph.lint()
     holds = program.graph.meta.get("invariants", ())
     for node in program.graph.graph.nodes:
+        _check_host(node)
         if "layouts" in holds:
             _check_layouts(node)
             _check_steady(node)
@@ -39,6 +41,12 @@ def _check_layouts(node: fx.Node) -> None:
         return
     if "layouts" not in node.meta:
         raise ValueError(f"node {node.name} has no layout")
+
+
+def _check_host(node: fx.Node) -> None:
+    away = [a for a in node.all_input_nodes if a.target is to_host] if node.target is not to_device else []
+    if away:
+        raise ValueError(f"node {node.name} takes {away[0]}, which is in the memory of the host")
 
 
 def _check_steady(node: fx.Node) -> None:

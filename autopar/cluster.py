@@ -28,7 +28,7 @@ ALGORITHMS = ("ring", "tree", "pat")
 """How libraries may run collectives; `autopar.cost.collectives` says what each costs."""
 
 _SHARES = ("efficiency", "streaming")
-_OPTIONAL = ("efficiency", "units", "ramp", "streaming", "host")
+_OPTIONAL = ("efficiency", "units", "ramp", "streaming", "host", "host_bandwidth")
 _FIGURES = ("memory", "bandwidth", "launch", *_OPTIONAL)
 
 FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -55,6 +55,8 @@ class Device:
         ramp: depth of a product, in elements, during which a tile could have been computed while it starts and ends.
         streaming: share of ``bandwidth`` that kernels which only move data reach; 1 where it was measured.
         host: seconds that the host needs to launch one kernel: devices that are faster wait for it.
+        host_bandwidth: of the way to the host's memory, in bytes per second in one direction, of which copies reach the
+            share ``streaming``; 0: nothing can be sent there.
 
     Raises:
         ValueError: a figure is not a positive number, or a dtype is unknown.
@@ -70,6 +72,7 @@ class Device:
     ramp: float = 0.0
     streaming: float = 1.0
     host: float = 0.0
+    host_bandwidth: float = 0.0
 
     def __post_init__(self) -> None:
         _check_name(self.name)
@@ -83,7 +86,7 @@ class Device:
         object.__setattr__(self, "flops", flops)
         for key in ("memory", "bandwidth", "launch", *_SHARES):
             object.__setattr__(self, key, _positive(key, getattr(self, key)))
-        for key in ("ramp", "host"):
+        for key in ("ramp", "host", "host_bandwidth"):
             object.__setattr__(self, key, _not_negative(key, getattr(self, key)))
         for key in _SHARES:
             if getattr(self, key) > 1:

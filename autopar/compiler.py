@@ -34,6 +34,7 @@ from autopar.passes.cut_pipeline import cut_pipeline
 from autopar.passes.eliminate_dead_code import eliminate_dead_code
 from autopar.passes.hoist_steady import hoist_steady
 from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.insert_offload import insert_offload
 from autopar.passes.insert_recompute import insert_recompute
 from autopar.passes.localize_random import localize_random
 from autopar.passes.localize_shapes import localize_shapes
@@ -50,7 +51,7 @@ from autopar.program import Program, copy_graph, values_of
 from autopar.recompute import uniform
 from autopar.search.build import WHOLE, Share
 from autopar.search.counts import best_count
-from autopar.search.find import Peak, Progress, Search, find_plan, require_splits
+from autopar.search.find import OFFLOAD, Peak, Progress, Search, find_plan, require_splits
 from autopar.search.in_time import along_samples
 from autopar.search.padding import paddings
 from autopar.search.quotient import Quotient, quotient
@@ -73,6 +74,7 @@ PASSES: tuple[Pass, ...] = (
     localize_random,
     lower_operators,
     cut_pipeline,
+    insert_offload,
     bucket_collectives,
     eliminate_dead_code,
 )
@@ -88,6 +90,7 @@ DETERMINISTIC_PASSES: tuple[Pass, ...] = (
     replay_random,
     lower_operators,
     cut_pipeline,
+    insert_offload,
     bucket_collectives,
     eliminate_dead_code,
 )
@@ -183,7 +186,7 @@ def solve(
     search, machine = search or Search(), Cluster.resolve(cluster)
     budget = None if memory is None else parse_bytes(memory)
 
-    def attempt(count: int, beat: float) -> Plan:
+    def attempt(search: Search, count: int, beat: float) -> Plan:
         part = in_microbatches(program, count, deterministic=deterministic)
         plan = _best_padded(part, axes, machine, budget, optimizer, search, restrictions, progress, beat)
         return replace(plan, fingerprint=program.fingerprint, microbatches=part.microbatches)
@@ -196,10 +199,18 @@ def solve(
                 progress(f"plan of an earlier search, {file}", math.inf, 0.0)
             return known
 
-        def flat() -> Plan:
+        def without_stages(search: Search) -> Plan:
             if search.microbatches or budget is None or search.recipe == "random" or program.loss is None:
-                return attempt(search.microbatches or 1, math.inf)
-            return best_count(attempt)
+                return attempt(search, search.microbatches or 1, math.inf)
+            return best_count(functools.partial(attempt, search))
+
+        def flat() -> Plan:
+            try:
+                return without_stages(search)
+            except InfeasibleError as e:
+                if not (search.offload_at_last and machine.device.host_bandwidth and e.needed):
+                    raise
+            return without_stages(replace(search, pins={**search.pins, OFFLOAD: "search"}))
 
         def part(count: int) -> Program:
             return in_microbatches(program, count, deterministic=deterministic)
@@ -311,7 +322,8 @@ def _solve(
     if search.recipe == "random":
         fixed = {key: complete(key[1], layout) for key, layout in limits.layouts.items()}
         again = search.again == "search"
-        drawn = random_plan(program, dims, axes, machine, search.seed, fixed, optimizer, again, search.regions)
+        away = search.offload and machine.device.host_bandwidth > 0
+        drawn = random_plan(program, dims, axes, machine, search.seed, fixed, optimizer, again, search.regions, away)
         return predict(program, dims, drawn)
     classes = quotient(program, dims, tie=search.tie_layers)
     plan = find_plan(

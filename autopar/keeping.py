@@ -1,12 +1,14 @@
-"""`keeping`: which tensors of the forward pass are kept for the backward pass, which are made again, and why.
+"""`keeping`: which tensors of the forward pass are kept for the backward pass, where, which are made again, and why.
 
-A tensor that the backward pass needs is kept, which takes memory, or made again, which takes its kernel and the moves
-of its arguments once more, and needs these arguments. The search weighs the two at the price of memory; so does this.
+A tensor that the backward pass needs is kept, which takes memory; kept on the host, which takes two copies; or made
+again, which takes its kernel and the moves of its arguments once more, and needs these arguments. The search weighs
+them at the price of memory; so does this.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -23,7 +25,10 @@ from autopar.report.table import format_seconds
 from autopar.search.quotient import quotient
 from autopar.states import MADE, Form, States
 
-PASSING, KEPT, AGAIN = "passing", "kept", "made again"
+PASSING, KEPT, AGAIN, AWAY = "passing", "kept", "made again", "on the host"
+
+STATE = -2
+"""In place of an output's number: a parameter's optimizer state."""
 
 TIE = 0.01
 """Relative difference of two costs that are about the same."""
@@ -33,14 +38,17 @@ TIE = 0.01
 class Tensor:
     """What an operator of the forward pass makes, or what one of its outputs is moved to; all that are alike.
 
+    Where optimizer state lies on the host, that of a parameter, too.
+
     Attributes:
         name: module and operator, numbers of repeated blocks left out; with ``moved`` or ``gathered``.
         node: the first one's node in the graph.
-        state: ``passing`` (the backward pass does not take it), ``kept``, ``made again``, ``moved again`` or
-            ``gathered again``.
+        state: ``passing`` (the backward pass does not take it), ``kept``, ``on the host`` until then, ``made again``,
+            ``moved again`` or ``gathered again``.
         count: how many there are like this, in this state.
         size: bytes of one on a device.
-        seconds: that making one again takes, from arguments that are there.
+        seconds: that making one again takes, from arguments that are there; infinite of optimizer state.
+        copied: seconds that sending it to the host and back takes; infinite where there is no way.
         worth: seconds that its bytes are worth at the price of memory.
         why: what decides.
     """
@@ -51,6 +59,7 @@ class Tensor:
     count: int
     size: float
     seconds: float
+    copied: float
     worth: float
     why: str
 
@@ -80,6 +89,10 @@ def keeping(program: Program, plan: Plan, name: str) -> list[Tensor]:
         for form in (f for f in reasons.states.forms if f[0] in chosen):
             one, of = reasons.tensor(form), classes.key[form[0]]
             first = found[of, form[1]].setdefault((one.state, one.why), one)
+            count[first] += share * classes.count[of] / len(classes.members[of])
+        for node in (n for n in reasons.states.optimizer if n in chosen):
+            one, of = reasons.optimizer(node), classes.key[node]
+            first = found[of, STATE].setdefault((one.state, one.why), one)
             count[first] += share * classes.count[of] / len(classes.members[of])
     every = [one for alike in found.values() for one in alike.values()]
     return [replace(one, count=round(count[one])) for one in every if round(count[one])]
@@ -138,7 +151,7 @@ class _Reasons:
         for form in states.forms:
             if not states.available(form):
                 again = states.seconds(form) + sum(found.get(source, 0.0) for source in states.inputs(form))
-                found[form] = min(states.bytes(form) * states.price, again)
+                found[form] = min(states.bytes(form) * states.price, states.copied(form), again)
         return found
 
     def tensor(self, form: Form) -> Tensor:
@@ -148,9 +161,23 @@ class _Reasons:
         if form in states.again:
             state = AGAIN if form[1] == MADE else f"{states.word(form)} again"
         else:
-            state = KEPT if form in states.kept else PASSING
-        why = self.why(form, state, seconds, size * states.price)
-        return Tensor(self.name(form), form[0].name, state, 1, size, seconds, size * states.price, why)
+            state = AWAY if form in states.away else KEPT if form in states.kept else PASSING
+        copied, worth = states.copied(form), size * states.price
+        why = self.why(form, state, seconds, min(worth, copied) if state == AWAY else worth)
+        return Tensor(self.name(form), form[0].name, state, 1, size, seconds, copied, worth, why)
+
+    def optimizer(self, node: fx.Node) -> Tensor:
+        """All about a parameter's optimizer state."""
+        states, name = self.states, without_indices(self.inputs[node], self.program.blocks)
+        size, state = states.state_bytes(node), AWAY if states.optimizer[node] else KEPT
+        copied, worth = states.copied_once(size), size * states.price
+        why = "its bytes are worth less" if copied > worth else "as good at this price: the budget's rest decides"
+        why = "but for the optimizer's step" if state == AWAY else why
+        return Tensor(f"{name}, optimizer state", node.name, state, 1, size, math.inf, copied, worth, why)
+
+    def held(self, form: Form) -> str:
+        """How the backward pass has what it takes."""
+        return AWAY if form in self.states.away else KEPT if form in self.states.kept else "there again"
 
     def name(self, form: Form) -> str:
         """Module and operator, or parameter; with what is done to it."""
@@ -163,18 +190,18 @@ class _Reasons:
         return text if form[1] == MADE else f"{text}, {self.states.word(form)}"
 
     def why(self, form: Form, state: str, seconds: float, worth: float) -> str:
-        """What decides on a state."""
+        """What decides on a state; of what is on the host, ``worth`` is at most what that takes."""
         states = self.states
         if state == PASSING:
             return "the backward pass does not take it"
         sources = [s for s in states.inputs(form) if s[1] != MADE or s[0] in self.program.sources]
-        if state != KEPT:
-            held = [f"{self.name(s)}, which is {'kept' if s in states.kept else 'there again'}" for s in sources]
+        if state not in (KEPT, AWAY):
+            held = [f"{self.name(s)}, which is {self.held(s)}" for s in sources]
             return f"from {' and '.join(held)}" if held else "from what is held anyway"
         if not states.price:
             return "memory is not short"
         if seconds > (1 + TIE) * worth:
-            return "its bytes are worth less"
+            return "sending it takes less" if state == AWAY else "its bytes are worth less"
         gone = [s for s in sources if self.missing.get(s)]
         total = seconds + sum(self.missing[s] for s in gone)
         if total > (1 + TIE) * worth:

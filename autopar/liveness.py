@@ -14,6 +14,7 @@ from autopar.accumulate import accumulate
 from autopar.collective import Collective, c10d
 from autopar.cost.memory import optimizer_state_bytes
 from autopar.errors import PlanError
+from autopar.host import to_device, to_host
 from autopar.origin import is_backward, module_path
 from autopar.plan import Plan
 from autopar.program import Program, is_steady, tensor_arguments, values_of
@@ -45,7 +46,8 @@ def liveness(program: Program, plan: Plan) -> list[Change]:
     Categories: ``parameters``, ``buffers``, ``batch`` and ``optimizer`` are held all the time, ``gradients`` and
     ``results`` from when they are made; ``activations`` are what the forward makes and the backward takes;
     ``communication`` is what collectives receive, ``transient`` the rest. Of a step in microbatches it is the last of
-    these, with sums that are held all the time, and with what all of them share, which is held to the end.
+    these, with sums that are held all the time, and with what all of them share, which is held to the end. What lies on
+    the host takes nothing of the device.
 
     Args:
         program: as `autopar.compiler.rewrite` returns it.
@@ -82,7 +84,7 @@ class _Liveness:
             kept[self._storage(value)] = KINDS[spec.kind]
             times = self.part.count if spec.kind == "batch" and spec.name in self.part.rows else 1
             yield Change(None, True, KINDS[spec.kind], float(value.nbytes * times))
-            if spec.kind == "parameter" and spec.name in trained:
+            if spec.kind == "parameter" and spec.name in trained - program.graph.meta["states_away"]:
                 state = optimizer_state_bytes(self.optimizer, value.numel(), value.element_size())
                 yield Change(None, True, "optimizer", float(state))
         for output, value in zip(program.outputs, program.output_values, strict=True):
@@ -105,8 +107,8 @@ class _Liveness:
                         shared.update({self._storage(value)} if is_steady(argument) and not is_steady(node) else ())
         for storage, (node, value) in first.items():
             held = kept.get(storage)
-            if held in KINDS.values():
-                continue  # an input, shown or passed on
+            if held in KINDS.values() or node.target is to_host:
+                continue  # an input, shown or passed on; or on the host
             size = float(value.untyped_storage().nbytes())
             user = last.get(storage, node)
             total = node.target is accumulate  # it holds what the microbatches before have added up
@@ -123,7 +125,8 @@ class _Liveness:
 def _category(node: fx.Node, user: fx.Node) -> str:
     if isinstance(node.meta.get("collective"), Collective):
         return "communication"
-    return "activations" if is_backward(user) and not is_backward(node) else "transient"
+    kept = node.target is to_device or (is_backward(user) and not is_backward(node))
+    return "activations" if kept else "transient"
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ class Moment:
 
 
 def moments(program: Program, plan: Plan) -> list[Moment]:
-    """What is held as each operator that takes memory starts, in order; the last is the end of the step."""
+    """What is held as each operator that takes memory starts, in order; behind the last, at the optimizer's step."""
     taken: dict[fx.Node | None, list[Change]] = defaultdict(list)
     given: dict[fx.Node | None, list[Change]] = defaultdict(list)
     for change in liveness(program, plan):
@@ -165,8 +168,16 @@ def moments(program: Program, plan: Plan) -> list[Moment]:
             found.append(Moment(dict(held), module_path(node), is_backward(node), str(node.target)))
         for change in given.get(node, ()):
             held[change.category] += change.size
+    held["optimizer"] += _states_away(program, plan.optimizer)
     found.append(Moment(dict(held), "", True))
     return found
+
+
+def _states_away(program: Program, optimizer: str) -> float:
+    """Bytes of the optimizer state that comes from the host for the optimizer's step."""
+    away, inputs = program.graph.meta["states_away"], zip(program.placeholders, program.inputs, strict=True)
+    values = [n.meta["val"] for n, i in inputs if i.kind == "parameter" and i.name in away]
+    return float(sum(optimizer_state_bytes(optimizer, v.numel(), v.element_size()) for v in values))
 
 
 def peak_memory(program: Program, plan: Plan) -> dict[str, float]:

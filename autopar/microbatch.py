@@ -157,7 +157,7 @@ class _Cutter:
                 made = values_of(node)
                 fakes = tuple(v if v is None else _fake(v, example) for v in made)
                 node.meta["val"] = fakes if isinstance(node.meta["val"], tuple | list) else fakes[0]
-        for note in ("invariants", "axes", "again"):
+        for note in ("invariants", "axes", "again", "states_away"):
             local.graph.meta.pop(note, None)
         local.graph.recompile()
         before = _program_of(self.whole, self.fed) if self.fed else None

@@ -20,6 +20,9 @@ VERSION = 1
 TIME_LIMIT, INTERRUPTED = "time limit", "interrupted"
 """Methods of certificates whose search did not end by itself."""
 
+Ranges = Mapping[str, tuple[tuple[int, int], ...]]
+"""Members of classes, in the model's order, as ranges ``(start, stop)``."""
+
 EVERY = ((0, 2**31),)
 """A range of all members of a class, however many there are."""
 
@@ -57,13 +60,15 @@ class Predicted:
     """What one step costs on each device.
 
     Attributes:
-        step_seconds: compute and communication, nothing overlapped.
+        step_seconds: compute, communication and copies to the host and back, nothing overlapped.
         compute_seconds: the part that is compute.
         memory_bytes: by category: parameters, gradients, optimizer, buffers.
         peak_bytes: by category, at the moment when the rewritten graph holds the most, see `autopar.liveness`; empty
             where no budget was set.
         communication_bytes: bytes that a device sends, by axis.
         collectives: how many, by axis and kind.
+        host_seconds: copies to the memory of the host and back.
+        host_bytes: what a device has in the memory of the host, at most.
     """
 
     step_seconds: float = 0.0
@@ -72,6 +77,8 @@ class Predicted:
     communication_bytes: Mapping[str, float] = field(default_factory=dict)
     collectives: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     peak_bytes: Mapping[str, float] = field(default_factory=dict)
+    host_seconds: float = 0.0
+    host_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -127,6 +134,9 @@ class Plan:
         recompute: what the backward pass makes again instead of keeping it: operator classes, and relays (``relay
             CLASS OUTPUT``), which are moved again; of each the ranges ``(start, stop)`` of members, in the model's
             order. What comes from parameters alone and is not here is made once for all microbatches.
+        offload: what lies on the host: results of operator classes, and relays, from the forward pass to the backward
+            pass; and the optimizer state of parameter classes (``parameter NAME``) but for the optimizer's step. In the
+            form of ``recompute``.
         microbatches: how many parts of the batch a step computes one after the other, see `autopar.microbatch`; the
             layouts of batch and results are those of one, and what is computed of the whole batch before has numbers
             behind those of the batch.
@@ -151,7 +161,8 @@ class Plan:
     modules: tuple[ModuleRow, ...] = ()
     stages: tuple[Stage, ...] = _WHOLE
     padding: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    recompute: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    recompute: Ranges = field(default_factory=dict)
+    offload: Ranges = field(default_factory=dict)
     microbatches: int = 1
     pipeline: Pipeline | None = None
 
@@ -202,7 +213,8 @@ class Plan:
         data["stages"] = [list(s.modules) for s in self.stages]
         data["pipeline"] = None if self.pipeline is None else asdict(self.pipeline)
         data["padding"] = {name: list(shape) for name, shape in self.padding.items()}
-        data["recompute"] = {name: [list(r) for r in ranges] for name, ranges in self.recompute.items()}
+        for name in ("recompute", "offload"):
+            data[name] = {key: [list(r) for r in ranges] for key, ranges in getattr(self, name).items()}
         return data
 
     def save(self, path: str | Path) -> None:
@@ -259,6 +271,10 @@ def _layout(texts: list[str]) -> Layout:
     return tuple(parse_placement(t) for t in texts)
 
 
+def _ranges(data: Mapping[str, Any]) -> Ranges:
+    return {str(name): tuple((int(start), int(stop)) for start, stop in ranges) for name, ranges in data.items()}
+
+
 def _parse(data: dict[str, Any]) -> Plan:
     axes = tuple((str(n), int(size)) for n, size in data["axes"].items())
     layouts = {name: {k: _layout(v) for k, v in data[name].items()} for name in _LAYOUTS}
@@ -285,8 +301,6 @@ def _parse(data: dict[str, Any]) -> Plan:
         stages=tuple(Stage(tuple(s)) for s in data["stages"]),
         pipeline=None if data.get("pipeline") is None else Pipeline(**data["pipeline"]),
         padding={str(name): tuple(map(int, shape)) for name, shape in data.get("padding", {}).items()},
-        recompute={
-            str(name): tuple((int(start), int(stop)) for start, stop in ranges)
-            for name, ranges in data.get("recompute", {}).items()
-        },
+        recompute=_ranges(data.get("recompute", {})),
+        offload=_ranges(data.get("offload", {})),
     )

@@ -12,6 +12,7 @@ from torch import fx
 from autopar.assignment import Assignment, all_moves, assign, machine_of
 from autopar.candidates import candidates, letter_parts, lowered_bytes, split_parts
 from autopar.cost.collectives import wire_bytes
+from autopar.cost.host import copy_seconds
 from autopar.cost.memory import optimizer_state_bytes
 from autopar.dims import Dims, analyze
 from autopar.layout import Layout, TensorType, describe, item_bytes
@@ -67,23 +68,27 @@ def _predict(program: Program, dims: Dims, plan: Plan, classes: Quotient | None)
     account = _Account(machine_of(plan))
     _count_operators(program, dims, assignment, classes, account)
     _count_moves(program, dims, assignment, account)
+    _count_copies(program, dims, assignment, account, plan.optimizer)
     predicted = Predicted(
         step_seconds=sum(account.seconds.values()),
         compute_seconds=account.compute,
-        memory_bytes=_memory(program, plan),
+        memory_bytes=_memory(program, plan, assignment),
         communication_bytes={a: account.sent[a] for a in plan.axis_names},
         collectives={a: dict(sorted(account.collectives[a].items())) for a in plan.axis_names},
         peak_bytes=plan.predicted.peak_bytes,
+        host_seconds=account.host_seconds,
+        host_bytes=account.host_bytes,
     )
     return replace(plan, predicted=predicted, modules=_rows(program, dims, plan, assignment, account))
 
 
 def node_seconds(program: Program, dims: Dims, plan: Plan) -> dict[fx.Node, float]:
-    """Seconds of each operator in a step, with the moves of what it makes; all microbatches together."""
+    """Seconds of each operator in a step, with moves and copies of what it makes; all microbatches together."""
     assignment = assign(program, dims, plan, quotient(program, dims))
     account = _Account(machine_of(plan))
     _count_operators(program, dims, assignment, quotient(program, dims), account)
     _count_moves(program, dims, assignment, account)
+    _count_copies(program, dims, assignment, account, plan.optimizer)
     return account.seconds
 
 
@@ -93,10 +98,18 @@ class _Account:
 
     machine: Machine
     compute: float = 0.0
+    host_seconds: float = 0.0
+    host_bytes: float = 0.0
     seconds: dict[fx.Node, float] = field(default_factory=lambda: defaultdict(float))
     sent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     module_sent: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
     collectives: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(int)))
+
+    def copy(self, node: fx.Node, size: float, seconds: float) -> None:
+        """Add what a device has on the host, and what it takes in a step to send it there and back."""
+        self.seconds[node] += seconds
+        self.host_seconds += seconds
+        self.host_bytes += size
 
     def move(self, node: fx.Node, kind: str, axis: int, size: float, seconds: float, times: int) -> None:
         """Add one redistribution step, or one all-reduce of a lowering, that is made so many times."""
@@ -142,6 +155,23 @@ def _count_moves(program: Program, dims: Dims, assignment: Assignment, account: 
             account.move(node, move.kind, move.axis, size, seconds, times)
 
 
+def _count_copies(program: Program, dims: Dims, assignment: Assignment, account: _Account, optimizer: str) -> None:
+    """Copies to the host and back; all that a microbatch sends, and optimizer state, is there at the same time."""
+    machine = account.machine
+    for node, spec in zip(program.placeholders, program.inputs, strict=True):
+        if spec.kind == "parameter" and spec.name in assignment.away.states:
+            value = node.meta["val"]
+            local = value.numel() // split_parts(assignment.outputs[node, 0], machine.sizes)
+            size = float(optimizer_state_bytes(optimizer, local, value.element_size()))
+            account.copy(next(iter(node.users)), size, 2 * float(copy_seconds(size, machine.device)))
+    sent = [(value, layout) for value, layout in assignment.outputs.items() if value in assignment.away.made]
+    sent += [(value, layout) for value, layout in assignment.relays.items() if value in assignment.away.moved]
+    for (node, out), layout in sent:
+        type_ = dims.types[node, out]
+        size = type_.numel * item_bytes(type_.dtype) / split_parts(layout, machine.sizes)
+        account.copy(node, size, 2 * float(copy_seconds(size, machine.device)) * program.runs(node))
+
+
 def _count_lowering(node: fx.Node, dims: Dims, names: tuple[str, ...], account: _Account, times: int) -> None:
     operator = dims.operators[node]
     if not operator.rule.lower:
@@ -153,8 +183,8 @@ def _count_lowering(node: fx.Node, dims: Dims, names: tuple[str, ...], account: 
             account.move(node, "all_reduce", axis, local, 0.0, times)  # its time is the operator's
 
 
-def _memory(program: Program, plan: Plan) -> dict[str, float]:
-    """Bytes per device, by category."""
+def _memory(program: Program, plan: Plan, assignment: Assignment) -> dict[str, float]:
+    """Bytes per device, by category; optimizer state as between steps."""
     trained = {
         o.name for o, v in zip(program.outputs, program.output_values, strict=True) if o.kind == "gradient" and v
     }
@@ -170,7 +200,8 @@ def _memory(program: Program, plan: Plan) -> dict[str, float]:
         memory["parameters"] += local * item
         if spec.name in trained:
             memory["gradients"] += local * item
-            memory["optimizer"] += optimizer_state_bytes(plan.optimizer, local, item)
+            here = spec.name not in assignment.away.states
+            memory["optimizer"] += optimizer_state_bytes(plan.optimizer, local, item) * here
     return memory
 
 

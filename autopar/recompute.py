@@ -85,22 +85,25 @@ def _computed_from(program: Program, values: Iterable[Value]) -> set[fx.Node]:
 
 
 def uniform(plan: Plan, count: Mapping[str, int]) -> list[tuple[float, Plan]]:
-    """A plan whose classes are partly recomputed, as plans that treat all members alike, each with its share of them.
+    """A plan that treats members of a class unlike, as plans that treat all of them alike, each with its share of them.
 
     Args:
         plan: whose ranges are the first members of each class, and the rest.
         count: members of each class.
     """
-    cuts = [(stop, name) for name, ranges in plan.recompute.items() for _, stop in ranges if stop < EVERY[0][1]]
-    cuts += [(start, name) for name, ranges in plan.recompute.items() for start, _ in ranges if start]
+    every = [*plan.recompute.items(), *plan.offload.items()]
+    cuts = [(stop, name) for name, ranges in every for _, stop in ranges if stop < EVERY[0][1]]
+    cuts += [(start, name) for name, ranges in every for start, _ in ranges if start]
     if not cuts:
         return [(1.0, plan)]
     # Classes of few members round up; those of most members say what the share is.
     most = max(count[class_of(name)] for _, name in cuts)
     share = max(cut / most for cut, name in cuts if count[class_of(name)] == most)
-    first = {name: EVERY for name, ranges in plan.recompute.items() if ranges[0][0] == 0}
-    rest = {name: EVERY for name, ranges in plan.recompute.items() if ranges[-1][1] == EVERY[0][1]}
-    return [(share, replace(plan, recompute=first)), (1.0 - share, replace(plan, recompute=rest))]
+    tables = plan.recompute, plan.offload
+    first, sent = ({name: EVERY for name, ranges in t.items() if ranges[0][0] == 0} for t in tables)
+    rest, left = ({name: EVERY for name, ranges in t.items() if ranges[-1][1] == EVERY[0][1]} for t in tables)
+    parts = replace(plan, recompute=first, offload=sent), replace(plan, recompute=rest, offload=left)
+    return [(share, parts[0]), (1.0 - share, parts[1])]
 
 
 def between(share: float, a: Any, b: Any) -> Any:

@@ -13,6 +13,8 @@ from torch import fx
 
 from autopar.assignment import assign, machine_of
 from autopar.candidates import candidates, split_parts
+from autopar.cost.host import copy_seconds
+from autopar.cost.memory import optimizer_state_bytes
 from autopar.dims import Dims
 from autopar.layout import Layout, item_bytes
 from autopar.origin import is_backward
@@ -33,6 +35,8 @@ class States:
     Attributes:
         kept: forms that are held until the backward pass.
         again: forms that are made or moved again there.
+        away: of what is kept, what lies on the host until then.
+        optimizer: of parameters whose optimizer state may lie on the host, whether it does; empty if none does.
         price: seconds that a byte is worth.
     """
 
@@ -60,6 +64,11 @@ class States:
         self._apart = {v for v in taken if v[0] in again.nodes and v not in again.values}
         self.kept, self.again = self._read(taken)
         self.kept |= self._steady()
+        self._optimizer, gone = plan.optimizer, self._assignment.away.states
+        inputs = zip(program.placeholders, program.inputs, strict=True)
+        trained = {o.name for o, v in zip(program.outputs, outputs, strict=True) if o.kind == "gradient" and v}
+        self.optimizer = {n: i.name in gone for n, i in inputs if gone and i.kind == "parameter" and i.name in trained}
+        self.away = {self.taken(v) for v in (*self._assignment.away.made, *self._assignment.away.moved)}
 
     def _read(self, taken: Collection[Value]) -> tuple[set[Form], set[Form]]:
         again = self._assignment.again
@@ -153,6 +162,20 @@ class States:
         if form[0] in self.program.alone:
             runs = runs * (2 if any(value[0] == form[0] for value in self._late) else 1) - 1
         return self._once(form) * runs
+
+    def copied(self, form: Form) -> float:
+        """Seconds in a step to send it to the host and back; infinite where there is no way."""
+        return self.copied_once(self.bytes(form)) * self.program.runs(form[0])
+
+    def copied_once(self, size: float) -> float:
+        """Seconds to send so many bytes to the host and back."""
+        return 2 * float(copy_seconds(size, self._tables.machine.device))
+
+    def state_bytes(self, node: fx.Node) -> float:
+        """On a device, of a parameter's optimizer state."""
+        item = item_bytes(self.dims.types[node, 0].dtype)
+        elements = round(self._bytes((node, 0), self._assignment.outputs[node, 0])) // item
+        return float(optimizer_state_bytes(self._optimizer, elements, item))
 
     def _once(self, form: Form) -> float:
         node, i = form

@@ -15,6 +15,7 @@ from autopar import tree
 from autopar.accumulate import Totals
 from autopar.blocks import assemble, block, coordinates, is_zero_outside, without_padding
 from autopar.capture import Batch, Harness, LossFunction
+from autopar.cluster import Cluster
 from autopar.compiler import DETERMINISTIC_PASSES, program_of, rewrite, solve
 from autopar.draw import same_numbers
 from autopar.emulate import emulate, run_whole
@@ -25,7 +26,7 @@ from autopar.plan import Plan
 from autopar.precision import Precision
 from autopar.program import Input, Program
 from autopar.rows import common_blocks, join, take
-from autopar.search.find import MICROBATCHES, Search
+from autopar.search.find import MICROBATCHES, OFFLOAD, Search
 
 SMALLEST = 1e-6
 """A tensor's error is relative to its own largest entry, or to this share of the model's largest gradient entry."""
@@ -160,8 +161,15 @@ def _plan(program: Program, axes: Mapping[str, int], plan: Plan | str | None, se
         return plan
     if plan not in (None, "random"):
         raise ValueError(f'plan must be a Plan, None or "random", got {plan!r}')
-    search = Search(recipe=plan, seed=seed, pins={MICROBATCHES: count})
-    return solve(program, axes, "cpu", search=search, deterministic=True)
+    search = Search(recipe=plan, seed=seed, pins={MICROBATCHES: count, OFFLOAD: "search"})
+    return solve(program, axes, _machine(), search=search, deterministic=True)
+
+
+@functools.cache
+def _machine() -> Cluster:
+    """Processes that have a way to a host, so that random plans have tensors there."""
+    cpu = Cluster.preset("cpu")
+    return replace(cpu, device=replace(cpu.device, host_bandwidth=1e9))
 
 
 def compare(

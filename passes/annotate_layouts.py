@@ -22,7 +22,9 @@ def annotate_layouts(program: Program, plan: Plan) -> Program:
     """Write ``types``, ``layouts``, ``input_layouts``, ``relays``, ``strategy`` and ``operator`` into ``meta``.
 
     The output node has ``input_layouts`` and ``input_types``; the graph has ``again``, for `insert_recompute`. What all
-    microbatches share is ``steady``, and the outputs of a node that are moved for all of them are ``steady_relays``.
+    microbatches share is ``steady``, and the outputs of a node that are moved for all of them are ``steady_relays``. A
+    value is ``away`` that lies on the host until the backward pass takes it, and ``away_moved`` if its moved form does;
+    parameters whose optimizer state does are the graph's ``states_away``.
     """
     dims = analyze(program)
     assignment = assign(program, dims, plan, quotient(program, dims))
@@ -46,7 +48,12 @@ def annotate_layouts(program: Program, plan: Plan) -> Program:
     program.graph.meta["invariants"] = ("layouts",)
     program.graph.meta["axes"] = dict(plan.axes)
     program.graph.meta["again"] = assignment.again
+    program.graph.meta["states_away"] = assignment.away.states
     _mark_steady(program, assignment)
+    for node in program.graph.graph.nodes:
+        if not isinstance(node.meta.get("val"), tuple | list):  # whose outputs speak for themselves
+            node.meta["away"] = producer(node) in assignment.away.made
+            node.meta["away_moved"] = producer(node) in assignment.away.moved
     return program
 
 

@@ -105,7 +105,8 @@ def _bring(
             place = user if user.op != "output" else _next_operator(placed[value, move.source])
             with graph.inserting_before(place):
                 emitter = _Emitter(graph, value, user, type_, move, tables.machine, gradient, steady or is_steady(user))
-                placed[value, move.target] = emitter.emit(placed[value, move.source])
+                moved = placed[value, move.target] = emitter.emit(placed[value, move.source])
+                moved.meta["away"] = value.meta.get("away_moved", False) and move.target == start
     return placed[value, target]
 
 

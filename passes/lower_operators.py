@@ -127,13 +127,15 @@ def _stand_in(node: fx.Node, index: int, value: fx.Node, *, several: bool) -> No
     if position:
         raise ValueError(f"the lowering of {node.target} returns output {position} of {source.target}, not the first")
     for key, kept in node.meta.items():
-        if key not in ("operator", "strategy", "input_layouts", "val", "types", "layouts", "relays"):
+        if key not in ("operator", "strategy", "input_layouts", "val", "types", "layouts", "relays", "away"):
             source.meta[key] = kept
     source.meta.update(types=(node.meta["types"][index],), layouts=(node.meta["layouts"][index],), relays={})
     source.meta["internal"] = False
     if not several:
+        value.meta["away"] = node.meta.get("away", False)
         node.replace_all_uses_with(value)
         return
     for user in [u for u in node.users if u.args[1] == index]:
+        value.meta["away"] = user.meta.get("away", False)
         user.replace_all_uses_with(value)
         user.graph.erase_node(user)

@@ -15,7 +15,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("layout", "cluster", "tree", "blocks", "precision"),
     ("_torch_compat",),
-    ("draw", "accumulate"),
+    ("draw", "accumulate", "host"),
     ("strategy", "rule_call", "oracle", "padding_oracle", "random_oracle"),
     ("strategies",),
     ("findings", "trial", "isolate", "discover"),
@@ -38,6 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("search",),
     (
         "recompute",
+        "offload",
         "steady",
         "microbatch",
         "rows",

@@ -1,7 +1,8 @@
-"""What is kept for the backward pass and what is made again, as a table: what either costs, and what decides."""
+"""What is kept for the backward pass, and where, and what is made again, as a table: costs, and what decides."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -42,6 +43,10 @@ class Tensor(Protocol):
         """To make one again."""
 
     @property
+    def copied(self) -> float:
+        """To send it to the host and back."""
+
+    @property
     def worth(self) -> float:
         """Of its bytes, in seconds."""
 
@@ -52,8 +57,11 @@ class Tensor(Protocol):
 
 def keeping_dict(name: str, plan: Plan, tensors: Sequence[Tensor]) -> dict[str, Any]:
     """Plain data: the price of memory in seconds a byte, and every tensor of what the name speaks of."""
-    fields = ("name", "node", "state", "count", "size", "seconds", "worth", "why")
+    fields = ("name", "node", "state", "count", "size", "seconds", "copied", "worth", "why")
     rows = [{field: getattr(tensor, field) for field in fields} for tensor in tensors]
+    for row in rows:
+        for field in ("seconds", "copied"):
+            row[field] = row[field] if math.isfinite(row[field]) else None  # JSON has no infinity
     return {
         "name": name,
         "step_seconds": plan.predicted.step_seconds,
@@ -78,8 +86,12 @@ def keeping_table(plan: Plan, tensors: Sequence[Tensor], width: int = 100) -> st
 
 def _sentence(tensor: Tensor, priced: bool) -> str:
     takes, worth = format_seconds(tensor.seconds), format_seconds(tensor.worth)
+    again = f"making it again takes {takes}; " if math.isfinite(tensor.seconds) else ""
+    sending = f"sending it there and back takes {format_seconds(tensor.copied)}"
     if tensor.state == "passing":
         return f"passing: {tensor.why}"
+    if tensor.state == "on the host":
+        return f"on the host: {sending}{f', its bytes are worth {worth}' if priced else ''}; {again}{tensor.why}"
     if tensor.state == "kept":
-        return f"kept: {f'worth {worth}; ' if priced else ''}making it again takes {takes}; {tensor.why}"
+        return f"kept: {f'worth {worth}; ' if priced else ''}{again}{tensor.why}"
     return f"{tensor.state}: takes {takes}{f', its bytes are worth {worth}' if priced else ''}; {tensor.why}"

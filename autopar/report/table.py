@@ -146,8 +146,9 @@ def _traffic(by_axis: Mapping[str, float], axes: Sequence[str]) -> str:
 def _totals(plan: Plan) -> RenderableType:
     """Figures of a whole step on one device; a table with a row for each axis, and memory by category."""
     predicted = plan.predicted
-    communication = max(0.0, predicted.step_seconds - predicted.compute_seconds)
+    communication = max(0.0, predicted.step_seconds - predicted.compute_seconds - predicted.host_seconds)
     split = f"compute {format_seconds(predicted.compute_seconds)}, communication {format_seconds(communication)}"
+    split += f", copies to the host and back {format_seconds(predicted.host_seconds)}" if predicted.host_seconds else ""
     rows = [("predicted step", f"{format_seconds(predicted.step_seconds)}: {split}, nothing overlapped")]
     for name, size in plan.axes:
         sent = format_bytes(predicted.communication_bytes.get(name, 0.0))
@@ -166,6 +167,11 @@ def _totals(plan: Plan) -> RenderableType:
         rows.append(("price of memory", price_text(plan)))
     if plan.microbatches > 1:
         rows.append(("microbatches", f"{plan.microbatches} parts of the batch one after the other, gradients added up"))
+    if plan.offload:
+        states = sum(name.startswith("parameter ") for name in plan.offload)
+        kinds = f"{len(plan.offload) - states} kinds of values until the backward pass"
+        kinds += f", optimizer state of {states} kinds of parameters" if states else ""
+        rows.append(("on the host", f"{format_bytes(predicted.host_bytes)} of a device: {kinds}"))
     if plan.recompute:
         moved = sum(name.startswith("relay ") for name in plan.recompute)
         kinds = f"{len(plan.recompute) - moved} kinds of operators computed, {moved} kinds of values moved"

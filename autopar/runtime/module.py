@@ -24,6 +24,7 @@ from autopar.runtime.boundary import Placements, from_local, part_of, plain_type
 from autopar.runtime.load import load_full, prepare_load, savable
 from autopar.runtime.materialise import Init, materialise, uninitialised
 from autopar.runtime.microbatches import MicrobatchStep
+from autopar.runtime.offload_states import OffloadedStates, offload_states
 from autopar.runtime.place import Place
 from autopar.runtime.postpone import Postponed
 from autopar.runtime.specialise import Request, Settings, Specialisation, data_layout, data_parts, specialise
@@ -33,7 +34,7 @@ from autopar.runtime.step import Call, run
 CACHED = 16
 """How many specialisations are kept."""
 
-_OWN = ("_original", "_place", "_settings", "_init", "_cache", "_first", "_latest", "_postponed", "_drawn")
+_OWN = ("_original", "_place", "_settings", "_init", "_cache", "_first", "_latest", "_postponed", "_drawn", "_away")
 
 
 class ParallelModule(nn.Module):
@@ -57,6 +58,7 @@ class ParallelModule(nn.Module):
         self._latest: Specialisation | None = None
         self._postponed = Postponed()
         self._drawn = 0
+        self._away: OffloadedStates | None = None
         self.register_state_dict_post_hook(_save_hook)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_load_hook)  # type: ignore[no-untyped-call]
 
@@ -263,6 +265,8 @@ class ParallelModule(nn.Module):
             if not to_local(parameter).is_meta and name in types:
                 slice_replicated(parameter, *types[name], self._place)
         materialise(self._original, self._init, types, found.program.aliases, self._place)
+        if found.states_away:
+            self._away = offload_states([named[name] for name in found.states_away])
 
     def _types(self) -> Any:
         return {} if self._first is None else self._first.step.types.parameters

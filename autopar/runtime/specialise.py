@@ -30,7 +30,7 @@ from autopar.runtime.pipeline import PipelineStep, cut_stages, inside, line_of
 from autopar.runtime.place import Place
 from autopar.runtime.state import plain_parameters
 from autopar.runtime.step import Step, Types
-from autopar.search.find import RECOMPUTE, STAGE_AXIS, Search
+from autopar.search.find import OFFLOAD, RECOMPUTE, STAGE_AXIS, Search
 from autopar.search.restrict import Restrictions
 
 
@@ -110,6 +110,7 @@ class Specialisation:
         step: what runs.
         seed: of the step's random numbers, the same on every rank; None where it draws from the default generator, or
             not at all.
+        states_away: parameters whose optimizer state lies on the host between the optimizer's steps.
     """
 
     program: Program
@@ -117,6 +118,7 @@ class Specialisation:
     plan: Plan
     step: Step
     seed: int | None = None
+    states_away: frozenset[str] = frozenset()
 
 
 def specialise(
@@ -149,8 +151,9 @@ def specialise(
     )
     chosen = Plan.from_dict(plan)
 
-    def build() -> tuple[Step, str]:
+    def build() -> tuple[Step, str, frozenset[str]]:
         local = tools.rewrite(program, chosen)
+        away: frozenset[str] = local.graph.meta["states_away"]
         names = {name: name for name, _ in place.axes}
         coordinates = dict(zip(names, place.coordinates, strict=True))
         bound = replace(local, graph=bind(local.graph, place.groups or names, coordinates))
@@ -165,15 +168,15 @@ def specialise(
             parts, cutting = cut_stages(bound, chosen, line)
             inner = _types(local, chosen.inner)
             step = PipelineStep(bound, parts, types, place, cutting=cutting, line=line, within=within, inner=inner)
-            return step, collective_order(local)
+            return step, collective_order(local), away
         if local.microbatches == 1:
-            return Step(local, cut(bound), types, place), collective_order(local)
-        return MicrobatchStep(local, cut_microbatches(bound), types, place), collective_order(local)
+            return Step(local, cut(bound), types, place), collective_order(local), away
+        return MicrobatchStep(local, cut_microbatches(bound), types, place), collective_order(local), away
 
-    step, order = place.together(build, "rewriting the graph")
+    step, order, away = place.together(build, "rewriting the graph")
     place.agree(order, "the order of collectives", "use the same versions of autopar and torch on every rank")
     part = tools.in_microbatches(program, chosen.microbatches)
-    return Specialisation(program, part, chosen, step, _seed(step.program, settings, place))
+    return Specialisation(program, part, chosen, step, _seed(step.program, settings, place), away)
 
 
 def _seed(local: Program, settings: Settings, place: Place) -> int | None:
@@ -273,7 +276,7 @@ def _later(search: Search, program: Program) -> Search:
     Pinned layouts have done their work once parameters lie; neither one of the batch nor a number of microbatches must
     stop a short last batch.
     """
-    kept = {name: value for name, value in search.pins.items() if name == RECOMPUTE}
+    kept = {name: value for name, value in search.pins.items() if name in (RECOMPUTE, OFFLOAD)}
     most = search.microbatches or 1
     rows = samples(program) if program.training else 1
     count = max(n for n in range(1, most + 1) if rows % n == 0)

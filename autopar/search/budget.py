@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +61,8 @@ class Task:
         again: what may be made or moved again for the backward pass.
         progress: called with phase, incumbent and bound.
         regions: whether the model's own checkpointing decides for what is in it.
+        away: whether what is kept may lie on the host.
+        states: bytes of optimizer state of each parameter, which may lie on the host, too.
         record: called with each bound of all plans that is proved.
         beat: seconds; plans that take as long are of no use.
         share: of what it would hold for the whole model that a device holds.
@@ -76,6 +78,8 @@ class Task:
     again: str
     progress: Progress
     regions: bool = False
+    away: bool = False
+    states: Mapping[str, float] = field(default_factory=dict)
     record: Callable[[Claim], None] = lambda claim: None
     beat: float = np.inf
     share: Share = WHOLE
@@ -165,7 +169,9 @@ def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str =
     """The best plan whose graph fits, by rows that are tightened until it does.
 
     The row is what is held when the backward pass begins. Where that does not lead to a plan that fits, gradients
-    count, too, if they are what is too much; or operators may not work on so much at a time.
+    count, too, if they are what is too much; or operators may not work on so much at a time. What may lie on the host
+    counts little, so that such a row says little of what lives for a moment: where that leads to no plan in half of the
+    time, everything stays on the device.
 
     Args:
         task: what is searched.
@@ -177,24 +183,34 @@ def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str =
         InfeasibleError: no such plan fits.
     """
     assert task.memory is not None
-    row = Memory(task.state(False), activations=True, again=task.again, regions=task.regions, share=task.share)
+    row = Memory(
+        task.state(False), True, task.again, regions=task.regions, away=task.away, optimizer=task.states,
+        share=task.share,
+    )  # fmt: skip
     rows = [row, replace(row, state=task.state(True))]
+    here = [replace(r, away=False, optimizer={}) for r in rows] if task.away else []
+    half = replace(task, limits=replace(task.limits, deadline=time.monotonic() + task.seconds / 2))
     least: Plan | None = None
     capped = False
-    while rows:
+    while rows or here:
+        if not rows:
+            rows, here = here, []
         relaxed = rows[0] is row and restrictions is task.restrictions and task.share is WHOLE
         try:
-            plan, found, working = _tightened(task, task.make(restrictions, rows.pop(0)), bound, method, relaxed)
+            built = task.make(restrictions, rows.pop(0))
+            plan, found, working = _tightened(half if here else task, built, bound, method, relaxed)
         except InfeasibleError:  # nothing works on so little
-            break
+            if relaxed or not here:
+                break
+            continue
         if fits(_peak(plan.predicted.peak_bytes), task.memory):
             return plan
         bound = found
         size = _peak(plan.predicted.peak_bytes)
         better = least is None or size < CLOSE * _peak(least.predicted.peak_bytes)
         least = _lesser(least, plan)
-        if not rows and (better or not capped) and not task.limits.expired():
-            rows.append(replace(row, working=working / 2))
+        if not rows and not here and (better or not capped) and not task.limits.expired():
+            rows.append(replace(row, away=False, optimizer={}, working=working / 2))
             capped = True
     raise _missing(task.memory, least)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from torch import fx
@@ -12,12 +12,13 @@ from torch import fx
 from autopar.accumulate import accumulate
 from autopar.candidates import REPLICATE, Candidates, candidates, lowered_bytes, split_parts
 from autopar.cost.collectives import collective_seconds
+from autopar.cost.host import copy_seconds
 from autopar.cost.kernels import kernel_seconds
 from autopar.dims import Dims, Operator
 from autopar.errors import InfeasibleError
 from autopar.layout import Layout, Partial, Placement, Replicate, Split, TensorType, item_bytes
 from autopar.origin import is_backward, module_path
-from autopar.program import SHORT, Program, Value
+from autopar.program import SHORT, Program, Value, producer
 from autopar.redistribute import Machine, Tables
 from autopar.regions import SAVED
 from autopar.search.factors import from_parameters
@@ -55,6 +56,8 @@ class Memory:
             alone, ``none``, which keeps all that the backward pass takes.
         working: bytes that what one operator takes and makes may have, where that is possible.
         regions: whether the model's own checkpointing decides for what is in it.
+        away: whether what is kept may lie on the host.
+        optimizer: of ``state``, bytes of optimizer state that may lie there, too, by name.
         share: of all this that counts.
     """
 
@@ -63,12 +66,14 @@ class Memory:
     again: str = "none"
     working: float = np.inf
     regions: bool = False
+    away: bool = False
+    optimizer: Mapping[str, float] = field(default_factory=dict)
     share: Share = WHOLE
 
     @property
     def states(self) -> bool:
-        """Whether something may be made again."""
-        return self.again != "none" or self.regions
+        """Whether something need not be kept on the device."""
+        return self.again != "none" or self.regions or self.away
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,8 @@ class _Maker:
         self.sizes = tables.machine.sizes
         self.chains = from_parameters(program) if memory.again == "gathers" else set()
         self.carried = _carried(program, classes) if memory.again == "search" else frozenset()
+        outputs = program.output_values[: program.forward_outputs]
+        self.returned = {producer(v)[0] for v in outputs if v is not None}  # and held by the caller anyway
         self.stored = _stored(program, dims) if memory.activations and not memory.states else frozenset()
         # Outputs that are taken, by class, and whether the backward pass takes them itself.
         self.taken: dict[str, dict[int, bool]] = defaultdict(dict)
@@ -170,7 +177,9 @@ class _Maker:
             elif inputs[node].kind == "parameter":
                 names = tuple(inputs[n].name for n in members)
                 memory = sum(self.memory.state[n] for n in names) * self.memory.share.states
-                made.append(self._tensor(key, count, self.dims.types[node, 0], "parameter", names, memory))
+                found = self._tensor(key, count, self.dims.types[node, 0], "parameter", names, memory)
+                away = sum(self.memory.optimizer.get(n, 0.0) for n in names) * self.memory.share.states
+                made.append(self._with_states_away(found, away))
             elif inputs[node].kind == "batch":
                 made.append(self._tensor(key, count, self.dims.types[node, 0], "batch", (inputs[node].name,)))
             elif inputs[node].name not in results or _is_loss(self.program, inputs[node].name):
@@ -180,11 +189,30 @@ class _Maker:
             made.append(self._tensor(f"result {name}", 1, self.dims.type_of(value), kind, (name,)))
         for (key, out), users in self.classes.uses.items():
             node, count = self.classes.members[key][0], self.classes.count[key]
-            asked = ("relay", f"{key} {out}") in self.restrictions.placements
-            several = len(users) > 1 or max(users.values()) > count
-            if asked or several or (node in self.program.alone and self._is_of_one(users)):
+            if self._is_relayed(key, out):
                 made.append(self._relay(key, out, node, count, users))
         return made
+
+    def _with_states_away(self, variable: Variable, size: float) -> Variable:
+        """A parameter's variable with each layout twice, if some of its bytes may lie on the host between steps.
+
+        Only what is split as much as it can be goes there: for the optimizer's step all of it is on the device, and the
+        row does not count that.
+        """
+        if not size:
+            return variable
+        parts = self.tables.of(variable.types["out", 0]).parts[variable.ports["out", 0]]
+        bytes_ = size / parts
+        seconds = 2 * copy_seconds(bytes_, self.tables.machine.device, variable.count)
+        seconds = np.where(parts == parts.max(), seconds, np.inf)
+        return replace(variable, memory=variable.memory - bytes_).in_states((KEPT,), 1, bytes_, seconds)
+
+    def _is_relayed(self, key: str, out: int) -> bool:
+        """Whether the values of a class have a form of their own for all their users."""
+        users, node = self.classes.uses[key, out], self.classes.members[key][0]
+        asked = ("relay", f"{key} {out}") in self.restrictions.placements
+        several = len(users) > 1 or max(users.values()) > self.classes.count[key]
+        return asked or several or (node in self.program.alone and self._is_of_one(users))
 
     def _is_of_one(self, users: Mapping[tuple[str, int], int]) -> bool:
         """Whether the forward pass of each microbatch takes what has these users, and all may share its moved form."""
@@ -201,7 +229,10 @@ class _Maker:
             return found
         states = [s for s in self._states(node) if not (s in (PASSING, EARLY) and any(late))]
         kept = self._bytes(found, "in", 0) if self.memory.activations else np.zeros(len(found.cost))
-        return found.in_states(states, 1, kept * self._held(found))
+        # What can be moved again, for nothing if it lies as it was made, goes to the host as it was made.
+        sent = any(late) and AGAIN not in states and self._may_go(found, node, states)
+        copied = self._copied(node, kept, count) if sent else None
+        return found.in_states(states, 1, kept * self._held(found), copied)
 
     def _has_states(self, variable: Variable) -> bool:
         """Whether there is a choice: what all microbatches may share need not be kept where nothing is made again."""
@@ -243,13 +274,33 @@ class _Maker:
         taken = self.taken[variable.key]
         # What only serves to make others again may add to what the backward pass takes: the row stays a relaxation.
         used = {out for out, late in taken.items() if late} or taken.keys()
-        kept = np.zeros(len(variable.cost))
+        kept, tensors = np.zeros(len(variable.cost)), 0
         for port, i in variable.types if self.memory.activations else ():
             if port == "out" and i in used and (self._has_states(variable) or (node, i) in self.stored):
-                kept += self._bytes(variable, "out", i) * self._held(variable)
+                kept += self._bytes(variable, "out", i)
+                tensors += 1
         if not self._has_states(variable):
-            return replace(variable, memory=kept)
-        return variable.in_states(self._states(node), self.program.runs(node) if variable.steady else 1, kept)
+            return replace(variable, memory=kept * self._held(variable))
+        states = self._states(node)
+        copied = self._copied(node, kept, tensors * variable.count)
+        if AGAIN in states:  # what takes less to be made again need not go: either its arguments are there, or they go
+            copied = np.where(copied <= variable.cost, copied, np.inf)
+        alone = any(not self._is_relayed(variable.key, out) for out in used)  # else its relay goes
+        sent = (AGAIN in states or alone) and self._may_go(variable, node, states) and np.isfinite(copied).any()
+        runs = self.program.runs(node) if variable.steady else 1
+        return variable.in_states(states, runs, kept * self._held(variable), copied if sent else None)
+
+    def _may_go(self, variable: Variable, node: fx.Node, states: Sequence[int]) -> bool:
+        """Whether what a forward operator makes may lie on the host until the backward pass takes it."""
+        view = node in self.dims.operators and self.dims.operators[node].rule.view
+        given = node not in self.program.sources or view or node in self.returned
+        return self.memory.away and KEPT in states and not given and not variable.steady
+
+    def _copied(self, node: fx.Node, size: Floats, copies: int) -> Floats:
+        """Seconds of each label, in a step, to send so many bytes in so many tensors to the host and back."""
+        device = self.tables.machine.device
+        seconds: Floats = 2 * self.program.runs(node) * copy_seconds(size, device, copies)
+        return seconds
 
     def connections(self, variables: Sequence[Variable]) -> list[tuple[tuple[str, Port], tuple[str, Port], int, int]]:
         """``(source, its port), (target, its port), how many, moves of each a step`` of the quotient graph."""

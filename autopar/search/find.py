@@ -33,12 +33,12 @@ from autopar.search.restrict import Restrictions
 
 Progress = Callable[[str, float, float], None]
 
-RECOMPUTE, MICROBATCHES, STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS = (
-    "recompute", "microbatches", "stages", "schedule", "virtual", "stage_axis"
+RECOMPUTE, OFFLOAD, MICROBATCHES, STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS = (
+    "recompute", "offload", "microbatches", "stages", "schedule", "virtual", "stage_axis"
 )  # fmt: skip
 """Pins that name no tensor."""
 
-NO_TENSORS = (RECOMPUTE, MICROBATCHES, STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS)
+NO_TENSORS = (RECOMPUTE, OFFLOAD, MICROBATCHES, STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS)
 
 EXACT_AXES = 2
 """Meshes of up to this many axes are solved as one problem; larger ones axis by axis, with the gap stated."""
@@ -56,9 +56,11 @@ class Search:
             (``("R", "S(0)")``), torch placements or a dict by axis name. ``recompute`` is for short memory:
             ``"search"`` decides tensor by tensor what the backward pass makes again, ``"gathers"`` (of recipes the
             default) moves only parameters again, ``"none"`` keeps all that it takes. Each wins over the model's own
-            ``torch.utils.checkpoint``, which is followed without this pin. ``microbatches`` is how many parts of the
-            batch a step computes one after the other, adding up gradients; without it, as many as short memory asks
-            for.
+            ``torch.utils.checkpoint``, which is followed without this pin. ``offload`` is for short memory, too, where
+            the device has a way to its host: ``"search"`` decides what lies in the host's memory until the backward
+            pass, ``"none"`` (of recipes and pipelines the default) keeps all on the device; without it, that is
+            searched where nothing fits otherwise. ``microbatches`` is how many parts of the batch a step computes one
+            after the other, adding up gradients; without it, as many as short memory asks for.
             ``stages`` asks for a pipeline of so many devices along the axis ``stage_axis`` (by default the outermost
             of that size), with a list of modules for one whose later stages begin there, or with ``"search"`` for any
             pipeline or none, whichever is faster (without this pin, none). ``schedule`` is one of
@@ -94,6 +96,8 @@ class Search:
         check_recipe(self.recipe, self.roles)
         if self.pins.get(RECOMPUTE, "search") not in ("search", "gathers", "none"):
             raise ValueError(f"pin {RECOMPUTE!r} must be 'search', 'gathers' or 'none', got {self.pins[RECOMPUTE]!r}")
+        if self.pins.get(OFFLOAD, "search") not in ("search", "none"):
+            raise ValueError(f"pin {OFFLOAD!r} must be 'search' or 'none', got {self.pins[OFFLOAD]!r}")
         count = self.pins.get(MICROBATCHES, "search")
         if count != "search" and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             raise ValueError(f"pin {MICROBATCHES!r} must be a positive whole number or 'search', got {count!r}")
@@ -119,6 +123,16 @@ class Search:
         if self.recipe in GATHERS_ONCE:
             return str(self.pins.get(RECOMPUTE, "none"))
         return str(self.pins.get(RECOMPUTE, "gathers" if self.recipe or self.roles else "search"))
+
+    @property
+    def offload(self) -> bool:
+        """Whether what is kept may lie on the host where memory is short: the pin ``offload``."""
+        return bool(self.pins.get(OFFLOAD) == "search")
+
+    @property
+    def offload_at_last(self) -> bool:
+        """Whether it may where nothing fits otherwise; recipes and roles say what is done without it."""
+        return OFFLOAD not in self.pins and not (self.recipe or self.roles or self.pipelines)
 
     @property
     def regions(self) -> bool:
@@ -203,6 +217,8 @@ def find_plan(
     exact = decided or len(axes) <= EXACT_AXES
     limits = Limits(search.gap, time.monotonic() + search.time_limit)
 
+    away = search.offload and machine.device.host_bandwidth > 0
+
     def make(restrictions: Restrictions, memory: Memory) -> Built:
         return build(program, dims, classes, tables, memory, restrictions)
 
@@ -210,7 +226,7 @@ def find_plan(
         if search.check:
             require_cost(built.problem, mix, [v.count for v in built.variables])
         bound = min(max(bound, 0.0), mix.cost)
-        certificate = Certificate(mix.cost, bound, _space(search, cluster, regions), method, mix.price)
+        certificate = Certificate(mix.cost, bound, _space(search, cluster, regions, away), method, mix.price)
         return _read(program, dims, classes, built, mix, certificate, axes, cluster, optimizer, tables)
 
     def state(gradients: bool) -> dict[str, float]:
@@ -218,9 +234,11 @@ def find_plan(
 
     claims: list[Claim] = []
     report, regions = progress or _silent, search.regions and bool(program.pins)
+    rest = optimizer_bytes(program, optimizer) if away else {}
     task = Task(
-        make, read, state, restrictions, limits, memory, peak, search.again, report, regions, claims.append, beat, share
-    )
+        make, read, state, restrictions, limits, memory, peak, search.again, report, regions, away, rest, claims.append,
+        beat, share,
+    )  # fmt: skip
     if exact:
         plan, fixed = plan_within(task), 0.0
         claims = [max(claims, key=lambda claim: claim.bound)]  # each is about all plans
@@ -257,7 +275,7 @@ def require_splits(dims: Dims, axes: Mapping[str, int]) -> None:
             )
 
 
-def _space(search: Search, cluster: Cluster, regions: bool) -> str:
+def _space(search: Search, cluster: Cluster, regions: bool, away: bool) -> str:
     tied = ", repeated layers alike in layout" if search.tie_layers else ""
     recipe = f"what recipe {search.recipe} leaves open; " if search.recipe else ""
     roles = ", ".join(f"{axis} for {role}" for axis, role in search.roles.items())
@@ -268,6 +286,7 @@ def _space(search: Search, cluster: Cluster, regions: bool) -> str:
     }
     kept = words.get(search.again, "no recomputation")
     kept += ", but checkpointed regions as the model has them" if regions else ""
+    kept += ", or on the host where that takes less time than making it again, as optimizer state may" if away else ""
     return (
         f"{recipe}one layout per tensor on every axis{tied}; a value has one layout besides its own for all its users; "
         f"no pipelines, {kept}; costs: kernels by tiles and traffic, collectives by ring or tree, "
@@ -292,6 +311,12 @@ def state_bytes(program: Program, optimizer: str, *, gradients: bool = True) -> 
     return found
 
 
+def optimizer_bytes(program: Program, optimizer: str) -> dict[str, float]:
+    """Bytes of optimizer state of each parameter that has some, and of all that it stands for, on one device."""
+    found, gone = state_bytes(program, optimizer), state_bytes(program, "sgd")
+    return {name: size - gone[name] for name, size in found.items() if size > gone[name]}
+
+
 def _read(
     program: Program, dims: Dims, classes: Quotient, built: Built, mix: Mix, certificate: Certificate,
     axes: Mapping[str, int], cluster: Cluster, optimizer: str, tables: Tables,
@@ -301,13 +326,14 @@ def _read(
     choices: dict[str, tuple[str, ...]] = {}
     relays: dict[str, Layout] = {}
     recompute: dict[str, tuple[tuple[int, int], ...]] = {}
+    offload: dict[str, tuple[tuple[int, int], ...]] = {}
     for variable, label, first in zip(built.variables, mix.over, mix.under, strict=True):
         if variable.state is not None:
             split = math.ceil(mix.share * variable.count - 1e-9)
-            ranges = [(0, split)] * int(variable.marked[first])
-            ranges += [(split, EVERY[0][1])] * int(variable.marked[label])
-            if joined := _joined(ranges):
-                recompute[variable.key] = joined
+            for table, marked in ((recompute, variable.marked), (offload, variable.away)):
+                ranges = [(0, split)] * int(marked[first]) + [(split, EVERY[0][1])] * int(marked[label])
+                if joined := _joined(ranges):
+                    table[variable.key] = joined
         if variable.choices is not None:
             choices[variable.key] = variable.choices.names(int(variable.candidate[label]))
             continue
@@ -327,6 +353,7 @@ def _read(
         axes=tuple(axes.items()), cluster=cluster, parameters=parameters, batch=batch, results=results,
         choices=choices, relays=relays, optimizer=optimizer, fingerprint=program.fingerprint,
         torch=str(torch.__version__), certificate=certificate, recompute=recompute,
+        offload=offload,
     )  # fmt: skip
 
 

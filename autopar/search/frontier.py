@@ -11,8 +11,10 @@ layouts, the frontier of its states is found in the same way.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -164,7 +166,10 @@ class Frontier:
             cost, memory = evaluate(self.problem, labels)
             return cost + price * memory
 
-        nodes = tuple(Node(n.name, n.cost + price * n.memory, n.memory) for n in self.problem.nodes)
+        priced = [n.cost + price * n.memory for n in self.problem.nodes]
+        for i, twins in self._twins.items():
+            priced[i] = _least_of_each(priced[i], twins)
+        nodes = tuple(Node(n.name, cost, n.memory) for n, cost in zip(self.problem.nodes, priced, strict=True))
         start = min((p.point for p in self.known), key=lambda p: p.cost + price * p.memory, default=None)
         found = minimise(
             build(Problem(nodes, self.problem.edges), False),
@@ -176,6 +181,33 @@ class Frontier:
             raise InfeasibleError("no choice of labels avoids every forbidden label and pair; allow more candidates")
         self.known.append(Priced(price, locate(self.problem, found.labels), found.bound))
         return self.known[-1]
+
+    @cached_property
+    def _twins(self) -> dict[int, Ints]:
+        """Of nodes that have labels which look alike to all neighbours, the number of each label's look.
+
+        What is kept on the device and what is kept on the host are such: at a price the cheaper of the two is known.
+        """
+        looks: dict[int, list[Ints]] = defaultdict(list)
+        for edge in self.problem.edges:
+            looks[edge.u].append(edge.u_group)
+            looks[edge.v].append(edge.v_group)
+        found = {}
+        for i, groups in looks.items():
+            kinds, number = np.unique(np.stack(groups), axis=1, return_inverse=True)
+            if kinds.shape[1] < number.size:
+                found[i] = number.reshape(-1).astype(np.int64)
+        return found
+
+
+def _least_of_each(cost: Floats, twins: Ints) -> Floats:
+    """The costs, infinite but for the cheapest label of each look."""
+    order = np.lexsort((cost, twins))
+    first = np.ones(len(cost), dtype=bool)
+    first[1:] = twins[order][1:] != twins[order][:-1]
+    kept: Floats = np.full(len(cost), np.inf)
+    kept[order[first]] = cost[order[first]]
+    return kept
 
 
 def _closer(over: Point, under: Point, new: Point, budget: float) -> tuple[Point, Point]:

@@ -29,6 +29,9 @@ Choose = Callable[[int], int]
 RELAYED = 4
 """One value in so many is relayed."""
 
+OFFLOADED = 2
+"""One operator in so many that do not run again has its results on the host."""
+
 SPLIT_BIAS = 3
 """A split is this many times as likely as its share: long chains of replicated nodes test little."""
 
@@ -43,6 +46,7 @@ def random_plan(
     optimizer: str = "adamw",
     again: bool = False,
     regions: bool = False,
+    away: bool = False,
 ) -> Plan:
     """Draw a plan.
 
@@ -57,6 +61,7 @@ def random_plan(
         again: draw also which operators run again in the backward pass, which values all users take in one layout that
             is not their own, and which of these are moved again.
         regions: what the model's own checkpointing makes again or saves is not drawn.
+        away: draw also what lies on the host, last, so that all else is drawn as without it.
     """
     choose = random.Random(choose).randrange if isinstance(choose, int) else choose
     classes = quotient(program, dims)
@@ -105,11 +110,21 @@ def random_plan(
             relays[name] = moved[node, i] = layout
             if not is_backward(node) and _again(pins.get(node), again, choose):
                 recompute[f"relay {name}"] = EVERY
+    forward = [n for n in program.sources if not is_backward(n)]
+    names = [f"{classes.key[n]} @{n.name}" for n in forward if away]
+    trained = {
+        o.name for o, v in zip(program.outputs, program.output_values, strict=True) if o.kind == "gradient" and v
+    }
+    names += [
+        f"{classes.key[n]} @{n.name}" for n, i in inputs.items() if away and i.kind == "parameter" and i.name in trained
+    ]
+    names += [f"relay {classes.key[n]} @{n.name} {i}" for n, i in moved if away and n in program.sources]
+    offload = {name: EVERY for name in names if name not in recompute and not choose(OFFLOADED)}
     certificate = Certificate(0.0, 0.0, "one random plan, nothing was searched", "random")
     return Plan(
         axes=tuple(axes.items()), cluster=cluster, parameters=parameters, batch=batch, results=results, choices=choices,
         relays=relays, optimizer=optimizer, fingerprint=program.fingerprint, torch=str(torch.__version__),
-        certificate=certificate, recompute=recompute,
+        certificate=certificate, recompute=recompute, offload=offload,
     )  # fmt: skip
 
 

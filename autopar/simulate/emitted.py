@@ -2,7 +2,8 @@
 
 Kernels run on the device's compute stream. A collective has the stream of its axis: it starts when the kernels launched
 before it have ended, as NCCL's do, and the compute stream goes on until it meets the collective's ``wait_tensor``.
-Memory follows from liveness: a tensor is held from the kernel that makes it to the last that takes it.
+Copies to the host and back are on the compute stream, as they run, see `autopar.host`. Memory follows from liveness: a
+tensor is held from the kernel that makes it to the last that takes it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from autopar.assignment import machine_of
 from autopar.candidates import candidates
 from autopar.collective import Collective, c10d
 from autopar.cost.collectives import COLLECTIVES
+from autopar.cost.host import copy_seconds
 from autopar.cost.kernels import Work, kernel_seconds, stream
+from autopar.host import to_device, to_host
 from autopar.liveness import Change, liveness
 from autopar.plan import Plan
 from autopar.program import Program, tensor_arguments, values_of
@@ -27,7 +30,7 @@ from autopar.simulate.tasks import COMMUNICATION, COMPUTE, Task
 from autopar.simulate.timeline import Timeline
 from autopar.work import arithmetic_dtype, operator_work
 
-WAIT = "wait"
+WAIT, COPY = "wait", "copy"
 
 
 def emitted(program: Program, plan: Plan) -> list[Task]:
@@ -99,6 +102,8 @@ class _Emitted:
             self._append(node, info.axis, float(ring) + device.launch, COMMUNICATION, (self.kernel,), device.host)
         elif node.target is c10d.wait_tensor.default:
             self._append(node, COMPUTE, 0.0, WAIT, tuple(sources), 0.0)
+        elif node.target in (to_host, to_device):
+            self._append(node, COMPUTE, float(copy_seconds(node.meta["val"].nbytes, device)), COPY, (), device.host)
         else:
             seconds, launched = self._kernel(node)
             if launched:

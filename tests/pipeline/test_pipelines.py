@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from torch import nn
 
 from autopar.accumulate import accumulate
+from autopar.cluster import Cluster
 from autopar.compiler import DETERMINISTIC_PASSES, program_of, rewrite, solve
 from autopar.errors import InfeasibleError
+from autopar.host import to_host
 from autopar.origin import is_backward, module_path
 from autopar.pipeline.pieces import BACKWARD, FORWARD, INPUT, WEIGHT, Cutting
 from autopar.pipeline.runner import StageRun
@@ -80,6 +83,25 @@ def test_random_cuts_and_layouts(seed: int) -> None:
     pins = {"stages": 2, "microbatches": (4, 8)[seed % 2], "schedule": schedule, "virtual": SCHEDULES[schedule]}
     axes = ({"stage": 2, "other": 2}, {"stage": 2}, {"other": 2, "stage": 2})[seed % 3]
     report = staged(name, axes, {**pins, "stage_axis": "stage", "recompute": "search"}, recipe="random", seed=seed)
+    assert report.max_error < BOUND, report.worst
+
+
+@pytest.mark.parametrize("seed", [11, *(pytest.param(n, marks=pytest.mark.deep) for n in (1, 2, 4, 7, 8, 10, 14))])
+def test_random_plans_with_values_on_the_host(seed: int) -> None:
+    """Each stage sends what its own backward pass takes."""
+    name, schedule = (
+        ("llama", "unet", "encoder", "mlp", "gpt2", "cnn")[seed % 6],
+        list(SCHEDULES)[seed % len(SCHEDULES)],
+    )
+    pins = {"stages": 2, "microbatches": (4, 8)[seed % 2], "schedule": schedule, "virtual": SCHEDULES[schedule]}
+    pins |= {"stage_axis": "stage", "recompute": "search", "offload": "search"}
+    program = program_of(*example(name))
+    device = replace(Cluster.preset("cpu").device, host_bandwidth=1e9)
+    machine, axes = replace(Cluster.preset("cpu"), device=device), {"stage": 2, "other": 2}
+    plan = solve(program, axes, machine, search=Search(pins=pins, recipe="random", seed=seed), deterministic=True)
+    local = rewrite(program, plan, passes=DETERMINISTIC_PASSES)
+    assert any(n.target is to_host for n in local.graph.graph.nodes)
+    report = compare(program, local, plan, global_values(program, *example(name)), torch.float64)
     assert report.max_error < BOUND, report.worst
 
 

@@ -34,7 +34,7 @@ seeds = st.integers(0, 2**32 - 1)
 def check(program: Program, dims: Dims, values: list[Tensor], axes: dict[str, int], seed: int) -> None:
     """Every third plan pads some dims, whether they divide or not; all compute or move some values again.
 
-    Every fourth is in microbatches, if the program can be cut.
+    Some values are on the host between the passes. Every fourth is in microbatches, if the program can be cut.
     """
     part = program
     if seed % 4 == 0:
@@ -43,7 +43,8 @@ def check(program: Program, dims: Dims, values: list[Tensor], axes: dict[str, in
             dims = analyze(part)
     shapes = random_padding(part, dims, Random(seed).randrange) if seed % 3 == 0 else {}
     longer = pad(part, shapes)
-    plan = random_plan(longer, analyze(longer) if shapes else dims, axes, Cluster.preset("cpu"), seed, again=True)
+    dims = analyze(longer) if shapes else dims
+    plan = random_plan(longer, dims, axes, Cluster.preset("cpu"), seed, again=True, away=True)
     plan = replace(plan, padding=shapes, fingerprint=program.fingerprint, microbatches=part.microbatches)
     local = rewrite(program, plan, passes=DETERMINISTIC_PASSES)
     report = compare(program, local, plan, values, torch.float64)
