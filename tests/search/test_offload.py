@@ -98,7 +98,7 @@ def test_only_what_is_sent_makes_it_fit() -> None:
 def test_nothing_goes_where_there_is_no_way_or_a_pin_forbids_it(
     machine: Cluster, pins: tuple[tuple[str, str], ...]
 ) -> None:
-    plan, sent = solved(machine, LITTLE_LESS, *pins), solved(FAST, LITTLE_LESS)
+    plan, sent = solved(machine, LITTLE_LESS, *pins), solved(FAST, LITTLE_LESS, ("offload", "search"))
     assert not plan.offload
     assert plan.recompute
     assert sent.offload
