@@ -42,6 +42,7 @@ from autopar.passes.pad_dims import pad, pad_dims
 from autopar.passes.replay_random import replay_random
 from autopar.passes.replicate_random import replicate_random
 from autopar.pipeline.asked import asked, count_of, restrictions_inside
+from autopar.pipeline.table import as_text
 from autopar.pipelined import pipelined
 from autopar.plan import INTERRUPTED, TIME_LIMIT, Plan
 from autopar.precision import Precision
@@ -49,7 +50,7 @@ from autopar.predict import predict
 from autopar.program import Program, copy_graph, values_of
 from autopar.recompute import uniform
 from autopar.search.counts import best_count
-from autopar.search.find import Progress, Search, find_plan, require_splits
+from autopar.search.find import SCHEDULE, Progress, Search, find_plan, require_splits
 from autopar.search.in_time import along_samples
 from autopar.search.padding import paddings
 from autopar.search.quotient import Quotient, quotient
@@ -166,7 +167,7 @@ def solve(
     Where memory is short, this is done for several numbers of microbatches, unless one is pinned. A plan that was found
     before is read, see `autopar.cache`; one whose search did not end by itself is not kept.
     """
-    search, machine = search or Search(), Cluster.resolve(cluster)
+    search, machine = _with_table(search or Search()), Cluster.resolve(cluster)
     budget = None if memory is None else parse_bytes(memory)
 
     def attempt(count: int, beat: float) -> Plan:
@@ -199,6 +200,13 @@ def solve(
         if file is not None and plan.certificate.method not in (TIME_LIMIT, INTERRUPTED):
             cache.store(file, plan)
         return plan
+
+
+def _with_table(search: Search) -> Search:
+    """The search with the text of a schedule by hand: plans are kept for that, and not for the name of its file."""
+    if SCHEDULE not in search.pins:
+        return search
+    return replace(search, pins={**search.pins, SCHEDULE: as_text(search.pins[SCHEDULE])})
 
 
 def _best_padded(

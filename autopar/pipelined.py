@@ -20,6 +20,7 @@ from autopar.pipeline.choose import Line, balanced_cuts, line_of, named_cuts, ra
 from autopar.pipeline.memory import pipeline_peaks
 from autopar.pipeline.pieces import Cutting
 from autopar.pipeline.schedules import Order, device_of, order
+from autopar.pipeline.table import is_table
 from autopar.plan import Certificate, Pipeline, Plan
 from autopar.program import Program
 from autopar.search.find import Search
@@ -54,7 +55,8 @@ def pipelined(
     Raises:
         InfeasibleError: the model has too few modules, the schedule asks for other numbers, or nothing fits.
     """
-    if program.training and program.microbatches == 1 and not asked.schedule.startswith("breadth-first"):
+    by_hand = asked.schedule.startswith("breadth-first") or is_table(asked.schedule)
+    if program.training and program.microbatches == 1 and not by_hand:
         raise InfeasibleError(
             'in a pipeline of one microbatch all stages but one wait: pin {"microbatches": n} with n of at least 2'
         )
@@ -178,7 +180,7 @@ def _step_seconds(line: Line, cuts: list[int], actions: Order, link: Link) -> fl
 
 
 def _widened(plan: Plan, axes: Mapping[str, int], pipeline: Pipeline, cutting: Cutting, devices: list[int]) -> Plan:
-    """The plan of the whole mesh: everything is alike on all stages, but for parameters."""
+    """The plan of the whole mesh: everything is alike on all stages, but for parameters and results."""
     index, everywhere = list(axes).index(pipeline.axis), Replicate()
 
     def wide(layout: Layout, placement: Placement = everywhere) -> Layout:
@@ -188,12 +190,14 @@ def _widened(plan: Plan, axes: Mapping[str, int], pipeline: Pipeline, cutting: C
     for name, layout in plan.parameters.items():
         holders = cutting.holders(name)
         parameters[name] = wide(layout, At(devices[holders[0]]) if len(holders) < len(plan.stages) else everywhere)
+    made = {o.name: cutting.home(o, v) for o, v in cutting.described if o.kind == "result" and v is not None}
+    homes = {name: At(devices[stage]) for name, stage in made.items() if stage is not None}
     return replace(
         plan,
         axes=tuple(axes.items()),
         parameters=parameters,
         batch={name: wide(layout) for name, layout in plan.batch.items()},
-        results={name: wide(layout) for name, layout in plan.results.items()},
+        results={name: wide(layout, homes.get(name, everywhere)) for name, layout in plan.results.items()},
         relays={name: wide(layout) for name, layout in plan.relays.items()},
         choices={name: (*names[:index], REPLICATE, *names[index:]) for name, names in plan.choices.items()},
         pipeline=pipeline,

@@ -61,7 +61,8 @@ class Search:
             for.
             ``stages`` asks for a pipeline of so many devices along the axis ``stage_axis`` (by default the outermost
             of that size), or with a list of modules for one whose later stages begin there; ``schedule`` is one of
-            `autopar.pipeline.schedules.SCHEDULES` (``"1f1b"``), ``virtual`` how many stages each device has.
+            `autopar.pipeline.schedules.SCHEDULES` (``"1f1b"``), or a table by hand, as rows of actions or a CSV file,
+            see `autopar.pipeline.table`; ``virtual`` how many stages each device has.
         recipe: layouts by the name of a kind of parallelism, see `autopar.search.recipes`; the search decides only what
             the recipe leaves open. ``"random"`` draws a feasible plan, for tests (budgets are not looked at).
         roles: what axes are for, by name: ``data``, ``optimizer``, ``shard``, ``tensor`` or ``sequence``, see

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from autopar import tree
+from autopar.layout import is_everywhere, is_held
 from tests.distributed.launch import WAIT, Ranks, mesh_of
+from tests.pipeline.test_table import BENT
 
 pytestmark = pytest.mark.distributed
 
@@ -33,6 +36,7 @@ def train(rank: int, name: str, sizes: tuple[int, ...], pins: dict[str, Any], in
     worst = 0.0
     for _ in range(STEPS):
         found, expected = parallel(**mine), plain(**batch)
+        require_apart(parallel, found)
         found["loss"].backward()
         expected["loss"].backward()
         norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (parallel, plain)]
@@ -48,14 +52,29 @@ def train(rank: int, name: str, sizes: tuple[int, ...], pins: dict[str, Any], in
         worst = max(worst, *(float((a - b).detach().abs().max()) for a, b in pairs))
     with torch.no_grad():
         parallel.eval(), plain.eval()
-        worst = max(worst, float((parallel(**mine)["loss"] - plain(**batch)["loss"]).abs()))
-    return worst
+        found, expected = parallel(**mine), plain(**batch)
+        require_apart(parallel, found)
+        pairs = [(found["loss"], expected["loss"])]
+        pairs += [(found[k].full_tensor(), expected[k]) for k in ("logits", "out") if k in found]
+    return max(worst, *(float((a - b).abs().max()) for a, b in pairs))
+
+
+def require_apart(parallel: Any, found: dict[str, Any]) -> None:
+    """Results that are no scalars take memory on the devices of one stage only."""
+    layouts = [parallel._latest.plan.results[str(i)] for i in range(len(parallel._latest.plan.results))]
+    results = [v for v in tree.flatten(found, "results")[0]]
+    assert len(results) == len(layouts)
+    for value, layout in zip(results, layouts, strict=True):
+        assert is_everywhere(layout) == (not value.ndim)
+        if value.ndim and not is_held(layout, parallel._place.coordinates):
+            assert value.to_local().untyped_storage().nbytes() == value.element_size()
 
 
 @pytest.mark.parametrize(
     ("name", "sizes", "pins", "bound"),
     [
         ("unet", (4,), {"stages": 4, "microbatches": 4}, 1e-10),
+        ("unet", (2, 2), {"stages": 2, "virtual": 2, "microbatches": 2, "schedule": BENT}, 1e-10),
         ("gpt2", (2, 2), {"stages": 2, "microbatches": 4, "schedule": "zb-h1"}, 1e-5),
         pytest.param(
             "t5", (2, 2), {"stages": 2, "virtual": 2, "microbatches": 4, "schedule": "zbv"}, 1e-5,
