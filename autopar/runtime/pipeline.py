@@ -168,7 +168,8 @@ class PipelineStep(MicrobatchStep):
             "batch": lambda name, index: self._rows(name, batch[int(name)], max(index, 0)),
         }
         runs = self._runs(lambda name, index: sources[self._inputs[name].kind](self._inputs[name].name, index))
-        with torch.no_grad(), torch.autocast(self.place.device.type, enabled=False):
+        exact = torch.autocast(self.place.device.type, enabled=False)
+        with torch.no_grad(), exact, self.place.answered("its part of the step"):
             begin(self.cutting, runs, self.line.order, self._exchange)
             self._work(runs)
             end(self.cutting, runs, self._exchange)
