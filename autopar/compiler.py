@@ -183,6 +183,8 @@ def solve(
                 progress(f"plan of an earlier search, {file}", math.inf, 0.0)
             return known
         if (wanted := asked(search, axes)) is not None:
+            if program.training:
+                _require_early_backward(program)
             part = in_microbatches(program, count_of(search), deterministic=deterministic)
             limits = restrictions_inside(restrictions, axes, wanted.axis)
 
@@ -323,16 +325,7 @@ def in_microbatches(program: Program, count: int, *, deterministic: bool = False
     """
     if count == 1 or not program.training:
         return program
-    if program.loss is None:
-        raise InfeasibleError(
-            "microbatches are added up by the loss, and the model returns none: return it alone or as the only scalar, "
-            "or pass loss_fn=lambda output, batch: ..."
-        )
-    if any(v is not None and v.dtype is torch.float16 for n in program.graph.graph.nodes for v in values_of(n)):
-        raise InfeasibleError(
-            "gradients of microbatches are computed before backward() is called, and so before the loss is scaled, "
-            'which float16 needs: compute in bfloat16, or leave microbatches out (pins={"microbatches": 1})'
-        )
+    _require_early_backward(program)
     key = ("in_microbatches", count, deterministic)
     if key in program.memo:
         known: Program = program.memo[key]
@@ -394,6 +387,24 @@ def peak_of(program: Program, plan: Plan, classes: Quotient | None = None) -> di
     return peak_of_blocks(known, program.repeat)
 
 
+def _require_early_backward(program: Program) -> None:
+    """Gradients can be computed before `backward` is called, which then only scales them.
+
+    Raises:
+        InfeasibleError: there is no loss, or it has to be scaled.
+    """
+    if program.loss is None:
+        raise InfeasibleError(
+            "microbatches are added up by the loss, and the model returns none: return it alone or as the only scalar, "
+            "or pass loss_fn=lambda output, batch: ..."
+        )
+    if any(v is not None and v.dtype is torch.float16 for n in program.graph.graph.nodes for v in values_of(n)):
+        raise InfeasibleError(
+            "gradients of microbatches and pipelines are computed before backward() is called, and so before the loss "
+            'is scaled, which float16 needs: compute in bfloat16, or leave these out (pins={"microbatches": 1})'
+        )
+
+
 def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) -> Program:
     """Run the passes; the graph is copied once and verified after each. Of a plan with microbatches it is one's.
 
@@ -411,6 +422,8 @@ def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) 
             f"the plan is for another graph (fingerprint {plan.fingerprint}, this one has {program.fingerprint}): "
             "the model, its configuration, the batch's shapes or torch differ; plan again"
         )
+    if plan.pipeline is not None and program.training:
+        _require_early_backward(program)
     part = in_microbatches(program, plan.microbatches, deterministic=replicate_random in passes)
     return _rewrite(part, plan.inner, passes)
 
