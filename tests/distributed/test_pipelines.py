@@ -190,4 +190,4 @@ def test_ranks_end_when_a_stage_raises() -> None:
     finally:
         ranks.close()
     assert "out of memory" in errors[2]
-    assert all(errors)
+    assert all(error.startswith("RankError: ") for rank, error in enumerate(errors) if rank != 2), errors
