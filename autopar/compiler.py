@@ -43,6 +43,7 @@ from autopar.passes.pad_dims import pad, pad_dims
 from autopar.passes.replay_random import replay_random
 from autopar.passes.replicate_random import replicate_random
 from autopar.pipeline.asked import restrictions_inside
+from autopar.pipeline.table import as_text
 from autopar.pipelines import Inside, Works, best_pipeline, least_seconds
 from autopar.plan import INTERRUPTED, TIME_LIMIT, Plan
 from autopar.precision import Precision
@@ -51,7 +52,7 @@ from autopar.program import Program, copy_graph, values_of
 from autopar.recompute import uniform
 from autopar.search.build import WHOLE, Share
 from autopar.search.counts import best_count
-from autopar.search.find import OFFLOAD, Peak, Progress, Search, find_plan, require_splits
+from autopar.search.find import OFFLOAD, SCHEDULE, Peak, Progress, Search, find_plan, require_splits
 from autopar.search.in_time import along_samples
 from autopar.search.padding import paddings
 from autopar.search.quotient import Quotient, quotient
@@ -183,7 +184,7 @@ def solve(
         deterministic: random numbers are those of one device.
         factored: a pipeline's stages may take a factor of an axis; the plan is then for a mesh with one axis more.
     """
-    search, machine = search or Search(), Cluster.resolve(cluster)
+    search, machine = _with_table(search or Search()), Cluster.resolve(cluster)
     budget = None if memory is None else parse_bytes(memory)
 
     def attempt(search: Search, count: int, beat: float) -> Plan:
@@ -224,6 +225,8 @@ def solve(
             return replace(found, fingerprint=program.fingerprint, microbatches=part.microbatches)
 
         if search.pipelines:
+            if program.training:
+                _require_early_backward(program)
             works = Works(part, inside, lambda part, plan: _rewrite(part, plan, PASSES), flat)
             floor = least_seconds(dims, machine, math.prod(axes.values()))
             plan = best_pipeline(program, axes, machine, search, budget, works, floor, progress, factored)
@@ -232,6 +235,13 @@ def solve(
         if file is not None and plan.certificate.method not in (TIME_LIMIT, INTERRUPTED):
             cache.store(file, plan)
         return plan
+
+
+def _with_table(search: Search) -> Search:
+    """The search with the text of a schedule by hand: plans are kept for that, and not for the name of its file."""
+    if SCHEDULE not in search.pins:
+        return search
+    return replace(search, pins={**search.pins, SCHEDULE: as_text(search.pins[SCHEDULE])})
 
 
 def _best_padded(
@@ -357,16 +367,7 @@ def in_microbatches(program: Program, count: int, *, deterministic: bool = False
     """
     if count == 1 or not program.training:
         return program
-    if program.loss is None:
-        raise InfeasibleError(
-            "microbatches are added up by the loss, and the model returns none: return it alone or as the only scalar, "
-            "or pass loss_fn=lambda output, batch: ..."
-        )
-    if any(v is not None and v.dtype is torch.float16 for n in program.graph.graph.nodes for v in values_of(n)):
-        raise InfeasibleError(
-            "gradients of microbatches are computed before backward() is called, and so before the loss is scaled, "
-            'which float16 needs: compute in bfloat16, or leave microbatches out (pins={"microbatches": 1})'
-        )
+    _require_early_backward(program)
     key = ("in_microbatches", count, deterministic)
     if key in program.memo:
         known: Program = program.memo[key]
@@ -428,6 +429,24 @@ def peak_of(program: Program, plan: Plan, classes: Quotient | None = None) -> di
     return peak_of_blocks(known, program.repeat)
 
 
+def _require_early_backward(program: Program) -> None:
+    """Gradients can be computed before `backward` is called, which then only scales them.
+
+    Raises:
+        InfeasibleError: there is no loss, or it has to be scaled.
+    """
+    if program.loss is None:
+        raise InfeasibleError(
+            "microbatches are added up by the loss, and the model returns none: return it alone or as the only scalar, "
+            "or pass loss_fn=lambda output, batch: ..."
+        )
+    if any(v is not None and v.dtype is torch.float16 for n in program.graph.graph.nodes for v in values_of(n)):
+        raise InfeasibleError(
+            "gradients of microbatches and pipelines are computed before backward() is called, and so before the loss "
+            'is scaled, which float16 needs: compute in bfloat16, or leave these out (pins={"microbatches": 1})'
+        )
+
+
 def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) -> Program:
     """Run the passes; the graph is copied once and verified after each. Of a plan with microbatches it is one's.
 
@@ -445,6 +464,8 @@ def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) 
             f"the plan is for another graph (fingerprint {plan.fingerprint}, this one has {program.fingerprint}): "
             "the model, its configuration, the batch's shapes or torch differ; plan again"
         )
+    if plan.pipeline is not None and program.training:
+        _require_early_backward(program)
     part = in_microbatches(program, plan.microbatches, deterministic=replicate_random in passes)
     return _rewrite(part, plan.inner, passes)
 

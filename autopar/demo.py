@@ -24,7 +24,7 @@ from rich.text import Text
 from torch import nn
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from autopar.cli import parse_axes
+from autopar.cli.options import parse_axes
 from autopar.errors import AutoparError
 from autopar.plan import Plan
 

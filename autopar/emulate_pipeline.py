@@ -66,14 +66,15 @@ def emulate_pipeline(program: Program, plan: Plan, inputs: Inputs) -> list[list[
     ranks = range(len(inputs(0)[0]))
 
     def value_of(output: Output, value: fx.Node | None, microbatch: int) -> list[Any]:
+        home = None if value is None else cutting.home(output, value)
         if value is not None and value.name in rows:
-            return list(found[0][value.name][microbatch])
+            return list(found[home or 0][value.name][microbatch])
         if value is None or microbatch < program.microbatches - 1:
             return [None for _ in ranks]
         if value.name in names:
             return list(inputs(0)[names[value.name][0]])
         stages = cutting.holders(output.name) if output.kind == "gradient" else tuple(runs)
-        return list(found[stages[-1]][value.name])
+        return list(found[stages[-1] if home is None else home][value.name])
 
     return [[value_of(o, v, i) for o, v in _described(program)] for i in range(program.microbatches)]
 

@@ -17,7 +17,7 @@ from autopar.pipeline.asked import Arrangement
 from autopar.pipeline.choose import Line, balanced_cuts, line_of, named_cuts, random_cuts
 from autopar.pipeline.memory import Held, held_by, peaks
 from autopar.pipeline.pieces import FORWARD, INPUT, WEIGHT, Cutting
-from autopar.pipeline.schedules import SCHEDULES, Order, device_of, order
+from autopar.pipeline.schedules import Order, device_of, order, splits
 from autopar.plan import Certificate, Pipeline, Plan
 from autopar.program import Program
 from autopar.search.build import Share
@@ -39,6 +39,7 @@ class Staged:
         held: what each stage holds.
         taken: what each stage takes.
         holders: the stage that holds each parameter; None: all do.
+        homes: the stage that has each result; None: all do.
     """
 
     plan: Plan
@@ -46,6 +47,7 @@ class Staged:
     held: Sequence[Held]
     taken: Sequence[Taken]
     holders: Mapping[str, int | None]
+    homes: Mapping[str, int | None]
 
     def seconds(self, actions: Order) -> float:
         """Of a step."""
@@ -68,7 +70,9 @@ class Staged:
             memory_bytes={category: peak.get(category, 0.0) for category in plan.predicted.memory_bytes},
             communication_bytes={**plan.predicted.communication_bytes, a.axis: sent},
         )
-        wide = _widened(plan, a, schedule, {n: None if s is None else devices[s] for n, s in self.holders.items()})
+        holders, homes = ({n: None if s is None else devices[s] for n, s in stages.items()}
+                          for stages in (self.holders, self.homes))  # fmt: skip
+        wide = _widened(plan, a, schedule, holders, homes)
         return replace(wide, predicted=predicted, certificate=_certificate(plan, seconds, a))
 
 
@@ -92,16 +96,16 @@ def staged(
     line = line_of(padded, analyze(padded), plan)
     plan = replace(plan, stages=line.stages(_cuts(line, search, arrangement, link)))
     cutting = Cutting(rewrite(program, plan), arrangement.stages)
-    split = splits(arrangement)
+    split = any(splits(name) for name in arrangement.schedules)
     holders = {name: stages[0] if len(stages := cutting.holders(name)) < arrangement.stages else None
                for name in plan.parameters}  # fmt: skip
     held, taken = held_by(cutting, plan, split), taken_by(cutting, plan, link, split)
-    return Staged(plan, arrangement, held, taken, holders)
+    return Staged(plan, arrangement, held, taken, holders, homes_of(cutting))
 
 
-def splits(arrangement: Arrangement) -> bool:
-    """Whether a schedule may split the backward."""
-    return any(SCHEDULES[name].split for name in arrangement.schedules)
+def homes_of(cutting: Cutting) -> dict[str, int | None]:
+    """The stage that has each result; None: all do."""
+    return {o.name: cutting.home(o, v) for o, v in cutting.described if o.kind == "result" and v is not None}
 
 
 def orders(arrangement: Arrangement, count: int) -> dict[str, Order]:
@@ -163,8 +167,10 @@ def _certificate(plan: Plan, seconds: float, arrangement: Arrangement) -> Certif
     return replace(inside, objective=seconds, lower_bound=inside.lower_bound / devices, space=space, checked=None)
 
 
-def _widened(plan: Plan, a: Arrangement, schedule: str, holders: Mapping[str, int | None]) -> Plan:
-    """The plan of the whole mesh: everything is alike on all stages, but for parameters."""
+def _widened(
+    plan: Plan, a: Arrangement, schedule: str, holders: Mapping[str, int | None], homes: Mapping[str, int | None]
+) -> Plan:
+    """The plan of the whole mesh: everything is alike on all stages, but for parameters and results."""
     axes = dict(a.axes)
     index, everywhere = list(axes).index(a.axis), Replicate()
 
@@ -179,7 +185,7 @@ def _widened(plan: Plan, a: Arrangement, schedule: str, holders: Mapping[str, in
         axes=tuple(axes.items()),
         parameters={name: wide(layout, at(holders[name])) for name, layout in plan.parameters.items()},
         batch={name: wide(layout) for name, layout in plan.batch.items()},
-        results={name: wide(layout) for name, layout in plan.results.items()},
+        results={name: wide(layout, at(homes.get(name))) for name, layout in plan.results.items()},
         relays={name: wide(layout) for name, layout in plan.relays.items()},
         choices={name: (*names[:index], REPLICATE, *names[index:]) for name, names in plan.choices.items()},
         pipeline=Pipeline(a.axis, schedule),

@@ -20,7 +20,7 @@ from autopar.cluster import Cluster
 from autopar.dims import Dims
 from autopar.errors import InfeasibleError
 from autopar.pipeline.asked import Arrangement, arrangements, counts, without_pipeline
-from autopar.pipeline.schedules import Order
+from autopar.pipeline.schedules import Order, alone, splits
 from autopar.pipelined import INSIDE, Staged, missing, orders, share_of, staged
 from autopar.plan import TIME_LIMIT, Certificate, Plan
 from autopar.program import Program
@@ -194,7 +194,7 @@ class _Task:
 
     def _is_useless(self, arrangement: Arrangement, count: int) -> bool:
         """Whether no pipeline like this can beat the best plan."""
-        split = arrangement.virtual > 1 or "zb-h1" in arrangement.schedules
+        split = arrangement.virtual > 1 or any(splits(name) for name in arrangement.schedules)
         waits = 1.0 if split else least_wait(arrangement.devices, count)
         # In more microbatches the devices of a stage are not faster.
         where = arrangement.axes, arrangement.axis
@@ -215,7 +215,7 @@ class _Task:
         self.tried.setdefault(a, []).append(count)
         allowed = orders(a, count)
         part = self.works.part(count)
-        if part.training and part.microbatches == 1:
+        if part.training and part.microbatches == 1 and not any(alone(name) for name in allowed):
             raise InfeasibleError(
                 'in a pipeline of one microbatch all stages but one wait: pin {"microbatches": n} with n of at least 2'
             )

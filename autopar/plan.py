@@ -109,11 +109,17 @@ class Pipeline:
 
     Attributes:
         axis: the mesh axis along which the stages lie.
-        schedule: in which order each device works on its microbatches, see `autopar.pipeline.schedules`.
+        schedule: in which order each device works on its microbatches: a name, see `autopar.pipeline.schedules`, or the
+            text of a table, see `autopar.pipeline.table`.
     """
 
     axis: str
     schedule: str
+
+    @property
+    def order(self) -> str:
+        """The schedule in a few words."""
+        return "a table by hand" if "\n" in self.schedule else self.schedule
 
 
 @dataclass(frozen=True)

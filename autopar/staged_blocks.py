@@ -21,7 +21,8 @@ from autopar.pipeline.asked import Arrangement
 from autopar.pipeline.choose import line_of, named_cuts
 from autopar.pipeline.memory import Held, held_by
 from autopar.pipeline.pieces import Cutting, is_held_by_all
-from autopar.pipelined import Rewrite, Staged, splits
+from autopar.pipeline.schedules import splits
+from autopar.pipelined import Rewrite, Staged, homes_of
 from autopar.plan import Plan, Stage
 from autopar.program import Program, Repeat
 from autopar.recompute import uniform
@@ -75,7 +76,9 @@ def staged_blocks(program: Program, plan: Plan, arrangement: Arrangement, link: 
         taken.append(_of_blocks([(n, w.taken) for n, (_, w) in zip(numbers, ways, strict=False)], place))
     first = ways[0][1]
     plan = replace(plan, stages=_stages(first.stages, ends, repeat))
-    return Staged(plan, arrangement, held, taken, _holders(padded, plan, first.cutting, ends, repeat))
+    holders = _holders(padded, plan, first.cutting, ends, repeat)
+    homes = {n: None if s is None else (0, 1, len(blocks) - 1)[s] for n, s in homes_of(first.cutting).items()}
+    return Staged(plan, arrangement, held, taken, holders, homes)
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ def _ways(
 ) -> _Ways:
     assert program.repeat is not None
     line = line_of(padded, analyze(padded), plan)
-    path, split = program.repeat.path, splits(arrangement)
+    path, split = program.repeat.path, any(splits(name) for name in arrangement.schedules)
     found = []
     for modules in ([f"{path}.1", f"{path}.2"], [f"{path}.2"], [f"{path}.1"]):
         own = replace(plan, stages=line.stages(named_cuts(line, modules)))

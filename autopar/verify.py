@@ -81,6 +81,7 @@ def verify(
     plan: Plan | str | None = None,
     seed: int = 0,
     microbatches: int = 1,
+    pins: Mapping[str, Any] | None = None,
     dtype: torch.dtype = torch.float64,
     precision: Precision | str | torch.dtype | None = None,
 ) -> EquivalenceReport:
@@ -93,6 +94,7 @@ def verify(
         loss_fn: for a model that does not return its loss.
         plan: what to run; None searches for one, ``"random"`` draws a feasible one.
         microbatches: of the plan that is searched or drawn.
+        pins: of the same, see `Search`; they come before ``microbatches``.
         seed: of the random plan and of the tangents of outputs that are no loss.
         dtype: in which everything is computed.
         precision: policy whose casts the program has; they too become ``dtype``.
@@ -102,7 +104,7 @@ def verify(
     """
     policy = Precision.resolve(precision)
     program = program_of(model, batch, loss_fn=loss_fn, precision=policy)
-    plan = _plan(program, axes, plan, seed, microbatches)
+    plan = _plan(program, axes, plan, seed, pins or {MICROBATCHES: microbatches})
     local = rewrite(program, plan, passes=DETERMINISTIC_PASSES)
     values = global_values(program, model, batch, seed)
     report = compare(program, local, plan, values, dtype)
@@ -154,14 +156,16 @@ def _computed(tensor: torch.Tensor, policy: Precision | None) -> torch.Tensor:
     return tensor if policy is None or not tensor.is_floating_point() else tensor.to(policy.compute)
 
 
-def _plan(program: Program, axes: Mapping[str, int], plan: Plan | str | None, seed: int, count: int) -> Plan:
+def _plan(
+    program: Program, axes: Mapping[str, int], plan: Plan | str | None, seed: int, pins: Mapping[str, Any]
+) -> Plan:
     if isinstance(plan, Plan):
         if dict(plan.axes) != dict(axes):
             raise ValueError(f"the plan is for axes {dict(plan.axes)}, not {dict(axes)}")
         return plan
     if plan not in (None, "random"):
         raise ValueError(f'plan must be a Plan, None or "random", got {plan!r}')
-    search = Search(recipe=plan, seed=seed, pins={MICROBATCHES: count, OFFLOAD: "search"})
+    search = Search(recipe=plan, seed=seed, pins={OFFLOAD: "search", **pins})
     return solve(program, axes, _machine(), search=search, deterministic=True)
 
 

@@ -268,6 +268,42 @@ def test_debug_adds_the_traceback(model: str) -> None:
     assert "Traceback" in result.stderr
 
 
+def test_pipelines_are_planned_simulated_and_verified(model: str, tmp_path: Path) -> None:
+    (tmp_path / "own.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    stages = ("--stages", "2", "--stage-axis", "b", "--microbatches", "2", "--schedule", "own.csv")
+    assert plan(f"{model}:make", *stages, "--save", "plan.json").exit_code == 0
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded.pipeline is not None and loaded.pipeline.axis == "b"
+    assert [str(p) for p in loaded.parameters["down.weight"]][1] == "@1"
+    found = run("simulate", "--model", f"{model}:make", "--plan", "plan.json", "--json")
+    facts = json.loads(found.stdout)
+    assert facts["schedule"] == "a table by hand"
+    assert facts["step_seconds"] == pytest.approx(loaded.predicted.step_seconds)
+    assert [d["peak_microbatches"] for d in facts["devices"]] == [2, 1]
+    verify = ("verify", "--model", f"{model}:make", "--axes", "a=2,b=2")
+    assert run(*verify, "--plan", "plan.json").exit_code == 0
+    assert run(*verify, "--stages", "down", "--schedule", "zb-h1", "--plan", "random", "--seed", "3").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "more", "expected"),
+    [
+        ("plan", ("--stages", "2", "--microbatch", "1"), "--microbatch and --recompute are of plans without --stages"),
+        ("plan", ("--stages", "2", "--report", "page.html"), "--report is of plans without stages"),
+        ("plan", ("--stages", "nowhere", "--microbatches", "2"), "no stage can begin at 'nowhere'"),
+        ("plan", ("--stages", "2", "--schedule", "absent.csv"), "No such file"),
+        ("plan", ("--schedule", "gpipe"), "or --stages for a pipeline that runs"),
+        ("plan", ("--stage-axis", "a"), "--stage-axis is of a pipeline: add --stages"),
+        ("verify", ("--virtual", "2"), "--virtual is of a pipeline: add --stages"),
+    ],
+)
+def test_options_of_pipelines_say_what_is_wrong(model: str, command: str, more: tuple[str, ...], expected: str) -> None:
+    own = ("--cluster", "cpu") if command == "plan" else ()
+    result = run(command, "--model", f"{model}:make", "--axes", "a=2,b=2", *own, *more)
+    assert result.exit_code == 2
+    assert expected in result.stderr
+
+
 COSTS = ("--forward", "18.522", "--backward-input", "18.086", "--backward-weight", "9.337", "--communication", "0.601")
 
 
@@ -387,6 +423,7 @@ def test_plan_predicts_stages() -> None:
         ((), 2, "predicted for --recipe megatron; add it"),
         (("--axes", "gpu=2", "--schedule", "gpipe"), 2, "predicted for --recipe megatron; add it"),
         (("--recipe", "megatron", "--roles", "tp=tensor"), 2, "the names of the axes do"),
+        (("--recipe", "megatron", "--stage-axis", "pp"), 2, "of a pipeline that runs: add --stages"),
         (("--recipe", "megatron", "--save", "plan.json"), 2, "one with stages is only predicted"),
         (("--recipe", "megatron", "--schedule", "2f2b"), 2, "unknown schedule '2f2b'"),
         (("--recipe", "megatron", "--recompute", "some"), 2, 'there are "none", "selective" and "full"'),

@@ -128,7 +128,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
         in_microbatches(program_of(Step(), batch), 3)
     with pytest.raises(InfeasibleError, match="pass loss_fn"):
         in_microbatches(program_of(nn.Linear(8, 8), batch), 2)
-    with pytest.raises(InfeasibleError, match="before the loss is scaled, which float16 needs"):
+    with pytest.raises(InfeasibleError, match="is scaled, which float16 needs: compute in bfloat16"):
         in_microbatches(program_of(Step(), batch, precision=Precision.resolve("fp16")), 2)
     with pytest.raises(ValueError, match="pin 'microbatches' must be a positive whole number or 'search', got 0"):
         Search(pins={"microbatches": 0})

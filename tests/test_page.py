@@ -15,6 +15,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from autopar import cli
+from autopar.cli.options import WRONG_INPUT
 from autopar.cluster import Cluster
 from autopar.comparison import plan_and_compare
 from autopar.page import report_page
@@ -182,5 +183,5 @@ def test_the_command(model_file: str, tmp_path: Path) -> None:
     assert len(data["whatif"]) == 27
     staged = [*arguments[:-4], "--axes", "pp=2", "--recipe", "megatron", "--report", str(page)]
     result = CliRunner().invoke(cli.app, staged)
-    assert result.exit_code == cli.WRONG_INPUT
+    assert result.exit_code == WRONG_INPUT
     assert "--report is of plans that can be run" in result.output

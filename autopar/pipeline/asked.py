@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from autopar.errors import InfeasibleError
 from autopar.pipeline.schedules import SCHEDULES, Schedule, any_count
+from autopar.pipeline.table import as_text, is_table
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search.find import MICROBATCHES, SCHEDULE, STAGE_AXIS, STAGES, VIRTUAL, Search
@@ -82,15 +83,17 @@ def arrangements(search: Search, axes: Mapping[str, int], training: bool, factor
                 f"stages that an axis has (pin {VIRTUAL!r} for several on each device), or make another mesh"
             )
     pinned = search.pins.get(SCHEDULE)
-    names = tuple(SCHEDULES) if pinned is None else (str(pinned),)
-    unknown = [name for name in names if name not in SCHEDULES]
+    names = tuple(SCHEDULES) if pinned is None else (as_text(pinned),)
+    by_hand = is_table(names[0])
+    unknown = [name for name in names if name not in SCHEDULES and not by_hand]
     if unknown:
         raise InfeasibleError(f"unknown schedule {unknown[0]!r}; one of {', '.join(SCHEDULES)}")
-    each = (int(search.pins[VIRTUAL]),) if VIRTUAL in search.pins else STAGES_A_DEVICE
-    ways = {n: tuple(s for s in names if _suits(SCHEDULES[s], n, training and pinned is None)) for n in each}
-    if pinned is not None and VIRTUAL in search.pins:
+    each = (int(search.pins.get(VIRTUAL, 1)),) if VIRTUAL in search.pins or by_hand or modules else STAGES_A_DEVICE
+    if pinned is not None and (VIRTUAL in search.pins or by_hand):
         ways = dict.fromkeys(each, names)  # where the two do not go together, that is said with what would
-    elif ways.get(1) and not search.stages_open:
+    else:
+        ways = {n: tuple(s for s in names if _suits(SCHEDULES[s], n, training and pinned is None)) for n in each}
+    if ways.get(1) and not search.stages_open:
         ways = {1: ways[1]}  # as many stages as are asked for
     return [Arrangement(p.axes, p.axis, p.devices, n, found, modules) for n, found in ways.items() if found
             for p in places]  # fmt: skip

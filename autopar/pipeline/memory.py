@@ -19,7 +19,7 @@ from autopar.plan import Plan
 from autopar.program import values_of
 from autopar.propagate import propagate
 
-SHARED = ("buffers", "batch", "results")
+SHARED = ("buffers", "batch")
 """Categories that the stages of a device have in common."""
 
 
@@ -121,7 +121,7 @@ class _Stage:
         for output, made in cutting.described:
             if output.kind == "gradient" and made is not None and self.stage in cutting.holders(output.name):
                 found["gradients"] += 0.0 if storage_id(made.meta["val"]) in sums else float(made.meta["val"].nbytes)
-            elif output.kind == "result" and made is not None:
+            elif output.kind == "result" and made is not None and cutting.home(output, made) in (None, self.stage):
                 rows = program.part.count if output.name in program.part.results else 1
                 found["results"] += float(made.meta["val"].nbytes * rows)
         return found

@@ -261,15 +261,21 @@ class Cutting:
         return [t for _, t in sorted(found, key=lambda f: (f[0], f[1].target))]
 
     def _final_transfers(self) -> list[Transfer]:
-        """Results and buffers go to all stages, gradients to those that hold the parameter."""
+        """Scalars and buffers go to all stages, gradients to those that hold the parameter; other results stay."""
         found = []
         for output, value in self.described:
-            if value is None or not self._moves(value):
+            if value is None or not self._moves(value) or self.home(output, value) is not None:
                 continue
             everyone = tuple(range(self.stages))
             targets = self.holders(output.name) if output.kind == "gradient" else everyone
             found += [Transfer(value.name, self.stage(value), t) for t in targets if t != self.stage(value)]
         return list(dict.fromkeys(found))
+
+    def home(self, output: Output, value: fx.Node) -> int | None:
+        """The stage that alone has a result; None: all have it."""
+        if output.kind != "result" or not self._moves(value) or not value.meta["val"].ndim:
+            return None
+        return self.stage(value)
 
     def holders(self, parameter: str) -> tuple[int, ...]:
         """The stages that hold a parameter: the first that computes with it, or all."""

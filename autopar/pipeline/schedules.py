@@ -7,9 +7,11 @@ Sources: GPipe (arXiv 1811.06965), 1F1B (PipeDream-Flush, arXiv 2006.09503), int
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from autopar._torch_compat import torch_schedule
+from autopar.pipeline.table import checked, is_table, parse, text_of
 from autopar.plan import Plan
 
 Kind = Literal["F", "B", "I", "W"]
@@ -77,7 +79,7 @@ def order(schedule: str, stages: int, microbatches: int, virtual: int = 1) -> Or
     with the weights, so that no device holds more than ``stages`` microbatches.
 
     Args:
-        schedule: a key of `SCHEDULES`.
+        schedule: a key of `SCHEDULES`, or the text of a table, see `autopar.pipeline.table`.
         stages: of the pipeline: its devices.
         microbatches: of a step.
         virtual: stages on each device.
@@ -88,12 +90,15 @@ def order(schedule: str, stages: int, microbatches: int, virtual: int = 1) -> Or
     >>> [" ".join(a.kind + str(a.microbatch) for a in device) for device in order("1f1b", 2, 3)]
     ['F0 F1 B0 F2 B1 B2', 'F0 B0 F1 B1 F2 B2']
     """
+    if is_table(schedule):
+        return _actions(checked(schedule, stages, microbatches, virtual))
     rule = _rule(schedule, stages, microbatches, virtual)
     if rule.torch:
-        rows = torch_schedule(rule.torch, stages, microbatches, virtual)
-        return tuple(tuple(Action(stage, kind, n) for stage, kind, n in row) for row in rows)  # type: ignore[arg-type]
+        return _actions(torch_schedule(rule.torch, stages, microbatches, virtual))
     if rule.stage_by_stage:
-        return _stage_by_stage(stages, microbatches, virtual, rule.two)
+        back = rule.two
+        own = [[n * stages + (stages - 1 - d if back and n % 2 else d) for n in range(virtual)] for d in range(stages)]
+        return _stage_by_stage(own, microbatches)
     a_round = microbatches // max(1, microbatches // stages)
     count = microbatches * virtual
     found = []
@@ -110,20 +115,40 @@ def order(schedule: str, stages: int, microbatches: int, virtual: int = 1) -> Or
     return tuple(found)
 
 
-def _stage_by_stage(stages: int, microbatches: int, virtual: int, back: bool) -> Order:
+def _actions(rows: Sequence[Sequence[tuple[int, str, int]]]) -> Order:
+    return tuple(tuple(Action(stage, kind, n) for stage, kind, n in row) for row in rows)  # type: ignore[arg-type]
+
+
+def _stage_by_stage(own: Sequence[Sequence[int]], microbatches: int) -> Order:
+    """All microbatches through one stage after the other of each device's own ones."""
     rows = []
-    for device in range(stages):
-        own = [n * stages + (stages - 1 - device if back and n % 2 else device) for n in range(virtual)]
-        forward = [Action(stage, FORWARD, n) for stage in own for n in range(microbatches)]
-        rows.append((*forward, *(Action(stage, BACKWARD, n) for stage in reversed(own) for n in range(microbatches))))
+    for stages in own:
+        forward = [Action(stage, FORWARD, n) for stage in stages for n in range(microbatches)]
+        back = [Action(stage, BACKWARD, n) for stage in reversed(stages) for n in range(microbatches)]
+        rows.append((*forward, *back))
     return tuple(rows)
+
+
+def alone(schedule: str) -> bool:
+    """Whether a schedule is meant for a single microbatch, too."""
+    return is_table(schedule) or SCHEDULES[schedule].stage_by_stage
+
+
+def splits(schedule: str) -> bool:
+    """Whether a schedule has parts of the backward."""
+    if is_table(schedule):
+        return any(kind == BACKWARD_INPUT for row in parse(schedule) for _, kind, _ in row)
+    return SCHEDULES[schedule].split
 
 
 def any_count(schedule: str, stages: int, microbatches: int, virtual: int) -> str:
     """The schedule, or one that has each stage on the same device and works for this number of microbatches."""
     try:
-        _rule(schedule, stages, microbatches, virtual)
+        order(schedule, stages, microbatches, virtual)
     except ValueError:
+        if is_table(schedule):
+            own = [sorted({stage for stage, _, _ in row}) for row in parse(schedule)]
+            return text_of(_stage_by_stage(own, microbatches))
         return "breadth-first-v" if SCHEDULES[schedule].two else "breadth-first"
     return schedule
 

@@ -27,14 +27,25 @@ from autopar.runtime.microbatches import MicrobatchStep
 from autopar.runtime.offload_states import OffloadedStates, offload_states
 from autopar.runtime.place import Place
 from autopar.runtime.postpone import Postponed
-from autopar.runtime.specialise import Request, Settings, Specialisation, data_layout, data_parts, specialise
+from autopar.runtime.specialise import (
+    Request,
+    Settings,
+    Specialisation,
+    compare_contents,
+    data_layout,
+    data_parts,
+    specialise,
+)
 from autopar.runtime.state import checksum, contents, gathered, slice_replicated
 from autopar.runtime.step import Call, run
 
 CACHED = 16
 """How many specialisations are kept."""
 
-_OWN = ("_original", "_place", "_settings", "_init", "_cache", "_first", "_latest", "_postponed", "_drawn", "_away")
+_OWN = (
+    "_original", "_place", "_settings", "_init", "_cache", "_unseen", "_first", "_latest", "_postponed", "_drawn",
+    "_away",
+)  # fmt: skip
 
 
 class ParallelModule(nn.Module):
@@ -54,6 +65,7 @@ class ParallelModule(nn.Module):
         self.__dict__["_original"] = model
         self._place, self._settings, self._init = place, settings, init
         self._cache: OrderedDict[Any, Specialisation] = OrderedDict()
+        self._unseen: set[Any] = set()
         self._first: Specialisation | None = None
         self._latest: Specialisation | None = None
         self._postponed = Postponed()
@@ -84,7 +96,8 @@ class ParallelModule(nn.Module):
             i = next(i for i, t in enumerate(tensors) if t.requires_grad)
             raise ValueError(f"batch tensor {i} requires a gradient, which is not computed: detach it")
         request = self._request(tensors, skeleton)
-        found = self._specialised(request, tensors)
+        found = self._specialised(request)
+        self._compare_contents(request, tensors)
         step = found.step
         batch = [part_of(t, *step.types.batch[str(i)], self._place) if self._is_whole(t) else to_local(t).contiguous()
                  for i, t in enumerate(tensors) if str(i) in step.types.batch]  # fmt: skip
@@ -101,7 +114,7 @@ class ParallelModule(nn.Module):
         """Decide layouts and build the graphs for a global batch (real, fake or meta tensors) before the first call."""
         tensors, skeleton = tree.flatten(batch, "batch")
         shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
-        self._specialised(Request(skeleton, shapes, {}), None)
+        self._specialised(Request(skeleton, shapes, {}))
 
     @property
     def plan(self) -> Plan:
@@ -220,15 +233,12 @@ class ParallelModule(nn.Module):
             return True
         return any(p == Split(0, 0) for p in layouts[str(index)])
 
-    def _specialised(self, request: Request, tensors: list[torch.Tensor] | None) -> Specialisation:
+    def _specialised(self, request: Request) -> Specialisation:
         key = self._key(request)
         if key in self._cache:
             self._cache.move_to_end(key)
             self._latest = self._cache[key]
             return self._latest
-        if tensors is not None and self._settings.inputs == "global":
-            whole = [t for t in tensors if not isinstance(t, DTensor)]
-            request = replace(request, digest=contents(whole))
         first = self._first is None
         placements = None if first else self._placements()
         weights = checksum(dict(self.named_parameters())) if first else ""
@@ -242,9 +252,21 @@ class ParallelModule(nn.Module):
             self._lay_out(found)
             self._first = found
         self._latest = self._cache[key] = found
+        self._unseen.add(key)
         while len(self._cache) > CACHED:
-            self._cache.popitem(last=False)
+            self._unseen.discard(self._cache.popitem(last=False)[0])
         return found
+
+    def _compare_contents(self, request: Request, tensors: list[torch.Tensor]) -> None:
+        """Before the first batch of a kind: ranks that take the same part must be given the same."""
+        if not self._unseen:
+            return
+        key = self._key(request)
+        if key in self._unseen:
+            plain = [t for t in tensors if not isinstance(t, DTensor)]
+            part = 0 if self._settings.inputs == "global" else self.data_rank
+            compare_contents(contents(plain), part, self._place)
+            self._unseen.remove(key)
 
     def _key(self, request: Request) -> Any:
         device = self._place.device.type

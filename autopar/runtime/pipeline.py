@@ -17,13 +17,13 @@ import torch.distributed as dist
 from autopar._torch_compat import pipeline_runtime
 from autopar.draw import current_seed, derive_seed, step_seed
 from autopar.errors import RankError
-from autopar.layout import is_held
+from autopar.layout import At, Partial, is_everywhere, is_held
 from autopar.pipeline.pieces import BACKWARD, FORWARD, INPUT, Cutting, Piece, Transfer
 from autopar.pipeline.runner import StageRun, begin, end
 from autopar.pipeline.schedules import Order, device_of, order_of
 from autopar.plan import Plan
-from autopar.program import Program
-from autopar.runtime.boundary import computed, to_local
+from autopar.program import Output, Program
+from autopar.runtime.boundary import computed, from_local, stored, to_local, to_placements
 from autopar.runtime.microbatches import MicrobatchStep, cut_microbatches
 from autopar.runtime.partition import Cut
 from autopar.runtime.place import Place
@@ -168,7 +168,8 @@ class PipelineStep(MicrobatchStep):
             "batch": lambda name, index: self._rows(name, batch[int(name)], max(index, 0)),
         }
         runs = self._runs(lambda name, index: sources[self._inputs[name].kind](self._inputs[name].name, index))
-        with torch.no_grad(), torch.autocast(self.place.device.type, enabled=False):
+        exact = torch.autocast(self.place.device.type, enabled=False)
+        with torch.no_grad(), exact, self.place.answered("its part of the step"):
             begin(self.cutting, runs, self.line.order, self._exchange)
             self._work(runs)
             end(self.cutting, runs, self._exchange)
@@ -176,9 +177,12 @@ class PipelineStep(MicrobatchStep):
             for run in runs.values():
                 found.update(run.outputs())
         values = [
-            None if v is None else found[v.name] if v.name in found else self._given(v.name, sources)
-            for v in self.program.output_values
-        ]
+            None if v is None
+            else self._nothing(v.name) if self._is_elsewhere(o)
+            else found[v.name] if v.name in found
+            else self._given(v.name, sources)
+            for o, v in zip(self.program.outputs, self.program.output_values, strict=True)
+        ]  # fmt: skip
         first = self.program.forward_outputs
         gradients = [
             value if made is None or o.name in held else torch.zeros_like(named[o.name])
@@ -192,6 +196,28 @@ class PipelineStep(MicrobatchStep):
         """An output that is an input; None for a gradient that another device has."""
         spec = self._inputs.get(name)
         return None if spec is None else sources[spec.kind](spec.name, 0)
+
+    def wrap(self, index: int, local: torch.Tensor) -> torch.Tensor:
+        """As in `Step`; a result that one stage has is a sum, of which the devices of others have zeros."""
+        type_, layout = self.types.results[str(index)]
+        if local.ndim == 0 or is_everywhere(layout):
+            return super().wrap(index, local)
+        summed = tuple(Partial() if isinstance(p, At) else p for p in layout)
+        local = stored(local, type_, summed, self.place.coordinates)
+        return from_local(local, self.place, type_.stored_shape, to_placements(type_, summed))
+
+    def _is_elsewhere(self, output: Output) -> bool:
+        """Whether a result is on the devices of another stage only."""
+        known = self.types.results.get(output.name) if output.kind == "result" else None
+        return known is not None and not is_held(known[1], self.place.coordinates)
+
+    def _nothing(self, name: str) -> torch.Tensor:
+        """Zeros in the shape of a result, in the memory of one."""
+        value = self.cutting.node(name).meta["val"]
+        shape = list(value.shape)
+        if name in self._result_rows:
+            shape[self.part.results[self._result_rows[name]]] *= self.part.count
+        return torch.zeros((), dtype=value.dtype, device=self.place.device).expand(shape)
 
     @cached_property
     def _inputs(self) -> dict[str, Any]:
@@ -230,10 +256,7 @@ class PipelineStep(MicrobatchStep):
 
     def _empty(self, name: str) -> torch.Tensor:
         value = self.cutting.node(name).meta["val"]
-        shape = list(value.shape)
-        if name in self._result_rows:
-            shape[self.part.results[self._result_rows[name]]] *= self.part.count
-        return torch.empty(shape, dtype=value.dtype, device=self.place.device)
+        return torch.empty(value.shape, dtype=value.dtype, device=self.place.device)
 
     def _exchange(self, transfers: Sequence[Transfer], runs: Mapping[int, StageRun]) -> None:
         """Send what this device has, and receive what it needs, once for all its stages."""

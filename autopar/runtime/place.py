@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -116,6 +117,20 @@ class Place:
         odd = [r for r, v in enumerate(values) if v != values[0]]
         if odd:
             raise RankError(f"{what}: rank {odd[0]} has {values[odd[0]]}, rank 0 has {values[0]}; {remedy}")
+
+    @contextmanager
+    def answered(self, what: str) -> Iterator[None]:
+        """In place of the error of a collective within, which fails where another rank is gone, one that says so.
+
+        Raises:
+            RankError: some rank does not answer.
+        """
+        try:
+            yield
+        except RuntimeError as e:
+            if not isinstance(e, dist.DistError) and "gloo" not in str(e):  # Gloo's have no type of their own
+                raise
+            raise RankError(self._silence(what, e)) from e
 
     def _silence(self, what: str, error: Exception) -> str:
         return (

@@ -89,14 +89,12 @@ class Request:
         shapes: global shape and dtype of each batch tensor.
         layouts: of batch tensors that lie on the mesh already, as torch's placements.
         rows: layouts of batch tensors of which each rank passes its part, by index.
-        digest: of the batch's contents, where ranks must have the same; None: not compared.
     """
 
     skeleton: Any
     shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     layouts: Mapping[int, Placements]
     rows: Mapping[int, Layout] = field(default_factory=dict)
-    digest: str | None = None
 
 
 @dataclass(frozen=True)
@@ -220,18 +218,34 @@ def _compare(program: Program, request: Request, weights: str, place: Place) -> 
     """What must be the same on every rank before it is worth planning."""
     shapes = str([(list(shape), str(dtype)) for shape, dtype in request.shapes])
     everyone = place.gather(
-        (shapes, program.fingerprint, request.digest, weights), "the shapes of the batch (do all ranks see a new one?)"
+        (shapes, program.fingerprint, weights), "the shapes of the batch (do all ranks see a new one?)"
     )
     remedies = (
         ("the global shape of the batch", "pass tensors of equal shapes on every rank (drop_last=True for a sampler)"),
         ("the captured model", "build the same model, in the same mode, on every rank"),
-        ("the batch's contents", 'pass the same batch on every rank, or inputs="local" for each rank\'s own part'),
         ("the parameters' values", "call torch.manual_seed with the same seed on every rank, or load the same weights"),
     )
     for i, (what, remedy) in enumerate(remedies):
         for rank, values in enumerate(everyone):
             if values[i] != everyone[0][i]:
                 raise RankError(f"{what} differs: rank {rank} has {values[i]}, rank 0 has {everyone[0][i]}; {remedy}")
+
+
+def compare_contents(digest: str, part: int, place: Place) -> None:
+    """Ranks that take the same part of a batch must pass the same.
+
+    Raises:
+        RankError: two do not.
+    """
+    first: dict[int, tuple[int, str]] = {}
+    for rank, (found, own) in enumerate(place.gather((digest, part), "the batch's contents")):
+        other, expected = first.setdefault(own, (rank, found))
+        if found != expected:
+            raise RankError(
+                f"the batch's contents differ: rank {rank} has {found}, rank {other} has {expected}; pass the same "
+                'batch on every rank, or inputs="local" for each rank\'s own part: a sampler takes model.data_rank '
+                "and model.data_world_size"
+            )
 
 
 def _plan(

@@ -64,8 +64,9 @@ class Search:
             ``stages`` asks for a pipeline of so many devices along the axis ``stage_axis`` (by default the outermost
             of that size), with a list of modules for one whose later stages begin there, or with ``"search"`` for any
             pipeline or none, whichever is faster (without this pin, none). ``schedule`` is one of
-            `autopar.pipeline.schedules.SCHEDULES`, ``virtual`` how many stages each device has; without them, and
-            without ``microbatches``, these are searched, too.
+            `autopar.pipeline.schedules.SCHEDULES`, or a table by hand, as rows of actions or a CSV file, see
+            `autopar.pipeline.table`; ``virtual`` how many stages each device has; without them, and without
+            ``microbatches``, these are searched, too.
         recipe: layouts by the name of a kind of parallelism, see `autopar.search.recipes`; the search decides only what
             the recipe leaves open. ``"random"`` draws a feasible plan, for tests (budgets are not looked at).
         roles: what axes are for, by name: ``data``, ``optimizer``, ``shard``, ``tensor`` or ``sequence``, see

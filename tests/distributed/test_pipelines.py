@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+from autopar import tree
+from autopar.layout import is_everywhere, is_held
 from tests.distributed.launch import WAIT, Ranks, mesh_of
+from tests.pipeline.test_table import BENT
 
 pytestmark = pytest.mark.distributed
 
 STEPS = 3
 
 
-def train(rank: int, name: str, sizes: tuple[int, ...], pins: dict[str, Any]) -> float:
+def train(rank: int, name: str, sizes: tuple[int, ...], pins: dict[str, Any], inputs: str = "global") -> float:
     """The largest difference of loss, logits, gradients' norm, gradients or parameters."""
     from autopar.parallelize import parallelize
     from autopar.search.find import Search
@@ -24,11 +27,16 @@ def train(rank: int, name: str, sizes: tuple[int, ...], pins: dict[str, Any]) ->
     (plain, batch), (model, _) = example(name), example(name)
     model, plain = model.double(), plain.double()
     batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
-    parallel: Any = parallelize(model, mesh_of(*sizes), batch, search=Search(pins=pins), timeout=WAIT)
+    parallel: Any = parallelize(model, mesh_of(*sizes), batch, search=Search(pins=pins), inputs=inputs, timeout=WAIT)
+    mine = batch
+    if inputs == "local":  # the last axis is that of the data
+        assert (parallel.data_world_size, parallel.data_rank) == (sizes[-1], rank % sizes[-1])
+        mine = {k: v.chunk(sizes[-1])[parallel.data_rank] for k, v in batch.items()}
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (parallel, plain)]
     worst = 0.0
     for _ in range(STEPS):
-        found, expected = parallel(**batch), plain(**batch)
+        found, expected = parallel(**mine), plain(**batch)
+        require_apart(parallel, found)
         found["loss"].backward()
         expected["loss"].backward()
         norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (parallel, plain)]
@@ -44,14 +52,29 @@ def train(rank: int, name: str, sizes: tuple[int, ...], pins: dict[str, Any]) ->
         worst = max(worst, *(float((a - b).detach().abs().max()) for a, b in pairs))
     with torch.no_grad():
         parallel.eval(), plain.eval()
-        worst = max(worst, float((parallel(**batch)["loss"] - plain(**batch)["loss"]).abs()))
-    return worst
+        found, expected = parallel(**mine), plain(**batch)
+        require_apart(parallel, found)
+        pairs = [(found["loss"], expected["loss"])]
+        pairs += [(found[k].full_tensor(), expected[k]) for k in ("logits", "out") if k in found]
+    return max(worst, *(float((a - b).abs().max()) for a, b in pairs))
+
+
+def require_apart(parallel: Any, found: dict[str, Any]) -> None:
+    """Results that are no scalars take memory on the devices of one stage only."""
+    layouts = [parallel._latest.plan.results[str(i)] for i in range(len(parallel._latest.plan.results))]
+    results = [v for v in tree.flatten(found, "results")[0]]
+    assert len(results) == len(layouts)
+    for value, layout in zip(results, layouts, strict=True):
+        assert is_everywhere(layout) == (not value.ndim)
+        if value.ndim and not is_held(layout, parallel._place.coordinates):
+            assert value.to_local().untyped_storage().nbytes() == value.element_size()
 
 
 @pytest.mark.parametrize(
     ("name", "sizes", "pins", "bound"),
     [
         ("unet", (4,), {"stages": 4, "microbatches": 4}, 1e-10),
+        ("unet", (2, 2), {"stages": 2, "virtual": 2, "microbatches": 2, "schedule": BENT}, 1e-10),
         ("gpt2", (2, 2), {"stages": 2, "microbatches": 4, "schedule": "zb-h1"}, 1e-5),
         pytest.param(
             "t5", (2, 2), {"stages": 2, "virtual": 2, "microbatches": 4, "schedule": "zbv"}, 1e-5,
@@ -68,6 +91,36 @@ def train(rank: int, name: str, sizes: tuple[int, ...], pins: dict[str, Any]) ->
 def test_three_steps(ranks: Ranks, name: str, sizes: tuple[int, ...], pins: dict[str, Any], bound: float) -> None:
     # Hugging Face's models compute their loss in float32.
     assert max(ranks.run(train, name, sizes, pins)) < bound
+
+
+def test_each_rank_passes_its_own_rows(ranks: Ranks) -> None:
+    pins = {"stages": 2, "microbatches": 2, "batch.*": {"b": "S(0)"}}
+    assert max(ranks.run(train, "unet", (2, 2), pins, "local")) < 1e-10
+
+
+def mixed_up(rank: int, inputs: str) -> str:
+    """The error where the two ranks of a pipeline pass different rows."""
+    from autopar.errors import RankError
+    from autopar.parallelize import parallelize
+    from autopar.search.find import Search
+    from tests.pipeline.test_pipelines import example
+
+    model, batch = example("mlp")
+    pins = {"stages": 2, "microbatches": 2, "batch.*": {"b": "S(0)"}}
+    parallel: Any = parallelize(model, mesh_of(2, 2), batch, search=Search(pins=pins), inputs=inputs, timeout=WAIT)
+    mine = batch if inputs == "global" else {k: v.chunk(2)[parallel.data_rank] for k, v in batch.items()}
+    with pytest.raises(RankError) as error:
+        parallel(**{k: v.roll(1, 0) if rank == 3 else v for k, v in mine.items()})
+    assert parallel(**mine).isfinite()  # and goes on
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("inputs", "other"), [("global", 0), ("local", 1)])
+def test_ranks_of_a_pipeline_pass_the_same_rows(ranks: Ranks, inputs: str, other: int) -> None:
+    for message in ranks.run(mixed_up, inputs):
+        assert message.startswith("the batch's contents differ: rank 3 has "), message
+        assert f"rank {other} has" in message
+        assert "model.data_rank" in message
 
 
 def reload(rank: int) -> float:
@@ -137,4 +190,4 @@ def test_ranks_end_when_a_stage_raises() -> None:
     finally:
         ranks.close()
     assert "out of memory" in errors[2]
-    assert all(errors)
+    assert all(error.startswith("RankError: ") for rank, error in enumerate(errors) if rank != 2), errors

@@ -19,6 +19,7 @@ from autopar.origin import is_backward, module_path
 from autopar.pipeline.pieces import BACKWARD, FORWARD, INPUT, WEIGHT, Cutting
 from autopar.pipeline.runner import StageRun
 from autopar.plan import Plan
+from autopar.precision import Precision
 from autopar.program import Program
 from autopar.search.find import Search
 from autopar.verify import EquivalenceReport, compare, global_values
@@ -194,6 +195,17 @@ def test_errors_say_what_to_do(axes: dict[str, int], pins: dict[str, Any], says:
     program = program_of(*example("mlp"))
     with pytest.raises((InfeasibleError, ValueError), match=says):
         solve(program, axes, "cpu", search=Search(pins=pins))
+
+
+@pytest.mark.parametrize("pins", [{"microbatches": 4}, {"microbatches": 1, "schedule": "breadth-first"}])
+def test_what_needs_backward_first_is_refused(pins: dict[str, Any]) -> None:
+    search = Search(pins={"stages": 2, **pins})
+    half = program_of(*example("mlp"), precision=Precision.resolve("fp16"))
+    with pytest.raises(InfeasibleError, match="which float16 needs: compute in bfloat16"):
+        solve(half, {"a": 2}, "cpu", search=search)
+    plain = program_of(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), (torch.randn(8, 8),))
+    with pytest.raises(InfeasibleError, match="pass loss_fn"):
+        solve(plain, {"a": 2}, "cpu", search=search)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,64 @@
+"""The ``autopar`` command.
+
+Exit codes: 0 done; 1 `verify` or `diff` found a difference, or `ops --coverage` a wrong rule; 2 wrong input or a model
+that cannot be planned; 3 nothing fits; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from autopar.cli.explain import diff_command, explain_command
+from autopar.cli.machine import calibrate_command, doctor_command, ops_command
+from autopar.cli.plan import plan_command
+from autopar.cli.simulate import simulate_command
+from autopar.cli.verify import verify_command
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "plan": plan_command,
+    "explain": explain_command,
+    "diff": diff_command,
+    "verify": verify_command,
+    "simulate": simulate_command,
+    "calibrate": calibrate_command,
+    "doctor": doctor_command,
+    "ops": ops_command,
+}
+for name, command in COMMANDS.items():
+    app.command(name)(command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        try:
+            version = importlib.metadata.version("autopar")
+        except importlib.metadata.PackageNotFoundError:
+            version = "from its sources, not installed"
+        typer.echo(f"autopar {version}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Plan the layout of a PyTorch model on many devices, and check that the plan computes the same."""
+
+
+def main() -> None:
+    """Entry point of the ``autopar`` command."""
+    app()

@@ -1,0 +1,111 @@
+"""``autopar calibrate``, ``doctor`` and ``ops``: what the machine and torch have."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autopar.cli.options import (
+    DIFFERENT,
+    Debug,
+    Json,
+    check_target,
+    clear_errors,
+)
+from autopar.cli.task import load_task
+
+
+def calibrate_command(
+    save: Annotated[Path, typer.Option(metavar="FILE.toml", help="Where the cluster goes, for --cluster.")],
+    ranks: Annotated[int, typer.Option(help="Processes on this machine, where torchrun started none.", min=1)] = 2,
+    threads: Annotated[
+        int | None, typer.Option(help="Of each process; default: its share of the cores.", min=1)
+    ] = None,
+    dtypes: Annotated[str, typer.Option(metavar="NAME,...", help="float32, bfloat16, ...")] = "float32",
+    base: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE.toml", help="Gives what is not measured; default: cpu or h100.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Picture of measured and fitted times.")] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Time limit.", min=1)] = 600.0,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure kernels and collectives of the devices at hand, and write the cluster that fits them."""
+    with clear_errors(debug):
+        from autopar.cluster import FLOAT_DTYPES
+
+        names = tuple(name.strip() for name in dtypes.split(","))
+        for name in names:
+            if name not in FLOAT_DTYPES:
+                raise ValueError(f"--dtypes {dtypes!r}: {name!r} is none of {', '.join(FLOAT_DTYPES)}")
+        check_target("--save", save)
+        check_target("--plot", plot)
+        from autopar.calibrate import Settings, calibrate
+        from autopar.calibrate.fit import predicted_seconds
+        from autopar.report.calibration import calibration_dict, calibration_plot, calibration_table
+        from autopar.report.progress import counted
+
+        settings = Settings(names, threads=threads or max(1, (os.cpu_count() or 1) // ranks), timeout=timeout)
+        with counted("measured") as tick:
+            found = calibrate(settings, ranks=ranks, base=base, name=save.stem, tick=tick)
+        if found is None:  # another rank says it
+            return
+        cluster, samples = found
+        fitted = predicted_seconds(samples, cluster.device, cluster.links).tolist()
+        cluster.save(save)
+        if plot is not None:
+            plot.write_text(calibration_plot(samples, fitted), encoding="utf-8")
+        for path in (save, plot):
+            if path is not None:
+                typer.echo(f"saved {path}", err=True)
+        show = calibration_table(cluster, samples, fitted)
+        typer.echo(json.dumps(calibration_dict(cluster, samples, fitted), indent=1) if as_json else show)
+
+
+def doctor_command(as_json: Json = False, debug: Debug = False) -> None:
+    """Say what this machine has of what autopar uses, what is missing, and how to get it."""
+    with clear_errors(debug):
+        from autopar.report.doctor import doctor_table, examine
+
+        facts = examine()
+        typer.echo(json.dumps(facts, indent=1) if as_json else doctor_table(facts))
+
+
+def ops_command(
+    model: Annotated[
+        str | None, typer.Option(metavar="FILE.py:FUNCTION", help="Also list what is discovered for this model.")
+    ] = None,
+    coverage: Annotated[bool, typer.Option("--coverage", help="Examine torch's own operator samples.")] = False,
+    only: Annotated[str, typer.Option(metavar="TEXT", help="Operators whose name contains this.")] = "",
+    workers: Annotated[int, typer.Option(help="Processes of --coverage.", min=1)] = 1,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """List the rules of operators, or measure how many of torch's operators they cover."""
+    with clear_errors(debug):
+        if coverage:
+            _print_coverage(only, workers, as_json)
+            return
+        from autopar.operators import list_rules
+        from autopar.report.operators import operators_table
+
+        task = load_task(model) if model else None
+        rows = list_rules(task and (task.model, task.batch, task.loss_fn), only)
+        typer.echo(json.dumps(rows, indent=1) if as_json else operators_table(rows))
+
+
+def _print_coverage(only: str, workers: int, as_json: bool) -> None:
+    """Exit code 1 if the oracle refutes a rule."""
+    from autopar.coverage.run import cover, figures_of
+    from autopar.report.operators import coverage_table
+    from autopar.report.progress import counted
+
+    with counted("operators") as tick:
+        figures = figures_of(cover(only, workers=workers, tick=tick))
+    typer.echo(json.dumps(figures, indent=1) if as_json else coverage_table(figures))
+    if any(counts["failures"] for counts in figures["by_dtype"].values()):
+        raise typer.Exit(DIFFERENT)

@@ -1,0 +1,127 @@
+"""What the commands have in common: options, how they are read, and errors as one line."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from autopar.errors import AutoparError, InfeasibleError
+
+# torch takes a second to import: the commands that need it import what they use.
+
+DIFFERENT, WRONG_INPUT, INFEASIBLE, STOPPED = 1, 2, 3, 130
+
+Model = Annotated[str, typer.Option(metavar="FILE.py:FUNCTION", help="Function that returns (model, batch).")]
+Axes = Annotated[str, typer.Option(metavar="NAME=SIZE,...", help="Mesh axes, outermost first: node=32,gpu=8.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Policy = Annotated[
+    str | None,
+    typer.Option(metavar="bf16|fp16|...", help="Compute in this, keep and reduce in fp32."),
+]
+Machine = Annotated[str, typer.Option("--cluster", metavar="NAME|FILE.toml", help="A preset (see doctor) or a file.")]
+Memory = Annotated[str | None, typer.Option(help="Budget per device, such as 70GiB; default: 0.9 of it.")]
+Optimizer = Annotated[str, typer.Option(help="Whose state the budget counts.")]
+Recipe = Annotated[str | None, typer.Option(metavar="NAME", help="ddp, fsdp, hsdp, megatron, ...; default: search.")]
+RolesOption = Annotated[
+    str, typer.Option("--roles", metavar="AXIS=ROLE,...", help="What axes are for: node=data,gpu=tensor.")
+]
+Stages = Annotated[
+    str | None, typer.Option(metavar="N|MODULE,...", help="A pipeline of N devices, or stages that begin at modules.")
+]
+Schedule = Annotated[
+    str | None, typer.Option(metavar="NAME|FILE.csv", help="Order of microbatches: 1f1b, zb-h1, ..., or a table.")
+]
+Virtual = Annotated[int | None, typer.Option(help="Stages on each device of the pipeline.", min=1)]
+StageAxis = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Axis of the stages; default: the outermost of that size.")
+]
+Limit = Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of the search.")]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Search anew, and do not keep what is found.")]
+
+
+@contextlib.contextmanager
+def clear_errors(debug: bool) -> Iterator[None]:
+    """Errors that a user can act on become one line and an exit code; others are bugs and keep their traceback."""
+    try:
+        yield
+    except (AutoparError, ValueError, OSError) as error:
+        if debug:
+            traceback.print_exc()
+        typer.echo(f"error: {' '.join(str(error).split()) or type(error).__name__}", err=True)
+        raise typer.Exit(INFEASIBLE if isinstance(error, InfeasibleError) else WRONG_INPUT) from error
+    except KeyboardInterrupt as error:
+        typer.echo("stopped", err=True)
+        raise typer.Exit(STOPPED) from error
+
+
+def parse_axes(text: str) -> dict[str, int]:
+    """Axes from ``node=32,gpu=8``.
+
+    Raises:
+        ValueError: a part is not NAME=SIZE, a size is not a positive integer, or a name comes twice.
+
+    >>> parse_axes("node=32, gpu=8")
+    {'node': 32, 'gpu': 8}
+    """
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = (piece.strip() for piece in part.partition("="))
+        if not name or not size.isascii() or not size.isdigit() or int(size) < 1:
+            raise ValueError(f"--axes {text!r}: {part.strip()!r} is not NAME=SIZE; write for example node=32,gpu=8")
+        if name in axes:
+            raise ValueError(f"--axes {text!r} names axis {name!r} twice; give each axis a name of its own")
+        axes[name] = int(size)
+    return axes
+
+
+def pipeline_pins(
+    stages: str | None, schedule: str | None, virtual: int | None, stage_axis: str | None
+) -> dict[str, Any]:
+    """Pins of `autopar.Search` from ``--stages`` and the options that go with it.
+
+    Raises:
+        ValueError: one of these is there without it.
+
+    >>> pipeline_pins("2", "1f1b", None, None)
+    {'stages': 2, 'schedule': '1f1b'}
+    >>> pipeline_pins("layers.1, layers.2", None, None, None)
+    {'stages': ['layers.1', 'layers.2']}
+    """
+    given = {"schedule": schedule, "virtual": virtual, "stage_axis": stage_axis}
+    found: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if stages is None:
+        if found:
+            raise ValueError(f"--{next(iter(found)).replace('_', '-')} is of a pipeline: add --stages")
+        return {}
+    numbered = stages.isascii() and stages.isdigit()
+    return {"stages": int(stages) if numbered else [name.strip() for name in stages.split(",")], **found}
+
+
+def parse_roles(text: str) -> dict[str, str]:
+    """Roles of axes from ``node=data,gpu=tensor``.
+
+    Raises:
+        ValueError: a part is not AXIS=ROLE.
+
+    >>> parse_roles("node=data, gpu=tensor")
+    {'node': 'data', 'gpu': 'tensor'}
+    """
+    roles = {}
+    for part in text.split(",") if text else ():
+        axis, _, role = (piece.strip() for piece in part.partition("="))
+        if not axis or not role:
+            raise ValueError(f"--roles {text!r}: {part.strip()!r} is not AXIS=ROLE; write for example gpu=tensor")
+        roles[axis] = role
+    return roles
+
+
+def check_target(option: str, path: Path | None) -> None:
+    """Complain before a long search, not after it."""
+    if path is not None and not path.resolve().parent.is_dir():
+        raise ValueError(f"{option} {path}: there is no folder {path.resolve().parent}; make it first")

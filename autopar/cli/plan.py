@@ -1,0 +1,190 @@
+"""``autopar plan``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from autopar.cli.options import (
+    STOPPED,
+    Axes,
+    Debug,
+    Json,
+    Limit,
+    Machine,
+    Memory,
+    Model,
+    NoCache,
+    Optimizer,
+    Policy,
+    Recipe,
+    RolesOption,
+    Schedule,
+    StageAxis,
+    Stages,
+    Virtual,
+    check_target,
+    clear_errors,
+    parse_axes,
+    parse_roles,
+    pipeline_pins,
+)
+from autopar.cli.task import Task, load_task
+
+
+def plan_command(
+    model: Model,
+    cluster: Machine,
+    axes: Axes,
+    memory: Memory = None,
+    optimizer: Optimizer = "adamw",
+    precision: Policy = None,
+    recipe: Recipe = None,
+    roles: RolesOption = "",
+    microbatches: Annotated[
+        int | None, typer.Option(help="Parts of the batch, one after the other; default: as memory asks for.", min=1)
+    ] = None,
+    microbatch: Annotated[
+        int | None, typer.Option(help="Samples at a time, with axes pp, dp, tp of recipe megatron.", min=1)
+    ] = None,
+    stages: Stages = None,
+    schedule: Schedule = None,
+    virtual: Virtual = None,
+    stage_axis: StageAxis = None,
+    recompute: Annotated[
+        str, typer.Option(metavar="none|selective|full", help="What the backward makes again.")
+    ] = "none",
+    time_limit: Limit = 60.0,
+    check: Annotated[bool, typer.Option("--check", help="Verify the lower bound apart from the search.")] = False,
+    no_cache: NoCache = False,
+    save: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the plan to a file.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Write a page with timeline, memory and what-ifs.")
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Find the fastest layouts of a model on a mesh, for devices that need not be here, and compare with recipes."""
+    with clear_errors(debug):
+        sizes = parse_axes(axes)
+        check_target("--save", save)
+        check_target("--report", report)
+        task = load_task(model)
+        from autopar.hybrid import STAGE_NAMES
+
+        by_hand = microbatch is not None or recompute != "none"
+        pipelined = schedule is not None or virtual is not None
+        if stages is None and (by_hand or pipelined or any(name in STAGE_NAMES for name in sizes)):
+            _check_hybrid(recipe, roles, stage_axis, save, report)
+            _print_hybrid(
+                task,
+                as_json,
+                cluster=cluster,
+                axes=sizes,
+                microbatch=microbatch,
+                schedule=schedule or "1f1b",
+                virtual=virtual or 1,
+                recompute=recompute,
+                memory=memory,
+                optimizer=optimizer,
+                precision=precision,
+                time_limit=time_limit,
+            )
+            return
+        from autopar.comparison import plan_and_compare
+        from autopar.plan import INTERRUPTED
+        from autopar.precision import Precision
+        from autopar.report.comparison import comparison_list, comparison_table
+        from autopar.report.progress import SearchProgress
+        from autopar.search.find import Search
+
+        if stages is not None and by_hand:
+            raise ValueError("--microbatch and --recompute are of plans without --stages; write --microbatches")
+        if stages is not None and report is not None:
+            raise ValueError("--report is of plans without stages; see simulate --plan for the timeline of a pipeline")
+        pins = pipeline_pins(stages, schedule, virtual, stage_axis)
+        pins |= {} if microbatches is None else {"microbatches": microbatches}
+        search = Search(
+            time_limit=time_limit, recipe=recipe, roles=parse_roles(roles), pins=pins, check=check, cache=not no_cache
+        )
+        with SearchProgress() as progress:
+            found, beside = plan_and_compare(
+                task.model,
+                task.batch,
+                cluster=cluster,
+                axes=sizes,
+                loss_fn=task.loss_fn,
+                memory=memory,
+                optimizer=optimizer,
+                precision=Precision.resolve(precision),
+                search=search,
+                progress=progress,
+            )
+        if save is not None:
+            found.save(save)
+            typer.echo(f"saved {save}", err=True)
+        stopped = found.certificate.method == INTERRUPTED
+        if report is not None and not stopped:
+            _write_report(report, task, found, beside, memory, Precision.resolve(precision), search)
+        if as_json:
+            typer.echo(json.dumps({**found.to_dict(), "recipes": comparison_list(found, beside)}, indent=1))
+        else:
+            typer.echo(f"{found.summary()}\n\n{comparison_table(found, beside)}")
+        if stopped:
+            raise typer.Exit(STOPPED)
+
+
+def _write_report(
+    file: Path, task: Task, found: Any, beside: Any, memory: str | None, precision: Any, search: Any
+) -> None:
+    from autopar.compiler import default_memory
+    from autopar.cost.memory import parse_bytes
+    from autopar.page import report_page
+    from autopar.report.progress import counted
+
+    budget = default_memory(found.cluster) if memory is None else parse_bytes(memory)
+    own = {"loss_fn": task.loss_fn, "precision": precision, "search": search}
+    with counted("what if: searched") as tick:
+        page = report_page(task.model, task.batch, found, beside, budget=budget, tick=tick, **own)
+    file.write_text(page, encoding="utf-8")
+    typer.echo(f"saved {file}", err=True)
+
+
+def _check_hybrid(
+    recipe: str | None, roles: str, stage_axis: str | None, save: Path | None, report: Path | None
+) -> None:
+    """Stages and microbatches are simulated for one recipe; what goes with runnable plans only is refused.
+
+    Raises:
+        ValueError: names the option and the remedy.
+    """
+    if recipe != "megatron":
+        raise ValueError(
+            "stages, microbatches and recomputation are predicted for --recipe megatron; add it, or --stages for a "
+            "pipeline that runs"
+        )
+    if stage_axis is not None:
+        raise ValueError("--stage-axis is of a pipeline that runs: add --stages; else the stages lie along axis pp")
+    if roles:
+        raise ValueError("--roles says nothing here: the names of the axes do (pp, dp, tp); leave it out")
+    if save is not None:
+        raise ValueError("--save writes plans that can be run; one with stages is only predicted: use --json")
+    if report is not None:
+        raise ValueError("--report is of plans that can be run; for one with stages use --json, or simulate --trace")
+
+
+def _print_hybrid(task: Task, as_json: bool, *, precision: str | None, **options: Any) -> None:
+    from autopar.hybrid import predict_hybrid
+    from autopar.precision import Precision
+    from autopar.report.hybrid import hybrid_table
+    from autopar.report.progress import SearchProgress
+
+    policy = Precision.resolve(precision)
+    with SearchProgress() as progress:
+        found = predict_hybrid(
+            task.model, task.batch, loss_fn=task.loss_fn, precision=policy, progress=progress, **options
+        )
+    typer.echo(json.dumps(found.to_dict(), indent=1) if as_json else hybrid_table(found.to_dict()))

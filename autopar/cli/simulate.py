@@ -1,0 +1,121 @@
+"""``autopar simulate``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from autopar.cli.options import (
+    Debug,
+    Json,
+    Policy,
+    Schedule,
+    check_target,
+    clear_errors,
+)
+from autopar.cli.task import Task, load_task
+
+
+def simulate_command(
+    model: Annotated[str | None, typer.Option(metavar="FILE.py:FUNCTION", help="With --plan: what it is of.")] = None,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Run the graph that a plan makes of a model.")
+    ] = None,
+    precision: Policy = None,
+    schedule: Schedule = None,
+    stages: Annotated[int, typer.Option(help="Devices of the pipeline.")] = 0,
+    microbatches: Annotated[int, typer.Option(help="Of a step.")] = 0,
+    forward: Annotated[float | None, typer.Option(metavar="MS", help="Of a microbatch on a device.")] = None,
+    backward_input: Annotated[float | None, typer.Option(metavar="MS", help="Of the backward: for the input.")] = None,
+    backward_weight: Annotated[float | None, typer.Option(metavar="MS", help="The same: for the weights.")] = None,
+    communication: Annotated[float, typer.Option(metavar="MS", help="From a stage to the next.")] = 0.0,
+    virtual: Annotated[int, typer.Option(help="Stages on each device, which share its time evenly.")] = 1,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write a trace for Perfetto.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Run a plan's graph, or a pipeline with given durations: how long a step takes, what waits, and what is held."""
+    with clear_errors(debug):
+        if (plan is None) == (schedule is None) or (plan is None) != (model is None):
+            raise ValueError("simulate either --model and --plan, or a --schedule with its durations")
+        durations = (forward, backward_input, backward_weight)
+        if plan is not None and (stages or microbatches or communication or virtual != 1 or any(durations)):
+            raise ValueError("--stages, --microbatches, --virtual and durations are of a --schedule; leave them out")
+        if schedule is not None and precision is not None:
+            raise ValueError("--precision is of a --plan; leave it out")
+        check_target("--trace", trace)
+        from autopar.simulate import chrome_trace
+
+        if model is not None and plan is not None:
+            timeline, facts, table = _simulated_plan(load_task(model), plan, precision)
+        else:
+            costs = (*durations, communication)
+            timeline, facts, table = _simulated_pipeline(str(schedule), stages, microbatches, costs, virtual)
+        if trace is not None:
+            trace.write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")
+            typer.echo(f"saved {trace}", err=True)
+        typer.echo(json.dumps(facts, indent=1) if as_json else table)
+
+
+def _simulated_plan(task: Task, file: Path, precision: str | None) -> tuple[Any, dict[str, Any], str]:
+    """A timeline of a plan's step, its figures and its table."""
+    from autopar.compiler import in_microbatches, program_of, rewrite
+    from autopar.plan import Plan
+    from autopar.precision import Precision
+    from autopar.report.progress import SearchProgress
+    from autopar.report.simulation import step_table
+    from autopar.simulate import simulate
+    from autopar.simulate.emitted import emitted, step_facts
+    from autopar.simulate.staged import staged
+
+    plan = Plan.load(file)
+    with SearchProgress():
+        program = program_of(task.model, task.batch, loss_fn=task.loss_fn, precision=Precision.resolve(precision))
+        local = rewrite(program, plan)
+        if plan.pipeline is not None:
+            timeline = simulate(staged(in_microbatches(program, plan.microbatches), plan))
+            devices = dict(plan.axes)[plan.pipeline.axis]
+            return _told(timeline, plan.pipeline.order, devices, plan.microbatches, len(plan.stages) // devices)
+        timeline = simulate(emitted(local, plan))
+    facts = step_facts(timeline, plan)
+    return timeline, facts, step_table(facts)
+
+
+def _simulated_pipeline(
+    schedule: str, stages: int, microbatches: int, milliseconds: Sequence[float | None], virtual: int
+) -> tuple[Any, dict[str, Any], str]:
+    """A timeline of a pipeline, its figures and its table."""
+    names = ("--forward", "--backward-input", "--backward-weight", "--communication")
+    seconds = []
+    for option, value in zip(names, milliseconds, strict=True):
+        if value is None or not 0 <= value < math.inf:
+            raise ValueError(f"{option} {'is missing' if value is None else value}: give milliseconds, 0 or more")
+        seconds.append(value / 1e3)
+    from autopar.pipeline.table import as_text, is_table
+    from autopar.simulate import order, pipeline, simulate
+
+    text = as_text(schedule)
+    rows = order(text, stages, microbatches, virtual)
+    ahead, for_input, for_weight, sending = seconds
+    tasks = pipeline(rows, ahead / virtual, for_input / virtual, for_weight / virtual, sending, saved=1 / virtual)
+    name = "a table by hand" if is_table(text) else text
+    return _told(simulate(tasks), name, stages, microbatches, virtual)
+
+
+def _told(
+    timeline: Any, schedule: str, stages: int, microbatches: int, virtual: int
+) -> tuple[Any, dict[str, Any], str]:
+    """A timeline of a pipeline, its figures and its table."""
+    from autopar.report.simulation import pipeline_table
+
+    numbers = {"stages": stages, "microbatches": microbatches, "virtual": virtual}
+    facts: dict[str, Any] = {"schedule": schedule, **numbers, **timeline.to_dict()}
+    for device in facts["devices"]:
+        # A byte was saved for each microbatch.
+        device["peak_microbatches"] = device.pop("peak_memory_bytes")["activations"]
+    return timeline, facts, pipeline_table(facts)

@@ -1,0 +1,70 @@
+"""The model and the batch that a command is for."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+
+class Task(NamedTuple):
+    """What FUNCTION returns: a model, an example batch and, for a model that does not return its loss, a loss."""
+
+    model: Any
+    batch: Any
+    loss_fn: Any = None
+
+
+def load_task(spec: str) -> Task:
+    """Model and batch from ``FILE.py:FUNCTION``; the file's folder is importable from then on.
+
+    Raises:
+        ValueError: there is no such function, it fails, or it returns something else; says where.
+        OSError: the file cannot be read.
+    """
+    file, separator, name = spec.rpartition(":")
+    if not separator or not file or not name.isidentifier():
+        raise ValueError(f"--model {spec!r} is not FILE.py:FUNCTION; write for example model.py:make")
+    function = getattr(_import_file(Path(file)), name, None)
+    if not callable(function):
+        raise ValueError(f"{file} has no function {name!r}; write one that returns (model, batch)")
+    with _user_code(spec):
+        made = function()
+    if isinstance(made, Mapping) or not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise ValueError(f"{spec} returned {type(made).__name__}; it must return (model, batch) or add a loss_fn")
+    import torch
+
+    if not isinstance(made[0], torch.nn.Module):
+        raise ValueError(f"{spec} returned a {type(made[0]).__name__} as the model; it must be a torch.nn.Module")
+    return Task(*made)
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ValueError(f"no file {path}; --model takes FILE.py:FUNCTION")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is not a Python file; --model takes FILE.py:FUNCTION")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # classes of the file can be pickled
+    with _user_code(str(path)):
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def _user_code(what: str) -> Iterator[None]:
+    """An exception of the user's file, with its line."""
+    try:
+        yield
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise ValueError(f"{what} failed at {last.filename}:{last.lineno}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,159 @@
+"""A schedule by hand: a table of actions, as `torch.distributed.pipelining` writes it to CSV files.
+
+One row a device, in its order. ``2F0`` is microbatch 0 forward through stage 2, ``2B0`` its backward, ``2I0`` and
+``2W0`` the parts of that for the input and for the weights; empty cells are nothing, and
+so are those of communication, which follows from the others. Plans keep the text of the file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+Step = tuple[int, str, int]
+"""Stage, kind (``F``, ``B``, ``I`` or ``W``) and microbatch."""
+
+_STEP = re.compile(r"(\d+)([FBIW])(\d+)")
+_MOVE = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\d*")
+_TOGETHER = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+def as_text(schedule: object) -> str:
+    r"""The pin ``schedule`` as plans keep it: a name, or the text of a table.
+
+    Args:
+        schedule: a name, rows of actions, the text of a table, or the path of a CSV file.
+
+    Raises:
+        ValueError: it is none of these.
+        OSError: the file cannot be read.
+
+    >>> as_text([["0F0", "0B0"], ["1F0", "1B0"]])
+    '0F0,0B0\n1F0,1B0'
+    """
+    if isinstance(schedule, Path) or (isinstance(schedule, str) and schedule.endswith(".csv")):
+        return Path(schedule).read_text(encoding="utf-8").strip()
+    if isinstance(schedule, str):
+        return schedule
+    if isinstance(schedule, Iterable):
+        rows = [[row] if isinstance(row, str) or not isinstance(row, Iterable) else list(row) for row in schedule]
+        if rows and all(isinstance(cell, str) for row in rows for cell in row):
+            return "\n".join(",".join(row) for row in rows)
+    raise ValueError(
+        f"pin 'schedule': {schedule!r} is neither a name nor a table; write rows of actions such as "
+        '[["0F0", "0B0"], ["1F0", "1B0"]], one row a device, or the path of a CSV file'
+    )
+
+
+def is_table(schedule: str) -> bool:
+    """Whether a schedule is a table, and not a name."""
+    return "," in schedule or "\n" in schedule
+
+
+def text_of(rows: Iterable[Iterable[Step]]) -> str:
+    """Inverse of `parse`."""
+    return "\n".join(",".join(f"{stage}{kind}{microbatch}" for stage, kind, microbatch in row) for row in rows)
+
+
+def parse(text: str) -> list[list[Step]]:
+    r"""What each device does.
+
+    Raises:
+        ValueError: a cell is no action that computes; names it.
+
+    >>> parse("0F0,0B0\n1F0,,1I0,1W0")
+    [[(0, 'F', 0), (0, 'B', 0)], [(1, 'F', 0), (1, 'I', 0), (1, 'W', 0)]]
+    """
+    return [[step for cell in line.split(",") for step in _steps(cell, n)] for n, line in enumerate(text.splitlines())]
+
+
+def _steps(cell: str, device: int) -> list[Step]:
+    cell = cell.strip()
+    together = _TOGETHER.fullmatch(cell)
+    found = []
+    for part in (together[1] if together else cell).split(";"):
+        match = _STEP.fullmatch(part.strip())
+        if match:
+            found.append((int(match[1]), match[2], int(match[3])))
+        elif part.strip() and not _MOVE.fullmatch(part.strip()):
+            raise ValueError(
+                f"device {device} of the schedule's table does {cell!r}; write stage, F, B, I or W and microbatch, "
+                "such as 0F0"
+            )
+    return found
+
+
+def checked(text: str, devices: int, microbatches: int, virtual: int) -> list[list[Step]]:
+    """A table's rows, if all of a step is in them, once, in an order that comes to an end.
+
+    Args:
+        text: of the table.
+        devices: of the pipeline.
+        microbatches: of a step.
+        virtual: stages on each device, on average.
+
+    Raises:
+        ValueError: says what is wrong with which action.
+    """
+    rows = parse(text)
+    if len(rows) != devices:
+        raise ValueError(f"the schedule's table has {len(rows)} rows for {devices} devices; write one a device")
+    _require_all(rows, devices * virtual, microbatches)
+    _require_end(rows, devices * virtual)
+    return rows
+
+
+def _require_all(rows: Sequence[Sequence[Step]], stages: int, microbatches: int) -> None:
+    """Every microbatch goes once through each stage, which is on one device, forward and backward."""
+    device_of: dict[int, int] = {}
+    kinds: dict[tuple[int, int], list[str]] = {(s, n): [] for s in range(stages) for n in range(microbatches)}
+    for device, row in enumerate(rows):
+        for stage, kind, microbatch in row:
+            if (stage, microbatch) not in kinds:
+                raise ValueError(
+                    f"device {device} of the schedule's table does {stage}{kind}{microbatch}, but there are {stages} "
+                    f"stages and {microbatches} microbatches, counted from 0; change the table, or the pins "
+                    "'stages', 'virtual' and 'microbatches'"
+                )
+            if device_of.setdefault(stage, device) != device:
+                raise ValueError(
+                    f"stage {stage} of the schedule's table is on devices {device_of[stage]} and {device}; take one"
+                )
+            kinds[stage, microbatch].append(kind)
+    for (stage, microbatch), found in kinds.items():
+        if sorted(found) not in (["B", "F"], ["F", "I", "W"]):
+            raise ValueError(
+                f"the schedule's table takes microbatch {microbatch} through stage {stage} with "
+                f"{', '.join(found) or 'nothing'}; it needs one F, and one B or one I and one W"
+            )
+
+
+def _require_end(rows: Sequence[Sequence[Step]], stages: int) -> None:
+    """Every action comes behind those that it waits for, on whatever device."""
+    done: set[Step] = set()
+    waiting = [list(row) for row in rows]
+    while any(waiting):
+        before = len(done)
+        for row in waiting:
+            while row and _needs(row[0], stages) <= done:
+                stage, kind, microbatch = row.pop(0)
+                done.add((stage, "I" if kind == "B" else kind, microbatch))
+        if len(done) == before:
+            stuck = [(device, row[0]) for device, row in enumerate(waiting) if row]
+            said = ", ".join(
+                f"device {device} at {text_of([[step]])} for {text_of([sorted(_needs(step, stages) - done)])}"
+                for device, step in stuck
+            )
+            raise ValueError(f"the schedule's table comes to no end: waiting are {said}; put these first (I: or B)")
+
+
+def _needs(step: Step, stages: int) -> set[Step]:
+    """What comes before an action; a whole backward counts as its part for the input."""
+    stage, kind, microbatch = step
+    if kind == "F":
+        return {(stage - 1, "F", microbatch)} if stage else set()
+    if kind == "W":
+        return {(stage, "I", microbatch)}
+    behind = {(stage + 1, "I", microbatch)} if stage + 1 < stages else set()
+    return {(stage, "F", microbatch), *behind}
