@@ -32,7 +32,10 @@ RolesOption = Annotated[
     str, typer.Option("--roles", metavar="AXIS=ROLE,...", help="What axes are for: node=data,gpu=tensor.")
 ]
 Stages = Annotated[
-    str | None, typer.Option(metavar="N|MODULE,...", help="A pipeline of N devices, or stages that begin at modules.")
+    str | None,
+    typer.Option(
+        metavar="N|search|MODULE,...", help="A pipeline of N devices, any or none, or stages that begin at modules."
+    ),
 ]
 Schedule = Annotated[
     str | None, typer.Option(metavar="NAME|FILE.csv", help="Order of microbatches: 1f1b, zb-h1, ..., or a table.")
@@ -92,6 +95,8 @@ def pipeline_pins(
     {'stages': 2, 'schedule': '1f1b'}
     >>> pipeline_pins("layers.1, layers.2", None, None, None)
     {'stages': ['layers.1', 'layers.2']}
+    >>> pipeline_pins("search", None, None, None)
+    {'stages': 'search'}
     """
     given = {"schedule": schedule, "virtual": virtual, "stage_axis": stage_axis}
     found: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -99,6 +104,8 @@ def pipeline_pins(
         if found:
             raise ValueError(f"--{next(iter(found)).replace('_', '-')} is of a pipeline: add --stages")
         return {}
+    if stages.strip() == "search":
+        return {"stages": "search", **found}
     numbered = stages.isascii() and stages.isdigit()
     return {"stages": int(stages) if numbered else [name.strip() for name in stages.split(",")], **found}
 
