@@ -9,10 +9,10 @@ import numpy as np
 
 from autopar.cluster import Link
 from autopar.pipeline.pieces import BACKWARD, FORWARD, INPUT, Cutting, Piece
-from autopar.pipeline.schedules import Order, device_of
+from autopar.pipeline.schedules import Order, device_of, order_of
 from autopar.plan import Plan
-from autopar.program import values_of
-from autopar.simulate import pipeline, simulate
+from autopar.program import Program, values_of
+from autopar.simulate import Task, pipeline, simulate
 from autopar.simulate.emitted import node_seconds
 
 
@@ -43,14 +43,33 @@ class Taken:
 
 def step_seconds(stages: Sequence[Taken], order: Order) -> float:
     """Seconds of a step in which the devices do this."""
+    return simulate(step_tasks(stages, order)).step_seconds
+
+
+def step_tasks(stages: Sequence[Taken], order: Order, saved: float = 0.0) -> list[Task]:
+    """The tasks of such a step; ``saved`` is what a microbatch leaves on a stage, as in `autopar.simulate.pipeline`."""
     devices = device_of(order)
     split = any(a.kind == INPUT for row in order for a in row)
     forward, backward = (np.array([getattr(s, name) for s in stages]) for name in ("forward", "backward"))
     for_input = np.array([s.for_input for s in stages]) if split else backward
     ends = [np.bincount(devices, [getattr(s, name) for s in stages], len(order)) for name in ("before", "behind")]
     hops = [s.hop for s in stages[:-1]]
-    tasks = pipeline(order, forward, for_input, backward - for_input, hops, before=ends[0], after=ends[1])
-    return simulate(tasks).step_seconds
+    return pipeline(order, forward, for_input, backward - for_input, hops, saved=saved, before=ends[0], after=ends[1])
+
+
+def plan_tasks(local: Program, plan: Plan) -> list[Task]:
+    """The tasks of a plan with stages; of ``activations``, each device holds microbatches.
+
+    Args:
+        local: the program that was rewritten under the plan.
+        plan: the plan.
+    """
+    assert plan.pipeline is not None
+    link = dict(zip(plan.axis_names, plan.cluster.link_for(dict(plan.axes)), strict=True))[plan.pipeline.axis]
+    order = order_of(plan)
+    split = any(a.kind == INPUT for row in order for a in row)
+    taken = taken_by(Cutting(local, len(plan.stages)), plan.inner, link, split)
+    return step_tasks(taken, order, saved=len(order) / len(plan.stages))
 
 
 def most_sent(stages: Sequence[Taken], devices: Sequence[int]) -> float:

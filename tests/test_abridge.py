@@ -120,6 +120,7 @@ def test_the_plan_is_that_of_the_whole_model(name: str, layers: int, how: str) -
     assert_same(solve(short, axes, EAGER, search=search), solve(whole, axes, EAGER, search=search))
 
 
+@pytest.mark.deep
 def test_memory_is_that_of_the_whole_model() -> None:
     whole, short = both("deep", 4)
     total = sum(state_bytes(whole, "adamw").values())

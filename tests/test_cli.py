@@ -98,6 +98,7 @@ def test_recipes_are_compared_with_the_plan(model: str) -> None:
     assert "sequence" in rows["megatron-sequence"]["reason"]
 
 
+@pytest.mark.deep
 def test_recipes_that_do_not_fit_say_what_they_need(model: str) -> None:
     rows = {r["recipe"]: r for r in json.loads(plan(f"{model}:make", "--memory", "9KiB", "--json").stdout)["recipes"]}
     assert "step_seconds" in rows["fsdp"]

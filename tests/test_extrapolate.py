@@ -76,6 +76,7 @@ def assert_never_below(name: str, seed: int, blocks: int) -> None:
         assert found <= expected * (1.0 if uniform else 1.2) + 1e-6
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("seed", "blocks"), [(1, 6)])
 def test_never_below_the_whole_model(seed: int, blocks: int) -> None:
     assert_never_below("deep", seed, blocks)

@@ -56,7 +56,7 @@ def batch_of(model: nn.Module, step: int = 0) -> dict[str, Tensor]:
     return {"rows": rows, "offsets": offsets, "weights": torch.rand(16, generator=g), "target": target}
 
 
-@pytest.mark.parametrize("make", [Moments, Bags])
+@pytest.mark.parametrize("make", [pytest.param(Moments, marks=pytest.mark.deep), Bags])
 def test_random_plans(make: type[nn.Module]) -> None:
     model = make()
     for seed in range(6):

@@ -64,21 +64,21 @@ def simulate_command(
 
 def _simulated_plan(task: Task, file: Path, precision: str | None) -> tuple[Any, dict[str, Any], str]:
     """A timeline of a plan's step, its figures and its table."""
-    from autopar.compiler import in_microbatches, program_of, rewrite
+    from autopar.compiler import program_of, rewrite
+    from autopar.durations import plan_tasks
     from autopar.plan import Plan
     from autopar.precision import Precision
     from autopar.report.progress import SearchProgress
     from autopar.report.simulation import step_table
     from autopar.simulate import simulate
     from autopar.simulate.emitted import emitted, step_facts
-    from autopar.simulate.staged import staged
 
     plan = Plan.load(file)
     with SearchProgress():
         program = program_of(task.model, task.batch, loss_fn=task.loss_fn, precision=Precision.resolve(precision))
         local = rewrite(program, plan)
         if plan.pipeline is not None:
-            timeline = simulate(staged(in_microbatches(program, plan.microbatches), plan))
+            timeline = simulate(plan_tasks(local, plan))
             devices = dict(plan.axes)[plan.pipeline.axis]
             return _told(timeline, plan.pipeline.order, devices, plan.microbatches, len(plan.stages) // devices)
         timeline = simulate(emitted(local, plan))

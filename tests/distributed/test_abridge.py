@@ -48,6 +48,7 @@ def train(rank: int, path: str) -> float:
     return worst
 
 
+@pytest.mark.deep
 def test_three_steps_of_adamw_equal_one_device(ranks: Ranks, tmp_path: Path) -> None:
     from autopar.compiler import program_to_plan, solve
 

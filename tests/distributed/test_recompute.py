@@ -18,7 +18,7 @@ from tests.test_reductions import Moments
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("seed", [0, pytest.param(3, marks=pytest.mark.deep)])
 def test_random_plans(ranks: Ranks, seed: int) -> None:
     found = ranks.run(train, Moments, seed, {"recompute": "search"})
     assert max(worst for worst, _ in found) < TOLERANCE

@@ -45,7 +45,12 @@ def example() -> tuple[nn.Module, tuple[Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "virtual", "recompute"), [("zb-h1", 1, "none"), ("interleaved", 2, "none"), ("1f1b", 1, "search")]
+    ("schedule", "virtual", "recompute"),
+    [
+        ("zb-h1", 1, "none"),
+        pytest.param("interleaved", 2, "none", marks=pytest.mark.deep),
+        pytest.param("1f1b", 1, "search", marks=pytest.mark.deep),
+    ],
 )
 def test_figures_are_those_of_the_whole_model(schedule: str, virtual: int, recompute: str) -> None:
     model, batch = example()
