@@ -40,6 +40,27 @@ def main() -> None:
     """Calibrate, plan, measure and report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--slow", type=float, metavar="MBIT", help="Mbit/s of a link between two pairs of processes")
+    measure(parser, "slow", __file__, plan_all, work, table)
+
+
+def measure(
+    parser: argparse.ArgumentParser,
+    rate: str,
+    file: str,
+    plan_all: Callable[[Path, Path], None],
+    work: Callable[[Path, int], None],
+    table: Callable[[list[dict[str, Any]]], str],
+) -> None:
+    """Calibrate, plan, run the plans in four processes, and report.
+
+    Args:
+        parser: with the benchmark's own arguments.
+        rate: name of the argument for the Mbit/s of a link between two pairs of processes, None for no such link.
+        file: the benchmark, which each of the processes runs again.
+        plan_all: writes plans into a folder, for the machine of a file.
+        work: what each process does in that folder, for so many rounds; the first writes ``rows.json``.
+        table: of these rows.
+    """
     parser.add_argument("--cluster", type=Path, metavar="FILE.toml", help="calibrated before; default: calibrate")
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds (default: 7)")
     parser.add_argument("--limit", type=float, default=1200.0, help="seconds for each part")
@@ -50,10 +71,11 @@ def main() -> None:
     if options.work:
         work(Path(options.work), options.rounds)
         return
-    if options.slow and (os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc"))):
-        print("skipped: --slow needs root and iproute2 (ip, tc)")
+    megabits = getattr(options, rate)
+    if megabits and (os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc"))):
+        print("skipped: a slow link needs root and iproute2 (ip, tc)")
         return
-    with tempfile.TemporaryDirectory() as folder, shaped(options.slow) as prefixes:
+    with tempfile.TemporaryDirectory() as folder, shaped(megabits) as prefixes:
         own = Path(folder)
         cluster = options.cluster or own / "machine.toml"
         if options.cluster is None:
@@ -61,7 +83,7 @@ def main() -> None:
             run(["-m", "autopar.cli", "calibrate", "--save", str(cluster), "--threads", "1"], prefixes, options.limit)
         plan_all(own, cluster)
         print("measuring", file=sys.stderr)
-        run([__file__, "--work", folder, "--rounds", str(options.rounds)], prefixes, options.limit)
+        run([file, "--work", folder, "--rounds", str(options.rounds)], prefixes, options.limit)
         rows = json.loads((own / "rows.json").read_text())
         print(json.dumps(rows, indent=1) if options.json else f"{table(rows)}\n\n{cluster.read_text()}")
 
@@ -182,54 +204,60 @@ def plan_all(folder: Path, cluster: Path) -> None:
 
 def work(folder: Path, rounds: int) -> None:
     """One process: each model's plans take turns."""
+    with member(folder) as (mesh, rows):
+        for name, make in MODELS.items():
+            steps = {}
+            for row in (r for r in rows if r["model"] == name):
+                steps[row["plan"]] = stepper(make, mesh, folder / f"{name} {row['plan']}.json")
+            times, losses = take_turns(steps, rounds)
+            for row in (r for r in rows if r["model"] == name):
+                row |= {"measured": statistics.median(times[row["plan"]]), "loss": losses[row["plan"]]}
+
+
+@contextlib.contextmanager
+def member(folder: Path) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
+    """The mesh of the processes and the rows of ``plans.json``, which the first writes as ``rows.json`` in the end."""
     warnings.simplefilter("ignore")
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from autopar.parallelize import parallelize
-
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=600))
-    mesh = init_device_mesh("cpu", tuple(AXES.values()), mesh_dim_names=tuple(AXES))
     rows = json.loads((folder / "plans.json").read_text())
-    for name, make in MODELS.items():
-        steps = {}
-        for row in (r for r in rows if r["model"] == name):
-            model, batch = make()
-            plan = str(folder / f"{name} {row['plan']}.json")
-            steps[row["plan"]] = stepper(parallelize(model, mesh, batch, plan=plan), batch)
-        times, losses = take_turns(steps, rounds, dist.barrier)
-        for row in (r for r in rows if r["model"] == name):
-            row |= {"measured": statistics.median(times[row["plan"]]), "loss": losses[row["plan"]]}
+    yield init_device_mesh("cpu", tuple(AXES.values()), mesh_dim_names=tuple(AXES)), rows
     if dist.get_rank() == 0:
         (folder / "rows.json").write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def stepper(model: Any, batch: Any) -> Callable[[], float]:
-    """Forward and backward; the loss."""
+def stepper(make: Callable[[], tuple[Any, dict[str, Any]]], mesh: Any, plan: Path) -> Callable[[], float]:
+    """Forward and backward of a model under a plan; the loss."""
+    from autopar.parallelize import parallelize
+
+    model, batch = make()
+    parallel: Any = parallelize(model, mesh, batch, plan=str(plan))
 
     def step() -> float:
-        output = model(**batch)
+        output = parallel(**batch)
         loss = getattr(output, "loss", output)
         loss.backward()
-        for parameter in model.parameters():
+        for parameter in parallel.parameters():
             parameter.grad = None
         return float(loss.detach())
 
     return step
 
 
-def take_turns(
-    steps: dict[str, Callable[[], float]], rounds: int, barrier: Callable[[], Any]
-) -> tuple[dict[str, list[float]], dict[str, float]]:
+def take_turns(steps: dict[str, Callable[[], float]], rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Seconds of each plan in each round, from all processes to all, and its loss.
 
     Raises:
         RuntimeError: the losses differ, so that the times would not be of the same work.
     """
+    from torch.distributed import barrier
+
     names = list(steps)
     losses = {name: [steps[name]() for _ in range(WARM)][-1] for name in names}
     if max(losses.values()) - min(losses.values()) > 1e-3 * abs(max(losses.values())):
@@ -245,7 +273,7 @@ def take_turns(
     return times, losses
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
+def table(rows: list[dict[str, Any]]) -> str:
     """Each pair; errors, orders, and how much longer than the best the search's plan takes."""
     from scipy.stats import spearmanr
 

@@ -10,21 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
 import statistics
 import sys
-import tempfile
-import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from predicted_time import AXES, PLANS, SEARCHED, run, shaped, stepper, take_turns  # noqa: E402
+from predicted_time import AXES, PLANS, SEARCHED, measure, member, stepper, take_turns  # noqa: E402
 
 PIPELINED, BY_HAND = "search with stages", "torch by hand"
 BLOCKS, WIDTH, LENGTH, ROWS, WORDS = 8, 256, 32, 32, 512
@@ -34,30 +29,7 @@ def main() -> None:
     """Calibrate, plan, measure and report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rate", type=float, default=200.0, metavar="MBIT", help="Mbit/s of the link (default: 200)")
-    parser.add_argument("--cluster", type=Path, metavar="FILE.toml", help="calibrated before; default: calibrate")
-    parser.add_argument("--rounds", type=int, default=7, help="measured rounds (default: 7)")
-    parser.add_argument("--limit", type=float, default=1200.0, help="seconds for each part")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--work", metavar="FOLDER", help=argparse.SUPPRESS)  # one of the processes
-    options = parser.parse_args()
-    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "AUTOPAR_CACHE": "0"}
-    if options.work:
-        work(Path(options.work), options.rounds)
-        return
-    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
-        print("skipped: a slow link needs root and iproute2 (ip, tc)")
-        return
-    with tempfile.TemporaryDirectory() as folder, shaped(options.rate) as prefixes:
-        own = Path(folder)
-        cluster = options.cluster or own / "machine.toml"
-        if options.cluster is None:
-            print("calibrating", file=sys.stderr)
-            run(["-m", "autopar.cli", "calibrate", "--save", str(cluster), "--threads", "1"], prefixes, options.limit)
-        plan_all(own, cluster)
-        print("measuring", file=sys.stderr)
-        run([__file__, "--work", folder, "--rounds", str(options.rounds)], prefixes, options.limit)
-        rows = json.loads((own / "rows.json").read_text())
-        print(json.dumps(rows, indent=1) if options.json else f"{table(rows)}\n\n{cluster.read_text()}")
+    measure(parser, "rate", __file__, plan_all, work, table)
 
 
 def plan_all(folder: Path, cluster: Path) -> None:
@@ -89,31 +61,14 @@ def plan_all(folder: Path, cluster: Path) -> None:
 
 def work(folder: Path, rounds: int) -> None:
     """One process: all plans take turns."""
-    warnings.simplefilter("ignore")
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from autopar.parallelize import parallelize
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
-    mesh = init_device_mesh("cpu", tuple(AXES.values()), mesh_dim_names=tuple(AXES))
-    rows = json.loads((folder / "plans.json").read_text())
-    steps = {}
-    for row in rows:
-        model, batch = whole()
-        steps[row["plan"]] = stepper(parallelize(model, mesh, batch, plan=str(folder / f"{row['plan']}.json")), batch)
-    parts = next((r["parts"] for r in rows if r["plan"] == PIPELINED and r["parts"] > 1), 8)
-    steps[BY_HAND] = by_hand(mesh, parts)
-    rows.append({"plan": BY_HAND, "predicted": None, "what": "1F1B", "parts": parts})
-    times, _ = take_turns(steps, rounds, dist.barrier)
-    for row in rows:
-        row |= {"measured": statistics.median(times[row["plan"]])}
-    if dist.get_rank() == 0:
-        (folder / "rows.json").write_text(json.dumps(rows))
-    dist.barrier()
-    dist.destroy_process_group()
+    with member(folder) as (mesh, rows):
+        steps = {row["plan"]: stepper(whole, mesh, folder / f"{row['plan']}.json") for row in rows}
+        parts = next((r["parts"] for r in rows if r["plan"] == PIPELINED and r["parts"] > 1), 8)
+        steps[BY_HAND] = by_hand(mesh, parts)
+        rows.append({"plan": BY_HAND, "predicted": None, "what": "1F1B", "parts": parts})
+        times, _ = take_turns(steps, rounds)
+        for row in rows:
+            row |= {"measured": statistics.median(times[row["plan"]])}
 
 
 def by_hand(mesh: Any, parts: int) -> Callable[[], float]:
