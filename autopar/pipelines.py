@@ -257,8 +257,10 @@ class _Task:
         share, beat = share_of(c.actions, a.stages), self._seconds * a.devices
         plan = self._inside(c.part, a, self.memory, share, measured, beat)
         found = self._staged(c.part, plan, a).whole(c.schedule, c.actions)
-        bound = self.free[a.axes, a.axis, c.part.microbatches].certificate.lower_bound / a.devices
-        return replace(found, certificate=replace(found.certificate, lower_bound=bound))
+        alike = self.free[a.axes, a.axis, c.part.microbatches].certificate  # of all plans, in whatever memory
+        bound = min(alike.lower_bound / a.devices, found.predicted.step_seconds)
+        checked = None if alike.checked is None else alike.checked / a.devices
+        return replace(found, certificate=replace(found.certificate, lower_bound=bound, checked=checked))
 
     def _inside(
         self,
@@ -302,7 +304,9 @@ class _Task:
         none = "no pipeline, or " if self.search.stages_open else ""
         space = f"{none}stages cut anywhere, alike inside, in any order, on {'; or '.join(ways)}{INSIDE}{inside}"
         method = TIME_LIMIT if self.stopped else self.best.certificate.method
-        certificate = replace(self.best.certificate, lower_bound=bound, space=space, method=method, checked=None)
+        verified = [c.checked for c in self.certificates if c.checked is not None]
+        checked = min(verified) if len(verified) == len(self.certificates) else None
+        certificate = replace(self.best.certificate, lower_bound=bound, space=space, method=method, checked=checked)
         return replace(self.best, certificate=certificate)
 
 

@@ -23,6 +23,9 @@ FACTOR = "_stages"
 MOST_DEVICES = 64
 """Longer pipelines are not tried."""
 
+MOST_VISITS = 2**15
+"""Microbatches times stages beyond which no more are tried: simulation takes minutes, and the bubble is small."""
+
 STAGES_A_DEVICE = (1, 2, 4)
 """How many stages a device may have where that is searched."""
 
@@ -75,7 +78,14 @@ def arrangements(search: Search, axes: Mapping[str, int], training: bool, factor
         raise InfeasibleError(f"pin {STAGE_AXIS!r}: the mesh has no axis {wanted!r}; it has {dict(axes)}")
     places = [p for p in _places(axes, factored) if wanted in (None, p.axis, p.axis.removesuffix(FACTOR))]
     if not search.stages_open:
-        devices = search.pins[STAGES] if not modules else (len(modules) + 1) // int(search.pins.get(VIRTUAL, 1))
+        devices, over = (
+            divmod(len(modules) + 1, int(search.pins.get(VIRTUAL, 1))) if modules else (search.pins[STAGES], 0)
+        )
+        if over:
+            raise InfeasibleError(
+                f"pin 'stages' names {len(modules)} modules, so {len(modules) + 1} stages, and pin {VIRTUAL!r} puts "
+                f"{search.pins[VIRTUAL]} on each device, which does not divide them; name more or fewer"
+            )
         places = [p for p in places if p.devices == devices][:1]
         if not places:
             raise InfeasibleError(
@@ -133,7 +143,8 @@ def counts(program: Program, search: Search, arrangement: Arrangement) -> list[i
     if search.microbatches:
         return [search.microbatches]
     rows = samples(program)
-    divisors = [n for n in range(2, rows + 1) if rows % n == 0]
+    most = max(arrangement.devices, MOST_VISITS // arrangement.stages)
+    divisors = [n for n in range(2, min(rows, most) + 1) if rows % n == 0]
     found: list[int] = []
     for n in divisors:
         if n >= (2 * found[-1] if found else arrangement.devices):
