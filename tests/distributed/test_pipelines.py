@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from autopar import tree
 from autopar.layout import is_everywhere, is_held
@@ -96,6 +97,47 @@ def test_three_steps(ranks: Ranks, name: str, sizes: tuple[int, ...], pins: dict
 def test_each_rank_passes_its_own_rows(ranks: Ranks) -> None:
     pins = {"stages": 2, "microbatches": 2, "batch.*": {"b": "S(0)"}}
     assert max(ranks.run(train, "unet", (2, 2), pins, "local")) < 1e-10
+
+
+def chosen(rank: int, recipe: str | None, seed: int) -> tuple[float, str]:
+    """How far three steps are from one device's, the last of fewer samples; and the pipeline, which nobody named."""
+    from autopar.parallelize import parallelize
+    from autopar.search.find import Search
+    from tests.pipeline.test_search import Deep, machine
+
+    model, plain = Deep().double(), Deep().double()
+    pins = {"stages": "search" if recipe is None else 2, "recompute": "search"}
+    search = Search(pins=pins, recipe=recipe, seed=seed)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "gpu"))
+    parallel: Any = parallelize(model, mesh, cluster=machine(6e7), search=search, timeout=WAIT)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (parallel, plain)]
+    rows = torch.randn(32, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    worst = 0.0
+    for batch in (rows, rows.flip(0), rows[:16]):
+        found, expected = parallel(batch), plain(batch)
+        found.backward(), expected.backward()
+        gradients = parallel.full_gradients()
+        pairs = [(found, expected), *((gradients[n], p.grad) for n, p in plain.named_parameters())]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        state = parallel.full_state_dict()
+        pairs += [(state[n], value) for n, value in plain.state_dict().items()]
+        worst = max(worst, *(float((a - b).detach().abs().max()) for a, b in pairs))
+    return worst, str(parallel.plan.pipeline)
+
+
+def test_a_pipeline_that_the_search_chooses(ranks: Ranks) -> None:
+    for worst, pipeline in ranks.run(chosen, None, 0):
+        assert "node" in pipeline
+        assert worst < 1e-10
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.deep), pytest.param(3, marks=pytest.mark.deep)])
+def test_random_pipelines(ranks: Ranks, seed: int) -> None:
+    for worst, pipeline in ranks.run(chosen, "random", seed):
+        assert "Pipeline" in pipeline
+        assert worst < 1e-10
 
 
 def mixed_up(rank: int, inputs: str) -> str:

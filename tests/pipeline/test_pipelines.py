@@ -169,6 +169,16 @@ def test_a_stage_makes_again_what_it_takes() -> None:
     assert report.max_error < BOUND, report.worst
 
 
+def test_what_passes_make_keeps_its_place() -> None:
+    """Operators of the backward pass are matched with the forward pass by number."""
+    program = program_of(*example("llama"))
+    plan = solve(program, {"tensor": 2, "data": 2}, Cluster.preset("cpu"), search=Search(recipe="random", seed=3))
+    nodes = rewrite(program, plan).graph.graph.nodes
+    made = [n for n in nodes if n.meta.get("internal") and n.meta.get("partitioner_tag")]
+    assert len(made) > 100
+    assert all("seq_nr" in n.meta for n in made if n.meta.get("fwd_nn_module_stack") or n.meta.get("nn_module_stack"))
+
+
 def test_by_hand() -> None:
     model, batch = example("llama")
     program = program_of(model, batch)
