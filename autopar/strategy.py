@@ -48,10 +48,12 @@ class Lowering:
             ``context.all_reduce(x, op)`` sums (or takes the maximum) over the devices of the split.
             It returns the output, or a tuple of all outputs with None for one that does not exist.
         all_reduces: the letters of each tensor that ``build`` all-reduces, for its cost: ``("n", "n")``.
+        together: at some point all arguments are there and at least as many bytes besides as the outputs have.
     """
 
     build: Callable[..., Any]
     all_reduces: tuple[str, ...] = ()
+    together: bool = False
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,9 @@ def _rule(x: Spec, dim: int, linear: tuple[tuple[int, ...], ...], lowering: Any,
     if not x.ndim:
         return Rule(equation, linear=linear)
     row, own = names.replace(names[dim], ""), names[dim]
-    return Rule(equation, linear=linear, lower={own: Lowering(lowering, (row,) * sums)}, padded={own: padding})
+    return Rule(
+        equation, linear=linear, lower={own: Lowering(lowering, (row,) * sums, together=True)}, padded={own: padding}
+    )
 
 
 def _shifted(context: Any, x: Any, dim: int, half_to_float: bool) -> tuple[Any, Any, Any]:

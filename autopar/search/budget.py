@@ -1,9 +1,9 @@
 """A plan within a memory budget, which holds for the graph that is emitted and not for an estimate.
 
-The search counts memory by rows: parameters, optimizer state and what is kept when the backward pass begins. A row is a
-relaxation: it leaves out what is transient. So the graph of the plan found is rewritten and its peak measured; if that
-exceeds the budget, the row is tightened by what is too much, and the search goes on. The bound is that of the row as it
-was at first.
+The search counts memory by a row: parameters, optimizer state and what is held while one operator runs, that at which
+the plan of least memory holds most (`autopar.search.moment`). A row is a relaxation: it leaves out other moments, and
+copies. So the graph of the plan found is rewritten and its peak measured; if that exceeds the budget, the row is
+tightened by what is too much, and the search goes on. The bound is that of the row as it was at first.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from autopar.search.build import WHOLE, Built, Memory, Share
 from autopar.search.certify import Claim
 from autopar.search.frontier import MAX_PRICES, STATES_SECONDS, Frontier, Mix, restricted, within
 from autopar.search.minimise import Limits
+from autopar.search.moment import Moment
 from autopar.search.price import fits
 from autopar.search.problem import Ints, Problem, Solution
 from autopar.search.restrict import Restrictions
@@ -64,6 +65,8 @@ class Task:
         away: whether what is kept may lie on the host.
         states: bytes of optimizer state of each parameter, which may lie on the host, too.
         record: called with each bound of all plans that is proved.
+        heaviest: the moment when most is held under labels of such a problem; None: what is kept is counted as the
+            backward pass begins.
         beat: seconds; plans that take as long are of no use.
         share: of what it would hold for the whole model that a device holds.
     """
@@ -81,6 +84,7 @@ class Task:
     away: bool = False
     states: Mapping[str, float] = field(default_factory=dict)
     record: Callable[[Claim], None] = lambda claim: None
+    heaviest: Callable[[Restrictions, Memory, Ints], Moment] | None = None
     beat: float = np.inf
     share: Share = WHOLE
 
@@ -187,6 +191,7 @@ def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str =
         task.state(False), True, task.again, regions=task.regions, away=task.away, optimizer=task.states,
         share=task.share,
     )  # fmt: skip
+    row = replace(row, moment=_heaviest(task, restrictions, row))
     rows = [row, replace(row, state=task.state(True))]
     here = [replace(r, away=False, optimizer={}) for r in rows] if task.away else []
     half = replace(task, limits=replace(task.limits, deadline=time.monotonic() + task.seconds / 2))
@@ -213,6 +218,17 @@ def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str =
             rows.append(replace(row, away=False, optimizer={}, working=working / 2))
             capped = True
     raise _missing(task.memory, least)
+
+
+def _heaviest(task: Task, restrictions: Restrictions, row: Memory) -> Moment | None:
+    """The moment when most is held by the labels that keep least; of a stage none, whose share says little of one."""
+    if task.heaviest is None or task.share is not WHOLE:
+        return None
+    built = task.make(restrictions, row)
+    try:
+        return task.heaviest(restrictions, row, Frontier(built.problem, task.limits).least().labels)
+    except InfeasibleError:  # said where it is searched
+        return None
 
 
 def _lesser(a: Plan | None, b: Plan) -> Plan:

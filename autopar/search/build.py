@@ -22,6 +22,7 @@ from autopar.program import SHORT, Program, Value, producer
 from autopar.redistribute import Machine, Tables
 from autopar.regions import SAVED
 from autopar.search.factors import from_parameters
+from autopar.search.moment import Moment, Timeline
 from autopar.search.problem import Edge, Node, Problem
 from autopar.search.quotient import Quotient
 from autopar.search.restrict import Pinned, Restrictions, is_boundary_layout
@@ -59,6 +60,7 @@ class Memory:
         away: whether what is kept may lie on the host.
         optimizer: of ``state``, bytes of optimizer state that may lie there, too, by name.
         share: of all this that counts.
+        moment: when it counts; None: when the backward pass begins.
     """
 
     state: Mapping[str, float]
@@ -69,6 +71,7 @@ class Memory:
     away: bool = False
     optimizer: Mapping[str, float] = field(default_factory=dict)
     share: Share = WHOLE
+    moment: Moment | None = None
 
     @property
     def states(self) -> bool:
@@ -111,6 +114,21 @@ def build(
         edges.append(_edge(number[source], number[target], u, v, out, into, weight, times, tables))
     nodes = tuple(Node(v.key, v.cost, v.memory) for v in variables)
     return Built(Problem(nodes, tuple(edges)), tuple(variables))
+
+
+def heaviest(
+    program: Program,
+    dims: Dims,
+    classes: Quotient,
+    tables: Tables,
+    memory: Memory,
+    restrictions: Restrictions,
+    labels: Ints,
+) -> Moment:
+    """The moment when most is held under labels of a problem; all other arguments are those it was built with."""
+    maker = _Maker(program, dims, classes, tables, memory, restrictions)
+    when = Timeline(program, dims, classes, maker.may_repeat)
+    return when.heaviest(maker.variables(), labels)
 
 
 def _edge(
@@ -186,7 +204,11 @@ class _Maker:
                 made.append(self._tensor(key, count, self.dims.types[node, 0], "constant", ()))
         for name, value in results.items():
             kind = "constant" if _is_loss(self.program, name) else "result"
-            made.append(self._tensor(f"result {name}", 1, self.dims.type_of(value), kind, (name,)))
+            found = self._tensor(f"result {name}", 1, self.dims.type_of(value), kind, (name,))
+            if self.memory.moment is not None and name in self.memory.moment.results:
+                times = self.program.part.count if name in self.program.part.results else 1
+                found = replace(found, memory=found.memory + times * self._bytes(found, "out", 0))
+            made.append(found)
         for (key, out), users in self.classes.uses.items():
             node, count = self.classes.members[key][0], self.classes.count[key]
             if self._is_relayed(key, out):
@@ -228,11 +250,12 @@ class _Maker:
         if not self._has_states(found) or is_backward(node) or all(late):
             return found
         states = [s for s in self._states(node) if not (s in (PASSING, EARLY) and any(late))]
-        kept = self._bytes(found, "in", 0) if self.memory.activations else np.zeros(len(found.cost))
+        size = self._bytes(found, "in", 0) if self.memory.activations else np.zeros(len(found.cost))
         # What can be moved again, for nothing if it lies as it was made, goes to the host as it was made.
         sent = any(late) and AGAIN not in states and self._may_go(found, node, states)
-        copied = self._copied(node, kept, count) if sent else None
-        return found.in_states(states, 1, kept * self._held(found), copied)
+        copied = self._copied(node, size, count) if sent else None
+        kept = np.minimum(size, self._there(key, out, relay=True)) * self._held(found)
+        return found.in_states(states, 1, kept, copied)
 
     def _has_states(self, variable: Variable) -> bool:
         """Whether there is a choice: what all microbatches may share need not be kept where nothing is made again."""
@@ -250,6 +273,10 @@ class _Maker:
         states = (PASSING, KEPT, AGAIN) if repeated else (PASSING, KEPT)
         return (*states, EARLY) if node in self.program.alone else states
 
+    def may_repeat(self, node: fx.Node) -> bool:
+        """Whether what a forward operator makes may be made again."""
+        return AGAIN in self._states(node)
+
     def _is_late(self, key: str) -> bool:
         """Whether a class of users belongs to the backward pass."""
         members = self.classes.members.get(key)  # a result has none; members of a class are all of one pass
@@ -260,6 +287,34 @@ class _Maker:
         type_ = variable.types[port, i]
         parts = self.tables.of(type_).parts[variable.ports[port, i]]
         return type_.numel * item_bytes(type_.dtype) * variable.count / parts
+
+    def _there(self, key: str, out: int, *, relay: bool = False) -> float:
+        """The most bytes that count of what a class keeps, at the row's moment."""
+        moment = self.memory.moment
+        if moment is None:
+            return np.inf
+        instead = moment.counted(key, out, self.classes.members[key], relay=relay)
+        if instead is None:
+            return 0.0
+        types = [self.dims.types[value] for value in instead]
+        least = (t.numel * item_bytes(t.dtype) / self.tables.of(t).parts.max() for t in types)
+        return self.classes.count[key] * min(least, default=np.inf)
+
+    def _while_running(self, variable: Variable, operator: Operator) -> Floats:
+        """Bytes of what the operator of the row's moment takes and makes, if all that is there at once."""
+        moment = self.memory.moment
+        assert moment is not None
+        none = np.zeros(len(variable.cost))
+        taken = sum((self._bytes(variable, "in", i) for i in moment.inputs), none)
+        made = sum((self._bytes(variable, "out", i) for i in moment.outputs), none)
+        lowered = np.zeros(len(none), dtype=bool)
+        assert variable.choices is not None
+        for axis in range(len(self.sizes)):
+            codes = [operator.rule.lower.get(s.factor[0]) if s.factor else None for s in variable.choices.strategies]
+            apart = np.array([code is not None and not code.together for code in codes])
+            lowered |= apart[variable.choices.choice[variable.candidate, axis]]
+        found: Floats = np.where(lowered, np.maximum(taken, made), taken + made) / variable.count
+        return found
 
     def _held(self, variable: Variable) -> float:
         """What a byte of a value counts that is kept for a microbatch, or for all of them."""
@@ -274,21 +329,24 @@ class _Maker:
         taken = self.taken[variable.key]
         # What only serves to make others again may add to what the backward pass takes: the row stays a relaxation.
         used = {out for out, late in taken.items() if late} or taken.keys()
-        kept, tensors = np.zeros(len(variable.cost)), 0
+        none = np.zeros(len(variable.cost))
+        size, kept, tensors = none, none, 0
         for port, i in variable.types if self.memory.activations else ():
             if port == "out" and i in used and (self._has_states(variable) or (node, i) in self.stored):
-                kept += self._bytes(variable, "out", i)
+                made = self._bytes(variable, "out", i)
+                size, kept = size + made, kept + np.minimum(made, self._there(variable.key, i))
                 tensors += 1
+        kept = kept * self._held(variable)
         if not self._has_states(variable):
-            return replace(variable, memory=kept * self._held(variable))
+            return replace(variable, memory=variable.memory + kept)
         states = self._states(node)
-        copied = self._copied(node, kept, tensors * variable.count)
+        copied = self._copied(node, size, tensors * variable.count)
         if AGAIN in states:  # what takes less to be made again need not go: either its arguments are there, or they go
             copied = np.where(copied <= variable.cost, copied, np.inf)
         alone = any(not self._is_relayed(variable.key, out) for out in used)  # else its relay goes
         sent = (AGAIN in states or alone) and self._may_go(variable, node, states) and np.isfinite(copied).any()
         runs = self.program.runs(node) if variable.steady else 1
-        return variable.in_states(states, runs, kept * self._held(variable), copied if sent else None)
+        return variable.in_states(states, runs, kept, copied if sent else None)
 
     def _may_go(self, variable: Variable, node: fx.Node, states: Sequence[int]) -> bool:
         """Whether what a forward operator makes may lie on the host until the backward pass takes it."""
@@ -339,7 +397,10 @@ class _Maker:
             working = sum((self._bytes(found, port, i) / count for port, i in types), np.zeros(len(cost)))
             limit = max(self.memory.working, float(working.min(initial=np.inf)))
             found = replace(found, working=working, cost=np.where(working <= limit, cost, np.inf))
-        return self._in_states(replace(found, backward=is_backward(node)), node)
+        found = self._in_states(replace(found, backward=is_backward(node)), node)
+        if self.memory.moment is None or self.memory.moment.node not in self.classes.members[key]:
+            return found
+        return replace(found, memory=found.memory + self._while_running(found, operator))
 
     def _allowed(self, key: str) -> list[Collection[str]]:
         """Names that a class of operators may take on each axis."""

@@ -21,12 +21,14 @@ from autopar.program import Program
 from autopar.redistribute import Machine, Tables
 from autopar.search.axes import bound_by_axes
 from autopar.search.budget import Task, plan_by_axes, plan_within
-from autopar.search.build import WHOLE, Built, Memory, Share, build
+from autopar.search.build import WHOLE, Built, Memory, Share, build, heaviest
 from autopar.search.certify import Claim
 from autopar.search.duals import examine, require_cost
 from autopar.search.frontier import Mix
 from autopar.search.interrupt import requested
 from autopar.search.minimise import Limits
+from autopar.search.moment import Moment
+from autopar.search.problem import Ints
 from autopar.search.quotient import Quotient, quotient
 from autopar.search.recipes import GATHERS_ONCE, check_recipe, roles_of
 from autopar.search.restrict import Restrictions
@@ -228,7 +230,7 @@ def find_plan(
             require_cost(built.problem, mix, [v.count for v in built.variables])
         bound = min(max(bound, 0.0), mix.cost)
         certificate = Certificate(mix.cost, bound, _space(search, cluster, regions, away), method, mix.price)
-        return _read(program, dims, classes, built, mix, certificate, axes, cluster, optimizer, tables)
+        return plan_of(program, dims, classes, built, mix, certificate, axes, cluster, optimizer, tables)
 
     def state(gradients: bool) -> dict[str, float]:
         return state_bytes(program, optimizer, gradients=gradients)
@@ -236,9 +238,13 @@ def find_plan(
     claims: list[Claim] = []
     report, regions = progress or _silent, search.regions and bool(program.pins)
     rest = optimizer_bytes(program, optimizer) if away else {}
+
+    def when(restrictions: Restrictions, memory: Memory, labels: Ints) -> Moment:
+        return heaviest(program, dims, classes, tables, memory, restrictions, labels)
+
     task = Task(
         make, read, state, restrictions, limits, memory, peak, search.again, report, regions, away, rest, claims.append,
-        beat, share,
+        when, beat, share,
     )  # fmt: skip
     if exact:
         plan, fixed = plan_within(task), 0.0
@@ -318,7 +324,7 @@ def optimizer_bytes(program: Program, optimizer: str) -> dict[str, float]:
     return {name: size - gone[name] for name, size in found.items() if size > gone[name]}
 
 
-def _read(
+def plan_of(
     program: Program, dims: Dims, classes: Quotient, built: Built, mix: Mix, certificate: Certificate,
     axes: Mapping[str, int], cluster: Cluster, optimizer: str, tables: Tables,
 ) -> Plan:  # fmt: skip
