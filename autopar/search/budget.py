@@ -1,9 +1,9 @@
 """A plan within a memory budget, which holds for the graph that is emitted and not for an estimate.
 
-The search counts memory by a row: parameters, optimizer state and what is held while one operator runs, that at which
-the plan of least memory holds most (`autopar.search.moment`). A row is a relaxation: it leaves out other moments, and
-copies. So the graph of the plan found is rewritten and its peak measured; if that exceeds the budget, the row is
-tightened by what is too much, and the search goes on. The bound is that of the row as it was at first.
+The search counts memory by a row: parameters, optimizer state and what is held while one operator runs, at the moment
+when most is held (`autopar.search.moment`). A row is a relaxation: it leaves out other moments, and copies. So the
+graph of the plan found is rewritten and its peak measured; if that exceeds the budget, the row is tightened by what is
+too much, and the search goes on. The bound is that of the row as it was at first.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Task:
         away: whether what is kept may lie on the host.
         states: bytes of optimizer state of each parameter, which may lie on the host, too.
         record: called with each bound of all plans that is proved.
-        heaviest: the moment when most is held under labels of such a problem; None: what is kept is counted as the
+        heaviest: the moment when most is held under labellings of such a problem; None: what is kept is counted as the
             backward pass begins.
         beat: seconds; plans that take as long are of no use.
         share: of what it would hold for the whole model that a device holds.
@@ -84,7 +84,7 @@ class Task:
     away: bool = False
     states: Mapping[str, float] = field(default_factory=dict)
     record: Callable[[Claim], None] = lambda claim: None
-    heaviest: Callable[[Restrictions, Memory, Ints], Moment] | None = None
+    heaviest: Callable[[Restrictions, Memory, Sequence[Ints]], Moment] | None = None
     beat: float = np.inf
     share: Share = WHOLE
 
@@ -221,12 +221,16 @@ def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str =
 
 
 def _heaviest(task: Task, restrictions: Restrictions, row: Memory) -> Moment | None:
-    """The moment when most is held by the labels that keep least; of a stage none, whose share says little of one."""
+    """The moment when most is held by what is cheapest and by what keeps least; of a stage none.
+
+    Without a budget much is kept, and the moment is that when all of it is there; of such moments, that counts at which
+    the most is there that nobody can do without. A stage's share of the whole model says little of one moment.
+    """
     if task.heaviest is None or task.share is not WHOLE:
         return None
-    built = task.make(restrictions, row)
+    frontier = Frontier(task.make(restrictions, row).problem, task.limits)
     try:
-        return task.heaviest(restrictions, row, Frontier(built.problem, task.limits).least().labels)
+        return task.heaviest(restrictions, row, [frontier.free().labels, frontier.least().labels])
     except InfeasibleError:  # said where it is searched
         return None
 

@@ -123,12 +123,12 @@ def heaviest(
     tables: Tables,
     memory: Memory,
     restrictions: Restrictions,
-    labels: Ints,
+    labellings: Sequence[Ints],
 ) -> Moment:
-    """The moment when most is held under labels of a problem; all other arguments are those it was built with."""
+    """The moment when most is held under labellings of a problem; all other arguments are those it was built with."""
     maker = _Maker(program, dims, classes, tables, memory, restrictions)
     when = Timeline(program, dims, classes, maker.may_repeat)
-    return when.heaviest(maker.variables(), labels)
+    return when.heaviest(maker.variables(), labellings)
 
 
 def _edge(

@@ -239,8 +239,8 @@ def find_plan(
     report, regions = progress or _silent, search.regions and bool(program.pins)
     rest = optimizer_bytes(program, optimizer) if away else {}
 
-    def when(restrictions: Restrictions, memory: Memory, labels: Ints) -> Moment:
-        return heaviest(program, dims, classes, tables, memory, restrictions, labels)
+    def when(restrictions: Restrictions, memory: Memory, labellings: Sequence[Ints]) -> Moment:
+        return heaviest(program, dims, classes, tables, memory, restrictions, labellings)
 
     task = Task(
         make, read, state, restrictions, limits, memory, peak, search.again, report, regions, away, rest, claims.append,

@@ -20,7 +20,7 @@ from autopar.dims import Dims
 from autopar.origin import is_backward
 from autopar.program import Program, Value, producer, values_of
 from autopar.search.quotient import Quotient
-from autopar.search.variable import Ints, Variable
+from autopar.search.variable import Floats, Ints, Variable
 
 
 @dataclass(frozen=True)
@@ -122,30 +122,35 @@ class Timeline:
         present.update(value for shown in results.values() for value in shown)
         return Moment(node, self.position[node], inputs, outputs, frozenset(results), frozenset(present), self.spans)
 
-    def heaviest(self, variables: Sequence[Variable], labels: Ints) -> Moment:
-        """The moment when most is held under one labelling.
+    def heaviest(self, variables: Sequence[Variable], labellings: Sequence[Ints]) -> Moment:
+        """The moment when most is held, under several labellings together.
 
         Args:
             variables: of a problem that counts what is kept when the backward pass begins.
-            labels: of each.
+            labellings: labels of each.
         """
+        nodes = [n for n in self.program.sources if n.target is not accumulate]
+        held = sum(self._held(nodes, variables, labels) for labels in labellings)
+        return self.at(nodes[int(np.argmax(held))])
+
+    def _held(self, nodes: Sequence[fx.Node], variables: Sequence[Variable], labels: Ints) -> Floats:
+        """Bytes that are held while each operator runs, parameters and results apart."""
         chosen = [*zip(variables, labels, strict=True)]
         working = {v.key: float(v.working[x]) for v, x in chosen if v.working is not None}
         kept = {v.key: float(v.memory[x]) for v, x in chosen if v.state is not None and v.memory[x] > 0}
-        spans = {key: self._of(key) for key in kept}
-        held = [(kept[key] / len(own), s.made, s.until) for key, own in spans.items() for s in own]
-        sizes, made, until = np.array(held).reshape(-1, 3).T
-        best, most = next(iter(self.program.sources)), -math.inf
-        for node, sources in self.program.sources.items():
-            key, now = self.classes.key[node], self.position[node]
-            if node.target is accumulate or key not in working:
-                continue
-            own = {self.classes.key[source] for source, _ in sources}
+        # What is there for all members of a class alone counts in the row.
+        rows = [
+            (size, max(s.made for s in spans), min(max(s.until, s.later) for s in spans))
+            for size, spans in ((size, self._of(key)) for key, size in kept.items())
+        ]
+        sizes, made, until = np.array(rows).reshape(-1, 3).T
+        found = np.zeros(len(nodes))
+        for i, node in enumerate(nodes):
+            now = self.position[node]
+            own = {self.classes.key[source] for source, _ in self.program.sources[node]}
             twice = sum(kept.get(k, 0.0) / self.classes.count[k] for k in own)
-            size = working[key] + float(sizes[(made < now) & (now < until)].sum()) - twice
-            if size > most:
-                best, most = node, size
-        return self.at(best)
+            found[i] = working.get(self.classes.key[node], 0.0) + sizes[(made < now) & (now < until)].sum() - twice
+        return found
 
     def _of(self, key: str) -> Sequence[Span]:
         """When what a variable keeps of each member is held; of several outputs the first that is taken."""

@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
+from autopar.accumulate import accumulate
 from autopar.cluster import Cluster
-from autopar.compiler import peak_of, program_of
+from autopar.compiler import program_of, rewrite
 from autopar.dims import analyze
+from autopar.liveness import moments
+from autopar.origin import is_backward, module_path
 from autopar.plan import Certificate, Plan
 from autopar.program import Program
 from autopar.redistribute import Machine, Tables
@@ -23,11 +26,10 @@ from autopar.search.find import plan_of, state_bytes
 from autopar.search.frontier import Mix
 from autopar.search.graph import build as graph_of
 from autopar.search.minimise import Limits, minimise
-from autopar.search.moment import Moment
-from autopar.search.problem import Ints, Node, Problem, evaluate
+from autopar.search.moment import Moment, Timeline
+from autopar.search.problem import Ints, Problem, evaluate
 from autopar.search.quotient import quotient
 from autopar.search.restrict import Restrictions
-from autopar.search.variable import AGAIN
 from tests import models as zoo
 
 CLUSTER = Cluster.preset("cpu")
@@ -72,7 +74,11 @@ class Rows:
         return build(self.program, self.dims, self.classes, self.tables, memory, Restrictions())
 
     def heaviest(self, labels: Ints) -> Moment:
-        return heaviest(self.program, self.dims, self.classes, self.tables, self.memory, Restrictions(), labels)
+        return heaviest(self.program, self.dims, self.classes, self.tables, self.memory, Restrictions(), [labels])
+
+    def at(self, node: fx.Node) -> Moment:
+        when = Timeline(self.program, self.dims, self.classes, lambda n: self.memory.again == "search")
+        return when.at(node)
 
     def plan(self, built: Built, labels: Ints) -> Plan:
         mix = Mix(labels, labels, 0.0, 0.0, 0.0)
@@ -82,26 +88,30 @@ class Rows:
 
 
 def drawn(built: Built, seed: int) -> Ints:
-    """Any layouts; what the backward pass takes is kept or made again by chance, and nothing is kept in vain."""
+    """The best labels under costs that chance has changed, with memory at any price."""
     random = np.random.default_rng(seed)
-    nodes = []
-    for node, variable in zip(built.problem.nodes, built.variables, strict=True):
-        cost = random.random(int(variable.candidate.max()) + 1)[variable.candidate]
-        if variable.state is not None:
-            worth = 10 * random.random() * (random.random() < 0.5)
-            cost = cost + np.where(variable.state == AGAIN, worth, 1e-3 * variable.state)
-        nodes.append(Node(node.name, np.where(np.isfinite(node.cost), cost, np.inf), node.memory))
-    problem = Problem(tuple(nodes), built.problem.edges)
+
+    def changed(costs: Any) -> Any:
+        return costs * random.uniform(0.2, 5.0, costs.shape)
+
+    problem = built.problem
+    nodes = [replace(n, cost=changed(n.cost)) for n in problem.nodes]
+    edges = tuple(replace(e, table=changed(e.table)) for e in problem.edges)
+    typical = sum(np.min(n.cost) for n in nodes) / sum(np.max(n.memory) for n in nodes)
+    price = typical * 10 ** random.uniform(0.5, 3)
+    priced = tuple(replace(n, cost=n.cost + price * n.memory) for n in nodes)
+    changed_problem = Problem(priced, edges)
     found = minimise(
-        graph_of(problem, False),
-        lambda labels: evaluate(problem, labels)[0],
-        Limits(0.5, time.monotonic() + 5),
+        graph_of(changed_problem, False),
+        lambda labels: evaluate(changed_problem, labels)[0],
+        Limits(1e-9, time.monotonic() + 20),
     )
     assert found.labels is not None
     return found.labels
 
 
-CASES = [("unet", {"a": 2}, "search"), ("gpt2", {"a": 2, "b": 2}, "search"), ("llama", {"a": 4}, "none")]
+TRIES = 4
+CASES = [("unet", {"a": 2}, "search"), ("unet", {"a": 2, "b": 2}, "none")]
 MORE = [(m, a, g) for m in MODELS for a in ({"a": 4}, {"a": 2, "b": 2}) for g in ("search", "gathers", "none")]
 
 
@@ -109,13 +119,44 @@ MORE = [(m, a, g) for m in MODELS for a in ({"a": 4}, {"a": 2, "b": 2}) for g in
     ("name", "axes", "again"), [*CASES, *(pytest.param(*c, marks=pytest.mark.deep) for c in MORE)], ids=str
 )
 def test_no_graph_needs_less_than_the_row_of_its_moment(name: str, axes: dict[str, int], again: str) -> None:
+    """Of the best labels: what is held in vain has other labels, which are better."""
     rows = Rows(program_of(*MODELS[name]()), axes, again)
-    before = rows.built(None)
-    for seed in range(3):
-        labels = drawn(before, seed)
-        moment = rows.heaviest(labels)
+    nodes = [n for n in rows.program.sources if not rows.dims.operators[n].rule.view and n.target is not accumulate]
+    said = []
+    for seed in range(TRIES):
+        if seed % 2:
+            moment = rows.at(nodes[np.random.default_rng(seed).integers(len(nodes))])
+        else:
+            moment = rows.heaviest(drawn(rows.built(None), seed))
         built = rows.built(moment)
+        labels = drawn(built, seed)
+        row, plan = evaluate(built.problem, labels)[1], rows.plan(built, labels)
+        held = moments(rewrite(rows.program, plan), plan)
+        like = (module_path(moment.node), is_backward(moment.node), str(moment.node.target))
+        # Where other code stands for the operator, it is not there.
+        needed = [m.total for m in held if (m.path, m.backward, m.operator) == like] or [m.total for m in held]
+        assert row <= max(needed) * (1 + 1e-9), moment.node
+        said.append(row / max(needed))
+    assert max(said) > 0.7  # it is not less by much
+
+
+@pytest.mark.parametrize(
+    ("name", "again", "every"),
+    [("unet", "none", 3), ("unet", "search", 5), pytest.param("gpt2", "none", 29, marks=pytest.mark.deep)],
+)
+def test_on_one_device_a_row_is_nearly_all(name: str, again: str, every: int) -> None:
+    """There are no layouts, so that nothing hides what is counted twice."""
+    rows = Rows(program_of(*MODELS[name]()), {"a": 1}, again)
+    nodes = [n for n in rows.program.sources if not rows.dims.operators[n].rule.view and n.target is not accumulate]
+    said = []
+    for i, node in enumerate(nodes[::every]):
+        built = rows.built(rows.at(node))
+        labels = drawn(built, i)
+        plan = rows.plan(built, labels)
+        held = moments(rewrite(rows.program, plan), plan)
+        like = (module_path(node), is_backward(node), str(node.target))
+        needed = max(m.total - m.held.get("batch", 0) for m in held if (m.path, m.backward, m.operator) == like)
         row = evaluate(built.problem, labels)[1]
-        needed = sum(peak_of(rows.program, rows.plan(built, labels), rows.classes).values())
-        assert row <= needed * (1 + 1e-9), (moment.node, row, needed)
-        assert row >= 0.5 * needed  # and it says much
+        assert row <= needed + 1, node
+        said.append(row / needed)
+    assert max(said) > 0.99
