@@ -94,6 +94,39 @@ def test_three_steps(ranks: Ranks, name: str, sizes: tuple[int, ...], pins: dict
     assert max(ranks.run(train, name, sizes, pins)) < bound
 
 
+def sends_parts(rank: int) -> tuple[float, Any]:
+    """How far three steps of Megatron's layouts are from one device's, and where the plan sends parts."""
+    from autopar.parallelize import parallelize
+    from autopar.search.find import Search
+    from tests.passes.test_scatter_sends import SLOW, residual
+    from tests.pipeline.test_search import machine
+
+    (plain, batch), (model, _) = residual(), residual()
+    model, plain, rows = model.double(), plain.double(), {"x": batch["x"].double()}
+    pins = {"stages": 2, "stage_axis": "node", "microbatches": 4, "virtual": 2, "schedule": "zbv"}
+    search = Search(pins=pins, recipe="megatron", roles={"gpu": "tensor"})
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "gpu"))
+    parallel: Any = parallelize(model, mesh, cluster=machine(SLOW), search=search, timeout=WAIT)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (parallel, plain)]
+    worst = 0.0
+    for _ in range(STEPS):
+        found, expected = parallel(**rows)["loss"], plain(**rows)["loss"]
+        found.backward(), expected.backward()
+        gradients = parallel.full_gradients()
+        pairs = [(found, expected), *((gradients[n], p.grad) for n, p in plain.named_parameters())]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        worst = max(worst, *(float((a - b).detach().abs().max()) for a, b in pairs))
+    return worst, parallel.plan.scatter
+
+
+def test_parts_are_sent(ranks: Ranks) -> None:
+    for worst, scatter in ranks.run(sends_parts):
+        assert scatter.behind == (0, 2)
+        assert worst < 1e-10
+
+
 def test_each_rank_passes_its_own_rows(ranks: Ranks) -> None:
     pins = {"stages": 2, "microbatches": 2, "batch.*": {"b": "S(0)"}}
     assert max(ranks.run(train, "unet", (2, 2), pins, "local")) < 1e-10
