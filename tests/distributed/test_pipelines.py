@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autopar import tree
 from autopar.layout import is_everywhere, is_held
+from autopar.pipeline.schedules import SCHEDULES
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.pipeline.test_table import BENT
 
@@ -71,9 +72,24 @@ def require_apart(parallel: Any, found: dict[str, Any]) -> None:
             assert value.to_local().untyped_storage().nbytes() == value.element_size()
 
 
+MORE = [
+    ("vit", (2, 2), "zb-h1"), ("vit", (4,), "gpipe"), ("vit", (2, 2), "looped-bfs"), ("vit", (2, 2), "zbv"),
+    ("t5", (2, 2), "gpipe"), ("t5", (4,), "1f1b"), ("t5", (2, 2), "dualpipe-v"), ("unet", (2, 2), "dualpipe-v"),
+    ("gpt2", (2, 2), "interleaved"), ("llama", (2, 2), "looped-bfs"),
+]  # fmt: skip
+"""Every model under every kind of schedule, for `make test-deep`."""
+
+
+def deep(name: str, sizes: tuple[int, ...], schedule: str) -> Any:
+    pins = {"stages": sizes[0], "virtual": 1 + SCHEDULES[schedule].interleaved, "microbatches": 4, "schedule": schedule}
+    bound = 1e-10 if name == "unet" else 1e-5
+    return pytest.param(name, sizes, pins, bound, marks=pytest.mark.deep, id=f"{name}-{schedule}-{len(sizes)}d")
+
+
 @pytest.mark.parametrize(
     ("name", "sizes", "pins", "bound"),
     [
+        *(deep(*case) for case in MORE),
         ("unet", (4,), {"stages": 4, "microbatches": 4}, 1e-10),
         ("unet", (2, 2), {"stages": 2, "virtual": 2, "microbatches": 2, "schedule": BENT}, 1e-10),
         ("gpt2", (2, 2), {"stages": 2, "microbatches": 4, "schedule": "zb-h1"}, 1e-5),
