@@ -34,9 +34,11 @@ __all__ = [
     "default_partition",
     "dtensor_overloads",
     "get_decompositions",
+    "local_shape_of",
     "operator_database",
     "pipeline_runtime",
     "reduce_found_inf_over_every_gradient",
+    "refuse_items_of_unreduced",
     "selective_policy",
     "set_group_timeout",
     "storage_id",
@@ -131,6 +133,13 @@ def operator_database() -> list[Any]:
     return list(op_db)
 
 
+def local_shape_of(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> tuple[int, ...]:
+    """Shape of this rank's part of a DTensor, as torch cuts it."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return tuple(compute_local_shape_and_global_offset(tuple(shape), mesh, tuple(placements))[0])
+
+
 def dtensor_overloads() -> frozenset[str]:
     """Names of the operator overloads for which `torch.distributed.tensor` has a sharding rule."""
     from torch.distributed.tensor import DTensor
@@ -164,6 +173,27 @@ def reduce_found_inf_over_every_gradient() -> None:
 
     every_layout.every_gradient = True  # type: ignore[attr-defined]
     handlers[unscale] = every_layout
+
+
+def refuse_items_of_unreduced() -> None:
+    """Make ``item()`` of a DTensor that is still to be reduced an error.
+
+    Torch gives each rank its own term: ``gradient.norm().item()`` of a gradient that is split is silently wrong.
+    """
+    from torch.distributed.tensor import DTensor
+
+    def item(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        (tensor,) = args
+        sizes = tensor.device_mesh.shape
+        if any(p.is_partial() and n > 1 for p, n in zip(tensor.placements, sizes, strict=True)):
+            raise RuntimeError(
+                f"item() of a tensor that lies as {tensor.placements} would be this rank's term of it: call "
+                "full_tensor() first, on all ranks"
+            )
+        return call(tensor._local_tensor, **kwargs)
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = item
 
 
 def torch_schedule(name: str, devices: int, microbatches: int, virtual: int) -> list[list[tuple[int, str, int]]]:

@@ -42,6 +42,7 @@ from autopar.passes.lower_operators import lower_operators
 from autopar.passes.pad_dims import pad, pad_dims
 from autopar.passes.replay_random import replay_random
 from autopar.passes.replicate_random import replicate_random
+from autopar.passes.scatter_sends import scatter_sends
 from autopar.pipeline.asked import restrictions_inside
 from autopar.pipeline.table import as_text
 from autopar.pipelines import Inside, Works, best_pipeline, least_seconds
@@ -78,6 +79,7 @@ PASSES: tuple[Pass, ...] = (
     insert_offload,
     bucket_collectives,
     eliminate_dead_code,
+    scatter_sends,
 )
 
 DETERMINISTIC_PASSES: tuple[Pass, ...] = (
@@ -94,6 +96,7 @@ DETERMINISTIC_PASSES: tuple[Pass, ...] = (
     insert_offload,
     bucket_collectives,
     eliminate_dead_code,
+    scatter_sends,
 )
 """Instead of `PASSES` where the ranks together draw the very numbers that one device would."""
 

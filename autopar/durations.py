@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from autopar.cluster import Link
+from autopar.collective import Collective
+from autopar.cost.collectives import wire_bytes
 from autopar.pipeline.pieces import BACKWARD, FORWARD, INPUT, Cutting, Piece
 from autopar.pipeline.schedules import Order, device_of, order_of
 from autopar.plan import Plan
@@ -18,7 +21,7 @@ from autopar.simulate.emitted import node_seconds
 
 @dataclass(frozen=True)
 class Taken:
-    """Seconds of one stage, kernels and collectives one after the other, and bytes that it sends.
+    """Seconds of one stage, kernels and collectives one after the other, and what it sends.
 
     Attributes:
         forward: of a microbatch.
@@ -29,6 +32,8 @@ class Taken:
         hop: from the stage to the next, in the direction in which more is sent.
         ahead: bytes that a microbatch sends to the next stage.
         back: bytes that it sends to the one before.
+        inside: bytes that one of its devices sends to the others in a step, by axis.
+        collectives: of a step, how many of each kind there are along each axis.
     """
 
     forward: float
@@ -39,6 +44,8 @@ class Taken:
     hop: float
     ahead: float
     back: float
+    inside: Mapping[str, float]
+    collectives: Mapping[tuple[str, str], float]
 
 
 def step_seconds(stages: Sequence[Taken], order: Order) -> float:
@@ -82,6 +89,17 @@ def most_sent(stages: Sequence[Taken], devices: Sequence[int]) -> float:
     return float(sent.max())
 
 
+def sent_inside(stages: Sequence[Taken], devices: Sequence[int]) -> tuple[dict[str, float], dict[str, dict[str, int]]]:
+    """Bytes and collectives of a step along the axes of the devices of a stage: those of the device with the most."""
+    own = [[s for s, d in zip(stages, devices, strict=True) if d == device] for device in set(devices)]
+    sizes = {axis: max(sum(s.inside[axis] for s in held) for held in own) for axis in stages[0].inside}
+    counts: dict[str, dict[str, int]] = defaultdict(dict)
+    for axis, kind in sorted({key for stage in stages for key in stage.collectives}):
+        most = max(sum(s.collectives.get((axis, kind), 0.0) for s in held) for held in own)
+        counts[axis][kind] = round(most)
+    return sizes, dict(counts)
+
+
 def taken_by(cutting: Cutting, plan: Plan, link: Link, split: bool) -> list[Taken]:
     """What each stage takes.
 
@@ -97,6 +115,7 @@ def taken_by(cutting: Cutting, plan: Plan, link: Link, split: bool) -> list[Take
     for s in range(cutting.stages):
         ahead, back = cutting.received(s + 1), cutting.returned(s - 1)
         backward = found.of(cutting.piece(s, BACKWARD))
+        inside, collectives = found.sent_inside(s)
         stages.append(
             Taken(
                 forward=found.of(cutting.piece(s, FORWARD)),
@@ -107,6 +126,8 @@ def taken_by(cutting: Cutting, plan: Plan, link: Link, split: bool) -> list[Take
                 hop=max(found.send(ahead), found.send(cutting.returned(s))),
                 ahead=found.size(ahead),
                 back=found.size(back),
+                inside=inside,
+                collectives=collectives,
             )
         )
     return stages
@@ -118,10 +139,12 @@ class _Seconds:
     def __init__(self, cutting: Cutting, plan: Plan, link: Link) -> None:
         self.cutting, self.link = cutting, link
         self.seconds = node_seconds(cutting.program, plan)
+        self.sizes = dict(plan.axes)
 
     def of(self, piece: Piece) -> float:
         """Of a graph."""
-        return float(sum(self.seconds.get(n.name, 0.0) for n in piece.graph.graph.nodes))
+        # A placeholder has the name of what another piece computes.
+        return float(sum(self.seconds.get(n.name, 0.0) for n in piece.graph.graph.nodes if n.op == "call_function"))
 
     def size(self, names: Sequence[str]) -> float:
         """Bytes of values."""
@@ -130,6 +153,23 @@ class _Seconds:
     def send(self, names: Sequence[str]) -> float:
         """Of sending values, each with a message of its own."""
         return self.link.latency * len(names) + self.size(names) / self.link.bandwidth
+
+    def sent_inside(self, stage: int) -> tuple[dict[str, float], dict[tuple[str, str], float]]:
+        """Bytes by axis, and how many collectives, that a stage's devices exchange in a step."""
+        cutting = self.cutting
+        runs = [(cutting.piece(stage, kind), cutting.program.microbatches) for kind in (FORWARD, BACKWARD)]
+        runs += [
+            (piece, 1) for piece in (cutting.first(stage), *(cutting.last(stage, n) for n in range(cutting.rounds)))
+        ]
+        sizes = dict.fromkeys(self.sizes, 0.0)
+        counts: dict[tuple[str, str], float] = defaultdict(float)
+        for piece, times in runs:
+            for node in piece.graph.graph.nodes:
+                info = node.meta.get("collective")
+                if isinstance(info, Collective):
+                    sizes[info.axis] += times * float(wire_bytes(info.kind, info.bytes, self.sizes[info.axis]))
+                    counts[info.axis, info.kind] += times * info.members
+        return sizes, dict(counts)
 
     def once(self) -> tuple[list[float], list[float]]:
         """Of what each stage does before the microbatches, and behind them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,17 +10,18 @@ from autopar.candidates import REPLICATE
 from autopar.cluster import Link
 from autopar.cost.memory import format_bytes
 from autopar.dims import analyze
-from autopar.durations import Taken, most_sent, step_seconds, taken_by
+from autopar.durations import Taken, most_sent, sent_inside, step_seconds, taken_by
 from autopar.errors import InfeasibleError
 from autopar.layout import At, Layout, Placement, Replicate
 from autopar.passes.pad_dims import pad
+from autopar.passes.scatter_sends import scatter_sends
 from autopar.pipeline.asked import Arrangement
 from autopar.pipeline.choose import Line, balanced_cuts, line_of, named_cuts, random_cuts
 from autopar.pipeline.memory import Held, held_by, peaks
 from autopar.pipeline.pieces import FORWARD, INPUT, WEIGHT, Cutting
 from autopar.pipeline.schedules import Order, device_of, order, splits
-from autopar.plan import Certificate, Pipeline, Plan
-from autopar.program import Program
+from autopar.plan import Certificate, Pipeline, Plan, Scatter
+from autopar.program import Program, copy_graph
 from autopar.search.build import Share
 from autopar.search.find import Search
 
@@ -62,13 +64,15 @@ class Staged:
         plan, a = self.plan, self.arrangement
         peak, devices, seconds = self.peak(actions), device_of(actions), self.seconds(actions)
         sent = plan.microbatches * most_sent(self.taken, devices)
+        inside, collectives = sent_inside(self.taken, devices)
         predicted = replace(
             plan.predicted,
             step_seconds=seconds,
             compute_seconds=plan.predicted.compute_seconds / a.devices,  # of a device, on average
             peak_bytes=peak,
             memory_bytes={category: peak.get(category, 0.0) for category in plan.predicted.memory_bytes},
-            communication_bytes={**plan.predicted.communication_bytes, a.axis: sent},
+            communication_bytes={**inside, a.axis: sent},
+            collectives=collectives,
         )
         holders, homes = ({n: None if s is None else devices[s] for n, s in stages.items()}
                           for stages in (self.holders, self.homes))  # fmt: skip
@@ -77,9 +81,15 @@ class Staged:
 
 
 def staged(
-    program: Program, plan: Plan, arrangement: Arrangement, link: Link, search: Search, rewrite: Rewrite
-) -> Staged:
-    """A program cut into stages under a plan.
+    program: Program,
+    plan: Plan,
+    arrangement: Arrangement,
+    link: Link,
+    search: Search,
+    rewrite: Rewrite,
+    ways: Sequence[Scatter],
+) -> list[Staged]:
+    """A program cut into stages under a plan: as it is, and where stages send in parts, if that makes a difference.
 
     Args:
         program: of one microbatch.
@@ -88,6 +98,7 @@ def staged(
         link: between stages.
         search: for which it is cut.
         rewrite: the program under such a plan.
+        ways: to send in parts.
 
     Raises:
         InfeasibleError: the model has too few modules.
@@ -95,12 +106,43 @@ def staged(
     padded = pad(program, plan.padding)
     line = line_of(padded, analyze(padded), plan)
     plan = replace(plan, stages=line.stages(_cuts(line, search, arrangement, link)))
-    cutting = Cutting(rewrite(program, plan), arrangement.stages)
     split = any(splits(name) for name in arrangement.schedules)
-    holders = {name: stages[0] if len(stages := cutting.holders(name)) < arrangement.stages else None
-               for name in plan.parameters}  # fmt: skip
-    held, taken = held_by(cutting, plan, split), taken_by(cutting, plan, link, split)
-    return Staged(plan, arrangement, held, taken, holders, homes_of(cutting))
+    found = []
+    for own, local in in_parts(rewrite(program, plan), plan, ways):
+        cutting = Cutting(local, arrangement.stages)
+        holders = {name: stages[0] if len(stages := cutting.holders(name)) < arrangement.stages else None
+                   for name in plan.parameters}  # fmt: skip
+        held, taken = held_by(cutting, own, split), taken_by(cutting, own, link, split)
+        found.append(Staged(own, arrangement, held, taken, holders, homes_of(cutting)))
+    return found
+
+
+def in_parts(local: Program, plan: Plan, ways: Sequence[Scatter]) -> list[tuple[Plan, Program]]:
+    """A rewritten program and its plan, and those that differ where stages send in parts."""
+    found = [(plan, local)]
+    for scatter in ways:
+        own = replace(plan, scatter=scatter)
+        apart = scatter_sends(replace(local, graph=copy_graph(local.graph)), own)
+        if len(apart.graph.graph.nodes) > len(local.graph.graph.nodes):
+            found.append((own, apart))
+    return found
+
+
+def suitable(ways: Sequence[Staged], actions: Order) -> list[Staged]:
+    """Those that send in parts, if any, where these actions send."""
+    behind = sends_behind(actions)
+    return [w for w in ways if w.plan.scatter is None or w.plan.scatter.behind == behind]
+
+
+def fastest(ways: Sequence[Staged], actions: Order) -> Staged:
+    """The one that takes the least time."""
+    return min(suitable(ways, actions), key=lambda way: way.seconds(actions))
+
+
+def sends_behind(actions: Order) -> tuple[int, ...]:
+    """The stages of which the next one is on another device."""
+    devices = device_of(actions)
+    return tuple(s for s, (a, b) in enumerate(itertools.pairwise(devices)) if a != b)
 
 
 def homes_of(cutting: Cutting) -> dict[str, int | None]:

@@ -21,8 +21,8 @@ from autopar.dims import Dims
 from autopar.errors import InfeasibleError
 from autopar.pipeline.asked import Arrangement, arrangements, counts, without_pipeline
 from autopar.pipeline.schedules import Order, alone, splits
-from autopar.pipelined import INSIDE, Staged, missing, orders, share_of, staged
-from autopar.plan import TIME_LIMIT, Certificate, Plan
+from autopar.pipelined import INSIDE, Staged, fastest, missing, orders, sends_behind, share_of, staged, suitable
+from autopar.plan import TIME_LIMIT, Certificate, Plan, Scatter
 from autopar.program import Program
 from autopar.search.build import WHOLE, Share
 from autopar.search.find import Peak, Progress, Search
@@ -222,9 +222,10 @@ class _Task:
         key = (a.axes, a.axis, count)
         if key not in self.free:
             self.free[key] = self._inside(part, a)
-        cut = self._staged(part, self.free[key], a)
+        cuts = self._staged(part, self.free[key], a, tuple(allowed.values()))
         least = math.inf
-        for schedule, actions in self._ordered(cut, allowed):
+        for cut, schedule in self._ordered(cuts, allowed):
+            actions = allowed[schedule]
             whole = cut.whole(schedule, actions)
             self.certificates.append(whole.certificate)  # its bound is that of all schedules, in whatever memory
             least = min(least, whole.predicted.step_seconds)
@@ -236,11 +237,14 @@ class _Task:
             self.least = whole if self.least is None else min(self.least, whole, key=_needed)
         return least
 
-    def _ordered(self, cut: Staged, allowed: Mapping[str, Order]) -> Sequence[tuple[str, Order]]:
-        """Schedules, the fastest first; of a random plan one."""
+    def _ordered(self, cuts: Sequence[Staged], allowed: Mapping[str, Order]) -> Sequence[tuple[Staged, str]]:
+        """Schedules, the fastest first, each with what is fastest for it; of a random plan one."""
         if self.search.recipe == "random":
-            return [list(allowed.items())[self.search.seed % len(allowed)]]
-        return sorted(allowed.items(), key=lambda item: cut.seconds(item[1]))
+            schedule = list(allowed)[self.search.seed % len(allowed)]
+            ways = suitable(cuts, allowed[schedule])
+            return [(ways[self.search.seed % len(ways)], schedule)]
+        found = {name: fastest(cuts, actions) for name, actions in allowed.items()}
+        return sorted(((cut, name) for name, cut in found.items()), key=lambda f: f[0].seconds(allowed[f[1]]))
 
     def _fitting(self, c: _Waiting) -> Plan:
         """The best plan under a schedule that fits.
@@ -250,13 +254,13 @@ class _Task:
         """
 
         def measured(padded: Program) -> Peak:
-            return lambda plan: self._staged(padded, plan, c.arrangement).peak(c.actions)
+            return lambda plan: self._fastest(padded, plan, c).peak(c.actions)
 
         a = c.arrangement
         self.progress(f"{a.devices} devices along {a.axis}, {a.stages} stages, {c.schedule}", self._seconds, 0.0)
         share, beat = share_of(c.actions, a.stages), self._seconds * a.devices
         plan = self._inside(c.part, a, self.memory, share, measured, beat)
-        found = self._staged(c.part, plan, a).whole(c.schedule, c.actions)
+        found = self._fastest(c.part, plan, c).whole(c.schedule, c.actions)
         alike = self.free[a.axes, a.axis, c.part.microbatches].certificate  # of all plans, in whatever memory
         bound = min(alike.lower_bound / a.devices, found.predicted.step_seconds)
         checked = None if alike.checked is None else alike.checked / a.devices
@@ -275,11 +279,15 @@ class _Task:
         asked = Inside(a.inside, self._machine(a), a.axis, search, memory, share, peak, beat)
         return self.works.inside(part, asked)
 
-    def _staged(self, part: Program, plan: Plan, a: Arrangement) -> Staged:
+    def _fastest(self, part: Program, plan: Plan, c: _Waiting) -> Staged:
+        return fastest(self._staged(part, plan, c.arrangement, [c.actions]), c.actions)
+
+    def _staged(self, part: Program, plan: Plan, a: Arrangement, allowed: Sequence[Order]) -> list[Staged]:
         link = self._machine(a).axis_links[a.axis]
+        ways = [Scatter(a.axis, behind) for behind in dict.fromkeys(map(sends_behind, allowed))]
         if part.repeat is not None:
-            return staged_blocks(part, plan, a, link, self.works.rewrite)
-        return staged(part, plan, a, link, self.search, self.works.rewrite)
+            return staged_blocks(part, plan, a, link, self.works.rewrite, ways)
+        return staged(part, plan, a, link, self.search, self.works.rewrite, ways)
 
     def _machine(self, a: Arrangement) -> Cluster:
         """The devices, with a link for each axis."""

@@ -123,6 +123,19 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
+class Scatter:
+    """Between which stages each device sends a part of what all devices of a stage have, see `passes/scatter_sends.py`.
+
+    Attributes:
+        axis: along which they send, whose link says what is faster.
+        behind: the stages of which the next one is on other devices.
+    """
+
+    axis: str
+    behind: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Plan:
     """A layout for every tensor.
 
@@ -149,6 +162,7 @@ class Plan:
         stages: in the order of the forward pass.
         pipeline: how the stages run; None where there is one. Parameters are then of a stage's devices only, see
             `autopar.layout.At`, and everything else is alike on all of them.
+        scatter: where stages send in parts what that is faster for; None: they send all as it is.
         padding: padded shape of each parameter that has dims which would not divide, see `autopar.passes.pad_dims`.
     """
 
@@ -171,6 +185,7 @@ class Plan:
     offload: Ranges = field(default_factory=dict)
     microbatches: int = 1
     pipeline: Pipeline | None = None
+    scatter: Scatter | None = None
 
     @property
     def inner(self) -> Plan:
@@ -218,6 +233,7 @@ class Plan:
         data["modules"] = [asdict(m) for m in self.modules]
         data["stages"] = [list(s.modules) for s in self.stages]
         data["pipeline"] = None if self.pipeline is None else asdict(self.pipeline)
+        data["scatter"] = None if self.scatter is None else asdict(self.scatter)
         data["padding"] = {name: list(shape) for name, shape in self.padding.items()}
         for name in ("recompute", "offload"):
             data[name] = {key: [list(r) for r in ranges] for key, ranges in getattr(self, name).items()}
@@ -281,6 +297,10 @@ def _ranges(data: Mapping[str, Any]) -> Ranges:
     return {str(name): tuple((int(start), int(stop)) for start, stop in ranges) for name, ranges in data.items()}
 
 
+def _scatter(data: Mapping[str, Any] | None) -> Scatter | None:
+    return None if data is None else Scatter(str(data["axis"]), tuple(map(int, data["behind"])))
+
+
 def _parse(data: dict[str, Any]) -> Plan:
     axes = tuple((str(n), int(size)) for n, size in data["axes"].items())
     layouts = {name: {k: _layout(v) for k, v in data[name].items()} for name in _LAYOUTS}
@@ -306,6 +326,7 @@ def _parse(data: dict[str, Any]) -> Plan:
         modules=tuple(ModuleRow(**m) for m in data["modules"]),
         stages=tuple(Stage(tuple(s)) for s in data["stages"]),
         pipeline=None if data.get("pipeline") is None else Pipeline(**data["pipeline"]),
+        scatter=_scatter(data.get("scatter")),
         padding={str(name): tuple(map(int, shape)) for name, shape in data.get("padding", {}).items()},
         recompute=_ranges(data.get("recompute", {})),
         offload=_ranges(data.get("offload", {})),

@@ -22,8 +22,8 @@ from autopar.pipeline.choose import line_of, named_cuts
 from autopar.pipeline.memory import Held, held_by
 from autopar.pipeline.pieces import Cutting, is_held_by_all
 from autopar.pipeline.schedules import splits
-from autopar.pipelined import Rewrite, Staged, homes_of
-from autopar.plan import Plan, Stage
+from autopar.pipelined import Rewrite, Staged, homes_of, in_parts
+from autopar.plan import Plan, Scatter, Stage
 from autopar.program import Program, Repeat
 from autopar.recompute import uniform
 from autopar.search.quotient import quotient
@@ -31,8 +31,15 @@ from autopar.search.quotient import quotient
 _T = TypeVar("_T", Held, Taken)
 
 
-def staged_blocks(program: Program, plan: Plan, arrangement: Arrangement, link: Link, rewrite: Rewrite) -> Staged:
-    """A program that leaves blocks out, cut into stages of the whole model.
+def staged_blocks(
+    program: Program,
+    plan: Plan,
+    arrangement: Arrangement,
+    link: Link,
+    rewrite: Rewrite,
+    ways: Sequence[Scatter],
+) -> list[Staged]:
+    """A program that leaves blocks out, cut into stages of the whole model, as `autopar.pipelined.staged` cuts it.
 
     Args:
         program: of one microbatch.
@@ -40,6 +47,7 @@ def staged_blocks(program: Program, plan: Plan, arrangement: Arrangement, link: 
         arrangement: of the stages.
         link: between stages.
         rewrite: the program under such a plan.
+        ways: to send in parts.
 
     Raises:
         InfeasibleError: there are fewer blocks than stages.
@@ -53,16 +61,30 @@ def staged_blocks(program: Program, plan: Plan, arrangement: Arrangement, link: 
         )
     padded = pad(program, plan.padding)
     count = quotient(padded, analyze(padded)).count
-    ways = [
-        (
-            share,
-            _ways(
-                program, padded, replace(_of_three(plan, repeat), recompute=part.recompute), link, rewrite, arrangement
-            ),
-        )
+    kinds = [
+        (share, _rewritten(program, padded, replace(_of_three(plan, repeat), recompute=part.recompute), rewrite))
         for share, part in uniform(plan, count)
         if share > 0
     ]
+    split = any(splits(name) for name in arrangement.schedules)
+    found = [_of_whole(padded, plan, arrangement, [(share, _ways(cuts, link, split)) for share, cuts in kinds])]
+    apart = [(share, [in_parts(p, own, _everywhere(own, arrangement.axis))[-1] for own, p in cuts])
+             for share, cuts in kinds]  # fmt: skip
+    if ways and any(own.scatter for _, cuts in apart for own, _ in cuts):
+        parts = [(share, _ways(cuts, link, split)) for share, cuts in apart]
+        found += [_of_whole(padded, replace(plan, scatter=scatter), arrangement, parts) for scatter in ways]
+    return found
+
+
+def _everywhere(plan: Plan, axis: str) -> list[Scatter]:
+    """To send in parts between all stages."""
+    return [Scatter(axis, tuple(range(len(plan.stages) - 1)))]
+
+
+def _of_whole(padded: Program, plan: Plan, arrangement: Arrangement, ways: Sequence[tuple[float, _Ways]]) -> Staged:
+    """The stages of the whole model, from those of three blocks, which are treated in so many ways."""
+    repeat = padded.repeat
+    assert repeat is not None
     blocks = _shared_out(ways, repeat.blocks, arrangement.stages)
     ends = list(itertools.accumulate(blocks, initial=0))
     border = round(ways[0][0] * repeat.blocks)  # the first blocks are treated in the first way
@@ -106,16 +128,19 @@ class _Ways:
     taken: _Figures[Taken]
 
 
-def _ways(
-    program: Program, padded: Program, plan: Plan, link: Link, rewrite: Rewrite, arrangement: Arrangement
-) -> _Ways:
+def _rewritten(program: Program, padded: Program, plan: Plan, rewrite: Rewrite) -> list[tuple[Plan, Program]]:
+    """The three blocks under plans that cut them in three ways."""
     assert program.repeat is not None
-    line = line_of(padded, analyze(padded), plan)
-    path, split = program.repeat.path, any(splits(name) for name in arrangement.schedules)
+    line, path = line_of(padded, analyze(padded), plan), program.repeat.path
+    cuts = ([f"{path}.1", f"{path}.2"], [f"{path}.2"], [f"{path}.1"])
+    plans = [replace(plan, stages=line.stages(named_cuts(line, modules))) for modules in cuts]
+    return [(own, rewrite(program, own)) for own in plans]
+
+
+def _ways(cuts: Sequence[tuple[Plan, Program]], link: Link, split: bool) -> _Ways:
     found = []
-    for modules in ([f"{path}.1", f"{path}.2"], [f"{path}.2"], [f"{path}.1"]):
-        own = replace(plan, stages=line.stages(named_cuts(line, modules)))
-        cutting = Cutting(rewrite(program, own), len(own.stages))
+    for own, local in cuts:
+        cutting = Cutting(local, len(own.stages))
         found.append((cutting, own.stages, held_by(cutting, own, split), taken_by(cutting, own, link, split)))
     (cutting, stages, held, taken), (_, _, held_early, taken_early), (_, _, held_late, taken_late) = found
     return _Ways(

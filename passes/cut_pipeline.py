@@ -91,7 +91,7 @@ def _shrink_first(program: Program, forward: set[fx.Node]) -> None:
         if node.op != "call_function" or node not in forward or not _is_tensor(node):
             continue
         for user in node.users:
-            chain = _move(user)
+            chain = _move(user) if user in forward else []  # what the backward pass moves, no stage behind gets
             if chain and chain[-1].meta["stage"] > node.meta["stage"] and _bytes(chain[-1]) < _bytes(node):
                 for part in chain:
                     part.meta["stage"] = node.meta["stage"]

@@ -33,6 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "capture",
         "decompose",
         "collective",
+        "emit_move",
         "work",
     ),
     ("search",),

@@ -31,8 +31,9 @@ def test_every_name_has_a_contract() -> None:
     tested = {
         "BoxedCodeGen", "DTensorSpec", "FakeTensor", "FakeTensorMode", "OpOverload", "StridedShard", "TensorMeta",
         "TorchDispatchMode", "TracingContext", "aot_export_joint_with_descriptors", "budget_partition",
-        "checkpoint_replaced", "default_partition", "dtensor_overloads", "get_decompositions", "operator_database",
-        "pipeline_runtime", "reduce_found_inf_over_every_gradient", "selective_policy", "set_group_timeout",
+        "checkpoint_replaced", "default_partition", "dtensor_overloads", "get_decompositions", "local_shape_of",
+        "operator_database", "pipeline_runtime", "reduce_found_inf_over_every_gradient", "refuse_items_of_unreduced",
+        "selective_policy", "set_group_timeout",
         "storage_id", "torch_schedule", "traced_graph", "tracing",
     }  # fmt: skip
     assert set(compat.__all__) == tested
@@ -300,6 +301,25 @@ def test_overflow_is_looked_for_in_gradients_of_every_layout(monkeypatch: pytest
     gradients = [SimpleNamespace(name=n, device_mesh="mesh", placements=(p,)) for n, p in layouts.items()]
     handlers[unscale](unscale, (gradients, 0.5), {})
     assert calls == [(["a", "c"], 0.5), (["b"], 0.5)]
+
+
+def test_items_of_what_is_not_reduced_are_refused(fake_group: object) -> None:
+    """Torch lets a handler take the place of its own ``item()``, which gives this rank's term."""
+    compat.refuse_items_of_unreduced()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    split = DTensor.from_local(torch.ones(4, 2), mesh, [Shard(0)], run_check=False)
+    with pytest.raises(RuntimeError, match="would be this rank's term"):
+        split.norm().item()
+    whole = DTensor.from_local(torch.ones(4, 2), mesh, [Replicate()], run_check=False)
+    assert whole.sum().item() == 8
+    assert float(whole.sum()) == 8
+
+
+def test_local_shapes(fake_group: object) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    assert compat.local_shape_of((5, 2), mesh, (Shard(0),)) == (3, 2)
+    assert compat.local_shape_of((6, 2), mesh, (compat.StridedShard(0, split_factor=3),)) == (3, 2)
+    assert compat.local_shape_of((5, 2), mesh, (Replicate(),)) == (5, 2)
 
 
 def test_schedules() -> None:

@@ -107,7 +107,9 @@ def _header(plan: Plan) -> RenderableType:
         ("optimizer", plan.optimizer),
     ]
     if plan.pipeline is not None:
-        rows.append(("stages", f"{len(plan.stages)} along axis {plan.pipeline.axis}, schedule {plan.pipeline.order}"))
+        parts = ", each device sends a part of what those of its stage all have" if plan.scatter else ""
+        said = f"{len(plan.stages)} along axis {plan.pipeline.axis}, schedule {plan.pipeline.order}{parts}"
+        rows.append(("stages", said))
         for number, stage in enumerate(plan.stages):
             first, others = ", ".join(m or "(model)" for m in stage.modules[:LISTED]), len(stage.modules) - LISTED
             rows.append((f"  stage {number}", first + (f" and {others} more" if others > 0 else "")))

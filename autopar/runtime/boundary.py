@@ -16,6 +16,7 @@ from autopar._torch_compat import DTensorSpec, StridedShard, TensorMeta
 from autopar.blocks import with_padding, without_padding
 from autopar.layout import Layout, TensorType
 from autopar.runtime.place import Place
+from autopar.runtime.staged import home_of, staged
 from autopar.search.restrict import is_uneven
 
 Placements = tuple[TorchPlacement, ...]
@@ -168,6 +169,12 @@ def from_local(local: torch.Tensor, place: Place, shape: Sequence[int], placemen
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
+def of_layout(local: torch.Tensor, place: Place, type_: TensorType, layout: Layout) -> torch.Tensor:
+    """A DTensor around a block that lies as a layout says; the block itself where there is no mesh."""
+    found = from_local(local, place, type_.stored_shape, to_placements(type_, layout))
+    return staged(found, home_of(layout)) if isinstance(found, DTensor) else found
+
+
 def to_local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's block of a DTensor, without autograd; any other tensor as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -194,7 +201,7 @@ def on_all_stages(tensor: torch.Tensor, type_: TensorType, layout: Layout, place
         local = local.new_empty(shape)
     local = local.contiguous()
     dist.broadcast(local, group=place.mesh.get_group(axis), group_src=source.index)
-    return from_local(local, place, type_.stored_shape, to_placements(type_, inside))
+    return of_layout(local, place, type_, inside)
 
 
 def redistribute(tensor: torch.Tensor, place: Place, placements: Placements) -> torch.Tensor:

@@ -14,8 +14,8 @@ from autopar.errors import AutoparError
 from autopar.layout import Layout, TensorType, is_everywhere, replicated
 from autopar.runtime.boundary import (
     Placements,
-    from_local,
     full_tensor,
+    of_layout,
     on_all_stages,
     plain_type,
     redistribute,
@@ -43,11 +43,10 @@ def savable(tensor: DTensor, known: tuple[TensorType, Layout] | None, place: Pla
 
 def in_layout(value: DTensor, type_: TensorType, layout: Layout, place: Place) -> torch.Tensor:
     """A DTensor in the layout of a parameter; a collective call unless it has it already."""
-    placements = to_placements(type_, layout)
     if is_everywhere(layout):
-        return redistribute(value, place, placements)
+        return redistribute(value, place, to_placements(type_, layout))
     block = stored_block(full_tensor(value), type_, layout, place.sizes, place.coordinates)
-    return from_local(block, place, type_.stored_shape, placements)
+    return of_layout(block, place, type_, layout)
 
 
 def load_full(

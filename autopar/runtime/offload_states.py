@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.host import bring, send
+from autopar.runtime.staged import StagedTensor, staged
 
 
 class OffloadedStates:
@@ -98,4 +99,5 @@ def _local(tensor: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor]) -
     with torch.no_grad():
         if not isinstance(tensor, DTensor):
             return move(tensor)
-        return DTensor(move(tensor._local_tensor), tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        moved = DTensor(move(tensor._local_tensor), tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return staged(moved, tensor.home if isinstance(tensor, StagedTensor) else None)

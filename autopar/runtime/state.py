@@ -11,12 +11,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from autopar._torch_compat import FakeTensorMode, reduce_found_inf_over_every_gradient
+from autopar._torch_compat import FakeTensorMode, reduce_found_inf_over_every_gradient, refuse_items_of_unreduced
 from autopar.layout import Layout, TensorType
 from autopar.runtime.boundary import (
     Placements,
     from_local,
     full_tensor,
+    of_layout,
     on_all_stages,
     spec_of,
     stored_block,
@@ -24,6 +25,7 @@ from autopar.runtime.boundary import (
     to_placements,
 )
 from autopar.runtime.place import Place
+from autopar.runtime.staged import home_of, staged
 
 Types = Mapping[str, tuple[TensorType, Layout]]
 
@@ -36,6 +38,7 @@ def distribute_parameters(model: nn.Module, place: Place) -> None:
     if place.mesh is None:
         return
     reduce_found_inf_over_every_gradient()
+    refuse_items_of_unreduced()
     placements = (Replicate(),) * len(place.axes)
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -72,6 +75,7 @@ def lay_out(parameter: torch.Tensor, local: torch.Tensor, type_: TensorType, lay
     placements = to_placements(type_, layout)
     parameter._local_tensor = local.requires_grad_(parameter.requires_grad).detach()
     parameter._spec = spec_of(place, type_.stored_shape, local.dtype, placements)
+    staged(parameter, home_of(layout))
 
 
 def slice_replicated(parameter: torch.Tensor, type_: TensorType, layout: Layout, place: Place) -> None:
@@ -84,7 +88,7 @@ def slice_replicated(parameter: torch.Tensor, type_: TensorType, layout: Layout,
     lay_out(parameter, block, type_, layout, place)
     if gradient is not None:
         part = stored_block(to_local(gradient), type_, layout, place.sizes, place.coordinates)
-        parameter.grad = from_local(part, place, type_.stored_shape, to_placements(type_, layout))
+        parameter.grad = of_layout(part, place, type_, layout)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from autopar.runtime.boundary import computed, from_local, part_of, stored, to_l
 from autopar.runtime.partition import Cut
 from autopar.runtime.place import Place
 from autopar.runtime.postpone import Postponed, split_reductions
+from autopar.runtime.staged import home_of, staged
 
 
 @dataclass(frozen=True)
@@ -222,8 +223,10 @@ class _StepFunction(torch.autograd.Function):
             if local is None:
                 wrapped.append(None)
                 continue
-            local = stored(local, *step.types.parameters[name], step.place.coordinates)
-            wrapped.append(from_local(local, step.place, shape, placements))
+            type_, layout = step.types.parameters[name]
+            local = stored(local, type_, layout, step.place.coordinates)
+            gradient = from_local(local, step.place, shape, placements)
+            wrapped.append(staged(gradient, home_of(layout)) if isinstance(gradient, DTensor) else gradient)
         return tuple(wrapped)
 
 

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autopar import tree
 from autopar.layout import is_everywhere, is_held
+from autopar.pipeline.schedules import SCHEDULES
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.pipeline.test_table import BENT
 
@@ -71,9 +72,24 @@ def require_apart(parallel: Any, found: dict[str, Any]) -> None:
             assert value.to_local().untyped_storage().nbytes() == value.element_size()
 
 
+MORE = [
+    ("vit", (2, 2), "zb-h1"), ("vit", (4,), "gpipe"), ("vit", (2, 2), "looped-bfs"), ("vit", (2, 2), "zbv"),
+    ("t5", (2, 2), "gpipe"), ("t5", (4,), "1f1b"), ("t5", (2, 2), "dualpipe-v"), ("unet", (2, 2), "dualpipe-v"),
+    ("gpt2", (2, 2), "interleaved"), ("llama", (2, 2), "looped-bfs"),
+]  # fmt: skip
+"""Every model under every kind of schedule, for `make test-deep`."""
+
+
+def deep(name: str, sizes: tuple[int, ...], schedule: str) -> Any:
+    pins = {"stages": sizes[0], "virtual": 1 + SCHEDULES[schedule].interleaved, "microbatches": 4, "schedule": schedule}
+    bound = 1e-10 if name == "unet" else 1e-5
+    return pytest.param(name, sizes, pins, bound, marks=pytest.mark.deep, id=f"{name}-{schedule}-{len(sizes)}d")
+
+
 @pytest.mark.parametrize(
     ("name", "sizes", "pins", "bound"),
     [
+        *(deep(*case) for case in MORE),
         ("unet", (4,), {"stages": 4, "microbatches": 4}, 1e-10),
         ("unet", (2, 2), {"stages": 2, "virtual": 2, "microbatches": 2, "schedule": BENT}, 1e-10),
         ("gpt2", (2, 2), {"stages": 2, "microbatches": 4, "schedule": "zb-h1"}, 1e-5),
@@ -92,6 +108,39 @@ def require_apart(parallel: Any, found: dict[str, Any]) -> None:
 def test_three_steps(ranks: Ranks, name: str, sizes: tuple[int, ...], pins: dict[str, Any], bound: float) -> None:
     # Hugging Face's models compute their loss in float32.
     assert max(ranks.run(train, name, sizes, pins)) < bound
+
+
+def sends_parts(rank: int) -> tuple[float, Any]:
+    """How far three steps of Megatron's layouts are from one device's, and where the plan sends parts."""
+    from autopar.parallelize import parallelize
+    from autopar.search.find import Search
+    from tests.passes.test_scatter_sends import SLOW, residual
+    from tests.pipeline.test_search import machine
+
+    (plain, batch), (model, _) = residual(), residual()
+    model, plain, rows = model.double(), plain.double(), {"x": batch["x"].double()}
+    pins = {"stages": 2, "stage_axis": "node", "microbatches": 4, "virtual": 2, "schedule": "zbv"}
+    search = Search(pins=pins, recipe="megatron", roles={"gpu": "tensor"})
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "gpu"))
+    parallel: Any = parallelize(model, mesh, cluster=machine(SLOW), search=search, timeout=WAIT)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (parallel, plain)]
+    worst = 0.0
+    for _ in range(STEPS):
+        found, expected = parallel(**rows)["loss"], plain(**rows)["loss"]
+        found.backward(), expected.backward()
+        gradients = parallel.full_gradients()
+        pairs = [(found, expected), *((gradients[n], p.grad) for n, p in plain.named_parameters())]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        worst = max(worst, *(float((a - b).detach().abs().max()) for a, b in pairs))
+    return worst, parallel.plan.scatter
+
+
+def test_parts_are_sent(ranks: Ranks) -> None:
+    for worst, scatter in ranks.run(sends_parts):
+        assert scatter.behind == (0, 2)
+        assert worst < 1e-10
 
 
 def test_each_rank_passes_its_own_rows(ranks: Ranks) -> None:

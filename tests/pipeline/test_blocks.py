@@ -13,7 +13,7 @@ from autopar.errors import InfeasibleError
 from autopar.search.find import Search
 
 BLOCKS, WIDTH = 7, 16
-AXES = {"pp": 2, "dp": 2}
+AXES = {"pp": 2, "inner": 2}
 MACHINE = Cluster("pairs", Cluster.preset("cpu").device, (Link("fast", 1e9, 1e-6), Link("slow", 1e7, 1e-6)), (2,))
 
 
@@ -45,14 +45,15 @@ def example() -> tuple[nn.Module, tuple[Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "virtual", "recompute"),
+    ("schedule", "virtual", "recompute", "recipe"),
     [
-        ("zb-h1", 1, "none"),
-        pytest.param("interleaved", 2, "none", marks=pytest.mark.deep),
-        pytest.param("1f1b", 1, "search", marks=pytest.mark.deep),
+        ("zb-h1", 1, "none", None),
+        ("1f1b", 1, "none", "megatron"),
+        pytest.param("interleaved", 2, "none", None, marks=pytest.mark.deep),
+        pytest.param("1f1b", 1, "search", None, marks=pytest.mark.deep),
     ],
 )
-def test_figures_are_those_of_the_whole_model(schedule: str, virtual: int, recompute: str) -> None:
+def test_figures_are_those_of_the_whole_model(schedule: str, virtual: int, recompute: str, recipe: str | None) -> None:
     model, batch = example()
     pins = {"virtual": virtual, "microbatches": 4, "schedule": schedule, "stage_axis": "pp", "recompute": recompute}
     memory = None
@@ -60,8 +61,14 @@ def test_figures_are_those_of_the_whole_model(schedule: str, virtual: int, recom
         ample = autopar.plan(model, batch, cluster=MACHINE, axes=AXES, search=Search(pins={"stages": 2, **pins}))
         memory = 0.93 * sum(ample.predicted.peak_bytes.values())
     short = autopar.plan(
-        model, batch, cluster=MACHINE, axes=AXES, memory=memory, search=Search(pins={"stages": 2, **pins})
+        model,
+        batch,
+        cluster=MACHINE,
+        axes=AXES,
+        memory=memory,
+        search=Search(pins={"stages": 2, **pins}, recipe=recipe),
     )
+    assert short.scatter or recipe != "megatron"  # whose devices have the same
     assert bool(short.recompute) == (recompute == "search")
     report = autopar.verify(model, batch, AXES, plan=short)
     assert report.max_error < 1e-10, report.worst
@@ -69,11 +76,12 @@ def test_figures_are_those_of_the_whole_model(schedule: str, virtual: int, recom
         assert sum(short.predicted.peak_bytes.values()) <= memory
         return
     cuts = [s.modules[0] for s in short.stages[1:]]
-    whole = solve(program_of(model, batch), AXES, MACHINE, search=Search(pins={"stages": cuts, **pins}))
+    whole = solve(program_of(model, batch), AXES, MACHINE, search=Search(pins={"stages": cuts, **pins}, recipe=recipe))
     assert short.predicted.step_seconds == pytest.approx(whole.predicted.step_seconds, rel=1e-3)
     needed = (sum(p.predicted.peak_bytes.values()) for p in (short, whole))
     assert next(needed) == pytest.approx(next(needed), rel=0.02)
     assert short.parameters == whole.parameters
+    assert short.scatter == whole.scatter
     assert sum(len(s.modules) for s in short.stages) == BLOCKS + 2
 
 

@@ -106,6 +106,13 @@ def test_random_plans_with_values_on_the_host(seed: int) -> None:
     assert report.max_error < BOUND, report.worst
 
 
+def test_what_the_backward_pass_moves_stays_in_its_stage() -> None:
+    """A forward value that only a later stage's backward pass wants, in a layout that is smaller."""
+    pins = {"stages": 2, "stage_axis": "node", "virtual": 2, "microbatches": 4, "schedule": "zbv"}
+    report = staged("cnn", {"node": 2, "gpu": 2}, {**pins, "recompute": "search"}, recipe="random", seed=8)
+    assert report.max_error < BOUND, report.worst
+
+
 def forget_a_share(program: Program) -> Program:
     """Drop what the last stage adds to the gradient of the weight that it shares with the first."""
     for node in program.graph.graph.nodes:

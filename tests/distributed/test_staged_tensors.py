@@ -1,0 +1,164 @@
+"""What torch computes with parameters and gradients of stages is what it computes with those of one device."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import AutoparError
+from tests.distributed.launch import WAIT, Ranks, mesh_of
+
+pytestmark = pytest.mark.distributed
+
+READ: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "full": lambda p: p,
+    "mean": torch.mean,
+    "mean of rows": lambda p: p.mean(0),
+    "mean of columns": lambda p: p.mean(-1),
+    "sum": torch.sum,
+    "sum of rows": lambda p: p.sum(0),
+    "sum of columns": lambda p: p.sum(-1),
+    "var": torch.var,
+    "std of rows": lambda p: p.std(0),
+    "max": torch.max,
+    "amin": lambda p: p.amin(0),
+    "argmax": lambda p: p.argmax(0),
+    "norm": torch.linalg.vector_norm,
+    "norm of 1": lambda p: torch.linalg.vector_norm(p, 1),
+    "norm of inf": lambda p: torch.linalg.vector_norm(p, float("inf")),
+    "norm of -inf": lambda p: torch.linalg.vector_norm(p, float("-inf")),
+    "norm of columns": lambda p: p.norm(dim=-1),
+    "elements": lambda p: (p * 2 + 1).abs().sqrt().mean(),
+    "two": lambda p: (p * p.exp()).sum(),
+    "softmax": lambda p: p.softmax(0),
+    "sort": lambda p: p.sort(0).values,
+    "cat": lambda p: torch.cat([p, p]),
+    "stack": lambda p: torch.stack([p, p]).amax(),
+    "product": lambda p: torch.mm(p, p.new_ones((p.shape[-1], 2))) if p.ndim == 2 else p,
+    "any": lambda p: (p > 0.1).any(),
+    "like": lambda p: torch.zeros_like(p).add_(1).sum(),
+}
+
+
+def model_of() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from tests.pipeline.test_pipelines import example
+
+    model, batch = example("unet")
+    return model.double(), {k: v.double() for k, v in batch.items()}
+
+
+def pair(sizes: tuple[int, ...]) -> tuple[Any, nn.Module, dict[str, torch.Tensor]]:
+    """The model in stages and as it is, with gradients."""
+    from autopar.parallelize import parallelize
+    from autopar.search.find import Search
+
+    (model, batch), (plain, _) = model_of(), model_of()
+    pins = {"stages": sizes[0], "microbatches": 4}
+    search = Search(pins=pins, recipe="random", seed=5)
+    parallel: Any = parallelize(model, mesh_of(*sizes), batch, search=search, timeout=WAIT)
+    for each in (parallel, plain):
+        each(**batch)["loss"].backward()
+    return parallel, plain, batch
+
+
+def whole(value: Any) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def read(rank: int, sizes: tuple[int, ...]) -> list[str]:
+    """What is not as on one device, of parameters and of gradients."""
+    parallel, plain, _ = pair(sizes)
+    there = {n: (p, q) for (n, p), q in zip(parallel.named_parameters(), plain.parameters(), strict=True)}
+    wrong, homes = [], set()
+    for name, (p, q) in there.items():
+        homes.add(getattr(p, "home", None))
+        for kind, mine, theirs in (("value", p, q), ("gradient", p.grad, q.grad)):
+            for what, function in READ.items():
+                found, expected = whole(function(mine)).detach(), function(theirs).detach()
+                if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-12, atol=1e-14):
+                    wrong.append(f"{what} of {name}, {kind}: {found} for {expected}"[:200])
+    assert len(homes - {None}) == sizes[0]
+    return wrong
+
+
+@pytest.mark.parametrize("sizes", [pytest.param((4,), marks=pytest.mark.deep), (2, 2)])
+def test_what_is_read(ranks: Ranks, sizes: tuple[int, ...]) -> None:
+    for wrong in ranks.run(read, sizes):
+        assert not wrong
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=True),
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9, nesterov=True),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-2),
+}
+
+
+def steps(rank: int, name: str) -> float:
+    """How far two steps, with clipping and a penalty of the parameters' mean, are from one device's."""
+    parallel, plain, batch = pair((2, 2))
+    optimizers = [OPTIMIZERS[name](m.parameters()) for m in (parallel, plain)]
+    worst = 0.0
+    for norm in (float("inf"), 2.0):
+        norms = []
+        for model, optimizer in zip((parallel, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(**batch)["loss"].backward()
+            penalty = sum((whole(p.mean()) ** 2 + whole((p * p).sum()) for p in model.parameters()), torch.zeros(()))
+            penalty.backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type=norm))
+        gradients = parallel.full_gradients()
+        pairs = [(whole(norms[0]), norms[1]), *((gradients[n], p.grad) for n, p in plain.named_parameters())]
+        for optimizer in optimizers:
+            optimizer.step()
+        state = parallel.full_state_dict()
+        pairs += [(state[n], p) for n, p in plain.named_parameters()]
+        worst = max(worst, *(float((a - b).detach().abs().max()) for a, b in pairs))
+    return worst
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "adamw" else pytest.mark.deep) for n in OPTIMIZERS])
+def test_optimizers_clipping_and_penalties(ranks: Ranks, name: str) -> None:
+    assert max(ranks.run(steps, name)) < 1e-10
+
+
+def kept(rank: int) -> tuple[list[str], list[bool]]:
+    """What is said where writing would be lost; and whether copies are what was copied."""
+    parallel, plain, _ = pair((4,))
+    name = next(n for n, p in parallel.named_parameters() if hasattr(p, "home"))
+    p, before = parallel.get_parameter(name), dict(plain.named_parameters())[name].detach()
+    said = []
+    for wrong in (lambda t: t[0].fill_(1.0), lambda t: t.view(-1), lambda t: t.norm().item(),
+                  lambda t: t.add_(torch.ones_like(before[:1]))):  # fmt: skip
+        with torch.no_grad(), pytest.raises((AutoparError, RuntimeError)) as error:
+            wrong(p)
+        said.append(str(error.value))
+    optimizer = torch.optim.AdamW(parallel.parameters())
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    mine = optimizer.state[p]["exp_avg"]
+    others = [copy.deepcopy(mine), torch.load(file, weights_only=False)["state"]]
+    index = [q is p for q in parallel.parameters()].index(True)
+    others[1] = others[1][index]["exp_avg"]
+    with torch.no_grad():
+        p.copy_(p * 0 + 2)
+    same = [torch.equal(o.full_tensor(), mine.full_tensor()) for o in others]
+    return said, [*same, bool((p.full_tensor() == 2).all())]
+
+
+def test_copies_and_what_would_be_lost(ranks: Ranks) -> None:
+    for said, same in ranks.run(kept):
+        assert "of one stage of the pipeline hold" in said[0]
+        assert "full_tensor()" in said[1]
+        assert "would be this rank's term" in said[2]
+        assert len(said) == 4
+        assert all(same)
