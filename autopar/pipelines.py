@@ -24,6 +24,7 @@ from autopar.pipeline.schedules import Order, alone, splits
 from autopar.pipelined import INSIDE, Staged, fastest, missing, orders, sends_behind, share_of, staged, suitable
 from autopar.plan import TIME_LIMIT, Certificate, Plan, Scatter
 from autopar.program import Program
+from autopar.search.budget import HOPELESS
 from autopar.search.build import WHOLE, Share
 from autopar.search.find import Peak, Progress, Search
 from autopar.search.interrupt import requested
@@ -145,6 +146,7 @@ class _Task:
         self.errors: list[InfeasibleError] = []
         self.free: dict[tuple[tuple[tuple[str, int], ...], str, int], Plan] = {}  # by axes, axis and microbatches
         self.waiting: list[_Waiting] = []
+        self.lightest: dict[tuple[Arrangement, int], tuple[float, Plan]] = {}  # what needed least within a budget
         self.least: Plan | None = None
         self.stopped = False
 
@@ -166,10 +168,13 @@ class _Task:
                     continue
                 slower, least = (0, seconds) if seconds < least else (slower + 1, least)
         self.deadline = time.monotonic() + LIMITS * self.search.time_limit
-        for candidate in sorted(self.waiting, key=lambda c: c.seconds)[:SEARCHED]:
-            if candidate.seconds >= self._seconds or self._is_late():
+        tries = SEARCHED
+        for candidate in sorted(self.waiting, key=lambda c: c.seconds):
+            if candidate.seconds >= self._seconds or not tries or self._is_late():
                 break
-            self._try(partial(self._fitting, candidate))
+            if not self._is_hopeless(candidate):
+                tries -= 1
+                self._try(partial(self._fitting, candidate))
 
     def _is_late(self) -> bool:
         """Whether what is known has to do."""
@@ -252,11 +257,18 @@ class _Task:
         Raises:
             InfeasibleError: none does.
         """
+        a = c.arrangement
 
         def measured(padded: Program) -> Peak:
-            return lambda plan: self._fastest(padded, plan, c).peak(c.actions)
+            def peak(plan: Plan) -> Mapping[str, float]:
+                held = self._fastest(padded, plan, c).peak(c.actions)
+                known = self.lightest.get((a, c.part.microbatches))
+                if padded is c.part and (known is None or sum(held.values()) < known[0]):
+                    self.lightest[a, c.part.microbatches] = sum(held.values()), plan
+                return held
 
-        a = c.arrangement
+            return peak
+
         self.progress(f"{a.devices} devices along {a.axis}, {a.stages} stages, {c.schedule}", self._seconds, 0.0)
         share, beat = share_of(c.actions, a.stages), self._seconds * a.devices
         plan = self._inside(c.part, a, self.memory, share, measured, beat)
@@ -265,6 +277,13 @@ class _Task:
         bound = min(alike.lower_bound / a.devices, found.predicted.step_seconds)
         checked = None if alike.checked is None else alike.checked / a.devices
         return replace(found, certificate=replace(found.certificate, lower_bound=bound, checked=checked))
+
+    def _is_hopeless(self, c: _Waiting) -> bool:
+        """Whether what needed least under another schedule needs far too much under this one."""
+        known = self.lightest.get((c.arrangement, c.part.microbatches))
+        if known is None or self.memory is None:
+            return False
+        return sum(self._fastest(c.part, known[1], c).peak(c.actions).values()) > HOPELESS * self.memory
 
     def _inside(
         self,

@@ -40,6 +40,9 @@ ROUNDS, BETTER = 8, 1
 CLOSE = 0.97
 """A plan that uses so much of the budget need not be improved by loosening its row again."""
 
+HOPELESS = 1.25
+"""Where what keeps least needs so much of the budget, nothing else is tried for a stage of a pipeline."""
+
 SMALL = 1500
 """Problems of so few labels are solved with the memory row in the ILP, too, where prices leave a gap."""
 
@@ -204,7 +207,9 @@ def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str =
         try:
             built = task.make(restrictions, rows.pop(0))
             plan, found, working = _tightened(half if here else task, built, bound, method, relaxed)
-        except InfeasibleError:  # nothing works on so little
+        except InfeasibleError as e:  # nothing works on so little
+            if least is None and not here and e.needed is not None:
+                raise
             if relaxed or not here:
                 break
             continue
@@ -280,6 +285,10 @@ def _tightened(task: Task, built: Built, bound: float, method: str, relaxed: boo
     fitting, failing, tries = -np.inf, np.inf, BETTER
     row = np.inf  # what the cheapest plan needs besides its row says how much is transient
     before = (np.inf, np.inf)
+    if task.share is not WHOLE:  # there are other pipelines, of which some fit sooner
+        least, enough = _measured(task, task.read(built, _least(frontier), bound, method or "prices"))
+        if not enough and _peak(least.predicted.peak_bytes) > HOPELESS * task.memory:
+            raise _missing(task.memory, least)
     for turn in range(ROUNDS):
         try:
             mix = _within(task, built, frontier, row, first=turn == 1)
@@ -307,6 +316,8 @@ def _tightened(task: Task, built: Built, bound: float, method: str, relaxed: boo
             break
         before = mix.cost, mix.memory
         row = mix.memory + task.memory - size  # what is transient stays about the same
+        if row < frontier.least().memory:  # or it shrinks with the rest
+            row = mix.memory * task.memory / size
         if not fitting < row < failing:
             row = (fitting + failing) / 2 if np.isfinite(fitting) else failing * CLOSE
     if best is None:
