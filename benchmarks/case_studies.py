@@ -1,8 +1,9 @@
-"""What does the search over pipelines find for large models, how long does it take, and what was published?
+"""What does the planner find for large models, how long does it take, and what was published?
 
-GPT 39.1B and GPT-3 175B on 512 A100, Llama-3-405B on 16,384 H100: stages, microbatches, schedule, layouts and
-recomputation are searched together. Beside them stand the published configuration's measured step (``--data``; by the
-source's own FLOP formula) and its step as the cost model predicts it.
+GPT 39.1B and GPT-3 175B on 512 A100, Llama-3-70B on 64 H100 and Llama-3-405B on 16,384: stages, microbatches, schedule,
+layouts and recomputation are searched together, or, with ``--flat``, all of it without stages and beside the recipes.
+Beside GPT 39.1B stand the published configuration's measured step (``--data``; by the source's own FLOP formula) and
+its step as the cost model predicts it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import sys
 import time
 import warnings
@@ -22,7 +24,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 GPTS = {"gpt-39.1b": (8192, 64, 48, 1536), "gpt-175b": (12288, 96, 96, 1536)}
 """Hidden size, heads, layers, batch; sequence 2048, vocabulary 51200 (arXiv 2104.04473)."""
 
-CASES = (*GPTS, "llama3-405b")
+LLAMAS = {"llama3-70b": (80, 8192, 28672, 64, 8, 512), "llama3-405b": (126, 16384, 53248, 128, 2048, 2048)}
+"""Layers, hidden size, that of the MLP, heads, nodes of 8 H100, batch; sequence 8192, vocabulary 128256."""
+
+MIXED = ("llama3-70b",)
+"""With parameters and optimizer state in float32, computed in bfloat16; the others are in bfloat16 altogether."""
+
+CASES = (*GPTS, *LLAMAS)
 
 
 def main() -> None:
@@ -31,21 +39,25 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=CASES, help="default: all")
     parser.add_argument("--data", type=Path, metavar="DIR", help="with published/megatron_ptdp_table1.json")
     parser.add_argument("--time-limit", type=float, default=60.0, help="of each search inside a stage, seconds")
+    parser.add_argument("--flat", action="store_true", help="no stages; and every recipe beside the search")
     parser.add_argument("--save", type=Path, metavar="DIR", help="write the plans there")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "AUTOPAR_CACHE": "0"}
     warnings.simplefilter("ignore")
     for case in options.case or CASES:
-        print(json.dumps(measure(case, options.time_limit, options.save)), flush=True)
+        print(json.dumps(measure(case, options.time_limit, options.save, options.flat)), flush=True)
         if case == "gpt-39.1b" and options.data:
             print(json.dumps(published(options.data)), flush=True)
 
 
-def measure(case: str, time_limit: float, save: Path | None) -> dict[str, Any]:
+def measure(case: str, time_limit: float, save: Path | None, flat: bool) -> dict[str, Any]:
     """Search a case."""
     import torch
 
-    import autopar
+    from autopar.cluster import Cluster
+    from autopar.comparison import compare_recipes
+    from autopar.compiler import default_memory, program_to_plan, solve
+    from autopar.precision import Precision
     from autopar.search.find import Search
 
     torch.set_num_threads(1)
@@ -56,15 +68,18 @@ def measure(case: str, time_limit: float, save: Path | None) -> dict[str, Any]:
             print(f"{time.perf_counter() - start:7.1f} s  {phase}  {incumbent:.4g} {bound:.4g}", file=sys.stderr)
 
     start = time.perf_counter()
-    search = Search(pins={"stages": "search"}, time_limit=time_limit)
-    plan = autopar.plan(model, batch, cluster=cluster, axes=axes, search=search, progress=progress)
+    search = Search(pins={} if flat else {"stages": "search"}, time_limit=time_limit)
+    precision = Precision.resolve("bf16") if case in MIXED else None
+    program = program_to_plan(model, batch, precision=precision, search=search)
+    budget = default_memory(Cluster.resolve(cluster))
+    plan = solve(program, axes, cluster, memory=budget, search=search, progress=progress, factored=True)
     done = time.perf_counter() - start
     if save:
         plan.save(save / f"{case}.json")
     devices, step = 1, plan.predicted.step_seconds
     for _, size in plan.axes:
         devices *= size
-    return {
+    found = {
         "case": case,
         "planned_s": round(done, 1),
         "axes": dict(plan.axes),
@@ -75,9 +90,14 @@ def measure(case: str, time_limit: float, save: Path | None) -> dict[str, Any]:
         "step_s": step,
         "lower_bound_s": plan.certificate.lower_bound,
         "gap": plan.certificate.gap,
-        "peak_GiB": sum(plan.predicted.peak_bytes.values()) / 2**30,
+        "peak_GiB": {k: round(v / 2**30, 2) for k, v in plan.predicted.peak_bytes.items()},
+        "process_GiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         "model_tflops_a_device": flops / step / devices / 1e12,
     }
+    if flat:
+        rows = compare_recipes(program, plan, memory=budget, search=search)
+        found["recipes"] = {r.recipe: r.plan.predicted.step_seconds if r.plan else r.reason for r in rows}
+    return found
 
 
 def task(case: str) -> tuple[Any, Any, str, dict[str, int], float]:
@@ -90,11 +110,30 @@ def task(case: str) -> tuple[Any, Any, str, dict[str, int], float]:
         hidden, heads, layers, size = GPTS[case]
         model = GPT(hidden, heads, layers, 2048, 51200, dtype=torch.bfloat16)
         return model, batch_of(size, 2048), "a100-80gb", {"node": 64, "gpu": 8}, gpt_flops(hidden, layers, size, 72)
-    from plan_time import llama3
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    model, batch = llama3(case, 126)
+    class LossOnly(torch.nn.Module):
+        """Without the logits, which would be held to the end."""
+
+        def __init__(self, model: torch.nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+            return self.model(**batch).loss
+
+    layers, hidden, wide, heads, nodes, size = LLAMAS[case]
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=hidden, intermediate_size=wide, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=8, max_position_embeddings=8192, use_cache=False,
+    )  # fmt: skip
+    torch.set_default_dtype(torch.float32 if case in MIXED else torch.bfloat16)
+    with torch.device("meta"):
+        model, tokens = LossOnly(LlamaForCausalLM(config)), torch.zeros(size, 8192, dtype=torch.long)
+    torch.set_default_dtype(torch.float32)
     # Six operations a parameter and token; attention's scores, some 4% more where half of them are masked, left out.
-    return model, batch, "h100", {"node": 2048, "gpu": 8}, 6 * 405.9e9 * 2048 * 8192
+    flops = 6.0 * sum(p.numel() for p in model.parameters()) * size * 8192
+    return model, {"input_ids": tokens, "labels": tokens}, "h100", {"node": nodes, "gpu": 8}, flops
 
 
 def gpt_flops(hidden: int, layers: int, batch: int, factor: int) -> float:
