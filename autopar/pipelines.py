@@ -146,7 +146,8 @@ class _Task:
         self.errors: list[InfeasibleError] = []
         self.free: dict[tuple[tuple[tuple[str, int], ...], str, int], Plan] = {}  # by axes, axis and microbatches
         self.waiting: list[_Waiting] = []
-        self.lightest: dict[tuple[Arrangement, int], tuple[float, Plan]] = {}  # what needed least within a budget
+        self.heavy: set[str] = set()  # schedules that need far too much somewhere
+        self.lightest: dict[tuple[Arrangement, int], tuple[float, Plan, str]] = {}  # what needed least within a budget
         self.least: Plan | None = None
         self.stopped = False
 
@@ -168,13 +169,22 @@ class _Task:
                     continue
                 slower, least = (0, seconds) if seconds < least else (slower + 1, least)
         self.deadline = time.monotonic() + LIMITS * self.search.time_limit
-        tries = SEARCHED
-        for candidate in sorted(self.waiting, key=lambda c: c.seconds):
-            if candidate.seconds >= self._seconds or not tries or self._is_late():
+        for _ in range(SEARCHED):
+            candidate = self._next()
+            if candidate is None or self._is_late():
                 break
-            if not self._is_hopeless(candidate):
-                tries -= 1
-                self._try(partial(self._fitting, candidate))
+            self._try(partial(self._fitting, candidate))
+            if self._is_hopeless(candidate):
+                self.heavy.add(candidate.schedule)
+
+    def _next(self) -> _Waiting | None:
+        """Of those that may be the best and may fit the fastest; schedules last that needed far too much elsewhere."""
+        while self.waiting:
+            found = min(self.waiting, key=lambda c: (c.schedule in self.heavy, c.seconds))
+            self.waiting.remove(found)
+            if found.seconds < self._seconds and not self._is_hopeless(found):
+                return found
+        return None
 
     def _is_late(self) -> bool:
         """Whether what is known has to do."""
@@ -264,7 +274,7 @@ class _Task:
                 held = self._fastest(padded, plan, c).peak(c.actions)
                 known = self.lightest.get((a, c.part.microbatches))
                 if padded is c.part and (known is None or sum(held.values()) < known[0]):
-                    self.lightest[a, c.part.microbatches] = sum(held.values()), plan
+                    self.lightest[a, c.part.microbatches] = sum(held.values()), plan, c.schedule
                 return held
 
             return peak
@@ -279,11 +289,13 @@ class _Task:
         return replace(found, certificate=replace(found.certificate, lower_bound=bound, checked=checked))
 
     def _is_hopeless(self, c: _Waiting) -> bool:
-        """Whether what needed least under another schedule needs far too much under this one."""
-        known = self.lightest.get((c.arrangement, c.part.microbatches))
-        if known is None or self.memory is None:
+        """Whether what needed least under any schedule needs far too much under this one."""
+        if self.memory is None or (c.arrangement, c.part.microbatches) not in self.lightest:
             return False
-        return sum(self._fastest(c.part, known[1], c).peak(c.actions).values()) > HOPELESS * self.memory
+        needed, plan, schedule = self.lightest[c.arrangement, c.part.microbatches]
+        if schedule != c.schedule:
+            needed = sum(self._fastest(c.part, plan, c).peak(c.actions).values())
+        return needed > HOPELESS * self.memory
 
     def _inside(
         self,
