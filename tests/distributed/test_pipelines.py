@@ -110,6 +110,42 @@ def test_three_steps(ranks: Ranks, name: str, sizes: tuple[int, ...], pins: dict
     assert max(ranks.run(train, name, sizes, pins)) < bound
 
 
+def under_way(rank: int, schedule: str) -> int:
+    """How many microbatches this device's stages hold at most, in a step."""
+    from autopar.parallelize import parallelize
+    from autopar.pipeline.runner import StageRun
+    from autopar.search.find import Search
+    from tests.pipeline.test_memory import COUNT, VIRTUAL
+    from tests.pipeline.test_pipelines import example
+
+    model, batch = example("cnn")
+    pins = {"stages": 2, "virtual": VIRTUAL[schedule], "microbatches": COUNT, "schedule": schedule}
+    parallel: Any = parallelize(model, mesh_of(2, 2), batch, search=Search(pins=pins), timeout=WAIT)
+    forward, runs, most = StageRun.forward, dict[int, StageRun](), [0]
+
+    def counted(self: StageRun, microbatch: int, received: Any) -> None:
+        forward(self, microbatch, received)
+        runs[self.stage] = self
+        most[0] = max(most[0], sum(len(run._saved) for run in runs.values()))
+
+    StageRun.forward = counted  # type: ignore[method-assign]
+    try:
+        parallel(**batch).backward()
+    finally:
+        StageRun.forward = forward  # type: ignore[method-assign]
+    return most[0]
+
+
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(s, marks=[] if s == "zb-h1" else pytest.mark.deep) for s in SCHEDULES]
+)
+def test_microbatches_under_way(ranks: Ranks, schedule: str) -> None:
+    from tests.pipeline.test_memory import under_way as expected
+
+    found = ranks.run(under_way, schedule)
+    assert found == [expected(schedule, device) for device in (0, 0, 1, 1)]
+
+
 def sends_parts(rank: int) -> tuple[float, Any]:
     """How far three steps of Megatron's layouts are from one device's, and where the plan sends parts."""
     from autopar.parallelize import parallelize

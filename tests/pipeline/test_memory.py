@@ -11,29 +11,64 @@ from autopar.errors import InfeasibleError
 from autopar.pipeline.memory import held_by, peaks
 from autopar.pipeline.pieces import Cutting
 from autopar.pipeline.runner import StageRun
-from autopar.pipeline.schedules import order
+from autopar.pipeline.schedules import SCHEDULES, device_of, order
 from autopar.search.find import Search
+from autopar.simulate import pipeline, simulate
 from tests import models as zoo
 from tests.pipeline.test_pipelines import staged
 
-UNDER_WAY = {"gpipe": [4, 4], "1f1b": [2, 1], "zb-h1": [2, 2], "zbv": [4, 3, 2, 1]}
-"""Microbatches that each of two or four stages holds at most, of four: counted in the schedules' figures."""
+DEVICES, COUNT = 2, 4
 
 
-@pytest.mark.parametrize("schedule", UNDER_WAY)
-def test_microbatches_under_way(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    most: dict[int, int] = {}
-    forward = StageRun.forward
+def under_way(schedule: str, device: int, devices: int = DEVICES, count: int = COUNT) -> int:
+    """How often a device's stages together hold what a microbatch has saved, at most, by the schedules' papers."""
+    stages = VIRTUAL[schedule]
+    return {
+        "gpipe": count,
+        "1f1b": min(count, devices - device),  # PipeDream-Flush: as many as stages behind, and itself
+        "zb-h1": min(count, devices),  # zero bubble, table 1: as 1F1B's first device
+        "interleaved": min(count * stages, (stages - 1) * devices + 2 * (devices - 1 - device) + 1),  # Megatron, 2.2
+        "zbv": 2 * devices,  # of half the size
+        "dualpipe-v": 2 * devices + 1,  # DualPipe's README: as many as stages, and one
+    }.get(schedule, count * stages)  # breadth first: all of them
+
+
+VIRTUAL = {name: 1 + rule.interleaved for name, rule in SCHEDULES.items()}
+
+
+def count_under_way(monkeypatch: pytest.MonkeyPatch, device_of: list[int]) -> dict[int, int]:
+    """What devices hold at most, while pipelines run in this process."""
+    forward, most, runs = StageRun.forward, dict[int, int](), dict[int, StageRun]()
 
     def counted(self: StageRun, microbatch: int, received: Any) -> None:
         forward(self, microbatch, received)
-        most[self.stage] = max(most.get(self.stage, 0), len(self._saved))
+        runs[self.stage] = self
+        device = device_of[self.stage]
+        held = sum(len(run._saved) for stage, run in runs.items() if device_of[stage] == device)
+        most[device] = max(most.get(device, 0), held)
 
     monkeypatch.setattr(StageRun, "forward", counted)
-    stages = len(UNDER_WAY[schedule])
-    pins = {"stages": 2, "virtual": stages // 2, "microbatches": 4, "schedule": schedule}
-    staged("cnn" if stages == 4 else "mlp", {"stage": 2}, pins)
-    assert [most[s] for s in range(stages)] == UNDER_WAY[schedule]
+    return most
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_microbatches_under_way(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted while it runs, in the papers, and by the simulator."""
+    actions = order(schedule, DEVICES, COUNT, VIRTUAL[schedule])
+    most = count_under_way(monkeypatch, device_of(actions))
+    pins = {"stages": DEVICES, "virtual": VIRTUAL[schedule], "microbatches": COUNT, "schedule": schedule}
+    staged("cnn", {"stage": DEVICES}, pins)
+    assert most == {device: under_way(schedule, device) for device in range(DEVICES)}
+    timeline = simulate(pipeline(actions, 1, 1, 1, saved=1))
+    assert most == {device: timeline.peak_memory(device)["activations"] for device in range(DEVICES)}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("devices", "count"), [(2, 8), (4, 8), (8, 24)])
+def test_microbatches_under_way_in_the_simulator(schedule: str, devices: int, count: int) -> None:
+    timeline = simulate(pipeline(order(schedule, devices, count, VIRTUAL[schedule]), 1, 1, 1, saved=1))
+    found = [timeline.peak_memory(device)["activations"] for device in range(devices)]
+    assert found == [under_way(schedule, device, devices, count) for device in range(devices)]
 
 
 def test_memory_goes_with_them() -> None:
