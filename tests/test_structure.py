@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "origin",
         "regions",
         "program",
+        "handed",
         "naming",
         "capture",
         "decompose",
