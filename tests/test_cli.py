@@ -436,8 +436,8 @@ def test_plan_predicts_stages() -> None:
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        ((), 2, "predicted for --recipe megatron; add it"),
-        (("--axes", "gpu=2", "--schedule", "gpipe"), 2, "predicted for --recipe megatron; add it"),
+        ((), 2, "predicted for --recipe megatron or megatron-sequence; add it"),
+        (("--axes", "gpu=2", "--schedule", "gpipe"), 2, "predicted for --recipe megatron or megatron-sequence; add it"),
         (("--recipe", "megatron", "--roles", "tp=tensor"), 2, "the names of the axes do"),
         (("--recipe", "megatron", "--stage-axis", "pp"), 2, "of a pipeline that runs: add --stages"),
         (("--recipe", "megatron", "--save", "plan.json"), 2, "one with stages is only predicted"),

@@ -90,6 +90,7 @@ def plan_command(
                 microbatch=microbatch,
                 schedule=schedule or "1f1b",
                 virtual=virtual or 1,
+                recipe=recipe,
                 recompute=recompute,
                 memory=memory,
                 optimizer=optimizer,
@@ -170,10 +171,12 @@ def _check_hybrid(
     Raises:
         ValueError: names the option and the remedy.
     """
-    if recipe != "megatron":
+    from autopar.hybrid import RECIPES
+
+    if recipe not in RECIPES:
         raise ValueError(
-            "stages, microbatches and recomputation are predicted for --recipe megatron; add it, or --stages for a "
-            "pipeline that runs"
+            f"stages, microbatches and recomputation are predicted for --recipe {' or '.join(RECIPES)}; add it, or "
+            "--stages for a pipeline that runs"
         )
     if stage_axis is not None:
         raise ValueError("--stage-axis is of a pipeline that runs: add --stages; else the stages lie along axis pp")
