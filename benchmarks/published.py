@@ -4,8 +4,8 @@ Reads ``published`` (a folder of data given by ``--data``; without it there is n
 PTD-P (arXiv 2104.04473), the steps, times of a layer and activations of "Reducing Activation Recomputation"
 (2205.05198), and the bubbles of "Zero Bubble Pipeline Parallelism" (2401.10241). Steps are predicted by
 `autopar.hybrid.predict_hybrid`, as ``autopar plan --recipe megatron`` does, of `benchmarks/gpt.py`; nothing is fitted
-to them. They are predicted twice: with the kernels of the graph, and without the passes over memory that the fused kernels
-of Megatron save (PTD-P, section 4.2). Activations are what the graph of a layer keeps alive.
+to them. They are predicted twice: with the kernels of the graph, and without the passes over memory that the fused
+kernels of Megatron save (PTD-P, section 4.2). Activations are what the graph of a layer keeps alive.
 """
 
 from __future__ import annotations

@@ -79,6 +79,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "comparison",
         "whatif",
         "page",
+        "page_stages",
         "question",
         "hybrid",
         "module",

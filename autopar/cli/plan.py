@@ -107,8 +107,6 @@ def plan_command(
 
         if stages is not None and by_hand:
             raise ValueError("--microbatch and --recompute are of plans without --stages; write --microbatches")
-        if stages is not None and report is not None:
-            raise ValueError("--report is of plans without stages; see simulate --plan for the timeline of a pipeline")
         pins = pipeline_pins(stages, schedule, virtual, stage_axis)
         pins |= {} if microbatches is None else {"microbatches": microbatches}
         pins |= parse_pins(pin, sizes)
