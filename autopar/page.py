@@ -107,7 +107,7 @@ def page_data(
         ("devices", f"{math.prod(plan.axis_sizes)}: {mesh}"),
         ("step, nothing overlapped", format_seconds(plan.predicted.step_seconds)),
         ("step, simulated, without the optimizer's", format_seconds(timeline.step_seconds)),
-        *([("in", parts)] if plan.microbatches > 1 or staged else []),
+        *([("step in", parts)] if plan.microbatches > 1 or staged else []),
         ("parameters, gradients, optimizer", f"{format_bytes(held)} of {format_bytes(budget)}"),
         ("most that is held, simulated", format_bytes(peak)),
         ("gap to the lower bound", format_share(plan.certificate.gap)),
@@ -117,6 +117,9 @@ def page_data(
         "space": f"Best of: {plan.certificate.space}.",
         "facts": facts,
         "recipes": _recipes(plan, recipes),
+        "told": "Seconds, bytes sent and parameters are of one device and step"
+        + (", if the devices of a stage had the whole model" if staged else "")
+        + "; of repeated modules, of all of them. A name in braces is the axis that splits a dim.",
         "modules": [
             {
                 "path": row.path,

@@ -77,28 +77,28 @@ def test_the_data_are_those_of_the_plan(made: tuple[nn.Module, dict[str, torch.T
     assert "http" not in page.replace("http-equiv", "")  # nothing is loaded
 
 
-def test_what_if(made: tuple[nn.Module, dict[str, torch.Tensor], Plan, str]) -> None:
+def test_what_if(made: tuple[nn.Module, dict[str, torch.Tensor], Plan, str], monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch, found, page = made
-    ticks: list[tuple[int, int, str]] = []
-    cases = what_if(model, batch, found, budget=BUDGET, tick=lambda *t: ticks.append(t))
-    assert len(cases) == 27 == ticks[-1][0] == ticks[-1][1]
-    assert {(c.devices, c.samples) for c in cases} == {(d, n) for d in (2, 4, 8) for n in (8, 16, 32)}
-    by_case = {(c.devices, c.budget, c.samples): c for c in cases}
+    cases = data_of(page)["whatif"]
+    assert len(cases) == 27
+    assert {(c["devices"], c["samples"]) for c in cases} == {(d, n) for d in (2, 4, 8) for n in (8, 16, 32)}
+    by_case = {(c["devices"], c["budget"], c["samples"]): c for c in cases}
     same = by_case[4, BUDGET, 16]
-    assert [c for c in cases if c.given] == [same]
-    assert (same.step_seconds, same.memory_bytes) == (found.predicted.step_seconds, needed_by(found))
+    assert [c for c in cases if c["chosen"]] == [same]
+    assert (same["seconds"], same["memory"]) == (found.predicted.step_seconds, needed_by(found))
     assert needed_by(found) > memory_of(found)
     for case in cases:
-        assert (case.step_seconds is None) == bool(case.reason)
-        assert case.memory_bytes is None or case.memory_bytes <= case.budget
-        more = by_case.get((case.devices, 2 * case.budget, case.samples))
-        if more is not None and case.step_seconds is not None:
-            assert more.step_seconds is not None
-            assert more.step_seconds <= case.step_seconds * 1.01  # of the gap
-    assert [(c["devices"], c["seconds"]) for c in data_of(page)["whatif"]] == [
-        (c.devices, c.step_seconds) for c in cases
-    ]
-    scarce = what_if(model, batch, found, budget=2000.0, search=Search(pins={"microbatches": 1}))
+        assert (case["seconds"] is None) == bool(case["reason"])
+        assert case["memory"] is None or case["memory"] <= case["budget"]
+        more = by_case.get((case["devices"], 2 * case["budget"], case["samples"]))
+        if more is not None and case["seconds"] is not None:
+            assert more["seconds"] is not None
+            assert more["seconds"] <= case["seconds"] * 1.01  # of the gap
+    monkeypatch.setattr(whatif, "FACTORS", (0.5, 1.0))
+    ticks: list[tuple[int, int, str]] = []
+    search = Search(pins={"microbatches": 1}, recipe="ddp")
+    scarce = what_if(model, batch, found, budget=2000.0, search=search, tick=lambda *t: ticks.append(t))
+    assert len(scarce) == 8 == ticks[-1][0] == ticks[-1][1]
     assert all("needs" in c.reason and "the budget is" in c.reason for c in scarce if not c.given)
     by_size = [c for c in scarce if (c.devices, c.samples) == (2, 8)]
     assert len({c.reason for c in by_size}) == len({c.budget for c in by_size})
@@ -253,7 +253,7 @@ def model_file(tmp_path: Path) -> Iterator[str]:
     yield f"{file}:make"
 
 
-def test_the_command(model_file: str, tmp_path: Path) -> None:
+def test_the_command(model_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, page = tmp_path / "tiny.toml", tmp_path / "plan.html"
     replace(Cluster.preset("cpu"), name="tiny").save(cluster)
     arguments = ["plan", "--model", model_file, "--cluster", str(cluster), "--axes", "a=2", "--report", str(page)]
@@ -262,6 +262,10 @@ def test_the_command(model_file: str, tmp_path: Path) -> None:
     data = data_of(page.read_text(encoding="utf-8"))
     assert data["title"] == "Sequential on tiny"
     assert len(data["whatif"]) == 27
+    monkeypatch.setattr(whatif, "FACTORS", (1.0,))
+    result = CliRunner().invoke(cli.app, [*arguments, "--stages", "2", "--microbatches", "2"])
+    assert result.exit_code == 0, result.output
+    assert len(data_of(page.read_text(encoding="utf-8"))["stages"]) == 2
     staged = [*arguments[:-4], "--axes", "pp=2", "--recipe", "megatron", "--report", str(page)]
     result = CliRunner().invoke(cli.app, staged)
     assert result.exit_code == WRONG_INPUT
