@@ -35,7 +35,7 @@ def abridge(
     Args:
         model: the whole model.
         make: captures a model.
-        pins: names or patterns of tensors whose layout is decided; they must not tell blocks apart.
+        pins: names or patterns of tensors and modules whose layout is decided; they must not tell blocks apart.
         say: is told what is captured, and why.
     """
     short = shorten(model, SHORT)
@@ -58,12 +58,12 @@ def abridge(
 def _told_apart(model: nn.Module, path: str, pins: Iterable[str]) -> str:
     """A pin that holds for some blocks only."""
     alike: dict[str, list[str]] = defaultdict(list)
-    for name, _ in model.named_parameters():
+    for name in (name for named in (model.named_parameters(), model.named_modules()) for name, _ in named):
         if name.startswith(f"{path}."):
             alike[name.removeprefix(f"{path}.").partition(".")[2]].append(name)
     for pattern in pins:
         for names in alike.values():
-            if len({fnmatchcase(name, pattern) for name in names}) > 1:
+            if len({fnmatchcase(name, pattern.partition(":")[0]) for name in names}) > 1:
                 return f"the pin {pattern!r} holds for some blocks only"
     return ""
 

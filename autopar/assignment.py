@@ -34,6 +34,7 @@ class Assignment:
         outputs: layout in which each value is made.
         inputs: layouts in which each operator takes its tensor arguments.
         relays: layout that a value is brought to first, for all its users.
+        held: values that nobody takes but in that layout, or from it.
         strategies: names of the strategies of each operator, axis by axis.
         finals: layout that each output of the program must have, in order.
         again: what the backward pass computes or moves again.
@@ -49,6 +50,7 @@ class Assignment:
     again: Again = NOTHING
     steady: Steady = NEVER
     away: Away = HERE
+    held: frozenset[Value] = frozenset()
 
 
 def assign(program: Program, dims: Dims, plan: Plan, classes: Quotient) -> Assignment:
@@ -73,20 +75,20 @@ def assign(program: Program, dims: Dims, plan: Plan, classes: Quotient) -> Assig
             names = plan.choices.get(f"{classes.key[node]} @{node.name}", plan.choices.get(classes.key[node]))
             chosen[node], inputs[node], made = _operator(node, dims, plan, names)
             outputs.update({(node, i): layout for i, layout in enumerate(made)})
-    relays = {}
+    relays, held, pinned = {}, set[Value](), frozenset(plan.held)
     for value in outputs:
         node, index = value
-        shared = plan.relays.get(f"{classes.key[node]} {index}")
-        layout = plan.relays.get(f"{classes.key[node]} @{node.name} {index}", shared)
-        if layout is not None:
-            relays[value] = layout
+        for name in (f"{classes.key[node]} @{node.name} {index}", f"{classes.key[node]} {index}"):
+            if name in plan.relays and value not in relays:
+                relays[value] = plan.relays[name]
+                held.update([value] if name in pinned else [])
     finals = []
     for output in program.outputs:
         table = {"gradient": plan.parameters, "result": plan.results}.get(output.kind, {})
         finals.append(table.get(output.name, whole))
     moves = {value for value, layout in relays.items() if layout != outputs[value]}
     states = _states(program, plan, classes, relays, moves)
-    return Assignment(outputs, inputs, relays, chosen, tuple(finals), *states)
+    return Assignment(outputs, inputs, relays, chosen, tuple(finals), *states, frozenset(held))
 
 
 def _states(
@@ -193,8 +195,15 @@ def uses(program: Program, assignment: Assignment) -> tuple[Uses, Uses, Uses]:
     return before, first, second
 
 
-def value_moves(table: Redistributions, made: Layout, relay: Layout | None, wanted: Sequence[Layout]) -> list[Move]:
-    """Every move of one value, each once, in order: to its relay, and from there to what is wanted."""
+def value_moves(
+    table: Redistributions, made: Layout, relay: Layout | None, wanted: Sequence[Layout], held: bool = False
+) -> list[Move]:
+    """Every move of one value, each once, in order: to its relay, and from there to what is wanted.
+
+    What is wanted as it was made is there, unless the relay is ``held``.
+    """
+    if held and relay is not None and wanted:
+        return [*table.path(made, relay), *value_moves(table, relay, None, wanted)]
     found: dict[Move, None] = {}
     reached = {made}
     start = made if relay is None else relay
@@ -213,16 +222,17 @@ def all_moves(
 ) -> dict[Value, list[tuple[Move, int]]]:
     """Every move of a step and how often it is made, by the value moved, in program order."""
     found: dict[Value, list[tuple[Move, int]]] = defaultdict(list)
-    known: dict[tuple[Redistributions, Layout, Layout | None, tuple[Layout, ...]], list[Move]] = {}
+    known: dict[tuple[Redistributions, Layout, Layout | None, tuple[Layout, ...], bool], list[Move]] = {}
     before, first, second = uses(program, assignment)
     for wanted in (first, second):
         for value, made in assignment.outputs.items():
             early = before.get(value, ()) if wanted is first else ()
             relay, targets = assignment.relays.get(value), (*early, *wanted.get(value, ()))
             if value in dims.types and targets and any(layout != made for layout in (*targets, relay or made)):
-                key = (tables.of(dims.types[value]), made, relay, targets)
+                held = value in assignment.held
+                key = (tables.of(dims.types[value]), made, relay, targets, held)
                 moves = known[key] if key in known else known.setdefault(key, value_moves(*key))
-                once = len(value_moves(*key[:3], early)) if early else 0  # those for users before come first
+                once = len(value_moves(*key[:3], early, held)) if early else 0  # those for users before come first
                 times = program.moves(value[0])
                 found[value] += [(move, 1 if i < once else times) for i, move in enumerate(moves)]
     return {value: moves for value, moves in found.items() if moves}

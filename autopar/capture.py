@@ -12,6 +12,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from autopar import tree
 from autopar._torch_compat import FakeTensorMode, aot_export_joint_with_descriptors
 from autopar.decompose import decompositions
 from autopar.errors import CaptureError
+from autopar.handed import mark_handed
 from autopar.program import Input, Output, Program
 from autopar.regions import Regions, mark
 
@@ -62,6 +64,7 @@ def capture(
     with torch.set_grad_enabled(training), _quiet():
         joint = _trace(harness, fakes)
     program = _describe(joint, harness, _aliases(model), training)
+    mark_handed(program)
     return _check_gradients(program, harness, fakes, mode)
 
 
@@ -292,4 +295,4 @@ def _check_gradients(
             "graph; an autograd function that runs a backward pass of its own does that: torch.utils.checkpoint is "
             "understood, other checkpointing is not"
         )
-    return Program(**{**program.__dict__, "unused": tuple(missing)})
+    return replace(program, unused=tuple(missing))

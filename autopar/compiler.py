@@ -59,7 +59,7 @@ from autopar.search.padding import paddings
 from autopar.search.quotient import Quotient, quotient
 from autopar.search.random_plan import random_plan
 from autopar.search.recipes import roles_of
-from autopar.search.restrict import Restrictions, complete, read_pins
+from autopar.search.restrict import Restrictions, complete, pin_modules, read_pins
 from autopar.search.roles import DATA, Roles, by_roles
 
 Pass = Callable[[Program, Plan], Program]
@@ -332,13 +332,14 @@ def _solve(
     held: Peak | None,
 ) -> Plan:
     """The best plan, or a random one, of a program whose dims are decided."""
+    classes = quotient(program, dims, tie=search.tie_layers or search.recipe == "random")
+    limits = pin_modules(program, dims, classes, search.layouts, axes, limits)
     if search.recipe == "random":
         fixed = {key: complete(key[1], layout) for key, layout in limits.layouts.items()}
         again = search.again == "search"
         away = search.offload and machine.device.host_bandwidth > 0
         drawn = random_plan(program, dims, axes, machine, search.seed, fixed, optimizer, again, search.regions, away)
         return predict(program, dims, drawn)
-    classes = quotient(program, dims, tie=search.tie_layers)
     plan = find_plan(
         program,
         dims,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from autopar.cluster import Link
 from autopar.collective import Collective
@@ -53,15 +54,20 @@ def step_seconds(stages: Sequence[Taken], order: Order) -> float:
     return simulate(step_tasks(stages, order)).step_seconds
 
 
-def step_tasks(stages: Sequence[Taken], order: Order, saved: float = 0.0) -> list[Task]:
-    """The tasks of such a step; ``saved`` is what a microbatch leaves on a stage, as in `autopar.simulate.pipeline`."""
+def step_tasks(
+    stages: Sequence[Taken], order: Order, saved: ArrayLike = 0.0, saved_for_weight: ArrayLike | None = None
+) -> list[Task]:
+    """The tasks of such a step; what a microbatch leaves on a stage is as in `autopar.simulate.pipeline`."""
     devices = device_of(order)
     split = any(a.kind == INPUT for row in order for a in row)
     forward, backward = (np.array([getattr(s, name) for s in stages]) for name in ("forward", "backward"))
     for_input = np.array([s.for_input for s in stages]) if split else backward
     ends = [np.bincount(devices, [getattr(s, name) for s in stages], len(order)) for name in ("before", "behind")]
     hops = [s.hop for s in stages[:-1]]
-    return pipeline(order, forward, for_input, backward - for_input, hops, saved=saved, before=ends[0], after=ends[1])
+    return pipeline(
+        order, forward, for_input, backward - for_input, hops, saved=saved, saved_for_weight=saved_for_weight,
+        before=ends[0], after=ends[1],
+    )  # fmt: skip
 
 
 def plan_tasks(local: Program, plan: Plan) -> list[Task]:
@@ -71,12 +77,16 @@ def plan_tasks(local: Program, plan: Plan) -> list[Task]:
         local: the program that was rewritten under the plan.
         plan: the plan.
     """
+    order = order_of(plan)
+    return step_tasks(taken_of(local, plan), order, saved=len(order) / len(plan.stages))
+
+
+def taken_of(local: Program, plan: Plan) -> list[Taken]:
+    """What each stage of a plan takes; the arguments are those of `plan_tasks`."""
     assert plan.pipeline is not None
     link = dict(zip(plan.axis_names, plan.cluster.link_for(dict(plan.axes)), strict=True))[plan.pipeline.axis]
-    order = order_of(plan)
-    split = any(a.kind == INPUT for row in order for a in row)
-    taken = taken_by(Cutting(local, len(plan.stages)), plan.inner, link, split)
-    return step_tasks(taken, order, saved=len(order) / len(plan.stages))
+    split = any(a.kind == INPUT for row in order_of(plan) for a in row)
+    return taken_by(Cutting(local, len(plan.stages)), plan.inner, link, split)
 
 
 def most_sent(stages: Sequence[Taken], devices: Sequence[int]) -> float:

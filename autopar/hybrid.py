@@ -1,8 +1,8 @@
 """`predict_hybrid`: a hand-made plan of data, tensor and pipeline ranks, costed and simulated before it can be run.
 
-Of the model, one microbatch is captured and laid out over the tensor axis by the recipe ``megatron``. Its parts become
-the stages of a pipeline (`autopar.training`), whose schedule the event simulator runs. Data ranks sum gradients once a
-step, after the last microbatch.
+Of the model, one microbatch is captured and laid out over the tensor axis by a recipe, ``megatron`` by default. Its
+parts become the stages of a pipeline (`autopar.training`), whose schedule the event simulator runs. Data ranks sum
+gradients once a step, after the last microbatch.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from autopar.training import MASTER, Training, run_parts, simulated, stage_parts
 logger = logging.getLogger("autopar")
 
 STAGE_NAMES = ("stage", "pp", "pipeline")
+
+RECIPES = ("megatron", "megatron-sequence")
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ def predict_hybrid(
     schedule: str = "1f1b",
     recompute: str = "none",
     virtual: int = 1,
+    recipe: str = "megatron",
     memory: str | float | None = None,
     loss_fn: LossFunction | None = None,
     optimizer: str = "adamw",
@@ -96,6 +99,7 @@ def predict_hybrid(
         schedule: one of `autopar.simulate.SCHEDULES`.
         recompute: ``"none"``, ``"selective"`` or ``"full"``, see `autopar.training.Training`.
         virtual: runs of blocks on each stage, for ``schedule="interleaved"``.
+        recipe: of the tensor axis, one of `RECIPES`.
         memory: budget per device; default: the device's memory less a tenth.
         loss_fn: ``loss_fn(output, batch)`` for a model that does not return its loss.
         optimizer: whose state is kept and updated.
@@ -124,7 +128,7 @@ def predict_hybrid(
         training = replace(training, layers=None)
         program = program_of(model, own, loss_fn=loss_fn, precision=precision)
     dims = analyze(program)
-    search = Search(recipe="megatron" if sizes["tensor"] > 1 else None, padding=False, time_limit=time_limit)
+    search = Search(recipe=recipe if sizes["tensor"] > 1 else None, padding=False, time_limit=time_limit)
     tensor = {"tensor": sizes["tensor"]}
     plan = solve(program, tensor, machine_cluster, optimizer=optimizer, search=search, progress=progress)
     parts = step_of(program, dims, plan)

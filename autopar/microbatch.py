@@ -26,7 +26,8 @@ TIME = "time"
 """Name of the axis along which microbatches follow one another."""
 
 _NOTES = (
-    "types", "layouts", "relays", "strategy", "operator", "input_layouts", "input_types", "collective", "internal",
+    "types", "layouts", "relays", "held", "strategy", "operator", "input_layouts", "input_types", "collective",
+    "internal",
 )  # fmt: skip
 """What the passes along the axis have written; it holds no longer."""
 

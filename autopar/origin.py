@@ -19,6 +19,13 @@ def module_path(node: fx.Node) -> str:
     return found
 
 
+def module_calls(node: fx.Node) -> tuple[tuple[str, str], ...]:
+    """Every module that the node comes from, the outermost first: its qualified name, and what its calls differ in."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    named = ((str(entry[0]), str(call)) for call, entry in stack.items())
+    return tuple((name.removeprefix("model."), call) for name, call in named if name.startswith("model."))
+
+
 def is_backward(node: fx.Node) -> bool:
     """Whether the node belongs to the backward pass."""
     return node.meta.get("partitioner_tag") == "is_backward"

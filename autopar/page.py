@@ -17,6 +17,7 @@ from torch import nn
 from autopar.capture import Batch, LossFunction
 from autopar.compiler import program_of, rewrite
 from autopar.cost.memory import format_bytes
+from autopar.page_stages import PipelineStep, device_rows, kinds_of, lanes, pipeline_says, pipeline_step, stage_rows
 from autopar.plan import Plan
 from autopar.precision import Precision
 from autopar.report.comparison import Comparison, comparison_list
@@ -55,13 +56,19 @@ def report_page(
         tick: told of the searches, see `autopar.whatif.what_if`.
     """
     program = program_of(model, batch, loss_fn=loss_fn, precision=precision)
-    timeline = simulate(emitted(rewrite(program, plan), plan))
+    local = rewrite(program, plan)
+    step = simulate(emitted(local, plan)) if plan.pipeline is None else pipeline_step(local, plan)
     cases = what_if(model, batch, plan, budget=budget, loss_fn=loss_fn, precision=precision, search=search, tick=tick)
-    return plan_page(type(model).__name__, plan, recipes, timeline, cases, budget)
+    return plan_page(type(model).__name__, plan, recipes, step, cases, budget)
 
 
 def plan_page(
-    name: str, plan: Plan, recipes: Sequence[Comparison], timeline: Timeline, cases: Sequence[Case], budget: float
+    name: str,
+    plan: Plan,
+    recipes: Sequence[Comparison],
+    step: Timeline | PipelineStep,
+    cases: Sequence[Case],
+    budget: float,
 ) -> str:
     """The page as HTML.
 
@@ -69,11 +76,11 @@ def plan_page(
         name: of the model.
         plan: what the page is of.
         recipes: what it is compared with.
-        timeline: its simulated step on one device, of `autopar.simulate.emitted.emitted`.
+        step: its simulated step: on one device, of `autopar.simulate.emitted.emitted`, or that of its stages.
         cases: of `autopar.whatif.what_if`.
         budget: bytes a device that it was planned for.
     """
-    data = page_data(name, plan, recipes, timeline, cases, budget)
+    data = page_data(name, plan, recipes, step, cases, budget)
     # What could end the script element is written as an escape of JSON's.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     page = resources.files("autopar").joinpath("page.html").read_text(encoding="utf-8")
@@ -81,16 +88,26 @@ def plan_page(
 
 
 def page_data(
-    name: str, plan: Plan, recipes: Sequence[Comparison], timeline: Timeline, cases: Sequence[Case], budget: float
+    name: str,
+    plan: Plan,
+    recipes: Sequence[Comparison],
+    step: Timeline | PipelineStep,
+    cases: Sequence[Case],
+    budget: float,
 ) -> dict[str, Any]:
     """What the page shows, as plain data: simulated times in microseconds, everything else in seconds and bytes."""
     held = memory_of(plan)
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.axes)
-    peak = sum(timeline.peak_memory(0).values())
+    staged = isinstance(step, PipelineStep)
+    timeline = step.timeline if isinstance(step, PipelineStep) else step
+    peaks = step.peaks if isinstance(step, PipelineStep) else [step.peak_memory(0)]
+    peak = max(sum(held.values()) for held in peaks)
+    parts = f"{plan.microbatches} microbatches" + (f", {len(plan.stages)} stages" if staged else "")
     facts = [
         ("devices", f"{math.prod(plan.axis_sizes)}: {mesh}"),
         ("step, nothing overlapped", format_seconds(plan.predicted.step_seconds)),
         ("step, simulated, without the optimizer's", format_seconds(timeline.step_seconds)),
+        *([("step in", parts)] if plan.microbatches > 1 or staged else []),
         ("parameters, gradients, optimizer", f"{format_bytes(held)} of {format_bytes(budget)}"),
         ("most that is held, simulated", format_bytes(peak)),
         ("gap to the lower bound", format_share(plan.certificate.gap)),
@@ -100,6 +117,9 @@ def page_data(
         "space": f"Best of: {plan.certificate.space}.",
         "facts": facts,
         "recipes": _recipes(plan, recipes),
+        "told": "Seconds, bytes sent and parameters are of one device and step"
+        + (", if the devices of a stage had the whole model" if staged else "")
+        + "; of repeated modules, of all of them. A name in braces is the axis that splits a dim.",
         "modules": [
             {
                 "path": row.path,
@@ -121,8 +141,10 @@ def page_data(
             }
             for (axis, size), link in zip(plan.axes, plan.cluster.link_for(dict(plan.axes)), strict=True)
         ],
-        "timeline": _timeline(timeline),
-        "memory": _memory(timeline, budget),
+        "timeline": _pipeline(step, plan) if isinstance(step, PipelineStep) else _timeline(step),
+        "memory": _memory_of_stages(step, budget) if isinstance(step, PipelineStep) else _memory(step, budget),
+        "stages": stage_rows(step, plan) if isinstance(step, PipelineStep) else [],
+        "pipeline": device_rows(step) if isinstance(step, PipelineStep) else [],
         "whatif": [
             {
                 "devices": case.devices,
@@ -130,6 +152,7 @@ def page_data(
                 "samples": case.samples,
                 "seconds": case.step_seconds,
                 "memory": case.memory_bytes,
+                "way": case.way,
                 "reason": case.reason,
                 "chosen": case.given,
             }
@@ -160,7 +183,7 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
             f"communicates {format_seconds(exposed)} while nothing is computed. All devices do the same."
         ),
         "streams": streams,
-        "busy": [sum(task.seconds for _, task in chosen if task.stream == s) for s in streams],
+        "kinds": {s: sum(task.seconds for _, task in chosen if task.stream == s) for s in streams},
         "names": list(names),
         "tasks": [
             [
@@ -168,9 +191,51 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
                 streams.index(task.stream),
                 round(float(timeline.start[i]) * MICROSECONDS, 3),
                 round(float(timeline.end[i] - timeline.start[i]) * MICROSECONDS, 3),
+                streams.index(task.stream),
             ]
             for i, task in chosen
         ],
+    }
+
+
+def _pipeline(step: PipelineStep, plan: Plan) -> dict[str, Any]:
+    """The same of a pipeline: lanes are devices, colors what is done for a microbatch."""
+    line = step.timeline
+    streams, chosen = lanes(step)
+    names = {name: i for i, name in enumerate(dict.fromkeys(line.tasks[i].name for i, _, _ in chosen))}
+    return {
+        "says": pipeline_says(step, plan),
+        "streams": streams,
+        "kinds": dict(kinds_of(step)),
+        "names": list(names),
+        "tasks": [
+            [
+                names[line.tasks[i].name],
+                lane,
+                round(float(line.start[i]) * MICROSECONDS, 3),
+                round(float(line.end[i] - line.start[i]) * MICROSECONDS, 3),
+                kind,
+            ]
+            for i, lane, kind in chosen
+        ],
+    }
+
+
+def _memory_of_stages(step: PipelineStep, budget: float) -> dict[str, Any]:
+    """Bytes over time on the device that holds the most; what is not activations as it is at its peak."""
+    device, end = step.fullest, step.timeline.step_seconds
+    times, by_category = step.timeline.memory(device)
+    peak = step.peaks[device]
+    activations = [0.0, *by_category.get("activations", [])]
+    shown = {name: [size] * (len(activations) + 1) for name, size in peak.items() if size and name != "activations"}
+    shown["activations"] = [*activations, activations[-1]]
+    ordered = sorted(shown.items(), key=lambda item: -max(item[1]))
+    return {
+        "says": f"On device {device} of the pipeline, which holds the most, simulated. What is made and given back "
+        "within a task (transient) is shown as at its peak.",
+        "times": [round(t * MICROSECONDS, 3) for t in (0.0, *map(float, times), end)],
+        "categories": {name: [round(size) for size in sizes] for name, sizes in ordered},
+        "budget": budget,
     }
 
 
@@ -179,6 +244,7 @@ def _memory(timeline: Timeline, budget: float) -> dict[str, Any]:
     times, by_category = timeline.memory(0)
     shown = sorted((n for n, sizes in by_category.items() if sizes.any()), key=lambda n: -float(by_category[n].max()))
     return {
+        "says": "On one device, simulated.",
         "times": [round(float(t) * MICROSECONDS, 3) for t in times],
         "categories": {name: [round(float(b)) for b in by_category[name]] for name in shown},
         "budget": budget,

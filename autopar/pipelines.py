@@ -19,7 +19,7 @@ from autopar.candidates import candidates
 from autopar.cluster import Cluster
 from autopar.dims import Dims
 from autopar.errors import InfeasibleError
-from autopar.pipeline.asked import Arrangement, arrangements, counts, without_pipeline
+from autopar.pipeline.asked import Arrangement, arrangements, counts, inside_stage
 from autopar.pipeline.schedules import Order, alone, splits
 from autopar.pipelined import INSIDE, Staged, fastest, missing, orders, sends_behind, share_of, staged, suitable
 from autopar.plan import TIME_LIMIT, Certificate, Plan, Scatter
@@ -306,7 +306,7 @@ class _Task:
         peak: Callable[[Program], Peak] | None = None,
         beat: float = math.inf,
     ) -> Plan:
-        search = without_pipeline(self.search)
+        search = inside_stage(self.search, a)
         asked = Inside(a.inside, self._machine(a), a.axis, search, memory, share, peak, beat)
         return self.works.inside(part, asked)
 

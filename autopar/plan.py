@@ -147,6 +147,8 @@ class Plan:
         results: layout of each output tensor, by position.
         choices: strategy of each operator class on each axis.
         relays: layout in which a value is handed to its users, where that is not the one it was made in.
+        held: those of ``relays`` that hold for every user, even one that takes the value as it was made: pinned layouts
+            of what modules hand on.
         optimizer: whose state the memory counts.
         fingerprint: of the captured graph.
         torch: version of torch that captured it.
@@ -186,6 +188,7 @@ class Plan:
     microbatches: int = 1
     pipeline: Pipeline | None = None
     scatter: Scatter | None = None
+    held: tuple[str, ...] = ()
 
     @property
     def inner(self) -> Plan:
@@ -234,6 +237,7 @@ class Plan:
         data["stages"] = [list(s.modules) for s in self.stages]
         data["pipeline"] = None if self.pipeline is None else asdict(self.pipeline)
         data["scatter"] = None if self.scatter is None else asdict(self.scatter)
+        data["held"] = list(self.held)
         data["padding"] = {name: list(shape) for name, shape in self.padding.items()}
         for name in ("recompute", "offload"):
             data[name] = {key: [list(r) for r in ranges] for key, ranges in getattr(self, name).items()}
@@ -328,6 +332,7 @@ def _parse(data: dict[str, Any]) -> Plan:
         pipeline=None if data.get("pipeline") is None else Pipeline(**data["pipeline"]),
         scatter=_scatter(data.get("scatter")),
         padding={str(name): tuple(map(int, shape)) for name, shape in data.get("padding", {}).items()},
+        held=tuple(str(name) for name in data.get("held", ())),
         recompute=_ranges(data.get("recompute", {})),
         offload=_ranges(data.get("offload", {})),
     )

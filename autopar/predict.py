@@ -225,7 +225,8 @@ def _rows(program: Program, dims: Dims, plan: Plan, assignment: Assignment, acco
         path, type_or_none = joined(module_path(node)), dims.types.get((node, 0))
         instances[path].add(module_path(node))
         if type_or_none is not None and node.meta.get("partitioner_tag") != "is_backward":
-            final[path] = type_or_none, assignment.outputs[node, 0]
+            shown = assignment.relays if (node, 0) in assignment.held else assignment.outputs
+            final[path] = type_or_none, shown[node, 0]
     last = {path: describe(type_, layout, plan.axis_names) for path, (type_, layout) in final.items()}
     seconds: dict[str, float] = defaultdict(float)
     sent: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -89,18 +90,20 @@ class Repeat:
         return three + (self.blocks - SHORT) * (three - two)
 
     def names(self, name: str) -> tuple[str, ...]:
-        """The model's tensors that a tensor of the program stands for: those of the middle block for all between."""
-        prefix, _, rest = name.removeprefix(f"{self.path}.").partition(".")
-        numbers = {"0": (0,), "1": range(1, self.blocks - 1), "2": (self.blocks - 1,)}.get(prefix, ())
-        if not name.startswith(f"{self.path}.") or not numbers:
-            return (name,)
-        return tuple(f"{self.path}.{i}.{rest}" for i in numbers)
+        """The model's tensors (or modules) that one of the program stands for: the middle block's for all between."""
+        number, rest = self._place(name)
+        numbers = {0: (0,), 1: range(1, self.blocks - 1), 2: (self.blocks - 1,)}.get(number, ())
+        return tuple(f"{self.path}.{i}{rest}" for i in numbers) or (name,)
 
     def alike(self, name: str) -> tuple[str, ...]:
-        """The program's tensors that stand for the one of this name and those of the other blocks like it."""
-        number, _, rest = name.removeprefix(f"{self.path}.").partition(".")
-        inside = name.startswith(f"{self.path}.") and number.isdigit() and int(number) < self.blocks
-        return tuple(f"{self.path}.{i}.{rest}" for i in range(SHORT)) if inside else (name,)
+        """The program's tensors (or modules) that stand for the one of this name and those of the blocks like its."""
+        number, rest = self._place(name)
+        return tuple(f"{self.path}.{i}{rest}" for i in range(SHORT)) if 0 <= number < self.blocks else (name,)
+
+    def _place(self, name: str) -> tuple[int, str]:
+        """The block of a name, -1 for none, and what follows."""
+        found = re.fullmatch(rf"{re.escape(self.path)}\.(\d+)([.:].*)?", name)
+        return (int(found[1]), found[2] or "") if found else (-1, "")
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autopar.assignment import assign
 from autopar.comparison import reason_of
 from autopar.compiler import solve
+from autopar.dims import analyze
 from autopar.errors import InfeasibleError
+from autopar.handed import handed_on
 from autopar.layout import Layout, Split
+from autopar.passes.pad_dims import pad
 from autopar.plan import Plan
-from autopar.program import Program
+from autopar.program import Program, values_of
 from autopar.search.find import Progress, Search
+from autopar.search.quotient import quotient
 from autopar.search.restrict import read_placement
 
 
@@ -47,7 +52,8 @@ def ask(
     Args:
         program: canonical program that the plan is of.
         found: the plan.
-        name: a parameter, ``batch.N`` or ``result.N``; layers that are laid out alike follow.
+        name: a parameter, ``batch.N``, ``result.N`` or a module, for what it hands on; layers that are laid out alike
+            follow.
         wanted: placement of it by axis; axes that are not named are searched.
         memory: budget per device.
         search: how the plan was searched.
@@ -83,16 +89,19 @@ def ask(
 
 
 def tensor_of(program: Program, name: str) -> tuple[str, int]:
-    """A parameter's own name (not an alias), ``batch.N`` or ``result.N``, and its number of dims.
+    """A parameter's own name (not an alias), ``batch.N``, ``result.N`` or a module, and its number of dims.
 
     Raises:
         ValueError: there is no such tensor; names some that there are.
     """
     own = program.aliases.get(name, name)
-    known = _tensors(program)
+    known = {**_modules(program), **_tensors(program)}
     if own not in known:
         close = difflib.get_close_matches(own, known, n=3) or list(known)[:3]
-        raise ValueError(f"no parameter, batch.N or result.N is called {name!r}; there are {', '.join(close)}, ...")
+        raise ValueError(
+            f"no parameter, batch.N, result.N or module that hands on one tensor is called {name!r}; there are "
+            f"{', '.join(close)}, ..."
+        )
     return own, known[own]
 
 
@@ -113,6 +122,34 @@ def _tensors(program: Program) -> dict[str, int]:
         if output.kind == "result" and value is not None:
             known[f"result.{output.name}"] = value.meta["val"].ndim
     return known
+
+
+def _modules(program: Program) -> dict[str, int]:
+    """Dims of what modules hand on; of several tensors each has its number behind the name."""
+    known = {}
+    for name, rows in handed_on(program).items():
+        (node, index), mark = rows[0]
+        value = values_of(node)[index]
+        assert value is not None
+        names = program.repeat.names(name) if program.repeat else (name,)
+        known.update(dict.fromkeys(names, value.ndim if mark.shape is None else len(mark.shape)))
+    return known
+
+
+def handed_layout(part: Program, plan: Plan, name: str) -> Layout:
+    """In which a plan hands on what a module makes, as it lies in the graph.
+
+    Args:
+        part: the program that the plan is of; of one microbatch.
+        plan: of it.
+        name: see `tensor_of`.
+    """
+    padded = pad(part, plan.padding)
+    dims = analyze(padded)
+    assignment = assign(padded, dims, plan, quotient(padded, dims))
+    own = padded.repeat.alike(name)[0] if padded.repeat else name
+    value = min(handed_on(padded)[own], key=lambda row: row[1].shape is not None)[0]
+    return assignment.relays.get(value, assignment.outputs[value])
 
 
 def layout_in(plan: Plan, name: str) -> Layout:

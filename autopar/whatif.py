@@ -14,9 +14,10 @@ from autopar.capture import Batch, LossFunction
 from autopar.comparison import SECONDS, reason_of
 from autopar.compiler import program_to_plan, solve
 from autopar.errors import AutoparError, InfeasibleError
+from autopar.pipeline.table import as_text, is_table
 from autopar.plan import Plan
 from autopar.precision import Precision
-from autopar.search.find import Search
+from autopar.search.find import MICROBATCHES, SCHEDULE, Search
 
 FACTORS = (0.5, 1.0, 2.0)
 """Of devices (along the outermost axis), of the budget and of the batch."""
@@ -31,7 +32,8 @@ class Case:
         budget: bytes a device.
         samples: of the batch.
         step_seconds: predicted; None where there is no plan.
-        memory_bytes: of a device; None where there is no plan.
+        memory_bytes: that a device needs; None where there is no plan.
+        way: in how many microbatches and stages, for people; empty: the whole batch at once.
         reason: why there is no plan.
         given: it is what the plan is for.
     """
@@ -41,6 +43,7 @@ class Case:
     samples: int
     step_seconds: float | None = None
     memory_bytes: float | None = None
+    way: str = ""
     reason: str = ""
     given: bool = False
 
@@ -59,8 +62,9 @@ def what_if(
     """Plan for half, the same and twice as many devices, bytes and samples, in every combination.
 
     The outermost axis has half (where that is whole) or twice as many devices. The batch is scaled along the first dim
-    of its tensors, if that is the same of all. A budget that the plan of a larger one fits into has that plan, and one
-    below a budget that nothing fits into has none: neither is searched.
+    of its tensors, if that is the same of all. How many microbatches there are is searched as for the plan; where they
+    are pinned, that is for the plan's own batch. A budget that the plan of a larger one fits into has that plan, and
+    one below a budget that nothing fits into has none: neither is searched.
 
     Args:
         model: as it was planned.
@@ -74,6 +78,7 @@ def what_if(
     """
     search = search or Search()
     search = replace(search, time_limit=min(search.time_limit, SECONDS), check=False)
+    loose = without_count(search)
     cluster, batches = found.cluster, _batches(batch)
     meshes = _meshes(found.axes)
     budgets = sorted((budget * factor for factor in FACTORS), reverse=True)
@@ -99,21 +104,39 @@ def what_if(
                         fits = found
                     elif failed is not None:  # in less memory it is no better
                         raise InfeasibleError(str(failed), needed=failed.needed, budget=size)
-                    elif fits is None or memory_of(fits) > size:
-                        fits = solve(program, axes, cluster, memory=size, optimizer=found.optimizer, search=search)
+                    elif fits is None or needed_by(fits) > size:
+                        own_search = search if own is batch else loose
+                        fits = solve(program, axes, cluster, memory=size, optimizer=found.optimizer, search=own_search)
                 except (InfeasibleError, ValueError) as e:
                     failed = e if isinstance(e, InfeasibleError) and e.needed is not None else failed
                     cases.append(replace(case, reason=reason_of(e)))
                 else:
-                    seconds, held = fits.predicted.step_seconds, memory_of(fits)
-                    cases.append(replace(case, step_seconds=seconds, memory_bytes=held))
+                    seconds, held = fits.predicted.step_seconds, needed_by(fits)
+                    cases.append(replace(case, step_seconds=seconds, memory_bytes=held, way=way_of(fits)))
                 tick(len(cases), total, f"{case.devices} devices, {samples} samples")
     return cases
 
 
 def memory_of(plan: Plan) -> float:
-    """Bytes of a device, all categories."""
+    """Bytes of a device between steps, all categories."""
     return sum(plan.predicted.memory_bytes.values())
+
+
+def needed_by(plan: Plan) -> float:
+    """Bytes of a device at its peak, which is what a budget is for; between steps where that was not asked for."""
+    return sum(plan.predicted.peak_bytes.values()) or memory_of(plan)
+
+
+def way_of(plan: Plan) -> str:
+    """In how many microbatches and stages a plan works, for people."""
+    parts = [f"{plan.microbatches} microbatches"] * (plan.microbatches > 1)
+    return ", ".join([*parts, *[f"{len(plan.stages)} stages"] * (plan.pipeline is not None)])
+
+
+def without_count(search: Search) -> Search:
+    """The search without a pinned number of microbatches, unless a schedule by hand is for just that number."""
+    by_hand = SCHEDULE in search.pins and is_table(as_text(search.pins[SCHEDULE]))
+    return search if by_hand else replace(search, pins={k: v for k, v in search.pins.items() if k != MICROBATCHES})
 
 
 def _meshes(axes: Sequence[tuple[str, int]]) -> list[dict[str, int]]:

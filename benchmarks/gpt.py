@@ -10,25 +10,33 @@ DROPOUT = 0.1
 
 
 class Block(nn.Module):
-    """A transformer layer: heads of one fused projection, tanh-gelu between two linears."""
+    """A transformer layer: heads of one fused projection, tanh-gelu between two linears.
 
-    def __init__(self, hidden: int, heads: int, dtype: torch.dtype, device: str) -> None:
+    If it is ``fused``, what Megatron's own kernels do in one pass with other operators is left out, so that it costs
+    nothing: scale and mask before the softmax, a bias before gelu, bias and dropout before the residual sum.
+    """
+
+    def __init__(self, hidden: int, heads: int, dtype: torch.dtype, device: str, fused: bool = False) -> None:
         """Weights of ``dtype`` on ``device``."""
         super().__init__()
         own = {"dtype": dtype, "device": device}
-        self.heads = heads
+        self.heads, self.fused, bias = heads, fused, not fused
         self.norm1 = nn.LayerNorm(hidden, **own)
         self.qkv = nn.Linear(hidden, 3 * hidden, **own)
-        self.proj = nn.Linear(hidden, hidden, **own)
+        self.proj = nn.Linear(hidden, hidden, bias, **own)
         self.norm2 = nn.LayerNorm(hidden, **own)
-        self.up = nn.Linear(hidden, 4 * hidden, **own)
-        self.down = nn.Linear(4 * hidden, hidden, **own)
+        self.up = nn.Linear(hidden, 4 * hidden, bias, **own)
+        self.down = nn.Linear(4 * hidden, hidden, bias, **own)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[batch, sequence, hidden]`` to the same."""
-        x = x + F.dropout(self.proj(self.attend(self.qkv(self.norm1(x)))), DROPOUT)
+        x = x + self.drop(self.proj(self.attend(self.qkv(self.norm1(x)))))
         y = F.gelu(self.up(self.norm2(x)), approximate="tanh")
-        return x + F.dropout(self.down(y), DROPOUT)
+        return x + self.drop(self.down(y))
+
+    def drop(self, x: Tensor) -> Tensor:
+        """Dropout before a residual sum."""
+        return x if self.fused else F.dropout(x, DROPOUT)
 
     def attend(self, qkv: Tensor) -> Tensor:
         """Causal attention; the three parts of each head, one head after the other, are the last dim."""
@@ -36,9 +44,11 @@ class Block(nn.Module):
         size = width // 3 // self.heads
         parts = qkv.view(batch, sequence, self.heads, 3, size).unbind(3)
         query, key, value = (part.transpose(1, 2) for part in parts)
-        scores = query @ key.transpose(2, 3) * size**-0.5
-        future = torch.ones(sequence, sequence, dtype=torch.bool, device=qkv.device).triu(1)
-        shares = F.dropout(scores.masked_fill(future, -1e4).softmax(-1), DROPOUT)
+        scores = query @ key.transpose(2, 3)
+        if not self.fused:
+            future = torch.ones(sequence, sequence, dtype=torch.bool, device=qkv.device).triu(1)
+            scores = (scores * size**-0.5).masked_fill(future, -1e4)
+        shares = F.dropout(scores.softmax(-1), DROPOUT)
         return (shares @ value).transpose(1, 2).reshape(batch, sequence, width // 3)
 
 
@@ -55,13 +65,14 @@ class GPT(nn.Module):
         *,
         dtype: torch.dtype = torch.float16,
         device: str = "meta",
+        fused: bool = False,
     ) -> None:
         """A model without values by default: planning needs none."""
         super().__init__()
         own = {"dtype": dtype, "device": device}
         self.words = nn.Embedding(vocabulary, hidden, **own)
         self.positions = nn.Embedding(sequence, hidden, **own)
-        self.layers = nn.ModuleList(Block(hidden, heads, dtype, device) for _ in range(layers))
+        self.layers = nn.ModuleList(Block(hidden, heads, dtype, device, fused) for _ in range(layers))
         self.norm = nn.LayerNorm(hidden, **own)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:

@@ -19,9 +19,10 @@ from autopar.search.quotient import quotient
 
 
 def annotate_layouts(program: Program, plan: Plan) -> Program:
-    """Write ``types``, ``layouts``, ``input_layouts``, ``relays``, ``strategy`` and ``operator`` into ``meta``.
+    """Write what the plan says of each node into its ``meta``.
 
-    The output node has ``input_layouts`` and ``input_types``; the graph has ``again``, for `insert_recompute`. What all
+    That is ``types``, ``layouts``, ``input_layouts``, ``relays``, ``held``, ``strategy`` and ``operator``. The output
+    node has ``input_layouts`` and ``input_types``; the graph has ``again``, for `insert_recompute`. What all
     microbatches share is ``steady``, and the outputs of a node that are moved for all of them are ``steady_relays``. A
     value is ``away`` that lies on the host until the backward pass takes it, and ``away_moved`` if its moved form does;
     parameters whose optimizer state does are the graph's ``states_away``.
@@ -41,6 +42,7 @@ def annotate_layouts(program: Program, plan: Plan) -> Program:
         node.meta["relays"] = {
             i: assignment.relays[node, i] for i in range(len(outputs)) if (node, i) in assignment.relays
         }
+        node.meta["held"] = frozenset(i for i in range(len(outputs)) if (node, i) in assignment.held)
         if is_operator(node):
             node.meta["operator"] = dims.operators[node]
             node.meta["strategy"] = assignment.strategies[node]

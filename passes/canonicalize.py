@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from autopar.handed import mark_viewed, pass_on
 from autopar.program import Program, copy_graph, is_operator, static_arguments, tensor_arguments
 
 aten = torch.ops.aten
@@ -65,6 +66,7 @@ def canonicalize(program: Program) -> Program:
         if node.op == "call_function":
             _rewrite(graph.graph, node)
     _merge_equal(graph.graph)
+    mark_viewed(graph.graph)
     graph.graph.eliminate_dead_code()
     graph.graph.lint()
     graph.recompile()
@@ -91,6 +93,7 @@ def _become(node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 def _forward(node: fx.Node, value: Any) -> bool:
     """All users of ``node`` use ``value`` instead."""
+    pass_on(node, value)
     node.replace_all_uses_with(value)
     node.graph.erase_node(node)
     return True
@@ -313,6 +316,7 @@ def _merge_equal(graph: fx.Graph) -> None:
             continue
         first = seen.setdefault((node.target, arguments, static_arguments(node)), node)
         if first is not node:
+            pass_on(node, first)
             node.replace_all_uses_with(first)
             graph.erase_node(node)
 

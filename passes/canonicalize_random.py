@@ -25,6 +25,7 @@ import torch
 from torch import fx
 
 from autopar.errors import CaptureError
+from autopar.handed import MARKS, pass_on
 from autopar.origin import user_line
 from autopar.program import Program, copy_graph
 
@@ -117,12 +118,13 @@ def _draw(
 def _call(graph: fx.Graph, source: fx.Node, value: torch.Tensor, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """A node in place of ``source``, with its origin; ``value`` is a fake tensor like its output."""
     node = graph.call_function(target, args, kwargs)
-    node.meta = dict(source.meta)
+    node.meta = {k: v for k, v in source.meta.items() if k != MARKS}
     node.meta["val"] = value
     return node
 
 
 def _replace(node: fx.Node, value: fx.Node) -> None:
+    pass_on(node, value)
     node.replace_all_uses_with(value)
     node.graph.erase_node(node)
 

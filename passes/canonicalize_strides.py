@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from autopar.errors import CaptureError
+from autopar.handed import MARKS, pass_on
 from autopar.origin import inherit_origin, user_line
 from autopar.program import Program, copy_graph, is_operator
 
@@ -65,7 +66,8 @@ class _Rewriting:
     def run(self) -> None:
         with self.graph.inserting_before(self.node):
             found = self.as_view() if self.looks_at_all() else self.as_gather()
-        found.meta.update({k: v for k, v in self.node.meta.items() if k != "val"})
+        found.meta.update({k: v for k, v in self.node.meta.items() if k not in ("val", MARKS)})
+        pass_on(self.node, found)
         self.node.replace_all_uses_with(found)
         self.graph.erase_node(self.node)
 

@@ -86,6 +86,9 @@ def _bring(
     source, index = producer(value)
     type_, made = source.meta["types"][index], source.meta["layouts"][index]
     start = source.meta["relays"].get(index, made)
+    if index in source.meta.get("held", ()) and start not in (made, target) and not user.meta.get("as_made"):
+        value = _bring(graph, user, value, start, tables, placed, gradient, steady)
+        return _bring(graph, user, value, target, tables, placed, gradient, steady)
     placed.setdefault((value, made), value)
     table = tables.of(type_)
     for begin, end in ((made, start), (start, target)) if target != made else ():

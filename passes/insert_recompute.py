@@ -106,6 +106,7 @@ class _Copies:
         layout = source.meta["layouts"][index]
         alias.meta.update(
             types=(source.meta["types"][index],), layouts=(layout,), relays={0: source.meta["relays"][index]},
-            input_layouts=(layout,), val=node.meta["val"], internal=False,
+            held=frozenset({0} if index in source.meta["held"] else ()), as_made=True, input_layouts=(layout,),
+            val=node.meta["val"], internal=False,
         )  # fmt: skip
         return alias

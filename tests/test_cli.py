@@ -136,8 +136,23 @@ def test_explain_says_what_a_module_keeps(model: str) -> None:
     facts = json.loads(run("explain", "up", *options, "--json").stdout)
     assert facts["name"] == "up" and "answers" not in facts
     assert {t["state"] for t in facts["tensors"]} <= {"passing", "kept"}
-    wrong = run("explain", "up", *options, "--why-not", "Shard(1)@b")
-    assert wrong.exit_code == 2 and "no parameter, batch.N or result.N is called 'up'" in wrong.stderr
+    wrong = run("explain", "uup", *options, "--why-not", "Shard(1)@b")
+    assert wrong.exit_code == 2 and "or module that hands on one tensor is called 'uup'; there are up" in wrong.stderr
+
+
+def test_layouts_of_modules_are_pinned_and_asked_for(model: str) -> None:
+    """A question about a module is answered by the plan that a pin of it gives."""
+    options = ("--model", f"{model}:make", "--cluster", "cpu", "--axes", "a=2,b=2")
+    asked = json.loads(run("explain", "up", *options, "--why-not", "S(1)@a,R@b", "--json").stdout)
+    pinned = json.loads(run("plan", *options, "--pin", "up=S(1)@a,R@b", "--json").stdout)
+    assert pinned["held"] and all(pinned["relays"][name] == ["S(1.0)", "R"] for name in pinned["held"])
+    seconds = asked["answers"][0]["ratio"] * asked["step_seconds"]
+    assert seconds == pytest.approx(pinned["predicted"]["step_seconds"], rel=1e-3)
+    again = json.loads(run("explain", "up", *options, "--why-not", "R@a", "--pin", "up=S(1)@a", "--json").stdout)
+    assert again["layout"].startswith("S(1.0)@a")
+    for text, message in (("up", "is not NAME=PLACEMENT@AXIS"), ("up=S(1)@c", "names axis 'c'; the mesh has a, b")):
+        wrong = run("plan", *options, "--pin", text)
+        assert wrong.exit_code == 2 and message in wrong.stderr
 
 
 def test_diff_exits_with_1_where_plans_differ(model: str) -> None:
@@ -421,8 +436,8 @@ def test_plan_predicts_stages() -> None:
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        ((), 2, "predicted for --recipe megatron; add it"),
-        (("--axes", "gpu=2", "--schedule", "gpipe"), 2, "predicted for --recipe megatron; add it"),
+        ((), 2, "predicted for --recipe megatron or megatron-sequence; add it"),
+        (("--axes", "gpu=2", "--schedule", "gpipe"), 2, "predicted for --recipe megatron or megatron-sequence; add it"),
         (("--recipe", "megatron", "--roles", "tp=tensor"), 2, "the names of the axes do"),
         (("--recipe", "megatron", "--stage-axis", "pp"), 2, "of a pipeline that runs: add --stages"),
         (("--recipe", "megatron", "--save", "plan.json"), 2, "one with stages is only predicted"),

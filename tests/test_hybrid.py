@@ -64,6 +64,22 @@ def test_recomputation_trades_time_for_memory() -> None:
     assert 0 < scores.memory_bytes["recomputed"] < again.memory_bytes["recomputed"]
 
 
+def test_sequence_parallelism_keeps_less_also_of_one_sample() -> None:
+    """One sample has no factor of rows; its sequence is found all the same."""
+    kept = []
+    for recipe in ("megatron", "megatron-sequence"):
+        model, batch = GPT(HIDDEN, HEADS, 4, SEQUENCE, VOCABULARY), batch_of(4, SEQUENCE)
+        found = predict_hybrid(model, batch, cluster="a100-80gb", axes={"pp": 2, "tp": 2}, microbatch=1, recipe=recipe)
+        kept.append(found.memory_bytes["activations"])
+    assert kept[1] < kept[0]
+
+
+def test_what_fused_kernels_save_is_left_out_of_the_graph() -> None:
+    model = GPT(HIDDEN, HEADS, 4, SEQUENCE, VOCABULARY, fused=True)
+    found = predict_hybrid(model, batch_of(SAMPLES, SEQUENCE), cluster="a100-80gb", axes={"pp": 2}, microbatch=2)
+    assert found.step_seconds < predicted(pp=2).step_seconds
+
+
 def test_interleaved_runs_idle_less_and_hold_more() -> None:
     one, two = predicted(pp=2), predicted(schedule="interleaved", virtual=2, pp=2)
     assert two.bubble < one.bubble

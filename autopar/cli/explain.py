@@ -19,11 +19,13 @@ from autopar.cli.options import (
     Model,
     NoCache,
     Optimizer,
+    Pins,
     Policy,
     Recipe,
     RolesOption,
     clear_errors,
     parse_axes,
+    parse_pins,
     parse_roles,
 )
 from autopar.cli.task import load_task
@@ -35,13 +37,14 @@ def explain_command(
     cluster: Machine,
     axes: Axes,
     why_not: Annotated[
-        str | None, typer.Option(metavar="PLACEMENT@AXIS,...", help="Only this: Shard(1)@gpu, R@node.")
+        str | None, typer.Option(metavar="PLACEMENT@AXIS,...", help="Only this, also of a module: S(1)@gpu.")
     ] = None,
     memory: Memory = None,
     optimizer: Optimizer = "adamw",
     precision: Policy = None,
     recipe: Recipe = None,
     roles: RolesOption = "",
+    pin: Pins = None,
     time_limit: Limit = 60.0,
     no_cache: NoCache = False,
     as_json: Json = False,
@@ -55,7 +58,7 @@ def explain_command(
         from autopar.compiler import default_memory, in_microbatches, program_to_plan, solve
         from autopar.keeping import keeping, named
         from autopar.precision import Precision
-        from autopar.question import alternatives, ask, layout_in, lies, parse_wanted, tensor_of
+        from autopar.question import alternatives, ask, handed_layout, layout_in, lies, parse_wanted, tensor_of
         from autopar.report.keeping import keeping_dict, keeping_table
         from autopar.report.progress import SearchProgress
         from autopar.report.question import answers_dict, answers_table
@@ -63,7 +66,8 @@ def explain_command(
 
         wanted = parse_wanted(why_not, sizes) if why_not else None
         machine = Cluster.resolve(cluster)
-        search = Search(time_limit=time_limit, recipe=recipe, roles=parse_roles(roles), cache=not no_cache)
+        pins = parse_pins(pin, sizes)
+        search = Search(time_limit=time_limit, recipe=recipe, roles=parse_roles(roles), pins=pins, cache=not no_cache)
         budget = default_memory(machine) if memory is None else memory
         with SearchProgress() as progress:
             policy = Precision.resolve(precision)
@@ -76,10 +80,12 @@ def explain_command(
             answers = [
                 ask(program, found, own, other, memory=budget, search=search, progress=progress) for other in others
             ]
-            tensors = keeping(in_microbatches(program, found.microbatches), found, own)
+            part = in_microbatches(program, found.microbatches)
+            tensors = keeping(part, found, own)
         facts, parts = keeping_dict(own, found, tensors), [keeping_table(found, tensors)] if tensors else []
         if asked:
-            layout = " ".join(f"{p}@{axis}" for axis, p in zip(sizes, layout_in(found, own), strict=True))
+            chosen = layout_in(found, own) if lies(program, own) else handed_layout(part, found, own)
+            layout = " ".join(f"{p}@{axis}" for axis, p in zip(sizes, chosen, strict=True))
             facts |= answers_dict(own, layout, found, answers)
             parts.insert(0, answers_table(own, layout, found, answers))
         typer.echo(json.dumps(facts, indent=1) if as_json else "\n\n".join(parts))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,6 +45,10 @@ StageAxis = Annotated[
     str | None, typer.Option(metavar="NAME", help="Axis of the stages; default: the outermost of that size.")
 ]
 Limit = Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of the search.")]
+Pins = Annotated[
+    list[str] | None,
+    typer.Option("--pin", metavar="NAME=PLACEMENT@AXIS,...", help="Layout by hand: '*.mlp=S(0)@node'; repeatable."),
+]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Search anew, and do not keep what is found.")]
 
 
@@ -108,6 +112,32 @@ def pipeline_pins(
         return {"stages": "search", **found}
     numbered = stages.isascii() and stages.isdigit()
     return {"stages": int(stages) if numbered else [name.strip() for name in stages.split(",")], **found}
+
+
+def parse_pins(texts: Sequence[str] | None, axes: Mapping[str, int]) -> dict[str, Any]:
+    """Pins of `autopar.Search` from ``--pin``; axes that are not named are left to the search.
+
+    Raises:
+        ValueError: one is not NAME=PLACEMENT@AXIS,...
+
+    >>> parse_pins(["*.mlp=S(1)@gpu", "batch.0=S(0)@node,R@gpu"], {"node": 2, "gpu": 8})
+    {'*.mlp': {'node': None, 'gpu': 'S(1)'}, 'batch.0': {'node': 'S(0)', 'gpu': 'R'}}
+    """
+    from autopar.question import parse_wanted
+
+    found: dict[str, Any] = {}
+    for text in texts or ():
+        name, equals, wanted = text.partition("=")
+        if not equals:
+            raise ValueError(
+                f"--pin {text!r} is not NAME=PLACEMENT@AXIS,...; write for example *.mlp=S(1)@{[*axes][-1]}"
+            )
+        placements = parse_wanted(wanted, axes)
+        unknown = [axis for axis in placements if axis not in axes]
+        if unknown:
+            raise ValueError(f"--pin {text!r} names axis {unknown[0]!r}; the mesh has {', '.join(axes)}")
+        found[name.strip()] = {axis: placements.get(axis) for axis in axes}
+    return found
 
 
 def parse_roles(text: str) -> dict[str, str]:

@@ -19,6 +19,7 @@ from autopar.cli.options import (
     Model,
     NoCache,
     Optimizer,
+    Pins,
     Policy,
     Recipe,
     RolesOption,
@@ -29,6 +30,7 @@ from autopar.cli.options import (
     check_target,
     clear_errors,
     parse_axes,
+    parse_pins,
     parse_roles,
     pipeline_pins,
 )
@@ -44,6 +46,7 @@ def plan_command(
     precision: Policy = None,
     recipe: Recipe = None,
     roles: RolesOption = "",
+    pin: Pins = None,
     microbatches: Annotated[
         int | None, typer.Option(help="Parts of the batch, one after the other; default: as memory asks for.", min=1)
     ] = None,
@@ -78,7 +81,7 @@ def plan_command(
         by_hand = microbatch is not None or recompute != "none"
         pipelined = schedule is not None or virtual is not None
         if stages is None and (by_hand or pipelined or any(name in STAGE_NAMES for name in sizes)):
-            _check_hybrid(recipe, roles, stage_axis, save, report)
+            _check_hybrid(recipe, roles, pin, stage_axis, save, report)
             _print_hybrid(
                 task,
                 as_json,
@@ -87,6 +90,7 @@ def plan_command(
                 microbatch=microbatch,
                 schedule=schedule or "1f1b",
                 virtual=virtual or 1,
+                recipe=recipe,
                 recompute=recompute,
                 memory=memory,
                 optimizer=optimizer,
@@ -103,10 +107,9 @@ def plan_command(
 
         if stages is not None and by_hand:
             raise ValueError("--microbatch and --recompute are of plans without --stages; write --microbatches")
-        if stages is not None and report is not None:
-            raise ValueError("--report is of plans without stages; see simulate --plan for the timeline of a pipeline")
         pins = pipeline_pins(stages, schedule, virtual, stage_axis)
         pins |= {} if microbatches is None else {"microbatches": microbatches}
+        pins |= parse_pins(pin, sizes)
         search = Search(
             time_limit=time_limit, recipe=recipe, roles=parse_roles(roles), pins=pins, check=check, cache=not no_cache
         )
@@ -154,20 +157,29 @@ def _write_report(
 
 
 def _check_hybrid(
-    recipe: str | None, roles: str, stage_axis: str | None, save: Path | None, report: Path | None
+    recipe: str | None,
+    roles: str,
+    pin: list[str] | None,
+    stage_axis: str | None,
+    save: Path | None,
+    report: Path | None,
 ) -> None:
     """Stages and microbatches are simulated for one recipe; what goes with runnable plans only is refused.
 
     Raises:
         ValueError: names the option and the remedy.
     """
-    if recipe != "megatron":
+    from autopar.hybrid import RECIPES
+
+    if recipe not in RECIPES:
         raise ValueError(
-            "stages, microbatches and recomputation are predicted for --recipe megatron; add it, or --stages for a "
-            "pipeline that runs"
+            f"stages, microbatches and recomputation are predicted for --recipe {' or '.join(RECIPES)}; add it, or "
+            "--stages for a pipeline that runs"
         )
     if stage_axis is not None:
         raise ValueError("--stage-axis is of a pipeline that runs: add --stages; else the stages lie along axis pp")
+    if pin:
+        raise ValueError("--pin is of plans that can be run: add --stages, or leave it out")
     if roles:
         raise ValueError("--roles says nothing here: the names of the axes do (pp, dp, tp); leave it out")
     if save is not None:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from autopar.errors import InfeasibleError
+from autopar.layout import Replicate
 from autopar.pipeline.schedules import SCHEDULES, Schedule, any_count
 from autopar.pipeline.table import as_text, is_table
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search.find import MICROBATCHES, SCHEDULE, STAGE_AXIS, STAGES, VIRTUAL, Search
-from autopar.search.restrict import Restrictions
+from autopar.search.restrict import Restrictions, read_placement
 
 _PINS = (STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS)
 
@@ -160,8 +161,35 @@ def samples(program: Program) -> int:
 
 
 def without_pipeline(search: Search) -> Search:
-    """The search for the devices of one stage."""
+    """The search without the pins of pipelines."""
     return replace(search, pins={name: value for name, value in search.pins.items() if name not in _PINS})
+
+
+def inside_stage(search: Search, arrangement: Arrangement) -> Search:
+    """The search for the devices of one stage.
+
+    Raises:
+        InfeasibleError: a pin splits a tensor along the axis of the stages.
+    """
+    layouts = {name: _inside(name, value, arrangement) for name, value in search.layouts.items()}
+    search = without_pipeline(search)
+    return replace(search, pins={**search.pins, **layouts})
+
+
+def _inside(name: str, value: Any, arrangement: Arrangement) -> Any:
+    """A pin on the whole mesh as one on the devices of a stage; one that speaks of these alone is so already."""
+    names = [axis for axis, _ in arrangement.axes]
+    if isinstance(value, Mapping):
+        across = value.get(arrangement.axis)
+        inside: Any = {axis: placement for axis, placement in value.items() if axis != arrangement.axis}
+    elif isinstance(value, list | tuple) and len(value) == len(names):
+        across = value[names.index(arrangement.axis)]
+        inside = tuple(p for axis, p in zip(names, value, strict=True) if axis != arrangement.axis)
+    else:
+        return value
+    if across is not None and not isinstance(read_placement(name, across), Replicate):
+        raise InfeasibleError(f"pin {name!r} splits a tensor along axis {arrangement.axis!r}, where the stages lie")
+    return inside
 
 
 def along_with(plan: Plan) -> dict[str, Any]:

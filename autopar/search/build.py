@@ -232,7 +232,8 @@ class _Maker:
     def _is_relayed(self, key: str, out: int) -> bool:
         """Whether the values of a class have a form of their own for all their users."""
         users, node = self.classes.uses[key, out], self.classes.members[key][0]
-        asked = ("relay", f"{key} {out}") in self.restrictions.placements
+        name = ("relay", f"{key} {out}")
+        asked = name in self.restrictions.placements or name in self.restrictions.layouts
         several = len(users) > 1 or max(users.values()) > self.classes.count[key]
         return asked or several or (node in self.program.alone and self._is_of_one(users))
 

@@ -34,20 +34,24 @@ def factors_of(types: Iterable[TensorType]) -> dict[int, Factor]:
 
 def batch_factors(program: Program, dims: Dims) -> list[Factor]:
     """The leading factor of the rows of the batch tensors: of those that have as many as most of them."""
-    types = [t for t in input_types(program, dims, "batch").values() if t.dims and t.dims[0]]
-    if not types:
-        return []
-    rows = Counter(t.shape[0] for t in types).most_common(1)[0][0]
-    return list({id(t.dims[0][0]): t.dims[0][0] for t in types if t.shape[0] == rows}.values())
+    types, rows = input_types(program, dims, "batch").values(), _samples(program, dims)
+    found = [t.dims[0][0] for t in types if t.dims and t.dims[0] and t.shape[0] == rows]
+    return list({id(f): f for f in found}.values())
+
+
+def _samples(program: Program, dims: Dims) -> int:
+    """Rows that most of the batch tensors have."""
+    rows = [t.shape[0] for t in input_types(program, dims, "batch").values() if t.dims and t.dims[0]]
+    return Counter(rows).most_common(1)[0][0] if rows else 1
 
 
 def sequence_factors(program: Program, dims: Dims) -> list[Factor]:
     """The leading factor of the second dim of the batch tensors that are sequences, of tokens or of vectors."""
-    rows = ids(batch_factors(program, dims))
-    found = {}
+    found, rows = {}, _samples(program, dims)  # one sample has no factor
+
     for type_ in input_types(program, dims, "batch").values():
         tokens = len(type_.dims) == 2 and type_.dtype.startswith(("int", "uint"))
-        if (tokens or len(type_.dims) == 3) and ids(type_.dims[0]) & rows and type_.dims[1]:
+        if (tokens or len(type_.dims) == 3) and type_.shape[0] == rows and type_.dims[1]:
             found[id(type_.dims[1][0])] = type_.dims[1][0]
     return list(found.values())
 

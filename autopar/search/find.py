@@ -54,15 +54,16 @@ class Search:
         time_limit: seconds for the solver; where it searches without padding and with it, each has half of them. Each
             number of microbatches has its own, and so has every pipeline; after five such limits no more are tried.
         gap: relative gap at which to stop.
-        pins: layouts decided by hand: name of a parameter or ``batch.0`` to one placement an axis, as text
-            (``("R", "S(0)")``), torch placements or a dict by axis name. ``recompute`` is for short memory:
-            ``"search"`` decides tensor by tensor what the backward pass makes again, ``"gathers"`` (of recipes the
-            default) moves only parameters again, ``"none"`` keeps all that it takes. Each wins over the model's own
-            ``torch.utils.checkpoint``, which is followed without this pin. ``offload`` is for short memory, too, where
-            the device has a way to its host: ``"search"`` decides what lies in the host's memory until the backward
-            pass, ``"none"`` (of recipes and pipelines the default) keeps all on the device; without it, that is
-            searched where nothing fits otherwise. ``microbatches`` is how many parts of the batch a step computes one
-            after the other, adding up gradients; without it, as many as short memory asks for.
+        pins: layouts decided by hand: name or pattern of parameters, ``batch.0``, ``result.0`` or modules (for what
+            they hand on) to one placement an axis, as text (``("R", "S(0)")``), torch placements or a dict by axis
+            name. ``recompute`` is for short memory: ``"search"`` decides tensor by tensor what the backward pass makes
+            again, ``"gathers"`` (of recipes the default) moves only parameters again, ``"none"`` keeps all that it
+            takes. Each wins over the model's own ``torch.utils.checkpoint``, which is followed without this pin.
+            ``offload`` is for short memory, too, where the device has a way to its host: ``"search"`` decides what lies
+            in the host's memory until the backward pass, ``"none"`` (of recipes and pipelines the default) keeps all on
+            the device; without it, that is searched where nothing fits otherwise. ``microbatches`` is how many parts of
+            the batch a step computes one after the other, adding up gradients; without it, as many as short memory asks
+            for.
             ``stages`` asks for a pipeline of so many devices along the axis ``stage_axis`` (by default the outermost
             of that size), with a list of modules for one whose later stages begin there, or with ``"search"`` for any
             pipeline or none, whichever is faster (without this pin, none). ``schedule`` is one of
@@ -230,7 +231,8 @@ def find_plan(
             require_cost(built.problem, mix, [v.count for v in built.variables])
         bound = min(max(bound, 0.0), mix.cost)
         certificate = Certificate(mix.cost, bound, _space(search, cluster, regions, away), method, mix.price)
-        return plan_of(program, dims, classes, built, mix, certificate, axes, cluster, optimizer, tables)
+        plan = plan_of(program, dims, classes, built, mix, certificate, axes, cluster, optimizer, tables)
+        return replace(plan, held=restrictions.held)
 
     def state(gradients: bool) -> dict[str, float]:
         return state_bytes(program, optimizer, gradients=gradients)

@@ -56,7 +56,7 @@ def random_plan(
         axes: name and size of each mesh axis.
         cluster: for redistribution paths.
         choose: source of choices, or a seed.
-        fixed: layouts of parameters, batch tensors and results that are decided already, by kind and name.
+        fixed: layouts of parameters, batch tensors, results and relays that are decided already, by kind and name.
         optimizer: recorded in the plan.
         again: draw also which operators run again in the backward pass, which values all users take in one layout that
             is not their own, and which of these are moved again.
@@ -74,6 +74,7 @@ def random_plan(
     results: dict[str, Layout] = {}
     relays: dict[str, Layout] = {}
     moved: dict[Value, Layout] = {}
+    held: list[str] = []
     recompute: dict[str, tuple[tuple[int, int], ...]] = {}
     choices: dict[str, tuple[str, ...]] = {}
     for output, value in zip(program.outputs, program.output_values, strict=True):
@@ -105,8 +106,12 @@ def random_plan(
                 made[node, i] = tuple(s.outputs[i] for s in chosen)
             if not is_backward(node) and _again(pins.get(node), again, choose):
                 recompute[f"{classes.key[node]} @{node.name}"] = EVERY
-        for i, layout in _relays(node, dims, made, sizes, choose).items() if again else ():
+        drawn_relays = _relays(node, dims, made, sizes, choose) if again else {}
+        named = {i: ("relay", f"{classes.key[node]} {i}") for i in range(len(values_of(node))) if node in classes.key}
+        pinned = {i: fixed[key] for i, key in named.items() if key in fixed}
+        for i, layout in {**drawn_relays, **pinned}.items():
             name = f"{classes.key[node]} @{node.name} {i}"
+            held += [name] if i in pinned else []
             relays[name] = moved[node, i] = layout
             if not is_backward(node) and _again(pins.get(node), again, choose):
                 recompute[f"relay {name}"] = EVERY
@@ -124,7 +129,7 @@ def random_plan(
     return Plan(
         axes=tuple(axes.items()), cluster=cluster, parameters=parameters, batch=batch, results=results, choices=choices,
         relays=relays, optimizer=optimizer, fingerprint=program.fingerprint, torch=str(torch.__version__),
-        certificate=certificate, recompute=recompute, offload=offload,
+        certificate=certificate, recompute=recompute, offload=offload, held=tuple(held),
     )  # fmt: skip
 
 

@@ -9,6 +9,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from autopar.dims import Dims
+from autopar.errors import InfeasibleError
+from autopar.handed import as_lies, find_handed, handed_on
 from autopar.layout import (
     Layout,
     Partial,
@@ -20,7 +22,8 @@ from autopar.layout import (
     factor_parts,
     parse_placement,
 )
-from autopar.program import Program
+from autopar.program import Program, Value
+from autopar.search.quotient import Quotient
 
 Pinned = tuple[Placement | None, ...]
 """A layout that is decided, None on axes that are open."""
@@ -36,8 +39,9 @@ class Restrictions:
         fixed: strategy name or placement of each variable on each axis that is not searched; absent: replicated.
         free: axes that are searched; None searches all.
         data_axes_only: batch tensors may be split along the first factor of their first dim only.
-        placements: the same as ``layouts``, axis by axis, None where it is open; gives way to them. Besides, by
-            ``relay`` and name, the layouts that values are brought to for all their users.
+        placements: the same as ``layouts``, axis by axis, None where it is open; gives way to them. In both there are,
+            by ``relay`` and name, the layouts that values are brought to for all their users; those of ``layouts`` are
+            pinned, and no user takes the value otherwise.
         strategies: names that each class of operators may take, axis by axis; None: any.
     """
 
@@ -48,14 +52,19 @@ class Restrictions:
     placements: Mapping[tuple[str, str], Sequence[Placement | None]] = field(default_factory=dict)
     strategies: Mapping[str, Sequence[frozenset[str] | None]] = field(default_factory=dict)
 
+    @property
+    def held(self) -> tuple[str, ...]:
+        """Relays that are pinned."""
+        return tuple(sorted(name for kind, name in self.layouts if kind == "relay"))
+
 
 def read_pins(
     program: Program, dims: Dims, pins: Mapping[str, Any], axes: Mapping[str, int], restrictions: Restrictions | None
 ) -> Restrictions:
-    """Restrictions with the user's pins added.
+    """Restrictions with the user's pins added; those of modules are only checked, `pin_modules` adds them.
 
     Args:
-        program: names of parameters, batch tensors (``batch.0``) and results (``result.0``) come from here.
+        program: names of parameters, batch tensors (``batch.0``), results (``result.0``) and modules come from here.
         dims: their types.
         pins: a name or pattern (``*.up_proj.weight``) to placements: one an axis (just it where the mesh has one
             axis), or a dict by axis name, which replicates on the others; each as text (``R``, ``S(0)``, ``S(0.1)`` for
@@ -72,14 +81,16 @@ def read_pins(
     named = _pinnable(program, dims)
     layouts = dict(restrictions.layouts)
     for pattern, value in pins.items():
-        found = [key for key in named if fnmatchcase(_pin_name(key), pattern)]
-        if not found:
-            some = ", ".join(_pin_name(k) for k in list(named)[:6])
+        found = _tensors(named, pattern)
+        wanted, sizes = _read_layout(pattern, value, tuple(axes)), tuple(axes.values())
+        if not found and not _modules(program, pattern):
+            some, modules = ", ".join(map(_pin_name, list(named)[:6])), ", ".join(list(handed_on(program))[:6])
             raise ValueError(
-                f"pin {pattern!r} names no parameter, batch.N or result.N of the model; there are {some}, ..."
+                f"pin {pattern!r} names no parameter, batch.N, result.N or module of the model; there are {some}, ...; "
+                f"and modules {modules}, ..."
             )
         for key in found:
-            wanted, sizes, type_ = _read_layout(pattern, value, tuple(axes)), tuple(axes.values()), named[key]
+            type_ = named[key]
             layout = tuple(p or Replicate() for p in wanted)
             fits = divides(type_, layout, sizes) or (key[0] == "parameter" and is_uneven(type_, layout, sizes))
             if not fits or not is_boundary_layout(type_, layout, sizes):
@@ -90,6 +101,80 @@ def read_pins(
                 )
             layouts[key] = wanted
     return replace(restrictions, layouts=layouts)
+
+
+def pin_modules(
+    program: Program,
+    dims: Dims,
+    classes: Quotient,
+    pins: Mapping[str, Any],
+    axes: Mapping[str, int],
+    restrictions: Restrictions,
+) -> Restrictions:
+    """Restrictions with the pins of what modules hand on added: names and patterns that no tensor has, see `read_pins`.
+
+    Args:
+        program: which has what modules hand on.
+        dims: its dimension analysis.
+        classes: which nodes share a decision.
+        pins: names or patterns to placements.
+        axes: name and size of each mesh axis.
+        restrictions: what holds besides.
+
+    Raises:
+        InfeasibleError: sizes do not divide, or two pins are of values that share a decision, and differ.
+    """
+    named, wanted = _pinnable(program, dims), dict[str, Pinned]()
+    for pattern, value in pins.items():
+        if not _tensors(named, pattern):
+            pinned = _read_layout(pattern, value, tuple(axes))
+            wanted.update(dict.fromkeys(_modules(program, pattern), pinned))
+    layouts, owner = dict(restrictions.layouts), dict[str, str]()
+    for name, pinned in wanted.items():
+        for value, own in _of_values(program, dims, name, pinned, axes).items():
+            relay = f"{classes.key[value[0]]} {value[1]}"
+            before = layouts.get(("relay", relay), own)
+            if any(a is not None and b is not None and a != b for a, b in zip(before, own, strict=True)):
+                raise InfeasibleError(
+                    f"the pins of {owner[relay]} and {name} differ, but these hand on one tensor, or are laid out "
+                    "alike as repeated layers are: pin them alike, or set tie_layers=False"
+                )
+            layouts["relay", relay] = tuple(a or b for a, b in zip(before, own, strict=True))
+            owner[relay] = name
+    return replace(restrictions, layouts=layouts)
+
+
+def _of_values(program: Program, dims: Dims, name: str, pinned: Pinned, axes: Mapping[str, int]) -> dict[Value, Pinned]:
+    """The layout of each value that stands for what a module hands on."""
+    found: dict[Value, Pinned] = {}
+    reason: Exception | str = ""
+    for value, mark in handed_on(program)[name]:
+        type_ = dims.types[value]
+        try:
+            own = tuple(as_lies(p, type_, mark, program.microbatches) for p in pinned)
+        except ValueError as e:
+            reason = e
+            continue
+        if not divides(type_, tuple(p or Replicate() for p in own), tuple(axes.values())):
+            raise InfeasibleError(
+                f"module {name} hands on {type_}, which cannot be laid out as "
+                f"({', '.join(str(p or Replicate()) for p in pinned)}) on axes {dict(axes)}: sizes must divide"
+            )
+        found[value] = own
+    if not found:
+        raise InfeasibleError(f"what module {name} hands on cannot be pinned: {reason}")
+    return found
+
+
+def _tensors(named: Mapping[tuple[str, str], TensorType], pattern: str) -> list[tuple[str, str]]:
+    return [key for key in named if fnmatchcase(_pin_name(key), pattern)]
+
+
+def _modules(program: Program, pattern: str) -> list[str]:
+    try:
+        return find_handed(program, pattern)
+    except ValueError as e:
+        raise ValueError(f"pin {pattern!r}: {e}") from e
 
 
 def _pin_name(key: tuple[str, str]) -> str:
@@ -137,7 +222,7 @@ def read_placement(pattern: str, value: Any) -> Placement:
             f"pin {pattern!r}: {value!r} is no placement; write R, S(dim), S(dim.factor) or Shard(dim)"
         ) from e
     if isinstance(found, Partial):
-        raise ValueError(f"pin {pattern!r}: a parameter, batch tensor or result cannot be Partial")
+        raise ValueError(f"pin {pattern!r}: what is pinned cannot be Partial")
     return found
 
 

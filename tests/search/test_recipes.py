@@ -331,3 +331,11 @@ def test_public_plan_and_verify() -> None:
     model, batch = zoo.mlp()
     plan = autopar.plan(model, batch, cluster="h100", axes=LINE, search=Search(recipe="fsdp"))
     assert autopar.verify(model, batch, LINE, plan=plan).max_error <= 1e-10
+
+
+def test_the_sequence_of_one_sample_is_split() -> None:
+    program, _, values = zoo.captured("llama", batch=1, seq=16)
+    plan = solve(program, {"a": 2}, "cpu", search=Search(recipe="megatron-sequence", padding=False))
+    assert plan.predicted.collectives["a"]["reduce_scatter"] > 0
+    report = compare(program, rewrite(program, plan), plan, values, torch.float64)
+    assert report.max_error < 1e-10, report.worst
