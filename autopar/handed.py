@@ -113,14 +113,20 @@ def find_handed(program: Program, pattern: str) -> list[str]:
     """
     wanted, _, number = pattern.partition(":")
     found = [name for name in handed_on(program) if fnmatchcase(name.partition(":")[0], wanted)]
-    inner = {n for n in found for m in found if n.startswith(f"{m.partition(':')[0]}.")}
-    outer = [name for name in found if name not in inner]
+    modules = {name.partition(":")[0] for name in found}
+    outer = [name for name in found if modules.isdisjoint(_around(name))]
     several = [name for name in outer if ":" in name]
     if several and not number:
         module = several[0].partition(":")[0]
         names = ", ".join(n for n in several if n.partition(":")[0] == module)
         raise ValueError(f"module {module} hands on several tensors; name one: {names}")
     return [name for name in outer if number in ("", name.partition(":")[2] or "0")]
+
+
+def _around(name: str) -> list[str]:
+    """The modules that a module is in."""
+    parts = name.partition(":")[0].split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts))]
 
 
 def as_lies(placement: Placement | None, type_: TensorType, mark: Mark, ways: int = 1) -> Placement | None:
