@@ -16,6 +16,7 @@ from autopar.pipeline.schedules import Order, device_of, order_of
 from autopar.plan import Plan
 from autopar.program import Program, values_of
 from autopar.simulate import Task, pipeline, simulate
+from autopar.simulate.communicate import receives
 from autopar.simulate.emitted import node_seconds
 
 
@@ -61,7 +62,10 @@ def step_tasks(stages: Sequence[Taken], order: Order, saved: float = 0.0) -> lis
     for_input = np.array([s.for_input for s in stages]) if split else backward
     ends = [np.bincount(devices, [getattr(s, name) for s in stages], len(order)) for name in ("before", "behind")]
     hops = [s.hop for s in stages[:-1]]
-    return pipeline(order, forward, for_input, backward - for_input, hops, saved=saved, before=ends[0], after=ends[1])
+    return pipeline(
+        order, forward, for_input, backward - for_input, hops, saved=saved, before=ends[0], after=ends[1],
+        received=receives(order),
+    )  # fmt: skip
 
 
 def plan_tasks(local: Program, plan: Plan) -> list[Task]:
