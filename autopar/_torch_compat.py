@@ -227,7 +227,7 @@ def pipeline_runtime(
 
     Args:
         stages: of this device; with the methods of torch's stages that computation and communication call.
-        rows: stage, kind and microbatch of what each device does, in order.
+        rows: stage, kind and microbatch of what each device does, in order; kinds are torch's.
         device_of: the device of each stage.
         microbatches: how many there are.
     """
@@ -235,14 +235,11 @@ def pipeline_runtime(
 
     make: Any = schedules._PipelineScheduleRuntime
     runtime = make(list(stages), microbatches, backward_requires_autograd=False)
-    orders = {
+    runtime.stage_index_to_group_rank = dict(enumerate(device_of))
+    runtime.pipeline_order_with_comms = {
         device: [schedules._Action(s, schedules._ComputationType(kind), n) for s, kind, n in row]
         for device, row in enumerate(rows)
     }
-    runtime.stage_index_to_group_rank = dict(enumerate(device_of))
-    runtime.pipeline_order_with_comms = schedules._add_send_recv(
-        orders, stage_to_rank=device_of.__getitem__, num_stages=len(device_of)
-    )
     runtime._stages_forward_initialized = True  # the stages know their shapes
 
     def work() -> None:

@@ -17,6 +17,7 @@ from autopar.pipeline.schedules import Order, device_of, order_of
 from autopar.plan import Plan
 from autopar.program import Program, values_of
 from autopar.simulate import Task, pipeline, simulate
+from autopar.simulate.communicate import receives
 from autopar.simulate.emitted import node_seconds
 
 
@@ -66,7 +67,7 @@ def step_tasks(
     hops = [s.hop for s in stages[:-1]]
     return pipeline(
         order, forward, for_input, backward - for_input, hops, saved=saved, saved_for_weight=saved_for_weight,
-        before=ends[0], after=ends[1],
+        before=ends[0], after=ends[1], received=receives(order),
     )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from autopar.runtime.microbatches import MicrobatchStep, cut_microbatches
 from autopar.runtime.partition import Cut
 from autopar.runtime.place import Place
 from autopar.runtime.step import Types
+from autopar.simulate.communicate import communicate
 
 Receive = Callable[[str], torch.Tensor]
 """Memory for a value of another stage, by name."""
@@ -247,11 +248,8 @@ class PipelineStep(MicrobatchStep):
         stages = [_Stage(run, self.line.devices, self._empty, wires) for run in runs.values()]
         for stage in stages:
             stage.neighbours = {s.stage_index for s in stages}
-        rows = [
-            [(a.stage, a.kind, a.microbatch) for a in row if self.trains or a.kind == FORWARD]
-            for row in self.line.order
-        ]
-        pipeline_runtime(stages, rows, self.line.devices, self.part.count)()
+        actions = tuple(tuple(a for a in row if self.trains or a.kind == FORWARD) for row in self.line.order)
+        pipeline_runtime(stages, communicate(actions), self.line.devices, self.part.count)()
         wires.finish()
 
     def _empty(self, name: str) -> torch.Tensor:

@@ -27,6 +27,7 @@ def pipeline(
     saved_for_weight: ArrayLike | None = None,
     before: ArrayLike = 0.0,
     after: ArrayLike = 0.0,
+    received: Mapping[Action, Action | None] | None = None,
 ) -> list[Task]:
     """Tasks of a pipelined step.
 
@@ -45,6 +46,8 @@ def pipeline(
         saved_for_weight: how many of these the part for the weights still needs; default: all.
         before: seconds that each device works before its first microbatch; a number, or one for each device.
         after: seconds that it works behind its last.
+        received: behind which action of its device the receive for an action begins, see
+            `autopar.simulate.communicate`; default: as soon as it is sent, whatever the device does.
 
     Raises:
         ValueError: there are neither one nor as many numbers as stages, or the order is not one of a whole step.
@@ -53,17 +56,19 @@ def pipeline(
     stages = len(devices)
     durations = _durations(forward, backward_input, backward_weight, stages)
     changes = _changes(saved, saved_for_weight, stages)
-    arrivals = _arrivals(order, devices, _each("communication", communication, stages - 1))
+    needed = arrivals(order, devices, communication)
     tasks = _once("before all microbatches", before, len(order), host)
     position: dict[Action, int] = {}
     count = len(tasks)
-    for action, arrival in arrivals.items():
+    for action, arrival in needed.items():
         count += 2 if arrival.seconds else 1
         position[action] = count - 1
-    for action, (source, delay) in arrivals.items():
+    for action, (source, delay) in needed.items():
         device, name = devices[action.stage], str(action)
         sources = () if source is None else (position[source],)
         if delay:
+            if received is not None and (behind := received[action]) is not None:
+                sources = (*sources, position[behind])
             stream = "receive forward" if action.kind == FORWARD else "receive backward"
             tasks.append(Task(f"receive for {name}", device, stream, delay, sources, COMMUNICATION, host))
             sources = (len(tasks) - 1,)
@@ -80,26 +85,27 @@ def _once(name: str, seconds: ArrayLike, devices: int, host: float) -> list[Task
     return [Task(name, device, COMPUTE, float(s), host=host) for device, s in enumerate(each) if s]
 
 
-class _Arrival(NamedTuple):
+class Arrival(NamedTuple):
     """What an action waits for from elsewhere, and how long that is under way."""
 
     source: Action | None
     seconds: float
 
 
-def _arrivals(order: Order, devices: list[int], delay: NDArray[np.float64]) -> dict[Action, _Arrival]:
+def arrivals(order: Order, devices: list[int], communication: ArrayLike) -> dict[Action, Arrival]:
     """What each action waits for, in the order of devices and, on a device, of its actions."""
+    delay = _each("communication", communication, len(devices) - 1)
     actions = [action for row in order for action in row]
     known = set(actions)
     if len(known) < len(actions):
         raise ValueError(f"{next(a for a in actions if actions.count(a) > 1)} is there twice; do each action once")
-    arrivals = {}
+    found = {}
     for action in actions:
         source = _source(action, known, len(devices))
         remote = source is not None and devices[source.stage] != devices[action.stage]
         seconds = float(delay[min(source.stage, action.stage)]) if source is not None and remote else 0.0
-        arrivals[action] = _Arrival(source, seconds)
-    return arrivals
+        found[action] = Arrival(source, seconds)
+    return found
 
 
 def _source(action: Action, known: set[Action], stages: int) -> Action | None:
