@@ -39,8 +39,9 @@ def parallel_unet() -> tuple[Any, torch.optim.Optimizer]:
     from autopar.search.find import Search
     from tests.pipeline.models import Unet
 
-    pins = {"stages": 2, "microbatches": 4, "batch.*": {"b": "S(0)"}}
-    model = parallelize(Unet().double(), mesh_of(2, 2), batch_of(0), search=Search(pins=pins), timeout=TIMEOUT)
+    # Of data ranks every one needs every other in each step.
+    search = Search(roles={"b": "data"}, pins={"stages": 2, "microbatches": 4})
+    model = parallelize(Unet().double(), mesh_of(2, 2), batch_of(0), search=search, timeout=TIMEOUT)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
