@@ -305,7 +305,6 @@ def test_pipelines_are_planned_simulated_and_verified(model: str, tmp_path: Path
     ("command", "more", "expected"),
     [
         ("plan", ("--stages", "2", "--microbatch", "1"), "--microbatch and --recompute are of plans without --stages"),
-        ("plan", ("--stages", "2", "--report", "page.html"), "--report is of plans without stages"),
         ("plan", ("--stages", "nowhere", "--microbatches", "2"), "no stage can begin at 'nowhere'"),
         ("plan", ("--stages", "2", "--schedule", "absent.csv"), "No such file"),
         ("plan", ("--schedule", "gpipe"), "or --stages for a pipeline that runs"),

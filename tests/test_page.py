@@ -171,6 +171,7 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.deep
 def test_more_samples_in_as_little_memory_take_more_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
     """A number that is pinned is for the batch that was planned; others have as many as their budget asks for."""
     monkeypatch.setattr(whatif, "FACTORS", (1.0, 2.0))

@@ -190,7 +190,8 @@ def test_masks_are_drawn_again(way: str) -> None:
     assert autopar.verify(Stack(WAYS[way], 0.5), batch(), {"a": 2}).max_error < 1e-9
 
 
-@pytest.mark.parametrize(("kind", "reentrant"), [pytest.param("llama", False, marks=pytest.mark.deep), ("gpt2", True)])
+@pytest.mark.deep
+@pytest.mark.parametrize(("kind", "reentrant"), [("llama", False), ("gpt2", True)])
 def test_hugging_face(kind: str, reentrant: bool) -> None:
     model, tokens = models.llama(layers=2) if kind == "llama" else models.gpt2(layers=2)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})

@@ -175,8 +175,9 @@ def _peak(held: Mapping[str, float]) -> float:
 def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str = "") -> Plan:
     """The best plan whose graph fits, by rows that are tightened until it does.
 
-    The row is what is held when the backward pass begins. Where that does not lead to a plan that fits, gradients
-    count, too, if they are what is too much; or operators may not work on so much at a time. What may lie on the host
+    The row is what is held at one moment. Where that does not lead to a plan that fits, the row is what is kept when the
+    backward pass begins; gradients count, too, if they are what is too much; or operators may not work on so much at a
+    time. What may lie on the host
     counts little, so that such a row says little of what lives for a moment: where that leads to no plan in half of the
     time, everything stays on the device.
 
@@ -194,8 +195,10 @@ def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str =
         task.state(False), True, task.again, regions=task.regions, away=task.away, optimizer=task.states,
         share=task.share,
     )  # fmt: skip
-    row = replace(row, moment=_heaviest(task, restrictions, row))
-    rows = [row, replace(row, state=task.state(True))]
+    moment = _heaviest(task, restrictions, row)
+    rows = [replace(row, moment=m) for m in ((moment, None) if moment else (None,))]
+    row = rows[0]
+    rows.append(replace(rows[-1], state=task.state(True)))
     here = [replace(r, away=False, optimizer={}) for r in rows] if task.away else []
     half = replace(task, limits=replace(task.limits, deadline=time.monotonic() + task.seconds / 2))
     least: Plan | None = None

@@ -218,7 +218,8 @@ def test_a_pipeline_that_the_search_chooses(ranks: Ranks) -> None:
         assert worst < 1e-10
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.deep), pytest.param(3, marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("seed", [1, 2, 3])
 def test_random_pipelines(ranks: Ranks, seed: int) -> None:
     for worst, pipeline in ranks.run(chosen, "random", seed):
         assert "Pipeline" in pipeline

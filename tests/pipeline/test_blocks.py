@@ -47,7 +47,7 @@ def example() -> tuple[nn.Module, tuple[Tensor]]:
 @pytest.mark.parametrize(
     ("schedule", "virtual", "recompute", "recipe"),
     [
-        ("zb-h1", 1, "none", None),
+        pytest.param("zb-h1", 1, "none", None, marks=pytest.mark.deep),
         ("1f1b", 1, "none", "megatron"),
         pytest.param("interleaved", 2, "none", None, marks=pytest.mark.deep),
         pytest.param("1f1b", 1, "search", None, marks=pytest.mark.deep),

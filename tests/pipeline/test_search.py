@@ -76,6 +76,7 @@ def test_a_fast_link_is_not() -> None:
     assert planned(1e10, virtual=1).pipeline is None
 
 
+@pytest.mark.deep
 def test_no_pipeline_beats_what_is_found_or_its_bound() -> None:
     program, slow = captured()[0], machine(3e7)
     found = planned(3e7)

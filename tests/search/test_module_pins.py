@@ -212,6 +212,7 @@ def test_what_is_wrong_with_others(pins: dict[str, Any], error: type[Exception],
         solve(program, axes, "h100", search=Search(pins=pins, padding=False))
 
 
+@pytest.mark.deep
 def test_tied_and_untied_layers() -> None:
     """What is pinned for one of alike layers holds for all, unless they are not tied."""
     arguments: dict[str, int] = {"layers": 2, "seq": 4}
@@ -249,6 +250,7 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.deep
 def test_deep_models_of_which_three_blocks_are_captured() -> None:
     model, batch, said = Deep(6), (torch.randn(4, 4, 8),), list[str]()
     axes = {"a": 2, "b": 2}
@@ -277,6 +279,7 @@ def test_three_axes() -> None:
     equal("mlp", plan)
 
 
+@pytest.mark.deep
 def test_recipes_keep_pins() -> None:
     program = models.captured("llama")[0]
     search = Search(recipe="megatron", roles={"gpu": "tensor"}, pins={"*.mlp": (None, "S(1)")})
@@ -297,6 +300,7 @@ def test_pipelines() -> None:
         solve(program, axes, "cpu", search=Search(pins={**fixed, "blocks.[01]": ("S(1)", "R")}))
 
 
+@pytest.mark.deep
 def test_dropout_that_all_draw_alike() -> None:
     model, batch = models.gpt2(resid_pdrop=0.5, seq=4)
     search = Search(pins={"*.mlp.dropout": "S(1)"})

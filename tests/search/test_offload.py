@@ -72,7 +72,7 @@ def solved(machine: Cluster, share: float, *pins: tuple[str, str]) -> Plan:
     return solve(captured()[0], AXES, machine, memory=share * most(), optimizer="sgd", search=search)
 
 
-@pytest.mark.parametrize("again", ["none", "search"])
+@pytest.mark.parametrize("again", ["none", pytest.param("search", marks=pytest.mark.deep)])
 def test_what_is_sent_computes_the_same_and_fits(again: str, tmp_path: Path) -> None:
     program, values = captured()
     plan = solved(FAST, 0.6, ("recompute", again))
@@ -112,6 +112,7 @@ def test_a_pin_that_does_not_exist() -> None:
         Search(pins={"offload": "all"})
 
 
+@pytest.mark.deep
 def test_explain_says_why_a_tensor_is_on_the_host() -> None:
     plan = solved(FAST, 0.6)
     tensors = keeping(captured()[0], plan, "layers")
