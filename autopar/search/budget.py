@@ -175,11 +175,10 @@ def _peak(held: Mapping[str, float]) -> float:
 def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str = "") -> Plan:
     """The best plan whose graph fits, by rows that are tightened until it does.
 
-    The row is what is held at one moment. Where that does not lead to a plan that fits, the row is what is kept when the
+    The row is what is held at one moment. Where that does not lead to a plan that fits, it is what is kept when the
     backward pass begins; gradients count, too, if they are what is too much; or operators may not work on so much at a
-    time. What may lie on the host
-    counts little, so that such a row says little of what lives for a moment: where that leads to no plan in half of the
-    time, everything stays on the device.
+    time. What may lie on the host counts little, so that such a row says little of what lives for a moment: where that
+    leads to no plan in half of the time, everything stays on the device.
 
     Args:
         task: what is searched.
