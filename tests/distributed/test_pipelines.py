@@ -90,7 +90,7 @@ def deep(name: str, sizes: tuple[int, ...], schedule: str) -> Any:
     ("name", "sizes", "pins", "bound"),
     [
         *(deep(*case) for case in MORE),
-        ("unet", (4,), {"stages": 4, "microbatches": 4}, 1e-10),
+        pytest.param("unet", (4,), {"stages": 4, "microbatches": 4}, 1e-10, marks=pytest.mark.deep),
         ("unet", (2, 2), {"stages": 2, "virtual": 2, "microbatches": 2, "schedule": BENT}, 1e-10),
         ("gpt2", (2, 2), {"stages": 2, "microbatches": 4, "schedule": "zb-h1"}, 1e-5),
         pytest.param(
@@ -136,9 +136,8 @@ def under_way(rank: int, schedule: str) -> int:
     return most[0]
 
 
-@pytest.mark.parametrize(
-    "schedule", [pytest.param(s, marks=[] if s == "zb-h1" else pytest.mark.deep) for s in SCHEDULES]
-)
+@pytest.mark.deep  # tests/pipeline/test_memory.py emulates them
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_microbatches_under_way(ranks: Ranks, schedule: str) -> None:
     from tests.pipeline.test_memory import under_way as expected
 

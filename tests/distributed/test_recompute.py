@@ -38,7 +38,7 @@ class Checkpointed(Moments):
         return checkpoint(pair, x, use_reentrant=False, context_fn=policy).square().mean()
 
 
-@pytest.mark.parametrize("recipe", [None, "random"])
+@pytest.mark.parametrize("recipe", [None, pytest.param("random", marks=pytest.mark.deep)])
 def test_regions_of_the_model(ranks: Ranks, recipe: str | None) -> None:
     found = ranks.run(train, Checkpointed, 0, {}, recipe)
     assert max(worst for worst, _ in found) < TOLERANCE
@@ -75,7 +75,7 @@ def dropped(rank: int, deterministic: bool) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", [pytest.param(False, marks=pytest.mark.deep), True])
 def test_masks_that_are_drawn_again_are_the_same(ranks: Ranks, deterministic: bool) -> None:
     for found in ranks.run(dropped, deterministic):
         half = len(found) // 2
