@@ -25,7 +25,6 @@ from autopar.search.build import WHOLE, Built, Memory, Share
 from autopar.search.certify import Claim
 from autopar.search.frontier import MAX_PRICES, STATES_SECONDS, Frontier, Mix, restricted, within
 from autopar.search.minimise import Limits
-from autopar.search.moment import Moment
 from autopar.search.price import fits
 from autopar.search.problem import Ints, Problem, Solution
 from autopar.search.restrict import Restrictions
@@ -68,8 +67,6 @@ class Task:
         away: whether what is kept may lie on the host.
         states: bytes of optimizer state of each parameter, which may lie on the host, too.
         record: called with each bound of all plans that is proved.
-        heaviest: the moment when most is held under labellings of such a problem; None: what is kept is counted as the
-            backward pass begins.
         beat: seconds; plans that take as long are of no use.
         share: of what it would hold for the whole model that a device holds.
     """
@@ -87,7 +84,6 @@ class Task:
     away: bool = False
     states: Mapping[str, float] = field(default_factory=dict)
     record: Callable[[Claim], None] = lambda claim: None
-    heaviest: Callable[[Restrictions, Memory, Sequence[Ints]], Moment] | None = None
     beat: float = np.inf
     share: Share = WHOLE
 
@@ -194,10 +190,8 @@ def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str =
         task.state(False), True, task.again, regions=task.regions, away=task.away, optimizer=task.states,
         share=task.share,
     )  # fmt: skip
-    moment = _heaviest(task, restrictions, row)
-    rows = [replace(row, moment=m) for m in ((moment, None) if moment else (None,))]
-    row = rows[0]
-    rows.append(replace(rows[-1], state=task.state(True)))
+    relaxed_rows = [*_at_moment(task, restrictions, row), row]
+    rows = [*relaxed_rows, replace(row, state=task.state(True))]
     here = [replace(r, away=False, optimizer={}) for r in rows] if task.away else []
     half = replace(task, limits=replace(task.limits, deadline=time.monotonic() + task.seconds / 2))
     least: Plan | None = None
@@ -205,7 +199,7 @@ def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str =
     while rows or here:
         if not rows:
             rows, here = here, []
-        relaxed = rows[0] is row and restrictions is task.restrictions and task.share is WHOLE
+        relaxed = rows[0] in relaxed_rows and restrictions is task.restrictions and task.share is WHOLE
         try:
             built = task.make(restrictions, rows.pop(0))
             plan, found, working = _tightened(half if here else task, built, bound, method, relaxed)
@@ -227,19 +221,20 @@ def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str =
     raise _missing(task.memory, least)
 
 
-def _heaviest(task: Task, restrictions: Restrictions, row: Memory) -> Moment | None:
-    """The moment when most is held by what is cheapest and by what keeps least; of a stage none.
+def _at_moment(task: Task, restrictions: Restrictions, row: Memory) -> list[Memory]:
+    """The row at the moment when most is held by what is cheapest and by what keeps least; of a stage none.
 
     Without a budget much is kept, and the moment is that when all of it is there; of such moments, that counts at which
     the most is there that nobody can do without. A stage's share of the whole model says little of one moment.
     """
-    if task.heaviest is None or task.share is not WHOLE:
-        return None
-    frontier = Frontier(task.make(restrictions, row).problem, task.limits)
+    built = task.make(restrictions, row)
+    if built.heaviest is None or task.share is not WHOLE:
+        return []
+    frontier = Frontier(built.problem, task.limits)
     try:
-        return task.heaviest(restrictions, row, [frontier.free().labels, frontier.least().labels])
+        return [replace(row, moment=built.heaviest([frontier.free().labels, frontier.least().labels]))]
     except InfeasibleError:  # said where it is searched
-        return None
+        return []
 
 
 def _lesser(a: Plan | None, b: Plan) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -81,10 +81,17 @@ class Memory:
 
 @dataclass(frozen=True)
 class Built:
-    """The problem, and what its variables mean."""
+    """The problem, and what its variables mean.
+
+    Attributes:
+        problem: what is minimised.
+        variables: of each of its nodes.
+        heaviest: the moment when most is held under labellings together; None if that is not known.
+    """
 
     problem: Problem
     variables: tuple[Variable, ...]
+    heaviest: Callable[[Sequence[Ints]], Moment] | None = None
 
 
 def build(
@@ -113,22 +120,11 @@ def build(
         u, v = variables[number[source]], variables[number[target]]
         edges.append(_edge(number[source], number[target], u, v, out, into, weight, times, tables))
     nodes = tuple(Node(v.key, v.cost, v.memory) for v in variables)
-    return Built(Problem(nodes, tuple(edges)), tuple(variables))
 
+    def heaviest(labellings: Sequence[Ints]) -> Moment:
+        return Timeline(program, dims, classes, maker.may_repeat).heaviest(variables, labellings)
 
-def heaviest(
-    program: Program,
-    dims: Dims,
-    classes: Quotient,
-    tables: Tables,
-    memory: Memory,
-    restrictions: Restrictions,
-    labellings: Sequence[Ints],
-) -> Moment:
-    """The moment when most is held under labellings of a problem; all other arguments are those it was built with."""
-    maker = _Maker(program, dims, classes, tables, memory, restrictions)
-    when = Timeline(program, dims, classes, maker.may_repeat)
-    return when.heaviest(maker.variables(), labellings)
+    return Built(Problem(nodes, tuple(edges)), tuple(variables), heaviest)
 
 
 def _edge(

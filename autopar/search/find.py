@@ -21,14 +21,12 @@ from autopar.program import Program
 from autopar.redistribute import Machine, Tables
 from autopar.search.axes import bound_by_axes
 from autopar.search.budget import Task, plan_by_axes, plan_within
-from autopar.search.build import WHOLE, Built, Memory, Share, build, heaviest
+from autopar.search.build import WHOLE, Built, Memory, Share, build
 from autopar.search.certify import Claim
 from autopar.search.duals import examine, require_cost
 from autopar.search.frontier import Mix
 from autopar.search.interrupt import requested
 from autopar.search.minimise import Limits
-from autopar.search.moment import Moment
-from autopar.search.problem import Ints
 from autopar.search.quotient import Quotient, quotient
 from autopar.search.recipes import GATHERS_ONCE, check_recipe, roles_of
 from autopar.search.restrict import Restrictions
@@ -241,12 +239,9 @@ def find_plan(
     report, regions = progress or _silent, search.regions and bool(program.pins)
     rest = optimizer_bytes(program, optimizer) if away else {}
 
-    def when(restrictions: Restrictions, memory: Memory, labellings: Sequence[Ints]) -> Moment:
-        return heaviest(program, dims, classes, tables, memory, restrictions, labellings)
-
     task = Task(
         make, read, state, restrictions, limits, memory, peak, search.again, report, regions, away, rest, claims.append,
-        when, beat, share,
+        beat, share,
     )  # fmt: skip
     if exact:
         plan, fixed = plan_within(task), 0.0

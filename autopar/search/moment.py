@@ -129,7 +129,9 @@ class Timeline:
             variables: of a problem that counts what is kept when the backward pass begins.
             labellings: labels of each.
         """
-        nodes = [n for n in self.program.sources if n.target is not accumulate]
+        # What runs once a step does so before the microbatches, or behind them: nothing of one is there.
+        once = self.program.alone | self.program.once
+        nodes = [n for n in self.program.sources if n.target is not accumulate and n not in once]
         held = sum(self._held(nodes, variables, labels) for labels in labellings)
         return self.at(nodes[int(np.argmax(held))])
 
