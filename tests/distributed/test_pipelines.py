@@ -61,6 +61,24 @@ def train(rank: int, name: str, sizes: tuple[int, ...], pins: dict[str, Any], in
     return max(worst, *(float((a - b).abs().max()) for a, b in pairs))
 
 
+def follow(parallel: Any, plain: torch.nn.Module, batches: list[dict[str, torch.Tensor]]) -> float:
+    """The largest difference of losses, gradients or parameters, an AdamW step a batch."""
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (parallel, plain)]
+    worst = 0.0
+    for batch in batches:
+        found, expected = (o["loss"] if isinstance(o, dict) else o for o in (parallel(**batch), plain(**batch)))
+        found.backward(), expected.backward()
+        gradients = parallel.full_gradients()
+        pairs = [(found, expected), *((gradients[n], p.grad) for n, p in plain.named_parameters())]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        state = parallel.full_state_dict()
+        pairs += [(state[n], value) for n, value in plain.state_dict().items()]
+        worst = max(worst, *(float((a - b).detach().abs().max()) for a, b in pairs))
+    return worst
+
+
 def require_apart(parallel: Any, found: dict[str, Any]) -> None:
     """Results that are no scalars take memory on the devices of one stage only."""
     layouts = [parallel._latest.plan.results[str(i)] for i in range(len(parallel._latest.plan.results))]
@@ -158,17 +176,7 @@ def sends_parts(rank: int) -> tuple[float, Any]:
     search = Search(pins=pins, recipe="megatron", roles={"gpu": "tensor"})
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "gpu"))
     parallel: Any = parallelize(model, mesh, cluster=machine(SLOW), search=search, timeout=WAIT)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (parallel, plain)]
-    worst = 0.0
-    for _ in range(STEPS):
-        found, expected = parallel(**rows)["loss"], plain(**rows)["loss"]
-        found.backward(), expected.backward()
-        gradients = parallel.full_gradients()
-        pairs = [(found, expected), *((gradients[n], p.grad) for n, p in plain.named_parameters())]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        worst = max(worst, *(float((a - b).detach().abs().max()) for a, b in pairs))
+    worst = follow(parallel, plain, STEPS * [rows])
     return worst, parallel.plan.scatter
 
 
@@ -194,20 +202,8 @@ def chosen(rank: int, recipe: str | None, seed: int) -> tuple[float, str]:
     search = Search(pins=pins, recipe=recipe, seed=seed)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "gpu"))
     parallel: Any = parallelize(model, mesh, cluster=machine(6e7), search=search, timeout=WAIT)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (parallel, plain)]
     rows = torch.randn(32, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    worst = 0.0
-    for batch in (rows, rows.flip(0), rows[:16]):
-        found, expected = parallel(batch), plain(batch)
-        found.backward(), expected.backward()
-        gradients = parallel.full_gradients()
-        pairs = [(found, expected), *((gradients[n], p.grad) for n, p in plain.named_parameters())]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        state = parallel.full_state_dict()
-        pairs += [(state[n], value) for n, value in plain.state_dict().items()]
-        worst = max(worst, *(float((a - b).detach().abs().max()) for a, b in pairs))
+    worst = follow(parallel, plain, [{"x": x} for x in (rows, rows.flip(0), rows[:16])])
     return worst, str(parallel.plan.pipeline)
 
 
