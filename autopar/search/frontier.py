@@ -21,9 +21,11 @@ from numpy.typing import NDArray
 
 from autopar.errors import InfeasibleError
 from autopar.search.certify import Claim
-from autopar.search.graph import build
-from autopar.search.minimise import Limits, minimise
-from autopar.search.price import Point, fits, locate, require_fit
+from autopar.search.fold import fold
+from autopar.search.graph import Graph, build
+from autopar.search.minimise import LEVELS, WORK_PER_ENTRY, Limits, minimise
+from autopar.search.presolve import presolve
+from autopar.search.price import Point, fits, locate, reprice, require_fit, settled
 from autopar.search.problem import Edge, Floats, Ints, Node, Problem, evaluate
 
 Progress = Callable[[str, float, float], None]
@@ -36,6 +38,8 @@ EXACT_GAP = 1e-9
 
 DOMINANT = 1e7
 """A price at which so small a share of the memory is worth all of the cost."""
+
+NO_LABELLING = "no choice of labels avoids every forbidden label and pair; allow more candidates"
 
 TINY = 1e-18
 """Seconds a byte so few that they only break ties."""
@@ -166,32 +170,36 @@ class Frontier:
             cost, memory = evaluate(self.problem, labels)
             return cost + price * memory
 
-        priced = [n.cost + price * n.memory for n in self.problem.nodes]
+        priced = reprice(self._folded, price)
+        priced.constant += price * settled(priced)
         for i, twins in self._twins.items():
-            priced[i] = _least_of_each(priced[i], twins)
-        nodes = tuple(Node(n.name, cost, n.memory) for n, cost in zip(self.problem.nodes, priced, strict=True))
+            priced.cost[i] = _least_of_each(priced.cost[i], twins)
         start = min((p.point for p in self.known), key=lambda p: p.cost + price * p.memory, default=None)
-        found = minimise(
-            build(Problem(nodes, self.problem.edges), False),
-            value_of,
-            replace(self.limits, gap=gap),
-            None if start is None else start.labels,
-        )
+        found = minimise(priced, value_of, replace(self.limits, gap=gap), None if start is None else start.labels)
         if found.labels is None:
-            raise InfeasibleError("no choice of labels avoids every forbidden label and pair; allow more candidates")
+            raise InfeasibleError(NO_LABELLING)
         self.known.append(Priced(price, locate(self.problem, found.labels), found.bound))
         return self.known[-1]
 
     @cached_property
+    def _folded(self) -> Graph:
+        """The problem without the nodes that carry no memory: these are the same for each price."""
+        graph = build(self.problem, True)
+        degree, entries = LEVELS[1]
+        if not presolve(graph) or not fold(graph, degree, entries, entries * WORK_PER_ENTRY):
+            raise InfeasibleError(NO_LABELLING)
+        return graph
+
+    @cached_property
     def _twins(self) -> dict[int, Ints]:
-        """Of nodes that have labels which look alike to all neighbours, the number of each label's look.
+        """Of nodes that are left and have labels which look alike to all neighbours, the number of each label's look.
 
         What is kept on the device and what is kept on the host are such: at a price the cheaper of the two is known.
         """
         looks: dict[int, list[Ints]] = defaultdict(list)
-        for edge in self.problem.edges:
-            looks[edge.u].append(edge.u_group)
-            looks[edge.v].append(edge.v_group)
+        for factor in self._folded.factors.values():
+            for node, group in zip(factor.nodes, factor.groups, strict=True):
+                looks[node].append(group)
         found = {}
         for i, groups in looks.items():
             kinds, number = np.unique(np.stack(groups), axis=1, return_inverse=True)

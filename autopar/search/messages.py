@@ -165,6 +165,7 @@ def write_back(graph: Graph, messages: Messages, cutoff: float) -> None:
     """
     graph.constant = messages.bound
     graph.tidy.clear()
+    graph.regrets.clear()
     for n, ls, unary in zip(messages.nodes, messages.labels, messages.unary, strict=True):
         cost = np.full(len(graph.cost[n]), np.inf)
         cost[ls] = unary

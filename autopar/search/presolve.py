@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 from autopar.search.graph import NOISE, Factor, Graph, combine, join
 from autopar.search.problem import Floats, Ints
-
-Regrets = dict[tuple[int, int], Floats]  # (factor id, axis) -> largest extra cost of row b over row a
 
 
 def presolve(graph: Graph, queue: list[int] | None = None, dominance_entries: int = 200_000) -> bool:
@@ -22,7 +22,6 @@ def presolve(graph: Graph, queue: list[int] | None = None, dominance_entries: in
         False if some node lost all its labels: the problem is infeasible.
     """
     todo = dict.fromkeys(graph.live_nodes() if queue is None else queue)
-    regrets: Regrets = {}
     while todo:
         node = next(iter(todo))
         del todo[node]
@@ -35,7 +34,7 @@ def presolve(graph: Graph, queue: list[int] | None = None, dominance_entries: in
             touched += _tidy(graph, fid)
         if not all(graph.alive(n).size for n in (node, *touched)):
             return False
-        if _drop_labels(graph, node, regrets, dominance_entries):
+        if _drop_labels(graph, node, dominance_entries):
             touched += graph.neighbours(node)
             touched.append(node)
         todo.update(dict.fromkeys(touched))
@@ -65,10 +64,9 @@ def _tidy(graph: Graph, fid: int) -> list[int]:
         alive = graph.alive(node)
         if not alive.size:
             return [node]
-        joint, (kept,) = join([groups[axis]], alive)
-        if len(kept) < table.shape[axis]:
+        if not _all_used(groups[axis][alive], table.shape[axis]):
+            groups[axis], (kept,) = join([groups[axis]], alive)
             table, changed = table.take(kept, axis), True
-            groups[axis] = joint
     for axis, node in enumerate(factor.nodes):
         others = tuple(k for k in range(table.ndim) if k != axis)
         low = table.min(axis=others)
@@ -97,18 +95,33 @@ def _tidy(graph: Graph, fid: int) -> list[int]:
     return touched
 
 
+def _all_used(group: Ints, size: int) -> bool:
+    used = np.zeros(size, dtype=bool)
+    used[group] = True
+    return bool(used.all())
+
+
+@cache
+def _weights(columns: int) -> Floats:
+    """Of columns, so that different rows have different sums."""
+    found: Floats = np.cos(np.arange(columns))
+    return found
+
+
 def _merge_rows(table: Floats, group: Ints, axis: int) -> tuple[Floats, Ints, bool]:
     """Give labels with equal rows one group."""
     rows = np.moveaxis(table, axis, 0).reshape(table.shape[axis], -1)
     if len(rows) == 1:
         return table, group, False
-    finite = rows[np.isfinite(rows)]
-    unit = NOISE * float(np.abs(finite).max(initial=0.0))
-    keys = np.rint(rows / unit) if unit else rows
-    hashes = np.sort(np.where(np.isfinite(keys), keys, -1.0) @ np.cos(np.arange(keys.shape[1])))
+    finite = np.isfinite(rows)
+    largest = float(np.abs(rows, where=finite, out=np.zeros_like(rows)).max(initial=0.0))
+    unit = NOISE * largest
+    hashes = np.sort(np.where(finite, rows, -largest) @ _weights(rows.shape[1]))
     # Equal rows have equal hashes up to rounding: without near-equal hashes there is nothing to merge.
-    if np.diff(hashes).min() > 1e-9 * max(abs(hashes[0]), abs(hashes[-1])):
+    rounding = 1e-9 * max(abs(hashes[0]), abs(hashes[-1])) + 2 * unit * rows.shape[1]
+    if (hashes[1:] - hashes[:-1]).min() > rounding:
         return table, group, False
+    keys = np.rint(rows / unit) if unit else rows
     seen: dict[bytes, int] = {}
     new = np.array([seen.setdefault((k + 0.0).tobytes(), len(seen)) for k in keys])
     if len(seen) == len(rows):
@@ -117,7 +130,7 @@ def _merge_rows(table: Floats, group: Ints, axis: int) -> tuple[Floats, Ints, bo
     return table.take(first, axis), np.where(group >= 0, new[group], -1), True
 
 
-def _drop_labels(graph: Graph, node: int, regrets: Regrets, limit: int) -> bool:
+def _drop_labels(graph: Graph, node: int, limit: int) -> bool:
     """Kill labels that another label beats whatever the neighbours choose."""
     stamp = tuple(graph.incident[node])
     last = graph.checked.get(node)
@@ -138,9 +151,10 @@ def _drop_labels(graph: Graph, node: int, regrets: Regrets, limit: int) -> bool:
         if factor.table.size * factor.table.shape[axis] > limit:
             margin[group[:, None] != group[None, :]] = -np.inf
             continue
-        if (fid, axis) not in regrets:
-            regrets[fid, axis] = _regret(factor.table, axis)
-        margin -= regrets[fid, axis][group[:, None], group[None, :]]
+        known = graph.regrets.setdefault(fid, {})
+        if axis not in known:
+            known[axis] = _regret(factor.table, axis)
+        margin -= known[axis][group[:, None], group[None, :]]
     np.fill_diagonal(margin, -np.inf)
     beats = margin >= 0
     if not beats.any():

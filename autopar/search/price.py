@@ -124,8 +124,13 @@ def solve_within(problem: Problem, budget: float, free: Outcome, limits: Limits,
 def reprice(graph: Graph, multiplier: float) -> Graph:
     """A copy with memory priced at `multiplier` seconds per byte; negative to undo it."""
     priced = graph.copy()
-    priced.cost = [c + multiplier * m for c, m in zip(graph.cost, graph.memory, strict=True)]
+    priced.cost = [c + multiplier * m if m.any() else c for c, m in zip(graph.cost, graph.memory, strict=True)]
     return priced
+
+
+def settled(graph: Graph) -> float:
+    """Memory of the nodes folded away, the same for each of their labels."""
+    return sum(float(graph.memory[s.node][np.isfinite(s.cost)][0]) for s in graph.folded)
 
 
 def _bracket(
@@ -147,7 +152,7 @@ def _bracket(
         The best bound, and the multiplier that gave it.
     """
     messages = compact(graph)
-    room = budget - _settled(graph)
+    room = budget - settled(graph)
     _sweep(messages, limits)
     best.offer(decode(graph, messages, room))
     under, bound, chosen, current = locate(problem, _known(best)), -np.inf, 0.0, 0.0
@@ -219,7 +224,7 @@ def _search(graph: Graph, budget: float, multiplier: float, best: Incumbent, lim
         priced = reprice(graph, multiplier)
         priced.constant -= multiplier * budget
         before = sum(len(graph.alive(n)) for n in graph.live_nodes())
-        bound = ascend(priced, best, limits, budget - _settled(graph))
+        bound = ascend(priced, best, limits, budget - settled(graph))
         if bound >= best.cutoff():
             return np.inf, "multiplier"
         graph = reprice(priced, -multiplier)
@@ -231,20 +236,15 @@ def _search(graph: Graph, budget: float, multiplier: float, best: Incumbent, lim
         level += after > 0.8 * before
         if not graph.live_nodes():
             best.offer(unfold(graph, np.zeros(len(graph.cost), dtype=np.int64)))
-            return (graph.constant if fits(_settled(graph), budget) else np.inf), "fold"
+            return (graph.constant if fits(settled(graph), budget) else np.inf), "fold"
         if limits.expired():
             return bound, "time limit"
     scale = abs(best.value)
     seconds = limits.deadline - time.monotonic()
-    found = solve_ilp(graph, scale, limits.gap / 2 * scale, seconds, budget - _settled(graph))
+    found = solve_ilp(graph, scale, limits.gap / 2 * scale, seconds, budget - settled(graph))
     if found.labels is not None:
         best.offer(unfold(graph, found.labels))
     return max(bound, found.bound), found.method
-
-
-def _settled(graph: Graph) -> float:
-    """Memory of the nodes folded away, the same for each of their labels."""
-    return sum(float(graph.memory[s.node][np.isfinite(s.cost)][0]) for s in graph.folded)
 
 
 def _outcome(problem: Problem, best: Incumbent, bound: float, method: str) -> Outcome:
