@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,6 +24,7 @@ __all__ = [
     "DTensorSpec",
     "FakeTensor",
     "FakeTensorMode",
+    "LazyGraphModule",
     "OpOverload",
     "StridedShard",
     "TensorMeta",

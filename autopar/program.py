@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar._torch_compat import LazyGraphModule
 from autopar.accumulate import accumulate
 from autopar.origin import block_prefixes, is_backward, module_path, without_indices
 from autopar.regions import pinned
@@ -350,7 +351,7 @@ def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
     graph.output_node().meta = dict(module.graph.output_node().meta)
     for old, new in environment.items():
         new.meta = dict(old.meta)
-    copied = fx.GraphModule(module, graph)
+    copied = LazyGraphModule(module, graph)  # most copies are looked at and never run
     copied.meta = dict(module.meta)
     return copied
 

@@ -29,7 +29,8 @@ aten = torch.ops.aten
 
 def test_every_name_has_a_contract() -> None:
     tested = {
-        "BoxedCodeGen", "DTensorSpec", "FakeTensor", "FakeTensorMode", "OpOverload", "StridedShard", "TensorMeta",
+        "BoxedCodeGen", "DTensorSpec", "FakeTensor", "FakeTensorMode", "LazyGraphModule", "OpOverload",
+        "StridedShard", "TensorMeta",
         "TorchDispatchMode", "TracingContext", "aot_export_joint_with_descriptors", "budget_partition",
         "checkpoint_replaced", "default_partition", "dtensor_overloads", "get_decompositions", "local_shape_of",
         "operator_database", "pipeline_runtime", "reduce_found_inf_over_every_gradient", "refuse_items_of_unreduced",
@@ -45,6 +46,19 @@ def test_storage_id() -> None:
         assert {compat.storage_id(v) for v in (x, x[1:], x.t(), x.reshape(-1))} == {compat.storage_id(x)}
         others = [x.clone(), x.t().reshape(-1), torch.empty(4, 4, device=device)]
         assert len({compat.storage_id(v) for v in (x, *others)}) == 4
+
+
+def test_a_lazy_graph_module_follows_its_graph() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(torch.relu, (x,)))
+    module = compat.LazyGraphModule(nn.Module(), graph)
+    value = torch.tensor([-1.0, 2.0])
+    assert torch.equal(module(value), value.relu())
+    next(n for n in graph.nodes if n.op == "call_function").target = torch.neg
+    module.recompile()
+    assert torch.equal(module(value), -value)
+    assert "neg" in module.code
 
 
 def joint() -> fx.GraphModule:
