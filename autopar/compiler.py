@@ -60,6 +60,7 @@ from autopar.search.quotient import Quotient, quotient
 from autopar.search.random_plan import random_plan
 from autopar.search.recipes import roles_of
 from autopar.search.restrict import Restrictions, complete, pin_modules, read_pins
+from autopar.search.rival import NOBODY, Rival
 from autopar.search.roles import DATA, Roles, by_roles
 
 Pass = Callable[[Program, Plan], Program]
@@ -190,9 +191,9 @@ def solve(
     search, machine = _with_table(search or Search()), Cluster.resolve(cluster)
     budget = None if memory is None else parse_bytes(memory)
 
-    def attempt(search: Search, count: int, beat: float) -> Plan:
+    def attempt(search: Search, count: int, rival: Rival) -> Plan:
         part = in_microbatches(program, count, deterministic=deterministic)
-        plan = _best_padded(part, axes, machine, budget, optimizer, search, restrictions, progress, beat)
+        plan = _best_padded(part, axes, machine, budget, optimizer, search, restrictions, progress, rival)
         return replace(plan, fingerprint=program.fingerprint, microbatches=part.microbatches)
 
     with _collector_paused():
@@ -205,7 +206,7 @@ def solve(
 
         def without_stages(search: Search) -> Plan:
             if search.microbatches or budget is None or search.recipe == "random" or program.loss is None:
-                return attempt(search, search.microbatches or 1, math.inf)
+                return attempt(search, search.microbatches or 1, NOBODY)
             return best_count(functools.partial(attempt, search))
 
         def flat() -> Plan:
@@ -222,8 +223,8 @@ def solve(
         def inside(part: Program, asked: Inside) -> Plan:
             limits = restrictions_inside(restrictions, axes, asked.axis)
             found = _best_padded(
-                part, asked.axes, asked.machine, asked.memory, optimizer, asked.search, limits, progress, asked.beat,
-                asked.share, asked.peak,
+                part, asked.axes, asked.machine, asked.memory, optimizer, asked.search, limits, progress,
+                Rival(asked.beat), asked.share, asked.peak,
             )  # fmt: skip
             return replace(found, fingerprint=program.fingerprint, microbatches=part.microbatches)
 
@@ -256,14 +257,14 @@ def _best_padded(
     search: Search,
     restrictions: Restrictions | None,
     progress: Progress | None,
-    beat: float,
+    rival: Rival,
     share: Share = WHOLE,
     peak: Callable[[Program], Peak] | None = None,
 ) -> Plan:
     """The best plan that is found.
 
-    Where parameters have dims that an axis does not divide, it is searched twice: without padding, and with it. Each
-    search has half of the time limit.
+    Where parameters have dims that an axis does not divide, it is searched twice: without padding, and then with it for
+    a plan that is faster. Each search has half of the time limit.
     """
     roles, dims = roles_of(search.recipe, axes, search.roles), analyze(program)
     limits = read_pins(program, dims, search.layouts, axes, restrictions)
@@ -282,8 +283,9 @@ def _best_padded(
             if None in roles and (restrictions is None or not restrictions.layouts):
                 require_splits(dims, axes)
             held = peak(padded) if peak else None
+            known = Rival.of(min(found, key=lambda plan: plan.certificate.objective)) if found else rival
             plan = _solve(
-                padded, dims, axes, machine, memory, optimizer, search, roles, limits, progress, beat, share, held
+                padded, dims, axes, machine, memory, optimizer, search, roles, limits, progress, known, share, held
             )
         except InfeasibleError as e:
             errors.append(e)
@@ -327,7 +329,7 @@ def _solve(
     roles: Roles,
     limits: Restrictions,
     progress: Progress | None,
-    beat: float,
+    rival: Rival,
     share: Share,
     held: Peak | None,
 ) -> Plan:
@@ -352,7 +354,7 @@ def _solve(
         restrictions=by_roles(program, dims, classes, axes, roles, limits),
         classes=classes,
         progress=progress,
-        beat=beat,
+        rival=rival,
         share=share,
     )
     return predict(program, dims, plan, classes)

@@ -139,4 +139,5 @@ class MoveEmitter:
         blocks = self._call(aten.reshape.default, local, [before, self._parts, size // self._parts * behind])
         index = self._call(axis_index, self._axis)
         mine = self._call(aten.select.int, blocks, 1, index)
-        return self._contiguous(mine, self._shape(self.move.target))
+        # A copy: a view would keep the whole value for as long as the part is held, such as a gradient to the end.
+        return self._call(aten.clone.default, self._call(aten.reshape.default, mine, self._shape(self.move.target)))

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from autopar.liveness import Moment
 from autopar.program import SHORT, Repeat
@@ -39,10 +39,27 @@ class Curves:
     named: Mapping[Name, tuple[Held | None, ...]]
     most: Mapping[tuple[str, bool, int], Held]
 
-    def at(self, name: Name, number: str, side: int) -> Held:
-        """What a block more adds at a moment of another graph, as far as this one has it."""
-        found = self.named.get(name, (None, None))[side]
-        return self.most[number, name[2], side] if found is None else found
+    def at(self, names: Sequence[Name], places: Sequence[tuple[str, bool]], i: int, side: int) -> Held:
+        """What a block more adds at a moment of another graph, or else at those nearest to it that this one has, too.
+
+        What blocks hold that do not run just then changes little while one runs.
+
+        Args:
+            names: of the other graph's moments.
+            places: block and pass of each.
+            i: the moment.
+            side: where the block stands.
+        """
+        found = []
+        for step in (-1, 1):
+            j = i
+            while 0 <= j < len(names) and places[j] == places[i]:
+                growth = self.named.get(names[j], (None, None))[side]
+                if growth is not None:
+                    found.append(growth)
+                    break
+                j += step
+        return max(found, key=_total, default=self.most[*places[i], side])
 
 
 def peak_of_blocks(
@@ -55,7 +72,8 @@ def peak_of_blocks(
             are; the first blocks come first.
         repeat: what the program leaves out.
     """
-    curves = [(share, _curves(three, two, repeat.path)) for share, three, two in parts]
+    path = repeat.path
+    curves = [(share, _curves(_in_blocks(three, path), _in_blocks(two, path), path)) for share, three, two in parts]
     every = [held for i in range(len(curves)) for held in _deep(i, curves, repeat)]
     return max(every, key=_total)
 
@@ -63,8 +81,8 @@ def peak_of_blocks(
 def _deep(part: int, curves: Sequence[tuple[float, Curves]], repeat: Repeat) -> list[dict[str, float]]:
     """What the moments of a part hold in the deep model, the further blocks of it all behind, or all in front."""
     own, found = curves[part][1], []
-    for moment, growth, name in zip(own.moments, own.growth, _names(own.moments), strict=True):
-        number = _number(moment, repeat.path)
+    names, places = _names(own.moments), [(_number(m, repeat.path), m.backward) for m in own.moments]
+    for i, (moment, growth) in enumerate(zip(own.moments, own.growth, strict=True)):
         for side in (LATER, EARLIER):
             each = growth[side]
             if each is None and any(g is not None for g in growth):
@@ -72,7 +90,7 @@ def _deep(part: int, curves: Sequence[tuple[float, Curves]], repeat: Repeat) -> 
             held = dict(moment.held)
             for other, (share, curve) in enumerate(curves):
                 place = side if other == part else EARLIER if other < part else LATER
-                more = curve.at(name, number, place) if other != part or each is None else each
+                more = curve.at(names, places, i, place) if other != part or each is None else each
                 times = share * repeat.blocks - SHORT * (other == part)
                 for category, size in more.items():
                     held[category] = held.get(category, 0.0) + times * size
@@ -118,6 +136,25 @@ def _beside(three: Sequence[Moment], two: Sequence[Moment], path: str, shift: in
         for i in range(size):
             growth[a + i] = _difference(three[a + i].held, two[b + i].held)
     return growth
+
+
+def _in_blocks(found: Sequence[Moment], path: str) -> list[Moment]:
+    """The moments, those of no module between two of blocks as if of the former's: sums of a residual's gradients."""
+
+    def next_to(moments: Iterable[Moment]) -> list[tuple[str, bool]]:
+        """Block and pass of the last moment before each that is in a block."""
+        last, places = ("", False), []
+        for moment in moments:
+            places.append(last)
+            if number := _number(moment, path):
+                last = (number, moment.backward)
+        return places
+
+    before, behind = next_to(found), next_to(reversed(found))[::-1]
+    return [
+        replace(m, path=f"{path}.{a[0]}") if not m.path and a[0] and b[0] and a[1] == b[1] == m.backward else m
+        for m, a, b in zip(found, before, behind, strict=True)
+    ]
 
 
 def _number(moment: Moment, path: str) -> str:

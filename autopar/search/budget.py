@@ -26,8 +26,10 @@ from autopar.search.certify import Claim
 from autopar.search.frontier import MAX_PRICES, STATES_SECONDS, Frontier, Mix, restricted, within
 from autopar.search.minimise import Limits
 from autopar.search.price import fits
-from autopar.search.problem import Ints, Problem, Solution
+from autopar.search.problem import Ints, Problem, Solution, evaluate
 from autopar.search.restrict import Restrictions
+from autopar.search.rival import NOBODY, Rival
+from autopar.search.row import Row
 from autopar.search.solve import solve
 
 MORE_PRICES = 3
@@ -38,6 +40,9 @@ ROUNDS, BETTER = 8, 1
 
 CLOSE = 0.97
 """A plan that uses so much of the budget need not be improved by loosening its row again."""
+
+MOMENTS = 3
+"""So many moments have a row at most."""
 
 HOPELESS = 1.25
 """Where what keeps least needs so much of the budget, nothing else is tried for a stage of a pipeline."""
@@ -67,7 +72,7 @@ class Task:
         away: whether what is kept may lie on the host.
         states: bytes of optimizer state of each parameter, which may lie on the host, too.
         record: called with each bound of all plans that is proved.
-        beat: seconds; plans that take as long are of no use.
+        rival: what the plan has to beat.
         share: of what it would hold for the whole model that a device holds.
     """
 
@@ -84,8 +89,13 @@ class Task:
     away: bool = False
     states: Mapping[str, float] = field(default_factory=dict)
     record: Callable[[Claim], None] = lambda claim: None
-    beat: float = np.inf
+    rival: Rival = NOBODY
     share: Share = WHOLE
+
+    @property
+    def whole(self) -> bool:
+        """Whether the model is searched, and not a stage's share of it."""
+        return self.share is WHOLE
 
     @property
     def seconds(self) -> float:
@@ -99,13 +109,16 @@ def plan_within(task: Task) -> Plan:
     Raises:
         InfeasibleError: nothing fits.
     """
+    kept = None if task.memory is None else _kept(task, task.restrictions)
+    if kept is not None and kept.relaxed and task.rival.price:
+        _require_less(task, kept.frontier.bound_at(task.rival.price, kept.budget))
     built = task.make(task.restrictions, Memory(task.state(True), regions=task.regions, share=task.share))
     solution = solve(built.problem, gap=task.limits.gap, time_limit=task.seconds, progress=task.progress)
     task.record(Claim(built.problem, solution.lower_bound))
     _require_less(task, solution.lower_bound)
     plan = task.read(built, _single(solution), solution.lower_bound, solution.method)
     plan, enough = _measured(task, plan)
-    return plan if enough else _fitting(task, task.restrictions, solution.lower_bound)
+    return plan if enough or kept is None else _fitting(task, kept, solution.lower_bound)
 
 
 def plan_by_axes(task: Task, tables: Tables, bound: float) -> Plan:
@@ -138,7 +151,7 @@ def plan_by_axes(task: Task, tables: Tables, bound: float) -> Plan:
             return plan
         fixed = replace(task.restrictions, fixed=placements(built, found, tables), free=())
         try:
-            return _fitting(task, fixed, bound, "axis by axis")
+            return _fitting(task, _kept(task, fixed), bound, "axis by axis")
         except InfeasibleError as e:
             failure = failure or e
     assert failure is not None
@@ -147,7 +160,7 @@ def plan_by_axes(task: Task, tables: Tables, bound: float) -> Plan:
 
 def _require_less(task: Task, bound: float) -> None:
     """Stop where every plan takes too long."""
-    if bound >= task.beat:
+    if bound >= task.rival.seconds:
         raise InfeasibleError(f"every plan takes at least {bound:.3g} seconds a step, and one is known that takes less")
 
 
@@ -168,7 +181,7 @@ def _peak(held: Mapping[str, float]) -> float:
     return sum(held.values())
 
 
-def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str = "") -> Plan:
+def _fitting(task: Task, kept: Row, bound: float, method: str = "") -> Plan:
     """The best plan whose graph fits, by rows that are tightened until it does.
 
     The row is what is held at one moment. Where that does not lead to a plan that fits, it is what is kept when the
@@ -178,7 +191,7 @@ def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str =
 
     Args:
         task: what is searched.
-        restrictions: what is decided already.
+        kept: the row of what is kept.
         bound: that no plan falls below.
         method: that the certificate names.
 
@@ -186,27 +199,25 @@ def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str =
         InfeasibleError: no such plan fits.
     """
     assert task.memory is not None
-    row = Memory(
-        task.state(False), True, task.again, regions=task.regions, away=task.away, optimizer=task.states,
-        share=task.share,
-    )  # fmt: skip
-    relaxed_rows = [*_at_moment(task, restrictions, row), row]
-    rows = [*relaxed_rows, replace(row, state=task.state(True))]
-    here = [replace(r, away=False, optimizer={}) for r in rows] if task.away else []
-    half = replace(task, limits=replace(task.limits, deadline=time.monotonic() + task.seconds / 2))
+    moments = _at_moments(task, kept)
+    rows = [*moments, kept, kept.narrowed(replace(kept.memory, state=task.state(True)))]
+    here = [_on_device(row, task.limits) for row in rows] if task.away else []
+    for claim in (row.frontier.claim(row.budget) for row in moments if row.relaxed):
+        task.record(claim)
+        bound = max(bound, claim.bound)
+    _require_less(task, bound)
     least: Plan | None = None
     capped = False
     while rows or here:
         if not rows:
             rows, here = here, []
-        relaxed = rows[0] in relaxed_rows and restrictions is task.restrictions and task.share is WHOLE
+        row = rows.pop(0)
         try:
-            built = task.make(restrictions, rows.pop(0))
-            plan, found, working = _tightened(half if here else task, built, bound, method, relaxed)
+            plan, found, working = _tightened(replace(task, limits=row.limits), row, bound, method)
         except InfeasibleError as e:  # nothing works on so little
             if least is None and not here and e.needed is not None:
                 raise
-            if relaxed or not here:
+            if row.relaxed or not here:
                 break
             continue
         if fits(_peak(plan.predicted.peak_bytes), task.memory):
@@ -216,25 +227,55 @@ def _fitting(task: Task, restrictions: Restrictions, bound: float, method: str =
         better = least is None or size < CLOSE * _peak(least.predicted.peak_bytes)
         least = _lesser(least, plan)
         if not rows and not here and (better or not capped) and not task.limits.expired():
-            rows.append(replace(row, away=False, optimizer={}, working=working / 2))
+            rows.append(_on_device(kept.narrowed(replace(kept.memory, working=working / 2)), task.limits))
             capped = True
     raise _missing(task.memory, least)
 
 
-def _at_moment(task: Task, restrictions: Restrictions, row: Memory) -> list[Memory]:
-    """The row at the moment when most is held by what is cheapest and by what keeps least; of a stage none.
+def _kept(task: Task, restrictions: Restrictions) -> Row:
+    """The row of what is kept when the backward pass begins; it bounds all plans if nothing is decided for it."""
+    assert task.memory is not None
+    memory = Memory(
+        task.state(False), True, task.again, regions=task.regions, away=task.away, optimizer=task.states,
+        share=task.share,
+    )  # fmt: skip
+    relaxed = restrictions is task.restrictions and task.whole
+    limits = replace(task.limits, deadline=time.monotonic() + task.seconds / 2) if task.away else task.limits
+    return Row(task.make, restrictions, memory, limits, task.memory, relaxed, task.rival.seconds if relaxed else np.inf)
+
+
+def _on_device(row: Row, limits: Limits) -> Row:
+    """The row with everything on the device."""
+    return replace(row.narrowed(replace(row.memory, away=False, optimizer={})), limits=limits)
+
+
+def _at_moments(task: Task, kept: Row) -> list[Row]:
+    """The rows at the moments when most is held, that with the best bound first; of a stage none.
 
     Without a budget much is kept, and the moment is that when all of it is there; of such moments, that counts at which
-    the most is there that nobody can do without. A stage's share of the whole model says little of one moment.
+    the most is there that nobody can do without. Where the best that fits in this row does not fit in that of its own
+    heaviest moment, this is a row, too, if it says more. A stage's share of the whole model says little of one moment.
     """
-    built = task.make(restrictions, row)
-    if built.heaviest is None or task.share is not WHOLE:
+    if kept.memory.share is not WHOLE or kept.built.heaviest is None:
         return []
-    frontier = Frontier(built.problem, task.limits)
+    rows: list[Row] = []
+    mix: Mix | None = None
     try:
-        return [replace(row, moment=built.heaviest([frontier.free().labels, frontier.least().labels]))]
+        labellings = [kept.frontier.free().labels, kept.frontier.least().labels]
+        while len(rows) < MOMENTS:
+            row = replace(kept, memory=replace(kept.memory, moment=kept.built.heaviest(labellings)), like=kept)
+            if mix is not None:
+                held = [evaluate(row.built.problem, labels)[1] for labels in labellings]
+                if fits(mix.share * held[1] + (1 - mix.share) * held[0], kept.budget):
+                    break
+                if row.frontier.bound_at(mix.price, kept.budget) <= rows[0].frontier.bound(kept.budget):
+                    break
+            rows.insert(0, row)
+            mix = _within(task, row.built, row.frontier, kept.budget, first=True)
+            labellings = [mix.over, mix.under]
     except InfeasibleError:  # said where it is searched
-        return []
+        pass
+    return rows
 
 
 def _lesser(a: Plan | None, b: Plan) -> Plan:
@@ -259,15 +300,14 @@ def _missing(memory: float, least: Plan | None) -> InfeasibleError:
     )
 
 
-def _tightened(task: Task, built: Built, bound: float, method: str, relaxed: bool) -> tuple[Plan, float, float]:
+def _tightened(task: Task, row: Row, bound: float, method: str) -> tuple[Plan, float, float]:
     """The best plan of one kind of row that fits; where none does, the one that needs least.
 
     Args:
         task: what is searched.
-        built: its problem, with memory counted in one way.
+        row: how memory is counted.
         bound: known before.
         method: that the certificate names.
-        relaxed: whether no plan that fits has more than the budget in its row, so that the row bounds all of them.
 
     Returns:
         The plan, with its peak; a lower bound; and the most bytes that one operator takes and makes in the plan.
@@ -276,24 +316,25 @@ def _tightened(task: Task, built: Built, bound: float, method: str, relaxed: boo
         InfeasibleError: the problem has no solution at all.
     """
     assert task.memory is not None
-    frontier = Frontier(built.problem, task.limits, useless=(task.memory, task.beat if relaxed else np.inf))
+    built, frontier = row.built, row.frontier
     best: Plan | None = None
     least: Plan | None = None
     fitting, failing, tries = -np.inf, np.inf, BETTER
-    row = np.inf  # what the cheapest plan needs besides its row says how much is transient
+    # What the cheapest plan needs besides its row says how much is transient; a moment's row says that itself.
+    room = np.inf if row.memory.moment is None else task.memory
     before = (np.inf, np.inf)
-    if task.share is not WHOLE:  # there are other pipelines, of which some fit sooner
+    if not task.whole:  # there are other pipelines, of which some fit sooner
         least, enough = _measured(task, task.read(built, _least(frontier), bound, method or "prices"))
         if not enough and _peak(least.predicted.peak_bytes) > HOPELESS * task.memory:
             raise _missing(task.memory, least)
     for turn in range(ROUNDS):
         try:
-            mix = _within(task, built, frontier, row, first=turn == 1)
+            mix = _within(task, built, frontier, room, first=turn <= 1)
         except InfeasibleError:
             if best is not None:
                 break
             mix = _least(frontier)  # its graph may need less than its row says, and leave room for a better plan
-        if relaxed:
+        if row.relaxed:
             task.record(frontier.claim(task.memory))
             bound = max(bound, frontier.bound(task.memory))
         _require_less(task, bound)
@@ -312,11 +353,11 @@ def _tightened(task: Task, built: Built, bound: float, method: str, relaxed: boo
         if failing - fitting < (1 - CLOSE) * task.memory or tries < 0:
             break
         before = mix.cost, mix.memory
-        row = mix.memory + task.memory - size  # what is transient stays about the same
-        if row < frontier.least().memory:  # or it shrinks with the rest
-            row = mix.memory * task.memory / size
-        if not fitting < row < failing:
-            row = (fitting + failing) / 2 if np.isfinite(fitting) else failing * CLOSE
+        room = mix.memory + task.memory - size  # what is transient stays about the same
+        if not frontier.reaches(room):  # or it shrinks with the rest
+            room = mix.memory * task.memory / size
+        if not fitting < room < failing:
+            room = (fitting + failing) / 2 if np.isfinite(fitting) else failing * CLOSE
     if best is None:
         best = _remembered(task, built, frontier, failing, bound, method)
         best = best if least is None else _lesser(best, least)

@@ -122,7 +122,7 @@ def build(
     nodes = tuple(Node(v.key, v.cost, v.memory) for v in variables)
 
     def heaviest(labellings: Sequence[Ints]) -> Moment:
-        return Timeline(program, dims, classes, maker.may_repeat).heaviest(variables, labellings)
+        return Timeline(program, dims, classes, tables, maker.may_repeat).heaviest(variables, labellings)
 
     return Built(Problem(nodes, tuple(edges)), tuple(variables), heaviest)
 
@@ -190,7 +190,8 @@ class _Maker:
                 made.append(self._tensor(key, count, self.dims.types[node, 0], "constant", ()))
             elif inputs[node].kind == "parameter":
                 names = tuple(inputs[n].name for n in members)
-                memory = sum(self.memory.state[n] for n in names) * self.memory.share.states
+                gradients = self.memory.moment.gradients if self.memory.moment else {}
+                memory = sum(self.memory.state[n] + gradients.get(n, 0.0) for n in names) * self.memory.share.states
                 found = self._tensor(key, count, self.dims.types[node, 0], "parameter", names, memory)
                 away = sum(self.memory.optimizer.get(n, 0.0) for n in names) * self.memory.share.states
                 made.append(self._with_states_away(found, away))

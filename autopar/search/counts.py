@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
 from autopar.errors import InfeasibleError
 from autopar.plan import Certificate, Plan
 from autopar.search.interrupt import requested
+from autopar.search.rival import Rival
 
 WORTH = 0.98
 """Where twice as many microbatches need more than this share of the memory, even more will not do."""
 
-Attempt = Callable[[int, float], Plan]
-"""``attempt(count, beat)``: the best plan of ``count`` microbatches, if it takes less than ``beat`` seconds."""
+Attempt = Callable[[int, Rival], Plan]
+"""``attempt(count, rival)``: the best plan of ``count`` microbatches, if it is faster than the rival."""
 
 
 def best_count(attempt: Attempt) -> Plan:
@@ -34,7 +34,7 @@ def best_count(attempt: Attempt) -> Plan:
     while best is None or (best.certificate.memory_price > 0 and not requested()):
         tried.append(count)
         try:
-            found = attempt(count, math.inf if best is None else best.certificate.objective)
+            found = attempt(count, Rival.of(best))
         except InfeasibleError as e:
             less = e.needed is not None and (error is None or e.needed < WORTH * (error.needed or 0.0))
             if best is not None or not less:

@@ -30,6 +30,7 @@ from autopar.search.minimise import Limits
 from autopar.search.quotient import Quotient, quotient
 from autopar.search.recipes import GATHERS_ONCE, check_recipe, roles_of
 from autopar.search.restrict import Restrictions
+from autopar.search.rival import NOBODY, Rival
 
 Progress = Callable[[str, float, float], None]
 
@@ -186,7 +187,7 @@ def find_plan(
     restrictions: Restrictions | None = None,
     classes: Quotient | None = None,
     progress: Progress | None = None,
-    beat: float = math.inf,
+    rival: Rival = NOBODY,
     share: Share = WHOLE,
 ) -> Plan:
     """The fastest plan that fits.
@@ -203,7 +204,7 @@ def find_plan(
         restrictions: layouts decided already.
         classes: which nodes share a decision; default: as ``search.tie_layers`` says.
         progress: called with ``(phase, incumbent, bound)``.
-        beat: seconds; plans that take as long are of no use.
+        rival: what the plan has to beat.
         share: of what it would hold for the whole model that a device holds.
 
     Raises:
@@ -241,7 +242,7 @@ def find_plan(
 
     task = Task(
         make, read, state, restrictions, limits, memory, peak, search.again, report, regions, away, rest, claims.append,
-        beat, share,
+        rival, share,
     )  # fmt: skip
     if exact:
         plan, fixed = plan_within(task), 0.0

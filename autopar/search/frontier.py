@@ -95,6 +95,7 @@ class Frontier:
         known: what has been found.
         states: the frontiers of states under given layouts, by the labels that have these.
         useless: bytes and seconds: where nothing within so many bytes takes less than so long, no more is searched.
+        small: labellings of little memory, not known to be of the least.
     """
 
     problem: Problem
@@ -102,6 +103,7 @@ class Frontier:
     known: list[Priced] = field(default_factory=list)
     states: dict[bytes, Frontier] = field(default_factory=dict)
     useless: tuple[float, float] = (0.0, np.inf)
+    small: list[Point] = field(default_factory=list)
 
     def among(self, chosen: Sequence[NDArray[np.bool_]]) -> Frontier:
         """The frontier of some labels of each node only."""
@@ -119,6 +121,25 @@ class Frontier:
         """The price that bounds the labellings within the budget best."""
         claims = [Claim(self.problem, p.bound - p.price * budget, p.price, budget) for p in self.known]
         return max(claims, key=lambda claim: claim.bound, default=Claim(self.problem, -np.inf))
+
+    def take_over(self, other: Frontier) -> None:
+        """Start with what is known of a problem that differs in the labels' memory alone.
+
+        What its cheapest labelling proves of costs alone holds here, too.
+        """
+        free = next(p for p in other.known if p.price == TINY)
+        most = sum(float(n.memory.max()) for n in other.problem.nodes)
+        self.known.append(Priced(TINY, locate(self.problem, free.point.labels), free.bound - TINY * most))
+        self.small.append(locate(self.problem, other.least().labels))
+
+    def bound_at(self, price: float, budget: float) -> float:
+        """No labelling within the budget costs less, by this price and those before."""
+        self._at(price, self.limits.gap)
+        return self.bound(budget)
+
+    def reaches(self, budget: float) -> bool:
+        """Whether a labelling fits."""
+        return any(fits(p.memory, budget) for p in self.small) or fits(self.least().memory, budget)
 
     def least(self) -> Point:
         """The labelling of least memory, and of these the cheapest.
@@ -143,7 +164,7 @@ class Frontier:
         over = self.free()
         if fits(over.memory, budget):
             return over, over
-        under = self.least()
+        under = next((p for p in self.small if fits(p.memory, budget)), None) or self.least()
         require_fit(under, budget)
         for p in self.known:
             over, under = _closer(over, under, p.point, budget)

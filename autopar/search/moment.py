@@ -2,8 +2,8 @@
 
 Memory is short at one moment of a step. A row for that moment says more than one for all that is kept when the
 backward pass begins: a model over many words holds several times its logits there, which no layout avoids. What is
-there, besides parameters and their state: what is kept and still taken later; results that were made before; what the
-operator takes and makes. Values that it takes are counted there, whether they are kept or made again.
+there, besides parameters and their state: what is kept and still taken later; results and gradients that were made
+before; what the operator takes and makes. Values that it takes are counted there, whether they are kept or made again.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from torch import fx
 
 from autopar.accumulate import accumulate
 from autopar.dims import Dims
+from autopar.layout import item_bytes
 from autopar.origin import is_backward
 from autopar.program import Program, Value, producer, values_of
+from autopar.redistribute import Tables
 from autopar.search.quotient import Quotient
 from autopar.search.variable import Floats, Ints, Variable
 
@@ -53,6 +55,7 @@ class Moment:
         inputs: numbers of its arguments that count: each value once, none that is held anyway.
         outputs: numbers of its results that count.
         results: the model's results that are there and not among these, by name.
+        gradients: bytes of the gradients that are there and not among these, on one device, by parameter.
         present: what counts with these, and so not where it is kept.
         spans: of the value of each member, by class and output; with True of the relay.
     """
@@ -62,6 +65,7 @@ class Moment:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     results: frozenset[str]
+    gradients: Mapping[str, float]
     present: Collection[Value]
     spans: Mapping[tuple[str, int, bool], tuple[Span, ...]]
 
@@ -89,11 +93,14 @@ class Timeline:
         program: whose operators these are.
         dims: its dimension analysis.
         classes: which nodes share a decision.
+        tables: the layouts of each type of tensor.
         repeated: whether an operator of the forward pass may be made again.
     """
 
-    def __init__(self, program: Program, dims: Dims, classes: Quotient, repeated: Callable[[fx.Node], bool]) -> None:
-        self.program, self.dims, self.classes, self.repeated = program, dims, classes, repeated
+    def __init__(
+        self, program: Program, dims: Dims, classes: Quotient, tables: Tables, repeated: Callable[[fx.Node], bool]
+    ) -> None:
+        self.program, self.dims, self.classes, self.tables, self.repeated = program, dims, classes, tables, repeated
         self.position = {n: float(i) for i, n in enumerate(program.graph.graph.nodes)}
         self.users: dict[Value, list[fx.Node]] = {}
         for node, sources in program.sources.items():
@@ -101,6 +108,7 @@ class Timeline:
                 self.users.setdefault(source, []).append(node)
         self.taken_late = self._taken_late()
         self.spans = self._spans()
+        self.gradients = self._gradients()
 
     def at(self, node: fx.Node) -> Moment:
         """The moment when an operator runs."""
@@ -111,16 +119,19 @@ class Timeline:
         outputs = () if operator.rule.view else tuple(i for i, o in enumerate(operator.outputs) if o is not None)
         present = {value for source in sources for value in self._shown(source)}
         present.update((node, i) for i in outputs)
+        now = self.position[node]
         results: dict[str, list[Value]] = {}
         for output, value in zip(self.program.outputs, self.program.output_values, strict=True):
             if output.kind != "result" or value is None:
                 continue
             shown = self._shown(producer(value))
-            before = shown[-1][0] in self.program.sources and self.position[shown[-1][0]] < self.position[node]
+            before = shown[-1][0] in self.program.sources and self.position[shown[-1][0]] < now
             if before and self._counts(shown[0]) and present.isdisjoint(shown):
                 results[output.name] = shown
         present.update(value for shown in results.values() for value in shown)
-        return Moment(node, self.position[node], inputs, outputs, frozenset(results), frozenset(present), self.spans)
+        gradients = {name: size for name, (made, size, shown) in self.gradients.items()
+                     if made < now and present.isdisjoint(shown)}  # fmt: skip
+        return Moment(node, now, inputs, outputs, frozenset(results), gradients, frozenset(present), self.spans)
 
     def heaviest(self, variables: Sequence[Variable], labellings: Sequence[Ints]) -> Moment:
         """The moment when most is held, under several labellings together.
@@ -146,12 +157,23 @@ class Timeline:
             for size, spans in ((size, self._of(key)) for key, size in kept.items())
         ]
         sizes, made, until = np.array(rows).reshape(-1, 3).T
-        found = np.zeros(len(nodes))
+        found = self._reduced(nodes, chosen)
         for i, node in enumerate(nodes):
             now = self.position[node]
             own = {self.classes.key[source] for source, _ in self.program.sources[node]}
             twice = sum(kept.get(k, 0.0) / self.classes.count[k] for k in own)
-            found[i] = working.get(self.classes.key[node], 0.0) + sizes[(made < now) & (now < until)].sum() - twice
+            found[i] += working.get(self.classes.key[node], 0.0) + sizes[(made < now) & (now < until)].sum() - twice
+        return found
+
+    def _reduced(self, nodes: Sequence[fx.Node], chosen: Sequence[tuple[Variable, int]]) -> Floats:
+        """Bytes of gradients that were made before each operator."""
+        parts = {v.key: self.tables.of(v.types["out", 0]).parts[v.ports["out", 0][x]] for v, x in chosen}
+        names = zip(self.program.placeholders, self.program.inputs, strict=True)
+        rows = [(self.gradients[spec.name][0], self.gradients[spec.name][1] / parts[self.classes.key[n]])
+                for n, spec in names if spec.kind == "parameter" and spec.name in self.gradients]  # fmt: skip
+        made, sizes = np.array(rows).reshape(-1, 2).T
+        now = np.array([self.position[n] for n in nodes])
+        found: Floats = np.where(made < now[:, None], sizes, 0.0).sum(axis=1)
         return found
 
     def _of(self, key: str) -> Sequence[Span]:
@@ -161,6 +183,23 @@ class Timeline:
         return next(
             s for (k, o, r), s in self.spans.items() if k == name and r == relay and (not relay or o == int(out))
         )
+
+    def _gradients(self) -> dict[str, tuple[float, float, list[Value]]]:
+        """Of each parameter when its gradient is made, its bytes with those it stands for, and what it shows.
+
+        A sum over microbatches is there all the time, and counts where it is made.
+        """
+        found: dict[str, tuple[float, float, list[Value]]] = {}
+        for output, node in zip(self.program.outputs, self.program.output_values, strict=True):
+            if output.kind != "gradient" or node is None:
+                continue
+            value = producer(node)
+            shown = self._shown(value)
+            if self._counts(value) and not any(v[0].target is accumulate for v in shown):
+                type_, repeat = self.dims.types[value], self.program.repeat
+                times = len(repeat.names(output.name)) if repeat else 1
+                found[output.name] = self.position[value[0]], times * type_.numel * item_bytes(type_.dtype), shown
+        return found
 
     def _shown(self, value: Value) -> list[Value]:
         """The value, and what it is a view of."""

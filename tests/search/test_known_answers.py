@@ -90,17 +90,18 @@ def test_large_batch_gives_data_parallelism() -> None:
 
 
 def test_less_memory_gives_zero_then_fsdp_with_recomputation() -> None:
-    """Parameters are split and gathered once, and with less memory twice; gradients are scattered."""
+    """Parameters are split and gathered once, and with less memory most of them twice; gradients are scattered."""
     whole = Search(pins={"microbatches": 1})
     everything, zero, fsdp = (plan(65536, {"gpu": 4}, memory=size, search=whole) for size in (8e9, 3.7e9, 3e9))
     weights = [n for n in everything.parameters if "down.weight" in n or "up.weight" in n]
     assert not everything.recompute
-    for found, budget, times in ((zero, 3.7e9, 1), (fsdp, 3e9, 2)):
+    for found, budget in ((zero, 3.7e9), (fsdp, 3e9)):
         assert all(isinstance(found.parameters[n][0], Split) for n in weights)
         assert sum(found.predicted.peak_bytes.values()) <= budget
-        assert found.predicted.collectives["gpu"]["all_gather"] == times * len(weights)
         assert found.predicted.collectives["gpu"]["reduce_scatter"] == len(weights)
         assert found.batch["0"] == (Split(0, 0),)
+    assert zero.predicted.collectives["gpu"]["all_gather"] == len(weights)
+    assert 2 * len(weights) >= fsdp.predicted.collectives["gpu"]["all_gather"] > 1.5 * len(weights)
     assert everything.certificate.objective < zero.certificate.objective < fsdp.certificate.objective
     assert any("layer_norm" in name for name in fsdp.recompute)
 

@@ -84,7 +84,10 @@ class Rows:
         return built.heaviest([drawn(built, seed)])
 
     def at(self, node: fx.Node) -> Moment:
-        return Timeline(self.program, self.dims, self.classes, lambda n: self.memory.again == "search").at(node)
+        return self.timeline(lambda n: self.memory.again == "search").at(node)
+
+    def timeline(self, repeated: Callable[[fx.Node], bool]) -> Timeline:
+        return Timeline(self.program, self.dims, self.classes, self.tables, repeated)
 
     def held(self, built: Built, labels: Ints) -> list[Held]:
         """What the graph of the labels' plan holds, moment by moment."""
@@ -190,5 +193,5 @@ def test_what_runs_once_a_step_is_no_moment() -> None:
         replace(v, working=np.full(len(v.cost), 1e15)) if v.key in alone and v.working is not None else v
         for v in built.variables
     ]
-    when = Timeline(rows.program, rows.dims, rows.classes, lambda n: True)
+    when = rows.timeline(lambda n: True)
     assert when.heaviest(heavy, [drawn(built, 0)]).node not in rows.program.alone
