@@ -60,7 +60,7 @@ from autopar.search.quotient import Quotient, quotient
 from autopar.search.random_plan import random_plan
 from autopar.search.recipes import roles_of
 from autopar.search.restrict import Restrictions, complete, pin_modules, read_pins
-from autopar.search.rival import NOBODY, Rival
+from autopar.search.rival import NOBODY, NoFasterError, Rival
 from autopar.search.roles import DATA, Roles, by_roles
 
 Pass = Callable[[Program, Plan], Program]
@@ -193,6 +193,7 @@ def solve(
 
     def attempt(search: Search, count: int, rival: Rival) -> Plan:
         part = in_microbatches(program, count, deterministic=deterministic)
+        rival = NOBODY if search.check else rival  # all that the certificate says is checked
         plan = _best_padded(part, axes, machine, budget, optimizer, search, restrictions, progress, rival)
         return replace(plan, fingerprint=program.fingerprint, microbatches=part.microbatches)
 
@@ -274,6 +275,7 @@ def _best_padded(
         options = (options[search.seed % len(options)],)
     search = replace(search, time_limit=search.time_limit / len(options))
     found: list[Plan] = []
+    bounds: list[float] = []
     errors: list[InfeasibleError] = []
     for shapes in options:
         padded = pad(program, shapes)
@@ -283,12 +285,13 @@ def _best_padded(
             if None in roles and (restrictions is None or not restrictions.layouts):
                 require_splits(dims, axes)
             held = peak(padded) if peak else None
-            known = Rival.of(min(found, key=lambda plan: plan.certificate.objective)) if found else rival
+            known = Rival.of(found[0]) if found and not search.check else rival
             plan = _solve(
                 padded, dims, axes, machine, memory, optimizer, search, roles, limits, progress, known, share, held
             )
         except InfeasibleError as e:
             errors.append(e)
+            bounds += [e.bound] if isinstance(e, NoFasterError) else []
             continue
         found.append(replace(plan, padding=shapes))
     if not found:
@@ -296,7 +299,7 @@ def _best_padded(
     best = _of_whole_model(min(found, key=lambda plan: plan.certificate.objective), program)
     if len(options) == 1 or search.recipe == "random":
         return best
-    bound = min(plan.certificate.lower_bound for plan in found)
+    bound = min(*bounds, *(plan.certificate.lower_bound for plan in found), best.certificate.objective)
     verified = [plan.certificate.checked for plan in found]
     checked = None if None in verified else min(b for b in verified if b is not None)
     methods = [plan.certificate.method for plan in found]

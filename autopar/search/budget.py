@@ -110,12 +110,14 @@ def plan_within(task: Task) -> Plan:
         InfeasibleError: nothing fits.
     """
     kept = None if task.memory is None else _kept(task, task.restrictions)
-    if kept is not None and kept.relaxed and task.rival.price:
-        _require_less(task, kept.frontier.bound_at(task.rival.price, kept.budget))
+    if kept is not None and kept.relaxed and task.rival.price:  # memory will be short
+        bound = kept.frontier.bound_at(task.rival.price, kept.budget)
+        task.rival.require_less(bound)
+        return _fitting(task, kept, bound)
     built = task.make(task.restrictions, Memory(task.state(True), regions=task.regions, share=task.share))
     solution = solve(built.problem, gap=task.limits.gap, time_limit=task.seconds, progress=task.progress)
     task.record(Claim(built.problem, solution.lower_bound))
-    _require_less(task, solution.lower_bound)
+    task.rival.require_less(solution.lower_bound)
     plan = task.read(built, _single(solution), solution.lower_bound, solution.method)
     plan, enough = _measured(task, plan)
     return plan if enough or kept is None else _fitting(task, kept, solution.lower_bound)
@@ -156,12 +158,6 @@ def plan_by_axes(task: Task, tables: Tables, bound: float) -> Plan:
             failure = failure or e
     assert failure is not None
     raise failure
-
-
-def _require_less(task: Task, bound: float) -> None:
-    """Stop where every plan takes too long."""
-    if bound >= task.rival.seconds:
-        raise InfeasibleError(f"every plan takes at least {bound:.3g} seconds a step, and one is known that takes less")
 
 
 def _single(solution: Solution) -> Mix:
@@ -205,7 +201,7 @@ def _fitting(task: Task, kept: Row, bound: float, method: str = "") -> Plan:
     for claim in (row.frontier.claim(row.budget) for row in moments if row.relaxed):
         task.record(claim)
         bound = max(bound, claim.bound)
-    _require_less(task, bound)
+    task.rival.require_less(bound)
     least: Plan | None = None
     capped = False
     while rows or here:
@@ -241,7 +237,7 @@ def _kept(task: Task, restrictions: Restrictions) -> Row:
     )  # fmt: skip
     relaxed = restrictions is task.restrictions and task.whole
     limits = replace(task.limits, deadline=time.monotonic() + task.seconds / 2) if task.away else task.limits
-    return Row(task.make, restrictions, memory, limits, task.memory, relaxed, task.rival.seconds if relaxed else np.inf)
+    return Row(task.make, restrictions, memory, limits, task.memory, relaxed, task.rival if relaxed else NOBODY)
 
 
 def _on_device(row: Row, limits: Limits) -> Row:
@@ -337,7 +333,7 @@ def _tightened(task: Task, row: Row, bound: float, method: str) -> tuple[Plan, f
         if row.relaxed:
             task.record(frontier.claim(task.memory))
             bound = max(bound, frontier.bound(task.memory))
-        _require_less(task, bound)
+        task.rival.require_less(bound)
         plan, enough = _measured(task, task.read(built, mix, bound, method or "prices"))
         size = _peak(plan.predicted.peak_bytes)
         least = _lesser(least, plan)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from autopar.errors import InfeasibleError
 from autopar.plan import Certificate, Plan
 from autopar.search.interrupt import requested
-from autopar.search.rival import Rival
+from autopar.search.rival import NoFasterError, Rival
 
 WORTH = 0.98
 """Where twice as many microbatches need more than this share of the memory, even more will not do."""
@@ -29,12 +29,16 @@ def best_count(attempt: Attempt) -> Plan:
     best: Plan | None = None
     error: InfeasibleError | None = None
     certificates: list[Certificate] = []
+    bounds: list[float] = []
     tried: list[int] = []
     count = 1
     while best is None or (best.certificate.memory_price > 0 and not requested()):
         tried.append(count)
         try:
             found = attempt(count, Rival.of(best))
+        except NoFasterError as e:
+            bounds.append(e.bound)
+            break
         except InfeasibleError as e:
             less = e.needed is not None and (error is None or e.needed < WORTH * (error.needed or 0.0))
             if best is not None or not less:
@@ -53,7 +57,7 @@ def best_count(attempt: Attempt) -> Plan:
     space = best.certificate.space
     if len(tried) > 1:
         space = f"{', '.join(map(str, tried))} microbatches; {space}"
-    bound = min(certificate.lower_bound for certificate in certificates)
+    bound = min(*bounds, *(certificate.lower_bound for certificate in certificates), best.certificate.objective)
     verified = [certificate.checked for certificate in certificates if certificate.checked is not None]
     checked = min(verified) if len(verified) == len(certificates) else None
     return replace(best, certificate=replace(best.certificate, lower_bound=bound, space=space, checked=checked))

@@ -27,6 +27,7 @@ from autopar.search.minimise import LEVELS, WORK_PER_ENTRY, Limits, minimise
 from autopar.search.presolve import presolve
 from autopar.search.price import Point, fits, locate, reprice, require_fit, settled
 from autopar.search.problem import Edge, Floats, Ints, Node, Problem, evaluate
+from autopar.search.rival import NOBODY, Rival
 
 Progress = Callable[[str, float, float], None]
 
@@ -94,7 +95,8 @@ class Frontier:
         limits: relative gap and deadline.
         known: what has been found.
         states: the frontiers of states under given layouts, by the labels that have these.
-        useless: bytes and seconds: where nothing within so many bytes takes less than so long, no more is searched.
+        useless: bytes and a rival: where nothing within so many bytes is faster, no more is searched; its price is
+            tried first.
         small: labellings of little memory, not known to be of the least.
     """
 
@@ -102,7 +104,7 @@ class Frontier:
     limits: Limits
     known: list[Priced] = field(default_factory=list)
     states: dict[bytes, Frontier] = field(default_factory=dict)
-    useless: tuple[float, float] = (0.0, np.inf)
+    useless: tuple[float, Rival] = (0.0, NOBODY)
     small: list[Point] = field(default_factory=list)
 
     def among(self, chosen: Sequence[NDArray[np.bool_]]) -> Frontier:
@@ -166,11 +168,12 @@ class Frontier:
             return over, over
         under = next((p for p in self.small if fits(p.memory, budget)), None) or self.least()
         require_fit(under, budget)
+        if self.useless[1].price:
+            self._at(self.useless[1].price, self.limits.gap)
         for p in self.known:
             over, under = _closer(over, under, p.point, budget)
         for _ in range(prices):
-            if self.bound(self.useless[0]) >= self.useless[1]:
-                raise InfeasibleError(f"every plan takes at least {self.useless[1]:.3g} seconds a step")
+            self.useless[1].require_less(self.bound(self.useless[0]))
             if under.cost <= over.cost or self.limits.expired():
                 break
             price = _slope(over, under)

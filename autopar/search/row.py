@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,6 +10,7 @@ from autopar.search.build import Built, Memory
 from autopar.search.frontier import Frontier
 from autopar.search.minimise import Limits
 from autopar.search.restrict import Restrictions
+from autopar.search.rival import NOBODY, Rival
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Row:
         limits: relative gap and deadline.
         budget: bytes.
         relaxed: whether no plan that fits has more than the budget in this row, so that it bounds all of them.
-        useless: seconds; where the row proves that no plan takes less, no more is searched.
+        rival: where the row proves that no plan is faster, no more is searched.
         like: a row of the same problem with other memory, whose labellings are good ones here.
     """
 
@@ -34,7 +34,7 @@ class Row:
     limits: Limits
     budget: float
     relaxed: bool
-    useless: float
+    rival: Rival
     like: Row | None = None
 
     @cached_property
@@ -45,11 +45,11 @@ class Row:
     @cached_property
     def frontier(self) -> Frontier:
         """Its prices."""
-        found = Frontier(self.built.problem, self.limits, useless=(self.budget, self.useless))
+        found = Frontier(self.built.problem, self.limits, useless=(self.budget, self.rival))
         if self.like is not None:
             found.take_over(self.like.frontier)
         return found
 
     def narrowed(self, memory: Memory) -> Row:
         """The row with memory counted in another way, which bounds no other plans than those that it finds."""
-        return replace(self, memory=memory, relaxed=False, useless=math.inf, like=None)
+        return replace(self, memory=memory, relaxed=False, rival=NOBODY, like=None)
