@@ -167,13 +167,17 @@ class Timeline:
 
     def _reduced(self, nodes: Sequence[fx.Node], chosen: Sequence[tuple[Variable, int]]) -> Floats:
         """Bytes of gradients that were made before each operator."""
-        parts = {v.key: self.tables.of(v.types["out", 0]).parts[v.ports["out", 0][x]] for v, x in chosen}
-        names = zip(self.program.placeholders, self.program.inputs, strict=True)
-        rows = [(self.gradients[spec.name][0], self.gradients[spec.name][1] / parts[self.classes.key[n]])
-                for n, spec in names if spec.kind == "parameter" and spec.name in self.gradients]  # fmt: skip
-        made, sizes = np.array(rows).reshape(-1, 2).T
+        variables = {v.key: (v, x) for v, x in chosen}
+        rows = []
+        for node, spec in zip(self.program.placeholders, self.program.inputs, strict=True):
+            if spec.kind == "parameter" and spec.name in self.gradients:
+                made, size, _ = self.gradients[spec.name]
+                variable, label = variables[self.classes.key[node]]
+                parts = self.tables.of(variable.types["out", 0]).parts
+                rows.append((made, size / parts[variable.ports["out", 0][label]]))
+        when, sizes = np.array(rows).reshape(-1, 2).T
         now = np.array([self.position[n] for n in nodes])
-        found: Floats = np.where(made < now[:, None], sizes, 0.0).sum(axis=1)
+        found: Floats = np.where(when < now[:, None], sizes, 0.0).sum(axis=1)
         return found
 
     def _of(self, key: str) -> Sequence[Span]:
