@@ -24,6 +24,7 @@ from autopar.cost.memory import format_bytes, optimizer_state_bytes, parse_bytes
 from autopar.dims import analyze
 from autopar.errors import CaptureError, InfeasibleError
 from autopar.precision import Precision
+from autopar.program import Program
 from autopar.search.find import Progress, Search
 from autopar.search.recipes import DATA_NAMES, TENSOR_NAMES
 from autopar.shorten import shorten
@@ -114,19 +115,10 @@ def predict_hybrid(
     sizes = _axis_sizes(axes)
     machine_cluster = Cluster.resolve(cluster)
     own, microbatches = _microbatch(batch, sizes["data"], microbatch)
-    short = shorten(model)
-    training = Training(short.layers, sizes["stage"], microbatches, sizes["data"], recompute, optimizer, virtual)
+    training = Training(None, sizes["stage"], microbatches, sizes["data"], recompute, optimizer, virtual)
     order(schedule, training.stages, microbatches, virtual)  # refuses what there is not, before the model is captured
-    if short.layers is None:
-        logger.info("captured whole, layer by layer: %s", short.reason)
-    try:
-        program = program_of(short.model, own, loss_fn=loss_fn, precision=precision)
-    except CaptureError as e:
-        if short.layers is None:
-            raise
-        logger.info("captured whole, layer by layer: two layers alone fail: %s", e)
-        training = replace(training, layers=None)
-        program = program_of(model, own, loss_fn=loss_fn, precision=precision)
+    program, layers = _captured(model, own, loss_fn, precision)
+    training = replace(training, layers=layers)
     dims = analyze(program)
     search = Search(recipe=recipe if sizes["tensor"] > 1 else None, padding=False, time_limit=time_limit)
     tensor = {"tensor": sizes["tensor"]}
@@ -151,6 +143,22 @@ def predict_hybrid(
         tuple(stages.backward.tolist()),
         fullest,
     )
+
+
+def _captured(
+    model: nn.Module, batch: Batch, loss_fn: LossFunction | None, precision: Precision | None
+) -> tuple[Program, int | None]:
+    """The program of two layers and how many there are, or that of the whole model and None."""
+    short = shorten(model)
+    if short.layers is None:
+        logger.info("captured whole, layer by layer: %s", short.reason)
+    try:
+        return program_of(short.model, batch, loss_fn=loss_fn, precision=precision), short.layers
+    except CaptureError as e:
+        if short.layers is None:
+            raise
+        logger.info("captured whole, layer by layer: two layers alone fail: %s", e)
+    return program_of(model, batch, loss_fn=loss_fn, precision=precision), None
 
 
 def _check_budget(needed: Mapping[str, float], cluster: Cluster, memory: str | float | None, recompute: str) -> None:

@@ -25,8 +25,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.turns import Step, stepper, take_turns  # noqa: E402
+
 WORLD = 4
-Step = Callable[[], float]
 
 
 def main() -> None:
@@ -118,13 +119,13 @@ def worker(rank: int, folder: str, port: int, options: dict[str, Any]) -> None:
     rows = []
     for name, make in contenders(Path(folder), rank, options).items():
         model, batch, row = make()
-        steps[name] = stepper(model, batch)
+        steps[name] = stepper(model, batch, gradients_stay=True)
         rows.append({"module": name} | row | memory_of(model, steps[name], row.get("hidden_bytes", 0.0)))
     losses = torch.tensor([row["loss"] for row in rows])
     dist.all_reduce(losses)  # autopar's are of the whole batch, the others' of their own rows
     if float(losses.max() - losses.min()) > 1e-3 * WORLD:
         raise RuntimeError(f"the losses differ: {losses / WORLD}")
-    times = take_turns(steps, options["rounds"], dist.barrier)
+    times = take_turns(steps, options["rounds"])
     for row in rows:
         row["median_s"] = statistics.median(times[row["module"]])
         row["ratio"] = statistics.median(t / a for t, a in zip(times[row["module"]], times["autopar"], strict=True))
@@ -179,19 +180,6 @@ def contenders(folder: Path, rank: int, options: dict[str, Any]) -> dict[str, Ca
     return found
 
 
-def stepper(model: Any, batch: Any) -> Step:
-    """Forward and backward, gradients left behind; those of the step before are dropped first."""
-
-    def step() -> float:
-        for parameter in model.parameters():
-            parameter.grad = None
-        loss = model(**batch).loss
-        loss.backward()
-        return float(loss.detach())
-
-    return step
-
-
 def memory_of(model: Any, step: Step, hidden_bytes: float) -> dict[str, float]:
     """Bytes held before a step, what the step adds at most, and by how much resident memory grows.
 
@@ -232,20 +220,6 @@ def resident(reset: bool) -> float:
         Path("/proc/self/clear_refs").write_text("5")
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-
-
-def take_turns(steps: dict[str, Step], rounds: int, barrier: Callable[[], Any]) -> dict[str, list[float]]:
-    """Seconds of each module in each round, from all processes to all; every round starts with another one."""
-    names = list(steps)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for i in range(rounds):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            barrier()
-            start = time.perf_counter()
-            steps[name]()
-            barrier()
-            times[name].append(time.perf_counter() - start)
-    return times
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -28,12 +28,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.turns import Step, agreed_losses, stepper, take_turns  # noqa: E402
+
 AXES = {"node": 2, "gpu": 2}
 WORLD = 4
 SEARCHED = "search"
 PLANS = (SEARCHED, "ddp", "fsdp", "hsdp", "megatron", "megatron-sequence")
 SPACES, ADDRESSES = ("autopar0", "autopar1"), ("10.77.0.1", "10.77.0.2")
-WARM = 2
 
 
 def main() -> None:
@@ -208,10 +209,18 @@ def work(folder: Path, rounds: int) -> None:
         for name, make in MODELS.items():
             steps = {}
             for row in (r for r in rows if r["model"] == name):
-                steps[row["plan"]] = stepper(make, mesh, folder / f"{name} {row['plan']}.json")
-            times, losses = take_turns(steps, rounds)
+                steps[row["plan"]] = step_under(make, mesh, folder / f"{name} {row['plan']}.json")
+            losses, times = agreed_losses(steps), take_turns(steps, rounds)
             for row in (r for r in rows if r["model"] == name):
                 row |= {"measured": statistics.median(times[row["plan"]]), "loss": losses[row["plan"]]}
+
+
+def step_under(make: Callable[[], tuple[Any, dict[str, Any]]], mesh: Any, plan: Path) -> Step:
+    """A step of a model under a plan."""
+    from autopar.parallelize import parallelize
+
+    model, batch = make()
+    return stepper(parallelize(model, mesh, batch, plan=str(plan)), batch)
 
 
 @contextlib.contextmanager
@@ -230,47 +239,6 @@ def member(folder: Path) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
         (folder / "rows.json").write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def stepper(make: Callable[[], tuple[Any, dict[str, Any]]], mesh: Any, plan: Path) -> Callable[[], float]:
-    """Forward and backward of a model under a plan; the loss."""
-    from autopar.parallelize import parallelize
-
-    model, batch = make()
-    parallel: Any = parallelize(model, mesh, batch, plan=str(plan))
-
-    def step() -> float:
-        output = parallel(**batch)
-        loss = getattr(output, "loss", output)
-        loss.backward()
-        for parameter in parallel.parameters():
-            parameter.grad = None
-        return float(loss.detach())
-
-    return step
-
-
-def take_turns(steps: dict[str, Callable[[], float]], rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Seconds of each plan in each round, from all processes to all, and its loss.
-
-    Raises:
-        RuntimeError: the losses differ, so that the times would not be of the same work.
-    """
-    from torch.distributed import barrier
-
-    names = list(steps)
-    losses = {name: [steps[name]() for _ in range(WARM)][-1] for name in names}
-    if max(losses.values()) - min(losses.values()) > 1e-3 * abs(max(losses.values())):
-        raise RuntimeError(f"the losses differ: {losses}")
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for i in range(rounds):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            barrier()
-            start = time.perf_counter()
-            steps[name]()
-            barrier()
-            times[name].append(time.perf_counter() - start)
-    return times, losses
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -12,14 +12,15 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from predicted_time import AXES, PLANS, SEARCHED, measure, member, stepper, take_turns  # noqa: E402
+from predicted_time import AXES, PLANS, SEARCHED, measure, member, step_under  # noqa: E402
+
+from benchmarks.turns import Step, agreed_losses, take_turns  # noqa: E402
 
 PIPELINED, BY_HAND = "search with stages", "torch by hand"
 BLOCKS, WIDTH, LENGTH, ROWS, WORDS = 8, 256, 32, 32, 512
@@ -62,16 +63,17 @@ def plan_all(folder: Path, cluster: Path) -> None:
 def work(folder: Path, rounds: int) -> None:
     """One process: all plans take turns."""
     with member(folder) as (mesh, rows):
-        steps = {row["plan"]: stepper(whole, mesh, folder / f"{row['plan']}.json") for row in rows}
+        steps = {row["plan"]: step_under(whole, mesh, folder / f"{row['plan']}.json") for row in rows}
         parts = next((r["parts"] for r in rows if r["plan"] == PIPELINED and r["parts"] > 1), 8)
         steps[BY_HAND] = by_hand(mesh, parts)
         rows.append({"plan": BY_HAND, "predicted": None, "what": "1F1B", "parts": parts})
-        times, _ = take_turns(steps, rounds)
+        agreed_losses(steps)
+        times = take_turns(steps, rounds)
         for row in rows:
             row |= {"measured": statistics.median(times[row["plan"]])}
 
 
-def by_hand(mesh: Any, parts: int) -> Callable[[], float]:
+def by_hand(mesh: Any, parts: int) -> Step:
     """A step of two stages with torch's own schedule, summing gradients over the data ranks once."""
     import torch
     import torch.distributed as dist

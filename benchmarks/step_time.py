@@ -15,7 +15,6 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,8 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
-from torch import nn  # noqa: E402
 
-Steps = dict[str, Callable[[], float]]
+from benchmarks.turns import Step, stepper, take_turns  # noqa: E402
 
 
 def main() -> None:
@@ -95,14 +93,14 @@ def worker(rank: int, world: int, port: int, options: dict[str, Any], results: A
         losses = {name: mean(step(), world) for name, step in steps.items()}
         for step in steps.values():
             step()  # warm
-        times = take_turns(steps, options["rounds"])
+        times = take_turns(steps, options["rounds"], until_all=False)
     finally:
         dist.destroy_process_group()
     if rank == 0:
         results.put(rows_of(world, losses, times))
 
 
-def competitors(world: int, rank: int, batch: dict[str, torch.Tensor], hidden: int) -> Steps:
+def competitors(world: int, rank: int, batch: dict[str, torch.Tensor], hidden: int) -> dict[str, Step]:
     """A step of each: forward, backward, gradients dropped; returns the loss of what the process computed."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -123,32 +121,6 @@ def competitors(world: int, rank: int, batch: dict[str, torch.Tensor], hidden: i
             fully_shard(layer, mesh=mesh)
         models["fully_shard"] = (fully_shard(sharded, mesh=mesh), own)
     return {name: stepper(model, data) for name, (model, data) in models.items()}
-
-
-def stepper(model: nn.Module, batch: dict[str, torch.Tensor]) -> Callable[[], float]:
-    """Forward and backward."""
-
-    def step() -> float:
-        loss = model(**batch).loss
-        loss.backward()
-        for parameter in model.parameters():
-            parameter.grad = None
-        return float(loss.detach())
-
-    return step
-
-
-def take_turns(steps: Steps, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each competitor in each round; every round starts with another one."""
-    names = list(steps)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for i in range(rounds):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            dist.barrier()
-            start = time.perf_counter()
-            steps[name]()
-            times[name].append(time.perf_counter() - start)
-    return times
 
 
 def rows_of(world: int, losses: dict[str, float], times: dict[str, list[float]]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from autopar.compiler import peak_of, program_of
 from autopar.parallelize import parallelize
 from benchmarks import ladder
 from benchmarks.allocated import peak_allocated
-from benchmarks.memory import stepper
+from benchmarks.turns import stepper
 from tests import models
 
 ALWAYS = ("parameters", "optimizer", "buffers", "batch")
@@ -57,7 +57,7 @@ def test_a_step_takes_what_its_graph_is_said_to_take() -> None:
     batch = {"x": torch.randn(256, 256)}
     model = parallelize(Deep(), None, batch)
     held = peak_of(program_of(Deep(), batch), model.plan)
-    step = stepper(Loss(model), batch)
+    step = stepper(Loss(model), batch, gradients_stay=True)
     step()
     model.zero_grad()
     predicted = sum(size for name, size in held.items() if name not in ALWAYS)

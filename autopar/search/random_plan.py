@@ -6,7 +6,7 @@ The space holds far more than a solver would choose; that every plan in it compu
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -115,15 +115,7 @@ def random_plan(
             relays[name] = moved[node, i] = layout
             if not is_backward(node) and _again(pins.get(node), again, choose):
                 recompute[f"relay {name}"] = EVERY
-    forward = [n for n in program.sources if not is_backward(n)]
-    names = [f"{classes.key[n]} @{n.name}" for n in forward if away]
-    trained = {
-        o.name for o, v in zip(program.outputs, program.output_values, strict=True) if o.kind == "gradient" and v
-    }
-    names += [
-        f"{classes.key[n]} @{n.name}" for n, i in inputs.items() if away and i.kind == "parameter" and i.name in trained
-    ]
-    names += [f"relay {classes.key[n]} @{n.name} {i}" for n, i in moved if away and n in program.sources]
+    names = _movable(program, classes.key, moved) if away else []
     offload = {name: EVERY for name in names if name not in recompute and not choose(OFFLOADED)}
     certificate = Certificate(0.0, 0.0, "one random plan, nothing was searched", "random")
     return Plan(
@@ -131,6 +123,18 @@ def random_plan(
         relays=relays, optimizer=optimizer, fingerprint=program.fingerprint, torch=str(torch.__version__),
         certificate=certificate, recompute=recompute, offload=offload, held=tuple(held),
     )  # fmt: skip
+
+
+def _movable(program: Program, key: Mapping[fx.Node, str], relayed: Iterable[Value]) -> list[str]:
+    """What may lie on the host: results of the forward pass, parameters that are trained, and relays of operators."""
+    outputs = zip(program.outputs, program.output_values, strict=True)
+    trained = {output.name for output, value in outputs if output.kind == "gradient" and value}
+    inputs = zip(program.placeholders, program.inputs, strict=True)
+    return [
+        *(f"{key[n]} @{n.name}" for n in program.sources if not is_backward(n)),
+        *(f"{key[n]} @{n.name}" for n, spec in inputs if spec.kind == "parameter" and spec.name in trained),
+        *(f"relay {key[n]} @{n.name} {i}" for n, i in relayed if n in program.sources),
+    ]
 
 
 def _again(pin: str | None, drawn: bool, choose: Choose) -> bool:

@@ -10,10 +10,11 @@ import torch
 
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import slow_devices
+from tests.distributed.steps import TOLERANCE, follow
 
 pytestmark = pytest.mark.distributed
 
-STEPS, TOLERANCE = 3, 1e-9
+STEPS = 3
 
 
 def doubled() -> tuple[Any, dict[str, torch.Tensor]]:
@@ -29,23 +30,7 @@ def train(rank: int, path: str) -> float:
 
     plain, batch = doubled()
     parallel: Any = parallelize(doubled()[0], mesh_of(2, 2), plan=path, timeout=WAIT)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (parallel, plain)]
-    worst = 0.0
-    for _ in range(STEPS):
-        loss, expected = parallel(**batch), plain(**batch)
-        loss.backward()
-        expected.backward()
-        pairs = [(loss, expected)]
-        gradients = parallel.full_gradients()
-        pairs += [(gradients[name], p.grad) for name, p in plain.named_parameters()]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        state = parallel.full_state_dict()
-        assert list(state) == list(plain.state_dict())
-        pairs += [(state[name], value) for name, value in plain.state_dict().items()]
-        worst = max(worst, *(float((a - b).abs().max()) for a, b in pairs))
-    return worst
+    return follow(parallel, plain, STEPS * [batch])
 
 
 @pytest.mark.deep

@@ -8,28 +8,19 @@ import pytest
 
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import make
-from tests.distributed.test_recipes import ROWS, reference
-from tests.distributed.test_training import TOLERANCE
+from tests.distributed.steps import TOLERANCE, follow
+from tests.distributed.test_recipes import ROWS
 
 pytestmark = pytest.mark.distributed
 
 
 def train(rank: int, pins: dict[str, Any]) -> tuple[float, list[list[str]]]:
-    import torch
-
     from autopar.parallelize import parallelize
     from autopar.search.find import Search
 
-    expected = reference("mlp")
-    model, batch = make("mlp")
-    parallel = parallelize(model, mesh_of(2, 2), batch(0, ROWS[0]), search=Search(pins=pins), timeout=WAIT)
-    optimizer, worst = torch.optim.AdamW(parallel.parameters(), lr=1e-2), 0.0
-    for step, rows in enumerate(ROWS):
-        parallel(**batch(step, rows))["loss"].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        full = parallel.full_state_dict()
-        worst = max(worst, *(float((full[k] - v).abs().max()) for k, v in expected[step].items()))
+    (model, batch), (plain, _) = make("mlp"), make("mlp")
+    parallel = parallelize(model, mesh_of(2, 2), batch(0), search=Search(pins=pins), timeout=WAIT)
+    worst = follow(parallel, plain, [batch(step, rows) for step, rows in enumerate(ROWS)])
     return worst, [[str(p) for p in parallel.plan.relays[name]] for name in parallel.plan.held]
 
 

@@ -6,13 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import make, slow_devices
-from tests.distributed.test_training import STEPS, TOLERANCE, reference
+from tests.distributed.steps import TOLERANCE, adamw, largest, step_apart
 
 pytestmark = pytest.mark.distributed
+
+STEPS = 3
 
 
 def linked() -> Any:
@@ -21,27 +22,22 @@ def linked() -> Any:
 
 
 def train(rank: int, microbatches: int) -> tuple[float, int, int]:
-    """Largest difference of parameters, tensors that are sent, and those of the optimizer on the host in the end."""
+    """Largest difference of a step, tensors that are sent, and those of the optimizer on the host in the end."""
     from autopar.host import to_host
     from autopar.parallelize import parallelize
     from autopar.search.find import Search
 
-    (model, batch), expected = make("mlp"), reference("mlp")
+    (model, batch), (plain, _) = make("mlp"), make("mlp")
     search = Search(recipe="random", seed=5, pins={"offload": "search", "microbatches": microbatches})
     parallel: Any = parallelize(model, mesh_of(2, 2), search=search, cluster=linked(), timeout=WAIT)
-    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
-    worst = 0.0
+    optimizers = [adamw(m) for m in (parallel, plain)]
+    apart = []
     for step in range(STEPS):
-        parallel(**batch(step))["loss"].backward()
-        torch.nn.utils.clip_grad_norm_(parallel.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        apart.append(step_apart(parallel, plain, optimizers, batch(step), clip=0.5))
         if step == 0:  # what is saved is what is loaded
-            optimizer.load_state_dict(optimizer.state_dict())
-        full = parallel.full_state_dict()
-        worst = max(worst, *(float((full[k] - v).abs().max()) for k, v in expected[step].items()))
+            optimizers[0].load_state_dict(optimizers[0].state_dict())
     sent = sum(n.target is to_host for n in parallel.forward_graph.graph.nodes)
-    return worst, sent, len(parallel._away.held)
+    return largest(apart), sent, len(parallel._away.held)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

@@ -13,6 +13,7 @@ from autopar import tree
 from autopar.layout import is_everywhere, is_held
 from autopar.pipeline.schedules import SCHEDULES
 from tests.distributed.launch import WAIT, Ranks, mesh_of
+from tests.distributed.steps import follow
 from tests.pipeline.test_table import BENT
 
 pytestmark = pytest.mark.distributed
@@ -59,24 +60,6 @@ def train(rank: int, name: str, sizes: tuple[int, ...], pins: dict[str, Any], in
         pairs = [(found["loss"], expected["loss"])]
         pairs += [(found[k].full_tensor(), expected[k]) for k in ("logits", "out") if k in found]
     return max(worst, *(float((a - b).abs().max()) for a, b in pairs))
-
-
-def follow(parallel: Any, plain: torch.nn.Module, batches: list[dict[str, torch.Tensor]]) -> float:
-    """The largest difference of losses, gradients or parameters, an AdamW step a batch."""
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (parallel, plain)]
-    worst = 0.0
-    for batch in batches:
-        found, expected = (o["loss"] if isinstance(o, dict) else o for o in (parallel(**batch), plain(**batch)))
-        found.backward(), expected.backward()
-        gradients = parallel.full_gradients()
-        pairs = [(found, expected), *((gradients[n], p.grad) for n, p in plain.named_parameters())]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        state = parallel.full_state_dict()
-        pairs += [(state[n], value) for n, value in plain.state_dict().items()]
-        worst = max(worst, *(float((a - b).detach().abs().max()) for a, b in pairs))
-    return worst
 
 
 def require_apart(parallel: Any, found: dict[str, Any]) -> None:

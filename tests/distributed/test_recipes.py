@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import make
-from tests.distributed.test_training import TOLERANCE
+from tests.distributed.steps import TOLERANCE, follow
 
 pytestmark = pytest.mark.distributed
 
@@ -20,35 +19,14 @@ ROWS = (8, 8, 6)
 """Of each step's batch; four ranks cannot share the last one's."""
 
 
-def reference(name: str) -> list[dict[str, torch.Tensor]]:
-    """Parameters after each step on one device."""
-    model, batch = make(name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found = []
-    for step, rows in enumerate(ROWS):
-        model(**batch(step, rows))["loss"].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append({k: v.clone() for k, v in model.state_dict().items()})
-    return found
-
-
 def train(rank: int, name: str, recipe: str, sizes: tuple[int, ...]) -> tuple[float, dict[str, list[str]]]:
     from autopar.parallelize import parallelize
     from autopar.search.find import Search
 
-    expected = reference(name)
-    model, batch = make(name)
+    (model, batch), (plain, _) = make(name), make(name)
     parallel = parallelize(model, mesh_of(*sizes), batch(0, ROWS[0]), search=Search(recipe=recipe), timeout=WAIT)
     layouts = {k: [str(p) for p in v] for k, v in parallel.plan.parameters.items()}
-    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
-    worst = 0.0
-    for step, rows in enumerate(ROWS):
-        parallel(**batch(step, rows))["loss"].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        full = parallel.full_state_dict()
-        worst = max(worst, *(float((full[k] - v).abs().max()) for k, v in expected[step].items()))
+    worst = follow(parallel, plain, [batch(step, rows) for step, rows in enumerate(ROWS)])
     return worst, layouts
 
 

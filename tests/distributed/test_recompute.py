@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import make, slow_devices
-from tests.distributed.test_reductions import TOLERANCE, train
+from tests.distributed.steps import TOLERANCE
+from tests.distributed.test_reductions import train
 from tests.test_reductions import Moments
 
 pytestmark = pytest.mark.distributed

@@ -10,11 +10,12 @@ from torch import nn
 
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import slow_devices
+from tests.distributed.steps import TOLERANCE, follow
 from tests.test_reductions import Bags, Moments, batch_of
 
 pytestmark = pytest.mark.distributed
 
-STEPS, TOLERANCE = 3, 1e-9
+STEPS = 3
 
 
 def double(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -34,21 +35,7 @@ def train(
     plain = make().double()
     search = Search(recipe=recipe, seed=seed, pins=pins)
     parallel: Any = parallelize(make().double(), mesh_of(2, 2), search=search, cluster=slow_devices(), timeout=WAIT)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (parallel, plain)]
-    worst = 0.0
-    for step in range(STEPS):
-        batch = double(batch_of(plain, step))
-        loss, expected = parallel(**batch), plain(**batch)
-        loss.backward()
-        expected.backward()
-        gradients = parallel.full_gradients()
-        pairs = [(loss, expected), *((gradients[name], p.grad) for name, p in plain.named_parameters())]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        state = parallel.full_state_dict()
-        pairs += [(state[name], value) for name, value in plain.state_dict().items()]
-        worst = max(worst, *(float((a - b).abs().max()) for a, b in pairs))
+    worst = follow(parallel, plain, [double(batch_of(plain, step)) for step in range(STEPS)])
     return worst, len(parallel.plan.recompute)
 
 
