@@ -58,28 +58,39 @@ reshape = reshape(w, [1, 2, 16])
 axis_index = axis_index('a')
 select.int = select.int(reshape, 1, axis_index)
 reshape.1 = reshape(select.int, [4, 4])
-contiguous = contiguous(reshape.1)  # f32[w.0{a}, w.1]
-mm = mm(batch0, contiguous)  # f32[batch, w.1] +sum{a}
+clone = clone(reshape.1)  # f32[w.0{a}, w.1]
+mm = mm(batch0, clone)  # f32[batch, w.1] +sum{a}
 reshape.2 = reshape(mm, [4, 2, 2])
 permute = permute(reshape.2, [1, 0, 2])
 reshape.3 = reshape(permute, [8, 2])
-contiguous.1 = contiguous(reshape.3)
-reduce_scatter_tensor = reduce_scatter_tensor(contiguous.1, 'sum', 2, 'a')  # reduce_scatter on a: 64 bytes
+contiguous = contiguous(reshape.3)
+reduce_scatter_tensor = reduce_scatter_tensor(contiguous, 'sum', 2, 'a')  # reduce_scatter on a: 64 bytes
 wait_tensor = wait_tensor(reduce_scatter_tensor)
 reshape.4 = reshape(wait_tensor, [4, 2])  # f32[batch, w.1{a}]
 relu = relu(reshape.4)  # f32[batch, w.1{a}]
 reshape.5 = reshape(relu, [1, 2, 4])
 permute.1 = permute(reshape.5, [1, 0, 2])
 reshape.6 = reshape(permute.1, [2, 4])
-contiguous.2 = contiguous(reshape.6)
-all_to_all_single = all_to_all_single(contiguous.2, [1, 1], [1, 1], 'a')  # all_to_all on a: 32 bytes
+contiguous.1 = contiguous(reshape.6)
+all_to_all_single = all_to_all_single(contiguous.1, [1, 1], [1, 1], 'a')  # all_to_all on a: 32 bytes
 wait_tensor.1 = wait_tensor(all_to_all_single)
 reshape.7 = reshape(wait_tensor.1, [2, 2, 2])
 permute.2 = permute(reshape.7, [1, 0, 2])
 reshape.8 = reshape(permute.2, [2, 4])
-contiguous.3 = contiguous(reshape.8)  # f32[batch{a}, w.1]
-return [contiguous.3]"""
+contiguous.2 = contiguous(reshape.8)  # f32[batch{a}, w.1]
+return [contiguous.2]"""
     )
+
+
+def test_a_part_does_not_keep_the_whole() -> None:
+    """A gradient that is summed and cut down, to rows that lie together, takes the memory of these rows alone."""
+    program, _ = tiny(True)
+    plan = hand_plan(program, {"a": 2}, choices={"mm_1": "R"}, parameters={"w": "S(0)"})
+    after = rewrite(program, plan)
+    (gradient,) = (v for o, v in zip(after.outputs, after.output_values, strict=True) if o.kind == "gradient")
+    value = gradient.meta["val"]
+    assert value.shape == (4, 4)
+    assert value.untyped_storage().nbytes() == value.nbytes
 
 
 def test_relay_comes_first() -> None:
