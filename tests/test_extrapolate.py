@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -116,3 +116,25 @@ def test_of_two_kinds_of_blocks_each_works_while_the_others_hold_theirs() -> Non
     parts = [(0.5, *kinds[0]), (0.5, *kinds[1])]
     # The fifth block's backward, behind those that keep 10; the last block's has 5 * 1 + 5 * 10 + 5.
     assert sum(peak_of_blocks(parts, repeat).values()) == max(5 * 1 + 50, 5 * 1 + 5 * 10 + 5)
+
+
+def sequence(again: Sequence[bool]) -> list[Moment]:
+    """Blocks that keep 1 and gather again, or keep 10; each leaves a gradient of 4 and is behind a sum of no module."""
+    keeps = [1.0 if a else 10.0 for a in again]
+    found = [Moment({"activations": 0.0}, "", False)]
+    found += [Moment({"activations": sum(keeps[: i + 1])}, f"h.{i}.up", False, "mm") for i in range(len(keeps))]
+    for i in reversed(range(len(keeps))):
+        held = {"activations": sum(keeps[: i + 1]), "gradients": 4.0 * (len(keeps) - 1 - i)}
+        works = [("gather", 20.0, f"h.{i}.up")] * again[i] + [("mm", 5.0, f"h.{i}.up"), ("add", 7.0, "")]
+        found += [Moment({**held, "transient": size}, path, True, operator) for operator, size, path in works]
+    return found
+
+
+@pytest.mark.parametrize("gathering", range(11))
+def test_a_moment_that_only_some_blocks_have(gathering: int) -> None:
+    """What the others hold then is what they hold just before and behind; not the most that they ever do."""
+    parts = [(share / 10, sequence([again] * 3), sequence([again] * 2))
+             for share, again in ((gathering, True), (10 - gathering, False)) if share]  # fmt: skip
+    expected = max(m.total for m in sequence([True] * gathering + [False] * (10 - gathering)))
+    repeat = Repeat("h", 10, None)  # type: ignore[arg-type]
+    assert sum(peak_of_blocks(parts, repeat).values()) == expected

@@ -107,7 +107,9 @@ def drawn(built: Built, seed: int) -> Ints:
         return costs * random.uniform(0.2, 5.0, costs.shape)
 
     problem = built.problem
-    nodes = [replace(n, cost=changed(n.cost)) for n in problem.nodes]
+    # The same chance for all states of a candidate: to keep a value in vain must not be cheaper.
+    chances = [random.uniform(0.2, 5.0, len(v.cost))[v.candidate] for v in built.variables]
+    nodes = [replace(n, cost=n.cost * chance) for n, chance in zip(problem.nodes, chances, strict=True)]
     edges = tuple(replace(e, table=changed(e.table)) for e in problem.edges)
     typical = sum(np.min(n.cost) for n in nodes) / sum(np.max(n.memory) for n in nodes)
     price = typical * 10 ** random.uniform(0.5, 3)
