@@ -119,10 +119,14 @@ def test_of_two_kinds_of_blocks_each_works_while_the_others_hold_theirs() -> Non
 
 
 def sequence(again: Sequence[bool]) -> list[Moment]:
-    """Blocks that keep 1 and gather again, or keep 10; each leaves a gradient of 4 and is behind a sum of no module."""
+    """Blocks that keep 1 and gather again, or keep 10; each leaves a gradient of 4 and is behind a sum of no module.
+
+    The backward pass begins with a mask of each, when all that is kept is there.
+    """
     keeps = [1.0 if a else 10.0 for a in again]
     found = [Moment({"activations": 0.0}, "", False)]
     found += [Moment({"activations": sum(keeps[: i + 1])}, f"h.{i}.up", False, "mm") for i in range(len(keeps))]
+    found += [Moment({"activations": sum(keeps)}, f"h.{i}.mask", True, "where") for i in range(len(keeps))]
     for i in reversed(range(len(keeps))):
         held = {"activations": sum(keeps[: i + 1]), "gradients": 4.0 * (len(keeps) - 1 - i)}
         works = [("gather", 20.0, f"h.{i}.up")] * again[i] + [("mm", 5.0, f"h.{i}.up"), ("add", 7.0, "")]

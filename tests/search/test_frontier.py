@@ -15,6 +15,7 @@ from autopar.errors import InfeasibleError
 from autopar.search.frontier import Frontier, mixed, restricted, within
 from autopar.search.minimise import Limits
 from autopar.search.problem import Edge, Node, Problem, evaluate
+from autopar.search.rival import WORTH, NoFasterError, Rival
 
 
 def small(seed: int) -> Problem:
@@ -103,3 +104,41 @@ def test_a_passed_deadline_still_gives_a_labelling() -> None:
     late.limits = replace(late.limits, deadline=time.monotonic() - 1)
     least = min(memory for _, memory in points(small(1)))
     assert late.around(least + 1)[1].memory <= least + 1
+
+
+@given(seed=st.integers(0, 2**32 - 1), budget=st.integers(4, 36), seconds=st.integers(1, 30), price=st.floats(0.0, 4.0))
+def test_a_rival_ends_the_search_only_where_a_bound_says_so(seed: int, budget: int, seconds: int, price: float) -> None:
+    """And its price, tried first, changes no answer that is proved."""
+    problem = small(seed)
+    fitting = [cost for cost, memory in points(problem) if memory <= budget]
+    if not fitting:
+        return
+    found = Frontier(problem, Limits(1e-9, time.monotonic() + 60), useless=(budget, Rival(seconds, price)))
+    try:
+        _, under = found.around(budget)
+    except NoFasterError as e:
+        assert seconds * (1 - WORTH) <= e.bound <= min(fitting) + 1e-6
+        return
+    assert under.memory <= budget
+    assert found.bound(budget) <= min(fitting) + 1e-6
+
+
+@given(seed=st.integers(0, 2**32 - 1), budget=st.integers(4, 36))
+def test_what_is_taken_over_from_other_memory_bounds_this_one(seed: int, budget: int) -> None:
+    first, draw = small(seed), np.random.default_rng(seed + 1)
+    if not points(first):
+        return
+    nodes = tuple(replace(n, memory=draw.integers(0, 9, 3) * 1.0) for n in first.nodes)
+    second = frontier(Problem(nodes, first.edges))
+    other = frontier(first)
+    other.free()
+    second.take_over(other)
+    fitting = [cost for cost, memory in points(second.problem) if memory <= budget]
+    try:
+        _, under = second.around(budget)
+    except InfeasibleError:
+        assert not fitting
+        return
+    assert under.memory <= budget
+    assert second.bound(budget) <= min(fitting) + 1e-6
+    assert second.reaches(budget)
