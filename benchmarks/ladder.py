@@ -148,10 +148,10 @@ def described(program: Program, plan: Plan, values: Sequence[torch.Tensor]) -> d
 def least(program: Program, axes: dict[str, int], *, away: bool = False) -> float:
     """Bytes that no plan does without, by hand: from the order of the operators, and from nothing that is searched.
 
-    While an operator runs there are: the parameters with their state, what the backward pass made before and takes
-    later, gradients too; results that the caller gets; and what the operator takes and makes. All of it is split over
-    all devices. Nothing else of the forward pass counts: it may be made again, though not from nothing, so that the
-    bound is below what can be reached.
+    While an operator runs there are: the parameters with their state; what the backward pass made or took before and
+    takes later, gradients too; results that the caller gets; and what the operator takes and makes. All of it is split
+    over all devices. Nothing else of the forward pass counts: it may be made again, though not from nothing, so that
+    the bound is below what can be reached.
 
     Args:
         program: of the whole batch.
@@ -159,19 +159,23 @@ def least(program: Program, axes: dict[str, int], *, away: bool = False) -> floa
         away: whether optimizer state may lie on the host.
     """
     inputs = {s for node in program.placeholders for s in storages(node)}
-    made: dict[Any, tuple[int, bool]] = {}
+    outputs = zip(program.outputs, program.output_values, strict=True)
+    results = {
+        s for o, v in outputs if v is not None and o.kind in ("result", "gradient") for s in storages(v)
+    } - inputs
+    there: dict[Any, float] = {}  # from when on it certainly is
     last: dict[Any, float] = {}
     taken = []
     for i, node in enumerate(program.sources):
-        made |= {s: (i, is_backward(node)) for s in storages(node) if s not in made and s not in inputs}
         taken.append({s for n in (node, *node.all_input_nodes) for s in storages(n)} - inputs)
         last |= dict.fromkeys(taken[-1], i)
-    kept = [v for o, v in zip(program.outputs, program.output_values, strict=True) if o.kind in ("result", "gradient")]
-    last |= {s: math.inf for node in kept if node is not None for s in storages(node)}
+        certain = taken[-1] if is_backward(node) else taken[-1] & results
+        there |= {s: i for s in certain if s not in there}
+    last |= dict.fromkeys(results, math.inf)
     most = 0.0
     for i, own in enumerate(taken):
-        there = {s for s, (at, late) in made.items() if at < i <= last[s] and (late or last[s] == math.inf)}
-        most = max(most, float(sum(s.nbytes() for s in there | own)))
+        now = own | {s for s, since in there.items() if since < i <= last[s]}
+        most = max(most, float(sum(s.nbytes() for s in now)))
     state = sum(state_bytes(program, "sgd" if away else "adamw", gradients=False).values())
     step = sum(state_bytes(program, "adamw").values())  # which takes all of it, wherever it lay before
     return max(state + most, step) / math.prod(axes.values())
