@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from autopar.cluster import Cluster
-from autopar.compiler import peak_of, program_of
+from autopar.compiler import peak_of, program_of, solve
 from autopar.parallelize import parallelize
+from autopar.search.find import Search
 from benchmarks import ladder
 from benchmarks.allocated import peak_allocated
 from benchmarks.memory import stepper
@@ -75,6 +76,17 @@ def test_ladder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert second["budget"] == pytest.approx(0.75 * first["budget"])
     assert found["bound"] <= second["peak"]
     assert "### tiny on 2x2" in ladder.table(found)
+
+
+def test_no_plan_needs_less_than_the_bound() -> None:
+    program, axes = program_of(Deep(), {"x": torch.randn(64, 256)}), {"a": 2, "b": 2}
+    bound = ladder.least(program, axes)
+    for seed in range(4):
+        plan = solve(program, axes, "cpu", search=Search(recipe="random", seed=seed))
+        assert bound <= sum(peak_of(program, plan).values()), seed
+    weights, activations = 8 * 256 * 256 * 4, 64 * 256 * 4
+    # At last all gradients beside parameters and states; little more is certain.
+    assert weights <= bound <= (4 * weights + 4 * activations) / 4
 
 
 def test_anomalies_are_listed() -> None:
