@@ -81,7 +81,7 @@ def test_ladder(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_plan_needs_less_than_the_bound() -> None:
     program, axes = program_of(Deep(), {"x": torch.randn(64, 256)}), {"a": 2, "b": 2}
     bound = ladder.least(program, axes)
-    for seed in range(4):
+    for seed in range(2):
         plan = solve(program, axes, "cpu", search=Search(recipe="random", seed=seed))
         assert bound <= sum(peak_of(program, plan).values()), seed
     weights, activations = 8 * 256 * 256 * 4, 64 * 256 * 4
