@@ -35,6 +35,7 @@ from autopar.cost.memory import format_bytes  # noqa: E402
 from autopar.errors import InfeasibleError  # noqa: E402
 from autopar.host import to_device, to_host  # noqa: E402
 from autopar.layout import Replicate  # noqa: E402
+from autopar.liveness import moments  # noqa: E402
 from autopar.origin import is_backward  # noqa: E402
 from autopar.plan import Plan  # noqa: E402
 from autopar.program import Program, map_nodes, values_of  # noqa: E402
@@ -128,14 +129,15 @@ def described(program: Program, plan: Plan, values: Sequence[torch.Tensor]) -> d
     """A rung, as plain data."""
     whole = sum(all(isinstance(p, Replicate) for p in layout) for layout in plan.parameters.values())
     operators = [name for name in plan.recompute if name == class_of(name)]
-    held = plan.predicted.peak_bytes
+    held, local = plan.predicted.peak_bytes, rewrite(program, plan)
+    always = moments(local, plan)[0].held  # what lies on the host comes for the optimizer's step, which is not run
     return {
         "step_s": plan.predicted.step_seconds,
         "gap": plan.certificate.gap,
         "method": plan.certificate.method,
         "peak": sum(held.values()),
         "held": dict(held),
-        "emulated": emulated_peak(rewrite(program, plan), plan, values) + held["optimizer"],
+        "emulated": emulated_peak(local, plan, values) + always.get("optimizer", 0.0),
         "replicated": whole,
         "split": len(plan.parameters) - whole,
         "collectives": plan.predicted.collectives,
