@@ -1,20 +1,23 @@
 """What does the search give up as memory falls?
 
 A Llama and a U-Net on one axis of 4 and on two of 2. The first rung has as much memory as the plan without a budget
-takes, each further one a fifth less. Of each plan: predicted time and gap, predicted peak by category, the peak of the
-emitted graph as one rank runs it (bytes that are allocated, collectives replaced by copies of the same sizes), and what
-kind of plan it is. What should not be is listed under each ladder: a budget that is exceeded, a run that takes more
-than predicted, a step that gets faster with less memory.
+takes, each further one a quarter less, until one that nothing fits; then what lies between is halved, until the last
+budget that a plan fits and the first that none does are 5% apart. Of each plan: predicted time and gap, predicted peak
+by category, the peak of the emitted graph as one rank runs it (bytes that are allocated, collectives replaced by copies
+of the same sizes), and what kind of plan it is. What should not be is listed under each ladder: a budget that is
+exceeded, a run that takes more than predicted, a step that gets faster with less memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +28,15 @@ import torch  # noqa: E402
 from torch import fx  # noqa: E402
 
 from autopar.blocks import block  # noqa: E402
+from autopar.cluster import Cluster  # noqa: E402
 from autopar.collective import axis_index, c10d  # noqa: E402
 from autopar.compiler import peak_of, program_of, rewrite, solve  # noqa: E402
 from autopar.cost.memory import format_bytes  # noqa: E402
 from autopar.errors import InfeasibleError  # noqa: E402
+from autopar.host import to_device, to_host  # noqa: E402
 from autopar.layout import Replicate  # noqa: E402
+from autopar.liveness import moments  # noqa: E402
+from autopar.origin import is_backward  # noqa: E402
 from autopar.plan import Plan  # noqa: E402
 from autopar.program import Program, map_nodes, values_of  # noqa: E402
 from autopar.recompute import class_of  # noqa: E402
@@ -39,7 +46,10 @@ from benchmarks.allocated import peak_allocated  # noqa: E402
 from benchmarks.memory_models import MODELS  # noqa: E402
 
 MESHES = {"4": {"gpu": 4}, "2x2": {"node": 2, "gpu": 2}}
-FACTOR, RUNGS = 0.8, 11
+FACTOR, RUNGS = 0.75, 9
+CLOSE, HALVINGS = 1.05, 4
+"""How near the last budget that a plan fits comes to the first that none does, and how many searches that may take."""
+
 NOISE = 1e-3
 """Relative: steps within the search's gap of each other are as fast."""
 
@@ -52,15 +62,18 @@ def main() -> None:
     parser.add_argument("--rungs", type=int, default=RUNGS, help=f"budgets, each {FACTOR} of the one before")
     parser.add_argument("--time-limit", type=float, default=40.0, help="seconds for one search (default: 40)")
     parser.add_argument("--cluster", default="cpu", help="preset or TOML file (default: cpu)")
+    parser.add_argument("--host", type=float, default=0.0, metavar="GB/S", help="the way to a host; 0: there is none")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rungs, too")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw them, too")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     ladders = []
+    cluster = Cluster.resolve(options.cluster)
+    cluster = replace(cluster, device=replace(cluster.device, host_bandwidth=1e9 * options.host))
     for model in options.models.split(","):
         for mesh in options.meshes.split(","):
-            found = ladder(model, mesh, options.cluster, options.rungs, options.time_limit)
+            found = ladder(model, mesh, cluster, options.rungs, options.time_limit)
             ladders.append(found)
             print(table(found), flush=True)
             if options.json:  # after each: a run that is cut short keeps what it measured
@@ -71,63 +84,108 @@ def main() -> None:
         options.plot.write_text(svg(ladders), encoding="utf-8")
 
 
-def ladder(model: str, mesh: str, cluster: str, rungs: int, seconds: float) -> dict[str, Any]:
-    """Plans of one model on one mesh, from ample memory down to the first budget but one that nothing fits."""
+def ladder(model: str, mesh: str, cluster: Cluster, rungs: int, seconds: float) -> dict[str, Any]:
+    """Plans of one model on one mesh, from ample memory down to the first budget that nothing fits."""
     network, batch = MODELS[model]()
     program, axes = program_of(network, batch), MESHES[mesh]
     values = global_values(program, network, batch)
-    ample = sum(peak_of(program, solve(program, axes, cluster)).values())
-    found: list[dict[str, Any]] = []
-    search = Search(time_limit=seconds, pins={"microbatches": 1})  # parts of the batch would be another ladder
-    for i in range(rungs):
-        budget = ample * FACTOR**i
+    host = cluster.device.host_bandwidth > 0
+    pins = {"microbatches": 1} | ({"offload": "search"} if host else {})  # parts of the batch would be another ladder
+    search = Search(time_limit=seconds, pins=pins)
+
+    def rung(budget: float) -> dict[str, Any]:
         start = time.perf_counter()
         row: dict[str, Any] = {"budget": budget}
         try:
-            plan = solve(program, axes, cluster, memory=budget, search=search)
-            row |= described(program, plan, values)
+            row |= described(program, solve(program, axes, cluster, memory=budget, search=search), values)
         except InfeasibleError as e:
             row |= {"needed": e.needed}
-        found.append(row | {"search_s": time.perf_counter() - start})
-        if len(found) > 1 and "needed" in found[-1] and "needed" in found[-2]:
+        row["search_s"] = time.perf_counter() - start
+        print(model, mesh, format_bytes(budget), row.get("step_s"), f"{row['search_s']:.0f} s", file=sys.stderr)
+        return row
+
+    ample = sum(peak_of(program, solve(program, axes, cluster)).values())
+    found: list[dict[str, Any]] = []
+    while len(found) < rungs and not any("needed" in row for row in found):
+        found.append(rung(ample * FACTOR ** len(found)))
+    for _ in range(HALVINGS):
+        low, high = limits(found)
+        if high <= CLOSE * low:
             break
-    name = f"{model} on {mesh}"
-    return {"ladder": name, "bound": least(program, axes), "rungs": found, "anomalies": anomalies(found)}
+        found.append(rung(math.sqrt(low * high)))
+    found.sort(key=lambda row: -row["budget"])
+    name = f"{model} on {mesh}" + (", with a host" if host else "")
+    bound = least(program, axes, away=host)
+    return {"ladder": name, "bound": bound, "rungs": found, "anomalies": anomalies(found)}
+
+
+def limits(rungs: Sequence[dict[str, Any]]) -> tuple[float, float]:
+    """The largest budget that no plan was found for, and the least that a plan is known to take."""
+    low = max((r["budget"] for r in rungs if "needed" in r), default=math.inf)
+    return low, min(r.get("peak") or r["needed"] or math.inf for r in rungs)
 
 
 def described(program: Program, plan: Plan, values: Sequence[torch.Tensor]) -> dict[str, Any]:
     """A rung, as plain data."""
     whole = sum(all(isinstance(p, Replicate) for p in layout) for layout in plan.parameters.values())
     operators = [name for name in plan.recompute if name == class_of(name)]
-    held = plan.predicted.peak_bytes
+    held, local = plan.predicted.peak_bytes, rewrite(program, plan)
+    always = moments(local, plan)[0].held  # what lies on the host comes for the optimizer's step, which is not run
     return {
         "step_s": plan.predicted.step_seconds,
         "gap": plan.certificate.gap,
         "method": plan.certificate.method,
         "peak": sum(held.values()),
         "held": dict(held),
-        "emulated": emulated_peak(rewrite(program, plan), plan, values) + held["optimizer"],
+        "emulated": emulated_peak(local, plan, values) + always.get("optimizer", 0.0),
         "replicated": whole,
         "split": len(plan.parameters) - whole,
         "collectives": plan.predicted.collectives,
         "moved_again": len(plan.recompute) - len(operators),
         "computed_again": len(operators),
+        "on_host": plan.predicted.host_bytes,
     }
 
 
-def least(program: Program, axes: dict[str, int]) -> float:
-    """Bytes that no plan does without: the state of all parameters, and what one operator takes and makes, all split.
+def least(program: Program, axes: dict[str, int], *, away: bool = False) -> float:
+    """Bytes that no plan does without, by hand: from the order of the operators, and from nothing that is searched.
 
-    It is simple and low: a plan also keeps what leads from one operator to the next.
+    While an operator runs there are: the parameters with their state; what the backward pass made or took before and
+    takes later, gradients too; results that the caller gets; and what the operator takes and makes. All of it is split
+    over all devices. Nothing else of the forward pass counts: it may be made again, though not from nothing, so that
+    the bound is below what can be reached.
+
+    Args:
+        program: of the whole batch.
+        axes: of the mesh.
+        away: whether optimizer state may lie on the host.
     """
-    devices = torch.Size(axes.values()).numel()
-    largest = 0.0
-    for node in program.sources:
-        values = [v for n in (node, *node.all_input_nodes) for v in values_of(n) if v is not None]
-        storages = {v.untyped_storage(): v.untyped_storage().nbytes() for v in values}
-        largest = max(largest, float(sum(storages.values())))
-    state = sum(state_bytes(program, "adamw", gradients=False).values())
-    return max(sum(state_bytes(program, "adamw").values()), state + largest) / devices
+    inputs = {s for node in program.placeholders for s in storages(node)}
+    outputs = zip(program.outputs, program.output_values, strict=True)
+    results = {
+        s for o, v in outputs if v is not None and o.kind in ("result", "gradient") for s in storages(v)
+    } - inputs
+    there: dict[Any, float] = {}  # from when on it certainly is
+    last: dict[Any, float] = {}
+    taken = []
+    for i, node in enumerate(program.sources):
+        taken.append({s for n in (node, *node.all_input_nodes) for s in storages(n)} - inputs)
+        last |= dict.fromkeys(taken[-1], i)
+        certain = taken[-1] if is_backward(node) else taken[-1] & results
+        there |= {s: i for s in certain if s not in there}
+    last |= dict.fromkeys(results, math.inf)
+    most = 0.0
+    for i, own in enumerate(taken):
+        now = own | {s for s, since in there.items() if since < i <= last[s]}
+        most = max(most, float(sum(s.nbytes() for s in now)))
+    state = sum(state_bytes(program, "sgd" if away else "adamw", gradients=False).values())
+    step = sum(state_bytes(program, "adamw").values())  # which takes all of it, wherever it lay before
+    return max(state + most, step) / math.prod(axes.values())
+
+
+def storages(node: fx.Node) -> set[Any]:
+    """Of what a node makes, or what its results are views of."""
+    return {value.untyped_storage() for value in values_of(node) if value is not None}
 
 
 def emulated_peak(local: Program, plan: Plan, values: Sequence[torch.Tensor]) -> float:
@@ -159,6 +217,8 @@ def walk(program: Program, inputs: Sequence[torch.Tensor]) -> None:
 
 
 STAND_INS: dict[Any, Any] = {
+    to_host: lambda x: x.to("meta"),  # takes nothing of the device
+    to_device: lambda x: torch.zeros_like(x, device="cpu"),
     axis_index: lambda axis: 0,
     c10d.wait_tensor.default: lambda x: x,
     c10d.all_reduce.default: lambda x, *rest: x.clone(),
@@ -197,21 +257,38 @@ HELD = ("parameters", "optimizer", "gradients", "activations", "transient", "com
 def table(found: dict[str, Any]) -> str:
     """A ladder as Markdown, sizes in MiB."""
     lines = [f"### {found['ladder']}", ""]
-    head = ["budget", "step ms", "gap", "peak", "emulated", *HELD, "split", "moved again", "computed again", "search s"]
+    head = [
+        "budget",
+        "step ms",
+        "gap",
+        "peak",
+        "emulated",
+        *HELD,
+        "split",
+        "moved again",
+        "computed again",
+        "on host",
+        "search s",
+    ]
     lines += [f"| {' | '.join(head)} |", "| " + " | ".join(["---"] * len(head)) + " |"]
     for r in found["rungs"]:
         mib = 2**20
         if "needed" in r:
             needed = f"{r['needed'] / mib:.1f}" if r["needed"] else "?"
-            lines.append(f"| {r['budget'] / mib:.1f} | none |  | {needed} |{'  |' * 10} {r['search_s']:.0f} |")
+            lines.append(f"| {r['budget'] / mib:.1f} | none |  | {needed} |{'  |' * 11} {r['search_s']:.0f} |")
             continue
         sizes = [r["budget"], r["peak"], r["emulated"], *(r["held"].get(k, 0.0) for k in HELD)]
         budget, peak, emulated, *held = (f"{size / mib:.1f}" for size in sizes)
         split = f"{r['split']} of {r['split'] + r['replicated']}"
         cells = [budget, f"{1e3 * r['step_s']:.1f}", f"{r['gap']:.1%}", peak, emulated, *held, split]
-        cells += [str(r["moved_again"]), str(r["computed_again"]), f"{r['search_s']:.0f}"]
+        cells += [str(r["moved_again"]), str(r["computed_again"]), f"{r['on_host'] / mib:.1f}", f"{r['search_s']:.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", f"State of the parameters and the largest operator, all split: {format_bytes(found['bound'])}."]
+    low, high = limits(found["rungs"])
+    bound = found["bound"]
+    lines += ["", f"By hand nothing fits below {format_bytes(bound)}. Plans are known down to {format_bytes(high)}"]
+    if low < math.inf:
+        lines[-1] += f", and none for {format_bytes(low)}, {low / bound - 1:.0%} above the bound"
+    lines[-1] += "."
     lines += [f"- {text}" for text in found["anomalies"]] or ["No anomalies."]
     return "\n".join([*lines, ""])
 

@@ -11,7 +11,7 @@ from torch import nn
 Example = tuple[nn.Module, dict[str, torch.Tensor]]
 
 
-def llama(hidden: int = 256, layers: int = 4, batch: int = 16, sequence: int = 128, vocabulary: int = 256) -> Example:
+def llama(hidden: int = 256, layers: int = 3, batch: int = 16, sequence: int = 128, vocabulary: int = 256) -> Example:
     """A Llama of few layers over bytes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
