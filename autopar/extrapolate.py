@@ -65,7 +65,7 @@ class Curves:
 def peak_of_blocks(
     parts: Sequence[tuple[float, Sequence[Moment], Sequence[Moment]]], repeat: Repeat
 ) -> dict[str, float]:
-    """Bytes by category at the moment when one device holds the most; where blocks differ, rather too many.
+    """Bytes by category at the moment when one device holds the most; where blocks differ, about and rather too many.
 
     Args:
         parts: the share of the blocks that are treated alike, and what is held with three and with two blocks if all

@@ -162,7 +162,7 @@ def test_no_graph_needs_less_than_the_row_of_its_moment(
         needed = max(m.total for m in at_operator(held, moment.node) or held)
         assert row <= needed * (1 + 1e-9), moment.node
         said.append(row / needed)
-    assert max(said) > 0.7  # it is not less by much
+    assert max(said) > 0.6  # it is not less by much
 
 
 @pytest.mark.parametrize(
