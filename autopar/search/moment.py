@@ -191,15 +191,17 @@ class Timeline:
     def _gradients(self) -> dict[str, tuple[float, float, list[Value]]]:
         """Of each parameter when its gradient is made, its bytes with those it stands for, and what it shows.
 
-        A sum over microbatches is there all the time, and counts where it is made.
+        A sum over microbatches is there all the time, and counts where it is made. What is made of it once a step is
+        not there while a microbatch runs.
         """
+        once = self.program.alone | self.program.once
         found: dict[str, tuple[float, float, list[Value]]] = {}
         for output, node in zip(self.program.outputs, self.program.output_values, strict=True):
             if output.kind != "gradient" or node is None:
                 continue
             value = producer(node)
             shown = self._shown(value)
-            if self._counts(value) and not any(v[0].target is accumulate for v in shown):
+            if self._counts(value) and not any(v[0].target is accumulate or v[0] in once for v in shown):
                 type_, repeat = self.dims.types[value], self.program.repeat
                 times = len(repeat.names(output.name)) if repeat else 1
                 found[output.name] = self.position[value[0]], times * type_.numel * item_bytes(type_.dtype), shown
