@@ -14,7 +14,7 @@ from autopar.search.find import Search
 
 BLOCKS, WIDTH = 7, 16
 AXES = {"pp": 2, "inner": 2}
-MACHINE = Cluster("pairs", Cluster.preset("cpu").device, (Link("fast", 1e9, 1e-6), Link("slow", 1e7, 1e-6)), (2,))
+MACHINE = Cluster("pairs", Cluster.preset("cpu").device, (Link("fast", 1e9, 1e-6), Link("slow", 1e6, 1e-6)), (2,))
 
 
 class Block(nn.Module):
