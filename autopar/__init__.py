@@ -22,7 +22,7 @@ from autopar.errors import (
 from autopar.parallelize import parallelize
 from autopar.plan import Plan
 from autopar.precision import Precision
-from autopar.search.find import Search
+from autopar.search.options import Search
 from autopar.strategy import Lowering, Rule, Spec, rule
 from autopar.verify import EquivalenceReport, verify
 

@@ -11,20 +11,17 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from autopar.cluster import Cluster
 from autopar.dims import Dims
 from autopar.errors import PlanError
 from autopar.plan import Plan
 from autopar.program import Program
-from autopar.search.find import Search
-from autopar.search.restrict import Restrictions
+from autopar.search.options import Job
 from autopar.strategy import Rule
 
 logger = logging.getLogger("autopar")
@@ -45,39 +42,24 @@ def folder() -> Path | None:
     return None if where in ("", "0") or path.startswith("~") else Path(path)
 
 
-def file_of(
-    program: Program,
-    dims: Dims,
-    axes: Mapping[str, int],
-    cluster: Cluster,
-    memory: float | None,
-    optimizer: str,
-    search: Search,
-    restrictions: Restrictions | None,
-    kind: str = "",
-) -> Path | None:
+def file_of(program: Program, dims: Dims, job: Job, kind: str = "") -> Path | None:
     """The file of the plan that a search for all this finds; None where plans are not kept.
 
     Args:
         program: canonical program; one that leaves blocks out has files of its own.
         dims: its dimension analysis, for the rules of its operators, of which some may be the user's.
-        axes: name and size of each mesh axis.
-        cluster: devices and links.
-        memory: bytes per device.
-        optimizer: whose state is counted.
-        search: limits and pins.
-        restrictions: layouts decided already.
+        job: what is searched for.
         kind: what else the plan depends on.
     """
     where = folder()
-    if where is None or not search.cache or search.recipe == "random":
+    if where is None or not job.search.cache or job.search.recipe == "random":
         return None
     repeat = program.repeat and (program.repeat.path, program.repeat.blocks)
     operators = {o: n.target for n, o in dims.operators.items()}  # calls that are alike share one
     rules = sorted({f"{target} {_rule_text(o.rule)}" for o, target in operators.items()})
     parts = (
-        _sources(), str(torch.__version__), program.fingerprint, program.loss, repeat, rules, tuple(axes.items()),
-        cluster.to_toml(), memory, optimizer, search, restrictions or Restrictions(), kind,
+        _sources(), str(torch.__version__), program.fingerprint, program.loss, repeat, rules, tuple(job.axes.items()),
+        job.cluster.to_toml(), job.memory, job.optimizer, job.search, job.restrictions, kind,
     )  # fmt: skip
     return where / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.json"
 

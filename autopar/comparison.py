@@ -18,8 +18,8 @@ from autopar.plan import INTERRUPTED, Plan
 from autopar.precision import Precision
 from autopar.program import Program
 from autopar.report.comparison import Comparison
-from autopar.search.find import Progress, Search
 from autopar.search.interrupt import requested, stoppable
+from autopar.search.options import Progress, Search
 from autopar.search.recipes import RECIPES, TAKES_ROLES
 
 SECONDS = 10.0

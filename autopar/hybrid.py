@@ -25,7 +25,7 @@ from autopar.dims import analyze
 from autopar.errors import CaptureError, InfeasibleError
 from autopar.precision import Precision
 from autopar.program import Program
-from autopar.search.find import Progress, Search
+from autopar.search.options import Progress, Search
 from autopar.search.recipes import DATA_NAMES, TENSOR_NAMES
 from autopar.shorten import shorten
 from autopar.simulate import order

@@ -22,7 +22,7 @@ from autopar.plan import Plan
 from autopar.precision import Precision
 from autopar.report.comparison import Comparison, comparison_list
 from autopar.report.table import format_seconds, format_share
-from autopar.search.find import Search
+from autopar.search.options import Search
 from autopar.simulate import COMPUTE, Timeline, simulate
 from autopar.simulate.emitted import emitted
 from autopar.whatif import Case, memory_of, what_if

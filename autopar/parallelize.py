@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture import Batch, LossFunction
 from autopar.cluster import Cluster
-from autopar.compiler import DETERMINISTIC_PASSES, PASSES, in_microbatches, program_of, rewrite, solve
+from autopar.compiler import DETERMINISTIC_PASSES, PASSES, program_of, rewrite, solve
 from autopar.cost.memory import parse_bytes
 from autopar.errors import PlanError
+from autopar.in_microbatches import in_microbatches
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.pad_dims import pad_dims
 from autopar.plan import Plan
@@ -27,7 +28,7 @@ from autopar.runtime.module import ParallelModule
 from autopar.runtime.place import Place, one_device, place_on
 from autopar.runtime.specialise import Settings, Toolchain
 from autopar.runtime.state import distribute_parameters
-from autopar.search.find import Search
+from autopar.search.options import Search
 
 
 def parallelize(

@@ -22,8 +22,8 @@ from autopar.pipeline.pieces import FORWARD, INPUT, WEIGHT, Cutting
 from autopar.pipeline.schedules import Order, device_of, order, splits
 from autopar.plan import Certificate, Pipeline, Plan, Scatter
 from autopar.program import Program, copy_graph
-from autopar.search.build import Share
-from autopar.search.find import Search
+from autopar.search.counted import Share
+from autopar.search.options import Search
 
 INSIDE = "; the devices of a stage: "
 """Between what a certificate says of stages and of what is inside them."""

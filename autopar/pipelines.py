@@ -19,16 +19,18 @@ from autopar.candidates import candidates
 from autopar.cluster import Cluster
 from autopar.dims import Dims
 from autopar.errors import InfeasibleError
-from autopar.pipeline.asked import Arrangement, arrangements, counts, inside_stage
+from autopar.pipeline.asked import Arrangement, arrangements, counts, inside_stage, restrictions_inside
 from autopar.pipeline.schedules import Order, alone, splits
 from autopar.pipelined import INSIDE, Staged, fastest, missing, orders, sends_behind, share_of, staged, suitable
 from autopar.plan import TIME_LIMIT, Certificate, Plan, Scatter
 from autopar.program import Program
 from autopar.search.budget import HOPELESS
-from autopar.search.build import WHOLE, Share
-from autopar.search.find import Peak, Progress, Search
 from autopar.search.interrupt import requested
+from autopar.search.options import Job, Peak
+from autopar.search.padded import Measure
 from autopar.search.price import fits
+from autopar.search.quotient import Quotient
+from autopar.search.rival import Rival
 from autopar.staged_blocks import staged_blocks
 from autopar.work import arithmetic_dtype, operator_work
 
@@ -43,76 +45,36 @@ SEARCHED = 12
 
 
 @dataclass(frozen=True)
-class Inside:
-    """How the devices of a stage are planned.
-
-    Attributes:
-        axes: of the mesh, without that of the stages.
-        machine: the devices, with a link for each axis.
-        axis: that of the stages.
-        search: without the pins of pipelines.
-        memory: bytes of a device; None for no limit.
-        share: of what the whole model would take that a device holds.
-        peak: what a plan for them needs, the pipeline's own; None: as if they had the whole model.
-        beat: seconds; plans that take as long are of no use.
-    """
-
-    axes: Mapping[str, int]
-    machine: Cluster
-    axis: str
-    search: Search
-    memory: float | None = None
-    share: Share = WHOLE
-    peak: Callable[[Program], Peak] | None = None
-    beat: float = math.inf
-
-
-@dataclass(frozen=True)
 class Works:
     """What plans are made with.
 
     Attributes:
         part: the program of one of so many microbatches.
-        inside: the plan of such a program for the devices of a stage.
+        inside: the plan of such a program for the devices of a stage, measured as is told; None: as the whole model's.
         rewrite: a program under a plan.
         flat: the best plan without stages.
     """
 
     part: Callable[[int], Program]
-    inside: Callable[[Program, Inside], Plan]
+    inside: Callable[[Program, Job, Measure | None], Plan]
     rewrite: Callable[[Program, Plan], Program]
     flat: Callable[[], Plan]
 
 
-def best_pipeline(
-    program: Program,
-    axes: Mapping[str, int],
-    machine: Cluster,
-    search: Search,
-    memory: float | None,
-    works: Works,
-    floor: float,
-    progress: Progress | None,
-    factored: bool,
-) -> Plan:
+def best_pipeline(program: Program, job: Job, works: Works, floor: float, factored: bool) -> Plan:
     """The fastest plan with the stages that are asked for; where they are searched, with or without.
 
     Args:
         program: of the whole batch.
-        axes: of the whole mesh.
-        machine: the devices.
-        search: limits and pins.
-        memory: bytes of a device; None for no limit.
+        job: what is searched for, on the whole mesh.
         works: what plans are made with.
         floor: seconds that no step falls below, see `least_seconds`.
-        progress: called with ``(phase, incumbent, bound)``.
         factored: whether stages may take a factor of an axis.
 
     Raises:
         InfeasibleError: the mesh, the model or the schedule allows none, or nothing fits.
     """
-    found = arrangements(search, axes, program.training, factored)
-    task = _Task(program, found, machine, search, memory, works, floor, progress)
+    task = _Task(program, arrangements(job.search, job.axes, program.training, factored), job, works, floor)
     task.run()
     return task.result()
 
@@ -131,14 +93,10 @@ class _Waiting:
 class _Task:
     """The search, and what it has found."""
 
-    def __init__(
-        self, program: Program, ways: list[Arrangement], machine: Cluster, search: Search, memory: float | None,
-        works: Works, floor: float, progress: Progress | None,
-    ) -> None:  # fmt: skip
-        self.program, self.ways, self.machine, self.search = program, ways, machine, search
-        self.memory = None if search.recipe == "random" else memory  # whose plans need not fit
+    def __init__(self, program: Program, ways: list[Arrangement], job: Job, works: Works, floor: float) -> None:
+        self.program, self.ways, self.job, self.search, self.progress = program, ways, job, job.search, job.progress
+        self.memory = None if job.search.recipe == "random" else job.memory  # whose plans need not fit
         self.works, self.floor = works, floor
-        self.progress = progress or (lambda phase, incumbent, bound: None)
         self.deadline = math.inf
         self.best: Plan | None = None
         self.certificates: list[Certificate] = []
@@ -269,7 +227,9 @@ class _Task:
         """
         a = c.arrangement
 
-        def measured(padded: Program) -> Peak:
+        def measured(padded: Program, classes: Quotient) -> Peak:
+            del classes
+
             def peak(plan: Plan) -> Mapping[str, float]:
                 held = self._fastest(padded, plan, c).peak(c.actions)
                 known = self.lightest.get((a, c.part.microbatches))
@@ -280,8 +240,9 @@ class _Task:
             return peak
 
         self.progress(f"{a.devices} devices along {a.axis}, {a.stages} stages, {c.schedule}", self._seconds, 0.0)
-        share, beat = share_of(c.actions, a.stages), self._seconds * a.devices
-        plan = self._inside(c.part, a, self.memory, share, measured, beat)
+        share, rival = share_of(c.actions, a.stages), Rival(self._seconds * a.devices)
+        job = replace(self._job(a), memory=self.memory, rival=rival, share=share)
+        plan = self.works.inside(c.part, job, measured)
         found = self._fastest(c.part, plan, c).whole(c.schedule, c.actions)
         alike = self.free[a.axes, a.axis, c.part.microbatches].certificate  # of all plans, in whatever memory
         bound = min(alike.lower_bound / a.devices, found.predicted.step_seconds)
@@ -297,18 +258,15 @@ class _Task:
             needed = sum(self._fastest(c.part, plan, c).peak(c.actions).values())
         return needed > HOPELESS * self.memory
 
-    def _inside(
-        self,
-        part: Program,
-        a: Arrangement,
-        memory: float | None = None,
-        share: Share = WHOLE,
-        peak: Callable[[Program], Peak] | None = None,
-        beat: float = math.inf,
-    ) -> Plan:
-        search = inside_stage(self.search, a)
-        asked = Inside(a.inside, self._machine(a), a.axis, search, memory, share, peak, beat)
-        return self.works.inside(part, asked)
+    def _inside(self, part: Program, a: Arrangement) -> Plan:
+        """The best plan for the devices of a stage, whatever it needs."""
+        return self.works.inside(part, self._job(a), None)
+
+    def _job(self, a: Arrangement) -> Job:
+        """What is searched for the devices of a stage, if they had the whole model and any memory."""
+        limits = restrictions_inside(self.job.restrictions, self.job.axes, a.axis)
+        search, machine = inside_stage(self.search, a), self._machine(a)
+        return replace(self.job, axes=a.inside, cluster=machine, memory=None, search=search, restrictions=limits)
 
     def _fastest(self, part: Program, plan: Plan, c: _Waiting) -> Staged:
         return fastest(self._staged(part, plan, c.arrangement, [c.actions]), c.actions)
@@ -323,7 +281,7 @@ class _Task:
     def _machine(self, a: Arrangement) -> Cluster:
         """The devices, with a link for each axis."""
         axes = dict(a.axes)
-        return replace(self.machine, axis_links=dict(zip(axes, self.machine.link_for(axes), strict=True)))
+        return replace(self.job.cluster, axis_links=dict(zip(axes, self.job.cluster.link_for(axes), strict=True)))
 
     def result(self) -> Plan:
         """The best plan, with a certificate for all that was looked at."""

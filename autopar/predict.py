@@ -21,8 +21,8 @@ from autopar.plan import ModuleRow, Plan, Predicted
 from autopar.program import Program
 from autopar.recompute import between, uniform
 from autopar.redistribute import Machine, Move, Redistributions, Tables, moved_bytes
-from autopar.search.build import operator_seconds
 from autopar.search.quotient import Quotient, quotient
+from autopar.search.seconds import operator_seconds
 
 
 def predict(program: Program, dims: Dims, plan: Plan, classes: Quotient | None = None) -> Plan:

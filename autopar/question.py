@@ -17,7 +17,7 @@ from autopar.layout import Layout, Split
 from autopar.passes.pad_dims import pad
 from autopar.plan import Plan
 from autopar.program import Program, values_of
-from autopar.search.find import Progress, Search
+from autopar.search.options import Progress, Search
 from autopar.search.quotient import quotient
 from autopar.search.restrict import read_placement
 

@@ -21,8 +21,8 @@ from autopar.origin import is_backward
 from autopar.plan import Plan
 from autopar.program import Program, Value, producer
 from autopar.redistribute import Tables
-from autopar.search.build import operator_seconds
 from autopar.search.quotient import Quotient
+from autopar.search.seconds import operator_seconds
 
 Form = tuple[fx.Node, int]
 

@@ -26,7 +26,7 @@ from autopar.plan import Plan
 from autopar.precision import Precision
 from autopar.program import Input, Program
 from autopar.rows import common_blocks, join, take
-from autopar.search.find import MICROBATCHES, OFFLOAD, Search
+from autopar.search.options import MICROBATCHES, OFFLOAD, Search
 
 SMALLEST = 1e-6
 """A tensor's error is relative to its own largest entry, or to this share of the model's largest gradient entry."""

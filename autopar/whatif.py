@@ -17,7 +17,7 @@ from autopar.errors import AutoparError, InfeasibleError
 from autopar.pipeline.table import as_text, is_table
 from autopar.plan import Plan
 from autopar.precision import Precision
-from autopar.search.find import MICROBATCHES, SCHEDULE, Search
+from autopar.search.options import MICROBATCHES, SCHEDULE, Search
 
 FACTORS = (0.5, 1.0, 2.0)
 """Of devices (along the outermost axis), of the budget and of the batch."""

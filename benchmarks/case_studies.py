@@ -58,7 +58,7 @@ def measure(case: str, time_limit: float, save: Path | None, flat: bool) -> dict
     from autopar.comparison import compare_recipes
     from autopar.compiler import default_memory, program_to_plan, solve
     from autopar.precision import Precision
-    from autopar.search.find import Search
+    from autopar.search.options import Search
 
     torch.set_num_threads(1)
     model, batch, cluster, axes, flops = task(case)

@@ -165,7 +165,7 @@ def capture(rows: Iterable[Row], file: Path | None, workers: int) -> Steps:
 def _capture(job: tuple[tuple[int, ...], list[int]]) -> Steps:
     from autopar.compiler import program_of, solve
     from autopar.dims import analyze
-    from autopar.search.find import Search
+    from autopar.search.options import Search
     from autopar.step import step_of
     from benchmarks.gpt import GPT, batch_of
 

@@ -40,7 +40,8 @@ from autopar.origin import is_backward  # noqa: E402
 from autopar.plan import Plan  # noqa: E402
 from autopar.program import Program, map_nodes, values_of  # noqa: E402
 from autopar.recompute import class_of  # noqa: E402
-from autopar.search.find import Search, state_bytes  # noqa: E402
+from autopar.search.find import state_bytes  # noqa: E402
+from autopar.search.options import Search  # noqa: E402
 from autopar.verify import global_values  # noqa: E402
 from benchmarks.allocated import peak_allocated  # noqa: E402
 from benchmarks.memory_models import MODELS  # noqa: E402

@@ -56,7 +56,7 @@ def plan_all(folder: Path, options: argparse.Namespace) -> None:
     """A plan without a budget, and one for each that something fits."""
     from autopar.compiler import peak_of, program_of, solve
     from autopar.errors import InfeasibleError
-    from autopar.search.find import Search
+    from autopar.search.options import Search
     from benchmarks.memory_models import llama
 
     axes = {"device": WORLD}

@@ -108,7 +108,7 @@ def measure(case: str, time_limit: float, whole: bool, check: bool) -> dict[str,
     from autopar.compiler import program_of, program_to_plan, solve
     from autopar.dims import analyze
     from autopar.program import operators
-    from autopar.search.find import Search
+    from autopar.search.options import Search
     from autopar.search.quotient import quotient
 
     torch.set_num_threads(1)

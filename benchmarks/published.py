@@ -29,7 +29,7 @@ from autopar.compiler import program_of, solve  # noqa: E402
 from autopar.dims import analyze  # noqa: E402
 from autopar.hybrid import predict_hybrid  # noqa: E402
 from autopar.redistribute import Machine  # noqa: E402
-from autopar.search.find import Search  # noqa: E402
+from autopar.search.options import Search  # noqa: E402
 from autopar.simulate import order, pipeline, simulate  # noqa: E402
 from autopar.step import Part, spend_each, step_of  # noqa: E402
 from benchmarks.gpt import GPT, batch_of  # noqa: E402

@@ -33,7 +33,8 @@ from autopar.origin import is_backward, module_path
 from autopar.plan import EVERY, Plan
 from autopar.program import Program, copy_graph, is_operator, producer, tensor_arguments, values_of
 from autopar.propagate import propagate
-from autopar.search.find import Search, find_plan, state_bytes
+from autopar.search.find import find_plan, state_bytes
+from autopar.search.options import Job, Search
 from autopar.search.quotient import quotient
 
 SOLVERS = ("dp", "greedy", "ilp")
@@ -125,16 +126,8 @@ def searched(name: str, program: Program, budget: float) -> Row | None:
 
     start = time.perf_counter()
     try:
-        plan = find_plan(
-            program,
-            dims,
-            {"device": 1},
-            PRODUCTS,
-            memory=held + budget,
-            peak=peak,
-            optimizer="sgd",
-            search=Search(gap=1e-6),
-        )
+        job = Job({"device": 1}, PRODUCTS, held + budget, "sgd", Search(gap=1e-6))
+        plan = find_plan(program, dims, job, peak=peak)
     except InfeasibleError:
         return None
     seconds = time.perf_counter() - start
@@ -154,7 +147,7 @@ def checkpointed(name: str, program: Program) -> Row:
     handed = {s for n, sources in program.sources.items() if not is_backward(n) for s, _ in sources
               if block(s) != block(n)}  # fmt: skip
     inside = [n for n in program.sources if not is_backward(n) and block(n) and n not in handed]
-    free = find_plan(program, analyze(program), {"device": 1}, PRODUCTS, optimizer="sgd", search=Search())
+    free = find_plan(program, analyze(program), Job({"device": 1}, PRODUCTS, optimizer="sgd"))
     names = [f"{classes.key[n]} @{n.name}" for n in inside]
     relays = [f"relay {classes.key[n]} @{n.name} {i}" for n in inside for i in range(len(values_of(n)))]
     plan = replace(free, recompute={name: EVERY for name in [*names, *relays]})

@@ -40,7 +40,7 @@ def plan_all(folder: Path, cluster: Path) -> None:
     from autopar.cluster import Cluster
     from autopar.compiler import program_of, solve
     from autopar.errors import AutoparError
-    from autopar.search.find import Search
+    from autopar.search.options import Search
 
     torch.set_num_threads(1)
     program, machine = program_of(*whole()), Cluster.load(cluster)

@@ -17,7 +17,8 @@ from autopar.errors import PlanError
 from autopar.plan import Plan
 from autopar.program import Program, Repeat
 from autopar.question import ask
-from autopar.search.find import Search, state_bytes
+from autopar.search.find import state_bytes
+from autopar.search.options import Search
 from tests import models
 from tests.distributed.models import slow_devices
 

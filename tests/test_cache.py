@@ -17,12 +17,15 @@ import torch
 from typer.testing import CliRunner
 
 import autopar
-from autopar import Search, cache, cli, compiler
+from autopar import Search, cache, cli
 from autopar.cluster import Cluster
 from autopar.compiler import program_of, program_to_plan, solve
 from autopar.dims import Dims, analyze
 from autopar.layout import Replicate
 from autopar.plan import Plan
+from autopar.program import Program
+from autopar.search import padded
+from autopar.search.options import Job
 from autopar.search.restrict import Restrictions
 from tests import models as zoo
 from tests.test_abridge import Deep
@@ -40,13 +43,13 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[Search]:
     """Grows by one with every search."""
     ran: list[Search] = []
-    real = compiler.find_plan
+    real = padded.find_plan
 
-    def counted(*arguments: Any, **options: Any) -> Plan:
-        ran.append(options["search"])
-        return real(*arguments, **options)
+    def counted(program: Program, dims: Dims, job: Job, *rest: Any) -> Plan:
+        ran.append(job.search)
+        return real(program, dims, job, *rest)
 
-    monkeypatch.setattr(compiler, "find_plan", counted)
+    monkeypatch.setattr(padded, "find_plan", counted)
     return ran
 
 
@@ -118,12 +121,14 @@ def ingredients() -> Iterator[Ingredients]:
         "memory": 1e9,
         "optimizer": "adamw",
         "search": Search(),
-        "restrictions": None,
+        "restrictions": Restrictions(),
     }
 
 
 def name_of(ingredients: Ingredients) -> str:
-    file = cache.file_of(**ingredients)
+    named = dict(ingredients)
+    program, dims = named.pop("program"), named.pop("dims")
+    file = cache.file_of(program, dims, Job(**named))
     assert file is not None
     return file.name
 

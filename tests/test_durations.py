@@ -9,7 +9,7 @@ from autopar.durations import sent_inside, taken_by
 from autopar.emulate import census
 from autopar.pipeline.pieces import Cutting, free_nodes
 from autopar.pipeline.schedules import device_of, order_of
-from autopar.search.find import Search
+from autopar.search.options import Search
 from autopar.simulate.emitted import node_seconds
 from tests.pipeline.test_pipelines import example
 

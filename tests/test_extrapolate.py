@@ -19,7 +19,7 @@ from autopar.origin import is_backward
 from autopar.plan import EVERY, Plan
 from autopar.program import Program, Repeat
 from autopar.recompute import class_of
-from autopar.search.find import Search
+from autopar.search.options import Search
 from autopar.search.quotient import quotient
 from tests import models
 from tests.test_abridge import AXES, EAGER, deep

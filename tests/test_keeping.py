@@ -17,7 +17,7 @@ from autopar.parallelize import parallelize
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.report.keeping import keeping_dict, keeping_table
-from autopar.search.find import Search
+from autopar.search.options import Search
 from tests import models
 
 BLOCKS, MIB = 6, 2**20

@@ -11,12 +11,13 @@ from torch import Tensor, fx
 
 from autopar.accumulate import Totals
 from autopar.cluster import Cluster
-from autopar.compiler import in_microbatches, peak_of, program_to_plan, rewrite, solve
+from autopar.compiler import peak_of, program_to_plan, rewrite, solve
 from autopar.dims import analyze
+from autopar.in_microbatches import in_microbatches
 from autopar.liveness import moments, peak_memory
 from autopar.program import Program, map_nodes
 from autopar.rows import take
-from autopar.search.find import Search
+from autopar.search.options import Search
 from autopar.search.random_plan import random_plan
 from tests import models as zoo
 from tests.test_abridge import deep

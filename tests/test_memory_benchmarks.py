@@ -11,7 +11,7 @@ from torch import nn
 from autopar.cluster import Cluster
 from autopar.compiler import peak_of, program_of, solve
 from autopar.parallelize import parallelize
-from autopar.search.find import Search
+from autopar.search.options import Search
 from benchmarks import ladder
 from benchmarks.allocated import peak_allocated
 from benchmarks.turns import stepper

@@ -14,15 +14,16 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar.accumulate import accumulate
 from autopar.collective import Collective
-from autopar.compiler import PASSES, in_microbatches, program_of, rewrite, solve
+from autopar.compiler import PASSES, program_of, rewrite, solve
 from autopar.errors import InfeasibleError
+from autopar.in_microbatches import in_microbatches
 from autopar.layout import Factor, TensorType
 from autopar.parallelize import parallelize
 from autopar.plan import Plan
 from autopar.precision import Precision
 from autopar.program import Program
 from autopar.runtime.microbatches import whole_type
-from autopar.search.find import Search
+from autopar.search.options import Search
 from autopar.verify import compare, global_values, verify
 from tests import models as zoo
 

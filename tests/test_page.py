@@ -21,7 +21,7 @@ from autopar.comparison import plan_and_compare
 from autopar.compiler import program_of, solve
 from autopar.page import report_page
 from autopar.plan import Plan
-from autopar.search.find import Search
+from autopar.search.options import Search
 from autopar.whatif import memory_of, needed_by, what_if
 from tests import browser
 from tests.distributed.models import slow_devices

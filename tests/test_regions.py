@@ -27,7 +27,7 @@ from autopar.program import Program
 from autopar.propagate import propagate
 from autopar.runtime.bind import bind
 from autopar.runtime.partition import cut
-from autopar.search.find import Search
+from autopar.search.options import Search
 from tests import models
 
 aten = torch.ops.aten

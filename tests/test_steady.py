@@ -11,9 +11,10 @@ from torch import nn
 
 from autopar.cluster import Cluster
 from autopar.collective import Collective
-from autopar.compiler import PASSES, in_microbatches, program_of, rewrite, solve
+from autopar.compiler import PASSES, program_of, rewrite, solve
 from autopar.dims import analyze
 from autopar.errors import PassError
+from autopar.in_microbatches import in_microbatches
 from autopar.keeping import keeping
 from autopar.layout import Replicate, Split
 from autopar.liveness import moments, peak_memory
@@ -24,7 +25,7 @@ from autopar.precision import Precision
 from autopar.predict import predict
 from autopar.program import Program, is_steady
 from autopar.runtime.microbatches import cut_microbatches
-from autopar.search.find import Search
+from autopar.search.options import Search
 from autopar.search.random_plan import random_plan
 from autopar.simulate.emitted import emitted
 from autopar.verify import compare, global_values

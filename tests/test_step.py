@@ -12,7 +12,7 @@ from autopar.compiler import program_of, solve
 from autopar.dims import analyze
 from autopar.plan import Plan
 from autopar.program import Program
-from autopar.search.find import Search
+from autopar.search.options import Search
 from autopar.step import AFTER, BEFORE, Part, spend, step_of
 from benchmarks.gpt import GPT, batch_of
 

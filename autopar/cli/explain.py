@@ -55,14 +55,15 @@ def explain_command(
         sizes = parse_axes(axes)
         task = load_task(model)
         from autopar.cluster import Cluster
-        from autopar.compiler import default_memory, in_microbatches, program_to_plan, solve
+        from autopar.compiler import default_memory, program_to_plan, solve
+        from autopar.in_microbatches import in_microbatches
         from autopar.keeping import keeping, named
         from autopar.precision import Precision
         from autopar.question import alternatives, ask, handed_layout, layout_in, lies, parse_wanted, tensor_of
         from autopar.report.keeping import keeping_dict, keeping_table
         from autopar.report.progress import SearchProgress
         from autopar.report.question import answers_dict, answers_table
-        from autopar.search.find import Search
+        from autopar.search.options import Search
 
         wanted = parse_wanted(why_not, sizes) if why_not else None
         machine = Cluster.resolve(cluster)

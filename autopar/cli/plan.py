@@ -103,7 +103,7 @@ def plan_command(
         from autopar.precision import Precision
         from autopar.report.comparison import comparison_list, comparison_table
         from autopar.report.progress import SearchProgress
-        from autopar.search.find import Search
+        from autopar.search.options import Search
 
         if stages is not None and by_hand:
             raise ValueError("--microbatch and --recompute are of plans without --stages; write --microbatches")

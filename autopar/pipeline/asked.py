@@ -13,7 +13,7 @@ from autopar.pipeline.schedules import SCHEDULES, Schedule, any_count
 from autopar.pipeline.table import as_text, is_table
 from autopar.plan import Plan
 from autopar.program import Program
-from autopar.search.find import MICROBATCHES, SCHEDULE, STAGE_AXIS, STAGES, VIRTUAL, Search
+from autopar.search.options import MICROBATCHES, SCHEDULE, STAGE_AXIS, STAGES, VIRTUAL, Search
 from autopar.search.restrict import Restrictions, read_placement
 
 _PINS = (STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS)
@@ -216,10 +216,8 @@ def with_count(pins: Mapping[str, Any], count: int) -> dict[str, Any]:
     return {**kept, MICROBATCHES: count}
 
 
-def restrictions_inside(restrictions: Restrictions | None, axes: Mapping[str, int], axis: str) -> Restrictions | None:
+def restrictions_inside(restrictions: Restrictions, axes: Mapping[str, int], axis: str) -> Restrictions:
     """Layouts on the whole mesh as such on the devices of a stage."""
-    if restrictions is None:
-        return None
     index = list(axes).index(axis)
     layouts = {key: (*row[:index], *row[index + 1 :]) for key, row in restrictions.layouts.items()}
     return replace(restrictions, layouts=layouts)

@@ -30,7 +30,7 @@ from autopar.runtime.pipeline import PipelineStep, cut_stages, inside, line_of
 from autopar.runtime.place import Place
 from autopar.runtime.state import plain_parameters
 from autopar.runtime.step import Step, Types
-from autopar.search.find import OFFLOAD, RECOMPUTE, STAGE_AXIS, Search
+from autopar.search.options import OFFLOAD, RECOMPUTE, STAGE_AXIS, Search
 from autopar.search.restrict import Restrictions
 
 

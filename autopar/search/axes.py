@@ -22,12 +22,14 @@ from autopar.candidates import candidates
 from autopar.dims import Dims
 from autopar.program import Program
 from autopar.redistribute import Machine, Tables
-from autopar.search.build import Built, Memory, build, operator_seconds
+from autopar.search.build import Built, build
 from autopar.search.certify import Claim
+from autopar.search.counted import Memory
 from autopar.search.minimise import Limits
 from autopar.search.problem import Node, Problem, Solution
 from autopar.search.quotient import Quotient
 from autopar.search.restrict import Restrictions
+from autopar.search.seconds import operator_seconds
 from autopar.search.solve import solve
 
 Make = Callable[[Restrictions], Built]

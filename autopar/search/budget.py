@@ -21,14 +21,16 @@ from autopar.errors import InfeasibleError
 from autopar.plan import Plan
 from autopar.redistribute import Tables
 from autopar.search.axes import descend, placements
-from autopar.search.build import WHOLE, Built, Memory, Share
+from autopar.search.build import Built
 from autopar.search.certify import Claim
+from autopar.search.counted import WHOLE, Memory
 from autopar.search.frontier import MAX_PRICES, STATES_SECONDS, Frontier, Mix, restricted, within
 from autopar.search.minimise import Limits
+from autopar.search.options import Job, Peak
 from autopar.search.price import fits
 from autopar.search.problem import Ints, Problem, Solution, evaluate
 from autopar.search.restrict import Restrictions
-from autopar.search.rival import NOBODY, Rival
+from autopar.search.rival import NOBODY
 from autopar.search.row import Row
 from autopar.search.solve import solve
 
@@ -50,9 +52,6 @@ HOPELESS = 1.25
 SMALL = 1500
 """Problems of so few labels are solved with the memory row in the ILP, too, where prices leave a gap."""
 
-Peak = Callable[[Plan], Mapping[str, float]]
-Progress = Callable[[str, float, float], None]
-
 
 @dataclass(frozen=True)
 class Task:
@@ -62,40 +61,30 @@ class Task:
         make: the problem under restrictions, with memory counted in some way.
         read: ``(problem, choice, lower bound, method)`` to a plan.
         state: bytes of each parameter with its state, with gradients or without.
-        restrictions: what is decided already.
         limits: relative gap and deadline.
-        memory: bytes per device; None for no limit.
-        peak: of a plan's graph, by category.
-        again: what may be made or moved again for the backward pass.
-        progress: called with phase, incumbent and bound.
+        job: what it is for.
+        peak: of a plan's graph, by category; None: it is not measured.
         regions: whether the model's own checkpointing decides for what is in it.
         away: whether what is kept may lie on the host.
         states: bytes of optimizer state of each parameter, which may lie on the host, too.
         record: called with each bound of all plans that is proved.
-        rival: what the plan has to beat.
-        share: of what it would hold for the whole model that a device holds.
     """
 
     make: Callable[[Restrictions, Memory], Built]
     read: Callable[[Built, Mix, float, str], Plan]
     state: Callable[[bool], Mapping[str, float]]
-    restrictions: Restrictions
     limits: Limits
-    memory: float | None
+    job: Job
     peak: Peak | None
-    again: str
-    progress: Progress
     regions: bool = False
     away: bool = False
     states: Mapping[str, float] = field(default_factory=dict)
     record: Callable[[Claim], None] = lambda claim: None
-    rival: Rival = NOBODY
-    share: Share = WHOLE
 
     @property
     def whole(self) -> bool:
         """Whether the model is searched, and not a stage's share of it."""
-        return self.share is WHOLE
+        return self.job.share is WHOLE
 
     @property
     def seconds(self) -> float:
@@ -109,15 +98,15 @@ def plan_within(task: Task) -> Plan:
     Raises:
         InfeasibleError: nothing fits.
     """
-    kept = None if task.memory is None else _kept(task, task.restrictions)
-    if kept is not None and kept.relaxed and task.rival.price:  # memory will be short
-        bound = kept.frontier.bound_at(task.rival.price, kept.budget)
-        task.rival.require_less(bound)
+    kept = None if task.job.memory is None else _kept(task, task.job.restrictions)
+    if kept is not None and kept.relaxed and task.job.rival.price:  # memory will be short
+        bound = kept.frontier.bound_at(task.job.rival.price, kept.budget)
+        task.job.rival.require_less(bound)
         return _fitting(task, kept, bound)
-    built = task.make(task.restrictions, Memory(task.state(True), regions=task.regions, share=task.share))
-    solution = solve(built.problem, gap=task.limits.gap, time_limit=task.seconds, progress=task.progress)
+    built = task.make(task.job.restrictions, Memory(task.state(True), regions=task.regions, share=task.job.share))
+    solution = solve(built.problem, gap=task.limits.gap, time_limit=task.seconds, progress=task.job.progress)
     task.record(Claim(built.problem, solution.lower_bound))
-    task.rival.require_less(solution.lower_bound)
+    task.job.rival.require_less(solution.lower_bound)
     plan = task.read(built, _single(solution), solution.lower_bound, solution.method)
     plan, enough = _measured(task, plan)
     return plan if enough or kept is None else _fitting(task, kept, solution.lower_bound)
@@ -139,19 +128,21 @@ def plan_by_axes(task: Task, tables: Tables, bound: float) -> Plan:
     limits = task.limits
 
     def make(restrictions: Restrictions) -> Built:
-        return task.make(restrictions, Memory(task.state(True), regions=task.regions, share=task.share))
+        return task.make(restrictions, Memory(task.state(True), regions=task.regions, share=task.job.share))
 
     failure: InfeasibleError | None = None
     for part in (1.0, 0.5, 0.25, 0.125):
-        room = None if task.memory is None else part * task.memory
+        room = None if task.job.memory is None else part * task.job.memory
         try:
-            built, found = descend(make, task.restrictions, tables, room, limits.gap, task.seconds, task.progress)
+            built, found = descend(
+                make, task.job.restrictions, tables, room, limits.gap, task.seconds, task.job.progress
+            )
         except InfeasibleError as e:
             raise failure or e from e
         plan, enough = _measured(task, task.read(built, _single(found), bound, "axis by axis"))
         if enough:
             return plan
-        fixed = replace(task.restrictions, fixed=placements(built, found, tables), free=())
+        fixed = replace(task.job.restrictions, fixed=placements(built, found, tables), free=())
         try:
             return _fitting(task, _kept(task, fixed), bound, "axis by axis")
         except InfeasibleError as e:
@@ -166,11 +157,13 @@ def _single(solution: Solution) -> Mix:
 
 def _measured(task: Task, plan: Plan) -> tuple[Plan, bool]:
     """The plan with its peak, and whether that is within the budget."""
-    if task.memory is None or task.peak is None:
+    if task.job.memory is None or task.peak is None:
         return plan, True
     held = task.peak(plan)
-    task.progress(f"peak {format_bytes(sum(held.values()))}", plan.certificate.objective, plan.certificate.lower_bound)
-    return replace(plan, predicted=replace(plan.predicted, peak_bytes=held)), fits(_peak(held), task.memory)
+    task.job.progress(
+        f"peak {format_bytes(sum(held.values()))}", plan.certificate.objective, plan.certificate.lower_bound
+    )
+    return replace(plan, predicted=replace(plan.predicted, peak_bytes=held)), fits(_peak(held), task.job.memory)
 
 
 def _peak(held: Mapping[str, float]) -> float:
@@ -194,14 +187,14 @@ def _fitting(task: Task, kept: Row, bound: float, method: str = "") -> Plan:
     Raises:
         InfeasibleError: no such plan fits.
     """
-    assert task.memory is not None
+    assert task.job.memory is not None
     moments = _at_moments(task, kept)
     rows = [*moments, kept, kept.narrowed(replace(kept.memory, state=task.state(True)))]
     here = [_on_device(row, task.limits) for row in rows] if task.away else []
     for claim in (row.frontier.claim(row.budget) for row in moments if row.relaxed):
         task.record(claim)
         bound = max(bound, claim.bound)
-    task.rival.require_less(bound)
+    task.job.rival.require_less(bound)
     least: Plan | None = None
     capped = False
     while rows or here:
@@ -216,7 +209,7 @@ def _fitting(task: Task, kept: Row, bound: float, method: str = "") -> Plan:
             if row.relaxed or not here:
                 break
             continue
-        if fits(_peak(plan.predicted.peak_bytes), task.memory):
+        if fits(_peak(plan.predicted.peak_bytes), task.job.memory):
             return plan
         bound = found
         size = _peak(plan.predicted.peak_bytes)
@@ -225,19 +218,19 @@ def _fitting(task: Task, kept: Row, bound: float, method: str = "") -> Plan:
         if not rows and not here and (better or not capped) and not task.limits.expired():
             rows.append(_on_device(kept.narrowed(replace(kept.memory, working=working / 2)), task.limits))
             capped = True
-    raise _missing(task.memory, least)
+    raise _missing(task.job.memory, least)
 
 
 def _kept(task: Task, restrictions: Restrictions) -> Row:
     """The row of what is kept when the backward pass begins; it bounds all plans if nothing is decided for it."""
-    assert task.memory is not None
+    assert task.job.memory is not None
     memory = Memory(
-        task.state(False), True, task.again, regions=task.regions, away=task.away, optimizer=task.states,
-        share=task.share,
+        task.state(False), True, task.job.search.again, regions=task.regions, away=task.away, optimizer=task.states,
+        share=task.job.share,
     )  # fmt: skip
-    relaxed = restrictions is task.restrictions and task.whole
+    relaxed = restrictions is task.job.restrictions and task.whole
     limits = replace(task.limits, deadline=time.monotonic() + task.seconds / 2) if task.away else task.limits
-    return Row(task.make, restrictions, memory, limits, task.memory, relaxed, task.rival if relaxed else NOBODY)
+    return Row(task.make, restrictions, memory, limits, task.job.memory, relaxed, task.job.rival if relaxed else NOBODY)
 
 
 def _on_device(row: Row, limits: Limits) -> Row:
@@ -311,18 +304,18 @@ def _tightened(task: Task, row: Row, bound: float, method: str) -> tuple[Plan, f
     Raises:
         InfeasibleError: the problem has no solution at all.
     """
-    assert task.memory is not None
+    assert task.job.memory is not None
     built, frontier = row.built, row.frontier
     best: Plan | None = None
     least: Plan | None = None
     fitting, failing, tries = -np.inf, np.inf, BETTER
     # What the cheapest plan needs besides its row says how much is transient; a moment's row says that itself.
-    room = np.inf if row.memory.moment is None else task.memory
+    room = np.inf if row.memory.moment is None else task.job.memory
     before = (np.inf, np.inf)
     if not task.whole:  # there are other pipelines, of which some fit sooner
         least, enough = _measured(task, task.read(built, _least(frontier), bound, method or "prices"))
-        if not enough and _peak(least.predicted.peak_bytes) > HOPELESS * task.memory:
-            raise _missing(task.memory, least)
+        if not enough and _peak(least.predicted.peak_bytes) > HOPELESS * task.job.memory:
+            raise _missing(task.job.memory, least)
     for turn in range(ROUNDS):
         try:
             mix = _within(task, built, frontier, room, first=turn <= 1)
@@ -331,9 +324,9 @@ def _tightened(task: Task, row: Row, bound: float, method: str) -> tuple[Plan, f
                 break
             mix = _least(frontier)  # its graph may need less than its row says, and leave room for a better plan
         if row.relaxed:
-            task.record(frontier.claim(task.memory))
-            bound = max(bound, frontier.bound(task.memory))
-        task.rival.require_less(bound)
+            task.record(frontier.claim(task.job.memory))
+            bound = max(bound, frontier.bound(task.job.memory))
+        task.job.rival.require_less(bound)
         plan, enough = _measured(task, task.read(built, mix, bound, method or "prices"))
         size = _peak(plan.predicted.peak_bytes)
         least = _lesser(least, plan)
@@ -344,14 +337,14 @@ def _tightened(task: Task, row: Row, bound: float, method: str) -> tuple[Plan, f
             failing = min(failing, mix.memory)
         late = task.limits.expired()
         tries -= best is not None
-        if late or (mix.cost, mix.memory) == before or CLOSE * task.memory <= size <= task.memory:
+        if late or (mix.cost, mix.memory) == before or CLOSE * task.job.memory <= size <= task.job.memory:
             break
-        if failing - fitting < (1 - CLOSE) * task.memory or tries < 0:
+        if failing - fitting < (1 - CLOSE) * task.job.memory or tries < 0:
             break
         before = mix.cost, mix.memory
-        room = mix.memory + task.memory - size  # what is transient stays about the same
+        room = mix.memory + task.job.memory - size  # what is transient stays about the same
         if not frontier.reaches(room):  # or it shrinks with the rest
-            room = mix.memory * task.memory / size
+            room = mix.memory * task.job.memory / size
         if not fitting < room < failing:
             room = (fitting + failing) / 2 if np.isfinite(fitting) else failing * CLOSE
     if best is None:
@@ -393,7 +386,7 @@ def _within(task: Task, built: Built, frontier: Frontier, row: float, first: boo
         return [v.candidate == v.candidate[x] for v, x in zip(built.variables, labels, strict=True)]
 
     counts = np.array([v.count for v in built.variables])
-    mix = within(frontier, row, counts, alike, task.progress, MAX_PRICES if first else MORE_PRICES)
+    mix = within(frontier, row, counts, alike, task.job.progress, MAX_PRICES if first else MORE_PRICES)
     if mix.cost - frontier.bound(row) <= task.limits.gap * mix.cost:
         return mix
     if sum(len(n.cost) for n in built.problem.nodes) <= SMALL:

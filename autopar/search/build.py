@@ -4,79 +4,29 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import fx
 
 from autopar.accumulate import accumulate
-from autopar.candidates import REPLICATE, Candidates, candidates, lowered_bytes, split_parts
-from autopar.cost.collectives import collective_seconds
+from autopar.candidates import REPLICATE, candidates, split_parts
 from autopar.cost.host import copy_seconds
-from autopar.cost.kernels import kernel_seconds
 from autopar.dims import Dims, Operator
 from autopar.errors import InfeasibleError
 from autopar.layout import Layout, Partial, Placement, Replicate, Split, TensorType, item_bytes
-from autopar.origin import is_backward, module_path
-from autopar.program import SHORT, Program, Value, producer
-from autopar.redistribute import Machine, Tables
+from autopar.origin import is_backward
+from autopar.program import Program, producer
+from autopar.redistribute import Tables
 from autopar.regions import SAVED
+from autopar.search.counted import Memory, carried, stored
 from autopar.search.factors import from_parameters
 from autopar.search.moment import Moment, Timeline
 from autopar.search.problem import Edge, Node, Problem
 from autopar.search.quotient import Quotient
 from autopar.search.restrict import Pinned, Restrictions, is_boundary_layout
-from autopar.search.variable import AGAIN, EARLY, KEPT, PASSING, TAKEN, Floats, Ints, Port, Variable
-from autopar.work import arithmetic_dtype, operator_work
-
-
-@dataclass(frozen=True)
-class Share:
-    """What a device of one stage of a pipeline holds, of what it would hold for the whole model.
-
-    Attributes:
-        states: of parameters, what belongs to them, and sums over microbatches.
-        kept: of what one microbatch keeps for the backward pass; more than 1 where several are under way.
-    """
-
-    states: float = 1.0
-    kept: float = 1.0
-
-
-WHOLE = Share()
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What counts as memory.
-
-    Attributes:
-        state: bytes of each parameter with what belongs to it, when replicated, by name.
-        activations: whether what is kept for the backward pass counts, too.
-        again: what may be made or moved again: ``search`` for anything, ``gathers`` for what comes from parameters
-            alone, ``none``, which keeps all that the backward pass takes.
-        working: bytes that what one operator takes and makes may have, where that is possible.
-        regions: whether the model's own checkpointing decides for what is in it.
-        away: whether what is kept may lie on the host.
-        optimizer: of ``state``, bytes of optimizer state that may lie there, too, by name.
-        share: of all this that counts.
-        moment: when it counts; None: when the backward pass begins.
-    """
-
-    state: Mapping[str, float]
-    activations: bool = False
-    again: str = "none"
-    working: float = np.inf
-    regions: bool = False
-    away: bool = False
-    optimizer: Mapping[str, float] = field(default_factory=dict)
-    share: Share = WHOLE
-    moment: Moment | None = None
-
-    @property
-    def states(self) -> bool:
-        """Whether something need not be kept on the device."""
-        return self.again != "none" or self.regions or self.away
+from autopar.search.seconds import operator_seconds
+from autopar.search.variable import AGAIN, EARLY, KEPT, PASSING, TAKEN, TWICE, Floats, Ints, Port, Variable
 
 
 @dataclass(frozen=True)
@@ -149,6 +99,8 @@ def _edge(
     moves = weight * np.array([times, times, 2 * times, 1])[passes]
     table = tables.of(u.types[out]).seconds[np.ix_(rows // 4, columns // 4)] * moves
     table[~TAKEN[np.ix_(rows % 4, passes)]] = np.inf  # the backward pass takes what is gone
+    if v.unmoved:
+        table[(table > 0) & (passes == TWICE)] = np.inf
     return Edge(i, j, u_group.astype(np.int64), v_group.astype(np.int64), np.ascontiguousarray(table))
 
 
@@ -168,10 +120,10 @@ class _Maker:
         self.memory, self.restrictions = memory, restrictions
         self.sizes = tables.machine.sizes
         self.chains = from_parameters(program) if memory.again == "gathers" else set()
-        self.carried = _carried(program, classes) if memory.again == "search" else frozenset()
+        self.carried = carried(program, classes) if memory.again == "search" else frozenset()
         outputs = program.output_values[: program.forward_outputs]
         self.returned = {producer(v)[0] for v in outputs if v is not None}  # and held by the caller anyway
-        self.stored = _stored(program, dims) if memory.activations and not memory.states else frozenset()
+        self.stored = stored(program, dims) if memory.activations and not memory.states else frozenset()
         # Outputs that are taken, by class, and whether the backward pass takes them itself.
         self.taken: dict[str, dict[int, bool]] = defaultdict(dict)
         for (key, out), users in classes.uses.items():
@@ -253,6 +205,8 @@ class _Maker:
         sent = any(late) and AGAIN not in states and self._may_go(found, node, states)
         copied = self._copied(node, size, count) if sent else None
         kept = np.minimum(size, self._there(key, out, relay=True)) * self._held(found)
+        if any(late) and AGAIN not in states:
+            found, states = replace(found, unmoved=True), [*states, AGAIN]
         return found.in_states(states, 1, kept, copied)
 
     def _has_states(self, variable: Variable) -> bool:
@@ -495,60 +449,6 @@ class _Everything(list[str]):
 
 
 _EVERYTHING = _Everything()
-
-
-def operator_seconds(operator: Operator, chosen: Candidates, machine: Machine) -> Floats:
-    """Seconds of each candidate of one operator: its kernel on what stays local, and a lowering's collectives."""
-    work = operator_work(operator, chosen, machine.sizes)
-    seconds = kernel_seconds(work, arithmetic_dtype(operator, machine.device), machine.device)
-    return seconds + _lowering_seconds(operator, chosen, machine)
-
-
-def _lowering_seconds(operator: Operator, chosen: Candidates, machine: Machine) -> Floats:
-    """All-reduces of lowerings, on the tensors that the splits along the other axes leave."""
-    sizes, total = np.array(machine.sizes), np.zeros(len(chosen.choice))
-    letter = [s.factor[0] if s.factor is not None else "" for s in chosen.strategies]
-    for lowered in operator.rule.lower:
-        uses = np.array([c == lowered for c in letter])[chosen.choice]
-        for letters, size in lowered_bytes(operator, lowered) if uses.any() else ():
-            split = np.array([c != "" and c in letters for c in letter])
-            local = size / np.where(split[chosen.choice], sizes, 1).prod(axis=1)
-            for axis, (n, link) in enumerate(zip(machine.sizes, machine.links, strict=True)):
-                total += uses[:, axis] * (machine.device.launch + collective_seconds("all_reduce", local, n, link))
-    return total
-
-
-def _carried(program: Program, classes: Quotient) -> frozenset[fx.Node]:
-    """What each of several blocks hands to the next.
-
-    If all made that again, all of them would run before the first gradient of any, and hold what they make; the row of
-    memory does not count such chains.
-    """
-    blocks: dict[str, str] = {}
-
-    def block(node: fx.Node) -> str:
-        path = module_path(node)
-        if path not in blocks:
-            parts = path.split(".")
-            prefixes = (".".join(parts[:i]) for i in range(len(parts), 0, -1))
-            blocks[path] = next((p for p in prefixes if p in program.blocks), "")
-        return blocks[path]
-
-    forward = [n for n in program.sources if not is_backward(n)]
-    over = {s for n in forward for s, _ in program.sources[n] if block(s) and block(n) and block(s) != block(n)}
-    carried = (m for m in classes.members.values() if len(m) >= SHORT and over.intersection(m))
-    return frozenset(node for members in carried for node in members)
-
-
-def _stored(program: Program, dims: Dims) -> frozenset[Value]:
-    """The forward's values that the backward pass takes, itself or as a view of them."""
-    found: set[Value] = set()
-    for node, sources in program.sources.items():
-        for value in sources if is_backward(node) else ():
-            while value[0] in dims.operators and dims.operators[value[0]].rule.view:
-                value = program.sources[value[0]][0]
-            found.add(value)
-    return frozenset(found)
 
 
 def _is_loss(program: Program, name: str) -> bool:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autopar.search.build import Built, Memory
+from autopar.search.build import Built
+from autopar.search.counted import Memory
 from autopar.search.frontier import Frontier
 from autopar.search.minimise import Limits
 from autopar.search.restrict import Restrictions

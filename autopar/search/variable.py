@@ -46,6 +46,7 @@ class Variable:
         backward: whether it is an operator of the backward pass, or a relay for such alone.
         working: bytes of what one operator takes and makes under each label; None for tensors.
         steady: whether all microbatches share it where it is kept.
+        unmoved: whether ``AGAIN`` stands for a relay that lies as it was made: what it takes counts there alone.
     """
 
     key: str
@@ -60,6 +61,7 @@ class Variable:
     backward: bool = False
     working: Floats | None = None
     steady: bool = False
+    unmoved: bool = False
 
     @property
     def available(self) -> Ints:
@@ -82,7 +84,9 @@ class Variable:
         """Of each label, whether a plan's ``recompute`` names it."""
         if self.state is None:
             return np.zeros(len(self.cost), dtype=bool)
-        named: NDArray[np.bool_] = (self.state == AGAIN) | (self.steady & (self.state == PASSING))
+        named: NDArray[np.bool_] = self.steady & (self.state == PASSING)
+        if not self.unmoved:
+            named |= self.state == AGAIN
         return named
 
     @property

@@ -25,7 +25,7 @@ def state_after(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def train(rank: int) -> dict[str, float]:
     from autopar.parallelize import parallelize
-    from autopar.search.find import Search
+    from autopar.search.options import Search
 
     expected = state_after(Normal().double())
     found = {}

@@ -19,7 +19,7 @@ SHARDED = {"batch.*": ("S(0)", "S(0)"), "*.weight": ("S(0)", "S(0)")}
 
 def parallel_mlp(**options: Any) -> Any:
     from autopar.parallelize import parallelize
-    from autopar.search.find import Search
+    from autopar.search.options import Search
 
     pins = options.pop("pins", SHARDED)
     return parallelize(mlp(), mesh_of(2, 2), search=Search(pins=pins), cluster=slow_devices(), timeout=WAIT, **options)
@@ -102,7 +102,7 @@ def outputs_with_gradients(rank: int) -> float:
     from torch.distributed.tensor import DTensor
 
     from autopar.parallelize import parallelize
-    from autopar.search.find import Search
+    from autopar.search.options import Search
 
     torch.manual_seed(0)
     reference = Plain().double()
@@ -131,7 +131,7 @@ def outputs_with_gradients(rank: int) -> float:
 def meta_model(rank: int, folder: str, ways: tuple[str, ...]) -> list[float]:
     from autopar.errors import AutoparError
     from autopar.parallelize import parallelize
-    from autopar.search.find import Search
+    from autopar.search.options import Search
 
     reference, batch = make("tied")
     state = reference.state_dict()

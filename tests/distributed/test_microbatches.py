@@ -18,7 +18,7 @@ STEPS = 3
 def train(rank: int, name: str, inputs: str, recipe: str, seed: int) -> float:
     """The largest difference of loss, logits, gradients' norm or parameters; samples have other numbers of tokens."""
     from autopar.parallelize import parallelize
-    from autopar.search.find import Search
+    from autopar.search.options import Search
     from tests import models
 
     (plain, batch), (model, _) = (getattr(models, name)(batch=16) for _ in range(2))
@@ -55,7 +55,7 @@ def test_each_rank_passes_its_rows_of_unequal_numbers_of_tokens(ranks: Ranks) ->
 def clip(rank: int, count: int) -> float:
     """The largest difference of a gradient after clipping, where one value is the gradient of two parameters."""
     from autopar.parallelize import parallelize
-    from autopar.search.find import Search
+    from autopar.search.options import Search
     from tests.test_microbatch import Shared
 
     torch.manual_seed(0)
@@ -89,13 +89,14 @@ def gathers(rank: int, every: bool) -> tuple[int, int, int, float]:
 
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from autopar.compiler import in_microbatches, program_of, solve
+    from autopar.compiler import program_of, solve
     from autopar.dims import analyze
+    from autopar.in_microbatches import in_microbatches
     from autopar.layout import Replicate
     from autopar.parallelize import parallelize
     from autopar.plan import EVERY
     from autopar.predict import predict
-    from autopar.search.find import Search
+    from autopar.search.options import Search
     from tests import models
 
     class Counts(TorchDispatchMode):

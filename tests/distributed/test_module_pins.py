@@ -16,7 +16,7 @@ pytestmark = pytest.mark.distributed
 
 def train(rank: int, pins: dict[str, Any]) -> tuple[float, list[list[str]]]:
     from autopar.parallelize import parallelize
-    from autopar.search.find import Search
+    from autopar.search.options import Search
 
     (model, batch), (plain, _) = make("mlp"), make("mlp")
     parallel = parallelize(model, mesh_of(2, 2), batch(0), search=Search(pins=pins), timeout=WAIT)

@@ -25,7 +25,7 @@ def train(rank: int, microbatches: int) -> tuple[float, int, int]:
     """Largest difference of a step, tensors that are sent, and those of the optimizer on the host in the end."""
     from autopar.host import to_host
     from autopar.parallelize import parallelize
-    from autopar.search.find import Search
+    from autopar.search.options import Search
 
     (model, batch), (plain, _) = make("mlp"), make("mlp")
     search = Search(recipe="random", seed=5, pins={"offload": "search", "microbatches": microbatches})

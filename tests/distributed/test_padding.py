@@ -71,7 +71,7 @@ def steps(model: nn.Module, count: int = STEPS) -> list[float]:
 
 def parallel(mesh: Any, pins: dict[str, str], **options: Any) -> Any:
     from autopar.parallelize import parallelize
-    from autopar.search.find import Search
+    from autopar.search.options import Search
 
     last = {name: ("R",) * (mesh.ndim - 1) + (text,) for name, text in pins.items()}
     model = options.pop("model", None) or make()
@@ -136,7 +136,7 @@ def one_step(model: nn.Module) -> torch.Tensor:
 def follow_random_plans(rank: int, seeds: tuple[int, ...]) -> list[tuple[dict[str, float], Any, Any]]:
     """Of each seed's plan: errors, padded shapes of parameters, and shapes of their local parts."""
     from autopar.parallelize import parallelize
-    from autopar.search.find import Search
+    from autopar.search.options import Search
 
     plain = make(ODD)
     wanted = {"loss": one_step(plain), **plain.state_dict()}

@@ -36,7 +36,7 @@ def step_of(model: Any, optimizer: torch.optim.Optimizer, step: int) -> float:
 
 def parallel_unet() -> tuple[Any, torch.optim.Optimizer]:
     from autopar.parallelize import parallelize
-    from autopar.search.find import Search
+    from autopar.search.options import Search
     from tests.pipeline.models import Unet
 
     # Of data ranks every one needs every other in each step.

@@ -24,7 +24,7 @@ STEPS = 3
 def train(rank: int, name: str, sizes: tuple[int, ...], pins: dict[str, Any], inputs: str = "global") -> float:
     """The largest difference of loss, logits, gradients' norm, gradients or parameters."""
     from autopar.parallelize import parallelize
-    from autopar.search.find import Search
+    from autopar.search.options import Search
     from tests.pipeline.test_pipelines import example
 
     (plain, batch), (model, _) = example(name), example(name)
@@ -115,7 +115,7 @@ def under_way(rank: int, schedule: str) -> int:
     """How many microbatches this device's stages hold at most, in a step."""
     from autopar.parallelize import parallelize
     from autopar.pipeline.runner import StageRun
-    from autopar.search.find import Search
+    from autopar.search.options import Search
     from tests.pipeline.test_memory import COUNT, VIRTUAL
     from tests.pipeline.test_pipelines import example
 
@@ -149,7 +149,7 @@ def test_microbatches_under_way(ranks: Ranks, schedule: str) -> None:
 def sends_parts(rank: int) -> tuple[float, Any]:
     """How far three steps of Megatron's layouts are from one device's, and where the plan sends parts."""
     from autopar.parallelize import parallelize
-    from autopar.search.find import Search
+    from autopar.search.options import Search
     from tests.passes.test_scatter_sends import SLOW, residual
     from tests.pipeline.test_search import machine
 
@@ -177,7 +177,7 @@ def test_each_rank_passes_its_own_rows(ranks: Ranks) -> None:
 def chosen(rank: int, recipe: str | None, seed: int) -> tuple[float, str]:
     """How far three steps are from one device's, the last of fewer samples; and the pipeline, which nobody named."""
     from autopar.parallelize import parallelize
-    from autopar.search.find import Search
+    from autopar.search.options import Search
     from tests.pipeline.test_search import Deep, machine
 
     model, plain = Deep().double(), Deep().double()
@@ -208,7 +208,7 @@ def mixed_up(rank: int, inputs: str) -> str:
     """The error where the two ranks of a pipeline pass different rows."""
     from autopar.errors import RankError
     from autopar.parallelize import parallelize
-    from autopar.search.find import Search
+    from autopar.search.options import Search
     from tests.pipeline.test_pipelines import example
 
     model, batch = example("mlp")
@@ -233,7 +233,7 @@ def reload(rank: int) -> float:
     """How far a step behind a checkpoint, in another pipeline, is from the step that went on."""
     import autopar.checkpoint
     from autopar.parallelize import parallelize
-    from autopar.search.find import Search
+    from autopar.search.options import Search
     from tests.pipeline.test_pipelines import example
 
     losses, states = [], []
@@ -267,7 +267,7 @@ def test_a_checkpoint_goes_into_another_pipeline(ranks: Ranks) -> None:
 def fail(rank: int) -> str:
     """The error of a rank where another one's stage raises."""
     from autopar.parallelize import parallelize
-    from autopar.search.find import Search
+    from autopar.search.options import Search
     from tests.pipeline.test_pipelines import example
 
     model, batch = example("unet")

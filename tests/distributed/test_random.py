@@ -44,7 +44,7 @@ def trained(model: nn.Module, rows: int = 8) -> list[dict[str, torch.Tensor]]:
 
 def together(rank: int) -> list[float]:
     from autopar.parallelize import parallelize
-    from autopar.search.find import Search
+    from autopar.search.options import Search
 
     plain = Dropping()
     torch.manual_seed(7)
@@ -71,7 +71,7 @@ def test_deterministic_draws_what_one_device_draws(ranks: Ranks) -> None:
 
 def apart(rank: int, seed: int) -> dict[str, Any]:
     from autopar.parallelize import parallelize
-    from autopar.search.find import Search
+    from autopar.search.options import Search
 
     mesh = mesh_of(2, 2)
     model = Dropping()

@@ -21,7 +21,7 @@ ROWS = (8, 8, 6)
 
 def train(rank: int, name: str, recipe: str, sizes: tuple[int, ...]) -> tuple[float, dict[str, list[str]]]:
     from autopar.parallelize import parallelize
-    from autopar.search.find import Search
+    from autopar.search.options import Search
 
     (model, batch), (plain, _) = make(name), make(name)
     parallel = parallelize(model, mesh_of(*sizes), batch(0, ROWS[0]), search=Search(recipe=recipe), timeout=WAIT)

@@ -30,7 +30,7 @@ def train(
     Besides: how many classes of values the plan makes or moves again in the backward pass.
     """
     from autopar.parallelize import parallelize
-    from autopar.search.find import Search
+    from autopar.search.options import Search
 
     plain = make().double()
     search = Search(recipe=recipe, seed=seed, pins=pins)

@@ -19,7 +19,7 @@ def round_trip(rank: int, folder: str) -> float:
 
     from autopar import checkpoint
     from autopar.parallelize import parallelize
-    from autopar.search.find import Search
+    from autopar.search.options import Search
 
     strided = {"*.c_attn.weight": ("S(1.1)",), "*.c_attn.bias": ("S(0.1)",), "*.c_fc.weight": ("S(0)",)}
     square = {"*.c_attn.weight": ("S(0)", "S(1.1)"), "*.wte.weight": ("S(1)", "S(0)")}

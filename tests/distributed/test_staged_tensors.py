@@ -57,7 +57,7 @@ def model_of() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 def pair(sizes: tuple[int, ...]) -> tuple[Any, nn.Module, dict[str, torch.Tensor]]:
     """The model in stages and as it is, with gradients."""
     from autopar.parallelize import parallelize
-    from autopar.search.find import Search
+    from autopar.search.options import Search
 
     (model, batch), (plain, _) = model_of(), model_of()
     pins = {"stages": sizes[0], "microbatches": 4}

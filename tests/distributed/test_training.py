@@ -62,7 +62,7 @@ def pins_on(pins: dict[str, str], axes: int) -> dict[str, Any]:
 
 def train(rank: int, name: str, plans: Any) -> dict[str, Any]:
     from autopar.parallelize import parallelize
-    from autopar.search.find import Search
+    from autopar.search.options import Search
 
     found = {}
     for label, (pins, meshes) in plans.items():

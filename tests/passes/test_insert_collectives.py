@@ -11,7 +11,7 @@ from autopar.compiler import rewrite, solve
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.program import Program
-from autopar.search.find import Search
+from autopar.search.options import Search
 from autopar.verify import compare
 from tests import models
 from tests.plans import follow_plan, hand_plan, show, tiny

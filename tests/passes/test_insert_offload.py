@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, fx
 
 from autopar.cluster import Cluster
-from autopar.compiler import DETERMINISTIC_PASSES, PASSES, in_microbatches, program_of, rewrite, solve
+from autopar.compiler import DETERMINISTIC_PASSES, PASSES, program_of, rewrite, solve
 from autopar.dims import analyze
 from autopar.draw import step_seed
 from autopar.emulate import emulate
 from autopar.errors import PassError
 from autopar.host import to_device, to_host
+from autopar.in_microbatches import in_microbatches
 from autopar.liveness import moments, peak_memory
 from autopar.origin import is_backward
 from autopar.plan import EVERY, Plan
@@ -24,7 +25,7 @@ from autopar.predict import predict
 from autopar.program import Program
 from autopar.runtime.bind import bind
 from autopar.runtime.partition import cut
-from autopar.search.find import Search
+from autopar.search.options import Search
 from autopar.search.quotient import quotient
 from autopar.simulate.emitted import emitted
 from autopar.verify import compare, global_values

@@ -21,7 +21,7 @@ from autopar.predict import predict
 from autopar.program import Program
 from autopar.runtime.bind import bind
 from autopar.runtime.partition import cut
-from autopar.search.find import Search
+from autopar.search.options import Search
 from autopar.search.quotient import quotient
 from autopar.verify import compare, global_values
 

@@ -18,7 +18,7 @@ from autopar.pipeline.schedules import SCHEDULES, order_of
 from autopar.pipelined import sends_behind
 from autopar.plan import Plan, Scatter
 from autopar.program import Program
-from autopar.search.find import Search
+from autopar.search.options import Search
 from autopar.simulate import simulate
 from autopar.verify import compare, global_values
 from tests.pipeline.test_blocks import Block

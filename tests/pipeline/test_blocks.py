@@ -10,7 +10,7 @@ import autopar
 from autopar.cluster import Cluster, Link
 from autopar.compiler import program_of, solve
 from autopar.errors import InfeasibleError
-from autopar.search.find import Search
+from autopar.search.options import Search
 
 BLOCKS, WIDTH = 7, 16
 AXES = {"pp": 2, "inner": 2}

@@ -12,7 +12,7 @@ from autopar.pipeline.memory import held_by, peaks
 from autopar.pipeline.pieces import Cutting
 from autopar.pipeline.runner import StageRun
 from autopar.pipeline.schedules import SCHEDULES, device_of, order
-from autopar.search.find import Search
+from autopar.search.options import Search
 from autopar.simulate import pipeline, simulate
 from tests import models as zoo
 from tests.pipeline.test_pipelines import staged

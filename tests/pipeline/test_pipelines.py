@@ -21,7 +21,7 @@ from autopar.pipeline.runner import StageRun
 from autopar.plan import Plan
 from autopar.precision import Precision
 from autopar.program import Program
-from autopar.search.find import Search
+from autopar.search.options import Search
 from autopar.verify import EquivalenceReport, compare, global_values
 from tests import models as zoo
 from tests.pipeline import models as hard

@@ -20,7 +20,7 @@ from autopar.pipeline.schedules import order
 from autopar.pipelines import least_wait
 from autopar.plan import Plan
 from autopar.program import Program
-from autopar.search.find import Search
+from autopar.search.options import Search
 from autopar.simulate import pipeline, simulate
 from autopar.verify import compare, global_values
 

@@ -13,7 +13,7 @@ from autopar.errors import InfeasibleError
 from autopar.pipeline.schedules import SCHEDULES, any_count, device_of, order
 from autopar.pipeline.table import as_text, parse, text_of
 from autopar.plan import Plan
-from autopar.search.find import Search
+from autopar.search.options import Search
 from tests import models as zoo
 from tests.pipeline.test_pipelines import BOUND, staged
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from autopar.cluster import Cluster
-from autopar.compiler import DETERMINISTIC_PASSES, in_microbatches, program_of, rewrite
+from autopar.compiler import DETERMINISTIC_PASSES, program_of, rewrite
 from autopar.dims import Dims, analyze
 from autopar.errors import InfeasibleError
+from autopar.in_microbatches import in_microbatches
 from autopar.passes.pad_dims import pad
 from autopar.program import Program
 from autopar.search.random_plan import random_plan

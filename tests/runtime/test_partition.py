@@ -14,7 +14,7 @@ from autopar.program import Program
 from autopar.runtime.bind import bind
 from autopar.runtime.partition import cut, saved_bytes
 from autopar.runtime.postpone import split_reductions
-from autopar.search.find import Search
+from autopar.search.options import Search
 from tests.distributed.models import slow_devices
 
 

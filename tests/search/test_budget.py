@@ -7,15 +7,20 @@ from dataclasses import replace
 
 import numpy as np
 
+from autopar.cluster import Cluster
 from autopar.plan import Plan
 from autopar.search.budget import SMALL, Task, plan_within
-from autopar.search.build import Built, Memory
+from autopar.search.build import Built
+from autopar.search.counted import Memory
 from autopar.search.frontier import Mix
 from autopar.search.minimise import Limits
+from autopar.search.options import Job
 from autopar.search.problem import Node, Problem
 from autopar.search.restrict import Restrictions
 from autopar.search.variable import Variable
 from tests.report.stand_ins import hand_made_plan
+
+CLUSTER = Cluster.preset("cpu")
 
 
 def test_a_row_that_nothing_fits_is_loosened_where_its_least_plan_has_room() -> None:
@@ -35,7 +40,7 @@ def test_a_row_that_nothing_fits_is_loosened_where_its_least_plan_has_room() -> 
         return {"all": 100.0 if plan.certificate.objective == 0 else 10 - plan.certificate.objective}
 
     limits = Limits(1e-9, time.monotonic() + 60)
-    task = Task(make, read, lambda _: {}, Restrictions(), limits, 6.0, peak, "search", lambda *_: None)
+    task = Task(make, read, lambda _: {}, limits, Job({}, CLUSTER, 6.0), peak)
     found = plan_within(task)
     assert found.certificate.objective == 4.0
     assert found.predicted.peak_bytes == {"all": 6.0}
@@ -63,10 +68,7 @@ def test_states_between_two_prices_are_found_where_nothing_repeats() -> None:
         return replace(plan, certificate=replace(plan.certificate, objective=mix.cost, lower_bound=bound))
 
     limits = Limits(1e-9, time.monotonic() + 60)
-    task = Task(
-        lambda *_: built, read, lambda _: {}, Restrictions(), limits, 10.0, lambda _: dict(held), "search",
-        lambda *_: None,
-    )  # fmt: skip
+    task = Task(lambda *_: built, read, lambda _: {}, limits, Job({}, CLUSTER, 10.0), lambda _: dict(held))
     found = plan_within(task)
     assert found.certificate.objective == 7.0
     assert found.certificate.lower_bound <= 7.0

@@ -11,7 +11,7 @@ from autopar.compiler import program_of, solve
 from autopar.cost.collectives import collective_seconds
 from autopar.dims import analyze
 from autopar.redistribute import Machine
-from autopar.search.build import operator_seconds
+from autopar.search.seconds import operator_seconds
 from tests import models as zoo
 
 aten = torch.ops.aten

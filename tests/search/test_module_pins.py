@@ -19,7 +19,7 @@ from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.plan import Plan
 from autopar.program import Program, Value, copy_graph, producer, values_of
-from autopar.search.find import Search
+from autopar.search.options import Search
 from autopar.verify import compare
 from tests import models
 from tests.plans import layout

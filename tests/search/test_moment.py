@@ -14,20 +14,24 @@ from torch import fx, nn
 
 from autopar.accumulate import accumulate
 from autopar.cluster import Cluster
-from autopar.compiler import in_microbatches, program_of, rewrite
+from autopar.compiler import program_of, rewrite
 from autopar.dims import analyze
+from autopar.in_microbatches import in_microbatches
 from autopar.liveness import Moment as Held
 from autopar.liveness import moments
 from autopar.origin import is_backward, module_path
 from autopar.plan import Certificate
 from autopar.program import Program
 from autopar.redistribute import Machine, Tables
-from autopar.search.build import Built, Memory, build
+from autopar.search.build import Built, build
+from autopar.search.counted import Memory
+from autopar.search.factors import from_parameters
 from autopar.search.find import plan_of, state_bytes
 from autopar.search.frontier import Mix
 from autopar.search.graph import build as graph_of
 from autopar.search.minimise import Limits, minimise
 from autopar.search.moment import Moment, Timeline
+from autopar.search.options import Job
 from autopar.search.problem import Ints, Problem, evaluate
 from autopar.search.quotient import quotient
 from autopar.search.restrict import Restrictions
@@ -84,7 +88,9 @@ class Rows:
         return built.heaviest([drawn(built, seed)])
 
     def at(self, node: fx.Node) -> Moment:
-        return self.timeline(lambda n: self.memory.again == "search").at(node)
+        chains = from_parameters(self.program) if self.memory.again == "gathers" else set()
+        always = self.memory.again == "search"
+        return self.timeline(lambda n: always or n in chains or self.dims.operators[n].rule.view).at(node)
 
     def timeline(self, repeated: Callable[[fx.Node], bool]) -> Timeline:
         return Timeline(self.program, self.dims, self.classes, self.tables, repeated)
@@ -93,7 +99,7 @@ class Rows:
         """What the graph of the labels' plan holds, moment by moment."""
         mix = Mix(labels, labels, 0.0, 0.0, 0.0)
         plan = plan_of(
-            self.program, self.dims, self.classes, built, mix, CERTIFICATE, self.axes, CLUSTER, "adamw", self.tables
+            self.program, self.dims, self.classes, built, mix, CERTIFICATE, Job(self.axes, CLUSTER), self.tables
         )
         plan = replace(plan, fingerprint=self.whole.fingerprint, microbatches=self.program.microbatches)
         return moments(rewrite(self.whole, plan), plan)
@@ -101,16 +107,12 @@ class Rows:
 
 def drawn(built: Built, seed: int) -> Ints:
     """The best labels under costs that chance has changed, with memory at any price."""
-    random = np.random.default_rng(seed)
-
-    def changed(costs: Any) -> Any:
-        return costs * random.uniform(0.2, 5.0, costs.shape)
-
-    problem = built.problem
-    # The same chance for all states of a candidate: to keep a value in vain must not be cheaper.
+    random, problem = np.random.default_rng(seed), built.problem
+    # The same chance for all states of a candidate, and for all moves between two: to keep a value in vain must not be
+    # cheaper.
     chances = [random.uniform(0.2, 5.0, len(v.cost))[v.candidate] for v in built.variables]
     nodes = [replace(n, cost=n.cost * chance) for n, chance in zip(problem.nodes, chances, strict=True)]
-    edges = tuple(replace(e, table=changed(e.table)) for e in problem.edges)
+    edges = tuple(replace(e, table=e.table * random.uniform(0.2, 5.0)) for e in problem.edges)
     typical = sum(np.min(n.cost) for n in nodes) / sum(np.max(n.memory) for n in nodes)
     price = typical * 10 ** random.uniform(0.5, 3)
     priced = tuple(replace(n, cost=n.cost + price * n.memory) for n in nodes)
@@ -118,10 +120,28 @@ def drawn(built: Built, seed: int) -> Ints:
     found = minimise(
         graph_of(changed_problem, False),
         lambda labels: evaluate(changed_problem, labels)[0],
-        Limits(1e-9, time.monotonic() + 20),
+        Limits(1e-9, time.monotonic() + 5),
     )
     assert found.labels is not None
-    return found.labels
+    return polished(changed_problem, found.labels)
+
+
+def polished(problem: Problem, labels: Ints) -> Ints:
+    """Labels none of which is better changed alone: what time has cut short may keep something in vain."""
+    labels = labels.copy()
+    touching = [[e for e in problem.edges if i in (e.u, e.v)] for i in range(len(problem.nodes))]
+    better = True
+    while better:
+        better = False
+        for i, node in enumerate(problem.nodes):
+            costs = node.cost.copy()
+            for e in touching[i]:
+                here, there = (e.u_group, e.v_group[labels[e.v]]) if e.u == i else (e.v_group, e.u_group[labels[e.u]])
+                costs += (e.table[:, there] if e.u == i else e.table[there])[here]
+            best = int(costs.argmin())
+            if costs[best] < costs[labels[i]]:
+                labels[i], better = best, True
+    return labels
 
 
 TRIES = 4

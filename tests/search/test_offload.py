@@ -18,7 +18,7 @@ from autopar.keeping import keeping
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.report.keeping import keeping_dict, keeping_table
-from autopar.search.find import Search
+from autopar.search.options import Search
 from autopar.verify import compare, global_values
 from tests.distributed.models import slow_devices
 

@@ -10,14 +10,15 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import compiler
 from autopar.compiler import program_of, solve
-from autopar.dims import analyze
+from autopar.dims import Dims, analyze
 from autopar.errors import InfeasibleError
 from autopar.layout import Factor, Replicate, Split
 from autopar.plan import Plan
 from autopar.program import Program
-from autopar.search.find import Search, find_plan
+from autopar.search import padded
+from autopar.search.find import find_plan
+from autopar.search.options import Job, Search
 from autopar.search.padding import padded_size, paddings
 from tests.passes.test_pad_dims import BATCH, Tokens
 from tests.search.test_quotient import FAST
@@ -95,11 +96,11 @@ def test_the_cheaper_one_is_chosen() -> None:
 def test_two_searches_share_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = []
 
-    def recorded(*args: Any, search: Search, **options: Any) -> Plan:
-        limits.append(search.time_limit)
-        return find_plan(*args, search=search, **options)
+    def recorded(program: Program, dims: Dims, job: Job, *rest: Any) -> Plan:
+        limits.append(job.search.time_limit)
+        return find_plan(program, dims, job, *rest)
 
-    monkeypatch.setattr(compiler, "find_plan", recorded)
+    monkeypatch.setattr(padded, "find_plan", recorded)
     program = captured()
     slow_plan(program, time_limit=40.0)
     slow_plan(program, time_limit=40.0, padding=False)

@@ -8,7 +8,7 @@ from autopar.cluster import Cluster, Device, Link
 from autopar.compiler import program_of, rewrite, solve
 from autopar.dims import analyze
 from autopar.program import is_operator
-from autopar.search.find import Search
+from autopar.search.options import Search
 from autopar.search.quotient import Quotient, quotient
 from tests import models
 

@@ -8,13 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from autopar.cluster import Cluster
 from autopar.plan import Certificate, Plan
 from autopar.search.budget import Task, _remembered
 from autopar.search.build import Built
 from autopar.search.frontier import Frontier, Mix
 from autopar.search.minimise import Limits
+from autopar.search.options import Job
 from autopar.search.problem import Node, Problem
-from autopar.search.restrict import Restrictions
 from tests.plans import hand_plan, tiny
 
 COST, ROW = (1.0, 2.0, 4.0, 8.0), (40.0, 30.0, 20.0, 10.0)
@@ -40,8 +41,8 @@ def remembered(peaks: Mapping[float, float], row: float) -> tuple[float, list[fl
     for budget in ROW:
         frontier.around(budget)
     task = Task(
-        make=lambda restrictions, memory: Built(problem, ()), read=read, state=lambda gradients: {},
-        restrictions=Restrictions(), limits=limits, memory=25.0, peak=peak, again="search", progress=lambda *args: None,
+        make=lambda restrictions, memory: Built(problem, ()), read=read, state=lambda gradients: {}, limits=limits,
+        job=Job({}, Cluster.preset("cpu"), 25.0), peak=peak,
     )  # fmt: skip
     found = _remembered(task, Built(problem, ()), frontier, row, 0.0, "prices")
     return found.certificate.objective, measured

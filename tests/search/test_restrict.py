@@ -12,7 +12,8 @@ from autopar.cluster import Cluster
 from autopar.compiler import solve
 from autopar.errors import InfeasibleError
 from autopar.layout import Factor, Layout, Partial, Replicate, Split, TensorType
-from autopar.search.find import Search, find_plan
+from autopar.search.find import find_plan
+from autopar.search.options import Job, Search
 from autopar.search.restrict import Restrictions, is_boundary_layout, read_pins
 from tests import models
 from tests.plans import layout
@@ -169,5 +170,5 @@ def test_pins_of_tied_layers_that_differ() -> None:
 
 def test_data_axes_only() -> None:
     program, dims, _ = models.captured("mlp")
-    found = find_plan(program, dims, AXES, Cluster.preset("h100"), restrictions=Restrictions(data_axes_only=True))
+    found = find_plan(program, dims, Job(AXES, Cluster.preset("h100"), restrictions=Restrictions(data_axes_only=True)))
     assert all(p in (Replicate(), Split(0)) for v in found.batch.values() for p in v)

@@ -1,0 +1,183 @@
+"""`Search`, what users say of how to search, and `Job`, what is searched for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.cluster import Cluster
+from autopar.plan import Plan
+from autopar.search.counted import WHOLE, Share
+from autopar.search.recipes import GATHERS_ONCE, check_recipe
+from autopar.search.restrict import Restrictions
+from autopar.search.rival import NOBODY, Rival
+
+Peak = Callable[[Plan], Mapping[str, float]]
+"""Bytes by category at the moment when a device holds the most under a plan."""
+
+Progress = Callable[[str, float, float], None]
+"""``(phase, incumbent, bound)``, in seconds."""
+
+RECOMPUTE, OFFLOAD, MICROBATCHES, STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS = (
+    "recompute", "offload", "microbatches", "stages", "schedule", "virtual", "stage_axis"
+)  # fmt: skip
+"""Pins that name no tensor."""
+
+NO_TENSORS = (RECOMPUTE, OFFLOAD, MICROBATCHES, STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS)
+
+
+@dataclass(frozen=True)
+class Search:
+    """How to search.
+
+    Attributes:
+        time_limit: seconds for the solver; where it searches without padding and with it, each has half of them. Each
+            number of microbatches has its own, and so has every pipeline; after five such limits no more are tried.
+        gap: relative gap at which to stop.
+        pins: layouts decided by hand: name or pattern of parameters, ``batch.0``, ``result.0`` or modules (for what
+            they hand on) to one placement an axis, as text (``("R", "S(0)")``), torch placements or a dict by axis
+            name. ``recompute`` is for short memory: ``"search"`` decides tensor by tensor what the backward pass makes
+            again, ``"gathers"`` (of recipes the default) moves only parameters again, ``"none"`` keeps all that it
+            takes. Each wins over the model's own ``torch.utils.checkpoint``, which is followed without this pin.
+            ``offload`` is for short memory, too, where the device has a way to its host: ``"search"`` decides what lies
+            in the host's memory until the backward pass, ``"none"`` (of recipes and pipelines the default) keeps all on
+            the device; without it, that is searched where nothing fits otherwise. ``microbatches`` is how many parts of
+            the batch a step computes one after the other, adding up gradients; without it, as many as short memory asks
+            for.
+            ``stages`` asks for a pipeline of so many devices along the axis ``stage_axis`` (by default the outermost
+            of that size), with a list of modules for one whose later stages begin there, or with ``"search"`` for any
+            pipeline or none, whichever is faster (without this pin, none). ``schedule`` is one of
+            `autopar.pipeline.schedules.SCHEDULES`, or a table by hand, as rows of actions or a CSV file, see
+            `autopar.pipeline.table`; ``virtual`` how many stages each device has; without them, and without
+            ``microbatches``, these are searched, too.
+        recipe: layouts by the name of a kind of parallelism, see `autopar.search.recipes`; the search decides only what
+            the recipe leaves open. ``"random"`` draws a feasible plan, for tests (budgets are not looked at).
+        roles: what axes are for, by name: ``data``, ``optimizer``, ``shard``, ``tensor`` or ``sequence``, see
+            `autopar.search.roles`. Without a recipe, axes that are not named are searched; ``"megatron"`` takes roles,
+            too.
+        seed: of the random plan.
+        tie_layers: repeated layers are laid out alike; False searches each on its own.
+        padding: parameters whose dims an axis does not divide, such as a vocabulary of 50257, may be padded on the
+            devices where that is faster; False: only where a pin splits them.
+        check: the lower bound is verified afterwards, apart from the search, see `Certificate.checked`. May take as
+            long as ``time_limit`` again.
+        cache: a plan that was found before, for all the same, is read and not searched, see `autopar.cache`.
+    """
+
+    time_limit: float = 60.0
+    gap: float = 1e-3
+    pins: Mapping[str, Any] = field(default_factory=dict)
+    recipe: str | None = None
+    roles: Mapping[str, str] = field(default_factory=dict)
+    seed: int = 0
+    tie_layers: bool = True
+    padding: bool = True
+    check: bool = False
+    cache: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse recipes and words that do not exist."""
+        check_recipe(self.recipe, self.roles)
+        if self.pins.get(RECOMPUTE, "search") not in ("search", "gathers", "none"):
+            raise ValueError(f"pin {RECOMPUTE!r} must be 'search', 'gathers' or 'none', got {self.pins[RECOMPUTE]!r}")
+        if self.pins.get(OFFLOAD, "search") not in ("search", "none"):
+            raise ValueError(f"pin {OFFLOAD!r} must be 'search' or 'none', got {self.pins[OFFLOAD]!r}")
+        count = self.pins.get(MICROBATCHES, "search")
+        if count != "search" and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise ValueError(f"pin {MICROBATCHES!r} must be a positive whole number or 'search', got {count!r}")
+
+        for name in (STAGES, VIRTUAL):
+            number = self.pins.get(name, 1)
+            if name == STAGES and (number == "search" or isinstance(number, list | tuple)):
+                continue
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ValueError(f"pin {name!r} must be a positive whole number, got {number!r}")
+        if not self.pipelines and any(name in self.pins for name in (SCHEDULE, VIRTUAL, STAGE_AXIS)):
+            raise ValueError(
+                f"pins {SCHEDULE!r}, {VIRTUAL!r} and {STAGE_AXIS!r} are for pipelines: pin {STAGES!r}, too"
+            )
+
+    @property
+    def again(self) -> str:
+        """What may be made again in the backward pass where memory is short: the pin ``recompute``.
+
+        Recipes and roles say how the work is split: they gather parameters again, and keep the rest unless told
+        otherwise. That ZeRO's first stages gather once is part of them.
+        """
+        if self.recipe in GATHERS_ONCE:
+            return str(self.pins.get(RECOMPUTE, "none"))
+        return str(self.pins.get(RECOMPUTE, "gathers" if self.recipe or self.roles else "search"))
+
+    @property
+    def offload(self) -> bool:
+        """Whether what is kept may lie on the host where memory is short: the pin ``offload``."""
+        return bool(self.pins.get(OFFLOAD) == "search")
+
+    @property
+    def offload_at_last(self) -> bool:
+        """Whether it may where nothing fits otherwise; recipes and roles say what is done without it."""
+        return OFFLOAD not in self.pins and not (self.recipe or self.roles or self.pipelines)
+
+    @property
+    def regions(self) -> bool:
+        """Whether the model's own checkpointing is followed: the pin ``recompute`` wins over it."""
+        return RECOMPUTE not in self.pins
+
+    @property
+    def layouts(self) -> dict[str, Any]:
+        """The pins that are layouts."""
+        return {name: value for name, value in self.pins.items() if name not in NO_TENSORS}
+
+    @property
+    def pipelines(self) -> bool:
+        """Whether a plan may have stages."""
+        return bool(self.pins.get(STAGES, 1) != 1)
+
+    @property
+    def stages_open(self) -> bool:
+        """Whether it is searched if there are stages, and how many."""
+        return bool(self.pins.get(STAGES) == "search")
+
+    @property
+    def stage_modules(self) -> tuple[str, ...]:
+        """The modules at which later stages begin, where these are pinned."""
+        found = self.pins.get(STAGES, 1)
+        return tuple(found) if isinstance(found, list | tuple) else ()
+
+    @property
+    def microbatches(self) -> int | None:
+        """The pin ``microbatches``; None: it is searched."""
+        count = self.pins.get(MICROBATCHES, "search")
+        return None if count == "search" else int(count)
+
+
+def silent(phase: str, incumbent: float, bound: float) -> None:
+    """Say nothing."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a plan is searched for.
+
+    Attributes:
+        axes: name and size of each mesh axis, outermost first.
+        cluster: devices and links.
+        memory: bytes per device; None for no limit.
+        optimizer: whose state is counted.
+        search: limits and pins.
+        restrictions: what is decided already.
+        progress: called with ``(phase, incumbent, bound)``.
+        rival: what the plan has to beat.
+        share: of what it would hold for the whole model that a device holds.
+    """
+
+    axes: Mapping[str, int]
+    cluster: Cluster
+    memory: float | None = None
+    optimizer: str = "adamw"
+    search: Search = field(default_factory=Search)
+    restrictions: Restrictions = field(default_factory=Restrictions)
+    progress: Progress = silent
+    rival: Rival = NOBODY
+    share: Share = WHOLE
