@@ -145,7 +145,7 @@ def polished(problem: Problem, labels: Ints) -> Ints:
 
 
 TRIES = 4
-CASES = [("unet", {"a": 2}, "search", 1), ("unet", {"a": 2}, "search", 2)]
+CASES = [("unet", {"a": 2}, again, count) for again, count in (("search", 1), ("search", 2), ("none", 2))]
 MORE = [
     (model, axes, again, count)
     for model in MODELS
