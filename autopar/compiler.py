@@ -23,6 +23,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.extrapolate import peak_of_blocks
 from autopar.in_microbatches import in_microbatches, require_early_backward
 from autopar.liveness import Moment, moments, peak_memory
+from autopar.padded import Measure, best_padded
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.apply_precision import apply_precision
 from autopar.passes.bucket_collectives import bucket_collectives
@@ -48,7 +49,6 @@ from autopar.recompute import uniform
 from autopar.run_passes import Pass, collector_paused, run_passes
 from autopar.search.counts import best_count
 from autopar.search.options import OFFLOAD, SCHEDULE, Job, Peak, Progress, Search, silent
-from autopar.search.padded import Measure, best_padded
 from autopar.search.quotient import Quotient, quotient
 from autopar.search.restrict import Restrictions
 from autopar.search.rival import Rival

@@ -19,6 +19,7 @@ from autopar.candidates import candidates
 from autopar.cluster import Cluster
 from autopar.dims import Dims
 from autopar.errors import InfeasibleError
+from autopar.padded import Measure
 from autopar.pipeline.asked import Arrangement, arrangements, counts, inside_stage, restrictions_inside
 from autopar.pipeline.schedules import Order, alone, splits
 from autopar.pipelined import INSIDE, Staged, fastest, missing, orders, sends_behind, share_of, staged, suitable
@@ -27,7 +28,6 @@ from autopar.program import Program
 from autopar.search.budget import HOPELESS
 from autopar.search.interrupt import requested
 from autopar.search.options import Job, Peak
-from autopar.search.padded import Measure
 from autopar.search.price import fits
 from autopar.search.quotient import Quotient
 from autopar.search.rival import Rival

@@ -17,14 +17,13 @@ import torch
 from typer.testing import CliRunner
 
 import autopar
-from autopar import Search, cache, cli
+from autopar import Search, cache, cli, padded
 from autopar.cluster import Cluster
 from autopar.compiler import program_of, program_to_plan, solve
 from autopar.dims import Dims, analyze
 from autopar.layout import Replicate
 from autopar.plan import Plan
 from autopar.program import Program
-from autopar.search import padded
 from autopar.search.options import Job
 from autopar.search.restrict import Restrictions
 from tests import models as zoo

@@ -70,6 +70,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "calibrate",
     ),
     (
+        "run_passes",
+        "in_microbatches",
+        "padded",
         "shorten",
         "abridge",
         "durations",

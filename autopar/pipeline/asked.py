@@ -218,6 +218,8 @@ def with_count(pins: Mapping[str, Any], count: int) -> dict[str, Any]:
 
 def restrictions_inside(restrictions: Restrictions, axes: Mapping[str, int], axis: str) -> Restrictions:
     """Layouts on the whole mesh as such on the devices of a stage."""
+    if not restrictions.layouts:  # the axis may be a factor of one of these
+        return restrictions
     index = list(axes).index(axis)
     layouts = {key: (*row[:index], *row[index + 1 :]) for key, row in restrictions.layouts.items()}
     return replace(restrictions, layouts=layouts)

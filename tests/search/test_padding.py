@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import autopar
+from autopar import padded
 from autopar.compiler import program_of, solve
 from autopar.dims import Dims, analyze
 from autopar.errors import InfeasibleError
 from autopar.layout import Factor, Replicate, Split
 from autopar.plan import Plan
 from autopar.program import Program
-from autopar.search import padded
 from autopar.search.find import find_plan
 from autopar.search.options import Job, Search
 from autopar.search.padding import padded_size, paddings
