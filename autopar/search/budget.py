@@ -108,6 +108,10 @@ def plan_within(task: Task) -> Plan:
     task.record(Claim(built.problem, solution.lower_bound))
     task.job.rival.require_less(solution.lower_bound)
     plan = task.read(built, _single(solution), solution.lower_bound, solution.method)
+    if kept is not None and task.whole:
+        kept.frontier.start(_alike(kept.built, built, solution.labels), solution.lower_bound)
+        if kept.relaxed and not fits(kept.frontier.free().memory, kept.budget):  # nor does the plan
+            return _fitting(task, kept, solution.lower_bound)
     plan, enough = _measured(task, plan)
     return plan if enough or kept is None else _fitting(task, kept, solution.lower_bound)
 
@@ -195,6 +199,7 @@ def _fitting(task: Task, kept: Row, bound: float, method: str = "") -> Plan:
         task.record(claim)
         bound = max(bound, claim.bound)
     task.job.rival.require_less(bound)
+    _require_room(task, [row for row in [*moments, kept] if row.relaxed], bound)
     least: Plan | None = None
     capped = False
     while rows or here:
@@ -219,6 +224,20 @@ def _fitting(task: Task, kept: Row, bound: float, method: str = "") -> Plan:
             rows.append(_on_device(kept.narrowed(replace(kept.memory, working=working / 2)), task.limits))
             capped = True
     raise _missing(task.job.memory, least)
+
+
+def _require_room(task: Task, rows: Sequence[Row], bound: float) -> None:
+    """Where one of the rows that hold for all plans has no room, none fits, whatever else is tried.
+
+    Raises:
+        InfeasibleError: says what is missing to the plan of the least row.
+    """
+    assert task.job.memory is not None
+    for row in rows:
+        if not row.frontier.reaches(row.budget):
+            plan, enough = _measured(task, task.read(row.built, _least(row.frontier), bound, "prices"))
+            if not enough:
+                raise _missing(task.job.memory, plan)
 
 
 def _kept(task: Task, restrictions: Restrictions) -> Row:
@@ -250,7 +269,7 @@ def _at_moments(task: Task, kept: Row) -> list[Row]:
     rows: list[Row] = []
     mix: Mix | None = None
     try:
-        labellings = [kept.frontier.free().labels, kept.frontier.least().labels]
+        labellings = [kept.frontier.free().labels, kept.frontier.little().labels]
         while len(rows) < MOMENTS:
             row = replace(kept, memory=replace(kept.memory, moment=kept.built.heaviest(labellings)), like=kept)
             if mix is not None:
@@ -383,7 +402,7 @@ def _within(task: Task, built: Built, frontier: Frontier, row: float, first: boo
     """The best choice within a row; after the first, few more prices are tried."""
 
     def alike(labels: Ints) -> list[NDArray[np.bool_]]:
-        return [v.candidate == v.candidate[x] for v, x in zip(built.variables, labels, strict=True)]
+        return _alike(built, built, labels)
 
     counts = np.array([v.count for v in built.variables])
     mix = within(frontier, row, counts, alike, task.job.progress, MAX_PRICES if first else MORE_PRICES)
@@ -395,6 +414,11 @@ def _within(task: Task, built: Built, frontier: Frontier, row: float, first: boo
     if counts.max() == 1:  # there are no blocks to mix, so that what lies between two prices is out of reach of them
         return _exact_states(built.problem, alike(mix.over), row, mix, task.limits.gap)
     return mix
+
+
+def _alike(built: Built, other: Built, labels: Ints) -> list[NDArray[np.bool_]]:
+    """For each variable its labels that differ at most in their state from those of a problem of the same variables."""
+    return [v.candidate == w.candidate[x] for v, w, x in zip(built.variables, other.variables, labels, strict=True)]
 
 
 def _exact_states(problem: Problem, chosen: Sequence[NDArray[np.bool_]], row: float, mix: Mix, gap: float) -> Mix:

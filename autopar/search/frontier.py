@@ -132,7 +132,18 @@ class Frontier:
         free = next(p for p in other.known if p.price == TINY)
         most = sum(float(n.memory.max()) for n in other.problem.nodes)
         self.known.append(Priced(TINY, locate(self.problem, free.point.labels), free.bound - TINY * most))
-        self.small.append(locate(self.problem, other.least().labels))
+        self.small.append(locate(self.problem, other.little().labels))
+
+    def start(self, chosen: Sequence[NDArray[np.bool_]], bound: float) -> None:
+        """Start with the labels that look like the cheapest of all, of which those of the least memory.
+
+        Args:
+            chosen: of each node, labels among which the cheapest are.
+            bound: seconds that no labelling falls below.
+        """
+        found = self.among(chosen).free().labels
+        labels = [int(np.flatnonzero(c)[x]) for c, x in zip(chosen, found, strict=True)]
+        self.known.append(Priced(TINY, locate(self.problem, np.array(labels, dtype=np.int64)), bound))
 
     def bound_at(self, price: float, budget: float) -> float:
         """No labelling within the budget costs less, by this price and those before."""
@@ -152,6 +163,13 @@ class Frontier:
         free = self.free()
         price = DOMINANT * (abs(free.cost) or 1.0) / (abs(free.memory) or 1.0)  # cost only breaks ties
         return self._at(price, EXACT_GAP).point
+
+    def little(self) -> Point:
+        """A labelling of about the least memory, which takes less time."""
+        free = self.free()
+        found = self._at(DOMINANT / 10 * (abs(free.cost) or 1.0) / (abs(free.memory) or 1.0), self.limits.gap).point
+        self.small.append(found)
+        return found
 
     def free(self) -> Point:
         """The cheapest labelling, and of these about the one of least memory."""

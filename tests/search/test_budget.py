@@ -6,8 +6,10 @@ import time
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from autopar.cluster import Cluster
+from autopar.errors import InfeasibleError
 from autopar.plan import Plan
 from autopar.search.budget import SMALL, Task, plan_within
 from autopar.search.build import Built
@@ -72,3 +74,24 @@ def test_states_between_two_prices_are_found_where_nothing_repeats() -> None:
     found = plan_within(task)
     assert found.certificate.objective == 7.0
     assert found.certificate.lower_bound <= 7.0
+
+
+def test_what_no_row_has_room_for_is_measured_once() -> None:
+    """The row holds for all plans, so that nothing else is tried."""
+    cost, measured = np.arange(11.0), []
+    variable = Variable("n", 1, {}, {}, None, cost, 20 - cost, np.zeros(11, dtype=np.int64), working=np.ones(11))
+    built = Built(Problem((Node("n", cost, 20 - cost),), ()), (variable,))
+
+    def read(built: Built, mix: Mix, bound: float, method: str) -> Plan:
+        plan = hand_made_plan()
+        return replace(plan, certificate=replace(plan.certificate, objective=mix.cost, lower_bound=bound))
+
+    def peak(plan: Plan) -> dict[str, float]:
+        measured.append(plan)
+        return {"all": 20 - plan.certificate.objective}
+
+    limits = Limits(1e-9, time.monotonic() + 10)
+    task = Task(lambda *_: built, read, lambda _: {}, limits, Job({}, CLUSTER, 6.0), peak)
+    with pytest.raises(InfeasibleError, match="no plan was found that needs less than 10 B"):
+        plan_within(task)
+    assert [plan.certificate.objective for plan in measured] == [10.0]
