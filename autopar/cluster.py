@@ -116,6 +116,8 @@ class Link:
         bandwidth: bytes per second that one device sends, while it receives as much.
         latency: seconds per message.
         algorithms: of `ALGORITHMS`, those that the communication library has on this link; the fastest is taken.
+        copies: bytes that the library holds besides while it runs, for each byte of what an all-gather makes or a
+            reduce-scatter takes: Gloo has a copy of it, NCCL works in place.
 
     Raises:
         ValueError: a figure is not a positive number, or an algorithm is unknown.
@@ -125,6 +127,7 @@ class Link:
     bandwidth: float
     latency: float
     algorithms: tuple[str, ...] = ("ring",)
+    copies: float = 0.0
 
     def __post_init__(self) -> None:
         _check_name(self.name)
@@ -136,6 +139,7 @@ class Link:
         object.__setattr__(self, "algorithms", tuple(n for n in ALGORITHMS if n in self.algorithms))
         for key in ("bandwidth", "latency"):
             object.__setattr__(self, key, _positive(key, getattr(self, key)))
+        object.__setattr__(self, "copies", _not_negative("copies", self.copies))
 
 
 @dataclass(frozen=True)
@@ -302,6 +306,7 @@ class Cluster:
             lines += ["", header, f"name = {_quote(link.name)}"]
             lines += [f"bandwidth = {link.bandwidth!r}", f"latency = {link.latency!r}"]
             lines += [f"algorithms = [{', '.join(map(_quote, link.algorithms))}]"]
+            lines += [f"copies = {link.copies!r}"] if link.copies else []
         return "\n".join(lines) + "\n"
 
     def fingerprint(self) -> str:
@@ -360,7 +365,7 @@ _REMEDY = {
 
 
 def _parse_link(value: object, where: str) -> Link:
-    table = _table(value, where, ("name", "bandwidth", "latency"), ("algorithms",))
+    table = _table(value, where, ("name", "bandwidth", "latency"), ("algorithms", "copies"))
     return _named(where, Link, table)
 
 

@@ -45,9 +45,9 @@ def liveness(program: Program, plan: Plan) -> list[Change]:
 
     Categories: ``parameters``, ``buffers``, ``batch`` and ``optimizer`` are held all the time, ``gradients`` and
     ``results`` from when they are made; ``activations`` are what the forward makes and the backward takes;
-    ``communication`` is what collectives receive, ``transient`` the rest. Of a step in microbatches it is the last of
-    these, with sums that are held all the time, and with what all of them share, which is held to the end. What lies on
-    the host takes nothing of the device.
+    ``communication`` is what collectives receive, and what their library copies; ``transient`` the rest. Of a step in
+    microbatches it is the last of these, with sums that are held all the time, and with what all of them share, which
+    is held to the end. What lies on the host takes nothing of the device.
 
     Args:
         program: as `autopar.compiler.rewrite` returns it.
@@ -59,14 +59,16 @@ def liveness(program: Program, plan: Plan) -> list[Change]:
     if "local" not in program.graph.meta.get("invariants", ()):
         raise PlanError("the program is not a rewritten one; give what compiler.rewrite(program, plan) returns")
     propagate(program, plan, everything=True)  # passes leave shapes right, but not which tensors share memory
-    return list(_Liveness(program, plan.optimizer).changes())
+    links = plan.cluster.link_for(dict(plan.axes))
+    copies = {axis: link.copies for (axis, _), link in zip(plan.axes, links, strict=True) if link.copies}
+    return list(_Liveness(program, plan.optimizer, copies).changes())
 
 
 class _Liveness:
     """Walks a graph."""
 
-    def __init__(self, program: Program, optimizer: str) -> None:
-        self.program, self.optimizer = program, optimizer
+    def __init__(self, program: Program, optimizer: str, copies: Mapping[str, float]) -> None:
+        self.program, self.optimizer, self.copies = program, optimizer, copies
         self.part = program.part
         self.received: dict[int, int] = {}  # what a collective's wait returns is what the collective made
         for node in program.graph.graph.nodes:
@@ -116,10 +118,25 @@ class _Liveness:
             yield Change(None if total else node, True, category, size)
             if held is None and storage not in shared:
                 yield Change(user, False, category, -size)
+        yield from self._copied()
+
+    def _copied(self) -> Iterator[Change]:
+        """What the communication library holds besides, from when a collective starts until it is waited for."""
+        for node in self.program.graph.graph.nodes:
+            made = node.meta.get("collective")
+            if not isinstance(made, Collective) or made.kind not in _COPIED or made.axis not in self.copies:
+                continue
+            whole = max(v.nbytes for n in (node, node.all_input_nodes[0]) for v in values_of(n) if v is not None)
+            waits = [u for u in node.users if u.target is c10d.wait_tensor.default]
+            yield Change(node, True, "communication", self.copies[made.axis] * whole)
+            yield Change(waits[0] if waits else node, False, "communication", -self.copies[made.axis] * whole)
 
     def _storage(self, value: torch.Tensor) -> int:
         found = storage_id(value)
         return self.received.get(found, found)
+
+
+_COPIED = ("all_gather", "reduce_scatter")
 
 
 def _category(node: fx.Node, user: fx.Node) -> str:

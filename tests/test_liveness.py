@@ -109,3 +109,26 @@ def test_blocks_left_out_are_counted() -> None:
     tight = solve(short, {"a": 2}, "cpu", memory=0.8 * expected, search=Search(time_limit=10, pins={"microbatches": 1}))
     assert tight.recompute
     assert sum(peak_of(whole, tight).values()) <= 0.8 * expected * 1.05
+
+
+def test_what_the_library_copies_is_held_until_it_is_done() -> None:
+    """Gloo copies what an all-gather makes and what a reduce-scatter takes."""
+    program, _, _ = zoo.captured("mlp")
+    cpu = Cluster.preset("cpu")
+    without = replace(cpu, links=(replace(cpu.links[0], copies=0.0),))
+    plan = solve(program, {"a": 4}, cpu, search=Search(recipe="fsdp"))
+    local = rewrite(program, plan)
+    each = [
+        (with_copies.operator, with_copies.total - alone.total)
+        for with_copies, alone in zip(moments(local, plan), moments(local, replace(plan, cluster=without)), strict=True)
+    ]
+    copied = [(n, c) for n in local.graph.graph.nodes if (c := n.meta.get("collective")) and n.op == "call_function"]
+    whole = [
+        max(n.meta["val"].nbytes, n.all_input_nodes[0].meta["val"].nbytes)
+        for n, c in copied
+        if c.kind in ("all_gather", "reduce_scatter")
+    ]
+    seen = [more for operator, more in each if "all_gather" in operator or "reduce_scatter" in operator]
+    assert len(seen) == len(whole) > 4
+    assert all(more >= size for more, size in zip(seen, whole, strict=True))
+    assert each[0][1] == each[-1][1] == 0  # nothing before the first, and all is given back

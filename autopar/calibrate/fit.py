@@ -59,7 +59,12 @@ def fit_device(samples: Sequence[Sample], *, name: str, memory: float, units: in
 
 
 def fit_link(
-    samples: Sequence[Sample], *, name: str, launch: float = 0.0, algorithms: tuple[str, ...] = ("ring",)
+    samples: Sequence[Sample],
+    *,
+    name: str,
+    launch: float = 0.0,
+    algorithms: tuple[str, ...] = ("ring",),
+    copies: float = 0.0,
 ) -> Link:
     """The link whose collectives take the times of the samples.
 
@@ -68,6 +73,7 @@ def fit_link(
         name: of the link.
         launch: seconds that each costs besides, as `Device.launch` says.
         algorithms: that the library has.
+        copies: that it makes.
 
     Raises:
         ValueError: there are no samples, or scipy is missing.
@@ -79,7 +85,7 @@ def fit_link(
 
     def link(logs: Floats) -> Link:
         bandwidth, latency = (float(v) for v in np.exp(logs))
-        return Link(name, bandwidth, latency, algorithms)
+        return Link(name, bandwidth, latency, algorithms, copies)
 
     return link(_least_squares(lambda logs: _ratios(samples, collectives_seconds(samples, link(logs), launch)), first))
 

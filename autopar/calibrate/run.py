@@ -191,7 +191,7 @@ def cluster_of(samples: Sequence[Sample], base: Cluster, *, name: str, members: 
     for level in sorted({s.level for s in on_links}):
         known = base.links[min(level, len(base.links) - 1)]
         own = [s for s in on_links if s.level == level]
-        link = fit_link(own, name=known.name, launch=device.launch, algorithms=known.algorithms)
+        link = fit_link(own, name=known.name, launch=device.launch, algorithms=known.algorithms, copies=known.copies)
         links[level : level + 1] = [link]
         if level == 1:
             links, groups = links[:2], (members,)
