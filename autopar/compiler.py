@@ -209,7 +209,7 @@ class _Planner:
         job = self.job
         if self.program.training:
             require_early_backward(self.program)
-        works = Works(self._part, self._inside, lambda part, plan: run_passes(part, plan, PASSES), self.flat)
+        works = Works(self._part, self._inside, _measured_graph, self.flat)
         floor = least_seconds(dims, job.cluster, math.prod(job.axes.values()))
         return best_pipeline(self.program, job, works, floor, factored)
 
@@ -229,6 +229,11 @@ class _Planner:
         return in_microbatches(self.program, count, deterministic=self.deterministic)
 
 
+def _measured_graph(program: Program, plan: Plan) -> Program:
+    """The rewritten graph, unverified: it is measured, and not run."""
+    return run_passes(program, plan, PASSES, verified=False)
+
+
 def _peak(program: Program, classes: Quotient) -> Peak:
     return lambda plan: peak_of(program, plan, classes)
 
@@ -243,12 +248,12 @@ def _with_table(search: Search) -> Search:
 def peak_of(program: Program, plan: Plan, classes: Quotient | None = None) -> dict[str, float]:
     """Bytes by category at the moment when a device holds the most, in the graph that a plan gives."""
     if program.repeat is None:
-        return peak_memory(run_passes(program, plan, PASSES, verified=False), plan)
+        return peak_memory(_measured_graph(program, plan), plan)
     classes = classes or quotient(program, analyze(program))
     shorter = program.repeat.shorter
 
     def held(program: Program, part: Plan) -> list[Moment]:
-        return moments(run_passes(program, part, PASSES, verified=False), part)
+        return moments(_measured_graph(program, part), part)
 
     parts = [(share, part) for share, part in uniform(plan, classes.count) if share > 0]
     known = [(share, held(program, part), held(shorter, part)) for share, part in parts]

@@ -56,7 +56,8 @@ def apply_precision(program: Program, precision: Precision, batch: list[torch.dt
     for made, final in zip(program.outputs, program.output_values, strict=True):
         if made.kind == "gradient" and final is not None:
             _mark(final, precision.reduce, {output})
-            with graph.inserting_before(output):
+            # Where it is made: behind the last operator, gradients of all layers would be there at once, whole.
+            with graph.inserting_after(final if final.op == "call_function" else last):
                 final = _cast_gradient(graph, final, precision.master)
         finals.append(final)
     output.args = (finals,)

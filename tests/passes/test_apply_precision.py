@@ -11,7 +11,7 @@ from torch import nn
 
 import autopar
 from autopar import Precision, Search
-from autopar.compiler import program_of, rewrite, solve
+from autopar.compiler import peak_of, program_of, rewrite, solve
 from autopar.dims import analyze
 from autopar.program import Program
 from tests import models as zoo
@@ -133,3 +133,15 @@ def test_plan_under_a_policy() -> None:
     mixed = autopar.plan(model, batch, cluster="cpu", axes={"a": 2}, precision="bf16")
     assert mixed.fingerprint != plain.fingerprint
     assert mixed.predicted.memory_bytes["parameters"] == plain.predicted.memory_bytes["parameters"]
+
+
+def test_whole_gradients_of_layers_are_not_there_at_once() -> None:
+    """Each is brought into the dtype of its parameter, and its sum begins, where it is made."""
+
+    def transient(layers: int) -> float:
+        model = nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(64, 64, bias=False), nn.Tanh())))
+        batch, loss_fn = (torch.randn(8, 64),), lambda y, batch: y.float().square().mean()
+        program = program_of(model, batch, loss_fn=loss_fn, precision=BF16)
+        return peak_of(program, solve(program, {"a": 4}, "h100", search=Search(recipe="fsdp")))["transient"]
+
+    assert transient(12) == transient(4)
