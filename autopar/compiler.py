@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from autopar.canonical import canonical
 from autopar.capture import Batch, LossFunction, capture
 from autopar.cluster import Cluster
 from autopar.cost.memory import parse_bytes
-from autopar.dims import Dims, analyze
+from autopar.dims import analyze
 from autopar.errors import InfeasibleError, PlanError
 from autopar.extrapolate import peak_of_blocks
 from autopar.in_microbatches import in_microbatches, require_early_backward
@@ -51,7 +51,7 @@ from autopar.search.counts import best_count
 from autopar.search.options import OFFLOAD, SCHEDULE, Job, Peak, Progress, Search, silent
 from autopar.search.quotient import Quotient, quotient
 from autopar.search.restrict import Restrictions
-from autopar.search.rival import Rival
+from autopar.search.rival import NOBODY, Rival
 
 logger = logging.getLogger("autopar")
 
@@ -174,7 +174,7 @@ def solve(
             job.progress(f"plan of an earlier search, {file}", math.inf, 0.0)
             return known
         planner = _Planner(program, job, deterministic)
-        plan = planner.pipeline(dims, factored) if search.pipelines else planner.flat()
+        plan = planner.pipeline(factored) if search.pipelines else planner.flat()
         if file is not None and plan.certificate.method not in (TIME_LIMIT, INTERRUPTED):
             cache.store(file, plan)
         return plan
@@ -188,29 +188,34 @@ class _Planner:
     job: Job
     deterministic: bool
 
-    def flat(self) -> Plan:
-        """The best without stages; where nothing fits, memory of the host is searched, too."""
+    def free(self) -> Plan:
+        """The best without stages, whatever it needs."""
+        count = self.job.search.microbatches or 1
+        return self._counted(self._part(count), replace(self.job, memory=None), _peak)
+
+    def flat(self, rival: Rival = NOBODY) -> Plan:
+        """The best without stages, if it beats a rival; where nothing fits, memory of the host is searched, too."""
         search = self.job.search
         try:
-            return self._flat(search)
+            return self._flat(search, rival)
         except InfeasibleError as e:
             if not (search.offload_at_last and self.job.cluster.device.host_bandwidth and e.needed):
                 raise
-        return self._flat(replace(search, pins={**search.pins, OFFLOAD: "search"}))
+        return self._flat(replace(search, pins={**search.pins, OFFLOAD: "search"}), rival)
 
-    def _flat(self, search: Search) -> Plan:
+    def _flat(self, search: Search, rival: Rival) -> Plan:
         job = replace(self.job, search=search)
         if search.microbatches or job.memory is None or search.recipe == "random" or self.program.loss is None:
-            return self._counted(self._part(search.microbatches or 1), job, _peak)
-        return best_count(lambda count, rival: self._beating(self._part(count), job, rival))
+            return self._beating(self._part(search.microbatches or 1), job, rival)
+        return best_count(lambda count, rival: self._beating(self._part(count), job, rival), rival)
 
-    def pipeline(self, dims: Dims, factored: bool) -> Plan:
+    def pipeline(self, factored: bool) -> Plan:
         """The best with stages, or without, as the pins say."""
         job = self.job
         if self.program.training:
             require_early_backward(self.program)
-        works = Works(self._part, self._inside, _measured_graph, self.flat)
-        floor = least_seconds(dims, job.cluster, math.prod(job.axes.values()))
+        works = Works(self._part, self._inside, _measured_graphs, self.free, self.flat)
+        floor = least_seconds(self.program, job.cluster, math.prod(job.axes.values()))
         return best_pipeline(self.program, job, works, floor, factored)
 
     def _inside(self, part: Program, job: Job, measure: Measure | None) -> Plan:
@@ -232,6 +237,13 @@ class _Planner:
 def _measured_graph(program: Program, plan: Plan) -> Program:
     """The rewritten graph, unverified: it is measured, and not run."""
     return run_passes(program, plan, PASSES, verified=False)
+
+
+def _measured_graphs(program: Program, plans: Sequence[Plan]) -> list[Program]:
+    """Such graphs under plans that differ in stages alone, at which passes in front of the cutting do not look."""
+    cutting = PASSES.index(cut_pipeline)
+    alike = run_passes(program, plans[0], PASSES[:cutting], verified=False)
+    return [run_passes(alike, plan, PASSES[cutting:], verified=False) for plan in plans]
 
 
 def _peak(program: Program, classes: Quotient) -> Peak:

@@ -55,6 +55,13 @@ def step_seconds(stages: Sequence[Taken], order: Order) -> float:
     return simulate(step_tasks(stages, order)).step_seconds
 
 
+def busiest(stages: Sequence[Taken], order: Order) -> float:
+    """Seconds that the device works which has the most to do in a step."""
+    devices, times = device_of(order), sum(a.kind == FORWARD for row in order for a in row) / len(stages)
+    work = [s.before + times * (s.forward + s.backward) + s.behind for s in stages]
+    return float(np.bincount(devices, work, len(order)).max())
+
+
 def step_tasks(
     stages: Sequence[Taken], order: Order, saved: ArrayLike = 0.0, saved_for_weight: ArrayLike | None = None
 ) -> list[Task]:
@@ -154,8 +161,7 @@ class _Seconds:
 
     def of(self, piece: Piece) -> float:
         """Of a graph."""
-        # A placeholder has the name of what another piece computes.
-        return float(sum(self.seconds.get(n.name, 0.0) for n in piece.graph.graph.nodes if n.op == "call_function"))
+        return float(sum(self.seconds.get(n.name, 0.0) for n in piece.nodes))
 
     def size(self, names: Sequence[str]) -> float:
         """Bytes of values."""
@@ -175,7 +181,7 @@ class _Seconds:
         sizes = dict.fromkeys(self.sizes, 0.0)
         counts: dict[tuple[str, str], float] = defaultdict(float)
         for piece, times in runs:
-            for node in piece.graph.graph.nodes:
+            for node in piece.nodes:
                 info = node.meta.get("collective")
                 if isinstance(info, Collective):
                     sizes[info.axis] += times * float(wire_bytes(info.kind, info.bytes, self.sizes[info.axis]))

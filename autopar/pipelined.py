@@ -10,7 +10,7 @@ from autopar.candidates import REPLICATE
 from autopar.cluster import Link
 from autopar.cost.memory import format_bytes
 from autopar.dims import analyze
-from autopar.durations import Taken, most_sent, sent_inside, step_seconds, taken_by
+from autopar.durations import Taken, busiest, most_sent, sent_inside, step_seconds, taken_by
 from autopar.errors import InfeasibleError
 from autopar.layout import At, Layout, Placement, Replicate
 from autopar.passes.pad_dims import pad
@@ -19,7 +19,7 @@ from autopar.pipeline.asked import Arrangement
 from autopar.pipeline.choose import Line, balanced_cuts, line_of, named_cuts, random_cuts
 from autopar.pipeline.memory import Held, held_by, peaks
 from autopar.pipeline.pieces import FORWARD, INPUT, WEIGHT, Cutting
-from autopar.pipeline.schedules import Order, device_of, order, splits
+from autopar.pipeline.schedules import Order, device_of, splits
 from autopar.plan import Certificate, Pipeline, Plan, Scatter
 from autopar.program import Program, copy_graph
 from autopar.search.counted import Share
@@ -28,7 +28,8 @@ from autopar.search.options import Search
 INSIDE = "; the devices of a stage: "
 """Between what a certificate says of stages and of what is inside them."""
 
-Rewrite = Callable[[Program, Plan], Program]
+Rewrite = Callable[[Program, Sequence[Plan]], list[Program]]
+"""A program under plans that differ in their stages alone."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,18 @@ class Staged:
         """Of a step."""
         return step_seconds(self.taken, actions)
 
+    def busiest(self, actions: Order) -> float:
+        """Seconds that the device works which has the most to do: no step is shorter."""
+        return busiest(self.taken, actions)
+
     def peak(self, actions: Order) -> dict[str, float]:
         """Bytes by category, on the device that holds the most."""
         return max(peaks(self.held, actions), key=lambda held: sum(held.values()))
 
-    def whole(self, schedule: str, actions: Order) -> Plan:
-        """The plan for the whole mesh under a schedule."""
+    def whole(self, schedule: str, actions: Order, seconds: float) -> Plan:
+        """The plan for the whole mesh under a schedule that takes so many seconds."""
         plan, a = self.plan, self.arrangement
-        peak, devices, seconds = self.peak(actions), device_of(actions), self.seconds(actions)
+        peak, devices = self.peak(actions), device_of(actions)
         sent = plan.microbatches * most_sent(self.taken, devices)
         inside, collectives = sent_inside(self.taken, devices)
         predicted = replace(
@@ -97,7 +102,7 @@ def staged(
         arrangement: of the stages.
         link: between stages.
         search: for which it is cut.
-        rewrite: the program under such a plan.
+        rewrite: the program under such plans.
         ways: to send in parts.
 
     Raises:
@@ -108,7 +113,7 @@ def staged(
     plan = replace(plan, stages=line.stages(_cuts(line, search, arrangement, link)))
     split = any(splits(name) for name in arrangement.schedules)
     found = []
-    for own, local in in_parts(rewrite(program, plan), plan, ways):
+    for own, local in in_parts(rewrite(program, [plan])[0], plan, ways):
         cutting = Cutting(local, arrangement.stages)
         holders = {name: stages[0] if len(stages := cutting.holders(name)) < arrangement.stages else None
                    for name in plan.parameters}  # fmt: skip
@@ -148,23 +153,6 @@ def sends_behind(actions: Order) -> tuple[int, ...]:
 def homes_of(cutting: Cutting) -> dict[str, int | None]:
     """The stage that has each result; None: all do."""
     return {o.name: cutting.home(o, v) for o, v in cutting.described if o.kind == "result" and v is not None}
-
-
-def orders(arrangement: Arrangement, count: int) -> dict[str, Order]:
-    """What the devices do, under every schedule that works for these numbers.
-
-    Raises:
-        InfeasibleError: none does; says what would.
-    """
-    found, errors = {}, []
-    for schedule in arrangement.schedules:
-        try:
-            found[schedule] = order(schedule, arrangement.devices, count, arrangement.virtual)
-        except ValueError as e:
-            errors.append(f"no pipeline: {e}")
-    if not found:
-        raise InfeasibleError(errors[0])
-    return found
 
 
 def share_of(actions: Order, stages: int) -> Share:

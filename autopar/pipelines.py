@@ -1,9 +1,17 @@
 """`best_pipeline`: which stages, how many microbatches and which schedule, around the search inside a stage.
 
-Every arrangement of stages on the mesh has a bound that costs nothing: all devices at the peak of their arithmetic or
-memory, and the bubble that a pipeline of one stage a device cannot avoid. Those that cannot beat the best plan known
-are left out. For the others the devices of a stage are planned as if they had the whole model: no pipeline is faster
-than that by more than the number of its devices. Numbers of microbatches are doubled while that helps.
+It is a branch and bound, the most promising first. What is not looked into yet waits with the seconds that it may lead
+to and a bound that holds for all of it; a step looks into one of these, and may leave several that are known better:
+
+1. A place for the stages (an axis of the mesh, or a factor of one) with a number of microbatches. Its bound costs
+   nothing: all devices at the peak of their arithmetic or memory, and the bubble that a pipeline of one stage a device
+   cannot avoid. Looking into it plans the devices of a stage as if they had the whole model and any memory: no pipeline
+   there is faster than that by more than the number of its devices, in so many microbatches or in more.
+2. So many stages on each device. The planned model is cut into them.
+3. A schedule. It is simulated.
+4. A pipeline that is known to the second, but needs more memory than there is. It is searched within the budget.
+
+What waits with more seconds than the best plan found takes is left there. To have no stages at all waits with the rest.
 """
 
 from __future__ import annotations
@@ -17,12 +25,23 @@ from functools import partial
 
 from autopar.candidates import candidates
 from autopar.cluster import Cluster
-from autopar.dims import Dims
+from autopar.dims import analyze
 from autopar.errors import InfeasibleError
 from autopar.padded import Measure
 from autopar.pipeline.asked import Arrangement, arrangements, counts, inside_stage, restrictions_inside
-from autopar.pipeline.schedules import Order, alone, splits
-from autopar.pipelined import INSIDE, Staged, fastest, missing, orders, sends_behind, share_of, staged, suitable
+from autopar.pipeline.pieces import INPUT
+from autopar.pipeline.schedules import Order, alone, order, require_numbers, splits
+from autopar.pipelined import (
+    INSIDE,
+    Rewrite,
+    Staged,
+    fastest,
+    missing,
+    sends_behind,
+    share_of,
+    staged,
+    suitable,
+)  # fmt: skip
 from autopar.plan import TIME_LIMIT, Certificate, Plan, Scatter
 from autopar.program import Program
 from autopar.search.budget import HOPELESS
@@ -30,15 +49,12 @@ from autopar.search.interrupt import requested
 from autopar.search.options import Job, Peak
 from autopar.search.price import fits
 from autopar.search.quotient import Quotient
-from autopar.search.rival import Rival
-from autopar.staged_blocks import staged_blocks
+from autopar.search.rival import NoFasterError, Rival
+from autopar.staged_blocks import CutBlocks, require_blocks
 from autopar.work import arithmetic_dtype, operator_work
 
-PATIENCE = 2
-"""How many numbers of microbatches in a row may be slower before no more are tried."""
-
 LIMITS = 5
-"""So many time limits of one search are for looking at pipelines, and as many for searching within the budget."""
+"""So many time limits of one search are for all pipelines together, once a plan is known."""
 
 SEARCHED = 12
 """How many pipelines that do not fit as they are, are searched within the budget."""
@@ -51,14 +67,16 @@ class Works:
     Attributes:
         part: the program of one of so many microbatches.
         inside: the plan of such a program for the devices of a stage, measured as is told; None: as the whole model's.
-        rewrite: a program under a plan.
-        flat: the best plan without stages.
+        rewrite: a program under plans that differ in their stages alone.
+        free: the best plan without stages, whatever it needs.
+        flat: the best plan without stages within the budget, if it is faster than a rival.
     """
 
     part: Callable[[int], Program]
     inside: Callable[[Program, Job, Measure | None], Plan]
-    rewrite: Callable[[Program, Plan], Program]
-    flat: Callable[[], Plan]
+    rewrite: Rewrite
+    free: Callable[[], Plan]
+    flat: Callable[[Rival], Plan]
 
 
 def best_pipeline(program: Program, job: Job, works: Works, floor: float, factored: bool) -> Plan:
@@ -80,10 +98,52 @@ def best_pipeline(program: Program, job: Job, works: Works, floor: float, factor
 
 
 @dataclass(frozen=True)
-class _Waiting:
-    """A pipeline that takes so many seconds in more memory than there is."""
+class _Open:
+    """What is not looked into yet.
+
+    Attributes:
+        seconds: about what the best plan takes that it leads to.
+        bound: no plan that it leads to takes less.
+        look: into it, which may leave others open.
+        checked: the bound as far as it is checked; None: it is not.
+        schedule: the one it is about; empty: none.
+        needed: bytes that the plan of that many seconds needs, if these are more than there are.
+    """
 
     seconds: float
+    bound: float
+    look: Callable[[], None]
+    checked: float | None = None
+    schedule: str = ""
+    needed: float = 0.0
+
+
+_Key = tuple[tuple[tuple[str, int], ...], str]
+"""Axes of a mesh, and the one along which stages lie."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where stages may lie, and the microbatches that they may work on.
+
+    Attributes:
+        ways: with so many stages on each device.
+        numbers: of microbatches, in the order in which they are tried, each with those ways for which it is.
+    """
+
+    ways: tuple[Arrangement, ...]
+    numbers: tuple[tuple[int, tuple[Arrangement, ...]], ...]
+
+    @property
+    def key(self) -> _Key:
+        """Axes, and that of the stages."""
+        return self.ways[0].axes, self.ways[0].axis
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A model in stages, and a schedule."""
+
     part: Program
     arrangement: Arrangement
     schedule: str
@@ -95,54 +155,71 @@ class _Task:
 
     def __init__(self, program: Program, ways: list[Arrangement], job: Job, works: Works, floor: float) -> None:
         self.program, self.ways, self.job, self.search, self.progress = program, ways, job, job.search, job.progress
-        self.memory = None if job.search.recipe == "random" else job.memory  # whose plans need not fit
+        self.random = job.search.recipe == "random"
+        self.memory = None if self.random else job.memory  # random plans need not fit
         self.works, self.floor = works, floor
-        self.deadline = math.inf
+        self.deadline = time.monotonic() + LIMITS * self.search.time_limit
+        self.open: list[_Open] = []
         self.best: Plan | None = None
+        self.flat: Certificate | None = None  # of no stages
         self.certificates: list[Certificate] = []
+        self.bounds: list[float] = []  # of what was given up
         self.tried: dict[Arrangement, list[int]] = {}
         self.errors: list[InfeasibleError] = []
-        self.free: dict[tuple[tuple[tuple[str, int], ...], str, int], Plan] = {}  # by axes, axis and microbatches
-        self.waiting: list[_Waiting] = []
+        self.free: dict[tuple[_Key, int], Plan] = {}  # by place and microbatches
+        self.blocks: dict[tuple[_Key, int], CutBlocks] = {}
         self.heavy: set[str] = set()  # schedules that need far too much somewhere
+        self.costs: list[tuple[float, float]] = []  # bytes needed, and how much longer it takes in the budget
         self.lightest: dict[tuple[Arrangement, int], tuple[float, Plan, str]] = {}  # what needed least within a budget
         self.least: Plan | None = None
+        self.searched = 0
         self.stopped = False
 
     def run(self) -> None:
-        """Look at all arrangements, and then within the budget at those that would be the fastest."""
+        """Look into what promises the most, until nothing promises more than what is known."""
         if self.search.stages_open:
-            self._try(self.works.flat)
-        self.deadline = time.monotonic() + LIMITS * self.search.time_limit
-        random = self.search.recipe == "random"
-        for arrangement in [self.ways[self.search.seed % len(self.ways)]] if random and self.ways else self.ways:
-            slower, least = 0, math.inf
-            for count in counts(self.program, self.search, arrangement):
-                if self._is_useless(arrangement, count) or slower >= PATIENCE or self._is_late():
-                    continue
-                try:
-                    seconds = self._look(arrangement, count)
-                except InfeasibleError as e:
-                    self.errors.append(e)
-                    continue
-                slower, least = (0, seconds) if seconds < least else (slower + 1, least)
-        self.deadline = time.monotonic() + LIMITS * self.search.time_limit
-        for _ in range(SEARCHED):
-            candidate = self._next()
-            if candidate is None or self._is_late():
+            self.open.append(_Open(self.floor, self.floor, self._without_stages, self.floor))
+        for place in self._places():
+            self._consider(place, 0)
+        while candidates := [o for o in self.open if self._promised(o) < self._seconds]:
+            if self._is_late():
                 break
-            self._try(partial(self._fitting, candidate))
-            if self._is_hopeless(candidate):
-                self.heavy.add(candidate.schedule)
+            found = min(candidates, key=lambda o: (o.schedule in self.heavy, self._promised(o)))
+            self.open.remove(found)
+            try:
+                found.look()
+            except InfeasibleError as e:
+                self.errors.append(e)
 
-    def _next(self) -> _Waiting | None:
-        """Of those that may be the best and may fit the fastest; schedules last that needed far too much elsewhere."""
-        while self.waiting:
-            found = min(self.waiting, key=lambda c: (c.schedule in self.heavy, c.seconds))
-            self.waiting.remove(found)
-            if found.seconds < self._seconds and not self._is_hopeless(found):
-                return found
-        return None
+    def _places(self) -> list[_Place]:
+        """Where stages may lie; of a random plan one."""
+        ways, seed = [a for a in self.ways if self._has_enough(a)], self.search.seed
+        if self.random and ways:
+            ways = [ways[seed % len(ways)]]
+        grouped: dict[_Key, list[Arrangement]] = {}
+        for a in ways:
+            grouped.setdefault((a.axes, a.axis), []).append(a)
+        found = []
+        for own in grouped.values():
+            allowed = {a: counts(self.program, self.search, a) for a in own}
+            numbers = sorted({n for each in allowed.values() for n in each})
+            if self.random:
+                numbers = [numbers[seed % min(len(numbers), 3)]]
+            found.append(_Place(tuple(own), tuple((n, tuple(a for a in own if n in allowed[a])) for n in numbers)))
+        return found
+
+    def _has_enough(self, a: Arrangement) -> bool:
+        """Whether there is a block for each stage, where blocks are left out."""
+        try:
+            require_blocks(self.program, a)
+        except InfeasibleError as e:
+            self.errors.append(e)
+            return False
+        return True
+
+    def _promised(self, o: _Open) -> float:
+        """Seconds; where more memory is needed than there is, it costs as much as where less was needed, at least."""
+        return o.seconds * max((cost for needed, cost in self.costs if needed <= o.needed), default=1.0)
 
     def _is_late(self) -> bool:
         """Whether what is known has to do."""
@@ -150,76 +227,145 @@ class _Task:
         self.stopped = self.stopped or late
         return late
 
-    def _try(self, attempt: Callable[[], Plan]) -> None:
+    def _try(self, attempt: Callable[[], Plan]) -> Plan | None:
         """Remember what an attempt finds, if it is the best."""
         try:
             found = attempt()
+        except NoFasterError as e:
+            self.bounds.append(e.bound)
+            return None
         except InfeasibleError as e:
             self.errors.append(e)
-            return
+            return None
         self.certificates.append(found.certificate)
         if found.predicted.step_seconds < self._seconds:
             self.best = found
+        return found
 
     @property
     def _seconds(self) -> float:
         return math.inf if self.best is None else self.best.predicted.step_seconds
 
-    def _is_useless(self, arrangement: Arrangement, count: int) -> bool:
-        """Whether no pipeline like this can beat the best plan."""
-        split = arrangement.virtual > 1 or any(splits(name) for name in arrangement.schedules)
-        waits = 1.0 if split else least_wait(arrangement.devices, count)
+    def _without_stages(self) -> None:
+        """Plan the whole model on all devices, in whatever memory; that within the budget waits."""
+        free = self.works.free()
+        self.flat = own = free.certificate
+        if self.memory is None:
+            self._try(lambda: free)
+        else:
+            self.open.append(_Open(free.predicted.step_seconds, own.lower_bound, self._flat, own.checked))
+
+    def _flat(self) -> None:
+        """The best within the budget without stages."""
+        if found := self._try(lambda: self.works.flat(Rival(self._seconds))):
+            self.flat = found.certificate
+
+    def _consider(self, place: _Place, number: int) -> None:
+        """Leave a place with its next number of microbatches open."""
+        if number >= len(place.numbers):
+            return
+        count, ways = place.numbers[number]
+        for a in ways:
+            self.tried.setdefault(a, []).append(count)
         # In more microbatches the devices of a stage are not faster.
-        where = arrangement.axes, arrangement.axis
-        known = [p for (*place, n), p in self.free.items() if tuple(place) == where and count % n == 0]
-        bound = max((p.certificate.lower_bound / arrangement.devices for p in known), default=0.0)
-        return max(self.floor * waits, bound) >= self._seconds
+        known = [p for (where, n), p in self.free.items() if where == place.key and count % n == 0]
+        devices, least = ways[0].devices, self.floor * min(_waits(a, count) for a in ways)
+        alike = max(known, key=lambda p: p.certificate.lower_bound, default=None)
+        bound, seconds = least, least
+        checked: float | None = least
+        if alike is not None:
+            bound = max(least, alike.certificate.lower_bound / devices)
+            checked = None if alike.certificate.checked is None else max(least, alike.certificate.checked / devices)
+            waiting = min(bubble(a, name, count) for a in ways for name in a.schedules)
+            seconds = alike.predicted.step_seconds / devices * (1 + waiting)
+        look = partial(self._plan, place, number)
+        self.open.append(_Open(max(bound, seconds), bound, look, checked))
 
-    def _look(self, a: Arrangement, count: int) -> float:
-        """Seconds of the fastest plan with these stages and so many microbatches, whatever it needs.
-
-        One that does not fit waits to be searched within the budget.
+    def _plan(self, place: _Place, number: int) -> None:
+        """Plan the devices of a stage, if they had the whole model and any memory.
 
         Raises:
             InfeasibleError: the model does not allow it.
         """
-        phase = f"{a.devices} devices along {a.axis}, {a.stages} stages, {count} microbatches"
-        self.progress(phase, self._seconds, min((c.lower_bound for c in self.certificates), default=0.0))
-        self.tried.setdefault(a, []).append(count)
-        allowed = orders(a, count)
-        part = self.works.part(count)
-        if part.training and part.microbatches == 1 and not any(alone(name) for name in allowed):
-            raise InfeasibleError(
+        (count, ways), first = place.numbers[number], place.ways[0]
+        self._say(f"{first.devices} devices along {first.axis}, {count} microbatches")
+        try:
+            possible = [(a, allowed) for a in ways if (allowed := self._allowed(a, count))]
+            if possible:
+                part = self.works.part(count)
+                free = self.free[place.key, count] = self.works.inside(part, self._job(first), None)
+                own, seconds = free.certificate, free.predicted.step_seconds / first.devices
+                checked = None if own.checked is None else own.checked / first.devices
+                for a, allowed in possible:
+                    promised = seconds * (1 + min(bubble(a, name, count) for name in allowed))
+                    bound = max(own.lower_bound / a.devices, self.floor * _waits(a, count))
+                    self.open.append(_Open(promised, bound, partial(self._cut, part, a, allowed), checked))
+        finally:
+            self._consider(place, number + 1)
+
+    def _allowed(self, a: Arrangement, count: int) -> tuple[str, ...]:
+        """The schedules that work for so many microbatches."""
+        found = []
+        for schedule in a.schedules:
+            try:
+                require_numbers(schedule, a.devices, count, a.virtual)
+                found.append(schedule)
+            except ValueError as e:
+                self.errors.append(InfeasibleError(f"no pipeline: {e}"))
+        if found and self.program.training and count == 1 and not any(alone(name) for name in found):
+            self.errors.append(InfeasibleError(
                 'in a pipeline of one microbatch all stages but one wait: pin {"microbatches": n} with n of at least 2'
-            )
-        key = (a.axes, a.axis, count)
-        if key not in self.free:
-            self.free[key] = self._inside(part, a)
-        cuts = self._staged(part, self.free[key], a, tuple(allowed.values()))
-        least = math.inf
-        for cut, schedule in self._ordered(cuts, allowed):
-            actions = allowed[schedule]
-            whole = cut.whole(schedule, actions)
-            self.certificates.append(whole.certificate)  # its bound is that of all schedules, in whatever memory
-            least = min(least, whole.predicted.step_seconds)
-            if self.memory is None or fits(_needed(whole), self.memory):
-                if whole.predicted.step_seconds < self._seconds:
-                    self.best = whole
-                break  # the next takes longer
-            self.waiting.append(_Waiting(whole.predicted.step_seconds, part, a, schedule, actions))
+            ))  # fmt: skip
+            return ()
+        return tuple(found)
+
+    def _cut(self, part: Program, a: Arrangement, schedules: Sequence[str]) -> None:
+        """Cut the model, planned for any memory, into stages.
+
+        Raises:
+            InfeasibleError: it has too few modules.
+        """
+        self._say(f"{a.devices} devices along {a.axis}, {a.stages} stages, {part.microbatches} microbatches")
+        free = self.free[(a.axes, a.axis), part.microbatches]
+        allowed = {name: order(name, a.devices, part.microbatches, a.virtual) for name in schedules}
+        cuts = self._staged(part, free, a, tuple(allowed.values()))
+        names, seed = list(allowed), self.search.seed
+        for schedule in [names[seed % len(names)]] if self.random else names:
+            cut, ways = _Cut(part, a, schedule, allowed[schedule]), suitable(cuts, allowed[schedule])
+            if self.random:
+                ways = [ways[seed % len(ways)]]
+            own, promised = free.certificate, min(w.busiest(cut.actions) for w in ways)
+            checked = None if own.checked is None else own.checked / a.devices
+            bound = own.lower_bound / a.devices
+            self.open.append(_Open(promised, bound, partial(self._simulate, cut, ways), checked, schedule))
+
+    def _simulate(self, c: _Cut, cuts: Sequence[Staged]) -> None:
+        """Seconds under a schedule; where it does not fit, it waits to be searched within the budget."""
+        seconds, cut = min(((cut.seconds(c.actions), cut) for cut in cuts), key=lambda found: found[0])
+        whole = cut.whole(c.schedule, c.actions, seconds)
+        needed, own = _needed(whole), whole.certificate
+        self.certificates.append(own)  # its bound is that of all schedules, in whatever memory
+        if self.memory is not None and not fits(needed, self.memory):
             self.least = whole if self.least is None else min(self.least, whole, key=_needed)
-        return least
+            look = partial(self._fit, c, seconds, needed)
+            self.open.append(_Open(seconds, own.lower_bound, look, own.checked, c.schedule, needed))
+        elif seconds < self._seconds:
+            self.best = whole
 
-    def _ordered(self, cuts: Sequence[Staged], allowed: Mapping[str, Order]) -> Sequence[tuple[Staged, str]]:
-        """Schedules, the fastest first, each with what is fastest for it; of a random plan one."""
-        if self.search.recipe == "random":
-            schedule = list(allowed)[self.search.seed % len(allowed)]
-            ways = suitable(cuts, allowed[schedule])
-            return [(ways[self.search.seed % len(ways)], schedule)]
-        found = {name: fastest(cuts, actions) for name, actions in allowed.items()}
-        return sorted(((cut, name) for name, cut in found.items()), key=lambda f: f[0].seconds(allowed[f[1]]))
+    def _fit(self, c: _Cut, seconds: float, needed: float) -> None:
+        """Search a pipeline that takes so many seconds, and needs so many bytes, within the budget."""
+        if self.searched >= SEARCHED or self._is_hopeless(c):
+            return
+        self.searched += 1
+        if found := self._try(partial(self._fitting, c)):
+            self.costs.append((needed, found.predicted.step_seconds / seconds))
+        if self._is_hopeless(c):
+            self.heavy.add(c.schedule)
 
-    def _fitting(self, c: _Waiting) -> Plan:
+    def _say(self, phase: str) -> None:
+        self.progress(phase, self._seconds, min((o.bound for o in self.open), default=0.0))
+
+    def _fitting(self, c: _Cut) -> Plan:
         """The best plan under a schedule that fits.
 
         Raises:
@@ -239,17 +385,20 @@ class _Task:
 
             return peak
 
-        self.progress(f"{a.devices} devices along {a.axis}, {a.stages} stages, {c.schedule}", self._seconds, 0.0)
+        self._say(f"{a.devices} devices along {a.axis}, {a.stages} stages, {c.schedule}")
         share, rival = share_of(c.actions, a.stages), Rival(self._seconds * a.devices)
-        job = replace(self._job(a), memory=self.memory, rival=rival, share=share)
+        job = self._job(a)
+        search = replace(job.search, check=False)  # the bound that holds is that of any memory
+        job = replace(job, memory=self.memory, rival=rival, share=share, search=search)
         plan = self.works.inside(c.part, job, measured)
-        found = self._fastest(c.part, plan, c).whole(c.schedule, c.actions)
-        alike = self.free[a.axes, a.axis, c.part.microbatches].certificate  # of all plans, in whatever memory
+        cut = self._fastest(c.part, plan, c)
+        found = cut.whole(c.schedule, c.actions, cut.seconds(c.actions))
+        alike = self.free[(a.axes, a.axis), c.part.microbatches].certificate  # of all plans, in whatever memory
         bound = min(alike.lower_bound / a.devices, found.predicted.step_seconds)
         checked = None if alike.checked is None else alike.checked / a.devices
         return replace(found, certificate=replace(found.certificate, lower_bound=bound, checked=checked))
 
-    def _is_hopeless(self, c: _Waiting) -> bool:
+    def _is_hopeless(self, c: _Cut) -> bool:
         """Whether what needed least under any schedule needs far too much under this one."""
         if self.memory is None or (c.arrangement, c.part.microbatches) not in self.lightest:
             return False
@@ -258,25 +407,27 @@ class _Task:
             needed = sum(self._fastest(c.part, plan, c).peak(c.actions).values())
         return needed > HOPELESS * self.memory
 
-    def _inside(self, part: Program, a: Arrangement) -> Plan:
-        """The best plan for the devices of a stage, whatever it needs."""
-        return self.works.inside(part, self._job(a), None)
-
     def _job(self, a: Arrangement) -> Job:
         """What is searched for the devices of a stage, if they had the whole model and any memory."""
         limits = restrictions_inside(self.job.restrictions, self.job.axes, a.axis)
         search, machine = inside_stage(self.search, a), self._machine(a)
         return replace(self.job, axes=a.inside, cluster=machine, memory=None, search=search, restrictions=limits)
 
-    def _fastest(self, part: Program, plan: Plan, c: _Waiting) -> Staged:
+    def _fastest(self, part: Program, plan: Plan, c: _Cut) -> Staged:
         return fastest(self._staged(part, plan, c.arrangement, [c.actions]), c.actions)
 
     def _staged(self, part: Program, plan: Plan, a: Arrangement, allowed: Sequence[Order]) -> list[Staged]:
         link = self._machine(a).axis_links[a.axis]
         ways = [Scatter(a.axis, behind) for behind in dict.fromkeys(map(sends_behind, allowed))]
-        if part.repeat is not None:
-            return staged_blocks(part, plan, a, link, self.works.rewrite, ways)
-        return staged(part, plan, a, link, self.search, self.works.rewrite, ways)
+        if part.repeat is None:
+            return staged(part, plan, a, link, self.search, self.works.rewrite, ways)
+        key = (a.axes, a.axis), part.microbatches
+        if plan is not self.free[key]:
+            split = any(action.kind == INPUT for rows in allowed for row in rows for action in row)
+            return CutBlocks(part, plan, a, link, self.works.rewrite, split).staged(a, ways)
+        if key not in self.blocks:  # for all schedules
+            self.blocks[key] = CutBlocks(part, plan, a, link, self.works.rewrite, part.training)
+        return self.blocks[key].staged(a, ways)
 
     def _machine(self, a: Arrangement) -> Cluster:
         """The devices, with a link for each axis."""
@@ -290,25 +441,41 @@ class _Task:
             if self.least is None or self.memory is None:
                 raise self.errors[0]
             raise missing(self.least, min(needed, _needed(self.least)), self.memory)
-        if len({c.space for c in self.certificates}) == 1:
+        left = [o for o in self.open if o.bound < self._seconds]
+        bound = min(*(c.lower_bound for c in self.certificates), *self.bounds, *(o.bound for o in left), self._seconds)
+        if len({c.space for c in self.certificates}) == 1 and bound >= self.best.certificate.lower_bound:
             return self.best
-        bound = min(c.lower_bound for c in self.certificates)
         ways = [
             f"{a.devices} devices of axis {a.axis}, {a.virtual} each, {', '.join(map(str, numbers))} microbatches"
             for a, numbers in self.tried.items()
         ]
-        inside = self.certificates[0].space if self.search.stages_open else self.certificates[0].space.split(INSIDE)[-1]
+        inside = self.flat.space if self.flat else self.certificates[0].space.split(INSIDE)[-1]
         none = "no pipeline, or " if self.search.stages_open else ""
         space = f"{none}stages cut anywhere, alike inside, in any order, on {'; or '.join(ways)}{INSIDE}{inside}"
         method = TIME_LIMIT if self.stopped else self.best.certificate.method
-        verified = [c.checked for c in self.certificates if c.checked is not None]
-        checked = min(verified) if len(verified) == len(self.certificates) else None
+        verified = [*(c.checked for c in self.certificates), *(o.checked for o in left), *self.bounds]
+        checked = None if None in verified else min(b for b in verified if b is not None)
         certificate = replace(self.best.certificate, lower_bound=bound, space=space, method=method, checked=checked)
         return replace(self.best, certificate=certificate)
 
 
 def _needed(plan: Plan) -> float:
     return sum(plan.predicted.peak_bytes.values())
+
+
+def _waits(a: Arrangement, count: int) -> float:
+    """How much longer than its work such a pipeline takes at least."""
+    split = a.virtual > 1 or any(splits(name) for name in a.schedules)
+    return 1.0 if split else least_wait(a.devices, count)
+
+
+def bubble(a: Arrangement, schedule: str, count: int) -> float:
+    """About what waiting adds to the work, where stages are alike and a backward pass takes twice its forward.
+
+    Two thirds of what is waited for are backward passes; where they are split, their parts for the weights, half of
+    them, and those of earlier microbatches fill the time.
+    """
+    return (a.devices - 1) / (a.virtual * count) / (3 if splits(schedule) else 1)
 
 
 def least_wait(devices: int, count: int) -> float:
@@ -324,11 +491,15 @@ def least_wait(devices: int, count: int) -> float:
     return float(devices / (count * (1 - (1 - 1 / count) ** devices)))
 
 
-def least_seconds(dims: Dims, machine: Cluster, devices: int) -> float:
+def least_seconds(program: Program, machine: Cluster, devices: int) -> float:
     """Seconds that no step falls below: what operators compute and move, at the peak, shared by so many devices."""
     device, total = machine.device, 0.0
-    for operator, times in Counter(dims.operators.values()).items():
+    for operator, times in Counter(analyze(program).operators.values()).items():
         work = operator_work(operator, candidates(operator, ()), ())
         rate = device.peak(arithmetic_dtype(operator, device)) * device.efficiency
         total += times * max(float(work.flops[0]) / rate, float(work.moved[0]) / (device.bandwidth * device.streaming))
-    return total / devices
+    total /= devices
+    repeat = program.repeat
+    return (
+        total if repeat is None else float(repeat.extrapolate(total, least_seconds(repeat.shorter, machine, devices)))
+    )

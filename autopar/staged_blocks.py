@@ -1,4 +1,4 @@
-"""`staged_blocks`: a deep model cut into stages between its alike blocks, of which three are captured.
+"""`CutBlocks`: a deep model cut into stages between its alike blocks, of which three are captured.
 
 The three are cut in three ways: each a stage, or two of them one. What the second block of a stage adds is what every
 further one adds, to its seconds and to its bytes.
@@ -10,6 +10,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from autopar.cluster import Link
@@ -21,7 +22,6 @@ from autopar.pipeline.asked import Arrangement
 from autopar.pipeline.choose import line_of, named_cuts
 from autopar.pipeline.memory import Held, held_by
 from autopar.pipeline.pieces import Cutting, is_held_by_all
-from autopar.pipeline.schedules import splits
 from autopar.pipelined import Rewrite, Staged, homes_of, in_parts
 from autopar.plan import Plan, Scatter, Stage
 from autopar.program import Program, Repeat
@@ -31,49 +31,70 @@ from autopar.search.quotient import quotient
 _T = TypeVar("_T", Held, Taken)
 
 
-def staged_blocks(
-    program: Program,
-    plan: Plan,
-    arrangement: Arrangement,
-    link: Link,
-    rewrite: Rewrite,
-    ways: Sequence[Scatter],
-) -> list[Staged]:
-    """A program that leaves blocks out, cut into stages of the whole model, as `autopar.pipelined.staged` cuts it.
-
-    Args:
-        program: of one microbatch.
-        plan: for the devices of a stage, if these had the whole model.
-        arrangement: of the stages.
-        link: between stages.
-        rewrite: the program under such a plan.
-        ways: to send in parts.
+def require_blocks(program: Program, arrangement: Arrangement) -> None:
+    """Refuse more stages than blocks, where some are left out.
 
     Raises:
-        InfeasibleError: there are fewer blocks than stages.
+        InfeasibleError: says so.
     """
     repeat = program.repeat
-    assert repeat is not None
-    if repeat.blocks < arrangement.stages:
+    if repeat is not None and repeat.blocks < arrangement.stages:
         raise InfeasibleError(
             f"{arrangement.stages} stages of at least a block each, and {repeat.path} has {repeat.blocks} blocks; ask "
             "for fewer stages"
         )
-    padded = pad(program, plan.padding)
-    count = quotient(padded, analyze(padded)).count
-    kinds = [
-        (share, _rewritten(program, padded, replace(_of_three(plan, repeat), recompute=part.recompute), rewrite))
-        for share, part in uniform(plan, count)
-        if share > 0
-    ]
-    split = any(splits(name) for name in arrangement.schedules)
-    found = [_of_whole(padded, plan, arrangement, [(share, _ways(cuts, link, split)) for share, cuts in kinds])]
-    apart = [(share, [in_parts(p, own, _everywhere(own, arrangement.axis))[-1] for own, p in cuts])
-             for share, cuts in kinds]  # fmt: skip
-    if ways and any(own.scatter for _, cuts in apart for own, _ in cuts):
-        parts = [(share, _ways(cuts, link, split)) for share, cuts in apart]
-        found += [_of_whole(padded, replace(plan, scatter=scatter), arrangement, parts) for scatter in ways]
-    return found
+
+
+class CutBlocks:
+    """A program that leaves blocks out, cut in three ways under a plan."""
+
+    def __init__(
+        self, program: Program, plan: Plan, arrangement: Arrangement, link: Link, rewrite: Rewrite, split: bool
+    ) -> None:
+        """Rewrite the blocks.
+
+        Args:
+            program: of one microbatch.
+            plan: for the devices of a stage, if these had the whole model.
+            arrangement: of the stages, however many they are on a device.
+            link: between stages.
+            rewrite: the program under such plans.
+            split: whether the backward may be in two parts.
+        """
+        repeat = program.repeat
+        assert repeat is not None
+        self.plan, self.axis, self.link, self.split = plan, arrangement.axis, link, split
+        self.padded = pad(program, plan.padding)
+        count = quotient(self.padded, analyze(self.padded)).count
+        parts = [(share, part) for share, part in uniform(plan, count) if share > 0]
+        self.kinds = [(share, _rewritten(program, self.padded,
+                                         replace(_of_three(plan, repeat), recompute=part.recompute), rewrite))
+                      for share, part in parts]  # fmt: skip
+
+    def staged(self, arrangement: Arrangement, ways: Sequence[Scatter]) -> list[Staged]:
+        """The stages of the whole model, as `autopar.pipelined.staged` cuts it: as it is, and where they send in parts.
+
+        Args:
+            arrangement: of the stages, no more than there are blocks.
+            ways: to send in parts.
+        """
+        found = [_of_whole(self.padded, self.plan, arrangement, self._whole)]
+        if ways and self._apart:
+            found += [_of_whole(self.padded, replace(self.plan, scatter=w), arrangement, self._apart) for w in ways]
+        return found
+
+    @cached_property
+    def _whole(self) -> list[tuple[float, _Ways]]:
+        return [(share, _ways(cuts, self.link, self.split)) for share, cuts in self.kinds]
+
+    @cached_property
+    def _apart(self) -> list[tuple[float, _Ways]]:
+        """Where stages send in parts; empty: that makes no difference."""
+        apart = [(share, [in_parts(p, own, _everywhere(own, self.axis))[-1] for own, p in cuts])
+                 for share, cuts in self.kinds]  # fmt: skip
+        if not any(own.scatter for _, cuts in apart for own, _ in cuts):
+            return []
+        return [(share, _ways(cuts, self.link, self.split)) for share, cuts in apart]
 
 
 def _everywhere(plan: Plan, axis: str) -> list[Scatter]:
@@ -134,7 +155,7 @@ def _rewritten(program: Program, padded: Program, plan: Plan, rewrite: Rewrite) 
     line, path = line_of(padded, analyze(padded), plan), program.repeat.path
     cuts = ([f"{path}.1", f"{path}.2"], [f"{path}.2"], [f"{path}.1"])
     plans = [replace(plan, stages=line.stages(named_cuts(line, modules))) for modules in cuts]
-    return [(own, rewrite(program, own)) for own in plans]
+    return list(zip(plans, rewrite(program, plans), strict=True))
 
 
 def _ways(cuts: Sequence[tuple[Plan, Program]], link: Link, split: bool) -> _Ways:

@@ -158,14 +158,13 @@ class _Stage:
         """The most that a piece's own values take at a time."""
         given = {storage_id(v) for name in piece.gives for v in values_of(self.cutting.node(name)) if v is not None}
         taken = {storage_id(v) for name in piece.takes for v in values_of(self.cutting.node(name)) if v is not None}
-        nodes = [self.cutting.node(n.name) for n in piece.graph.graph.nodes if n.op == "call_function"]
         last: dict[int, fx.Node] = {}
-        for node in nodes:
+        for node in piece.nodes:
             for value in _values(node, node.all_input_nodes):
                 last[storage_id(value)] = node
         live: dict[int, int] = {}
         most = 0
-        for node in nodes:
+        for node in piece.nodes:
             for value in _values(node, []):
                 if storage_id(value) not in taken | self._fixed:
                     live[storage_id(value)] = value.untyped_storage().nbytes()

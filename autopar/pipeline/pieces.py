@@ -25,17 +25,35 @@ FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
 
 @dataclass(frozen=True)
 class Piece:
-    """A graph that takes and returns values by name.
+    """A part of a program that takes and returns values by name.
 
     Attributes:
-        graph: takes a list, which it empties.
+        nodes: its operators, in order.
         takes: names of nodes of the program.
         gives: the same.
+        root: where the graph's constants are.
     """
 
-    graph: fx.GraphModule
+    nodes: tuple[fx.Node, ...]
     takes: tuple[str, ...]
     gives: tuple[str, ...]
+    root: fx.GraphModule
+
+    @cached_property
+    def graph(self) -> fx.GraphModule:
+        """The graph, which takes a list and empties it."""
+        graph = fx.Graph()
+        sources = {a.name: a for n in self.nodes for a in n.all_input_nodes}
+        known = {sources[name]: graph.placeholder(name) for name in self.takes}
+        for old, new in known.items():
+            new.meta = dict(old.meta)
+        for node in self.nodes:
+            known[node] = graph.node_copy(node, known.__getitem__)
+            known[node].meta = dict(node.meta)
+        names = {old.name: new for old, new in known.items()}
+        graph.output([names[name] for name in self.gives])
+        graph.set_codegen(BoxedCodeGen())
+        return fx.GraphModule(self.root, graph)
 
 
 @dataclass(frozen=True)
@@ -64,6 +82,7 @@ class Cutting:
         self.free = free_nodes(program)
         self.steady = {n for n in self.order if n.op == "call_function" and is_steady(n)}
         self._pieces: dict[tuple[int, str | int], Piece] = {}
+        self._firsts: dict[int, Piece] = {}
 
     @property
     def described(self) -> list[tuple[Output, fx.Node | None]]:
@@ -154,10 +173,12 @@ class Cutting:
 
     def first(self, stage: int) -> Piece:
         """What a stage computes before the first microbatch, for all of them."""
-        pieces = [self.piece(stage, FORWARD), self.piece(stage, BACKWARD), self.free_outputs()]
-        pieces += [self.last(stage, level) for level in range(self.rounds)]
-        wanted = {self.node(name) for piece in pieces for name in piece.takes} & self.steady
-        return self._piece(_ancestors(wanted, self.steady), wanted)
+        if stage not in self._firsts:
+            pieces = [self.piece(stage, FORWARD), self.piece(stage, BACKWARD), self.free_outputs()]
+            pieces += [self.last(stage, level) for level in range(self.rounds)]
+            wanted = {self.node(name) for piece in pieces for name in piece.takes} & self.steady
+            self._firsts[stage] = self._piece(_ancestors(wanted, self.steady), wanted)
+        return self._firsts[stage]
 
     def _cut(self, stage: int, kind: str) -> Piece:
         if kind == FORWARD:
@@ -196,18 +217,8 @@ class Cutting:
         ordered = sorted(nodes, key=self.order.__getitem__)
         taken = sorted({a for n in ordered for a in n.all_input_nodes if a not in nodes}, key=self.order.__getitem__)
         given = sorted(gives, key=self.order.__getitem__)
-        graph = fx.Graph()
-        known = {n: graph.placeholder(n.name) for n in taken}
-        for new, old in zip(known.values(), taken, strict=True):
-            new.meta = dict(old.meta)
-        for node in ordered:
-            known[node] = graph.node_copy(node, known.__getitem__)
-            known[node].meta = dict(node.meta)
-        graph.output([known[n] for n in given])
-        graph.set_codegen(BoxedCodeGen())
-        return Piece(
-            fx.GraphModule(self.program.graph, graph), tuple(n.name for n in taken), tuple(n.name for n in given)
-        )
+        names = (tuple(n.name for n in taken), tuple(n.name for n in given))
+        return Piece(tuple(ordered), *names, self.program.graph)
 
     # What runs once a step, when all microbatches are through.
 

@@ -115,6 +115,18 @@ def order(schedule: str, stages: int, microbatches: int, virtual: int = 1) -> Or
     return tuple(found)
 
 
+def require_numbers(schedule: str, stages: int, microbatches: int, virtual: int = 1) -> None:
+    """Refuse numbers for which a schedule does not work; the arguments are those of `order`.
+
+    Raises:
+        ValueError: says for which it does.
+    """
+    if is_table(schedule):
+        checked(schedule, stages, microbatches, virtual)
+    else:
+        _rule(schedule, stages, microbatches, virtual)
+
+
 def _actions(rows: Sequence[Sequence[tuple[int, str, int]]]) -> Order:
     return tuple(tuple(Action(stage, kind, n) for stage, kind, n in row) for row in rows)  # type: ignore[arg-type]
 

@@ -103,6 +103,8 @@ def plan_within(task: Task) -> Plan:
         bound = kept.frontier.bound_at(task.job.rival.price, kept.budget)
         task.job.rival.require_less(bound)
         return _fitting(task, kept, bound)
+    if kept is not None and not task.whole:  # nor is there enough for a stage of which this is asked
+        return _fitting(task, kept, 0.0)
     built = task.make(task.job.restrictions, Memory(task.state(True), regions=task.regions, share=task.job.share))
     solution = solve(built.problem, gap=task.limits.gap, time_limit=task.seconds, progress=task.job.progress)
     task.record(Claim(built.problem, solution.lower_bound))
@@ -335,9 +337,10 @@ def _tightened(task: Task, row: Row, bound: float, method: str) -> tuple[Plan, f
         least, enough = _measured(task, task.read(built, _least(frontier), bound, method or "prices"))
         if not enough and _peak(least.predicted.peak_bytes) > HOPELESS * task.job.memory:
             raise _missing(task.job.memory, least)
+        room = frontier.least().memory + task.job.memory - _peak(least.predicted.peak_bytes)
     for turn in range(ROUNDS):
         try:
-            mix = _within(task, built, frontier, room, first=turn <= 1)
+            mix = _within(task, built, frontier, room, first=turn <= (1 if task.whole else 0))
         except InfeasibleError:
             if best is not None:
                 break

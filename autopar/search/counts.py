@@ -8,7 +8,7 @@ from dataclasses import replace
 from autopar.errors import InfeasibleError
 from autopar.plan import Certificate, Plan
 from autopar.search.interrupt import requested
-from autopar.search.rival import NoFasterError, Rival
+from autopar.search.rival import NOBODY, NoFasterError, Rival
 
 WORTH = 0.98
 """Where twice as many microbatches need more than this share of the memory, even more will not do."""
@@ -17,14 +17,15 @@ Attempt = Callable[[int, Rival], Plan]
 """``attempt(count, rival)``: the best plan of ``count`` microbatches, if it is faster than the rival."""
 
 
-def best_count(attempt: Attempt) -> Plan:
-    """The fastest plan of 1, 2, 4, ... microbatches.
+def best_count(attempt: Attempt, rival: Rival = NOBODY) -> Plan:
+    """The fastest plan of 1, 2, 4, ... microbatches, if it is faster than the rival.
 
     A step is not faster in more microbatches than its memory asks for: kernels are smaller, and where they are not
     kept, parameters are gathered more often.
 
     Raises:
         InfeasibleError: none fits; the error is that of the least need.
+        NoFasterError: none is faster.
     """
     best: Plan | None = None
     error: InfeasibleError | None = None
@@ -35,8 +36,10 @@ def best_count(attempt: Attempt) -> Plan:
     while best is None or (best.certificate.memory_price > 0 and not requested()):
         tried.append(count)
         try:
-            found = attempt(count, Rival.of(best))
+            found = attempt(count, rival if best is None else Rival.of(best))
         except NoFasterError as e:
+            if best is None:
+                raise
             bounds.append(e.bound)
             break
         except InfeasibleError as e:

@@ -82,7 +82,6 @@ def find_plan(
     task = Task(make, read, state, limits, job, peak, regions, away, rest, claims.append)
     if exact:
         plan, fixed = plan_within(task), 0.0
-        claims = [max(claims, key=lambda claim: claim.bound)]  # each is about all plans
     else:
         fixed, claims = bound_by_axes(program, dims, classes, machine, restrictions)
         plan = plan_by_axes(task, tables, fixed + sum(claim.bound for claim in claims))
@@ -90,6 +89,8 @@ def find_plan(
         plan = replace(plan, certificate=replace(plan.certificate, method=INTERRUPTED if requested() else TIME_LIMIT))
     if not search.check or requested():
         return plan
+    if exact:
+        claims = [max(claims, key=lambda claim: claim.bound)]  # each is about all plans
     job.progress("checking the bound", plan.certificate.objective, plan.certificate.lower_bound)
     checked = fixed + sum(examine(claim, search.time_limit / len(claims)) for claim in claims)
     return replace(plan, certificate=replace(plan.certificate, checked=max(checked, 0.0)))
