@@ -16,6 +16,7 @@ What waits with more seconds than the best plan found takes is left there. To ha
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections import Counter
@@ -361,6 +362,8 @@ class _Task:
             self.costs.append((needed, found.predicted.step_seconds / seconds))
         if self._is_hopeless(c):
             self.heavy.add(c.schedule)
+        if self.searched % 4 == 0:
+            gc.collect()  # graphs that were measured
 
     def _say(self, phase: str) -> None:
         self.progress(phase, self._seconds, min((o.bound for o in self.open), default=0.0))

@@ -42,11 +42,18 @@ def run_passes(program: Program, plan: Plan, passes: Sequence[Pass], *, verified
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the cyclic garbage collector: it would scan a captured graph's millions of objects over and over."""
-    enabled = gc.isenabled()
+    """Pause the cyclic garbage collector: it would scan a captured graph's millions of objects over and over.
+
+    Meanwhile what there was before is left out of `gc.collect`, which is fast enough to call now and then.
+    """
+    enabled, own = gc.isenabled(), gc.get_freeze_count() == 0
     gc.disable()
+    if own:
+        gc.freeze()
     try:
         yield
     finally:
+        if own:
+            gc.unfreeze()
         if enabled:
             gc.enable()

@@ -10,7 +10,6 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from autopar.cluster import Link
@@ -63,13 +62,18 @@ class CutBlocks:
         """
         repeat = program.repeat
         assert repeat is not None
-        self.plan, self.axis, self.link, self.split = plan, arrangement.axis, link, split
-        self.padded = pad(program, plan.padding)
+        self.plan, self.padded = plan, pad(program, plan.padding)
         count = quotient(self.padded, analyze(self.padded)).count
         parts = [(share, part) for share, part in uniform(plan, count) if share > 0]
-        self.kinds = [(share, _rewritten(program, self.padded,
-                                         replace(_of_three(plan, repeat), recompute=part.recompute), rewrite))
-                      for share, part in parts]  # fmt: skip
+        kinds = [(share, _rewritten(program, self.padded,
+                                    replace(_of_three(plan, repeat), recompute=part.recompute), rewrite))
+                 for share, part in parts]  # fmt: skip
+        self.whole = [(share, _ways(cuts, link, split)) for share, cuts in kinds]
+        self.apart: list[tuple[float, _Ways]] = []  # where stages send in parts; empty: that makes no difference
+        apart = [(share, [in_parts(p, own, _everywhere(own, arrangement.axis))[-1] for own, p in cuts])
+                 for share, cuts in kinds]  # fmt: skip
+        if any(own.scatter for _, cuts in apart for own, _ in cuts):
+            self.apart = [(share, _ways(cuts, link, split)) for share, cuts in apart]
 
     def staged(self, arrangement: Arrangement, ways: Sequence[Scatter]) -> list[Staged]:
         """The stages of the whole model, as `autopar.pipelined.staged` cuts it: as it is, and where they send in parts.
@@ -78,23 +82,10 @@ class CutBlocks:
             arrangement: of the stages, no more than there are blocks.
             ways: to send in parts.
         """
-        found = [_of_whole(self.padded, self.plan, arrangement, self._whole)]
-        if ways and self._apart:
-            found += [_of_whole(self.padded, replace(self.plan, scatter=w), arrangement, self._apart) for w in ways]
+        found = [_of_whole(self.padded, self.plan, arrangement, self.whole)]
+        if self.apart:
+            found += [_of_whole(self.padded, replace(self.plan, scatter=w), arrangement, self.apart) for w in ways]
         return found
-
-    @cached_property
-    def _whole(self) -> list[tuple[float, _Ways]]:
-        return [(share, _ways(cuts, self.link, self.split)) for share, cuts in self.kinds]
-
-    @cached_property
-    def _apart(self) -> list[tuple[float, _Ways]]:
-        """Where stages send in parts; empty: that makes no difference."""
-        apart = [(share, [in_parts(p, own, _everywhere(own, self.axis))[-1] for own, p in cuts])
-                 for share, cuts in self.kinds]  # fmt: skip
-        if not any(own.scatter for _, cuts in apart for own, _ in cuts):
-            return []
-        return [(share, _ways(cuts, self.link, self.split)) for share, cuts in apart]
 
 
 def _everywhere(plan: Plan, axis: str) -> list[Scatter]:
@@ -119,8 +110,8 @@ def _of_whole(padded: Program, plan: Plan, arrangement: Arrangement, ways: Seque
         taken.append(_of_blocks([(n, w.taken) for n, (_, w) in zip(numbers, ways, strict=False)], place))
     first = ways[0][1]
     plan = replace(plan, stages=_stages(first.stages, ends, repeat))
-    holders = _holders(padded, plan, first.cutting, ends, repeat)
-    homes = {n: None if s is None else (0, 1, len(blocks) - 1)[s] for n, s in homes_of(first.cutting).items()}
+    holders = _holders(padded, plan, first.holders, ends, repeat)
+    homes = {n: None if s is None else (0, 1, len(blocks) - 1)[s] for n, s in first.homes.items()}
     return Staged(plan, arrangement, held, taken, holders, homes)
 
 
@@ -143,7 +134,8 @@ class _Figures(Generic[_T]):
 class _Ways:
     """The three blocks, cut in three ways under one plan."""
 
-    cutting: Cutting
+    holders: Mapping[str, tuple[int, ...]]
+    homes: Mapping[str, int | None]
     stages: tuple[Stage, ...]
     held: _Figures[Held]
     taken: _Figures[Taken]
@@ -162,11 +154,13 @@ def _ways(cuts: Sequence[tuple[Plan, Program]], link: Link, split: bool) -> _Way
     found = []
     for own, local in cuts:
         cutting = Cutting(local, len(own.stages))
-        found.append((cutting, own.stages, held_by(cutting, own, split), taken_by(cutting, own, link, split)))
-    (cutting, stages, held, taken), (_, _, held_early, taken_early), (_, _, held_late, taken_late) = found
+        found.append((cutting, held_by(cutting, own, split), taken_by(cutting, own, link, split)))
+    (cutting, held, taken), (_, held_early, taken_early), (_, held_late, taken_late) = found
+    parameters = [i.name for i in cutting.inputs.values() if i.kind == "parameter"]
     return _Ways(
-        cutting,
-        stages,
+        {name: cutting.holders(name) for name in parameters},
+        homes_of(cutting),
+        cuts[0][0].stages,
         _Figures((held[0], held[1], held[2]), (held_early[0], held_late[1])),
         _Figures((taken[0], taken[1], taken[2]), (taken_early[0], taken_late[1])),
     )
@@ -239,7 +233,7 @@ def _stages(three: tuple[Stage, ...], ends: Sequence[int], repeat: Repeat) -> tu
 
 
 def _holders(
-    padded: Program, plan: Plan, cutting: Cutting, ends: Sequence[int], repeat: Repeat
+    padded: Program, plan: Plan, three: Mapping[str, tuple[int, ...]], ends: Sequence[int], repeat: Repeat
 ) -> dict[str, int | None]:
     """The stage that holds each parameter of the whole model."""
     stages = len(ends) - 1
@@ -247,8 +241,8 @@ def _holders(
     for node, spec in zip(padded.placeholders, padded.inputs, strict=True):
         if spec.kind != "parameter":
             continue
-        own = cutting.holders(spec.name)
-        everywhere = len(own) == cutting.stages or is_held_by_all(node.meta["val"].shape, stages)
+        own = three[spec.name]
+        everywhere = len(own) == 3 or is_held_by_all(node.meta["val"].shape, stages)
         for name in repeat.names(spec.name):
             number = name.removeprefix(f"{repeat.path}.").partition(".")[0]
             inside = name.startswith(f"{repeat.path}.")

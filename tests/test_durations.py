@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.compiler import program_of, rewrite, solve
-from autopar.durations import sent_inside, taken_by
+from autopar.durations import busiest, sent_inside, taken_by
 from autopar.emulate import census
 from autopar.pipeline.pieces import Cutting, free_nodes
 from autopar.pipeline.schedules import device_of, order_of
@@ -27,6 +27,9 @@ def test_every_operator_counts_once(schedule: str) -> None:
     assert not any(seconds.get(n.name) for n in free_nodes(local))  # what each stage has of its own
     each = sum(seconds.get(n.name, 0.0) for n in local.graph.graph.nodes if n not in apart)
     taken = taken_by(Cutting(local, 2), plan.inner, plan.cluster.axis_links["stage"], schedule == "zb-h1")
+    work = max(t.before + 4 * (t.forward + t.backward) + t.behind for t in taken)
+    assert busiest(taken, order_of(plan)) == pytest.approx(work)
+    assert work < plan.predicted.step_seconds
     assert sum(t.forward + t.backward for t in taken) == pytest.approx(each)
     assert [t.for_input > 0 for t in taken] == [schedule == "1f1b", True]  # the first returns no gradient
     assert all(t.for_input <= t.backward for t in taken)

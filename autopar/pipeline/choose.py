@@ -65,7 +65,7 @@ def line_of(program: Program, dims: Dims, plan: Plan) -> Line:
     """The line of a program under a plan for the devices of a stage."""
     forward = forward_nodes(program)
     place = positions(program, forward)
-    length = sum(n in forward for n in place)
+    length = max(place.values()) + 1
     ahead, back = np.zeros(length + 1), np.zeros(length + 1)
     for node, seconds in node_seconds(program, dims, plan).items():
         if node in place:

@@ -1,6 +1,7 @@
 """Where in the forward pass a node belongs: the line along which a pipeline is cut.
 
-Forward nodes lie in the order of the graph. A node of the backward pass lies where the forward node lies that it
+Forward nodes lie in the order of the graph; what is computed of parameters alone, such as their casts, comes first in
+the graph and lies where it is used. A node of the backward pass lies where the forward node lies that it
 differentiates; what autograd adds up lies where the terms meet.
 """
 
@@ -34,16 +35,17 @@ def forward_nodes(program: Program) -> set[fx.Node]:
 def positions(program: Program, forward: set[fx.Node]) -> dict[fx.Node, int]:
     """Position of every operator along the forward pass."""
     calls = [n for n in program.graph.graph.nodes if n.op == "call_function"]
-    found = {n: i for i, n in enumerate(n for n in calls if n in forward)}
+    found = {n: i for i, n in enumerate(_in_order(program, forward))}
     last = len(found) - 1
     by_number: dict[tuple[str, int | None], int] = {}
     by_path: dict[str, int] = {}
     for node, i in found.items():
-        if is_steady(node):
-            continue
         if "seq_nr" in node.meta:
             by_number.setdefault((module_path(node), node.meta["seq_nr"]), i)
         by_path[module_path(node)] = i
+    for node in reversed(calls):
+        if node in forward and node not in found:
+            found[node] = min((found[u] for u in node.users if u in found), default=last)
     late = [n for n in calls if n not in forward]
     for node in late:
         path = module_path(node)
@@ -77,13 +79,23 @@ def ends(program: Program, forward: set[fx.Node]) -> dict[str, int]:
 
 def _paths(program: Program, forward: set[fx.Node]) -> Iterator[tuple[int, str]]:
     """Position of every forward operator and each module that it is in, the outermost first."""
-    calls = (n for n in program.graph.graph.nodes if n.op == "call_function" and n in forward)
-    for position, node in enumerate(calls):
-        if is_steady(node):
-            continue  # it comes before all else, see `autopar.passes.hoist_steady`
+    for position, node in enumerate(_in_order(program, forward)):
         parts = module_path(node).split(".") if module_path(node) else []
         for length in range(len(parts) + 1):
             yield position, ".".join(parts[:length])
+
+
+def _in_order(program: Program, forward: set[fx.Node]) -> Iterator[fx.Node]:
+    """The forward operators that have a position of their own: not what is computed of parameters and buffers alone."""
+    kinds = zip(program.placeholders, program.inputs, strict=True)
+    apart = {n for n, i in kinds if i.kind in ("parameter", "buffer")}
+    for node in program.graph.graph.nodes:
+        if node.op != "call_function" or node not in forward:
+            continue
+        if is_steady(node) or (node.all_input_nodes and apart.issuperset(node.all_input_nodes)):
+            apart.add(node)
+        else:
+            yield node
 
 
 def cuts_at(program: Program, forward: set[fx.Node], modules: Sequence[str]) -> list[int]:

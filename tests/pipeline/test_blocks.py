@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import autopar
 from autopar.cluster import Cluster, Link
-from autopar.compiler import program_of, solve
+from autopar.compiler import _measured_graph, _measured_graphs, program_of, solve
+from autopar.dims import analyze
 from autopar.errors import InfeasibleError
+from autopar.in_microbatches import in_microbatches
+from autopar.pipeline.choose import line_of, named_cuts
+from autopar.program import Program
 from autopar.search.options import Search
 
 BLOCKS, WIDTH = 7, 16
@@ -90,3 +96,36 @@ def test_each_stage_has_a_block() -> None:
     search = Search(pins={"stages": 8, "microbatches": 8})
     with pytest.raises(InfeasibleError, match="blocks has 7 blocks; ask for fewer stages"):
         autopar.plan(model, batch, cluster=MACHINE, axes={"pp": 8}, search=search)
+
+
+def test_graphs_of_plans_that_differ_in_stages_are_rewritten_together() -> None:
+    """They are those that each plan gives alone."""
+    program = program_of(*example())
+    pins = {"stages": ["blocks.3"], "stage_axis": "pp", "microbatches": 4, "schedule": "1f1b"}
+    plan = solve(program, AXES, MACHINE, search=Search(pins=pins)).inner
+    part = in_microbatches(program, 4)
+    line = line_of(part, analyze(part), plan)
+    cuts = (["blocks.3"], ["blocks.1", "blocks.5"], ["last"])
+    plans = [replace(plan, stages=line.stages(named_cuts(line, modules))) for modules in cuts]
+
+    def seen(program: Program) -> list[tuple[str, object]]:
+        return [(n.format_node(), n.meta.get("stage")) for n in program.graph.graph.nodes if n.op == "call_function"]
+
+    together = [seen(local) for local in _measured_graphs(part, plans)]
+    assert together == [seen(_measured_graph(part, own)) for own in plans]
+    assert len({tuple(found) for found in together}) == len(cuts)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_mixed_precision_is_cut_like_the_rest(whole: bool) -> None:
+    """The casts of all parameters come first in the graph, and each belongs where its parameter is used."""
+    model, batch = example()
+    pins = {"stages": 2, "stage_axis": "pp", "microbatches": 4, "schedule": "1f1b"}
+    search = Search(pins=pins, tie_layers=not whole)  # layers that are not tied are all captured
+    plans = [
+        autopar.plan(model, batch, cluster=MACHINE, axes=AXES, search=search, precision=precision)
+        for precision in (None, "bf16")
+    ]
+    assert plans[0].stages == plans[1].stages
+    report = autopar.verify(model, batch, AXES, plan=plans[1], precision="bf16")
+    assert report.max_error < 1e-10, report.worst

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -16,8 +17,9 @@ import autopar
 from autopar.cluster import Cluster, Link
 from autopar.compiler import program_of, rewrite, solve
 from autopar.errors import InfeasibleError
+from autopar.pipeline.asked import Arrangement
 from autopar.pipeline.schedules import order
-from autopar.pipelines import least_wait
+from autopar.pipelines import bubble, least_wait
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search.options import Search
@@ -125,6 +127,43 @@ def test_later_stages_wait(stages: list[float], count: int, schedule: str, ahead
     took = simulate(pipeline(order(schedule, devices, count), forward, backward, 0.0)).step_seconds
     work = count * sum(stages) / devices
     assert took >= work * least_wait(devices, count) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual"), [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("looped-bfs", 4)]
+)
+@pytest.mark.parametrize("devices", [2, 4])
+def test_what_waiting_adds_to_the_work(schedule: str, virtual: int, devices: int) -> None:
+    """Stages are alike, and a backward pass takes twice its forward."""
+    count = 4 * devices
+    weight = 1.0 if schedule == "zb-h1" else 0.0
+    tasks = pipeline(order(schedule, devices, count, virtual), 1.0, 2.0 - weight, weight)
+    work = 3.0 * count * virtual
+    way = Arrangement((("pp", devices),), "pp", devices, virtual, (schedule,))
+    assert simulate(tasks).step_seconds / work - 1 == pytest.approx(bubble(way, schedule, count))
+
+
+def test_within_a_budget_nothing_beats_what_is_found_or_its_bound() -> None:
+    """The fastest of all needs more than there is: a pipeline, which is searched within it."""
+    program, slow = captured()[0], machine(3e7)
+    pins = {"virtual": 1, "microbatches": 8}
+    ample = planned(3e7, **pins)
+    budget = 0.995 * sum(solve(program, AXES, slow, memory=1e12, search=Search(
+        pins={"stages": "search", **pins})).predicted.peak_bytes.values())  # fmt: skip
+    search = Search(pins={"stages": "search", **pins})
+    plan = solve(program, AXES, slow, memory=budget, search=search)
+    assert sum(plan.predicted.peak_bytes.values()) <= budget
+    assert ample.predicted.step_seconds < plan.predicted.step_seconds
+    assert plan.certificate.space.startswith("no pipeline, or stages cut anywhere")
+    others = [solve(program, AXES, slow, memory=budget, search=Search(pins={"microbatches": 8}))]
+    for schedule in ("gpipe", "1f1b", "zb-h1"):
+        own = {**pins, "stages": 2, "stage_axis": "node", "schedule": schedule}
+        with suppress(InfeasibleError):  # gpipe holds too much
+            others.append(solve(program, AXES, slow, memory=budget, search=Search(pins=own)))
+    assert len(others) > 1
+    for other in others:
+        assert other.predicted.step_seconds >= plan.predicted.step_seconds * (1 - 1e-9)
+        assert other.predicted.step_seconds >= plan.certificate.lower_bound
 
 
 def test_stages_may_take_a_factor_of_an_axis() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+import pytest
+
 import autopar
 from autopar.plan import Certificate, Plan
 from autopar.search.counts import best_count
@@ -45,3 +47,14 @@ def test_a_bound_is_never_above_what_is_found() -> None:
         return found(1.0, 0.99, 2e-12)
 
     assert best_count(attempt).certificate.lower_bound == 0.99
+
+
+def test_where_no_count_beats_the_rival_its_bound_is_told() -> None:
+    def attempt(count: int, rival: Rival) -> Plan:
+        rival.require_less(2.0)
+        return found(3.0, 2.0, 2e-12)
+
+    with pytest.raises(NoFasterError) as e:
+        best_count(attempt, Rival(1.5))
+    assert e.value.bound == 2.0
+    assert best_count(attempt, Rival(4.0)).certificate.objective == 3.0
