@@ -19,7 +19,7 @@ from autopar.precision import Precision
 from autopar.program import Program
 from autopar.report.comparison import Comparison
 from autopar.search.interrupt import requested, stoppable
-from autopar.search.options import Progress, Search
+from autopar.search.options import RECOMPUTE, Progress, Search
 from autopar.search.recipes import RECIPES, TAKES_ROLES
 
 SECONDS = 10.0
@@ -69,7 +69,7 @@ def plan_and_compare(
 def compare_recipes(
     program: Program, found: Plan, *, memory: str | float | None = None, search: Search | None = None
 ) -> tuple[Comparison, ...]:
-    """Every recipe on a plan's axes, cluster and optimizer.
+    """Every recipe on a plan's axes, cluster and optimizer; one that does not fit also with recomputation.
 
     Args:
         program: canonical program that the plan is of.
@@ -87,13 +87,20 @@ def compare_recipes(
         own = replace(
             search, recipe=name, roles=roles, pins={}, time_limit=min(search.time_limit, SECONDS), check=False
         )
-        try:
-            plan = solve(program, dict(found.axes), found.cluster, memory=memory, optimizer=found.optimizer, search=own)
-        except (InfeasibleError, ValueError) as e:
-            rows.append(Comparison(name, None, reason_of(e)))
-        else:
-            rows.append(Comparison(name, plan))
+        rows.append(_compared(program, found, name, own, memory))
+        if rows[-1].plan is None and rows[-1].short:
+            again = replace(own, pins={RECOMPUTE: "search"})
+            rows[-1] = _compared(program, found, f"{name}, recomputing", again, memory)
     return tuple(rows)
+
+
+def _compared(program: Program, found: Plan, name: str, search: Search, memory: str | float | None) -> Comparison:
+    """A recipe beside a plan, under a name."""
+    try:
+        plan = solve(program, dict(found.axes), found.cluster, memory=memory, optimizer=found.optimizer, search=search)
+    except (InfeasibleError, ValueError) as e:
+        return Comparison(name, None, reason_of(e), short=isinstance(e, InfeasibleError) and e.needed is not None)
+    return Comparison(name, plan)
 
 
 def reason_of(error: Exception) -> str:

@@ -20,14 +20,16 @@ class Comparison:
     """One recipe.
 
     Attributes:
-        recipe: its name.
+        recipe: its name, and whether it makes again what it does not keep.
         plan: the best plan that is one of the recipe's; None if there is none.
         reason: why there is none.
+        short: that is a matter of memory.
     """
 
     recipe: str
     plan: Plan | None
     reason: str = ""
+    short: bool = False
 
 
 def comparison_list(found: Plan, rows: Sequence[Comparison]) -> list[dict[str, Any]]:

@@ -11,7 +11,8 @@ import torch
 
 import autopar
 from autopar import InfeasibleError, Search
-from autopar.compiler import peak_of, rewrite, solve
+from autopar.comparison import compare_recipes
+from autopar.compiler import peak_of, program_of, rewrite, solve
 from autopar.layout import Replicate, Split
 from autopar.origin import is_backward
 from autopar.plan import Plan
@@ -339,3 +340,23 @@ def test_the_sequence_of_one_sample_is_split() -> None:
     assert plan.predicted.collectives["a"]["reduce_scatter"] > 0
     report = compare(program, rewrite(program, plan), plan, values, torch.float64)
     assert report.max_error < 1e-10, report.worst
+
+
+def test_a_recipe_that_does_not_fit_is_compared_with_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What users would do next; one that does not fit even so says what it needs then."""
+    layers = [m for _ in range(4) for m in (torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.LayerNorm(8))]
+    program = program_of(
+        torch.nn.Sequential(*layers), (torch.randn(6, 64, 8),), loss_fn=lambda y, batch: y.square().mean()
+    )  # six samples on two devices are no microbatches
+    monkeypatch.setattr("autopar.comparison.RECIPES", ("ddp", "fsdp"))
+    found = solve(program, LINE, "h100")
+    ample = solve(program, LINE, "h100", memory="1GiB", search=Search(recipe="fsdp"))
+    budget = 0.8 * sum(ample.predicted.peak_bytes.values())
+    rows = {row.recipe: row for row in compare_recipes(program, found, memory=budget)}
+    assert set(rows) == {"ddp, recomputing", "fsdp, recomputing"}
+    plan = rows["fsdp, recomputing"].plan
+    assert plan is not None
+    assert plan.recompute
+    assert sum(plan.predicted.peak_bytes.values()) <= budget
+    rows = {row.recipe: row for row in compare_recipes(program, found, memory=1000)}
+    assert re.fullmatch(r"needs .* a device; the budget is .*", rows["fsdp, recomputing"].reason)
