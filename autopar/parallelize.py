@@ -20,12 +20,13 @@ from autopar.errors import PlanError
 from autopar.in_microbatches import in_microbatches
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.pad_dims import pad_dims
+from autopar.pipeline.asked import is_split_for_stages, split_for_stages
 from autopar.plan import Plan
 from autopar.precision import Precision
 from autopar.program import Program
 from autopar.runtime.materialise import Init
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.place import Place, one_device, place_on
+from autopar.runtime.place import Place, axes_of, one_device, place_on, split_mesh
 from autopar.runtime.specialise import Settings, Toolchain
 from autopar.runtime.state import distribute_parameters
 from autopar.search.options import Search
@@ -52,7 +53,8 @@ def parallelize(
 
     Args:
         model: its parameters become DTensors in place; it may be on the meta device.
-        mesh: of any number of axes; None for one device, without a process group.
+        mesh: of any number of axes; None for one device, without a process group. Where stages take a factor of an
+            axis (pin ``stages``, or a plan), that becomes an axis of its own, and parameters lie on such a mesh.
         batch: example of the *global* batch (tuple or dict of real, fake or meta tensors): layouts are decided now.
             Without it they are decided by the first call.
         loss_fn: ``loss_fn(output, batch) -> scalar`` for a model that does not return its loss.
@@ -79,10 +81,11 @@ def parallelize(
     _check_arguments(model, inputs)
     policy = Precision.resolve(precision)
     _check_optimizers(model)
-    place = one_device(_device(model)) if mesh is None else place_on(mesh, timeout)
+    given = Plan.load(plan) if isinstance(plan, str | Path) else plan
+    search = search or Search()
+    place = one_device(_device(model)) if mesh is None else _placed(mesh, given, search, timeout)
     _check_devices(model, place)
     machine = Cluster.resolve(cluster) if cluster is not None else _cluster(place)
-    given = Plan.load(plan) if isinstance(plan, str | Path) else plan
     if given is not None:
         _check_plan(given, place)
     if policy is not None:
@@ -95,7 +98,6 @@ def parallelize(
         partial(in_microbatches, deterministic=alike),
     )  # fmt: skip
     budget = _budget(place) if memory is None else parse_bytes(memory)
-    search = search or Search()
     settings = Settings(toolchain, machine, budget, optimizer, search, given, loss_fn, inputs, alike)
     distribute_parameters(model, place)
     parallel = ParallelModule(model, place, settings, init)
@@ -163,6 +165,22 @@ def _budget(place: Place) -> float:
     physical = float(os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PHYS_PAGES")
     world = dist.get_world_size() if place.mesh is not None else 1
     return physical / 2 / int(os.environ.get("LOCAL_WORLD_SIZE", world))
+
+
+def _placed(mesh: DeviceMesh, plan: Plan | None, search: Search, timeout: float) -> Place:
+    """This rank's place; where a plan or the pins want stages on a factor of an axis, that is an axis of its own."""
+    place, axes = place_on(mesh, timeout), axes_of(mesh)
+    wanted = plan.axes if plan is not None else split_for_stages(search, axes)
+    wanted = wanted if is_split_for_stages(wanted, axes) else place.axes
+    place.agree(wanted, "the axes of the mesh", "pass the same plan= or search= on every rank")
+    if wanted == place.axes:
+        return place
+    if mesh.size() != dist.get_world_size():
+        raise ValueError(
+            f"stages on a factor of an axis of the mesh {axes} make it {dict(wanted)}, and a mesh of several axes must "
+            f"span the world of {dist.get_world_size()} ranks; ask for as many stages as an axis has"
+        )
+    return place_on(split_mesh(mesh, wanted), timeout)
 
 
 def _check_plan(plan: Plan, place: Place) -> None:

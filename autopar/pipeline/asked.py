@@ -74,19 +74,9 @@ def arrangements(search: Search, axes: Mapping[str, int], training: bool, factor
     Raises:
         InfeasibleError: no axis of the mesh has as many devices, or no schedule as many stages on each.
     """
-    wanted, modules = search.pins.get(STAGE_AXIS), search.stage_modules
-    if wanted is not None and wanted not in axes:
-        raise InfeasibleError(f"pin {STAGE_AXIS!r}: the mesh has no axis {wanted!r}; it has {dict(axes)}")
-    places = [p for p in _places(axes, factored) if wanted in (None, p.axis, p.axis.removesuffix(FACTOR))]
+    modules, places = search.stage_modules, _possible(search, axes, factored)
     if not search.stages_open:
-        devices, over = (
-            divmod(len(modules) + 1, int(search.pins.get(VIRTUAL, 1))) if modules else (search.pins[STAGES], 0)
-        )
-        if over:
-            raise InfeasibleError(
-                f"pin 'stages' names {len(modules)} modules, so {len(modules) + 1} stages, and pin {VIRTUAL!r} puts "
-                f"{search.pins[VIRTUAL]} on each device, which does not divide them; name more or fewer"
-            )
+        devices = _asked(search)
         places = [p for p in places if p.devices == devices][:1]
         if not places:
             raise InfeasibleError(
@@ -108,6 +98,51 @@ def arrangements(search: Search, axes: Mapping[str, int], training: bool, factor
         ways = {1: ways[1]}  # as many stages as are asked for
     return [Arrangement(p.axes, p.axis, p.devices, n, found, modules) for n, found in ways.items() if found
             for p in places]  # fmt: skip
+
+
+def split_for_stages(search: Search, axes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """The axes of a mesh; if the stages that a search asks for take a factor of one, that is an axis of its own.
+
+    Raises:
+        InfeasibleError: the mesh has no such axis, or stages do not go with their number on each device.
+    """
+    found = tuple(axes.items())
+    if not search.pipelines or search.stages_open:
+        return found
+    devices = _asked(search)
+    return next((p.axes for p in _possible(search, axes, factored=True) if p.devices == devices), found)
+
+
+def is_split_for_stages(finer: tuple[tuple[str, int], ...], axes: Mapping[str, int]) -> bool:
+    """Whether axes are those of a mesh, but for a factor of one that is an axis of its own, for stages."""
+    return any(p.axes == finer for p in _places(axes, factored=True))
+
+
+def _asked(search: Search) -> int:
+    """The devices along the axis of the stages, as pinned.
+
+    Raises:
+        InfeasibleError: the stages that modules begin are no multiple of those on each device.
+    """
+    modules, virtual = search.stage_modules, int(search.pins.get(VIRTUAL, 1))
+    if modules and (len(modules) + 1) % virtual:
+        raise InfeasibleError(
+            f"pin 'stages' names {len(modules)} modules, so {len(modules) + 1} stages, and pin {VIRTUAL!r} puts "
+            f"{virtual} on each device, which does not divide them; name more or fewer"
+        )
+    return (len(modules) + 1) // virtual if modules else int(search.pins[STAGES])
+
+
+def _possible(search: Search, axes: Mapping[str, int], factored: bool) -> list[_Place]:
+    """Where stages may lie by the pin of their axis.
+
+    Raises:
+        InfeasibleError: the mesh has no such axis.
+    """
+    wanted = search.pins.get(STAGE_AXIS)
+    if wanted is not None and wanted not in axes:
+        raise InfeasibleError(f"pin {STAGE_AXIS!r}: the mesh has no axis {wanted!r}; it has {dict(axes)}")
+    return [p for p in _places(axes, factored) if wanted in (None, p.axis, p.axis.removesuffix(FACTOR))]
 
 
 class _Place(NamedTuple):

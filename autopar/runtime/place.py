@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -153,6 +153,18 @@ def one_device(device: torch.device) -> Place:
     return Place((("device", 1),), (0,), device)
 
 
+def split_mesh(mesh: DeviceMesh, axes: Sequence[tuple[str, int]]) -> DeviceMesh:
+    """The same ranks on finer axes; every rank calls it, for process groups are made."""
+    ranks = mesh.mesh.reshape([n for _, n in axes])
+    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=tuple(name for name, _ in axes))
+
+
+def axes_of(mesh: DeviceMesh) -> dict[str, int]:
+    """Name and size of each axis of a mesh."""
+    names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(len(mesh.shape)))
+    return dict(zip(names, mesh.shape, strict=True))
+
+
 def place_on(mesh: DeviceMesh, timeout: float) -> Place:
     """This rank's place on a mesh; ``timeout`` is set on the mesh's process groups.
 
@@ -161,8 +173,7 @@ def place_on(mesh: DeviceMesh, timeout: float) -> Place:
     """
     if not dist.is_initialized():
         raise ValueError("no process group: call torch.distributed.init_process_group() first, or pass mesh=None")
-    sizes = tuple(mesh.shape)
-    names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(len(sizes)))
+    names, sizes = zip(*axes_of(mesh).items(), strict=True)
     world = dist.get_world_size()
     if len(sizes) > 1 and mesh.size() != world:
         raise ValueError(

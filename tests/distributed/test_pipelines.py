@@ -93,6 +93,7 @@ def deep(name: str, sizes: tuple[int, ...], schedule: str) -> Any:
         *(deep(*case) for case in MORE),
         pytest.param("unet", (4,), {"stages": 4, "microbatches": 4}, 1e-10, marks=pytest.mark.deep),
         ("unet", (2, 2), {"stages": 2, "virtual": 2, "microbatches": 2, "schedule": BENT}, 1e-10),
+        ("unet", (4,), {"stages": 2, "microbatches": 2}, 1e-10),  # on a factor of the axis
         ("gpt2", (2, 2), {"stages": 2, "microbatches": 4, "schedule": "zb-h1"}, 1e-5),
         pytest.param(
             "t5", (2, 2), {"stages": 2, "virtual": 2, "microbatches": 4, "schedule": "zbv"}, 1e-5,
@@ -109,6 +110,35 @@ def deep(name: str, sizes: tuple[int, ...], schedule: str) -> Any:
 def test_three_steps(ranks: Ranks, name: str, sizes: tuple[int, ...], pins: dict[str, Any], bound: float) -> None:
     # Hugging Face's models compute their loss in float32.
     assert max(ranks.run(train, name, sizes, pins)) < bound
+
+
+def under_a_plan_of_a_factor(rank: int) -> tuple[dict[str, int], float]:
+    """Axes on which parameters lie, and the largest difference of a gradient; ranks that disagree are told so."""
+    from autopar import RankError
+    from autopar.compiler import plan as plan_for
+    from autopar.parallelize import parallelize
+    from autopar.search.options import Search
+    from tests.pipeline.test_pipelines import example
+
+    (plain, batch), (model, _), (other, _) = example("cnn"), example("cnn"), example("cnn")
+    with pytest.raises(RankError, match=r"the axes of the mesh: rank 1 has .*pass the same plan= or search="):
+        pins = {"stages": 2, "microbatches": 4} if rank == 1 else {}
+        parallelize(other, mesh_of(4), batch, search=Search(pins=pins), timeout=WAIT)
+    search = Search(pins={"stages": 2, "microbatches": 4})
+    plan = plan_for(plain, batch, cluster="cpu", axes={"a": 4}, search=search)
+    parallel: Any = parallelize(model, mesh_of(4), batch, plan=plan, timeout=WAIT)
+    parallel(**batch).backward()
+    plain(**batch).backward()
+    found = parallel.full_gradients()
+    mesh = next(iter(parallel.parameters())).device_mesh
+    worst = max(float((found[n] - p.grad).abs().max()) for n, p in plain.named_parameters())
+    return dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)), worst
+
+
+def test_a_plan_whose_stages_take_a_factor_of_an_axis(ranks: Ranks) -> None:
+    for axes, worst in ranks.run(under_a_plan_of_a_factor):
+        assert axes == {"a_stages": 2, "a": 2}
+        assert worst < 1e-5
 
 
 def under_way(rank: int, schedule: str) -> int:
