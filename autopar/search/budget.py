@@ -337,10 +337,12 @@ def _tightened(task: Task, row: Row, bound: float, method: str) -> tuple[Plan, f
         least, enough = _measured(task, task.read(built, _least(frontier), bound, method or "prices"))
         if not enough and _peak(least.predicted.peak_bytes) > HOPELESS * task.job.memory:
             raise _missing(task.job.memory, least)
-        room = frontier.least().memory + task.job.memory - _peak(least.predicted.peak_bytes)
+        if enough:  # otherwise what keeps least is not what needs least
+            room = frontier.least().memory + task.job.memory - _peak(least.predicted.peak_bytes)
+    thorough = 1 if task.whole or np.isinf(room) else 0
     for turn in range(ROUNDS):
         try:
-            mix = _within(task, built, frontier, room, first=turn <= (1 if task.whole else 0))
+            mix = _within(task, built, frontier, room, first=turn <= thorough)
         except InfeasibleError:
             if best is not None:
                 break

@@ -156,7 +156,6 @@ def test_every_operator_of_the_backward_runs_once() -> None:
     assert len(cutting.returned(0)) == len(cutting.received(1))
 
 
-@pytest.mark.deep
 def test_a_stage_makes_again_what_it_takes() -> None:
     """Masks and rotary embeddings, made again for all layers, must not draw the backward pass to the first stage."""
     model, batch = zoo.llama(layers=2)
