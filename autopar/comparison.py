@@ -87,20 +87,29 @@ def compare_recipes(
         own = replace(
             search, recipe=name, roles=roles, pins={}, time_limit=min(search.time_limit, SECONDS), check=False
         )
-        rows.append(_compared(program, found, name, own, memory))
-        if rows[-1].plan is None and rows[-1].short:
-            again = replace(own, pins={RECOMPUTE: "search"})
-            rows[-1] = _compared(program, found, f"{name}, recomputing", again, memory)
+        try:
+            row = Comparison(name, _alike(program, found, own, memory))
+        except (InfeasibleError, ValueError) as e:
+            row = Comparison(name, None, reason_of(e))
+            if isinstance(e, InfeasibleError) and e.needed is not None:
+                row = _recomputing(program, found, own, memory)
+        rows.append(row)
     return tuple(rows)
 
 
-def _compared(program: Program, found: Plan, name: str, search: Search, memory: str | float | None) -> Comparison:
-    """A recipe beside a plan, under a name."""
+def _recomputing(program: Program, found: Plan, search: Search, memory: str | float | None) -> Comparison:
+    """A recipe that does not fit without recomputation."""
+    name = str(search.recipe)
     try:
-        plan = solve(program, dict(found.axes), found.cluster, memory=memory, optimizer=found.optimizer, search=search)
-    except (InfeasibleError, ValueError) as e:
-        return Comparison(name, None, reason_of(e), short=isinstance(e, InfeasibleError) and e.needed is not None)
-    return Comparison(name, plan)
+        plan = _alike(program, found, replace(search, pins={RECOMPUTE: "search"}), memory)
+    except InfeasibleError as e:
+        return Comparison(name, None, reason_of(e), recomputing=True)
+    return Comparison(name, plan, recomputing=True)
+
+
+def _alike(program: Program, found: Plan, search: Search, memory: str | float | None) -> Plan:
+    """The best plan of another search, for what a plan is for."""
+    return solve(program, dict(found.axes), found.cluster, memory=memory, optimizer=found.optimizer, search=search)
 
 
 def reason_of(error: Exception) -> str:

@@ -166,7 +166,13 @@ def _recipes(plan: Plan, recipes: Sequence[Comparison]) -> list[dict[str, Any]]:
     rows = [{**own, "memory": memory_of(plan)}]
     for row in comparison_list(plan, recipes):
         seconds, memory, ratio = (row.get(key) for key in ("step_seconds", "memory_bytes", "ratio"))
-        shown = {"name": row["recipe"], "seconds": seconds, "memory": memory, "ratio": ratio}
+        shown = {
+            "name": row["recipe"],
+            "recomputing": row["recomputing"],
+            "seconds": seconds,
+            "memory": memory,
+            "ratio": ratio,
+        }
         rows.append({**shown, "reason": row.get("reason", ""), "chosen": False})
     return rows
 

@@ -96,7 +96,7 @@ def measure(case: str, time_limit: float, save: Path | None, flat: bool) -> dict
     }
     if flat:
         rows = compare_recipes(program, plan, memory=budget, search=search)
-        found["recipes"] = {r.recipe: r.plan.predicted.step_seconds if r.plan else r.reason for r in rows}
+        found["recipes"] = {r.label: r.plan.predicted.step_seconds if r.plan else r.reason for r in rows}
     return found
 
 
