@@ -31,7 +31,8 @@ from autopar.errors import InfeasibleError
 from autopar.padded import Measure
 from autopar.pipeline.asked import Arrangement, arrangements, counts, inside_stage, restrictions_inside
 from autopar.pipeline.pieces import INPUT
-from autopar.pipeline.schedules import Order, alone, order, require_numbers, splits
+from autopar.pipeline.schedules import Order, alone, order, require_numbers
+from autopar.pipeline.waiting import bubble, waits
 from autopar.pipelined import (
     INSIDE,
     Rewrite,
@@ -42,7 +43,7 @@ from autopar.pipelined import (
     share_of,
     staged,
     suitable,
-)  # fmt: skip
+)
 from autopar.plan import TIME_LIMIT, Certificate, Plan, Scatter
 from autopar.program import Program
 from autopar.search.budget import HOPELESS
@@ -270,7 +271,7 @@ class _Task:
             self.tried.setdefault(a, []).append(count)
         # In more microbatches the devices of a stage are not faster.
         known = [p for (where, n), p in self.free.items() if where == place.key and count % n == 0]
-        devices, least = ways[0].devices, self.floor * min(_waits(a, count) for a in ways)
+        devices, least = ways[0].devices, self.floor * min(waits(a, count) for a in ways)
         alike = max(known, key=lambda p: p.certificate.lower_bound, default=None)
         bound, seconds = least, least
         checked: float | None = least
@@ -299,7 +300,7 @@ class _Task:
                 checked = None if own.checked is None else own.checked / first.devices
                 for a, allowed in possible:
                     promised = seconds * (1 + min(bubble(a, name, count) for name in allowed))
-                    bound = max(own.lower_bound / a.devices, self.floor * _waits(a, count))
+                    bound = max(own.lower_bound / a.devices, self.floor * waits(a, count))
                     self.open.append(_Open(promised, bound, partial(self._cut, part, a, allowed), checked))
         finally:
             self._consider(place, number + 1)
@@ -393,7 +394,10 @@ class _Task:
         job = self._job(a)
         search = replace(job.search, check=False)  # the bound that holds is that of any memory
         job = replace(job, memory=self.memory, rival=rival, share=share, search=search)
-        plan = self.works.inside(c.part, job, measured)
+        try:
+            plan = self.works.inside(c.part, job, measured)
+        except NoFasterError as e:  # of a device that has the whole model
+            raise NoFasterError(e.bound / a.devices) from e
         cut = self._fastest(c.part, plan, c)
         found = cut.whole(c.schedule, c.actions, cut.seconds(c.actions))
         alike = self.free[(a.axes, a.axis), c.part.microbatches].certificate  # of all plans, in whatever memory
@@ -464,34 +468,6 @@ class _Task:
 
 def _needed(plan: Plan) -> float:
     return sum(plan.predicted.peak_bytes.values())
-
-
-def _waits(a: Arrangement, count: int) -> float:
-    """How much longer than its work such a pipeline takes at least."""
-    split = a.virtual > 1 or any(splits(name) for name in a.schedules)
-    return 1.0 if split else least_wait(a.devices, count)
-
-
-def bubble(a: Arrangement, schedule: str, count: int) -> float:
-    """About what waiting adds to the work, where stages are alike and a backward pass takes twice its forward.
-
-    Two thirds of what is waited for are backward passes; where they are split, their parts for the weights, half of
-    them, and those of earlier microbatches fill the time.
-    """
-    return (a.devices - 1) / (a.virtual * count) / (3 if splits(schedule) else 1)
-
-
-def least_wait(devices: int, count: int) -> float:
-    """How much longer than its work a device of a pipeline takes at least, whose devices have a stage each.
-
-    The devices of later stages wait for those before, at both ends of a step. If stages take ``t[0], t[1], ...`` for a
-    microbatch, device ``d`` is busy or waits for ``count * t[d] + sum(t[:d])``; that is least where all are the same,
-    ``t[d + 1] = t[d] * (1 - 1 / count)``.
-
-    >>> round(least_wait(4, 1), 3), round(least_wait(4, 8), 3), round(least_wait(4, 800), 3)
-    (4.0, 1.208, 1.002)
-    """
-    return float(devices / (count * (1 - (1 - 1 / count) ** devices)))
 
 
 def least_seconds(program: Program, machine: Cluster, devices: int) -> float:

@@ -19,7 +19,7 @@ from autopar.compiler import program_of, rewrite, solve
 from autopar.errors import InfeasibleError
 from autopar.pipeline.asked import Arrangement
 from autopar.pipeline.schedules import order
-from autopar.pipelines import bubble, least_wait
+from autopar.pipeline.waiting import bubble, least_wait
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search.options import Search
