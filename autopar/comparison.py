@@ -115,5 +115,6 @@ def _alike(program: Program, found: Plan, search: Search, memory: str | float | 
 def reason_of(error: Exception) -> str:
     """Why there is no plan, in a few words where it is a matter of memory."""
     if isinstance(error, InfeasibleError) and error.needed is not None and error.budget is not None:
-        return f"needs {format_bytes(error.needed)} a device; the budget is {format_bytes(error.budget)}"
+        needed, missing, budget = map(format_bytes, (error.needed, error.needed - error.budget, error.budget))
+        return f"needs {needed} a device, {missing} more than the budget of {budget}"
     return str(error)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from autopar.liveness import Moment
 from autopar.program import SHORT, Repeat
 
+_T = TypeVar("_T")
 Held = Mapping[str, float]
 Name = tuple[str, str, bool, int]
 """Of a moment: module, operator, pass, and which of them it is."""
@@ -32,12 +34,14 @@ class Curves:
         growth: of each, by a block behind its own and by one in front of it; None where two blocks have no such moment.
         named: the same by the moment's name.
         most: that a block more adds at any moment of a block, or of what is in none, and a pass.
+        front: bytes of the activations made in front of the blocks, by the moment's name.
     """
 
     moments: tuple[Moment, ...]
     growth: tuple[tuple[Held | None, ...], ...]
     named: Mapping[Name, tuple[Held | None, ...]]
     most: Mapping[tuple[str, bool, int], Held]
+    front: Mapping[Name, float]
 
     def at(self, names: Sequence[Name], places: Sequence[tuple[str, bool]], i: int, side: int) -> Held:
         """What a block more adds at a moment of another graph, or else at those nearest to it that this one has, too.
@@ -50,16 +54,12 @@ class Curves:
             i: the moment.
             side: where the block stands.
         """
-        found = []
-        for step in (-1, 1):
-            j = i
-            while 0 <= j < len(names) and places[j] == places[i]:
-                growth = self.named.get(names[j], (None, None))[side]
-                if growth is not None:
-                    found.append(growth)
-                    break
-                j += step
+        found = _nearest(names, places, i, lambda name: self.named.get(name, (None, None))[side])
         return max(found, key=_total, default=self.most[*places[i], side])
+
+    def front_at(self, names: Sequence[Name], places: Sequence[tuple[str, bool]], i: int) -> float:
+        """Bytes of the activations made in front of the blocks, likewise."""
+        return max(_nearest(names, places, i, self.front.get), default=0.0)
 
 
 def peak_of_blocks(
@@ -88,6 +88,9 @@ def _deep(part: int, curves: Sequence[tuple[float, Curves]], repeat: Repeat) -> 
             if each is None and any(g is not None for g in growth):
                 continue
             held = dict(moment.held)
+            if part:  # what is in front of the blocks is the first ones' to keep
+                front = curves[0][1].front_at(names, places, i)
+                held["activations"] = held.get("activations", 0.0) + front - moment.front
             for other, (share, curve) in enumerate(curves):
                 place = side if other == part else EARLIER if other < part else LATER
                 more = curve.at(names, places, i, place) if other != part or each is None else each
@@ -114,7 +117,24 @@ def _curves(three: Sequence[Moment], two: Sequence[Moment], path: str) -> Curves
         for side, each in enumerate(both):
             key = (_number(moment, path), moment.backward, side)
             most[key] = max(most[key], each or {}, key=_total)
-    return Curves(tuple(three), tuple(growth), dict(zip(names, growth, strict=True)), most)
+    front = {name: moment.front for name, moment in zip(names, three, strict=True)}
+    return Curves(tuple(three), tuple(growth), dict(zip(names, growth, strict=True)), most, front)
+
+
+def _nearest(
+    names: Sequence[Name], places: Sequence[tuple[str, bool]], i: int, get: Callable[[Name], _T | None]
+) -> list[_T]:
+    """What is known of a moment; or else of the nearest before and behind it in the same block and pass."""
+    found = []
+    for step in (-1, 1):
+        j = i
+        while 0 <= j < len(names) and places[j] == places[i]:
+            known = get(names[j])
+            if known is not None:
+                found.append(known)
+                break
+            j += step
+    return found
 
 
 def _beside(three: Sequence[Moment], two: Sequence[Moment], path: str, shift: int) -> list[Held | None]:

@@ -15,7 +15,7 @@ from autopar.collective import Collective, c10d
 from autopar.cost.memory import optimizer_state_bytes
 from autopar.errors import PlanError
 from autopar.host import to_device, to_host
-from autopar.origin import is_backward, module_path
+from autopar.origin import block_of, is_backward, module_path
 from autopar.plan import Plan
 from autopar.program import Program, is_steady, tensor_arguments, values_of
 from autopar.propagate import propagate
@@ -32,12 +32,14 @@ class Change:
         starts: whether it happens as the operator starts, or after it.
         category: see `liveness`.
         size: bytes, negative where they are given back.
+        front: whether they are activations that are made in front of the model's blocks.
     """
 
     node: fx.Node | None
     starts: bool
     category: str
     size: float
+    front: bool = False
 
 
 def liveness(program: Program, plan: Plan) -> list[Change]:
@@ -107,6 +109,7 @@ class _Liveness:
                     if value is not None:
                         last[self._storage(value)] = node
                         shared.update({self._storage(value)} if is_steady(argument) and not is_steady(node) else ())
+        front = _in_front(program)
         for storage, (node, value) in first.items():
             held = kept.get(storage)
             if held in KINDS.values() or node.target is to_host:
@@ -115,9 +118,10 @@ class _Liveness:
             user = last.get(storage, node)
             total = node.target is accumulate  # it holds what the microbatches before have added up
             category = held or ("gradients" if total else _category(node, user))
-            yield Change(None if total else node, True, category, size)
+            ahead = category == "activations" and node in front
+            yield Change(None if total else node, True, category, size, ahead)
             if held is None and storage not in shared:
-                yield Change(user, False, category, -size)
+                yield Change(user, False, category, -size, ahead)
         yield from self._copied()
 
     def _copied(self) -> Iterator[Change]:
@@ -139,6 +143,16 @@ class _Liveness:
 _COPIED = ("all_gather", "reduce_scatter")
 
 
+def _in_front(program: Program) -> set[fx.Node]:
+    """What runs before the first of the model's blocks; nothing if it has none."""
+    found: set[fx.Node] = set()
+    for node in program.graph.graph.nodes:
+        if block_of(module_path(node), program.blocks):
+            return found
+        found.add(node)
+    return set()
+
+
 def _category(node: fx.Node, user: fx.Node) -> str:
     if isinstance(node.meta.get("collective"), Collective):
         return "communication"
@@ -155,12 +169,14 @@ class Moment:
         path: the module that runs.
         backward: whether it is the backward pass that runs.
         operator: that starts; empty before the first and behind the last.
+        front: bytes of the activations that were made in front of the model's blocks.
     """
 
     held: Mapping[str, float]
     path: str
     backward: bool
     operator: str = ""
+    front: float = 0.0
 
     @property
     def total(self) -> float:
@@ -175,16 +191,19 @@ def moments(program: Program, plan: Plan) -> list[Moment]:
     for change in liveness(program, plan):
         (taken if change.starts else given)[change.node].append(change)
     held: dict[str, float] = defaultdict(float)
+    front = 0.0
     for change in taken[None]:
         held[change.category] += change.size
     found = [Moment(dict(held), "", False)]
     for node in program.graph.graph.nodes:
         for change in taken.get(node, ()):
             held[change.category] += change.size
+            front += change.size * change.front
         if node in taken:
-            found.append(Moment(dict(held), module_path(node), is_backward(node), str(node.target)))
+            found.append(Moment(dict(held), module_path(node), is_backward(node), str(node.target), front))
         for change in given.get(node, ()):
             held[change.category] += change.size
+            front += change.size * change.front
     held["optimizer"] += _states_away(program, plan.optimizer)
     found.append(Moment(dict(held), "", True))
     return found

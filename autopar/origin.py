@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 
 from torch import fx
@@ -17,6 +17,16 @@ def module_path(node: fx.Node) -> str:
         node.meta["module_path"] = re.sub(r"^(L\['self'\]\.)?model\.?", "", path, count=1)
     found: str = node.meta["module_path"]
     return found
+
+
+def block_of(path: str, blocks: Collection[str]) -> str | None:
+    """The block that a module is in, or is; None if it is in none.
+
+    >>> block_of("layers.3.mlp", {"layers.3"})
+    'layers.3'
+    """
+    parts = path.split(".")
+    return next((".".join(parts[: i + 1]) for i in range(len(parts)) if ".".join(parts[: i + 1]) in blocks), None)
 
 
 def module_calls(node: fx.Node) -> tuple[tuple[str, str], ...]:

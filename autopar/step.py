@@ -24,7 +24,7 @@ from autopar.cost.collectives import collective_seconds
 from autopar.cost.kernels import Work, busy_seconds
 from autopar.dims import Dims, Operator
 from autopar.layout import item_bytes
-from autopar.origin import is_backward, module_path
+from autopar.origin import block_of, is_backward, module_path
 from autopar.plan import Plan
 from autopar.program import Program, Value
 from autopar.redistribute import Machine, Tables, moved_bytes
@@ -315,7 +315,7 @@ def _part_names(program: Program) -> dict[fx.Node, str]:
     for node in program.sources:
         if is_backward(node) and not backward:
             backward, current = True, AFTER
-        block = _block(module_path(node), blocks)
+        block = block_of(module_path(node), blocks)
         if block is not None:
             current, seen = block, True
         elif not backward:
@@ -335,8 +335,3 @@ def _constants(program: Program, dims: Dims) -> set[fx.Node]:
         if not dims.operators[node].rule.random and all(source in found for source, _ in sources):
             found.add(node)
     return found
-
-
-def _block(path: str, blocks: frozenset[str]) -> str | None:
-    parts = path.split(".")
-    return next((".".join(parts[: i + 1]) for i in range(len(parts)) if ".".join(parts[: i + 1]) in blocks), None)

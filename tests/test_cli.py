@@ -100,10 +100,10 @@ def test_recipes_are_compared_with_the_plan(model: str) -> None:
 
 @pytest.mark.deep
 def test_recipes_that_do_not_fit_say_what_they_need(model: str) -> None:
-    rows = {r["recipe"]: r for r in json.loads(plan(f"{model}:make", "--memory", "9KiB", "--json").stdout)["recipes"]}
+    rows = {r["recipe"]: r for r in json.loads(plan(f"{model}:make", "--memory", "9.5KiB", "--json").stdout)["recipes"]}
     assert "step_seconds" in rows["fsdp"]
     assert rows["ddp"]["reason"].startswith("needs ")
-    assert rows["ddp"]["reason"].endswith(" KiB a device; the budget is 9.0 KiB")
+    assert rows["ddp"]["reason"].endswith(" KiB more than the budget of 9.5 KiB")
 
 
 def test_a_recipe_and_roles_can_be_planned(model: str, tmp_path: Path) -> None:

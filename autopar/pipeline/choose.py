@@ -16,6 +16,7 @@ from autopar.dims import Dims
 from autopar.errors import InfeasibleError
 from autopar.pipeline.pieces import free_nodes
 from autopar.pipeline.positions import ends, forward_nodes, positions, starts
+from autopar.origin import module_path
 from autopar.plan import Plan, Stage
 from autopar.predict import node_seconds
 from autopar.program import Program, values_of
@@ -71,7 +72,10 @@ def line_of(program: Program, dims: Dims, plan: Plan) -> Line:
         if node in place:
             (ahead if node in forward else back)[place[node]] += seconds / program.microbatches
     last = ends(program, forward)
-    spans = {m: (a, last[m]) for m, a in starts(program, forward).items()}
+    # What is the same in all microbatches may run before the first of them, where no stage begins.
+    own = {module_path(n) for n in forward if n.op == "call_function" and n not in program.alone}
+    working = own.union(*(_parents(m) for m in own))
+    spans = {m: (a, last[m]) for m, a in starts(program, forward).items() if m in working}
     modules: dict[int, str] = {}
     for module, (begin, _) in sorted(spans.items(), key=lambda s: s[1][0] - s[1][1]):
         if begin:

@@ -122,11 +122,11 @@ def test_zeros_stages_by_what_they_send() -> None:
 def test_fsdp_gathers_again_where_zero2_does_not_fit() -> None:
     program, _, _ = zoo.captured("llama", **SIZES["llama"])
     ample = planned("llama", LINE, recipe="zero2")
-    room = 0.9 * sum(peak("llama", ample).values())
+    room = 0.6 * sum(peak("llama", ample).values())
     tight = solve(program, LINE, "h100", memory=room, search=Search(recipe="fsdp"))
     found = census("llama", tight)
     assert found["forward"] == census("llama", ample)["forward"]
-    assert sum(count for (kind, _), count in found["backward"].items() if kind == "all_gather") > 5
+    assert sum(count for (kind, _), count in found["backward"].items() if kind == "all_gather") >= 4
     assert error_of("llama", tight) <= 1e-10
     with pytest.raises(InfeasibleError, match="missing"):
         solve(program, LINE, "h100", memory=room, search=Search(recipe="zero2"))
@@ -359,4 +359,4 @@ def test_a_recipe_that_does_not_fit_is_compared_with_recomputation(monkeypatch: 
     assert plan.recompute
     assert sum(plan.predicted.peak_bytes.values()) <= budget
     rows = {row.recipe: row for row in compare_recipes(program, found, memory=1000)}
-    assert re.fullmatch(r"needs .* a device; the budget is .*", rows["fsdp"].reason)
+    assert re.fullmatch(r"needs .* a device, .* more than the budget of .*", rows["fsdp"].reason)
