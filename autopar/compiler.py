@@ -18,11 +18,12 @@ from autopar.canonical import canonical
 from autopar.capture import Batch, LossFunction, capture
 from autopar.cluster import Cluster
 from autopar.cost.memory import parse_bytes
+from autopar.crowd import Crowd
 from autopar.dims import analyze
 from autopar.errors import InfeasibleError, PlanError
 from autopar.extrapolate import peak_of_blocks
 from autopar.in_microbatches import in_microbatches, require_early_backward
-from autopar.liveness import Moment, moments, peak_memory
+from autopar.liveness import Moment, crowd, moments, peak_memory
 from autopar.padded import Measure, best_padded
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.apply_precision import apply_precision
@@ -247,7 +248,16 @@ def _measured_graphs(program: Program, plans: Sequence[Plan]) -> list[Program]:
 
 
 def _peak(program: Program, classes: Quotient) -> Peak:
-    return lambda plan: peak_of(program, plan, classes)
+    return Peak(lambda plan: peak_of(program, plan, classes), lambda plan: _crowd_of(program, plan, classes))
+
+
+def _crowd_of(program: Program, plan: Plan, classes: Quotient) -> Crowd:
+    """What is held at the heaviest moment; of a model of many blocks, at that of the few that were captured."""
+    found = crowd(_measured_graph(program, plan), plan)
+    if program.repeat is None:
+        return found
+    held = peak_of(program, plan, classes)
+    return replace(found, held=held, totals=(sum(held.values()),))
 
 
 def _with_table(search: Search) -> Search:

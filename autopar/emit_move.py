@@ -29,6 +29,7 @@ class MoveEmitter:
         machine: the mesh.
         gradient: whether its only purpose is to bring a gradient into its parameter's layout.
         steady: whether it runs once for all microbatches.
+        value: name of the node whose value it is.
     """
 
     graph: fx.Graph
@@ -38,6 +39,7 @@ class MoveEmitter:
     machine: Machine
     gradient: bool = False
     steady: bool = False
+    value: str = ""
 
     def emit(self, local: fx.Node) -> fx.Node:
         """The value in the layout behind the move, from ``local``, in that before it."""
@@ -59,7 +61,7 @@ class MoveEmitter:
     def _call(self, target: Any, *args: Any) -> fx.Node:
         node = self.graph.call_function(target, args)
         inherit_origin(node, self.owner)
-        node.meta["steady"] = self.steady
+        node.meta.update(steady=self.steady, moves=self.value)
         return node
 
     def _cast(self, local: fx.Node, dtype: str) -> fx.Node:

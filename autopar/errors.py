@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class AutoparError(Exception):
     """Base class of autopar's own errors."""
@@ -25,13 +27,17 @@ class InfeasibleError(AutoparError):
     Attributes:
         needed: smallest budget that would do, in bytes, where it is a matter of memory.
         budget: the budget that was asked for, in bytes.
+        least: the `Plan` that needs so much.
     """
 
-    def __init__(self, message: str, *, needed: float | None = None, budget: float | None = None) -> None:
+    def __init__(
+        self, message: str, *, needed: float | None = None, budget: float | None = None, least: Any = None
+    ) -> None:
         """Keep the figures beside the message, for programs."""
         super().__init__(message)
         self.needed = needed
         self.budget = budget
+        self.least = least
 
 
 class CertificateError(AutoparError):

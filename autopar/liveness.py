@@ -13,6 +13,7 @@ from autopar._torch_compat import storage_id
 from autopar.accumulate import accumulate
 from autopar.collective import Collective, c10d
 from autopar.cost.memory import optimizer_state_bytes
+from autopar.crowd import Crowd, Tensor
 from autopar.errors import PlanError
 from autopar.host import to_device, to_host
 from autopar.origin import block_of, is_backward, module_path
@@ -32,14 +33,14 @@ class Change:
         starts: whether it happens as the operator starts, or after it.
         category: see `liveness`.
         size: bytes, negative where they are given back.
-        front: whether they are activations that are made in front of the model's blocks.
+        made: the operator that makes what the memory is for; None for what is there before the first.
     """
 
     node: fx.Node | None
     starts: bool
     category: str
     size: float
-    front: bool = False
+    made: fx.Node | None = None
 
 
 def liveness(program: Program, plan: Plan) -> list[Change]:
@@ -109,7 +110,6 @@ class _Liveness:
                     if value is not None:
                         last[self._storage(value)] = node
                         shared.update({self._storage(value)} if is_steady(argument) and not is_steady(node) else ())
-        front = _in_front(program)
         for storage, (node, value) in first.items():
             held = kept.get(storage)
             if held in KINDS.values() or node.target is to_host:
@@ -118,10 +118,9 @@ class _Liveness:
             user = last.get(storage, node)
             total = node.target is accumulate  # it holds what the microbatches before have added up
             category = held or ("gradients" if total else _category(node, user))
-            ahead = category == "activations" and node in front
-            yield Change(None if total else node, True, category, size, ahead)
+            yield Change(None if total else node, True, category, size, node)
             if held is None and storage not in shared:
-                yield Change(user, False, category, -size, ahead)
+                yield Change(user, False, category, -size, node)
         yield from self._copied()
 
     def _copied(self) -> Iterator[Change]:
@@ -186,27 +185,37 @@ class Moment:
 
 def moments(program: Program, plan: Plan) -> list[Moment]:
     """What is held as each operator that takes memory starts, in order; behind the last, at the optimizer's step."""
+    ahead, found, front = _in_front(program), [], 0.0
+    for node, changes, held in _walk(program, plan):
+        front += sum(c.size for c in changes if c.category == "activations" and c.made in ahead)
+        if node is None:
+            found.append(Moment(held, "", False))
+        elif changes[0].starts:
+            found.append(Moment(dict(held), module_path(node), is_backward(node), str(node.target), front))
+    return [*found, Moment(_at_step(held, program, plan), "", True)]
+
+
+def _walk(program: Program, plan: Plan) -> Iterator[tuple[fx.Node | None, list[Change], dict[str, float]]]:
+    """Before the first operator, and as each starts and ends: it, what changes, and bytes by category after that."""
     taken: dict[fx.Node | None, list[Change]] = defaultdict(list)
     given: dict[fx.Node | None, list[Change]] = defaultdict(list)
     for change in liveness(program, plan):
         (taken if change.starts else given)[change.node].append(change)
     held: dict[str, float] = defaultdict(float)
-    front = 0.0
     for change in taken[None]:
         held[change.category] += change.size
-    found = [Moment(dict(held), "", False)]
+    yield None, taken[None], dict(held)
     for node in program.graph.graph.nodes:
-        for change in taken.get(node, ()):
-            held[change.category] += change.size
-            front += change.size * change.front
-        if node in taken:
-            found.append(Moment(dict(held), module_path(node), is_backward(node), str(node.target), front))
-        for change in given.get(node, ()):
-            held[change.category] += change.size
-            front += change.size * change.front
-    held["optimizer"] += _states_away(program, plan.optimizer)
-    found.append(Moment(dict(held), "", True))
-    return found
+        for changes in (taken.get(node), given.get(node)):
+            for change in changes or ():
+                held[change.category] += change.size
+            if changes:
+                yield node, changes, held
+
+
+def _at_step(held: Mapping[str, float], program: Program, plan: Plan) -> dict[str, float]:
+    """Of what is held behind the last operator, what is held at the optimizer's step."""
+    return {**held, "optimizer": held.get("optimizer", 0.0) + _states_away(program, plan.optimizer)}
 
 
 def _states_away(program: Program, optimizer: str) -> float:
@@ -219,3 +228,28 @@ def _states_away(program: Program, optimizer: str) -> float:
 def peak_memory(program: Program, plan: Plan) -> dict[str, float]:
     """Bytes by category at the moment when one device holds the most, of a rewritten program."""
     return dict(max(moments(program, plan), key=lambda m: m.total).held)
+
+
+def crowd(program: Program, plan: Plan) -> Crowd:
+    """The moment when one device holds the most, of a rewritten program."""
+    there: dict[fx.Node, float] = defaultdict(float)
+    totals: list[float] = []
+    most: tuple[float, dict[str, float], dict[fx.Node, float]] = (-1.0, {}, {})
+    for _, changes, held in _walk(program, plan):
+        for change in changes:
+            if change.made is not None:
+                there[change.made] += change.size
+        totals.append(sum(held.values()))
+        if totals[-1] > most[0]:
+            most = totals[-1], dict(held), {node: size for node, size in there.items() if size > 0}
+    step = _at_step(held, program, plan)
+    if sum(step.values()) > most[0]:
+        most = sum(step.values()), step, {}
+    tensors = tuple(_tensor(node, size) for node, size in most[2].items())
+    return Crowd(most[1], tensors, tuple(sorted([*totals, sum(step.values())], reverse=True)))
+
+
+def _tensor(node: fx.Node, size: float) -> Tensor:
+    if node.meta.get("moves"):
+        return Tensor(node.meta["moves"], size, is_backward(node), moved=True)
+    return Tensor(node.meta.get("original", node.name), size, "original" in node.meta)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from autopar.dims import Dims, analyze
 from autopar.errors import InfeasibleError
+from autopar.leaner import costed, leaner
 from autopar.passes.pad_dims import pad
 from autopar.plan import INTERRUPTED, TIME_LIMIT, Plan
 from autopar.predict import predict
@@ -92,7 +93,13 @@ def _best(program: Program, dims: Dims, job: Job, measure: Measure) -> Plan:
     if search.recipe == "random":
         return predict(program, dims, _random(program, dims, job, limits))
     limits = by_roles(program, dims, classes, axes, roles_of(search.recipe, axes, search.roles), limits)
-    plan = find_plan(program, dims, replace(job, restrictions=limits), classes, measure(program, classes))
+    job, peak = replace(job, restrictions=limits), measure(program, classes)
+    try:
+        plan = find_plan(program, dims, job, classes, peak.held)
+    except InfeasibleError as e:
+        if peak.crowd is None:
+            raise
+        return costed(predict(program, dims, leaner(program, classes, job, peak.crowd, e), classes))
     return predict(program, dims, plan, classes)
 
 

@@ -387,7 +387,7 @@ class _Task:
                     self.lightest[a, c.part.microbatches] = sum(held.values()), plan, c.schedule
                 return held
 
-            return peak
+            return Peak(peak)
 
         self._say(f"{a.devices} devices along {a.axis}, {a.stages} stages, {c.schedule}")
         share, rival = share_of(c.actions, a.stages), Rival(self._seconds * a.devices)

@@ -103,7 +103,8 @@ def _bring(
                 # A forward value that only the backward pass wants elsewhere is moved in the backward pass.
                 owner = value if user.op == "output" else user
                 once = steady or is_steady(user)
-                emitter = MoveEmitter(graph, owner, type_, move, tables.machine, gradient, once)
+                name = value.meta.get("original", value.name)
+                emitter = MoveEmitter(graph, owner, type_, move, tables.machine, gradient, once, name)
                 moved = placed[value, move.target] = emitter.emit(placed[value, move.source])
                 moved.meta["away"] = value.meta.get("away_moved", False) and move.target == start
     return placed[value, target]

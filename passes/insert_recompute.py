@@ -107,6 +107,6 @@ class _Copies:
         alias.meta.update(
             types=(source.meta["types"][index],), layouts=(layout,), relays={0: source.meta["relays"][index]},
             held=frozenset({0} if index in source.meta["held"] else ()), as_made=True, input_layouts=(layout,),
-            val=node.meta["val"], internal=False,
+            val=node.meta["val"], internal=False, original=node.name,
         )  # fmt: skip
         return alias

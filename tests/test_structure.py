@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cost",
         "redistribute",
         "plan",
+        "crowd",
         "report",
         "origin",
         "regions",
@@ -72,6 +73,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "run_passes",
         "in_microbatches",
+        "leaner",
         "padded",
         "shorten",
         "abridge",

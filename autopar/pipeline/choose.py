@@ -14,9 +14,9 @@ from autopar.candidates import split_parts
 from autopar.cluster import Link
 from autopar.dims import Dims
 from autopar.errors import InfeasibleError
+from autopar.origin import module_path
 from autopar.pipeline.pieces import free_nodes
 from autopar.pipeline.positions import ends, forward_nodes, positions, starts
-from autopar.origin import module_path
 from autopar.plan import Plan, Stage
 from autopar.predict import node_seconds
 from autopar.program import Program, values_of

@@ -26,7 +26,7 @@ from autopar.search.certify import Claim
 from autopar.search.counted import WHOLE, Memory
 from autopar.search.frontier import MAX_PRICES, STATES_SECONDS, Frontier, Mix, restricted, within
 from autopar.search.minimise import Limits
-from autopar.search.options import Job, Peak
+from autopar.search.options import Held, Job
 from autopar.search.price import fits
 from autopar.search.problem import Ints, Problem, Solution, evaluate
 from autopar.search.restrict import Restrictions
@@ -75,7 +75,7 @@ class Task:
     state: Callable[[bool], Mapping[str, float]]
     limits: Limits
     job: Job
-    peak: Peak | None
+    peak: Held | None
     regions: bool = False
     away: bool = False
     states: Mapping[str, float] = field(default_factory=dict)
@@ -225,7 +225,7 @@ def _fitting(task: Task, kept: Row, bound: float, method: str = "") -> Plan:
         if not rows and not here and (better or not capped) and not task.limits.expired():
             rows.append(_on_device(kept.narrowed(replace(kept.memory, working=working / 2)), task.limits))
             capped = True
-    raise _missing(task.job.memory, least)
+    raise missing(task.job.memory, least)
 
 
 def _require_room(task: Task, rows: Sequence[Row], bound: float) -> None:
@@ -239,7 +239,7 @@ def _require_room(task: Task, rows: Sequence[Row], bound: float) -> None:
         if not row.frontier.reaches(row.budget):
             plan, enough = _measured(task, task.read(row.built, _least(row.frontier), bound, "prices"))
             if not enough:
-                raise _missing(task.job.memory, plan)
+                raise missing(task.job.memory, plan)
 
 
 def _kept(task: Task, restrictions: Restrictions) -> Row:
@@ -293,7 +293,7 @@ def _lesser(a: Plan | None, b: Plan) -> Plan:
     return b if a is None or _peak(b.predicted.peak_bytes) < _peak(a.predicted.peak_bytes) else a
 
 
-def _missing(memory: float, least: Plan | None) -> InfeasibleError:
+def missing(memory: float, least: Plan | None) -> InfeasibleError:
     """Say how much is missing, of what, and what would do."""
     if least is None:
         return InfeasibleError("no choice of labels avoids every forbidden label and pair; allow more candidates")
@@ -307,6 +307,7 @@ def _missing(memory: float, least: Plan | None) -> InfeasibleError:
         f"{format_bytes(needed)}, or use a mesh of about {more} devices or a smaller batch",
         needed=needed,
         budget=memory,
+        least=least,
     )
 
 
@@ -336,7 +337,7 @@ def _tightened(task: Task, row: Row, bound: float, method: str) -> tuple[Plan, f
     if not task.whole:  # there are other pipelines, of which some fit sooner
         least, enough = _measured(task, task.read(built, _least(frontier), bound, method or "prices"))
         if not enough and _peak(least.predicted.peak_bytes) > HOPELESS * task.job.memory:
-            raise _missing(task.job.memory, least)
+            raise missing(task.job.memory, least)
         if enough:  # otherwise what keeps least is not what needs least
             room = frontier.least().memory + task.job.memory - _peak(least.predicted.peak_bytes)
     thorough = 1 if task.whole or np.isinf(room) else 0

@@ -27,7 +27,7 @@ from autopar.search.duals import examine, require_cost
 from autopar.search.frontier import Mix
 from autopar.search.interrupt import requested
 from autopar.search.minimise import Limits
-from autopar.search.options import Job, Peak, Search
+from autopar.search.options import Held, Job, Search
 from autopar.search.quotient import Quotient, quotient
 from autopar.search.recipes import roles_of
 from autopar.search.restrict import Restrictions
@@ -37,7 +37,7 @@ EXACT_AXES = 2
 
 
 def find_plan(
-    program: Program, dims: Dims, job: Job, classes: Quotient | None = None, peak: Peak | None = None
+    program: Program, dims: Dims, job: Job, classes: Quotient | None = None, peak: Held | None = None
 ) -> Plan:
     """The fastest plan that fits.
 

@@ -7,14 +7,29 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.cluster import Cluster
+from autopar.crowd import Crowd
 from autopar.plan import Plan
 from autopar.search.counted import WHOLE, Share
 from autopar.search.recipes import GATHERS_ONCE, check_recipe
 from autopar.search.restrict import Restrictions
 from autopar.search.rival import NOBODY, Rival
 
-Peak = Callable[[Plan], Mapping[str, float]]
+Held = Callable[[Plan], Mapping[str, float]]
 """Bytes by category at the moment when a device holds the most under a plan."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What a device holds under a plan.
+
+    Attributes:
+        held: bytes by category when that is most.
+        crowd: the same moment, tensor by tensor; None where that is not known.
+    """
+
+    held: Held
+    crowd: Callable[[Plan], Crowd] | None = None
+
 
 Progress = Callable[[str, float, float], None]
 """``(phase, incumbent, bound)``, in seconds."""

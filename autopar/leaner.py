@@ -1,0 +1,198 @@
+"""`leaner`: where nothing is found that fits, what the leanest plan keeps is decided anew, by its graph's own peak.
+
+Rows of memory are relaxations: they leave out what waits while values are made again, and other moments than theirs. So
+near the least memory that a model can do with, a row that is tightened further leads to plans that need more. There,
+the graph of a plan says what is held when most is. Of each such tensor the plan that makes it again is measured, or,
+where it is made again, the one that keeps it, and the plan whose heaviest moments are the lightest is taken.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from autopar.cost.memory import format_bytes
+from autopar.crowd import Crowd
+from autopar.errors import InfeasibleError
+from autopar.origin import is_backward
+from autopar.plan import EVERY, Plan
+from autopar.program import Program
+from autopar.recompute import class_of
+from autopar.search.budget import missing
+from autopar.search.counted import carried
+from autopar.search.factors import from_parameters
+from autopar.search.interrupt import requested
+from autopar.search.options import Job
+from autopar.search.price import fits
+from autopar.search.quotient import Quotient
+
+NEAR = 1.25
+"""A plan that needs so much more than the budget is not tried to be made leaner."""
+
+SHARE = 0.5
+"""Of the time limit."""
+
+ENOUGH = 0.9
+"""A change that saves so much of what it aims at is taken at once, without trying the others."""
+
+SMALL = 1e-3
+"""Tensors of less than this share of the peak are not looked at."""
+
+
+Entry = tuple[str, int | None]
+"""A name in a plan's ``recompute``, and one member of its class, or all of them."""
+
+
+@dataclass(frozen=True)
+class _Change:
+    """Entries that come or go, and the bytes of the tensor that they are about."""
+
+    size: float
+    entries: frozenset[Entry]
+    again: bool
+
+    def of(self, plan: Plan, count: Mapping[str, int]) -> Plan:
+        table = dict(plan.recompute)
+        for name, member in sorted(self.entries, key=str):
+            have = _members(plan, name, count) if member is not None else set()
+            members = range(count[class_of(name)]) if member is None else (member,)
+            have = have.union(members) if self.again else have.difference(members)
+            table[name] = _ranges(have, count[class_of(name)])
+        return replace(plan, recompute={name: ranges for name, ranges in table.items() if ranges})
+
+
+def _members(plan: Plan, name: str, count: Mapping[str, int]) -> set[int]:
+    """Of a class those that are made again."""
+    most = count[class_of(name)]
+    return {i for start, stop in plan.recompute.get(name, ()) for i in range(start, min(stop, most))}
+
+
+def _ranges(members: Collection[int], count: int) -> tuple[tuple[int, int], ...]:
+    """The same as ranges."""
+    if len(members) == count:
+        return EVERY
+    starts = sorted(i for i in members if i - 1 not in members)
+    stops = sorted(i + 1 for i in members if i + 1 not in members)
+    return tuple(zip(starts, stops, strict=True))
+
+
+def leaner(
+    program: Program, classes: Quotient, job: Job, crowd: Callable[[Plan], Crowd], error: InfeasibleError
+) -> Plan:
+    """A plan that fits, if the leanest that was found can be made one.
+
+    Args:
+        program: that was searched.
+        classes: which nodes share a decision.
+        job: what it was searched for.
+        crowd: what is held at the heaviest moment of a plan's graph.
+        error: that says what was found.
+
+    Raises:
+        InfeasibleError: none was found; of the leanest that is known now.
+    """
+    plan, budget = error.least, job.memory
+    if plan is None or budget is None or error.needed is None or error.needed > NEAR * budget or plan.offload:
+        raise error
+    deadline = time.monotonic() + SHARE * job.search.time_limit
+    changes = _Changes(program, classes, job)
+    now = crowd(plan)
+    while not fits(now.totals[0], budget):
+        best: tuple[Crowd, _Change] | None = None
+        for change in changes.of(plan, now):
+            if time.monotonic() > deadline or requested():
+                break
+            found = crowd(change.of(plan, classes.count))
+            if found.totals < (best[0].totals if best else now.totals):
+                best = found, change
+                if now.totals[0] - found.totals[0] >= ENOUGH * change.size:
+                    break
+        if best is None:
+            raise missing(budget, replace(plan, predicted=replace(plan.predicted, peak_bytes=now.held)))
+        now, plan = best[0], best[1].of(plan, classes.count)
+        job.progress(f"peak {format_bytes(now.totals[0])}, leaner", plan.certificate.objective, 0.0)
+    return replace(plan, predicted=replace(plan.predicted, peak_bytes=now.held))
+
+
+def costed(plan: Plan) -> Plan:
+    """A plan that was changed since its search, with its predicted seconds as its objective."""
+    seconds, known = plan.predicted.step_seconds, plan.certificate
+    own = replace(known, objective=seconds, lower_bound=min(known.lower_bound, seconds), method="leaner", checked=None)
+    return replace(plan, certificate=own)
+
+
+class _Changes:
+    """What may be kept or made again, under the pins of a search."""
+
+    def __init__(self, program: Program, classes: Quotient, job: Job) -> None:
+        self.program, self.classes = program, classes
+        forward = {n for n in program.sources if not is_backward(n)}
+        allowed = {
+            "search": forward - carried(program, classes),
+            "gathers": forward & from_parameters(program),
+            "none": set[fx.Node](),
+        }[job.search.again]
+        if job.search.regions:
+            allowed -= program.pins.keys()
+        fixed = {classes.key[n] for n in forward - allowed}
+        self.free = {classes.key[n] for n in allowed - program.alone} - fixed
+        moved = {classes.key[n] for n in program.placeholders} if job.search.again != "none" else set()
+        self.moved = self.free | moved
+        self.outputs: dict[str, list[int]] = defaultdict(list)
+        for key, out in classes.uses:
+            self.outputs[key].append(out)
+        self.by_name = {n.name: (n, i) for members in classes.members.values() for i, n in enumerate(members)}
+        self.number = {node: i for node, i in self.by_name.values()}
+
+    def of(self, plan: Plan, crowd: Crowd) -> Iterator[_Change]:
+        """What may help at the heaviest moment: the largest tensors first, of all blocks and of one."""
+        seen: set[frozenset[Entry]] = set()
+        there = [(t, *self.by_name[t.name]) for t in crowd.tensors if t.name in self.by_name]
+        held = {node for tensor, node, _ in there if not tensor.again and not tensor.moved}
+        for tensor, node, _ in sorted(there, key=lambda t: -t[0].size):
+            if tensor.size < SMALL * crowd.totals[0]:
+                break
+            alone = self.program.repeat is None and self.classes.count[self.classes.key[node]] > 1
+            for one in (False, True) if alone else (False,):
+                found = self._kept(node, plan, one) if tensor.again else self._again(node, plan, held, one)
+                if found and found not in seen:
+                    seen.add(found)
+                    yield _Change(tensor.size, found, not tensor.again)
+
+    def _kept(self, node: fx.Node, plan: Plan, one: bool) -> frozenset[Entry]:
+        """What is no longer made again where a value is kept."""
+        return frozenset(e for e in self._entries(node, plan, one) if self._is_again(e, plan))
+
+    def _again(self, node: fx.Node, plan: Plan, held: Collection[fx.Node], one: bool) -> frozenset[Entry]:
+        """What else is made or moved again where a value is: what it is made of, unless that is there or is already."""
+        found: set[fx.Node] = set()
+        entries = set(self._entries(node, plan, one))  # all that there is of an input
+        waiting = [node]
+        while waiting:
+            last = waiting.pop()
+            known = self._is_again((self.classes.key[last], self.number[last] if one else None), plan)
+            if last in found or known or self.classes.key[last] not in self.free or (last is not node and last in held):
+                continue
+            found.add(last)
+            entries.update(self._entries(last, plan, one))
+            for source, _ in self.program.sources[last]:
+                entries.update(e for e in self._entries(source, plan, one) if e[0].startswith("relay "))
+                waiting.append(source)
+        return frozenset(e for e in entries if not self._is_again(e, plan))
+
+    def _is_again(self, entry: Entry, plan: Plan) -> bool:
+        name, member = entry
+        return name in plan.recompute if member is None else member in _members(plan, name, self.classes.count)
+
+    def _entries(self, node: fx.Node, plan: Plan, one: bool) -> Iterator[Entry]:
+        """Those of what an operator makes, and of its moved forms."""
+        key, member = self.classes.key[node], self.number[node] if one else None
+        if key in self.free:
+            yield key, member
+        for out in self.outputs.get(key, ()) if key in self.moved else ():
+            if f"{key} {out}" in plan.relays:
+                yield f"relay {key} {out}", member

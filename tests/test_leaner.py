@@ -1,0 +1,127 @@
+"""Near the least memory that a model can do with, what is kept is decided by the peak of the graph itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from autopar.cluster import Cluster
+from autopar.compiler import _crowd_of, peak_of, program_to_plan, rewrite, solve
+from autopar.dims import analyze
+from autopar.errors import InfeasibleError
+from autopar.leaner import leaner
+from autopar.liveness import crowd, moments
+from autopar.plan import EVERY, Plan
+from autopar.program import Program
+from autopar.recompute import class_of
+from autopar.search.budget import missing
+from autopar.search.counted import carried
+from autopar.search.factors import from_parameters
+from autopar.search.options import Job, Search
+from autopar.search.quotient import Quotient, quotient
+from autopar.verify import compare
+from tests import models as zoo
+
+LINE = {"gpu": 4}
+GPU = Cluster.preset("h100")
+SIZES = {"batch": 8, "seq": 16, "layers": 3}
+
+
+def captured() -> tuple[Program, Quotient, list[torch.Tensor]]:
+    program, dims, values = zoo.captured("llama", **SIZES)
+    return program, quotient(program, dims), list(values)
+
+
+def needs(program: Program, plan: Plan) -> float:
+    return sum(peak_of(program, plan).values())
+
+
+def made_lean(program: Program, classes: Quotient, plan: Plan, budget: float, again: str = "search") -> Plan:
+    """What becomes of a plan that does not fit."""
+    search = Search(pins={"recompute": again}, time_limit=60)
+    held = replace(plan.predicted, peak_bytes=peak_of(program, plan, classes))
+    error = missing(budget, replace(plan, predicted=held))
+    return leaner(
+        program, classes, Job(LINE, GPU, budget, search=search), lambda p: _crowd_of(program, p, classes), error
+    )
+
+
+def test_the_crowd_is_what_is_held_at_the_heaviest_moment() -> None:
+    program, _, _ = captured()
+    plan = solve(program, LINE, "h100")
+    local = rewrite(program, plan)
+    found, every = crowd(local, plan), moments(local, plan)
+    assert found.totals[0] == sum(found.held.values()) == max(m.total for m in every)
+    assert list(found.totals) == sorted(found.totals, reverse=True)
+    inputs = ("parameters", "optimizer", "buffers", "batch")
+    assert sum(t.size for t in found.tensors) == sum(v for k, v in found.held.items() if k not in inputs)
+    assert not any(t.again for t in found.tensors)
+
+
+def test_what_is_made_again_is_told_apart() -> None:
+    program, classes, _ = captured()
+    plan = solve(program, LINE, "h100")
+    kept = {k for k, members in classes.members.items() if members[0] in carried(program, classes)}
+    names = [*classes.members.keys() - kept, *(f"relay {r}" for r in plan.relays if class_of(f"relay {r}") not in kept)]
+    found = _crowd_of(program, replace(plan, recompute=dict.fromkeys(names, EVERY)), classes)
+    again = {t.name for t in found.tensors if t.again}
+    assert again
+    assert again <= {n.name for n in program.sources}
+
+
+def test_a_plan_that_keeps_everything_is_made_to_fit() -> None:
+    program, classes, values = captured()
+    plan = solve(program, LINE, "h100")
+    budget = 0.85 * needs(program, plan)
+    found = made_lean(program, classes, plan, budget)
+    assert not plan.recompute
+    assert needs(program, found) == sum(found.predicted.peak_bytes.values()) <= budget
+    kept = carried(program, classes)
+    assert not any(classes.members[k][0] in kept for k in found.recompute if k in classes.members)
+    report = compare(program, rewrite(program, found), found, values, torch.float64)
+    assert report.gradients.keys() == report.reference_gradients.keys() != set()
+    assert report.max_error <= 1e-10
+
+
+def test_pins_hold() -> None:
+    program, classes, _ = captured()
+    plan = solve(program, LINE, "h100", search=Search(recipe="fsdp"))
+    most = needs(program, plan)
+    with pytest.raises(InfeasibleError, match="missing") as caught:
+        made_lean(program, classes, plan, 0.9 * most, "none")
+    assert caught.value.needed == most
+    found = made_lean(program, classes, plan, 0.95 * most, "gathers")
+    chains = {classes.key[n] for n in from_parameters(program)}
+    assert {class_of(name) for name in found.recompute} <= chains
+    assert any(name.startswith("relay ") for name in found.recompute)
+
+
+def test_what_needs_far_too_much_is_left_alone() -> None:
+    program, classes, _ = captured()
+    plan = solve(program, LINE, "h100")
+    with pytest.raises(InfeasibleError) as caught:
+        made_lean(program, classes, plan, 0.5 * needs(program, plan))
+    assert caught.value.least is not None
+    assert not caught.value.least.recompute
+
+
+def test_some_blocks_may_do_without() -> None:
+    """A little less than everything: one block's tensor is enough, which the others keep."""
+    program, classes, _ = captured()
+    plan = solve(program, LINE, "h100")
+    found = made_lean(program, classes, plan, needs(program, plan) - 64)
+    assert needs(program, found) <= needs(program, plan) - 64
+    assert len(found.recompute) >= 1
+
+
+def test_models_of_which_blocks_were_left_out() -> None:
+    program = program_to_plan(*zoo.MODELS["llama"](layers=6, batch=8, seq=16))
+    assert program.repeat is not None
+    classes = quotient(program, analyze(program))
+    plan = solve(program, LINE, "h100")
+    budget = 0.9 * needs(program, plan)
+    found = made_lean(program, classes, plan, budget)
+    assert needs(program, found) <= budget
+    assert all(ranges == EVERY for ranges in found.recompute.values())
