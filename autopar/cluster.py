@@ -28,7 +28,7 @@ ALGORITHMS = ("ring", "tree", "pat")
 """How libraries may run collectives; `autopar.cost.collectives` says what each costs."""
 
 _SHARES = ("efficiency", "streaming")
-_OPTIONAL = ("efficiency", "units", "ramp", "streaming", "host", "host_bandwidth")
+_OPTIONAL = ("efficiency", "units", "ramp", "streaming", "host", "host_bandwidth", "copies")
 _FIGURES = ("memory", "bandwidth", "launch", *_OPTIONAL)
 
 FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -57,6 +57,8 @@ class Device:
         host: seconds that the host needs to launch one kernel: devices that are faster wait for it.
         host_bandwidth: of the way to the host's memory, in bytes per second in one direction, of which copies reach the
             share ``streaming``; 0: nothing can be sent there.
+        copies: of what a convolution takes and makes, the share that its library copies into another order of memory,
+            see `autopar.cost.memory.convolution_copies`: 1 for oneDNN; 0 counts nothing.
 
     Raises:
         ValueError: a figure is not a positive number, or a dtype is unknown.
@@ -73,6 +75,7 @@ class Device:
     streaming: float = 1.0
     host: float = 0.0
     host_bandwidth: float = 0.0
+    copies: float = 0.0
 
     def __post_init__(self) -> None:
         _check_name(self.name)
@@ -86,7 +89,7 @@ class Device:
         object.__setattr__(self, "flops", flops)
         for key in ("memory", "bandwidth", "launch", *_SHARES):
             object.__setattr__(self, key, _positive(key, getattr(self, key)))
-        for key in ("ramp", "host", "host_bandwidth"):
+        for key in ("ramp", "host", "host_bandwidth", "copies"):
             object.__setattr__(self, key, _not_negative(key, getattr(self, key)))
         for key in _SHARES:
             if getattr(self, key) > 1:

@@ -30,7 +30,7 @@ from autopar.search.options import Job
 from autopar.search.price import fits
 from autopar.search.quotient import Quotient
 
-NEAR = 1.25
+NEAR = 1.5
 """A plan that needs so much more than the budget is not tried to be made leaner."""
 
 SHARE = 0.5
@@ -95,7 +95,8 @@ def leaner(
     Raises:
         InfeasibleError: none was found; of the leanest that is known now.
     """
-    plan, budget = error.least, job.memory
+    plan: Plan | None = error.least
+    budget = job.memory
     if plan is None or budget is None or error.needed is None or error.needed > NEAR * budget or plan.offload:
         raise error
     deadline = time.monotonic() + SHARE * job.search.time_limit

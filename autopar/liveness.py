@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch import fx
 from autopar._torch_compat import storage_id
 from autopar.accumulate import accumulate
 from autopar.collective import Collective, c10d
-from autopar.cost.memory import optimizer_state_bytes
+from autopar.cost.memory import convolution_copies, optimizer_state_bytes
 from autopar.crowd import Crowd, Tensor
 from autopar.errors import PlanError
 from autopar.host import to_device, to_host
@@ -21,6 +22,7 @@ from autopar.plan import Plan
 from autopar.program import Program, is_steady, tensor_arguments, values_of
 from autopar.propagate import propagate
 
+aten = torch.ops.aten
 KINDS = {"parameter": "parameters", "buffer": "buffers", "batch": "batch", "tangent": "batch"}
 
 
@@ -64,14 +66,14 @@ def liveness(program: Program, plan: Plan) -> list[Change]:
     propagate(program, plan, everything=True)  # passes leave shapes right, but not which tensors share memory
     links = plan.cluster.link_for(dict(plan.axes))
     copies = {axis: link.copies for (axis, _), link in zip(plan.axes, links, strict=True) if link.copies}
-    return list(_Liveness(program, plan.optimizer, copies).changes())
+    return list(_Liveness(program, plan.optimizer, copies, plan.cluster.device.copies).changes())
 
 
 class _Liveness:
     """Walks a graph."""
 
-    def __init__(self, program: Program, optimizer: str, copies: Mapping[str, float]) -> None:
-        self.program, self.optimizer, self.copies = program, optimizer, copies
+    def __init__(self, program: Program, optimizer: str, copies: Mapping[str, float], convolved: float) -> None:
+        self.program, self.optimizer, self.copies, self.convolved = program, optimizer, copies, convolved
         self.part = program.part
         self.received: dict[int, int] = {}  # what a collective's wait returns is what the collective made
         for node in program.graph.graph.nodes:
@@ -124,8 +126,11 @@ class _Liveness:
         yield from self._copied()
 
     def _copied(self) -> Iterator[Change]:
-        """What the communication library holds besides, from when a collective starts until it is waited for."""
+        """What libraries hold besides: those of collectives until these are waited for, those of convolutions."""
         for node in self.program.graph.graph.nodes:
+            if size := self.convolved * copied_by_convolution(node):
+                yield Change(node, True, "transient", size)
+                yield Change(node, False, "transient", -size)
             made = node.meta.get("collective")
             if not isinstance(made, Collective) or made.kind not in _COPIED or made.axis not in self.copies:
                 continue
@@ -140,6 +145,20 @@ class _Liveness:
 
 
 _COPIED = ("all_gather", "reduce_scatter")
+_CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
+
+
+def copied_by_convolution(node: fx.Node) -> float:
+    """Bytes that the CPU's library copies while an operator runs; 0 if it is no convolution."""
+    if node.target not in _CONVOLUTIONS:
+        return 0.0
+    backward = node.target is aten.convolution_backward.default
+    taken, weight = tensor_arguments(node)[backward : backward + 2]  # behind the gradient, if there is one
+    x, kernel, made = (n.meta["val"] for n in (taken, weight, tensor_arguments(node)[0] if backward else node))
+    return convolution_copies(
+        x.nbytes, kernel.nbytes, made.nbytes, kernel=math.prod(kernel.shape[2:]), item=x.element_size(),
+        backward=backward, transposed=bool(node.args[7 if backward else 6]),
+    )  # fmt: skip
 
 
 def _in_front(program: Program) -> set[fx.Node]:

@@ -36,14 +36,13 @@ from autopar.errors import InfeasibleError  # noqa: E402
 from autopar.host import to_device, to_host  # noqa: E402
 from autopar.layout import Replicate  # noqa: E402
 from autopar.liveness import moments  # noqa: E402
-from autopar.origin import is_backward  # noqa: E402
 from autopar.plan import Plan  # noqa: E402
-from autopar.program import Program, map_nodes, values_of  # noqa: E402
+from autopar.program import Program, map_nodes  # noqa: E402
 from autopar.recompute import class_of  # noqa: E402
-from autopar.search.find import state_bytes  # noqa: E402
 from autopar.search.options import Search  # noqa: E402
 from autopar.verify import global_values  # noqa: E402
 from benchmarks.allocated import peak_allocated  # noqa: E402
+from benchmarks.least_memory import least  # noqa: E402
 from benchmarks.memory_models import MODELS  # noqa: E402
 
 MESHES = {"4": {"gpu": 4}, "2x2": {"node": 2, "gpu": 2}}
@@ -116,7 +115,7 @@ def ladder(model: str, mesh: str, cluster: Cluster, rungs: int, seconds: float) 
         found.append(rung(math.sqrt(low * high)))
     found.sort(key=lambda row: -row["budget"])
     name = f"{model} on {mesh}" + (", with a host" if host else "")
-    bound = least(program, axes, away=host)
+    bound = least(program, axes, away=host, copies=cluster.device.copies)
     return {"ladder": name, "bound": bound, "rungs": found, "anomalies": anomalies(found)}
 
 
@@ -146,47 +145,6 @@ def described(program: Program, plan: Plan, values: Sequence[torch.Tensor]) -> d
         "computed_again": len(operators),
         "on_host": plan.predicted.host_bytes,
     }
-
-
-def least(program: Program, axes: dict[str, int], *, away: bool = False) -> float:
-    """Bytes that no plan does without, by hand: from the order of the operators, and from nothing that is searched.
-
-    While an operator runs there are: the parameters with their state; what the backward pass made or took before and
-    takes later, gradients too; results that the caller gets; and what the operator takes and makes. All of it is split
-    over all devices. Nothing else of the forward pass counts: it may be made again, though not from nothing, so that
-    the bound is below what can be reached.
-
-    Args:
-        program: of the whole batch.
-        axes: of the mesh.
-        away: whether optimizer state may lie on the host.
-    """
-    inputs = {s for node in program.placeholders for s in storages(node)}
-    outputs = zip(program.outputs, program.output_values, strict=True)
-    results = {
-        s for o, v in outputs if v is not None and o.kind in ("result", "gradient") for s in storages(v)
-    } - inputs
-    there: dict[Any, float] = {}  # from when on it certainly is
-    last: dict[Any, float] = {}
-    taken = []
-    for i, node in enumerate(program.sources):
-        taken.append({s for n in (node, *node.all_input_nodes) for s in storages(n)} - inputs)
-        last |= dict.fromkeys(taken[-1], i)
-        certain = taken[-1] if is_backward(node) else taken[-1] & results
-        there |= {s: i for s in certain if s not in there}
-    last |= dict.fromkeys(results, math.inf)
-    most = 0.0
-    for i, own in enumerate(taken):
-        now = own | {s for s, since in there.items() if since < i <= last[s]}
-        most = max(most, float(sum(s.nbytes() for s in now)))
-    state = sum(state_bytes(program, "sgd" if away else "adamw", gradients=False).values())
-    step = sum(state_bytes(program, "adamw").values())  # which takes all of it, wherever it lay before
-    return max(state + most, step) / math.prod(axes.values())
-
-
-def storages(node: fx.Node) -> set[Any]:
-    """Of what a node makes, or what its results are views of."""
-    return {value.untyped_storage() for value in values_of(node) if value is not None}
 
 
 def emulated_peak(local: Program, plan: Plan, values: Sequence[torch.Tensor]) -> float:
@@ -286,7 +244,7 @@ def table(found: dict[str, Any]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     low, high = limits(found["rungs"])
     bound = found["bound"]
-    lines += ["", f"By hand nothing fits below {format_bytes(bound)}. Plans are known down to {format_bytes(high)}"]
+    lines += ["", f"Nothing fits below {format_bytes(bound)}. Plans are known down to {format_bytes(high)}"]
     if low < math.inf:
         lines[-1] += f", and none for {format_bytes(low)}, {low / bound - 1:.0%} above the bound"
     lines[-1] += "."

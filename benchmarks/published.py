@@ -5,7 +5,8 @@ PTD-P (arXiv 2104.04473), the steps, times of a layer and activations of "Reduci
 (2205.05198), and the bubbles of "Zero Bubble Pipeline Parallelism" (2401.10241). Steps are predicted by
 `autopar.hybrid.predict_hybrid`, as ``autopar plan --recipe megatron`` does, of `benchmarks/gpt.py`; nothing is fitted
 to them. They are predicted twice: with the kernels of the graph, and without the passes over memory that the fused
-kernels of Megatron save (PTD-P, section 4.2). Activations are what the graph of a layer keeps alive.
+kernels of Megatron save (PTD-P, section 4.2). Activations are what the graph of a layer keeps alive. The paper's
+selective recomputation is set beside what the search finds for the memory that it takes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import argparse
 import functools
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +24,21 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import sympy  # noqa: E402
+from torch import fx  # noqa: E402
 
 from autopar.assignment import machine_of  # noqa: E402
 from autopar.cluster import Cluster  # noqa: E402
-from autopar.compiler import program_of, solve  # noqa: E402
-from autopar.dims import analyze  # noqa: E402
+from autopar.compiler import peak_of, program_of, program_to_plan, solve  # noqa: E402
+from autopar.dims import Dims, analyze  # noqa: E402
 from autopar.hybrid import predict_hybrid  # noqa: E402
+from autopar.origin import is_backward, module_path  # noqa: E402
+from autopar.plan import EVERY  # noqa: E402
+from autopar.predict import predict  # noqa: E402
+from autopar.program import Program  # noqa: E402
+from autopar.recompute import class_of  # noqa: E402
 from autopar.redistribute import Machine  # noqa: E402
 from autopar.search.options import Search  # noqa: E402
+from autopar.search.quotient import quotient  # noqa: E402
 from autopar.simulate import order, pipeline, simulate  # noqa: E402
 from autopar.step import Part, spend_each, step_of  # noqa: E402
 from benchmarks.gpt import GPT, batch_of  # noqa: E402
@@ -41,6 +50,9 @@ SHAPES = {22: (6144, 64, 48), 175: (12288, 96, 96), 530: (20480, 128, 105), 1000
 RUNS = {175: 3, 530: 3}
 """Runs of layers on each stage, from the same paper, section 6: interleaved."""
 
+WAYS = {"graph": False, "fused": True}
+"""With the kernels of the graph, and without what Megatron's fused kernels save."""
+
 Row = Mapping[str, Any]
 
 
@@ -49,6 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, help="folder with published/")
     parser.add_argument("--cluster", default="a100-80gb", help="a preset or TOML file")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     folder = options.data and options.data / "published"
     if folder is None or not folder.is_dir():
@@ -59,12 +72,48 @@ def main() -> None:
     def read(name: str) -> Any:
         return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
 
-    bubbles(read("zero_bubble"))
     own = read("activation_recomputation")
-    layer(own["layer_ms_22b"], cluster)
-    activations(own["activation_bytes_per_layer"])
-    recomputed(own["iteration_seconds"], cluster)
-    ptdp(read("megatron_ptdp_table1"), cluster)
+    tables = {
+        "Zero Bubble, smallest numbers of microbatches: bubble rates": bubbles(read("zero_bubble")),
+        "A layer of 22B, microbatch 4, 8 tensor ranks: milliseconds": layer(own["layer_ms_22b"], cluster),
+        "Activations of a layer of 22B, microbatch 4, 8 tensor ranks": activations(own["activation_bytes_per_layer"]),
+        "The selective choice, and what is searched for its memory: 48 layers of 22B": selective(cluster),
+        "Reducing Activation Recomputation, Table 5: seconds": recomputed(own["iteration_seconds"], cluster),
+        "PTD-P, Table 1: full recomputation, 1F1B or interleaved": ptdp(read("megatron_ptdp_table1"), cluster),
+    }
+    found: dict[str, list[Row]] = {}
+    for title, rows in tables.items():
+        found[title] = []
+        for row in rows:
+            if not options.json and not found[title]:
+                print(f"\n{title}\n{'  '.join(row)}")
+            found[title].append(row)
+            if not options.json:
+                cells = (_cell(name, value).rjust(len(name)) for name, value in row.items())
+                print("  ".join(cells), flush=True)
+        if not options.json:
+            print(*_means(found[title]), sep="\n", end="")
+    if options.json:
+        print(json.dumps(found, indent=1))
+
+
+def _cell(name: str, value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:+.1%}" if name.endswith("error") else f"{value:,.5g}" if value < 1e4 else f"{value:,.0f}"
+
+
+def _means(rows: Sequence[Row]) -> list[str]:
+    """Of each column of errors."""
+    names = dict.fromkeys(name for row in rows for name in row if name.endswith("error"))
+    kinds: dict[str, list[float]] = {}
+    for name in names:
+        kinds.setdefault(name.split(":")[-1].strip(), []).extend(row[name] for row in rows if name in row)
+    return [
+        f"{name}: on average {sum(map(abs, own)) / len(own):.1%}, largest {max(map(abs, own)):.1%}, "
+        f"signed {sum(own) / len(own):+.1%}\n"
+        for name, own in kinds.items()
+    ]
 
 
 def rows_of(table: Mapping[str, Any]) -> list[Row]:
@@ -72,26 +121,23 @@ def rows_of(table: Mapping[str, Any]) -> list[Row]:
     return [dict(zip(table["columns"], values, strict=True)) for values in table["rows"]]
 
 
-def ptdp(data: Mapping[str, Any], cluster: Cluster) -> None:
+def ptdp(data: Mapping[str, Any], cluster: Cluster) -> Iterator[Row]:
     """Steps of PTD-P's Table 1, from TFLOP/s a GPU by the paper's count."""
-    print("\nPTD-P, Table 1: full recomputation, 1F1B or interleaved; TFLOP/s a GPU, then seconds")
-    print("  params  t  p   d runs published kernels of the graph     fused kernels")
-    errors: dict[bool, list[float]] = {False: [], True: []}
     for row in rows_of(data):
         hidden, layers, stages = row["hidden"], row["layers"], row["pipeline"]
         ranks = row["gpus"] // (row["tensor"] * stages)
         runs = layers // stages // (row["layers_per_virtual_stage"] or layers // stages)
         ratio = 1 + SEQUENCE / (6 * hidden) + VOCABULARY / (16 * layers * hidden)
         work = 96 * row["global_batch"] * SEQUENCE * layers * hidden**2 * ratio / row["gpus"] / 1e12
-        rate = row["tflops_per_gpu"]
-        text = f"{row['params_billion']:7}B {row['tensor']:2} {stages:2} {ranks:3} {runs:4} {rate:9}"
-        for fused, own in errors.items():
+        published = work / row["tflops_per_gpu"]
+        found: dict[str, Any] = {
+            "params, B": row["params_billion"], "tensor": row["tensor"], "pipeline": stages, "data": ranks,
+            "runs": runs, "published s": published, "published TFLOP/s": float(row["tflops_per_gpu"]),
+        }  # fmt: skip
+        for name, fused in WAYS.items():
             seconds = step(row, (hidden, row["heads"], layers), ranks, runs, cluster, fused=fused)
-            own.append(seconds / (work / rate) - 1)
-            text += f"  {work / seconds:7.1f} {own[-1]:+8.1%}"
-        print(f"{text}   {work / rate:7.2f} {seconds:7.2f}", flush=True)
-    for fused, own in errors.items():
-        print(f"{'fused' if fused else 'the graph'}: {_mean(own)}")
+            found |= {f"{name} s": seconds, f"{name} TFLOP/s": work / seconds, f"{name} error": seconds / published - 1}
+        yield found
 
 
 def step(
@@ -121,33 +167,18 @@ def step(
     ).step_seconds
 
 
-def recomputed(table: Mapping[str, Any], cluster: Cluster) -> None:
+def recomputed(table: Mapping[str, Any], cluster: Cluster) -> Iterator[Row]:
     """Steps of "Reducing Activation Recomputation", Table 5."""
-    print("\nReducing Activation Recomputation, Table 5: seconds, kernels of the graph, fused kernels")
-    print("  params     full recomputation                     sequence parallel, selective")
-    errors: dict[bool, list[float]] = {False: [], True: []}
-    ways = {"full_recompute_s": ("megatron", "full"),
-            "sequence_parallel_plus_selective_s": ("megatron-sequence", "selective")}  # fmt: skip
+    ways = {"full_recompute_s": ("full", "megatron", "full"),
+            "sequence_parallel_plus_selective_s": ("selective", "megatron-sequence", "selective")}  # fmt: skip
     for row in rows_of(table):
         name = row["params_billion"]
-        text = f"{name:7}B"
-        for column, way in ways.items():
-            text += f" {row[column]:8.2f}"
-            for fused, own in errors.items():
-                seconds = step(row, SHAPES[name], 1, RUNS.get(name, 1), cluster, *way, fused=fused)
-                own.append(seconds / row[column] - 1)
-                text += f" {seconds:8.2f} {own[-1]:+7.1%}"
-        print(text, flush=True)
-    for fused, own in errors.items():
-        print(f"{'fused' if fused else 'the graph'}: {_mean(own)}")
-
-
-def _mean(errors: list[float]) -> str:
-    sizes = [abs(error) for error in errors]
-    return (
-        f"mean error {sum(sizes) / len(sizes):.1%}, largest {max(sizes):.1%}, on average "
-        f"{sum(errors) / len(errors):+.1%}"
-    )
+        for column, (way, *how) in ways.items():
+            found: dict[str, Any] = {"params, B": name, "recomputation": way, "published s": row[column]}
+            for kind, fused in WAYS.items():
+                seconds = step(row, SHAPES[name], 1, RUNS.get(name, 1), cluster, *how, fused=fused)
+                found |= {f"{kind} s": seconds, f"{kind} error": seconds / row[column] - 1}
+            yield found
 
 
 def layer_22b(recipe: str, fused: bool = False) -> tuple[Part, Machine]:
@@ -159,22 +190,19 @@ def layer_22b(recipe: str, fused: bool = False) -> tuple[Part, Machine]:
     return next(p for p in step_of(program, dims, plan) if p.name == "layers.1"), machine_of(plan)
 
 
-def layer(table: Mapping[str, Any], cluster: Cluster) -> None:
+def layer(table: Mapping[str, Any], cluster: Cluster) -> Iterator[Row]:
     """Milliseconds of one layer."""
-    print("\nA layer of 22B, microbatch 4, 8 tensor ranks: milliseconds, kernels of the graph, fused kernels")
     for row in rows_of(table):
-        text, name = f"{row['variant']:31}", row["variant"]
-        spent = [
-            _layer_ms("megatron-sequence" if "sequence" in name else "megatron", fused, cluster)
-            for fused in (False, True)
-        ]
+        name = row["variant"]
+        recipe = "megatron-sequence" if "sequence" in name else "megatron"
         for column, index in (("forward_ms", 0), ("backward_ms", 1)):
-            text += f" {column.removesuffix('_ms')} {row[column]:5.1f}"
-            for ms in spent:
+            found: dict[str, Any] = {"variant": name, "pass": column.removesuffix("_ms"), "published": row[column]}
+            for kind, fused in WAYS.items():
+                ms = _layer_ms(recipe, fused, cluster)
                 more = ms[0] if "full" in name else ms[2] if "selective" in name else 0.0
                 own = ms[index] + more * index
-                text += f" {own:5.1f} {own / row[column] - 1:+7.1%}"
-        print(text)
+                found |= {kind: own, f"{kind} error": own / row[column] - 1}
+            yield found
 
 
 @functools.cache
@@ -186,31 +214,62 @@ def _layer_ms(recipe: str, fused: bool, cluster: Cluster) -> tuple[float, float,
     return forward.device * 1e3, backward.device * 1e3, again.device * 1e3
 
 
-def activations(formulas: Mapping[str, str]) -> None:
+def activations(formulas: Mapping[str, str]) -> Iterator[Row]:
     """Bytes that a layer of 22B keeps, by the formulas and in the graph."""
     hidden, heads, _ = SHAPES[22]
-    print(
-        "\nActivations of a layer of 22B, microbatch 4, 8 tensor ranks: MB by the formula, in the graph; bytes between"
-    )
     values = {"s": SEQUENCE, "b": 4, "h": hidden, "a": heads, "t": 8}
     split, sequence = layer_22b("megatron")[0], layer_22b("megatron-sequence")[0]
     found = {"tensor": split.saved, "tensor + sequence": sequence.saved,
              "tensor + sequence + selective": sequence.saved - sequence.spared, "full": split.handed}  # fmt: skip
     for name, size in found.items():
         expected = float(sympy.sympify(formulas[name]).subs(values))
-        print(f"{name:32} {expected / 1e6:9.2f} {size / 1e6:9.2f} {size - expected:+10.0f}")
+        yield {"kind": name, "formula MB": expected / 1e6, "graph MB": size / 1e6, "bytes between": size - expected}
 
 
-def bubbles(data: Mapping[str, Any]) -> None:
+def selective(cluster: Cluster) -> Iterator[Row]:
+    """The choice of the paper, as a plan of the search's space, and what the search finds for as much memory.
+
+    It makes attention's core again: what has the sequence twice, see `autopar.step.Part.again`.
+    """
+    hidden, heads, layers = SHAPES[22]
+    program = program_to_plan(GPT(hidden, heads, layers, SEQUENCE, VOCABULARY), batch_of(4, SEQUENCE))
+    dims = analyze(program)
+    classes = quotient(program, dims)
+    for recipe in ("megatron", "megatron-sequence"):
+        search = Search(recipe=recipe, pins={"recompute": "search"}, padding=False)
+        ample = solve(program, {"tensor": 8}, cluster, search=search)
+        core = [k for k, (node, *_) in classes.members.items() if _is_core(program, dims, node)]
+        core += [f"relay {r}" for r in ample.relays if class_of(f"relay {r}") in core]
+        chosen = predict(program, dims, replace(ample, recompute=dict.fromkeys(core, EVERY)), classes)
+        held = peak_of(program, chosen, classes)
+        found = solve(program, {"tensor": 8}, cluster, memory=sum(held.values()), search=search)
+        for name, plan in (("nothing made again", ample), ("selective", chosen), ("search", found)):
+            memory = peak_of(program, plan, classes)
+            yield {
+                "recipe": recipe, "plan": name, "step s": plan.predicted.step_seconds,
+                "more than nothing ms": 1e3 * (plan.predicted.step_seconds - ample.predicted.step_seconds),
+                "activations GB": memory["activations"] / 1e9, "peak GB": sum(memory.values()) / 1e9,
+            }  # fmt: skip
+
+
+def _is_core(program: Program, dims: Dims, node: fx.Node) -> bool:
+    """Whether a forward operator in a layer makes something that has one factor twice."""
+    if node not in program.sources or is_backward(node) or not module_path(node).startswith("layers."):
+        return False
+    made = [[id(f) for dim in o.dims for f in dim] for o in dims.operators[node].outputs if o is not None]
+    return any(len(set(factors)) < len(factors) for factors in made)
+
+
+def bubbles(data: Mapping[str, Any]) -> Iterator[Row]:
     """Bubble rates, from the paper's durations."""
-    print("\nZero Bubble, smallest numbers of microbatches: bubble rate, published and simulated")
     published = {row["model"]: row for row in rows_of(data["bubble_rate"])}
     for row in rows_of(data["durations_ms"]):
         for name, schedule in (("1F1B", "1f1b"), ("ZB-H1", "zb-h1")):
             times = [[row[part]] * row["stages"] for part in ("forward", "backward_input", "backward_weight")]
             actions = order(schedule, row["stages"], row["microbatches"], 1)
             found = simulate(pipeline(actions, *times, row["communication"])).mean_bubble
-            print(f"{row['model']:8} {name:8} {published[row['model']][name]:8.4f} {found:8.4f}")
+            own = published[row["model"]][name]
+            yield {"model": row["model"], "schedule": name, "published rate": own, "simulated": round(found, 4)}
 
 
 if __name__ == "__main__":

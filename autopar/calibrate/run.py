@@ -186,7 +186,7 @@ def cluster_of(samples: Sequence[Sample], base: Cluster, *, name: str, members: 
     alone = [s for s in samples if s.kind not in COLLECTIVES]
     fitted = fit_device(alone, name=base.device.name, memory=base.device.memory, units=units)
     reached = base.device.host_bandwidth * base.device.streaming  # fitted figures are what is reached
-    device = replace(fitted, host=base.device.host, host_bandwidth=reached)
+    device = replace(fitted, host=base.device.host, host_bandwidth=reached, copies=base.device.copies)
     links, groups = list(base.links), base.group_sizes
     for level in sorted({s.level for s in on_links}):
         known = base.links[min(level, len(base.links) - 1)]

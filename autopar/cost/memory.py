@@ -36,6 +36,36 @@ def optimizer_state_bytes(optimizer: str, numel: int, param_dtype_bytes: int) ->
     return _STATES[optimizer] * numel * param_dtype_bytes
 
 
+def convolution_copies(
+    taken: float, weight: float, made: float, *, kernel: int, item: int, backward: bool, transposed: bool = False
+) -> float:
+    """Bytes that oneDNN, the CPU's library, holds while a convolution runs, besides what that takes and makes.
+
+    It copies tensors into an order of its own; products (kernels of one element) need none, and double precision, which
+    it has not, is computed from all patches of the input at once. Measured on many shapes
+    (``tests/cost/test_memory.py``); a few channels are padded besides, which this leaves out.
+
+    Args:
+        taken: bytes of the input.
+        weight: bytes of the weight.
+        made: bytes of the output, or of its gradient.
+        kernel: elements of the kernel in space.
+        item: bytes of an element.
+        backward: whether it is the backward pass, of the input and the weight.
+        transposed: whether it is a transposed convolution.
+
+    >>> convolution_copies(100, 20, 50, kernel=9, item=4, backward=False)
+    120.0
+    """
+    if kernel == 1:
+        return 0.0
+    if item > 4:
+        return float(taken * kernel)
+    if backward:
+        return float(max(taken + made, weight))
+    return float(max(taken + weight, 2 * made if transposed else made))
+
+
 def parse_bytes(size: str | int | float) -> int:
     """A number of bytes from what a person writes; fractions of a byte are cut off.
 
