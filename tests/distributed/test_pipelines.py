@@ -204,7 +204,7 @@ def test_each_rank_passes_its_own_rows(ranks: Ranks) -> None:
     assert max(ranks.run(train, "unet", (2, 2), pins, "local")) < 1e-10
 
 
-def chosen(rank: int, recipe: str | None, seed: int) -> tuple[float, str]:
+def chosen(rank: int, recipe: str | None, seed: int, sizes: tuple[int, ...] = (2, 2)) -> tuple[float, str]:
     """How far three steps are from one device's, the last of fewer samples; and the pipeline, which nobody named."""
     from autopar.parallelize import parallelize
     from autopar.search.options import Search
@@ -213,7 +213,7 @@ def chosen(rank: int, recipe: str | None, seed: int) -> tuple[float, str]:
     model, plain = Deep().double(), Deep().double()
     pins = {"stages": "search" if recipe is None else 2, "recompute": "search"}
     search = Search(pins=pins, recipe=recipe, seed=seed)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "gpu"))
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("node", "gpu")[: len(sizes)])
     parallel: Any = parallelize(model, mesh, cluster=machine(6e7), search=search, timeout=WAIT)
     rows = torch.randn(32, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     worst = follow(parallel, plain, [{"x": x} for x in (rows, rows.flip(0), rows[:16])])
@@ -231,6 +231,13 @@ def test_a_pipeline_that_the_search_chooses(ranks: Ranks) -> None:
 def test_random_pipelines(ranks: Ranks, seed: int) -> None:
     for worst, pipeline in ranks.run(chosen, "random", seed):
         assert "Pipeline" in pipeline
+        assert worst < 1e-10
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.deep) for n in (2, 3, 4))])
+def test_random_pipelines_on_a_factor_of_an_axis(ranks: Ranks, seed: int) -> None:
+    for worst, pipeline in ranks.run(chosen, "random", seed, (4,)):
+        assert "node_stages" in pipeline
         assert worst < 1e-10
 
 

@@ -46,12 +46,13 @@ def staged(
     axes: dict[str, int],
     pins: dict[str, Any],
     change: Callable[[Program], Program] = lambda p: p,
+    factored: bool = False,
     **search: Any,
 ) -> EquivalenceReport:
     """A model under a plan with stages against the plain one."""
     model, batch = example(name)
     program = program_of(model, batch)
-    plan = solve(program, axes, "cpu", search=Search(pins=pins, **search), deterministic=True)
+    plan = solve(program, axes, "cpu", search=Search(pins=pins, **search), deterministic=True, factored=factored)
     local = change(rewrite(program, plan, passes=DETERMINISTIC_PASSES))
     return compare(program, local, plan, global_values(program, model, batch), torch.float64)
 
@@ -85,6 +86,16 @@ def test_random_cuts_and_layouts(seed: int) -> None:
     axes = ({"stage": 2, "other": 2}, {"stage": 2}, {"other": 2, "stage": 2})[seed % 3]
     report = staged(name, axes, {**pins, "stage_axis": "stage", "recompute": "search"}, recipe="random", seed=seed)
     assert report.max_error < BOUND, report.worst
+
+
+@pytest.mark.parametrize("seed", [5, 3, *(pytest.param(n, marks=pytest.mark.deep) for n in (0, 1, 2, 4, 6, 7, 8, 9))])
+def test_random_cuts_and_layouts_on_a_factor_of_an_axis(seed: int) -> None:
+    name = ("llama", "unet", "encoder", "vit", "gpt2", "cnn")[seed % 6]
+    schedule = list(SCHEDULES)[seed % len(SCHEDULES)]
+    pins = {"stages": 2, "microbatches": 4, "schedule": schedule, "virtual": SCHEDULES[schedule], "recompute": "search"}
+    report = staged(name, {"line": 4}, pins, recipe="random", seed=seed, factored=True)
+    assert report.max_error < BOUND, report.worst
+    assert dict(report.plan.axes) == {"line_stages": 2, "line": 2}
 
 
 @pytest.mark.parametrize("seed", [11, *(pytest.param(n, marks=pytest.mark.deep) for n in (1, 2, 4, 7, 8, 10, 14))])
