@@ -19,7 +19,7 @@ from autopar.cost.memory import format_bytes
 from autopar.crowd import Crowd
 from autopar.errors import InfeasibleError
 from autopar.origin import is_backward
-from autopar.plan import EVERY, Plan
+from autopar.plan import EVERY, LEANER, Plan
 from autopar.program import Program
 from autopar.recompute import class_of
 from autopar.search.budget import missing
@@ -122,7 +122,8 @@ def leaner(
 def costed(plan: Plan) -> Plan:
     """A plan that was changed since its search, with its predicted seconds as its objective."""
     seconds, known = plan.predicted.step_seconds, plan.certificate
-    own = replace(known, objective=seconds, lower_bound=min(known.lower_bound, seconds), method="leaner", checked=None)
+    bound = min(known.lower_bound, seconds)
+    own = replace(known, objective=seconds, lower_bound=bound, method=LEANER, memory_price=0.0, checked=None)
     return replace(plan, certificate=own)
 
 

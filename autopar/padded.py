@@ -95,12 +95,12 @@ def _best(program: Program, dims: Dims, job: Job, measure: Measure) -> Plan:
     limits = by_roles(program, dims, classes, axes, roles_of(search.recipe, axes, search.roles), limits)
     job, peak = replace(job, restrictions=limits), measure(program, classes)
     try:
-        plan = find_plan(program, dims, job, classes, peak.held)
+        return predict(program, dims, find_plan(program, dims, job, classes, peak.held), classes)
     except InfeasibleError as e:
         if peak.crowd is None:
             raise
-        return costed(predict(program, dims, leaner(program, classes, job, peak.crowd, e), classes))
-    return predict(program, dims, plan, classes)
+        error = e
+    return costed(predict(program, dims, leaner(program, classes, job, peak.crowd, error), classes))
 
 
 def _random(program: Program, dims: Dims, job: Job, limits: Restrictions) -> Plan:

@@ -20,6 +20,9 @@ VERSION = 1
 TIME_LIMIT, INTERRUPTED = "time limit", "interrupted"
 """Methods of certificates whose search did not end by itself."""
 
+LEANER = "leaner"
+"""Method of a certificate whose plan was changed by its graph's peak after the search, see `autopar.leaner`."""
+
 Ranges = Mapping[str, tuple[tuple[int, int], ...]]
 """Members of classes, in the model's order, as ranges ``(start, stop)``."""
 
@@ -37,7 +40,7 @@ class Certificate:
         space: the set of plans that the bound speaks of.
         method: what closed the search.
         memory_price: seconds of a step that a byte more a device saves, while the increase is small; 0 where the budget
-            does not bind.
+            does not bind, or where that is not known (`LEANER`).
         checked: a lower bound on the same plans that was verified apart from the search, from duals and by sums that
             are rounded down; None where that was not asked for.
     """
@@ -48,6 +51,11 @@ class Certificate:
     method: str
     memory_price: float = 0.0
     checked: float | None = None
+
+    @property
+    def binds(self) -> bool:
+        """Whether with more memory there would be faster plans."""
+        return self.memory_price > 0 or self.method == LEANER
 
     @property
     def gap(self) -> float:

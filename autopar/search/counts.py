@@ -33,7 +33,7 @@ def best_count(attempt: Attempt, rival: Rival = NOBODY) -> Plan:
     bounds: list[float] = []
     tried: list[int] = []
     count = 1
-    while best is None or (best.certificate.memory_price > 0 and not requested()):
+    while best is None or (best.certificate.binds and not requested()):
         tried.append(count)
         try:
             found = attempt(count, rival if best is None else Rival.of(best))

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 import autopar
-from autopar.plan import Certificate, Plan
+from autopar.plan import LEANER, Certificate, Plan
 from autopar.search.counts import best_count
 from autopar.search.rival import NoFasterError, Rival
 from tests import models as zoo
@@ -35,6 +35,18 @@ def test_a_count_that_is_not_faster_leaves_its_bound() -> None:
     best = best_count(attempt)
     assert rivals == [Rival(), Rival(1.0, 2e-12)]
     assert (best.certificate.objective, best.certificate.lower_bound) == (1.0, 0.97)
+    assert best.certificate.space.startswith("1, 2 microbatches")
+
+
+def test_a_plan_that_was_made_lean_is_not_the_last() -> None:
+    """More microbatches need less memory, and may be faster than one batch that hardly fits."""
+
+    def attempt(count: int, rival: Rival) -> Plan:
+        plan = found(3.0 if count == 1 else 2.0, 1.0, 0.0)
+        return replace(plan, certificate=replace(plan.certificate, method=LEANER)) if count == 1 else plan
+
+    best = best_count(attempt)
+    assert best.certificate.objective == 2.0
     assert best.certificate.space.startswith("1, 2 microbatches")
 
 
