@@ -99,7 +99,7 @@ def test_what_if(made: tuple[nn.Module, dict[str, torch.Tensor], Plan, str], mon
     search = Search(pins={"microbatches": 1}, recipe="ddp")
     scarce = what_if(model, batch, found, budget=2000.0, search=search, tick=lambda *t: ticks.append(t))
     assert len(scarce) == 8 == ticks[-1][0] == ticks[-1][1]
-    assert all("needs" in c.reason and "the budget is" in c.reason for c in scarce if not c.given)
+    assert all("needs" in c.reason and "more than the budget of" in c.reason for c in scarce if not c.given)
     by_size = [c for c in scarce if (c.devices, c.samples) == (2, 8)]
     assert len({c.reason for c in by_size}) == len({c.budget for c in by_size})
 

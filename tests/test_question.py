@@ -58,7 +58,7 @@ def test_what_blocks_a_placement_is_said() -> None:
     whole = solve(program, {"a": 8}, "h100", search=autopar.Search(recipe="ddp"))
     tight = 0.4 * sum(whole.predicted.memory_bytes.values())  # the weight alone is about a half
     blocked = ask(program, found, "up.weight", {"a": "R"}, memory=tight)
-    assert blocked.plan is None and "the budget is" in blocked.reason
+    assert blocked.plan is None and "more than the budget of" in blocked.reason
     indivisible = ask(program, found, "batch.0", {"a": "S(1)"})
     assert indivisible.plan is None and "must divide" in indivisible.reason
     table = answers_table("up.weight", "R@a", found, [blocked, indivisible])
