@@ -248,10 +248,10 @@ def _measured_graphs(program: Program, plans: Sequence[Plan]) -> list[Program]:
 
 
 def _peak(program: Program, classes: Quotient) -> Peak:
-    return Peak(lambda plan: peak_of(program, plan, classes), lambda plan: _crowd_of(program, plan, classes))
+    return Peak(lambda plan: peak_of(program, plan, classes), lambda plan: crowd_of(program, plan, classes))
 
 
-def _crowd_of(program: Program, plan: Plan, classes: Quotient) -> Crowd:
+def crowd_of(program: Program, plan: Plan, classes: Quotient) -> Crowd:
     """What is held at the heaviest moment; of a model of many blocks, at that of the few that were captured."""
     found = crowd(_measured_graph(program, plan), plan)
     if program.repeat is None:

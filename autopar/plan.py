@@ -42,7 +42,7 @@ class Certificate:
         memory_price: seconds of a step that a byte more a device saves, while the increase is small; 0 where the budget
             does not bind, or where that is not known (`LEANER`).
         checked: a lower bound on the same plans that was verified apart from the search, from duals and by sums that
-            are rounded down; None where that was not asked for.
+            are rounded down; None where that was not asked for, or of a plan that was changed since (`LEANER`).
     """
 
     objective: float

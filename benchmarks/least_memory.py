@@ -45,13 +45,12 @@ def least(program: Program, axes: Mapping[str, int], *, away: bool = False, copi
     """
     found = _Backward.of(program, copies)
     rows = [int(t) for t in np.argsort(found.certain())[::-1][:FIRST]]
-    most, bound = math.inf, 0.0
+    bound = 0.0
     for _ in range(ROUNDS):
         bound, again = _minimise(found, rows)
         needed = found.under(again)
-        most = float(needed.max())
         more = [int(t) for t in np.argsort(needed)[::-1][:MORE] if t not in rows]
-        if most <= bound * (1 + 1e-6) or not more:
+        if needed.max() <= bound * (1 + 1e-6) or not more:
             break
         rows += more
     state = sum(state_bytes(program, "sgd" if away else "adamw", gradients=False).values())
@@ -66,8 +65,8 @@ class _Backward:
     Attributes:
         base: bytes that are there while each runs and that the forward pass did not make, or that the caller gets.
         size: of the forward pass's storages that may be taken in the backward pass.
-        first: the operator that takes each itself first; behind all if none does.
-        last: the one that takes it last; before all if none does.
+        first: the operator that takes each itself first, if one does.
+        last: the one that takes it last.
         sources: what each is made of.
         fixed: what is never made again.
     """
@@ -95,7 +94,7 @@ class _Backward:
             if not is_backward(node):
                 for s in made:
                     found.size[s], found.sources[s] = float(s.nbytes()), own
-                    found.fixed.update({s} if node in keeps or s in results else ())
+                    found.fixed.update({s} if node in keeps else ())
                 continue
             t = len(taken)
             taken.append(own | made)

@@ -24,6 +24,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import sympy  # noqa: E402
+from rich.box import MARKDOWN  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
 from torch import fx  # noqa: E402
 
 from autopar.assignment import machine_of  # noqa: E402
@@ -82,17 +85,15 @@ def main() -> None:
         "PTD-P, Table 1: full recomputation, 1F1B or interleaved": ptdp(read("megatron_ptdp_table1"), cluster),
     }
     found: dict[str, list[Row]] = {}
+    console = Console(width=180)
     for title, rows in tables.items():
-        found[title] = []
-        for row in rows:
-            if not options.json and not found[title]:
-                print(f"\n{title}\n{'  '.join(row)}")
-            found[title].append(row)
-            if not options.json:
-                cells = (_cell(name, value).rjust(len(name)) for name, value in row.items())
-                print("  ".join(cells), flush=True)
+        print(title, file=sys.stderr)
+        found[title] = list(rows)
         if not options.json:
-            print(*_means(found[title]), sep="\n", end="")
+            shown = Table(*found[title][0], title=title, caption="; ".join(_means(found[title])), box=MARKDOWN)
+            for row in found[title]:
+                shown.add_row(*(_cell(name, value) for name, value in row.items()))
+            console.print(shown)
     if options.json:
         print(json.dumps(found, indent=1))
 
@@ -100,20 +101,13 @@ def main() -> None:
 def _cell(name: str, value: Any) -> str:
     if not isinstance(value, float):
         return str(value)
-    return f"{value:+.1%}" if name.endswith("error") else f"{value:,.5g}" if value < 1e4 else f"{value:,.0f}"
+    return f"{value:+.1%}" if name.endswith("error") else f"{value:,.5g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
 def _means(rows: Sequence[Row]) -> list[str]:
     """Of each column of errors."""
-    names = dict.fromkeys(name for row in rows for name in row if name.endswith("error"))
-    kinds: dict[str, list[float]] = {}
-    for name in names:
-        kinds.setdefault(name.split(":")[-1].strip(), []).extend(row[name] for row in rows if name in row)
-    return [
-        f"{name}: on average {sum(map(abs, own)) / len(own):.1%}, largest {max(map(abs, own)):.1%}, "
-        f"signed {sum(own) / len(own):+.1%}\n"
-        for name, own in kinds.items()
-    ]
+    columns = {name: [abs(row[name]) for row in rows] for name in rows[0] if name.endswith("error")}
+    return [f"{name}: {sum(own) / len(own):.1%} on average, {max(own):.1%} at most" for name, own in columns.items()]
 
 
 def rows_of(table: Mapping[str, Any]) -> list[Row]:
