@@ -20,6 +20,7 @@ from torch import fx, nn
 
 from autopar import tree
 from autopar._torch_compat import FakeTensorMode, aot_export_joint_with_descriptors
+from autopar.attention import simplify_attention
 from autopar.decompose import decompositions
 from autopar.errors import CaptureError
 from autopar.handed import mark_handed
@@ -144,6 +145,7 @@ def _trace(harness: Harness, fakes: tuple[torch.Tensor, ...]) -> fx.GraphModule:
         regions = Regions()
         with torch.backends.mkldnn.flags(enabled=False), regions.recorded():
             exported = torch.export.export(harness, fakes, strict=False).module(check_guards=False)
+        simplify_attention(exported)
         exported = regions.watched(exported)
         with contextlib.ExitStack() as stack, torch.backends.mkldnn.flags(enabled=False):
             joint: fx.GraphModule = aot_export_joint_with_descriptors(

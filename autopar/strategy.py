@@ -46,14 +46,17 @@ class Lowering:
             ``args`` are the operator's own arguments, tensors replaced by local proxies, sizes already local.
             ``context.axis_index()`` is this device's number along the split, ``context.parts`` how many there are,
             ``context.all_reduce(x, op)`` sums (or takes the maximum) over the devices of the split.
-            It returns the output, or a tuple of all outputs with None for one that does not exist.
+            It returns the output, or a tuple of all outputs with None for one that does not exist, or the result of
+            an operator that has the same outputs.
         all_reduces: the letters of each tensor that ``build`` all-reduces, for its cost: ``("n", "n")``.
         together: at some point all arguments are there and at least as many bytes besides as the outputs have.
+        flops: operations of all devices together; None: as many as the operator's own.
     """
 
     build: Callable[..., Any]
     all_reduces: tuple[str, ...] = ()
     together: bool = False
+    flops: float | None = None
 
 
 @dataclass(frozen=True)

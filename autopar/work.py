@@ -40,7 +40,7 @@ def operator_work(operator: Operator, chosen: Candidates, sizes: tuple[int, ...]
         return Work(*(np.zeros(count) for _ in Work.__dataclass_fields__))
     moved = _moved(operator, chosen, sizes)
     parts = _parts(chosen, sizes)
-    flops = operator.rule.flops / _product_of(parts, operator.rule.letters, count)
+    flops = _flops(operator, parts, count) / _product_of(parts, operator.rule.letters, count)
     shape = [np.zeros(count)] * 4
     found = product_letters(operator)
     if found is not None:
@@ -92,6 +92,15 @@ def _parts(chosen: Candidates, sizes: tuple[int, ...]) -> dict[str, Floats]:
     for c in dict.fromkeys(x for x in letter if x):
         uses = np.array([x == c for x in letter])
         found[c] = np.where(uses[chosen.choice], np.array(sizes), 1).prod(axis=1).astype(np.float64)
+    return found
+
+
+def _flops(operator: Operator, parts: dict[str, Floats], count: int) -> Floats:
+    """Operations of all devices together, of each candidate."""
+    found = np.full(count, operator.rule.flops)
+    for letter, lowering in operator.rule.lower.items():
+        if lowering.flops is not None and letter in parts:
+            found = np.where(parts[letter] > 1, lowering.flops, found)
     return found
 
 

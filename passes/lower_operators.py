@@ -115,10 +115,28 @@ def _lower(graph: fx.Graph, node: fx.Node, letters: list[str], machine: Machine)
         made = made.next
     if context.reduced != len(operator.rule.lower[letter].all_reduces):
         raise ValueError(f"the lowering of {node.target} along {letter} announced other all-reduces than it made")
-    for i, output in enumerate(result if isinstance(result, tuple) else (result,)):
+    several = len(node.meta["types"]) > 1
+    if several and not isinstance(result, tuple):
+        _replace(node, result.node)
+        return
+    for i, output in enumerate(result if several else (result,)):
         if output is not None:
-            _stand_in(node, i, output.node, several=isinstance(result, tuple))
+            _stand_in(node, i, output.node, several=several)
     graph.erase_node(node)
+
+
+def _replace(node: fx.Node, other: fx.Node) -> None:
+    """Let an operator with the same outputs as ``node`` stand in for it."""
+    other.meta.update({k: v for k, v in node.meta.items() if k in ("types", "layouts", *_kept(node))})
+    other.meta.update(relays={}, internal=False)
+    node.replace_all_uses_with(other)
+    node.graph.erase_node(node)
+
+
+def _kept(node: fx.Node) -> list[str]:
+    """What is known of an operator and holds for what stands in for it."""
+    replaced = ("operator", "strategy", "input_layouts", "val", "types", "layouts", "relays", "away")
+    return [key for key in node.meta if key not in replaced]
 
 
 def _stand_in(node: fx.Node, index: int, value: fx.Node, *, several: bool) -> None:
@@ -126,9 +144,7 @@ def _stand_in(node: fx.Node, index: int, value: fx.Node, *, several: bool) -> No
     source, position = producer(value)
     if position:
         raise ValueError(f"the lowering of {node.target} returns output {position} of {source.target}, not the first")
-    for key, kept in node.meta.items():
-        if key not in ("operator", "strategy", "input_layouts", "val", "types", "layouts", "relays", "away"):
-            source.meta[key] = kept
+    source.meta.update({key: node.meta[key] for key in _kept(node)})
     source.meta.update(types=(node.meta["types"][index],), layouts=(node.meta["layouts"][index],), relays={})
     source.meta["internal"] = False
     if not several:

@@ -1,14 +1,15 @@
 """Scaled dot-product attention, one rule for the variants of each device.
 
-Batch and heads are free. Without a causal mask the queries are, too: the gradients of keys and values are sums over
-them. Keys are tied together by the softmax.
+Batch and heads are free. So are queries, where the kernel takes any mask: a causal one must know which queries a device
+has. The gradients of keys and values are sums over them. Keys are tied together by the softmax.
 """
 
+import math
 from typing import Any
 
 import torch
 
-from autopar.strategy import Rule, Spec, dims, rule
+from autopar.strategy import Lowering, Rule, Spec, dims, rule
 
 aten = torch.ops.aten
 
@@ -33,36 +34,64 @@ def _sizes(query: Spec, key: Spec) -> dict[str, int]:
     return {"h": key.shape[1], "g": query.shape[1] // key.shape[1]}
 
 
-def _blocked(dropout_p: float, tied: bool) -> str:
+def _blocked(dropout_p: float, queries: bool) -> str:
     if dropout_p > 0:
         return "bhgqkde"  # random numbers depend on the position in the local tensor
-    return "kde" + ("q" if tied else "")
+    return "kde" + ("q" if queries else "")
 
 
-def _forward(query: Spec, key: Spec, value: Spec, extra: list[str], outputs: str, dropout_p: float, tied: bool) -> Rule:
+def _flops(query: Spec, key: Spec, value: Spec, products: float, causal: bool) -> float:
+    """Operations of some products of scores' size; a kernel skips what a causal mask hides."""
     (b, h, q, d), k, e = query.shape, key.shape[2], value.shape[3]
+    pairs = q * (q + 1) / 2 if causal and q == k else q * k
+    return products * b * h * pairs * (d + e)
+
+
+def _masking(kernel: Any, flops: float) -> Lowering:
+    """A causal kernel on some of the queries: it must be told which keys these do not see, and skips none of them."""
+
+    def build(context: Any, *args: Any, scale: float | None = None) -> Any:
+        *tensors, dropout_p, _ = args
+        queries, keys = context.local_size("q"), context.global_size("k")
+        hidden = aten.new_full.default(tensors[0], [queries, keys], -math.inf)
+        mask = aten.triu.default(hidden, context.axis_index() * queries + 1)
+        return kernel(*tensors, dropout_p, False, attn_mask=mask, scale=scale)
+
+    return Lowering(build, flops=flops)
+
+
+def _forward(
+    query: Spec, key: Spec, value: Spec, extra: list[str], outputs: str, dropout_p: float, causal: bool,
+    tied: bool = False, masked: Any = None,
+) -> Rule:  # fmt: skip
+    """A forward kernel; ``tied``: its queries cannot be split; ``masked``: the kernel that takes any mask."""
+    told = causal and masked is not None
     return Rule(
         f"{','.join([BHQD, BHKD, BHKE, *extra])}->{outputs}",
-        blocked=_blocked(dropout_p, tied),
+        blocked=_blocked(dropout_p, tied or (causal and not told)),
         keep="bhgq",
         random=dropout_p > 0,
+        lower={"q": _masking(masked, _flops(query, key, value, 2.0, False))} if told else {},
         sizes=_sizes(query, key),
-        flops=2.0 * b * h * q * k * (d + e),
+        flops=_flops(query, key, value, 2.0, causal),
     )
 
 
 def _backward(
-    query: Spec, key: Spec, value: Spec, inputs: list[str], outputs: str, dropout_p: float, tied: bool, scaled: Any = ()
-) -> Rule:
-    (b, h, q, d), k, e = query.shape, key.shape[2], value.shape[3]
+    query: Spec, key: Spec, value: Spec, inputs: list[str], outputs: str, dropout_p: float, causal: bool,
+    tied: bool = False, scaled: Any = (), masked: Any = None,
+) -> Rule:  # fmt: skip
+    """Its backward kernel."""
+    told = causal and masked is not None
     return Rule(
         f"{','.join(inputs)}->{outputs}",
-        blocked=_blocked(dropout_p, tied),
+        blocked=_blocked(dropout_p, tied or (causal and not told)),
         reduce="bhgq",
         linear=((0,),) if dropout_p == 0 else (),
         scaled=dict(scaled),
+        lower={"q": _masking(masked, _flops(query, key, value, 5.0, False))} if told else {},
         sizes=_sizes(query, key),
-        flops=5.0 * b * h * q * k * (d + e),
+        flops=_flops(query, key, value, 5.0, causal),
     )
 
 
@@ -79,7 +108,8 @@ def cpu(
 ) -> Rule:
     """Attention on a CPU."""
     extra = [] if attn_mask is None else [_mask(attn_mask)]
-    return _forward(query, key, value, extra, f"{BHQE},b(hg)q", dropout_p, is_causal)
+    kernel = aten._scaled_dot_product_flash_attention_for_cpu.default
+    return _forward(query, key, value, extra, f"{BHQE},b(hg)q", dropout_p, is_causal, masked=kernel)
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
@@ -99,7 +129,8 @@ def cpu_backward(
     """Its gradients of query, key and value."""
     extra = [] if attn_mask is None else [_mask(attn_mask)]
     inputs = [BHQE, BHQD, BHKD, BHKE, BHQE, "b(hg)q", *extra]
-    return _backward(query, key, value, inputs, f"{BHQD},{BHKD},{BHKE}", dropout_p, is_causal)
+    kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    return _backward(query, key, value, inputs, f"{BHQD},{BHKD},{BHKE}", dropout_p, is_causal, masked=kernel)
 
 
 @rule(aten._scaled_dot_product_flash_attention.default)
@@ -116,7 +147,7 @@ def flash_backward(grad: Spec, query: Spec, key: Spec, value: Spec, *args: Any, 
     """Its gradients; ``args``: out, logsumexp, cum_seq (2), max_q, max_k, dropout, causal, seed, offset."""
     plain = [text for t in (*args[2:4], *args[8:10]) for text in _plain(t)]
     inputs = [BHQE, BHQD, BHKD, BHKE, BHQE, "b(hg)q", *plain]
-    return _backward(query, key, value, inputs, f"{BHQD},{BHKD},{BHKE}", args[6], args[7], {8: "q"})
+    return _backward(query, key, value, inputs, f"{BHQD},{BHKD},{BHKE}", args[6], args[7], scaled={8: "q"})
 
 
 @rule(aten._scaled_dot_product_efficient_attention.default)
@@ -133,7 +164,7 @@ def efficient(
 ) -> Rule:
     """Memory-efficient attention on a GPU; its logsumexp is padded, so queries are not split."""
     extra = [] if attn_bias is None else [_mask(attn_bias)]
-    return _forward(query, key, value, extra, f"{BHQE},b(hg)1,.,.", dropout_p, tied=True)
+    return _forward(query, key, value, extra, f"{BHQE},b(hg)1,.,.", dropout_p, is_causal, tied=True)
 
 
 @rule(aten._scaled_dot_product_efficient_attention_backward.default)
@@ -146,7 +177,7 @@ def efficient_backward(
     inputs = [BHQE, BHQD, BHKD, BHKE, *bias, BHQE, "b(hg)1", *plain]
     outputs = [BHQD, BHKD, BHKE, *(bias or ["_"])]
     masked = ",".join(text if wanted else "_" for text, wanted in zip(outputs, args[5], strict=True))
-    return _backward(query, key, value, inputs, masked, args[4], tied=True)
+    return _backward(query, key, value, inputs, masked, args[4], any(args[6:7]), tied=True)
 
 
 @rule(aten._scaled_dot_product_cudnn_attention.default)
@@ -173,4 +204,4 @@ def cudnn_backward(grad: Spec, query: Spec, key: Spec, value: Spec, *args: Any, 
     plain = [text for t in args[2:4] for text in _plain(t)]
     cumulative = [text for t in args[5:7] for text in _plain(t)]
     inputs = [BHQE, BHQD, BHKD, BHKE, BHQE, "b(hg)q1", *plain, *bias, *cumulative]
-    return _backward(query, key, value, inputs, f"{BHQD},{BHKD},{BHKE}", args[9], args[10], {11: "q"})
+    return _backward(query, key, value, inputs, f"{BHQD},{BHKD},{BHKE}", args[9], args[10], scaled={11: "q"})

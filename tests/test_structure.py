@@ -32,6 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "program",
         "handed",
         "naming",
+        "attention",
         "capture",
         "decompose",
         "collective",

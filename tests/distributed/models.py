@@ -60,7 +60,15 @@ def gpt2() -> nn.Module:
         vocab_size=64, n_positions=32, n_embd=32, n_layer=1, n_head=4, use_cache=False,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
-    return GPT2LMHeadModel(config).double()
+    model = GPT2LMHeadModel(config).double()
+    model.loss_function = loss_in_float64  # transformers' rounds to float32, in another order where it is split
+    return model
+
+
+def loss_in_float64(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+    """The loss of predicting each next token."""
+    following = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten())
 
 
 def token_batch(step: int, rows: int = 8) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from tests.distributed.steps import TOLERANCE, follow
 pytestmark = pytest.mark.distributed
 
 # transformers casts logits to float32 for the loss, in float64 too: over a split vocabulary the sum rounds elsewhere.
-ROUNDS = {("gpt2", "megatron"): 1e-5, ("tied", "megatron-sequence"): 1e-5}
+ROUNDS = {("tied", "megatron-sequence"): 1e-5}
 
 ROWS = (8, 8, 6)
 """Of each step's batch; four ranks cannot share the last one's."""

@@ -31,6 +31,7 @@ PLANS: dict[str, dict[str, tuple[dict[str, str] | int, tuple[tuple[int, ...], ..
     },
     "gpt2": {
         "random": (1, (SQUARE,)),
+        "queries": (2, (SQUARE,)),
         "sharded": (SHARDED, (LINE,)),
         "tensor": ({"*.c_attn.weight": "S(1.1)", "*.c_attn.bias": "S(0.1)", "*.mlp.c_fc.weight": "S(1)"}, (SQUARE,)),
     },
@@ -48,7 +49,7 @@ PLANS: dict[str, dict[str, tuple[dict[str, str] | int, tuple[tuple[int, ...], ..
 
 SHORT = {
     "mlp": {"search": LINE, "data": LINE, "tensor": SQUARE, "random": SQUARE},
-    "gpt2": {"tensor": SQUARE},
+    "gpt2": {"tensor": SQUARE, "queries": SQUARE},
     "llama": {"sharded": SQUARE},
     "tied": {},
 }
@@ -73,6 +74,8 @@ def train(rank: int, name: str, plans: Any) -> dict[str, Any]:
             parallel = parallelize(model, mesh_of(*sizes), search=search, cluster=slow_devices(), timeout=WAIT)
             worst = follow(parallel, plain, [batch(step) for step in range(STEPS)], clip=0.5)
             nodes = [*parallel.forward_graph.graph.nodes, *parallel.backward_graph.graph.nodes]
+            if label == "queries":  # of a causal attention are split: a mask says which they are
+                assert any("attn_mask" in n.kwargs for n in nodes)
             found[f"{label} {sizes}"] = (
                 worst,
                 sorted({n.meta["collective"].kind for n in nodes if "collective" in n.meta}),
