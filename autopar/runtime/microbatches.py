@@ -1,8 +1,8 @@
 """`MicrobatchStep`: a step that runs its graph once for each microbatch, backward pass included, and adds up.
 
 What all microbatches share, such as gathered parameters that the plan keeps, is computed once, before the first.
-The gradients are there when the forward call returns; the backward call only scales them by the incoming gradient of
-the loss, in which they are linear.
+Sums of gradients are there when the forward call returns; the backward call reduces them, unless `no_sync` puts that
+off, and scales them by the incoming gradient of the loss, in which they are linear.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.rows import common_blocks, join, parts_along, take
 from autopar.runtime.boundary import computed, full_tensor, local_block, to_local
 from autopar.runtime.partition import Cut
 from autopar.runtime.place import Place
-from autopar.runtime.postpone import Postponed
+from autopar.runtime.postpone import Postponed, split_reductions
 from autopar.runtime.step import Step, Types
 
 STEADY, EACH, LAST = "steady", "each", "last"
@@ -125,7 +125,7 @@ class MicrobatchStep(Step):
     def forward(
         self, parameters: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]
     ) -> tuple[list[Any], list[Any]]:
-        """Local results and gradients; buffers get their new values in place.
+        """Local results and gradients to be reduced; buffers get their new values in place.
 
         Args:
             parameters: in the order of the program's.
@@ -158,7 +158,7 @@ class MicrobatchStep(Step):
                     found.append(values[self._places[name]])
             arguments.clear()
             shared.clear()
-            outputs = list(self.cut.backward(*values))
+            outputs = list(self._reductions[0](values))
         first = len(self.cut.outputs)
         whole = {name: self._joined(name, found) for name, found in joined.items()}
         return self._results(outputs[:first], buffers, whole), outputs[first:]
@@ -170,12 +170,24 @@ class MicrobatchStep(Step):
         return list(self.cut.steady(*(value(i) for i in self.cut.inputs if i.kind in HELD)))
 
     def backward(self, saved: list[Any], tangents: list[torch.Tensor], postponed: Postponed) -> dict[str, torch.Tensor]:
-        """Local gradients by parameter name, reduced already."""
+        """Local gradients by parameter name; empty while their reduction is postponed."""
         (scale,) = tangents
-        given = self._named(saved)
-        saved.clear()
+        with torch.no_grad(), torch.autocast(self.place.device.type, enabled=False):
+            if postponed.active or postponed.holds(self):
+                postponed.add(self, [saved.pop(0) * scale for _ in range(len(saved))])
+                return {} if postponed.active else self._with_postponed({}, postponed)
+            return self._scaled(self._named(self._reductions[1](saved)), scale, postponed)
+
+    def _scaled(
+        self, given: dict[str, torch.Tensor], scale: torch.Tensor, postponed: Postponed
+    ) -> dict[str, torch.Tensor]:
         found = {name: given.pop(name) * scale for name in list(given)}  # one at a time gives way to its multiple
-        return found if postponed.active else self._with_postponed(found, postponed)
+        return self._with_postponed(found, postponed)
+
+    @cached_property
+    def _reductions(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+        assert self.cut.backward is not None
+        return split_reductions(self.cut.backward, len(self.cut.outputs))
 
     @cached_property
     def _tangent_dtype(self) -> torch.dtype:

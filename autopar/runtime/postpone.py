@@ -35,6 +35,10 @@ class Postponed:
         for total, value in zip(self._waiting[id(step)][1], values, strict=True):
             total.add_(value)
 
+    def holds(self, step: Any) -> bool:
+        """Whether something of a step waits."""
+        return id(step) in self._waiting
+
     def take(self) -> list[tuple[Any, list[torch.Tensor]]]:
         """Everything that waits, in the order of its first addition; nothing waits afterwards."""
         found = list(self._waiting.values())
@@ -42,8 +46,14 @@ class Postponed:
         return found
 
 
-def split_reductions(backward: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """``(compute, reduce)``: the first takes what ``backward`` takes, the second what the first returns."""
+def split_reductions(backward: fx.GraphModule, results: int = 0) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """``(compute, reduce)``: the first takes what ``backward`` takes, the second what the first returns.
+
+    Args:
+        backward: a graph that returns gradients.
+        results: how many other results it returns first: ``compute`` returns them first, ``reduce`` does not take
+            them.
+    """
     late: set[fx.Node] = set()
     for node in backward.graph.nodes:
         collective = node.meta.get("collective")
@@ -52,10 +62,12 @@ def split_reductions(backward: fx.GraphModule) -> tuple[fx.GraphModule, fx.Graph
             late.add(node)
     order = {n: i for i, n in enumerate(backward.graph.nodes)}
     late |= _preparations(backward.graph, late)
-    outputs = backward.graph.output_node()
-    used = {a for n in (*late, outputs) for a in n.all_input_nodes if a not in late}
-    between = sorted(used, key=order.__getitem__)
-    return _part(backward, between, late, compute=True), _part(backward, between, late, compute=False)
+    outputs: Any = backward.graph.output_node().args[0]
+    first, gradients = outputs[:results], outputs[results:]
+    used = {a for n in late for a in n.all_input_nodes} | {v for v in gradients if v is not None}
+    between = sorted(used - late, key=order.__getitem__)
+    compute = _part(backward, [n for n in backward.graph.nodes if n not in late], [*first, *between])
+    return compute, _part(backward, [n for n in backward.graph.nodes if n in late], gradients, between)
 
 
 def _preparations(graph: fx.Graph, late: set[fx.Node]) -> set[fx.Node]:
@@ -69,21 +81,17 @@ def _preparations(graph: fx.Graph, late: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _part(backward: fx.GraphModule, between: list[fx.Node], late: set[fx.Node], *, compute: bool) -> fx.GraphModule:
+def _part(
+    backward: fx.GraphModule, nodes: list[fx.Node], outputs: list[Any], between: list[fx.Node] | None = None
+) -> fx.GraphModule:
+    """The graph of some of the nodes, which takes ``between``, or what the whole takes."""
     graph = fx.Graph()
-    known: dict[fx.Node, fx.Node] = {}
-    if not compute:
-        for node in between:
-            known[node] = graph.placeholder(node.name)
-    for node in backward.graph.nodes:
-        if node.op == "output" or (node in late) == compute or node in known:
-            continue
-        if node.op == "placeholder" and not compute:
-            continue
-        known[node] = graph.node_copy(node, known.__getitem__)
-        known[node].meta = dict(node.meta)
-    finals: Any = backward.graph.output_node().args[0]
-    values = between if compute else finals
-    graph.output([known[v] if isinstance(v, fx.Node) else None for v in values])
+    known = {node: graph.placeholder(node.name) for node in between or ()}
+    for node in nodes:
+        if node.op != "output":
+            known[node] = graph.node_copy(node, known.__getitem__)
+    for node, copied in known.items():
+        copied.meta = dict(node.meta)
+    graph.output([known[v] if isinstance(v, fx.Node) else None for v in outputs])
     graph.set_codegen(BoxedCodeGen())
     return fx.GraphModule(backward, graph)

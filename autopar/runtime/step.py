@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -53,7 +54,6 @@ class Step:
     cut: Cut
     types: Types
     place: Place
-    split: list[tuple[fx.GraphModule, fx.GraphModule]] = field(default_factory=list, compare=False)
 
     @property
     def parameters(self) -> list[str]:
@@ -104,18 +104,22 @@ class Step:
         saved.clear()
         tangents.clear()
         with torch.no_grad(), torch.autocast(self.place.device.type, enabled=False):
-            if postponed.active:
-                if not self.split:
-                    self.split.append(split_reductions(self.cut.backward))
-                postponed.add(self, self.split[0][0](values))
-                return {}
+            if postponed.active or postponed.holds(self):
+                postponed.add(self, self._reductions[0](values))
+                return {} if postponed.active else self._with_postponed({}, postponed)
             return self._with_postponed(self._named(self.cut.backward(values)), postponed)
+
+    @cached_property
+    def _reductions(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The backward graph in two parts, the second of which reduces gradients."""
+        assert self.cut.backward is not None
+        return split_reductions(self.cut.backward)
 
     def _with_postponed(self, found: dict[str, torch.Tensor], postponed: Postponed) -> dict[str, torch.Tensor]:
         """Gradients with those added whose reduction was postponed."""
         with torch.no_grad():
             for step, partial in postponed.take():
-                earlier = step._named(step.split[0][1](list(partial)))
+                earlier = step._named(step._reductions[1](list(partial)))
                 for name, gradient in earlier.items():
                     found[name] = found[name] + gradient if name in found else gradient
         return found

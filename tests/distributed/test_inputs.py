@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import make, mlp, mlp_batch, slow_devices
@@ -70,19 +71,37 @@ def short_last_batch(rank: int) -> float:
     return max(worst, error(local.full_gradients(), gradients(mlp(), [batch])))
 
 
-def accumulation(rank: int) -> list[float]:
+class Reductions(TorchDispatchMode):
+    """Counts collectives that reduce."""
+
+    made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.made += any(name in str(func) for name in ("reduce_scatter", "all_reduce"))
+        return func(*args, **(kwargs or {}))
+
+
+def accumulation(rank: int, microbatches: int) -> tuple[list[float], list[int]]:
+    """How far gradients are off in three ways to add them up, and reductions of one batch, without and with the sum."""
     batches = [mlp_batch(i) for i in range(3)]
     expected = gradients(mlp(), batches)
-    several = parallel_mlp()
-    gradients(several, batches)
-    together = parallel_mlp()
+    several, together, postponed = (parallel_mlp(pins={**SHARDED, "microbatches": microbatches}) for _ in range(3))
+    made = []
+    for batch in batches:
+        with Reductions() as counted:
+            gradients(several, [batch])
+        made.append(counted.made)
     sum(together(**b)["loss"] for b in batches).backward()
-    postponed = parallel_mlp()
     with postponed.no_sync():
-        gradients(postponed, batches[:2])
+        for batch in batches[:2]:
+            with Reductions() as counted:
+                gradients(postponed, [batch])
+            made.append(counted.made)
         assert not postponed.full_gradients()
-    gradients(postponed, batches[2:])
-    return [error(m.full_gradients(), expected) for m in (several, together, postponed)]
+    with Reductions() as counted:
+        gradients(postponed, batches[2:])
+    made.append(counted.made)
+    return [error(m.full_gradients(), expected) for m in (several, together, postponed)], made
 
 
 class Plain(nn.Module):
@@ -166,8 +185,13 @@ def test_short_batches(ranks: Ranks) -> None:
     assert max(ranks.run(short_last_batch)) < 1e-12
 
 
-def test_accumulated_gradients(ranks: Ranks) -> None:
-    assert max(map(max, ranks.run(accumulation))) < 1e-12
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_accumulated_gradients(ranks: Ranks, microbatches: int) -> None:
+    """Under `no_sync`, three batches are reduced as one is, with the last of them."""
+    for errors, (_, *ordinary, _, within, last) in ranks.run(accumulation, microbatches):  # first calls compare batches
+        assert max(errors) < 1e-12
+        assert ordinary == [last, last]
+        assert within < last  # the loss is added up in each call
 
 
 def test_outputs_carry_gradients_without_a_loss(ranks: Ranks) -> None:
