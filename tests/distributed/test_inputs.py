@@ -17,6 +17,8 @@ pytestmark = pytest.mark.distributed
 
 SHARDED = {"batch.*": ("S(0)", "S(0)"), "*.weight": ("S(0)", "S(0)")}
 
+REPLICATED = {"batch.*": ("S(0)", "S(0)"), "*.weight": ("R", "R"), "*.bias": ("R", "R")}
+
 
 def parallel_mlp(**options: Any) -> Any:
     from autopar.parallelize import parallelize
@@ -71,34 +73,35 @@ def short_last_batch(rank: int) -> float:
     return max(worst, error(local.full_gradients(), gradients(mlp(), [batch])))
 
 
-class Reductions(TorchDispatchMode):
-    """Counts collectives that reduce."""
+class Collectives(TorchDispatchMode):
+    """Counts them."""
 
     made = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.made += any(name in str(func) for name in ("reduce_scatter", "all_reduce"))
+        self.made += any(name in str(func) for name in ("reduce_scatter", "all_reduce", "all_gather"))
         return func(*args, **(kwargs or {}))
 
 
 def accumulation(rank: int, microbatches: int) -> tuple[list[float], list[int]]:
-    """How far gradients are off in three ways to add them up, and reductions of one batch, without and with the sum."""
+    """How far gradients are off in three ways to add them up, and the collectives of each batch."""
     batches = [mlp_batch(i) for i in range(3)]
     expected = gradients(mlp(), batches)
-    several, together, postponed = (parallel_mlp(pins={**SHARDED, "microbatches": microbatches}) for _ in range(3))
+    pins = SHARDED if microbatches == 1 else {**REPLICATED, "microbatches": microbatches}
+    several, together, postponed = (parallel_mlp(pins=pins) for _ in range(3))
     made = []
     for batch in batches:
-        with Reductions() as counted:
+        with Collectives() as counted:
             gradients(several, [batch])
         made.append(counted.made)
     sum(together(**b)["loss"] for b in batches).backward()
     with postponed.no_sync():
         for batch in batches[:2]:
-            with Reductions() as counted:
+            with Collectives() as counted:
                 gradients(postponed, [batch])
             made.append(counted.made)
         assert not postponed.full_gradients()
-    with Reductions() as counted:
+    with Collectives() as counted:
         gradients(postponed, batches[2:])
     made.append(counted.made)
     return [error(m.full_gradients(), expected) for m in (several, together, postponed)], made
