@@ -32,7 +32,7 @@ aten = torch.ops.aten
 LARGEST = 2**28
 """Elements of a mask that is computed to be looked at: a causal one of 16,384 tokens."""
 
-SMALL = 2**26
+SMALL = 2**25
 """Elements of a tensor that is searched for dims along which it does not change."""
 
 _ELEMENTWISE = (
@@ -64,9 +64,7 @@ def _drop_mask(node: fx.Node, known: _Known) -> None:
     query, key, value, mask, dropout, causal = _arguments(node)
     if not isinstance(mask, fx.Node) or causal:
         return
-    found = known.value(mask)
-    queries, keys = query.meta["val"].shape[-2], key.meta["val"].shape[-2]
-    hides = None if found is None else hidden(found, queries, keys)
+    hides = known.hides(mask, query.meta["val"].shape[-2], key.meta["val"].shape[-2])
     if hides is not None:
         node.args = (query, key, value, None, dropout, hides == "later")
         node.kwargs = {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")}
@@ -165,6 +163,15 @@ class _Known:
     def __init__(self, module: fx.GraphModule) -> None:
         self._module = module
         self._values: dict[fx.Node, torch.Tensor | None] = {}
+        self._hides: dict[tuple[fx.Node, int, int], str | None] = {}
+        self._written = _written(module)
+
+    def hides(self, mask: fx.Node, queries: int, keys: int) -> str | None:
+        """What a mask is known to hide, see `hidden`."""
+        if (mask, queries, keys) not in self._hides:
+            value = self.value(mask)
+            self._hides[mask, queries, keys] = None if value is None else hidden(value, queries, keys)
+        return self._hides[mask, queries, keys]
 
     def value(self, node: fx.Node) -> torch.Tensor | None:
         """A node's value; None if it depends on an input, on chance or on memory, or if it is too large."""
@@ -180,19 +187,19 @@ class _Known:
                 self._values[current] = self._computed(current)
         return self._values[node]
 
-    @staticmethod
-    def _is_function(node: fx.Node) -> bool:
-        """Whether equal arguments give equal results."""
+    def _is_function(self, node: fx.Node) -> bool:
+        """Whether equal arguments give equal results, which nothing changes later."""
         target = node.target
         if not isinstance(target, OpOverload) or not isinstance(node.meta.get("val"), torch.Tensor):
             return False
         chance = torch.Tag.nondeterministic_seeded in target.tags or "empty" in str(target)
-        return not chance and not target._schema.is_mutable
+        return not chance and not target._schema.is_mutable and node not in self._written
 
     def _computed(self, node: fx.Node) -> torch.Tensor | None:
         if node.op == "get_attr":
-            found: Any = reduce(getattr, str(node.target).split("."), self._module)
+            found = _attribute(self._module, node)
             constant = isinstance(found, torch.Tensor) and not isinstance(found, FakeTensor | torch.nn.Parameter)
+            constant = constant and node not in self._written
             return _narrowed(found) if constant and found.device.type == "cpu" else None
         if not self._is_function(node) or any(self._values[a] is None for a in node.all_input_nodes):
             return None
@@ -216,6 +223,37 @@ class _Known:
         return _narrowed(result.expand(shape) if elementwise else result)
 
 
+def _written(module: fx.GraphModule) -> set[fx.Node]:
+    """Nodes whose memory an operator of the graph may write to: exported graphs have operators in place."""
+    waiting = [a for n in module.graph.nodes if _writes(n, module) for a in n.all_input_nodes]
+    found: set[fx.Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes if _may_share(node) else []
+    return found
+
+
+def _writes(node: fx.Node, module: fx.GraphModule) -> bool:
+    """Whether a node changes an argument; a graph that it runs may."""
+    if isinstance(node.target, OpOverload):
+        return bool(node.target._schema.is_mutable)
+    inner = [m for a in node.all_input_nodes if a.op == "get_attr" for m in [_attribute(module, a)]]
+    return any(_writes(n, m) for m in inner if isinstance(m, fx.GraphModule) for n in m.graph.nodes)
+
+
+def _may_share(node: fx.Node) -> bool:
+    """Whether a result of a node may lie in the memory of an argument."""
+    if not isinstance(node.target, OpOverload):
+        return True
+    return any(r.alias_info is not None for r in node.target._schema.returns)
+
+
+def _attribute(module: fx.GraphModule, node: fx.Node) -> Any:
+    return reduce(getattr, str(node.target).split("."), module)
+
+
 def _is_same(value: torch.Tensor, d: int) -> bool:
     """Whether a tensor, broadcast, is known not to change along its dim ``d``, counted from the last, which is -1."""
     return -d > value.ndim or value.shape[d] == 1 or value.stride(d) == 0
@@ -229,9 +267,10 @@ def _cut(value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def _narrowed(value: torch.Tensor) -> torch.Tensor:
-    """The same values, with stride 0 along dims where they do not change, if that is quickly seen."""
-    for d, n in enumerate(value.shape):
+    """The same values, one of each dim along which they do not change, if that is quickly seen, broadcast."""
+    shape = value.shape
+    for d, n in enumerate(shape):
         first = value.narrow(d, 0, min(n, 1))
-        alike = n > 1 and value.stride(d) != 0 and value.numel() <= SMALL and torch.equal(value, first.expand_as(value))
-        value = first.expand_as(value) if alike else value
-    return value
+        same = n > 1 and (value.stride(d) == 0 or (value.numel() <= SMALL and bool((value == first).all())))
+        value = first if same else value
+    return (value if value.shape == shape else value.clone()).expand(shape)  # a clone: nothing holds the rest

@@ -79,7 +79,25 @@ CAUSAL: dict[str, Mask] = {
     "tril": lambda x, m: torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril().expand(ROWS, 1, -1, -1),
 }
 
+
+def written(mask: torch.Tensor, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """A mask that is changed, perhaps through a view, after what made it."""
+    view(mask).fill_(True)
+    return mask
+
+
+def written_without_gradients(mask: torch.Tensor) -> torch.Tensor:
+    """The same in a graph within the graph."""
+    with torch.no_grad():
+        mask[:, 1:].logical_or_(torch.ones(1, dtype=torch.bool))
+    return mask
+
+
 OTHERS: dict[str, Mask] = {
+    "written": lambda x, m: written(later(), lambda mask: mask),
+    "written in part": lambda x, m: written(later(), lambda mask: mask[2]),
+    "written through views": lambda x, m: written(later(), lambda mask: mask.reshape(-1).unflatten(0, (2, -1))[1]),
+    "written elsewhere": lambda x, m: written_without_gradients(later()),
     "a window": lambda x, m: later() & (positions()[0] - positions()[1] < 3),
     "a bias": lambda x, m: additive(-torch.inf).to(x) + 0.5,
     "not quite hidden": lambda x, m: additive(-1e4).to(x),
