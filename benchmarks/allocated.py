@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -26,4 +26,17 @@ def peak_allocated(run: Callable[[], Any]) -> int:
         events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
     changes = [e for e in events if e["name"] == "[memory]"]
     changes.sort(key=lambda e: (e["ts"], e["args"].get("Ev Idx", 0)))
-    return max(accumulate((e["args"]["Bytes"] for e in changes), initial=0))
+    return max(accumulate(_differences(changes)), default=0)
+
+
+def _differences(changes: list[dict[str, Any]]) -> Iterator[int]:
+    """Bytes that each event adds; what another thread has given back unseen is missed when its place is taken anew."""
+    live: dict[int, int] = {}
+    for event in changes:
+        size, place = event["args"]["Bytes"], event["args"]["Addr"]
+        if size > 0:
+            yield size - live.get(place, 0)
+            live[place] = size
+        else:
+            live.pop(place, None)
+            yield size
