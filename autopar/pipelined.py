@@ -171,9 +171,9 @@ def missing(plan: Plan, needed: float, memory: float) -> InfeasibleError:
     """Says what is missing where at least so many bytes are needed, which of them are most in a plan, and a remedy."""
     peak = plan.predicted.peak_bytes
     return InfeasibleError(
-        f"the pipeline needs {format_bytes(needed)} on a device, {format_bytes(needed - memory)} more than the budget "
-        f"of {format_bytes(memory)}, most of it {max(peak, key=peak.__getitem__)}; ask for more stages or more "
-        "microbatches, or for a schedule with fewer of them under way, such as 1f1b",
+        f"no pipeline was found that needs less than {format_bytes(needed)} on a device, "
+        f"{format_bytes(needed - memory)} more than the budget of {format_bytes(memory)}, most of it {max(peak, key=peak.__getitem__)}; ask for more "
+        "stages or more microbatches, or for a schedule with fewer of them under way, such as 1f1b",
         needed=needed,
         budget=memory,
     )
