@@ -170,10 +170,11 @@ def share_of(actions: Order, stages: int) -> Share:
 def missing(plan: Plan, needed: float, memory: float) -> InfeasibleError:
     """Says what is missing where at least so many bytes are needed, which of them are most in a plan, and a remedy."""
     peak = plan.predicted.peak_bytes
+    largest = max(peak, key=peak.__getitem__)
     return InfeasibleError(
         f"no pipeline was found that needs less than {format_bytes(needed)} on a device, "
-        f"{format_bytes(needed - memory)} more than the budget of {format_bytes(memory)}, most of it {max(peak, key=peak.__getitem__)}; ask for more "
-        "stages or more microbatches, or for a schedule with fewer of them under way, such as 1f1b",
+        f"{format_bytes(needed - memory)} more than the budget of {format_bytes(memory)}, most of it {largest}; ask for "
+        "more stages or more microbatches, or for a schedule with fewer of them under way, such as 1f1b",
         needed=needed,
         budget=memory,
     )
