@@ -173,8 +173,8 @@ def missing(plan: Plan, needed: float, memory: float) -> InfeasibleError:
     largest = max(peak, key=peak.__getitem__)
     return InfeasibleError(
         f"no pipeline was found that needs less than {format_bytes(needed)} on a device, "
-        f"{format_bytes(needed - memory)} more than the budget of {format_bytes(memory)}, most of it {largest}; ask for "
-        "more stages or more microbatches, or for a schedule with fewer of them under way, such as 1f1b",
+        f"{format_bytes(needed - memory)} more than the budget of {format_bytes(memory)}, most of it {largest}; ask "
+        "for more stages or more microbatches, or for a schedule with fewer of them under way, such as 1f1b",
         needed=needed,
         budget=memory,
     )
