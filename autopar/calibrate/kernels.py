@@ -17,6 +17,11 @@ Tick = Callable[[int, int, str], None]
 ENOUGH = 0.05
 """Seconds that the runs of one kernel take together, at least."""
 
+CALLS, HELD = 64, 2**26
+"""How many results are held at once, and how many bytes, of kernels whose results are not larger."""
+
+aten = torch.ops.aten
+
 
 @dataclass(frozen=True)
 class Kernels:
@@ -90,25 +95,35 @@ def measure_kernels(
 
 def _kernels(
     device: torch.device, dtypes: Sequence[torch.dtype], chosen: Kernels
-) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], Callable[[], object]]]:
+) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], Callable[[], torch.Tensor]]]:
     """Kind, dtype, sizes and a call of each kernel; its tensors live until the next one."""
     for dtype in dtypes:
         for batch, rows, columns, depth in chosen.products:
             shape = (batch,) if batch > 1 else ()
             a = torch.randn(*shape, rows, depth, device=device, dtype=dtype)
             b = torch.randn(*shape, depth, columns, device=device, dtype=dtype)
-            out = a @ b  # reused: what is timed is the kernel, not the allocator
-            yield "matmul", dtype, (batch, rows, columns, depth), partial(torch.matmul, a, b, out=out)
+            yield (
+                "matmul",
+                dtype,
+                (batch, rows, columns, depth),
+                partial((aten.bmm if shape else aten.mm).default, a, b),
+            )
         for sizes in chosen.attentions:
             q, k, v = (torch.randn(*sizes, device=device, dtype=dtype) for _ in range(3))
             yield "attention", dtype, sizes, partial(functional.scaled_dot_product_attention, q, k, v)
     for count in chosen.copies:
         source = torch.randn(count, device=device)
-        target = torch.empty_like(source)
-        yield "copy", torch.float32, (2 * 4 * count,), partial(target.copy_, source)
+        yield "copy", torch.float32, (2 * 4 * count,), partial(aten.clone.default, source)
 
 
-def _seconds(run: Callable[[], object], enough: float) -> float:
-    """Median seconds of a call; torch's timer waits for the device."""
-    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
-    return float(timer.blocked_autorange(min_run_time=enough).median)
+def _seconds(run: Callable[[], torch.Tensor], enough: float) -> float:
+    """Median seconds of a call; torch's timer waits for the device.
+
+    As in a step, operators are called by their overloads, and what several return is held and then given back together:
+    the memory that the next ones write to is new.
+    """
+    calls = max(1, min(CALLS, HELD // max(run().nbytes, 1)))
+    timer = Timer(
+        "[run() for _ in range(calls)]", globals={"run": run, "calls": calls}, num_threads=torch.get_num_threads()
+    )
+    return float(timer.blocked_autorange(min_run_time=enough).median) / calls
