@@ -121,6 +121,10 @@ class Link:
         algorithms: of `ALGORITHMS`, those that the communication library has on this link; the fastest is taken.
         copies: bytes that the library holds besides while it runs, for each byte of what an all-gather makes or a
             reduce-scatter takes: Gloo has a copy of it, NCCL works in place.
+        contention: how much groups get in each other's way that share the network cards of a node and have several
+            devices in it: of ``g`` such groups each has its share of the cards over ``g ** contention``. 0: they share
+            without loss. Groups with one device a node have a card each.
+        neighbours: how many devices of the group are in each node; what `Cluster.link_for` finds out, not stated.
 
     Raises:
         ValueError: a figure is not a positive number, or an algorithm is unknown.
@@ -131,6 +135,8 @@ class Link:
     latency: float
     algorithms: tuple[str, ...] = ("ring",)
     copies: float = 0.0
+    contention: float = 0.0
+    neighbours: int = 1
 
     def __post_init__(self) -> None:
         _check_name(self.name)
@@ -142,7 +148,8 @@ class Link:
         object.__setattr__(self, "algorithms", tuple(n for n in ALGORITHMS if n in self.algorithms))
         for key in ("bandwidth", "latency"):
             object.__setattr__(self, key, _positive(key, getattr(self, key)))
-        object.__setattr__(self, "copies", _not_negative("copies", self.copies))
+        for key in ("copies", "contention"):
+            object.__setattr__(self, key, _not_negative(key, getattr(self, key)))
 
 
 @dataclass(frozen=True)
@@ -222,23 +229,27 @@ class Cluster:
     def _link_between(self, stride: int, size: int) -> Link:
         """The link of ``size`` devices that are ``stride`` apart, with the bandwidth that they have together.
 
-        Of the steps around a ring, one in as many as the devices have neighbours in a group leaves that group: their
-        latencies are averaged. Trees are for devices that have no neighbour in their node.
+        A ring of them leaves each group of a level once, over the links of all its devices there, and is as fast as the
+        slowest level that it crosses; the latencies of its steps are averaged. Parallel aggregated trees are for
+        devices that have no neighbour in their node.
         """
         within = (i for i, group in enumerate(self.group_sizes) if group % (stride * size) == 0)
         level = next(within, len(self.links) - 1)
-        best, leaves = self.links[level], 1.0
-        latency = 0.0
-        for inner in range(level):
-            group, near = self.group_sizes[inner], self.links[inner]
-            neighbours = math.gcd(size, group // stride) if group % stride == 0 else 1
-            shared = min(near.bandwidth, neighbours * best.bandwidth)
-            best = replace(best, bandwidth=max(best.bandwidth, shared))
-            if inner == 0 and neighbours > 1:
-                best = replace(best, algorithms=("ring",))
-            latency += (leaves - 1 / neighbours) * near.latency
-            leaves = 1 / neighbours
-        return replace(best, latency=latency + leaves * best.latency)
+        groups = self.group_sizes[:level]
+        together = [1, *(math.gcd(size, g // stride) if g % stride == 0 else 1 for g in groups)]
+        used = [i for i in range(level + 1) if i == level or together[i + 1] > together[i]]
+        outer, node = self.links[level], together[1] if level else 1
+        lost = (groups[0] // node) ** outer.contention if node > 1 else 1.0
+        return replace(
+            outer,
+            bandwidth=min(together[i] * self.links[i].bandwidth / (lost if i else 1.0) for i in used),
+            latency=sum(
+                (1 / k - 1 / m) * near.latency for k, m, near in zip(together, together[1:], self.links, strict=False)
+            )
+            + outer.latency / together[level],
+            algorithms=tuple(a for a in outer.algorithms if a != "pat" or node == 1),
+            neighbours=node,
+        )
 
     @staticmethod
     def preset(name: str) -> Cluster:
@@ -309,7 +320,7 @@ class Cluster:
             lines += ["", header, f"name = {_quote(link.name)}"]
             lines += [f"bandwidth = {link.bandwidth!r}", f"latency = {link.latency!r}"]
             lines += [f"algorithms = [{', '.join(map(_quote, link.algorithms))}]"]
-            lines += [f"copies = {link.copies!r}"] if link.copies else []
+            lines += [f"{key} = {getattr(link, key)!r}" for key in ("copies", "contention") if getattr(link, key)]
         return "\n".join(lines) + "\n"
 
     def fingerprint(self) -> str:
@@ -368,7 +379,7 @@ _REMEDY = {
 
 
 def _parse_link(value: object, where: str) -> Link:
-    table = _table(value, where, ("name", "bandwidth", "latency"), ("algorithms", "copies"))
+    table = _table(value, where, ("name", "bandwidth", "latency"), ("algorithms", "copies", "contention"))
     return _named(where, Link, table)
 
 

@@ -7,7 +7,6 @@ same step can be costed on many.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from autopar.cluster import Device
 from autopar.cost.collectives import collective_seconds
 from autopar.cost.kernels import Work, busy_seconds
 from autopar.dims import Dims, Operator
-from autopar.layout import item_bytes
+from autopar.layout import Replicate, item_bytes
 from autopar.origin import block_of, is_backward, module_path
 from autopar.plan import Plan
 from autopar.program import Program, Value
@@ -73,6 +72,7 @@ class Part:
             twice, such as attention's scores, which are large and cheap (V. Korthikanti et al., "Reducing Activation
             Recomputation in Large Transformer Models", 2022, section 5).
         spared: how many of the saved bytes these values are.
+        alike: of the bytes handed on, how many all devices of an axis have alike, by axis.
     """
 
     name: str
@@ -83,6 +83,7 @@ class Part:
     handed: float
     again: Activity = field(default_factory=Activity)
     spared: float = 0.0
+    alike: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def spend_each(activities: Sequence[Activity], machines: Sequence[Machine]) -> l
         for c in activity.collectives:
             ranks, link = machine.sizes[c.axis], machine.links[c.axis]
             communication[c.axis] += float(collective_seconds(c.kind, c.size, ranks, link)) + device.launch
-            count += math.log2(ranks)  # it waits for the slowest of the hosts, the longer the more there are
+            count += ranks > 1
         found.append(Spent(float(seconds), float(count) * device.host, tuple(communication)))
     return found
 
@@ -195,9 +196,10 @@ class _Parts:
                 activity(nodes[name, True]),
                 parameters[name],
                 saved[name],
-                handed[name],
+                sum(map(self._bytes, handed[name])),
                 activity(n for n in nodes[name, False] if n in again),
                 spared[name],
+                self._alike(handed[name]),
             )
             for name in order
         )
@@ -292,18 +294,24 @@ class _Parts:
             value = self.program.sources[value[0]][0]
         return value
 
-    def _handed(self, order: list[str]) -> dict[str, float]:
-        """Bytes of each part's forward values that the next part's forward takes."""
+    def _handed(self, order: list[str]) -> dict[str, dict[Value, None]]:
+        """Each part's forward values that the next part's forward takes."""
         following = dict(pairwise(order))
-        handed: dict[str, set[Value]] = defaultdict(set)
+        handed: dict[str, dict[Value, None]] = defaultdict(dict)
         for node, sources in self.program.sources.items():
             for source in () if is_backward(node) else sources:
                 stored = self._stored(source)
                 part = self.names.get(stored[0])
                 constant = stored[0] in self.constants  # each stage makes its own
                 if part is not None and self.names[node] == following.get(part) and not constant:
-                    handed[part].add(stored)
-        return defaultdict(float, {name: sum(map(self._bytes, values)) for name, values in handed.items()})
+                    handed[part][stored] = None
+        return handed
+
+    def _alike(self, values: Iterable[Value]) -> tuple[float, ...]:
+        """Bytes of the values that all devices of an axis have alike, by axis."""
+        layouts = [(self._bytes(value), self.assignment.outputs[value]) for value in values]
+        axes = range(len(self.machine.sizes))
+        return tuple(sum(size for size, layout in layouts if layout[axis] == Replicate()) for axis in axes)
 
 
 def _part_names(program: Program) -> dict[fx.Node, str]:

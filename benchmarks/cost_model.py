@@ -1,11 +1,12 @@
 """How well does the cost model predict measured training steps of GPTs on A100s?
 
 Reads the iteration times of ``megatron_measured`` (a folder of data given by ``--data``; without it there is nothing to
-do). The model's graph is captured with one block for each shape, planned with the recipe ``megatron``, and costed as
+do). The model's graph is captured with two blocks for each shape, planned with the recipe ``megatron``, and costed as
 `autopar plan --recipe megatron` does. What no datasheet says of the device and its links is fitted, robustly, to half
-of the rows; the other half is reported. Assumed, since the data does not say: everything recomputed on several nodes
-and nothing on one; 16-bit gradients; a vocabulary of 51200, but of 50257, which is not padded, on one node without
-tensor parallelism; kernels as the graph has them, none fused.
+of the rows, and reported of the other half; then the halves change places. Assumed, since the data does not say:
+everything recomputed on several nodes and nothing on one; Megatron's fused kernels on several nodes, and kernels as the
+graph has them on one; 16-bit gradients; a vocabulary of 51200, but of 50257, which is not padded, on one node without
+tensor parallelism.
 """
 
 from __future__ import annotations
@@ -49,10 +50,13 @@ PRIORS = {  # what is fitted: where it is expected, and how far off it may be, a
     "node latency": (5e-6, 0.5),
     "network bandwidth": (15e9, 0.7),
     "network latency": (1e-5, 0.7),
+    "contention": (0.5, 0.7),
 }
-PRIOR_WEIGHT = 6.0
-SEVERAL_NODES = 4.0  # as many rows a row counts as: there are 18 times as many of one node
-ROBUST = 0.1  # relative error beyond which a row counts as an outlier, the less the further it is
+PRIOR_WEIGHT = 2.0
+SEVERAL_NODES = 8.0  # as many rows a row counts as: there are 18 times as many of one node
+# Relative errors beyond which a row counts as an outlier, the less the further it is: the first fit looks at all rows,
+# each later one starts from it and looks less at those that it could not explain.
+ROBUST = (0.1, 0.07, 0.05)
 
 
 @dataclass(frozen=True)
@@ -73,10 +77,11 @@ class Row:
     several_nodes: bool
 
     @property
-    def shape(self) -> tuple[int, int, int, int, int]:
-        """What is captured: hidden, heads, sequence, microbatch, vocabulary."""
+    def shape(self) -> tuple[int, int, int, int, int, bool]:
+        """What is captured: hidden, heads, sequence, microbatch, vocabulary, and whether kernels are fused."""
         padded = self.several_nodes or self.tensor > 1
-        return self.hidden, self.heads, self.sequence, self.microbatch, 51200 if padded else 50257
+        vocabulary = 51200 if padded else 50257
+        return self.hidden, self.heads, self.sequence, self.microbatch, vocabulary, self.several_nodes
 
     @property
     def training(self) -> Training:
@@ -93,13 +98,7 @@ def main() -> None:
     parser.add_argument("--steps", type=Path, help="file that keeps what was captured for the next run")
     parser.add_argument("--workers", type=int, default=2, help="processes that capture (default: 2)")
     parser.add_argument("--fixed", action="store_true", help="fit nothing: the preset as it is")
-    parser.add_argument(
-        "--fit",
-        choices=("half", "several"),
-        default="half",
-        help="to half of the rows, or to all of several nodes and no other",
-    )
-    parser.add_argument("--save", type=Path, help="write the fitted cluster to this TOML file")
+    parser.add_argument("--save", type=Path, help="write the cluster that the first half gives to this TOML file")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     folder = options.data and options.data / "megatron_measured"
@@ -108,15 +107,19 @@ def main() -> None:
         return
     rows = read(folder)
     steps = capture(rows, options.steps, options.workers)
-    training = np.array([half(row) for row in rows])
-    seen = training if options.fit == "half" else [row.several_nodes for row in rows]
-    own = [row for row, chosen in zip(rows, seen, strict=True) if chosen]
-    cluster = Cluster.preset(BASE) if options.fixed else fit(own, steps)
+    first = np.array([half(row) for row in rows])
+    clusters = [Cluster.preset(BASE)] * 2 if options.fixed else fit_both(rows, steps, first, options.workers)
     if options.save:
-        cluster.save(options.save)
-    found = np.array(predict(rows, steps, cluster, simulate=True))
-    figures = report(rows, training, found)
-    print(json.dumps(figures, indent=1) if options.json else table(figures, cluster, rows, found))
+        clusters[0].save(options.save)
+    found = np.array([predict(rows, steps, cluster, simulate=True) for cluster in clusters])
+    figures = {
+        "fit to the first half": report(rows, first, found[0]),
+        "fit to the second half": report(rows, ~first, found[1]),
+        "each row by the fit to the half without it": report(
+            rows, ~(first | ~first), np.where(first, found[1], found[0])
+        ),
+    }
+    print(json.dumps(figures, indent=1) if options.json else table(figures, clusters[0], rows, found[0]))
 
 
 def read(folder: Path) -> list[Row]:
@@ -169,8 +172,9 @@ def _capture(job: tuple[tuple[int, ...], list[int]]) -> Steps:
     from autopar.step import step_of
     from benchmarks.gpt import GPT, batch_of
 
-    (hidden, heads, sequence, microbatch, vocabulary), ranks = job
-    program = program_of(GPT(hidden, heads, 1, sequence, vocabulary), batch_of(microbatch, sequence))
+    (hidden, heads, sequence, microbatch, vocabulary, fused), ranks = job
+    model = GPT(hidden, heads, 2, sequence, vocabulary, fused=bool(fused))  # as the command line captures it
+    program = program_of(model, batch_of(microbatch, sequence))
     dims = analyze(program)
     found = {}
     for tensor in ranks:
@@ -202,6 +206,13 @@ def predict(rows: Sequence[Row], steps: Steps, cluster: Cluster, *, simulate: bo
     return found
 
 
+def fit_both(rows: Sequence[Row], steps: Steps, first: NDArray[np.bool_], workers: int) -> list[Cluster]:
+    """The clusters that the first half of the rows gives, and the second."""
+    halves = [[row for row, chosen in zip(rows, own, strict=True) if chosen] for own in (first, ~first)]
+    with multiprocessing.get_context("spawn").Pool(max(1, min(workers, 2))) as pool:
+        return pool.starmap(fit, [(half_of, steps) for half_of in halves])
+
+
 def fit(rows: Sequence[Row], steps: Steps) -> Cluster:
     """The preset with what the datasheet does not say fitted to rows: least squares of logarithms, robust."""
     from scipy.optimize import least_squares
@@ -211,25 +222,24 @@ def fit(rows: Sequence[Row], steps: Steps) -> Cluster:
     weight = np.array([SEVERAL_NODES if row.several_nodes else 1.0 for row in rows])
     measured = np.array([row.seconds for row in rows])
 
-    def residuals(x: Floats) -> Floats:
+    def residuals(x: Floats, robust: float) -> Floats:
         found = np.array(predict(rows, steps, cluster_of(x)))
-        return np.concatenate([np.log(found / measured) / ROBUST, PRIOR_WEIGHT * (x - begin) / width])
+        return np.concatenate([np.log(found / measured) / robust, PRIOR_WEIGHT * (x - begin) / width])
 
     def cauchy(squares: Floats) -> Floats:
-        """The loss of squared residuals, and its two derivatives."""
+        """The loss of squared residuals, and its two derivatives; of what is expected it stays the square."""
         loss = np.stack([np.log1p(squares), 1 / (1 + squares), -1 / (1 + squares) ** 2])
         loss[:, : len(weight)] *= weight
+        expected = squares[len(weight) :]
+        loss[:, len(weight) :] = expected, np.ones_like(expected), np.zeros_like(expected)
         return loss
 
     upper = np.log([1.0 if name in ("efficiency", "streaming") else math.inf for name in PRIORS])
-    options = {
-        "bounds": (-np.inf, upper),
-        "x_scale": width,
-        "loss": cauchy,
-        "diff_step": 0.002,
-        "max_nfev": 40,
-    }
-    return cluster_of(least_squares(residuals, begin, **options).x)
+    options = {"bounds": (-np.inf, upper), "x_scale": width, "loss": cauchy, "diff_step": 0.002, "max_nfev": 40}
+    x = begin
+    for robust in ROBUST:
+        x = least_squares(residuals, x, args=(robust,), **options).x
+    return cluster_of(x)
 
 
 def cluster_of(x: Floats) -> Cluster:
@@ -240,6 +250,7 @@ def cluster_of(x: Floats) -> Cluster:
         replace(link, bandwidth=value[f"{level} bandwidth"], latency=value[f"{level} latency"])
         for link, level in zip(base.links, ("node", "network"), strict=True)
     )
+    far = replace(far, contention=value["contention"])
     return replace(base, device=replace(base.device, **own), links=(near, far))
 
 
@@ -254,6 +265,8 @@ def report(rows: Sequence[Row], training: NDArray[np.bool_], found: Floats) -> d
     for name, chosen in (("one node", ~several), ("several nodes", several)):
         for half_name, part in (("fitted", training), ("held out", ~training)):
             own = error[chosen & part]
+            if not own.size:
+                continue
             figures[f"{name}, {half_name}"] = {
                 "rows": len(own), "mean error": float(own.mean()), "median error": float(np.median(own)),
                 "largest error": float(own.max()),
@@ -293,14 +306,17 @@ def ordered(measured: Floats, found: Floats, apart: float = 0.03) -> float:
     return float(right.sum() / max(pairs.sum(), 1))
 
 
-def table(figures: dict[str, Any], cluster: Cluster, rows: Sequence[Row], found: Floats) -> str:
-    """For people."""
+def table(figures: dict[str, dict[str, Any]], cluster: Cluster, rows: Sequence[Row], found: Floats) -> str:
+    """For people: all figures, and of the first fit its rows of several nodes and what was fitted."""
     lines = []
-    for name, values in figures.items():
-        shown = values.items() if isinstance(values, dict) else [("", values)]
-        texts = [f"{key} {v:.4f}".strip() if isinstance(v, float) else f"{key} {v}" for key, v in shown]
-        lines.append(f"{name:<48} {', '.join(texts)}")
-    lines += ["", "several nodes: microbatch, tensor, data, pipeline; measured and predicted seconds"]
+    for title, named in figures.items():
+        lines += [title]
+        for name, values in named.items():
+            shown = values.items() if isinstance(values, dict) else [("", values)]
+            texts = [f"{key} {v:.4f}".strip() if isinstance(v, float) else f"{key} {v}" for key, v in shown]
+            lines.append(f"  {name:<48} {', '.join(texts)}")
+        lines += [""]
+    lines += ["several nodes: microbatch, tensor, data, pipeline; measured and predicted seconds"]
     for row, seconds in zip(rows, found, strict=True):
         if row.several_nodes:
             layout = f"{row.hidden:6d} {row.microbatch:4d} {row.tensor:4d} {row.data:4d} {row.pipeline:4d}"

@@ -91,13 +91,33 @@ def test_a_ring_through_neighbours_leaves_the_node_once() -> None:
     near, far = (link.latency for link in H100.links)
     (data,) = H100.link_for({"data": 32})
     assert data.latency == pytest.approx(near * 7 / 8 + far / 8)
-    assert data.algorithms == ("ring",)
+    assert (data.algorithms, data.neighbours) == (("ring", "tree"), 8)
     node, gpu = H100.link_for({"node": 4, "gpu": 8})
     assert (node.latency, gpu.latency) == (far, near)
-    assert node.algorithms == ("ring", "tree", "pat")
+    assert (node.algorithms, node.neighbours) == (("ring", "tree", "pat"), 1)
     pod = replace(H100, links=(*H100.links, Link("spine", 1e9, 1e-3)), group_sizes=(8, 256))
     (every,) = pod.link_for({"all": 1024})
     assert every.latency == pytest.approx(near * 7 / 8 + far * (1 / 8 - 1 / 256) + 1e-3 / 256)
+
+
+def test_a_ring_is_as_fast_as_the_slowest_level_that_it_crosses() -> None:
+    near, far = (link.bandwidth for link in H100.links)
+    pod = replace(H100, links=(*H100.links, Link("spine", 1e9, 1e-3)), group_sizes=(8, 256))
+    (every,), (few, _) = pod.link_for({"all": 1024}), pod.link_for({"few": 1024, "inner": 8})
+    assert every.bandwidth == min(near, 8 * far, 256e9)
+    assert few.bandwidth == min(far, 32e9)
+
+
+def test_groups_that_share_cards_get_in_each_others_way() -> None:
+    near, far = H100.links
+    crowded = replace(H100, links=(near, replace(far, contention=0.5)))
+    cases = {1: 8 * far.bandwidth, 2: 4 * far.bandwidth / 2**0.5, 4: 2 * far.bandwidth / 2, 8: far.bandwidth}
+    for inner, expected in cases.items():  # as many groups share a node; those with one device there have its card
+        data, _ = crowded.link_for({"data": 16, "inner": inner})
+        assert data.bandwidth == pytest.approx(min(near.bandwidth, expected))
+    (within,) = crowded.link_for({"gpu": 8})
+    assert within == near
+    assert "contention" not in H100.to_toml() and Cluster.from_toml(crowded.to_toml()) == crowded
 
 
 @pytest.mark.parametrize("algorithms", [("bruck",), (), "ring"])

@@ -88,6 +88,10 @@ def test_selective_recomputation_keeps_what_the_paper_says(which: str, tensor: i
 
 def test_full_recomputation_keeps_what_the_paper_says() -> None:
     assert parts()["layers.0"].handed == 2 * SEQUENCE * BATCH * HIDDEN
+    tensor = parts(tensor=4, recipe="megatron")["layers.0"]
+    assert tensor.alike == (tensor.handed,) == (2 * SEQUENCE * BATCH * HIDDEN,)
+    sequence = parts(tensor=2, recipe="megatron-sequence")["layers.0"]
+    assert sequence.alike == (0.0,)
 
 
 def test_megatron_communicates_as_megatron() -> None:

@@ -9,9 +9,13 @@ and direction. ``size`` is in bytes and always of the **full** tensor that one d
 | | | pat | 0.29 (n + log2 n) | the same, at 0.75 beta |
 | reduce_scatter | one device's input, before it is scattered | as all_gather | | |
 | all_reduce | one device's input, as large as the result | ring | 2 (n - 1) | 2 (n - 1) / n size |
-| | | tree | 2 log2 n | 2 size, at 0.92 beta |
+| | | tree | 2 (k - 1 + log2 N) | 2 size, at 0.92 beta; size if N is 2 |
 | all_to_all | what one device holds, before and after | direct | n - 1 | (n - 1) / n size |
 | broadcast | the tensor | ring | log2(n) + n - 1 | 2 (n - 1) / n size, at most: the root |
+
+``k`` is how many of the group's devices are in each node (`Link.neighbours`), and ``N = n / k`` the number of nodes: a
+tree is a chain through each node and a tree of the nodes. Of two nodes each is the root of one of the double tree's
+halves and a leaf of the other, so that it sends every half once; an inner node of more sends its half to two and up.
 
 Logarithms are rounded up. A library takes what is fastest of what it has, and so do these functions: `Link.algorithms`
 says what it has, a ring always (and all_to_all and broadcast in one way only). Adding numbers up costs nothing here.
@@ -42,13 +46,14 @@ from autopar.cluster import Link
 
 Array: TypeAlias = NDArray[np.float64]
 
-SIZE, N, ALPHA, BETA = sympy.symbols("size n alpha beta", positive=True)
+SIZE, N, NODES, ALPHA, BETA = sympy.symbols("size n nodes alpha beta", positive=True)
 
 _SHARE = (N - 1) / N * SIZE
 _DEPTH = sympy.ceiling(log2(N))
 _RING = (N - 1) * ALPHA + _SHARE / BETA
 _PAT = sympy.Rational(29, 100) * (N + _DEPTH) * ALPHA + _SHARE / (sympy.Rational(3, 4) * BETA)
-_TREE = 2 * _DEPTH * ALPHA + 2 * SIZE / (sympy.Rational(92, 100) * BETA)
+_HOPS = N / NODES - 1 + sympy.ceiling(log2(NODES))
+_TREE = 2 * _HOPS * ALPHA + sympy.Min(2, NODES - 1) * SIZE / (sympy.Rational(92, 100) * BETA)
 
 FORMS: Mapping[str, Mapping[str, sympy.Expr]] = {
     "all_gather": {"ring": _RING, "pat": _PAT},
@@ -57,12 +62,12 @@ FORMS: Mapping[str, Mapping[str, sympy.Expr]] = {
     "all_to_all": {"direct": _RING},
     "broadcast": {"ring": (_DEPTH + N - 1) * ALPHA + 2 * _SHARE / BETA},
 }
-"""Seconds of each collective under each algorithm, in ``size``, ``n``, ``alpha`` and ``beta``."""
+"""Seconds of each collective under each algorithm, in ``size``, ``n``, ``nodes``, ``alpha`` and ``beta``."""
 
 
 @cache
 def _function(form: sympy.Expr) -> Callable[..., Any]:
-    function: Callable[..., Any] = sympy.lambdify((SIZE, N, ALPHA, BETA), form, "numpy", cse=True)
+    function: Callable[..., Any] = sympy.lambdify((SIZE, N, NODES, ALPHA, BETA), form, "numpy", cse=True)
     return function
 
 
@@ -117,7 +122,8 @@ def collective_seconds(kind: str, size: ArrayLike, n: ArrayLike, link: Link) -> 
     """
     devices, sizes = _checked(kind, size, n)
     forms = [form for name, form in FORMS[kind].items() if name in link.algorithms] or list(FORMS[kind].values())[:1]
-    seconds = (_function(form)(sizes, devices, link.latency, link.bandwidth) for form in forms)
+    nodes = np.maximum(devices / link.neighbours, 1.0)
+    seconds = (_function(form)(sizes, devices, nodes, link.latency, link.bandwidth) for form in forms)
     fastest = np.asarray(np.minimum.reduce(list(np.broadcast_arrays(*seconds))), dtype=np.float64)
     return np.where(np.broadcast_to(devices, fastest.shape) > 1, fastest, 0.0)[()]
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cluster import Link
-from autopar.cost.collectives import ALPHA, BETA, COLLECTIVES, FORMS, SIZE, N, collective_seconds, wire_bytes
+from autopar.cost.collectives import ALPHA, BETA, COLLECTIVES, FORMS, NODES, SIZE, N, collective_seconds, wire_bytes
 
 LINK = Link("toy", bandwidth=100.0, latency=0.25)
 SIZES = st.floats(0, 1e12)
@@ -153,10 +153,16 @@ def test_wrong_arguments_are_named() -> None:
 
 @pytest.mark.parametrize(("n", "levels"), [(2, 1), (3, 2), (4, 2), (64, 6), (65, 7), (2**29, 29)])
 def test_depths_of_trees_are_rounded_up(n: int, levels: int) -> None:
-    tree = FORMS["all_reduce"]["tree"].subs({SIZE: 920, N: n, ALPHA: 1, BETA: 100})
-    assert float(tree) == pytest.approx(2 * levels + 20)
+    tree = FORMS["all_reduce"]["tree"].subs({SIZE: 920, N: n, NODES: n, ALPHA: 1, BETA: 100})
+    assert float(tree) == pytest.approx(2 * levels + (20 if n > 2 else 10))  # of two, each sends every half once
     large = Link("large", 1e30, 1.0, ("tree",))
     assert float(collective_seconds("all_reduce", 1.0, n, large)) == pytest.approx(2 * levels)
+
+
+def test_a_tree_is_a_chain_in_each_node() -> None:
+    link = Link("cards", 100.0, 1.0, ("tree",), neighbours=8)
+    assert float(collective_seconds("all_reduce", 92.0, 64, link)) == pytest.approx(2 * (7 + 3) + 2)
+    assert float(collective_seconds("all_reduce", 92.0, 16, link)) == pytest.approx(2 * (7 + 1) + 1)  # two nodes
 
 
 def test_the_fastest_algorithm_is_taken() -> None:
