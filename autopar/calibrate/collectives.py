@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import warnings
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.calibrate.kernels import Tick
 from autopar.calibrate.sample import Sample
@@ -29,17 +30,28 @@ RUNS = 5
 
 KINDS = tuple(COLLECTIVES)
 
+CROWDED = 1 << 20
+"""Bytes from which sums of groups are timed that share the cards of a node: what they lose is bandwidth."""
+
 
 def measure_collectives(
-    device: torch.device, *, sizes: Sequence[int] = SIZES, runs: int = RUNS, tick: Tick | None = None
+    device: torch.device,
+    *,
+    groups: Sequence[int] = (),
+    sizes: Sequence[int] = SIZES,
+    runs: int = RUNS,
+    tick: Tick | None = None,
 ) -> list[Sample]:
     """Time every collective of the initialised process group, which every rank calls with the same arguments.
 
-    Processes of one node (``LOCAL_WORLD_SIZE``, as torchrun sets it) form groups of level 0; if there are several
-    nodes, the processes with the same place in each form groups of level 1, all of which communicate at once.
+    Neighbours in a node form groups of level 0. Of several nodes, the processes with the same place in each form groups
+    of level 1, all of which communicate at once; and so on for racks of nodes. If a node has four processes or more,
+    sums of groups with two in each node are timed as well, which share the node's cards.
 
     Args:
         device: of this rank's tensors.
+        groups: processes in a node, in a rack and so on, as `Cluster.group_sizes`; default: those of a node, by
+            ``LOCAL_WORLD_SIZE``, as torchrun sets it.
         sizes: bytes.
         runs: of each collective.
         tick: called with ``(done, total, name)``.
@@ -48,27 +60,44 @@ def measure_collectives(
         The same samples on every rank: seconds of the slowest.
 
     Raises:
-        RankError: the processes are not as many on each node.
+        RankError: the processes are not as many in each group.
     """
     world = dist.get_world_size()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    if world % local:
-        raise RankError(f"{world} processes are not {local} on each node; start the same number on every node")
-    mesh = init_device_mesh(device.type, (world // local, local), mesh_dim_names=("node", "device"))
+    shape = _levels(world, groups or (int(os.environ.get("LOCAL_WORLD_SIZE", world)),))
+    names = tuple(f"level {i}" for i in range(len(shape)))
+    mesh = init_device_mesh(device.type, shape[::-1], mesh_dim_names=names[::-1])
     found: list[Sample] = []
-    levels = [(level, axis) for level, axis in enumerate(("device", "node")) if mesh.size(1 - level) > 1]
-    for level, axis in levels:
-        members, group = mesh.size(1 - level), mesh.get_group(axis)
-        for kind in KINDS:
-            for size in sizes:
-                count = max(1, size // 4 // members) * members
-                run = _collective(kind, count, members, device, group)
-                found.append(Sample(kind, "float32", (4 * count, members), _seconds(run, runs, device), level))
-                if tick is not None:
-                    tick(len(found), len(levels) * len(KINDS) * len(sizes), str(found[-1]))
-                if found[-1].seconds > LONG:  # of the slowest rank, the same on all
-                    break
+    asked = [(kind, level, 0, mesh.get_group(names[level])) for level in range(len(shape)) if shape[level] > 1
+             for kind in KINDS]  # fmt: skip
+    half = shape[0] // 2
+    if math.prod(shape[1:]) > 1 and half > 1 and not shape[0] % 2:
+        ranks = torch.arange(world).reshape(-1, half).t().contiguous()
+        asked.append(("all_reduce", 1, half, DeviceMesh(device.type, ranks).get_group(1)))
+    for kind, level, stride, group in asked:
+        members = group.size()
+        for size in sizes:
+            if stride and size < CROWDED:
+                continue
+            count = max(1, size // 4 // members) * members
+            seconds = _seconds(_collective(kind, count, members, device, group), runs, device)
+            found.append(Sample(kind, "float32", (4 * count, members), seconds, level, stride))
+            if tick is not None:
+                tick(len(found), len(asked) * len(sizes), str(found[-1]))
+            if seconds > LONG:  # of the slowest rank, the same on all
+                break
     return found
+
+
+def _levels(world: int, groups: Sequence[int]) -> tuple[int, ...]:
+    """How many members a group of each level has, innermost first."""
+    shape, inner = [], 1
+    for size in (*groups, world):
+        if size % inner or size < inner:
+            what = f"{world} processes" if size == world else f"groups of {size}"
+            raise RankError(f"{what} are not made of groups of {inner}; start the same number on every node")
+        shape.append(size // inner)
+        inner = size
+    return tuple(shape)
 
 
 def _collective(kind: str, count: int, members: int, device: torch.device, group: Any) -> Callable[[], object]:

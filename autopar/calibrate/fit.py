@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from autopar.calibrate.sample import Sample
-from autopar.cluster import Device, Link
+from autopar.cluster import Cluster, Device, Link
 from autopar.cost.collectives import COLLECTIVES
 from autopar.cost.compute import attention_flops
 from autopar.cost.kernels import Work, kernel_seconds, product, stream
@@ -90,11 +90,46 @@ def fit_link(
     return link(_least_squares(lambda logs: _ratios(samples, collectives_seconds(samples, link(logs), launch)), first))
 
 
-def predicted_seconds(samples: Sequence[Sample], device: Device, links: Sequence[Link]) -> Floats:
-    """What the cost model says of each sample."""
+def fit_contention(samples: Sequence[Sample], cluster: Cluster) -> float:
+    """How much groups that share the cards of a node get in each other's way, see `Link.contention`.
+
+    Args:
+        samples: collectives of such groups.
+        cluster: with everything else fitted.
+
+    Raises:
+        ValueError: scipy is missing.
+    """
+    require_scipy()
+    from scipy.optimize import minimize_scalar
+
+    def loss(contention: float) -> float:
+        near, far, *others = cluster.links
+        links = (near, replace(far, contention=contention), *others)
+        seconds = predicted_seconds(samples, cluster.device, links, cluster.group_sizes)
+        return float(np.abs(_ratios(samples, seconds)).sum())
+
+    return float(minimize_scalar(loss, bounds=(0.0, 4.0), method="bounded").x)
+
+
+def predicted_seconds(
+    samples: Sequence[Sample], device: Device, links: Sequence[Link], groups: Sequence[int] = ()
+) -> Floats:
+    """What the cost model says of each sample.
+
+    Args:
+        samples: kernels and collectives.
+        device: that runs them.
+        links: of each level.
+        groups: as `Cluster.group_sizes`, where samples have a stride.
+    """
     found = np.zeros(len(samples))
     for i, sample in enumerate(samples):
-        if sample.kind in COLLECTIVES:
+        if sample.stride:
+            axes = {"members": sample.sizes[1], "between": sample.stride}
+            link = Cluster("measured", device, tuple(links), tuple(groups)).link_for(axes)[0]
+            found[i] = collectives_seconds([sample], link, device.launch)[0]
+        elif sample.kind in COLLECTIVES:
             found[i] = collectives_seconds([sample], links[sample.level], device.launch)[0]
         else:
             found[i] = kernels_seconds([sample], device)[0]

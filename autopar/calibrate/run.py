@@ -19,7 +19,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from autopar.calibrate import collectives
-from autopar.calibrate.fit import fit_device, fit_link, require_scipy
+from autopar.calibrate.fit import fit_contention, fit_device, fit_link, require_scipy
 from autopar.calibrate.kernels import ENOUGH, Kernels, Tick, measure_kernels
 from autopar.calibrate.sample import Sample
 from autopar.cluster import Cluster
@@ -34,6 +34,7 @@ class Settings:
     Attributes:
         dtypes: names of the dtypes of kernels.
         kernels: their sizes; None: those for the device.
+        groups: processes of a node, of a rack and so on; empty: of a node, as torchrun says.
         sizes: bytes of collectives.
         runs: of each collective.
         enough: seconds that the runs of each kernel take together, at least.
@@ -43,6 +44,7 @@ class Settings:
 
     dtypes: tuple[str, ...] = ("float32",)
     kernels: Kernels | None = None
+    groups: tuple[int, ...] = ()
     sizes: tuple[int, ...] = collectives.SIZES
     runs: int = collectives.RUNS
     enough: float = ENOUGH
@@ -74,7 +76,8 @@ def calibrate(
     """
     require_scipy()
     cuda, launched = torch.cuda.is_available(), "RANK" in os.environ
-    rank, local = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    groups = settings.groups or (int(os.environ.get("LOCAL_WORLD_SIZE", ranks)),)
     known = Cluster.resolve(base or ("h100" if cuda else "cpu"))
     device, units = torch.device("cpu"), 1
     if cuda:
@@ -85,7 +88,7 @@ def calibrate(
         known = replace(known, device=replace(known.device, name=found.name, memory=float(found.total_memory)))
     if not launched and not cuda and ranks > 1:
         samples = measure_over_processes(ranks, settings, tick)
-        return cluster_of(samples, known, name=name, members=local), samples
+        return cluster_of(samples, known, name=name, groups=groups), samples
     torch.set_num_threads(settings.threads)
     if launched:
         dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=settings.timeout))
@@ -95,7 +98,7 @@ def calibrate(
     finally:
         if launched:
             dist.destroy_process_group()
-    return (cluster_of(samples, known, name=name, members=local, units=units), samples) if first else None
+    return (cluster_of(samples, known, name=name, groups=groups, units=units), samples) if first else None
 
 
 def measure(settings: Settings, device: torch.device, tick: Tick | None = None) -> list[Sample]:
@@ -111,7 +114,9 @@ def measure(settings: Settings, device: torch.device, tick: Tick | None = None) 
         return float(total) / dist.get_world_size()
 
     alone = measure_kernels(device, dtypes, settings.kernels, enough=settings.enough, together=together, tick=tick)
-    return alone + collectives.measure_collectives(device, sizes=settings.sizes, runs=settings.runs, tick=tick)
+    return alone + collectives.measure_collectives(
+        device, groups=settings.groups, sizes=settings.sizes, runs=settings.runs, tick=tick
+    )
 
 
 def measure_over_processes(count: int, settings: Settings, tick: Tick | None = None) -> list[Sample]:
@@ -172,14 +177,16 @@ def _member(rank: int, count: int, store: str, settings: Settings, messages: Any
         dist.destroy_process_group()
 
 
-def cluster_of(samples: Sequence[Sample], base: Cluster, *, name: str, members: int, units: int = 1) -> Cluster:
+def cluster_of(
+    samples: Sequence[Sample], base: Cluster, *, name: str, groups: Sequence[int], units: int = 1
+) -> Cluster:
     """The cluster that was measured.
 
     Args:
         samples: kernels and collectives.
         base: gives what was not measured: memory, and the links that no collective used.
         name: of the cluster.
-        members: processes of a node, where links between nodes were measured.
+        groups: processes of a node, of a rack and so on, where links between them were measured.
         units: see `autopar.calibrate.fit.fit_device`.
     """
     on_links = [s for s in samples if s.kind in COLLECTIVES]
@@ -187,12 +194,17 @@ def cluster_of(samples: Sequence[Sample], base: Cluster, *, name: str, members: 
     fitted = fit_device(alone, name=base.device.name, memory=base.device.memory, units=units)
     reached = base.device.host_bandwidth * base.device.streaming  # fitted figures are what is reached
     device = replace(fitted, host=base.device.host, host_bandwidth=reached, copies=base.device.copies)
-    links, groups = list(base.links), base.group_sizes
-    for level in sorted({s.level for s in on_links}):
+    links, levels = list(base.links), sorted({s.level for s in on_links})
+    for level in levels:
         known = base.links[min(level, len(base.links) - 1)]
-        own = [s for s in on_links if s.level == level]
+        own = [s for s in on_links if s.level == level and not s.stride]
         link = fit_link(own, name=known.name, launch=device.launch, algorithms=known.algorithms, copies=known.copies)
         links[level : level + 1] = [link]
-        if level == 1:
-            links, groups = links[:2], (members,)
-    return Cluster(name, device, tuple(links), groups)
+    if levels in ([], [0]):  # nothing between nodes
+        return Cluster(name, device, tuple(links), base.group_sizes)
+    found = Cluster(name, device, tuple(links[: levels[-1] + 1]), tuple(groups[: levels[-1]]))
+    crowded = [s for s in on_links if s.stride]
+    if not crowded:
+        return found
+    near, far, *others = found.links
+    return replace(found, links=(near, replace(far, contention=fit_contention(crowded, found)), *others))

@@ -16,6 +16,8 @@ class Sample:
             read and written; of a collective: bytes, as `autopar.cost.collectives` counts them, and members.
         seconds: median of several runs; of a collective, of the slowest member.
         level: of a collective: which of the cluster's links, 0 being the innermost.
+        stride: of a collective whose members are not the neighbours of a level: how far apart they are. Then as many
+            groups run at once, and share what leaves a node.
     """
 
     kind: str
@@ -23,6 +25,7 @@ class Sample:
     sizes: tuple[int, ...]
     seconds: float
     level: int = 0
+    stride: int = 0
 
     def __str__(self) -> str:
         """``matmul float32 1x256x256x256``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,9 @@ from autopar.cli.task import load_task
 def calibrate_command(
     save: Annotated[Path, typer.Option(metavar="FILE.toml", help="Where the cluster goes, for --cluster.")],
     ranks: Annotated[int, typer.Option(help="Processes on this machine, where torchrun started none.", min=1)] = 2,
+    groups: Annotated[
+        str, typer.Option(metavar="N,...", help="Processes of a node, of a rack; default: of a node, as torchrun says.")
+    ] = "",
     threads: Annotated[
         int | None, typer.Option(help="Of each process; default: its share of the cores.", min=1)
     ] = None,
@@ -49,13 +53,14 @@ def calibrate_command(
         from autopar.report.calibration import calibration_dict, calibration_plot, calibration_table
         from autopar.report.progress import counted
 
-        settings = Settings(names, threads=threads or max(1, (os.cpu_count() or 1) // ranks), timeout=timeout)
+        share = threads or max(1, (os.cpu_count() or 1) // ranks)
+        settings = Settings(names, groups=_numbers("--groups", groups), threads=share, timeout=timeout)
         with counted("measured") as tick:
             found = calibrate(settings, ranks=ranks, base=base, name=save.stem, tick=tick)
         if found is None:  # another rank says it
             return
         cluster, samples = found
-        fitted = predicted_seconds(samples, cluster.device, cluster.links).tolist()
+        fitted = predicted_seconds(samples, cluster.device, cluster.links, cluster.group_sizes).tolist()
         cluster.save(save)
         if plot is not None:
             plot.write_text(calibration_plot(samples, fitted), encoding="utf-8")
@@ -64,6 +69,19 @@ def calibrate_command(
                 typer.echo(f"saved {path}", err=True)
         show = calibration_table(cluster, samples, fitted)
         typer.echo(json.dumps(calibration_dict(cluster, samples, fitted), indent=1) if as_json else show)
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    """Positive integers, each a multiple of the one before."""
+    if not text:
+        return ()
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = (0,)
+    if any(size < 1 or size % inner for inner, size in pairwise((1, *found))):
+        raise ValueError(f"{option} {text!r}: give positive integers, each a multiple of the one before, as 8,256")
+    return found
 
 
 def doctor_command(as_json: Json = False, debug: Debug = False) -> None:

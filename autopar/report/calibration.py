@@ -42,11 +42,23 @@ class Sample(Protocol):
     def level(self) -> int:
         """Of links."""
 
+    @property
+    def stride(self) -> int:
+        """Between members that are not neighbours of a level."""
+
 
 def calibration_dict(cluster: Cluster, samples: Sequence[Sample], fitted: Sequence[float]) -> dict[str, Any]:
     """The cluster as TOML, errors by kind, and every sample with what the fit says of it."""
     rows = [
-        {"kind": s.kind, "dtype": s.dtype, "sizes": list(s.sizes), "level": s.level, "seconds": s.seconds, "fitted": f}
+        {
+            "kind": s.kind,
+            "dtype": s.dtype,
+            "sizes": list(s.sizes),
+            "level": s.level,
+            "stride": s.stride,
+            "seconds": s.seconds,
+            "fitted": f,
+        }
         for s, f in zip(samples, map(float, fitted), strict=True)
     ]
     errors = {kind: {"count": n, "median": m, "worst": w} for kind, n, m, w in _errors(samples, fitted)}
@@ -63,7 +75,11 @@ def calibration_table(cluster: Cluster, samples: Sequence[Sample], fitted: Seque
         ("memory", f"{device.bandwidth / 1e9:.4g} GB/s"),
         ("launch", format_seconds(device.launch)),
         *(
-            (f"link {link.name}", f"{link.bandwidth / 1e9:.4g} GB/s, {format_seconds(link.latency)} a message")
+            (
+                f"link {link.name}",
+                f"{link.bandwidth / 1e9:.4g} GB/s, {format_seconds(link.latency)} a message"
+                + (f", contention {link.contention:.2g}" if link.contention else ""),
+            )
             for link in cluster.links
         ),
     ]

@@ -23,5 +23,5 @@ def kernels(device: Device, chosen: Kernels) -> list[Sample]:
 
 def collectives(link: Link, level: int, members: int, launch: float = 0.0) -> list[Sample]:
     rows = [Sample(kind, "float32", (size, members), 1.0, level) for kind in KINDS for size in SIZES]
-    times = predicted_seconds(rows, replace(CPU, launch=launch or 1e-300), (link, link))
+    times = predicted_seconds(rows, replace(CPU, launch=launch or 1e-300), (link,) * (level + 1))
     return [replace(s, seconds=float(t)) for s, t in zip(rows, times, strict=True)]

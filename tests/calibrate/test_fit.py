@@ -6,9 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.calibrate import cluster_of, fit_device, fit_link
+from autopar.calibrate import Sample, cluster_of, fit_device, fit_link, predicted_seconds
+from autopar.calibrate.collectives import _levels
 from autopar.calibrate.kernels import LARGE, SMALL, Kernels
-from autopar.cluster import Cluster, Device
+from autopar.cluster import Cluster, Device, Link
+from autopar.errors import RankError
 from autopar.report.calibration import calibration_dict, calibration_plot, calibration_table
 from tests.calibrate.samples import CPU, GPU, INNER, OUTER, collectives, kernels
 
@@ -41,17 +43,38 @@ def test_a_link_is_found_again(members: int) -> None:
 
 def test_what_was_not_measured_is_the_bases() -> None:
     base, alone = Cluster.preset("h100"), kernels(GPU, LARGE)
-    one = cluster_of(alone, base, name="one", members=1, units=108)
+    one = cluster_of(alone, base, name="one", groups=(1,), units=108)
     assert one.links == base.links and one.group_sizes == base.group_sizes
     assert one.device.memory == base.device.memory
-    node = cluster_of(alone + collectives(INNER, 0, 4), base, name="node", members=4, units=108)
+    node = cluster_of(alone + collectives(INNER, 0, 4), base, name="node", groups=(4,), units=108)
     assert node.links[1] == base.links[1] and node.group_sizes == base.group_sizes
     assert node.links[0].bandwidth == pytest.approx(INNER.bandwidth, rel=0.05)
     samples = alone + collectives(INNER, 0, 4) + collectives(OUTER, 1, 2)
-    both = cluster_of(samples, Cluster.preset("cpu"), name="both", members=4, units=108)
+    both = cluster_of(samples, Cluster.preset("cpu"), name="both", groups=(4,), units=108)
     assert both.group_sizes == (4,)
     assert [link.bandwidth for link in both.links] == pytest.approx([INNER.bandwidth, OUTER.bandwidth], rel=0.05)
     assert Cluster.from_toml(both.to_toml()) == both
+
+
+def test_racks_and_what_groups_lose_that_share_cards() -> None:
+    near, far, racks = INNER, replace(OUTER, contention=0.7), Link("racks", 5e7, 1e-3)
+    true = Cluster("true", GPU, (near, far, racks), (4, 8))
+    crowded = [Sample("all_reduce", "float32", (size, 4), 1.0, 1, 2) for size in (1 << 20, 1 << 22, 1 << 24)]
+    times = predicted_seconds(crowded, GPU, true.links, true.group_sizes)
+    crowded = [replace(s, seconds=float(t)) for s, t in zip(crowded, times, strict=True)]
+    plain = [s for level, link in enumerate(true.links) for s in collectives(link, level, 2, GPU.launch)]
+    found = cluster_of(kernels(GPU, LARGE) + plain + crowded, true, name="found", groups=(4, 8), units=108)
+    assert found.group_sizes == (4, 8)
+    assert [link.bandwidth for link in found.links] == pytest.approx([k.bandwidth for k in true.links], rel=0.05)
+    assert [link.contention for link in found.links] == pytest.approx([0, 0.7, 0], abs=0.05)
+    assert "contention 0.7" in calibration_table(found, crowded, times.tolist(), width=100)
+
+
+def test_groups_of_processes_are_checked() -> None:
+    assert _levels(16, (4, 8)) == (4, 2, 2)
+    assert _levels(4, (4,)) == (4, 1)
+    with pytest.raises(RankError, match="12 processes are not made of groups of 8"):
+        _levels(12, (8,))
 
 
 def test_too_few_samples_are_refused() -> None:

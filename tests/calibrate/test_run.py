@@ -1,5 +1,7 @@
 """Measuring on this machine: a process alone, and two with Gloo."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -42,6 +44,19 @@ def test_two_processes_and_the_link_between_them() -> None:
     assert cluster.links[0].name == Cluster.preset("cpu").links[0].name
     assert cluster.links[0] != Cluster.preset("cpu").links[0]
     assert all(predicted_seconds(samples, cluster.device, cluster.links) > 0)
+
+
+@pytest.mark.deep
+@pytest.mark.distributed
+def test_levels_of_links_and_groups_that_share_them() -> None:
+    pytest.importorskip("scipy")
+    sizes = (1024, 1 << 20)
+    found = calibrate(replace(FEW, groups=(4,), sizes=sizes), ranks=8, base=None, name="here")
+    assert found is not None
+    cluster, samples = found
+    assert cluster.group_sizes == (4,) and len(cluster.links) == 2
+    levels = [(s.level, s.stride, s.sizes[1]) for s in samples if s.kind == "all_reduce"]
+    assert levels == [(0, 0, 4)] * 2 + [(1, 0, 2)] * 2 + [(1, 2, 4)]
 
 
 def test_processes_that_take_too_long_are_ended() -> None:
