@@ -26,7 +26,7 @@ from autopar.precision import Precision
 from autopar.program import Program
 from autopar.runtime.materialise import Init
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.place import Place, axes_of, one_device, place_on, split_mesh
+from autopar.runtime.place import Place, axes_of, one_device, place_on, refined
 from autopar.runtime.specialise import Settings, Toolchain
 from autopar.runtime.state import distribute_parameters
 from autopar.search.options import Search
@@ -54,7 +54,8 @@ def parallelize(
     Args:
         model: its parameters become DTensors in place; it may be on the meta device.
         mesh: of any number of axes; None for one device, without a process group. Where stages take a factor of an
-            axis (pin ``stages``, or a plan), that becomes an axis of its own, and parameters lie on such a mesh.
+            axis (pin ``stages``, searched ones too, or a plan), that becomes an axis of its own, and parameters lie on
+            such a mesh.
         batch: example of the *global* batch (tuple or dict of real, fake or meta tensors): layouts are decided now.
             Without it they are decided by the first call.
         loss_fn: ``loss_fn(output, batch) -> scalar`` for a model that does not return its loss.
@@ -173,14 +174,12 @@ def _placed(mesh: DeviceMesh, plan: Plan | None, search: Search, timeout: float)
     wanted = plan.axes if plan is not None else split_for_stages(search, axes)
     wanted = wanted if is_split_for_stages(wanted, axes) else place.axes
     place.agree(wanted, "the axes of the mesh", "pass the same plan= or search= on every rank")
-    if wanted == place.axes:
-        return place
-    if mesh.size() != dist.get_world_size():
+    if wanted != place.axes and not place.spans_world:
         raise ValueError(
             f"stages on a factor of an axis of the mesh {axes} make it {dict(wanted)}, and a mesh of several axes must "
             f"span the world of {dist.get_world_size()} ranks; ask for as many stages as an axis has"
         )
-    return place_on(split_mesh(mesh, wanted), timeout)
+    return refined(place, wanted)
 
 
 def _check_plan(plan: Plan, place: Place) -> None:

@@ -249,6 +249,7 @@ class ParallelModule(nn.Module):
             settings = replace(settings, search=search)
         found = specialise(self._original, request, settings, self._place, placements=placements, weights=weights)
         if first:
+            self._place = found.place
             self._lay_out(found)
             self._first = found
         self._latest = self._cache[key] = found

@@ -52,6 +52,11 @@ class Place:
         """Number of this rank among those of the mesh; 0 solves."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
+    @property
+    def spans_world(self) -> bool:
+        """Whether all processes are on the mesh, so that it can be split into finer axes."""
+        return self.mesh is not None and self.mesh.size() == dist.get_world_size()
+
     def gather(self, value: T, what: str) -> list[T]:
         """What every rank has to say about ``what``, in rank order.
 
@@ -157,6 +162,13 @@ def split_mesh(mesh: DeviceMesh, axes: Sequence[tuple[str, int]]) -> DeviceMesh:
     """The same ranks on finer axes; every rank calls it, for process groups are made."""
     ranks = mesh.mesh.reshape([n for _, n in axes])
     return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=tuple(name for name, _ in axes))
+
+
+def refined(place: Place, axes: tuple[tuple[str, int], ...]) -> Place:
+    """The place on finer axes of the same mesh; every rank calls it. The same place if they are its own."""
+    if axes == place.axes or place.mesh is None:
+        return place
+    return place_on(split_mesh(place.mesh, axes), place.timeout)
 
 
 def axes_of(mesh: DeviceMesh) -> dict[str, int]:

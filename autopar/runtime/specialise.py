@@ -27,7 +27,7 @@ from autopar.runtime.boundary import Placements, from_placements
 from autopar.runtime.microbatches import MicrobatchStep, cut_microbatches, whole_type
 from autopar.runtime.partition import cut
 from autopar.runtime.pipeline import PipelineStep, cut_stages, inside, line_of
-from autopar.runtime.place import Place
+from autopar.runtime.place import Place, refined
 from autopar.runtime.state import plain_parameters
 from autopar.runtime.step import Step, Types
 from autopar.search.options import OFFLOAD, RECOMPUTE, STAGE_AXIS, Search
@@ -40,7 +40,8 @@ class Toolchain:
 
     Attributes:
         program_of: ``(model, batch, loss_fn=) -> Program``.
-        solve: ``(program, axes, cluster, memory=, optimizer=, search=, restrictions=, deterministic=) -> Plan``.
+        solve: ``(program, axes, cluster, memory=, optimizer=, search=, restrictions=, deterministic=, factored=) ->
+            Plan``.
         rewrite: ``(program, plan) -> Program`` on local tensors.
         annotate: ``(program, plan) -> Program`` on global tensors, with layouts.
         in_microbatches: ``(program, count) -> Program`` of one microbatch.
@@ -109,12 +110,15 @@ class Specialisation:
         seed: of the step's random numbers, the same on every rank; None where it draws from the default generator, or
             not at all.
         states_away: parameters whose optimizer state lies on the host between the optimizer's steps.
+        place: where this rank is on the plan's axes: those of the mesh, or finer ones, where stages take a factor of
+            one.
     """
 
     program: Program
     part: Program
     plan: Plan
     step: Step
+    place: Place
     seed: int | None = None
     states_away: frozenset[str] = frozenset()
 
@@ -148,6 +152,7 @@ def specialise(
         lambda: _plan(program, request, settings, place, placements).to_dict(), "the plan, which rank 0 searches"
     )
     chosen = Plan.from_dict(plan)
+    place = refined(place, chosen.axes)
 
     def build() -> tuple[Step, str, frozenset[str]]:
         local = tools.rewrite(program, chosen)
@@ -174,7 +179,7 @@ def specialise(
     step, order, away = place.together(build, "rewriting the graph")
     place.agree(order, "the order of collectives", "use the same versions of autopar and torch on every rank")
     part = tools.in_microbatches(program, chosen.microbatches)
-    return Specialisation(program, part, chosen, step, _seed(step.program, settings, place), away)
+    return Specialisation(program, part, chosen, step, place, _seed(step.program, settings, place), away)
 
 
 def _seed(local: Program, settings: Settings, place: Place) -> int | None:
@@ -313,12 +318,14 @@ def _search(
     first: bool,
 ) -> Plan:
     local = settings.inputs == "local"
+    # What lies on the mesh already lies on its axes, and so do the rows of which each rank passes its part.
+    factored = first and not local and not layouts and place.spans_world
 
     def solve(found: Mapping[tuple[str, str], Layout]) -> Plan:
         limits = Restrictions(layouts=found, data_axes_only=local)
         return settings.toolchain.solve(
             program, dict(place.axes), settings.cluster, memory=settings.memory, optimizer=settings.optimizer,
-            search=search, restrictions=limits, deterministic=settings.deterministic,
+            search=search, restrictions=limits, deterministic=settings.deterministic, factored=factored,
         )  # fmt: skip
 
     try:

@@ -393,9 +393,10 @@ class _Maker:
             i for i, layout in enumerate(table.layouts) if self._admits(kind, type_, layout, key, wanted, list(pins))
         ]
         if not allowed:
+            alike = "; repeated layers are laid out alike: pin them alike, or set tie_layers=False"
             raise InfeasibleError(
                 f"no layout of {kind} {', '.join(names) or key} of shape {type_.shape} satisfies what is pinned "
-                f"({', '.join(map(str, pins))}) on axes of sizes {self.sizes}"
+                f"({', '.join(map(str, pins))}) on axes of sizes {self.sizes}{alike if len(pins) > 1 else ''}"
             )
         labels = np.array(allowed, dtype=np.int64)
         parts = np.array([split_parts(table.layouts[i], self.sizes) for i in allowed], dtype=np.float64)

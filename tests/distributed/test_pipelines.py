@@ -220,10 +220,31 @@ def chosen(rank: int, recipe: str | None, seed: int, sizes: tuple[int, ...] = (2
     return worst, str(parallel.plan.pipeline)
 
 
-def test_a_pipeline_that_the_search_chooses(ranks: Ranks) -> None:
-    for worst, pipeline in ranks.run(chosen, None, 0):
-        assert "node" in pipeline
+@pytest.mark.parametrize(("sizes", "axis"), [((2, 2), "'node'"), ((4,), "'node_stages'")])
+def test_a_pipeline_that_the_search_chooses(ranks: Ranks, sizes: tuple[int, ...], axis: str) -> None:
+    for worst, pipeline in ranks.run(chosen, None, 0, sizes):
+        assert axis in pipeline
         assert worst < 1e-10
+
+
+def apart(rank: int) -> float:
+    """How far three steps are from one device's, where alike layers of two stages lie in other ways."""
+    from autopar.parallelize import parallelize
+    from autopar.search.options import Search
+    from tests.pipeline.test_search import Deep, layouts_by_stage
+
+    model, plain = Deep().double(), Deep().double()
+    search = Search(pins=layouts_by_stage(), tie_layers=False)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "gpu"))
+    parallel: Any = parallelize(model, mesh, search=search, timeout=WAIT)
+    rows = torch.randn(32, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    worst = follow(parallel, plain, STEPS * [{"x": rows}], clip=0.1)
+    assert len({str(p.placements) for n, p in parallel.named_parameters() if n.endswith("weight")}) == 2
+    return worst
+
+
+def test_layouts_differ_between_stages(ranks: Ranks) -> None:
+    assert max(ranks.run(apart)) < 1e-10
 
 
 @pytest.mark.deep

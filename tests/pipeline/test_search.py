@@ -166,6 +166,22 @@ def test_within_a_budget_nothing_beats_what_is_found_or_its_bound() -> None:
         assert other.predicted.step_seconds >= plan.certificate.lower_bound
 
 
+def layouts_by_stage() -> dict[str, Any]:
+    """Pins under which alike layers of two stages lie in other ways."""
+    pins = {f"layers.{i}.weight": {"gpu": "S(0)" if i < 2 else "R"} for i in range(LAYERS)}
+    return {"stages": 2, "stage_axis": "node", "microbatches": 4, **pins}
+
+
+def test_stages_may_have_layouts_of_their_own() -> None:
+    _, model, batch = captured()
+    search = Search(pins=layouts_by_stage(), tie_layers=False)
+    plan = solve(captured()[0], AXES, machine(1e8), search=search)
+    inside = [str(plan.parameters[f"layers.{i}.weight"][1]) for i in range(LAYERS)]
+    assert inside == ["S(0.0)", "S(0.0)", "R", "R"]
+    assert [stage.modules[0] for stage in plan.stages] == ["layers.0", "layers.2"]
+    assert autopar.verify(model, batch, AXES, plan=plan).max_error < 1e-12
+
+
 def test_stages_may_take_a_factor_of_an_axis() -> None:
     model, batch = captured()[1:]
     links = replace(machine(1e7), group_sizes=(2,))

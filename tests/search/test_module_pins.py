@@ -203,6 +203,11 @@ def test_calls_and_several_tensors() -> None:
         ({"*.attn.c_fc": "R"}, ValueError, "names no parameter"),
         ({"*.mlp.act": "S(1.1)"}, InfeasibleError, "hands on"),
         ({"transformer.h.0.mlp": "R", "transformer.h.1.mlp": "S(2)"}, InfeasibleError, "tie_layers=False"),
+        (
+            {"transformer.h.0.mlp.c_fc.weight": "R", "transformer.h.1.mlp.c_fc.weight": "S(1)"},
+            InfeasibleError,
+            "laid out alike: pin them alike, or set tie_layers=False",
+        ),
     ],
 )
 def test_what_is_wrong_with_others(pins: dict[str, Any], error: type[Exception], message: str) -> None:
