@@ -262,7 +262,10 @@ def report(rows: Sequence[Row], training: NDArray[np.bool_], found: Floats) -> d
     several = np.array([row.several_nodes for row in rows])
     error = np.abs(found / measured - 1)
     figures: dict[str, Any] = {}
-    for name, chosen in (("one node", ~several), ("several nodes", several)):
+    staged = np.array([row.pipeline > 1 for row in rows])
+    kinds = {"one node": ~several, "several nodes": several}
+    kinds |= {f"{name}, pipelines": chosen & staged for name, chosen in kinds.items()}
+    for name, chosen in kinds.items():
         for half_name, part in (("fitted", training), ("held out", ~training)):
             own = error[chosen & part]
             if not own.size:
