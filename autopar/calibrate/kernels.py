@@ -117,8 +117,9 @@ def _kernels(
 
 
 def _seconds(run: Callable[[], torch.Tensor], enough: float) -> float:
-    """Median seconds of a call; torch's timer waits for the device.
+    """Mean seconds of a call; torch's timer waits for the device.
 
+    The mean, since processes that share cores take turns of milliseconds: most calls see nothing of it, some wait long.
     As in a step, operators are called by their overloads, and what several return is held and then given back together:
     the memory that the next ones write to is new.
     """
@@ -126,4 +127,4 @@ def _seconds(run: Callable[[], torch.Tensor], enough: float) -> float:
     timer = Timer(
         "[run() for _ in range(calls)]", globals={"run": run, "calls": calls}, num_threads=torch.get_num_threads()
     )
-    return float(timer.blocked_autorange(min_run_time=enough).median) / calls
+    return float(timer.blocked_autorange(min_run_time=enough).mean) / calls

@@ -14,7 +14,7 @@ class Sample:
         dtype: of its tensors.
         sizes: of a matmul: batch, rows, columns, depth; of attention: batch, heads, positions, head; of a copy: bytes
             read and written; of a collective: bytes, as `autopar.cost.collectives` counts them, and members.
-        seconds: median of several runs; of a collective, of the slowest member.
+        seconds: mean of several runs; of a collective the median, of the slowest member.
         level: of a collective: which of the cluster's links, 0 being the innermost.
         stride: of a collective whose members are not the neighbours of a level: how far apart they are. Then as many
             groups run at once, and share what leaves a node.
