@@ -126,7 +126,7 @@ def searched(name: str, program: Program, budget: float) -> Row | None:
 
     start = time.perf_counter()
     try:
-        job = Job({"device": 1}, PRODUCTS, held + budget, "sgd", Search(gap=1e-6))
+        job = Job({"device": 1}, PRODUCTS, held + budget, "sgd", Search(gap=1e-6), moments=False)
         plan = find_plan(program, dims, job, peak=peak)
     except InfeasibleError:
         return None

@@ -266,7 +266,7 @@ def _at_moments(task: Task, kept: Row) -> list[Row]:
     the most is there that nobody can do without. Where the best that fits in this row does not fit in that of its own
     heaviest moment, this is a row, too, if it says more. A stage's share of the whole model says little of one moment.
     """
-    if kept.memory.share is not WHOLE or kept.built.heaviest is None:
+    if kept.memory.share is not WHOLE or kept.built.heaviest is None or not task.job.moments:
         return []
     rows: list[Row] = []
     mix: Mix | None = None
