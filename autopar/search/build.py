@@ -307,8 +307,7 @@ class _Maker:
     def _unseen(self, variable: Variable, node: fx.Node, others: Sequence[int]) -> Floats | None:
         """Bytes that graphs hold of what is kept besides those of outputs that the backward pass takes itself.
 
-        Those of a view are its source's, which is kept if the view is made again, for nothing. Of the other outputs
-        there are those of which it takes a view.
+        A view holds all that it shows a part of. Of the other outputs there are those of which it takes a view.
 
         Args:
             variable: of the operator.
@@ -318,11 +317,19 @@ class _Maker:
         if not self.memory.activations or not self.memory.states:
             return None
         if self.dims.operators[node].rule.view:
-            return np.full(len(variable.cost), np.inf) if AGAIN in self._states(node) else None
+            return self._bytes(variable, "out", 0) * max(
+                self._shown_elements(node) / variable.types["out", 0].numel - 1, 0
+            )
         shown = [i for i in others if self._is_shown_late(variable.key, i)]
         none = np.zeros(len(variable.cost))
         sizes = [np.minimum(self._bytes(variable, "out", i), self._there(variable.key, i)) for i in shown]
         return sum(sizes, none) * self._held(variable) if shown else None
+
+    def _shown_elements(self, node: fx.Node) -> float:
+        """Elements of what a view is a view of."""
+        while node in self.dims.operators and self.dims.operators[node].rule.view:
+            node, out = self.program.sources[node][0]
+        return float(self.dims.types[node, out].numel)
 
     def _is_shown_late(self, key: str, out: int) -> bool:
         """Whether the backward pass takes an output of a class, or a view of it."""

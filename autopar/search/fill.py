@@ -18,7 +18,7 @@ from autopar.search.build import Built
 from autopar.search.groups import in_groups
 from autopar.search.minimise import Limits
 from autopar.search.mix import Mix, mix_of
-from autopar.search.problem import Problem
+from autopar.search.problem import Ints, Problem
 
 TRIES = 4
 
@@ -43,11 +43,10 @@ def filled(built: Built, mix: Mix, plan: Plan, budget: float, limits: Limits, me
     variables = built.variables
     counts = np.array([v.count for v in variables])
     seen = _as_in_graphs(built)
-    chosen = [(v.candidate == v.candidate[x]) & np.isfinite(n.memory)
-              for v, n, x in zip(variables, seen.nodes, mix.labellings[-1], strict=True)]  # fmt: skip
+    chosen = [v.candidate == v.candidate[x] for v, x in zip(variables, mix.labellings[-1], strict=True)]
     best, known = plan, mix
     fitting, failing = -np.inf, np.inf
-    room = _room(_as_in_graphs(built, views=False), mix, counts, plan, budget)
+    room = _room(seen, mix, counts, plan, budget)
     for _ in range(TRIES):
         if limits.expired():
             break
@@ -67,7 +66,7 @@ def filled(built: Built, mix: Mix, plan: Plan, budget: float, limits: Limits, me
     return best
 
 
-def _room(seen: Problem, mix: Mix, counts: np.ndarray, plan: Plan, budget: float) -> float:
+def _room(seen: Problem, mix: Mix, counts: Ints, plan: Plan, budget: float) -> float:
     """Bytes for what is counted where what is not stays the same."""
     return mix_of(seen, mix.labellings, mix.ends, counts).memory + budget - _peak(plan)
 
@@ -76,10 +75,8 @@ def _peak(plan: Plan) -> float:
     return sum(plan.predicted.peak_bytes.values())
 
 
-def _as_in_graphs(built: Built, *, views: bool = True) -> Problem:
-    """The problem with memory as graphs have it; with ``views`` infinite where another label says the same."""
-    nodes = []
-    for node, variable in zip(built.problem.nodes, built.variables, strict=True):
-        more = np.zeros(len(node.cost)) if variable.unseen is None else variable.unseen
-        nodes.append(replace(node, memory=node.memory + (more if views else np.where(np.isfinite(more), more, 0.0))))
-    return Problem(tuple(nodes), built.problem.edges)
+def _as_in_graphs(built: Built) -> Problem:
+    """The problem with memory as graphs have it."""
+    pairs = zip(built.problem.nodes, built.variables, strict=True)
+    nodes = tuple(n if v.unseen is None else replace(n, memory=n.memory + v.unseen) for n, v in pairs)
+    return Problem(nodes, built.problem.edges)

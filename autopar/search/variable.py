@@ -48,7 +48,7 @@ class Variable:
         steady: whether all microbatches share it where it is kept.
         unmoved: whether ``AGAIN`` stands for a relay that lies as it was made: what it takes counts there alone.
         unseen: bytes of each label that graphs hold besides its memory, about, which a row leaves out so as to hold for
-            all plans; infinite where another label says the same with memory that is told; None: nothing.
+            all plans; None: nothing.
     """
 
     key: str
