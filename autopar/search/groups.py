@@ -30,6 +30,9 @@ from autopar.search.problem import Edge, Floats, Ints, Node, Problem
 Chosen = Sequence[NDArray[np.bool_]]
 """Of each node some of its labels."""
 
+EQUAL = 1e-9
+"""Mixes whose costs differ by so little, relatively, are equally good."""
+
 MOST = 6000
 """Labels of all groups; of more, nothing is tried."""
 
@@ -54,14 +57,15 @@ def in_groups(problem: Problem, chosen: Chosen, counts: NDArray[np.int64], budge
     if found is None:
         return mix
     labellings = [_of_all(found[copy], chosen) for copy in grouped.copy]
+    best = mix
     # What keeps little comes first: where the backward pass makes the most again, the least is held besides.
     order = sorted(range(len(sizes)), key=lambda g: (_kept(problem, labellings[g]), g))
     for groups in (order, range(len(sizes))):
         ends = np.cumsum([sizes[g] for g in groups]) / sum(sizes)
-        better = _joined(mix_of(problem, [labellings[g] for g in groups], [*ends.tolist()], counts, mix.price))
-        if better.cost < mix.cost and fits(better.memory, budget):
-            return better
-    return mix
+        ordered = _joined(mix_of(problem, [labellings[g] for g in groups], [*ends.tolist()], counts, mix.price))
+        if ordered.cost < (1 - EQUAL) * best.cost and fits(ordered.memory, budget):
+            best = ordered
+    return best
 
 
 def group_sizes(blocks: int) -> list[int]:
