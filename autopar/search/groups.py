@@ -1,10 +1,10 @@
 """`in_groups`: what several groups of layers keep within a budget, under layouts that are found already.
 
 Two labellings around a budget, mixed over whole layers, leave up to a layer's difference unused, and what belongs to no
-layer in one of the two states. Here the layers are groups of a half, a quarter and so on down to one layer, so that any
-number of layers can be treated in a way, and a few in third ways. Each group has variables of its own; what is in no
-layer has them once. With a label for each state under the given layouts alone, that is an ILP which grows with the
-logarithm of the depth, and whose linear program is nearly integral.
+layer in one of the two states. Here the layers are a few groups down to a single layer, so that many numbers of layers
+can be treated in one way, and some in a third. Each group has variables of its own; what is in no layer has them once.
+With a label for each state under the given layouts alone, that is a small ILP at any depth, and its linear program is
+nearly integral.
 """
 
 from __future__ import annotations
@@ -69,12 +69,11 @@ def in_groups(problem: Problem, chosen: Chosen, counts: NDArray[np.int64], budge
 
 
 def group_sizes(blocks: int) -> list[int]:
-    """Halves of what is left, down to one: sums of these are all numbers of blocks."""
-    found: list[int] = []
-    while blocks:
-        found.append(-(-blocks // 2))
-        blocks -= found[-1]
-    return found
+    """At most four groups of blocks: a half, a third, a sixth and one, about. Each is a part of the plan to measure."""
+    rest = blocks - -(-blocks // 2)
+    middle = max(rest - 1, 0)
+    found = [blocks - rest, -(-2 * middle // 3), middle - -(-2 * middle // 3), rest - middle]
+    return [size for size in found if size]
 
 
 @dataclass(frozen=True)

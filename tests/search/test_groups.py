@@ -47,11 +47,17 @@ def by_hand(problem: Problem, ends: tuple[float, ...]) -> list[tuple[float, floa
 
 
 @given(blocks=st.integers(1, 130))
-def test_sums_of_sizes_are_all_numbers_of_blocks(blocks: int) -> None:
+def test_a_few_groups_are_all_blocks(blocks: int) -> None:
     sizes = group_sizes(blocks)
-    assert len(sizes) <= blocks.bit_length() + 1
+    assert sum(sizes) == blocks
+    assert len(sizes) <= 4
+    assert min(sizes) == sizes[-1] == 1 if blocks > 1 else sizes == [1]
+
+
+@pytest.mark.parametrize("blocks", range(1, 9))
+def test_of_few_blocks_any_number_is_a_sum_of_groups(blocks: int) -> None:
     sums = {0}
-    for size in sizes:
+    for size in group_sizes(blocks):
         sums |= {n + size for n in sums}
     assert sums == set(range(blocks + 1))
 
