@@ -19,7 +19,7 @@ from autopar.layout import Layout, TensorType, describe, item_bytes
 from autopar.origin import module_path, without_indices
 from autopar.plan import ModuleRow, Plan, Predicted
 from autopar.program import Program
-from autopar.recompute import between, uniform
+from autopar.recompute import uniform, weighted
 from autopar.redistribute import Machine, Move, Redistributions, Tables, moved_bytes
 from autopar.search.quotient import Quotient, quotient
 from autopar.search.seconds import operator_seconds
@@ -31,16 +31,16 @@ def predict(program: Program, dims: Dims, plan: Plan, classes: Quotient | None =
         return _predict(program, dims, plan, classes)
     classes = classes or quotient(program, dims)
     parts = [(share, _extrapolated(program, dims, part, classes)) for share, part in uniform(plan, classes.count)]
-    share, first = parts[0]
+    first = parts[0][1]
     if len(parts) == 1:
         return replace(first, recompute=plan.recompute)
-    rest = parts[1][1]
-    predicted = Predicted(**between(share, vars(first.predicted), vars(rest.predicted)))
-    rows = tuple(
-        replace(a, **{name: between(share, getattr(a, name), getattr(b, name)) for name in _COUNTED})
-        for a, b in zip(first.modules, rest.modules, strict=True)
-    )
-    return replace(plan, predicted=predicted, modules=rows)
+    predicted = Predicted(**weighted([(share, vars(part.predicted)) for share, part in parts]))
+    rows = []
+    for alike in zip(*(part.modules for _, part in parts), strict=True):
+        counted = [{name: getattr(row, name) for name in _COUNTED} for row in alike]
+        numbers = [(share, own) for (share, _), own in zip(parts, counted, strict=True)]
+        rows.append(replace(alike[0], **weighted(numbers)))
+    return replace(plan, predicted=predicted, modules=tuple(rows))
 
 
 def _extrapolated(program: Program, dims: Dims, plan: Plan, classes: Quotient) -> Plan:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,12 @@ from torch import fx
 from autopar.origin import is_backward
 from autopar.plan import EVERY, Plan
 from autopar.program import Program, Value, producer
+
+Ranges = Mapping[str, tuple[tuple[int, int], ...]]
+"""Of a plan: the members of each class that it names."""
+
+ROUNDING = 1e-9
+"""So much of a member more than a whole one is none."""
 
 
 @dataclass(frozen=True)
@@ -88,31 +95,51 @@ def uniform(plan: Plan, count: Mapping[str, int]) -> list[tuple[float, Plan]]:
     """A plan that treats members of a class unlike, as plans that treat all of them alike, each with its share of them.
 
     Args:
-        plan: whose ranges are the first members of each class, and the rest.
+        plan: whose ranges are the first members of each class, those behind them, and so on.
         count: members of each class.
     """
-    every = [*plan.recompute.items(), *plan.offload.items()]
-    cuts = [(stop, name) for name, ranges in every for _, stop in ranges if stop < EVERY[0][1]]
-    cuts += [(start, name) for name, ranges in every for start, _ in ranges if start]
-    if not cuts:
+    ends = _ends(plan, count)
+    if len(ends) == 1:
         return [(1.0, plan)]
-    # Classes of few members round up; those of most members say what the share is.
-    most = max(count[class_of(name)] for _, name in cuts)
-    share = max(cut / most for cut, name in cuts if count[class_of(name)] == most)
-    tables = plan.recompute, plan.offload
-    first, sent = ({name: EVERY for name, ranges in t.items() if ranges[0][0] == 0} for t in tables)
-    rest, left = ({name: EVERY for name, ranges in t.items() if ranges[-1][1] == EVERY[0][1]} for t in tables)
-    parts = replace(plan, recompute=first, offload=sent), replace(plan, recompute=rest, offload=left)
-    return [(share, parts[0]), (1.0 - share, parts[1])]
+
+    def own(table: Ranges, start: float) -> Ranges:
+        """What is named of the members from there on."""
+        found = {}
+        for name, ranges in table.items():
+            members = count[class_of(name)]
+            first = min(math.ceil(start * members - ROUNDING), members - 1)
+            if any(a <= first < b for a, b in ranges):
+                found[name] = EVERY
+        return found
+
+    starts = [0.0, *ends[:-1]]
+    return [
+        (end - start, replace(plan, recompute=own(plan.recompute, start), offload=own(plan.offload, start)))
+        for start, end in zip(starts, ends, strict=True)
+    ]
 
 
-def between(share: float, a: Any, b: Any) -> Any:
-    """``share`` of one number, or mapping to numbers, and the rest of the other; whole numbers stay whole."""
-    if isinstance(a, Mapping):
-        empty: dict[str, Any] = {k: {} if isinstance(v, Mapping) else 0 for k, v in {**a, **b}.items()}
-        return {k: between(share, a.get(k, none), b.get(k, none)) for k, none in empty.items()}
-    mixed = share * a + (1 - share) * b
-    return round(mixed) if isinstance(a, int) and isinstance(b, int) else mixed
+def _ends(plan: Plan, count: Mapping[str, int]) -> list[float]:
+    """Shares of the members at which ranges end, the last of which is 1.
+
+    Classes of few members round up; those of more say what the share is.
+    """
+    every = [*plan.recompute.items(), *plan.offload.items()]
+    cuts = {(count[class_of(name)], cut) for name, ranges in every for pair in ranges for cut in pair}
+    found = [1.0]
+    for members, cut in sorted(cuts, key=lambda c: (-c[0], c[1])):
+        if 0 < cut < members and not any(math.ceil(end * members - ROUNDING) == cut for end in found):
+            found.append(cut / members)
+    return sorted(found)
+
+
+def weighted(parts: Sequence[tuple[float, Any]]) -> Any:
+    """The sum of numbers, or of mappings to numbers, each by its share; of whole numbers it is one."""
+    if isinstance(parts[0][1], Mapping):
+        empty: dict[str, Any] = {k: {} if isinstance(v, Mapping) else 0 for _, part in parts for k, v in part.items()}
+        return {k: weighted([(share, part.get(k, none)) for share, part in parts]) for k, none in empty.items()}
+    total = sum(share * value for share, value in parts)
+    return round(total) if all(isinstance(value, int) for _, value in parts) else total
 
 
 def class_of(name: str) -> str:

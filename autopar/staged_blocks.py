@@ -99,15 +99,15 @@ def _of_whole(padded: Program, plan: Plan, arrangement: Arrangement, ways: Seque
     assert repeat is not None
     blocks = _shared_out(ways, repeat.blocks, arrangement.stages)
     ends = list(itertools.accumulate(blocks, initial=0))
-    border = round(ways[0][0] * repeat.blocks)  # the first blocks are treated in the first way
+    shares = itertools.accumulate((share for share, _ in ways), initial=0.0)
+    borders = [round(share * repeat.blocks) for share in shares]  # the first blocks are treated in the first way
     held: list[Held] = []
     taken: list[Taken] = []
     for stage, (begin, end) in enumerate(itertools.pairwise(ends)):
-        numbers = [max(0, min(end, border) - begin), 0]
-        numbers[1] = end - begin - numbers[0]
+        numbers = [max(0, min(end, stop) - max(begin, start)) for start, stop in itertools.pairwise(borders)]
         place = 0 if stage == 0 else 2 if stage == len(blocks) - 1 else 1
-        held.append(_of_blocks([(n, w.held) for n, (_, w) in zip(numbers, ways, strict=False)], place))
-        taken.append(_of_blocks([(n, w.taken) for n, (_, w) in zip(numbers, ways, strict=False)], place))
+        held.append(_of_blocks([(n, w.held) for n, (_, w) in zip(numbers, ways, strict=True)], place))
+        taken.append(_of_blocks([(n, w.taken) for n, (_, w) in zip(numbers, ways, strict=True)], place))
     first = ways[0][1]
     plan = replace(plan, stages=_stages(first.stages, ends, repeat))
     holders = _holders(padded, plan, first.holders, ends, repeat)

@@ -118,21 +118,29 @@ def partitioned(name: str, raw: Program, solver: str, budget: float) -> Row:
 
 def searched(name: str, program: Program, budget: float) -> Row | None:
     """Autopar's search, of at most so many bytes; None if it finds no such plan."""
-    dims = analyze(program)
-    held = sum(state_bytes(program, "sgd", gradients=False).values())
-
-    def peak(plan: Plan) -> dict[str, float]:
-        return {"state": held, "kept": kept_by(program, plan)[0]}
-
     start = time.perf_counter()
     try:
-        job = Job({"device": 1}, PRODUCTS, held + budget, "sgd", Search(gap=1e-6))
-        plan = find_plan(program, dims, job, peak=peak)
+        plan = plan_keeping(program, budget)
     except InfeasibleError:
         return None
     seconds = time.perf_counter() - start
     saved, again = kept_by(program, plan)
     return Row(name, "autopar", saved, flops(again), moved(again), seconds)
+
+
+def plan_keeping(program: Program, budget: float) -> Plan:
+    """The plan that is found if the backward pass takes at most so many bytes of the forward pass, at any moment.
+
+    Raises:
+        InfeasibleError: none is.
+    """
+    held = sum(state_bytes(program, "sgd", gradients=False).values())
+
+    def peak(plan: Plan) -> dict[str, float]:
+        return {"state": held, "kept": kept_by(program, plan)[0]}
+
+    job = Job({"device": 1}, PRODUCTS, held + budget, "sgd", Search(gap=1e-6), moments=False)
+    return find_plan(program, analyze(program), job, peak=peak)
 
 
 def checkpointed(name: str, program: Program) -> Row:

@@ -24,11 +24,14 @@ from autopar.search.axes import descend, placements
 from autopar.search.build import Built
 from autopar.search.certify import Claim
 from autopar.search.counted import WHOLE, Memory
-from autopar.search.frontier import MAX_PRICES, STATES_SECONDS, Frontier, Mix, restricted, within
+from autopar.search.fill import filled
+from autopar.search.frontier import MAX_PRICES, Frontier, within
+from autopar.search.groups import in_groups
 from autopar.search.minimise import Limits
+from autopar.search.mix import Mix
 from autopar.search.options import Held, Job
-from autopar.search.price import fits
-from autopar.search.problem import Ints, Problem, Solution, evaluate
+from autopar.search.price import Point, fits
+from autopar.search.problem import Ints, Solution, evaluate
 from autopar.search.restrict import Restrictions
 from autopar.search.rival import NOBODY
 from autopar.search.row import Row
@@ -50,7 +53,7 @@ HOPELESS = 1.25
 """Where what keeps least needs so much of the budget, nothing else is tried for a stage of a pipeline."""
 
 SMALL = 1500
-"""Problems of so few labels are solved with the memory row in the ILP, too, where prices leave a gap."""
+"""Problems of so few labels are solved with the memory row in the ILP, too, where prices leave one."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,7 @@ def plan_by_axes(task: Task, tables: Tables, bound: float) -> Plan:
 
 
 def _single(solution: Solution) -> Mix:
-    return Mix(solution.labels, solution.labels, 0.0, solution.objective, solution.memory)
+    return Mix.of(Point(solution.labels, solution.objective, solution.memory))
 
 
 def _measured(task: Task, plan: Plan) -> tuple[Plan, bool]:
@@ -266,7 +269,7 @@ def _at_moments(task: Task, kept: Row) -> list[Row]:
     the most is there that nobody can do without. Where the best that fits in this row does not fit in that of its own
     heaviest moment, this is a row, too, if it says more. A stage's share of the whole model says little of one moment.
     """
-    if kept.memory.share is not WHOLE or kept.built.heaviest is None:
+    if kept.memory.share is not WHOLE or kept.built.heaviest is None or not task.job.moments:
         return []
     rows: list[Row] = []
     mix: Mix | None = None
@@ -276,13 +279,13 @@ def _at_moments(task: Task, kept: Row) -> list[Row]:
             row = replace(kept, memory=replace(kept.memory, moment=kept.built.heaviest(labellings)), like=kept)
             if mix is not None:
                 held = [evaluate(row.built.problem, labels)[1] for labels in labellings]
-                if fits(mix.share * held[1] + (1 - mix.share) * held[0], kept.budget):
+                if fits(sum(share * size for share, size in zip(mix.shares, held, strict=True)), kept.budget):
                     break
                 if row.frontier.bound_at(mix.price, kept.budget) <= rows[0].frontier.bound(kept.budget):
                     break
             rows.insert(0, row)
             mix = _within(task, row.built, row.frontier, kept.budget, first=True)
-            labellings = [mix.over, mix.under]
+            labellings = [*mix.labellings]
     except InfeasibleError:  # said where it is searched
         pass
     return rows
@@ -329,6 +332,7 @@ def _tightened(task: Task, row: Row, bound: float, method: str) -> tuple[Plan, f
     assert task.job.memory is not None
     built, frontier = row.built, row.frontier
     best: Plan | None = None
+    chosen: Mix | None = None
     least: Plan | None = None
     fitting, failing, tries = -np.inf, np.inf, BETTER
     # What the cheapest plan needs besides its row says how much is transient; a moment's row says that itself.
@@ -340,6 +344,10 @@ def _tightened(task: Task, row: Row, bound: float, method: str) -> tuple[Plan, f
             raise missing(task.job.memory, least)
         if enough:  # otherwise what keeps least is not what needs least
             room = frontier.least().memory + task.job.memory - _peak(least.predicted.peak_bytes)
+
+    def measure(mix: Mix, bound: float) -> tuple[Plan, bool]:
+        return _measured(task, task.read(built, mix, bound, method or "prices"))
+
     thorough = 1 if task.whole or np.isinf(room) else 0
     for turn in range(ROUNDS):
         try:
@@ -352,11 +360,12 @@ def _tightened(task: Task, row: Row, bound: float, method: str) -> tuple[Plan, f
             task.record(frontier.claim(task.job.memory))
             bound = max(bound, frontier.bound(task.job.memory))
         task.job.rival.require_less(bound)
-        plan, enough = _measured(task, task.read(built, mix, bound, method or "prices"))
+        plan, enough = measure(mix, bound)
         size = _peak(plan.predicted.peak_bytes)
         least = _lesser(least, plan)
         if enough:
-            best = plan if best is None or mix.cost < best.certificate.objective else best
+            if best is None or mix.cost < best.certificate.objective:
+                best, chosen = plan, mix
             fitting = max(fitting, mix.memory)
         else:
             failing = min(failing, mix.memory)
@@ -375,14 +384,15 @@ def _tightened(task: Task, row: Row, bound: float, method: str) -> tuple[Plan, f
     if best is None:
         best = _remembered(task, built, frontier, failing, bound, method)
         best = best if least is None else _lesser(best, least)
-    working = [v.working[x] for v, x in zip(built.variables, mix.under, strict=True) if v.working is not None]
+    elif chosen is not None and task.whole:  # pipelines are many
+        best = filled(built, chosen, best, task.job.memory, task.limits, lambda mix: measure(mix, bound))
+    working = [v.working[x] for v, x in zip(built.variables, mix.labellings[0], strict=True) if v.working is not None]
     return best, bound, float(max(working))
 
 
 def _least(frontier: Frontier) -> Mix:
     """All members in the state of least memory."""
-    point = frontier.least()
-    return Mix(point.labels, point.labels, 0.0, point.cost, point.memory)
+    return Mix.of(frontier.least())
 
 
 def _remembered(task: Task, built: Built, frontier: Frontier, row: float, bound: float, method: str) -> Plan:
@@ -395,8 +405,7 @@ def _remembered(task: Task, built: Built, frontier: Frontier, row: float, bound:
     below = {(p.point.cost, p.point.memory): p.point for p in frontier.known if p.point.memory < row}
     found: Plan | None = None
     for point in sorted(below.values(), key=lambda p: p.cost) or [least]:
-        mix = Mix(point.labels, point.labels, 0.0, point.cost, point.memory)
-        plan, enough = _measured(task, task.read(built, mix, bound, method or "prices"))
+        plan, enough = _measured(task, task.read(built, Mix.of(point), bound, method or "prices"))
         if enough:
             return plan
         found = _lesser(found, plan)
@@ -418,29 +427,10 @@ def _within(task: Task, built: Built, frontier: Frontier, row: float, first: boo
         exact = solve(built.problem, budget=row, gap=task.limits.gap, time_limit=task.seconds)
         return replace(_single(exact), price=mix.price) if exact.objective < mix.cost else mix
     if counts.max() == 1:  # there are no blocks to mix, so that what lies between two prices is out of reach of them
-        return _exact_states(built.problem, alike(mix.over), row, mix, task.limits.gap)
+        return in_groups(built.problem, alike(mix.labellings[-1]), counts, row, mix, task.limits.gap)
     return mix
 
 
 def _alike(built: Built, other: Built, labels: Ints) -> list[NDArray[np.bool_]]:
     """For each variable its labels that differ at most in their state from those of a problem of the same variables."""
     return [v.candidate == w.candidate[x] for v, w, x in zip(built.variables, other.variables, labels, strict=True)]
-
-
-def _exact_states(problem: Problem, chosen: Sequence[NDArray[np.bool_]], row: float, mix: Mix, gap: float) -> Mix:
-    """The best states within a row under a mix's layouts, if they are few, or the mix.
-
-    Args:
-        problem: the whole one.
-        chosen: labels with the mix's layouts.
-        row: bytes.
-        mix: found by prices.
-        gap: relative.
-    """
-    if sum(int(c.sum()) for c in chosen) > SMALL:
-        return mix
-    exact = solve(restricted(problem, chosen), budget=row, gap=gap, time_limit=STATES_SECONDS)
-    if exact.objective >= mix.cost:
-        return mix
-    labels = np.array([np.flatnonzero(c)[x] for c, x in zip(chosen, exact.labels, strict=True)], dtype=np.int64)
-    return replace(_single(replace(exact, labels=labels)), price=mix.price)

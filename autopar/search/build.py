@@ -298,7 +298,47 @@ class _Maker:
         alone = any(not self._is_relayed(variable.key, out) for out in used)  # else its relay goes
         sent = (AGAIN in states or alone) and self._may_go(variable, node, states) and np.isfinite(copied).any()
         runs = self.program.runs(node) if variable.steady else 1
-        return variable.in_states(states, runs, kept, copied if sent else None)
+        found = variable.in_states(states, runs, kept, copied if sent else None)
+        unseen = self._unseen(variable, node, [i for port, i in variable.types if port == "out" and i not in used])
+        if unseen is None:
+            return found
+        return replace(found, unseen=np.where(found.state == KEPT, np.resize(unseen, len(found.cost)), 0.0))
+
+    def _unseen(self, variable: Variable, node: fx.Node, others: Sequence[int]) -> Floats | None:
+        """Bytes that graphs hold of what is kept besides those of outputs that the backward pass takes itself.
+
+        A view holds all that it shows a part of. Of the other outputs there are those of which it takes a view.
+
+        Args:
+            variable: of the operator.
+            node: the operator.
+            others: outputs that are not counted.
+        """
+        if not self.memory.activations or not self.memory.states:
+            return None
+        if self.dims.operators[node].rule.view:
+            return self._bytes(variable, "out", 0) * max(
+                self._shown_elements(node) / variable.types["out", 0].numel - 1, 0
+            )
+        shown = [i for i in others if self._is_shown_late(variable.key, i)]
+        none = np.zeros(len(variable.cost))
+        sizes = [np.minimum(self._bytes(variable, "out", i), self._there(variable.key, i)) for i in shown]
+        return sum(sizes, none) * self._held(variable) if shown else None
+
+    def _shown_elements(self, node: fx.Node) -> float:
+        """Elements of what a view is a view of."""
+        while node in self.dims.operators and self.dims.operators[node].rule.view:
+            node, out = self.program.sources[node][0]
+        return float(self.dims.types[node, out].numel)
+
+    def _is_shown_late(self, key: str, out: int) -> bool:
+        """Whether the backward pass takes an output of a class, or a view of it."""
+        if self.taken[key].get(out):
+            return True
+        users = dict.fromkeys(user for user, _ in self.classes.uses.get((key, out), ()))
+        nodes = [(user, self.classes.members[user][0]) for user in users if user in self.classes.members]
+        views = [user for user, n in nodes if n in self.dims.operators and self.dims.operators[n].rule.view]
+        return any(self._is_shown_late(user, 0) for user in views)
 
     def _may_go(self, variable: Variable, node: fx.Node, states: Sequence[int]) -> bool:
         """Whether what a forward operator makes may lie on the host until the backward pass takes it."""

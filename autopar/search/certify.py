@@ -78,20 +78,20 @@ def _down(rounded: Floats) -> Floats:
     return np.nextafter(rounded, -np.inf, out=rounded.copy(), where=np.isfinite(rounded))
 
 
-def recount(problem: Problem, over: Ints, under: Ints, shares: Sequence[float]) -> tuple[float, float]:
-    """Seconds and bytes, from exact sums, of members of which a share has the labels ``under``, the rest ``over``.
+def recount(problem: Problem, labellings: Sequence[Ints], shares: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Seconds and bytes, from exact sums, of members of which shares have different labels.
 
     Args:
         problem: taken as exact.
-        over: one label for each node.
-        under: the same.
-        shares: of each node; edges go by that of their second node.
+        labellings: each one label for each node.
+        shares: of each labelling, for each node; edges go by that of their second node.
 
     Returns:
         (seconds, bytes); seconds are inf if a forbidden label or pair is used.
     """
     cost = memory = Fraction(0)
-    for labels, weights in ((under, [Fraction(s) for s in shares]), (over, [1 - Fraction(s) for s in shares])):
+    for labels, share in zip(labellings, shares, strict=True):
+        weights = [Fraction(w) for w in share]
         used = [(w, float(n.cost[x])) for w, n, x in zip(weights, problem.nodes, labels, strict=True)]
         for e in problem.edges:
             used.append((weights[e.v], float(e.table[e.u_group[labels[e.u]], e.v_group[labels[e.v]]])))

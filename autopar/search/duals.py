@@ -6,6 +6,7 @@ so it may be as inexact as it likes; its solution, read as labels, is a labellin
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +16,10 @@ import numpy as np
 
 from autopar.errors import CertificateError
 from autopar.search.certify import Claim, Messages, recount, verified_bound
-from autopar.search.frontier import Mix
 from autopar.search.graph import build
 from autopar.search.ilp import OBJECTIVE_SCALE, build_model, highs_lp, read_labels
 from autopar.search.interrupt import obey
+from autopar.search.mix import Mix
 from autopar.search.problem import Floats, Ints, Node, Problem
 
 ROUNDING = 1e-8
@@ -38,8 +39,8 @@ def require_cost(problem: Problem, mix: Mix, counts: Sequence[int]) -> None:
     Raises:
         CertificateError: the search counts it otherwise.
     """
-    shares = [math.ceil(mix.share * n - 1e-9) / n for n in counts]
-    cost, memory = recount(problem, mix.over, mix.under, shares)
+    shares = [[(b - a) / n for a, b in itertools.pairwise(mix.starts(n))] for n in counts]
+    cost, memory = recount(problem, mix.labellings, [*zip(*shares, strict=True)])
     if not math.isclose(cost, mix.cost, rel_tol=ROUNDING) or not math.isclose(memory, mix.memory, rel_tol=ROUNDING):
         raise CertificateError(
             f"the search counts {mix.cost:.9g} s and {mix.memory:.9g} bytes for a choice of {cost:.9g} s and "
@@ -68,7 +69,7 @@ def examine(claim: Claim, seconds: float) -> float:
     problem, price = claim.problem, claim.price
     scale = abs(claim.bound + price * claim.budget)
     found = relax(problem, price, seconds, scale if 0 < scale < math.inf else 1.0)
-    cost, memory = recount(problem, found.labels, found.labels, [0.0] * len(found.labels))
+    cost, memory = recount(problem, [found.labels], [[1.0] * len(found.labels)])
     value = cost + price * (memory - claim.budget)
     if math.isfinite(cost) and value < claim.bound - ROUNDING * (abs(cost) + price * (memory + claim.budget)):
         raise CertificateError(

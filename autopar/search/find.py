@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,9 +24,9 @@ from autopar.search.build import Built, build
 from autopar.search.certify import Claim
 from autopar.search.counted import Memory
 from autopar.search.duals import examine, require_cost
-from autopar.search.frontier import Mix
 from autopar.search.interrupt import requested
 from autopar.search.minimise import Limits
+from autopar.search.mix import Mix
 from autopar.search.options import Held, Job, Search
 from autopar.search.quotient import Quotient, quotient
 from autopar.search.recipes import roles_of
@@ -165,18 +165,18 @@ def plan_of(
     job: Job,
     tables: Tables,
 ) -> Plan:
-    """A plan from the labels of every variable, and from the states of its first members and of the rest."""
+    """A plan from the labels of every variable, and from the states of its first members and of those behind them."""
     layouts: dict[str, Layout] = {}
     choices: dict[str, tuple[str, ...]] = {}
     relays: dict[str, Layout] = {}
     recompute: dict[str, tuple[tuple[int, int], ...]] = {}
     offload: dict[str, tuple[tuple[int, int], ...]] = {}
-    for variable, label, first in zip(built.variables, mix.over, mix.under, strict=True):
+    for i, (variable, label) in enumerate(zip(built.variables, mix.labellings[-1], strict=True)):
         if variable.state is not None:
-            split = math.ceil(mix.share * variable.count - 1e-9)
+            starts = [*mix.starts(variable.count)[:-1], EVERY[0][1]]
+            parts = [(pair, labels[i]) for pair, labels in zip(itertools.pairwise(starts), mix.labellings, strict=True)]
             for table, marked in ((recompute, variable.marked), (offload, variable.away)):
-                ranges = [(0, split)] * int(marked[first]) + [(split, EVERY[0][1])] * int(marked[label])
-                if joined := _joined(ranges):
+                if joined := _joined([pair for pair, own in parts if marked[own]]):
                     table[variable.key] = joined
         if variable.choices is not None:
             choices[variable.key] = variable.choices.names(int(variable.candidate[label]))

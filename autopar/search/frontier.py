@@ -24,6 +24,7 @@ from autopar.search.certify import Claim
 from autopar.search.fold import fold
 from autopar.search.graph import Graph, build
 from autopar.search.minimise import LEVELS, WORK_PER_ENTRY, Limits, minimise
+from autopar.search.mix import Mix, mix_of, weights
 from autopar.search.presolve import presolve
 from autopar.search.price import Point, fits, locate, reprice, require_fit, settled
 from autopar.search.problem import Edge, Floats, Ints, Node, Problem, evaluate
@@ -62,28 +63,6 @@ class Priced:
     price: float
     point: Point
     bound: float
-
-
-@dataclass(frozen=True)
-class Mix:
-    """The first members of each class in the state of one labelling, the rest in that of another.
-
-    Attributes:
-        over: labels of the rest; of all members if ``share`` is 0.
-        under: labels of the first.
-        share: of the members, rounded up class by class.
-        cost: seconds.
-        memory: bytes.
-        price: seconds a byte: at it both labellings are the cheapest, so that a byte more saves so much; 0 if the
-            budget does not bind.
-    """
-
-    over: Ints
-    under: Ints
-    share: float
-    cost: float
-    memory: float
-    price: float = 0.0
 
 
 @dataclass
@@ -279,19 +258,13 @@ def mixed(over: Point, under: Point, counts: NDArray[np.int64], problem: Problem
         budget: bytes.
     """
     blocks = int(counts.max(initial=1))
-    nodes = [(n.cost[a], n.cost[b], n.memory[a], n.memory[b])
-             for n, a, b in zip(problem.nodes, over.labels, under.labels, strict=True)]  # fmt: skip
-    cost_over, cost_under, memory_over, memory_under = np.array(nodes).T
-    edges = [(e.v, e.table[e.u_group[over.labels[e.u]], e.v_group[over.labels[e.v]]],
-              e.table[e.u_group[under.labels[e.u]], e.v_group[under.labels[e.v]]]) for e in problem.edges]  # fmt: skip
+    labellings = under.labels, over.labels
+    sizes = np.array([[n.memory[x] for n, x in zip(problem.nodes, labels, strict=True)] for labels in labellings])
     for members in range(blocks + 1):
-        share = np.ceil(members / blocks * counts) / counts
-        memory = float((share * memory_under + (1 - share) * memory_over).sum())
-        if fits(memory, budget) or members == blocks:
+        ends = (members / blocks, 1.0)
+        if fits(float((weights(ends, counts) * sizes).sum()), budget):
             break
-    cost = float((share * cost_under + (1 - share) * cost_over).sum())
-    cost += sum(float(share[v] * below + (1 - share[v]) * above) for v, above, below in edges)
-    return Mix(over.labels, under.labels, members / blocks, cost, memory, _slope(over, under))
+    return mix_of(problem, labellings, ends, counts, _slope(over, under))
 
 
 def _slope(over: Point, under: Point) -> float:
@@ -323,8 +296,8 @@ def within(
     over, under = frontier.around(budget, prices)
     progress("prices", under.cost, frontier.bound(budget))
     if over is under:
-        return Mix(over.labels, under.labels, 0.0, under.cost, under.memory)
-    best = Mix(under.labels, under.labels, 0.0, under.cost, under.memory, _slope(over, under))
+        return Mix.of(under)
+    best = Mix.of(under, _slope(over, under))
     for point in (over, under):
         chosen = alike(point.labels)
         states = frontier.among(chosen)
@@ -335,12 +308,12 @@ def within(
         found = mixed(*pair, counts, states.problem, budget)
         if found.cost < best.cost and fits(found.memory, budget):
             numbers = [np.flatnonzero(c) for c in chosen]
-            labels = [
+            labels = tuple(
                 np.array([int(where[x]) for where, x in zip(numbers, of, strict=True)], dtype=np.int64)
-                for of in (found.over, found.under)
-            ]
+                for of in found.labellings
+            )
             # Where these layouts have room for all that they could keep, others would take more.
-            best = replace(found, over=labels[0], under=labels[1], price=found.price or _slope(over, under))
+            best = replace(found, labellings=labels, price=found.price or _slope(over, under))
     progress("blocks", best.cost, frontier.bound(budget))
     return best
 

@@ -186,6 +186,8 @@ class Job:
         progress: called with ``(phase, incumbent, bound)``.
         rival: what the plan has to beat.
         share: of what it would hold for the whole model that a device holds.
+        moments: whether the budget is for every moment of a step; False: for what the backward pass is left with when
+            it begins, whatever it holds besides.
     """
 
     axes: Mapping[str, int]
@@ -197,3 +199,4 @@ class Job:
     progress: Progress = silent
     rival: Rival = NOBODY
     share: Share = WHOLE
+    moments: bool = True

@@ -47,6 +47,8 @@ class Variable:
         working: bytes of what one operator takes and makes under each label; None for tensors.
         steady: whether all microbatches share it where it is kept.
         unmoved: whether ``AGAIN`` stands for a relay that lies as it was made: what it takes counts there alone.
+        unseen: bytes of each label that graphs hold besides its memory, about, which a row leaves out so as to hold for
+            all plans; None: nothing.
     """
 
     key: str
@@ -62,6 +64,7 @@ class Variable:
     working: Floats | None = None
     steady: bool = False
     unmoved: bool = False
+    unseen: Floats | None = None
 
     @property
     def available(self) -> Ints:

@@ -14,8 +14,8 @@ from autopar.plan import Plan
 from autopar.search.budget import SMALL, Task, plan_within
 from autopar.search.build import Built
 from autopar.search.counted import Memory
-from autopar.search.frontier import Mix
 from autopar.search.minimise import Limits
+from autopar.search.mix import Mix
 from autopar.search.options import Job
 from autopar.search.problem import Node, Problem
 from autopar.search.restrict import Restrictions

@@ -18,7 +18,7 @@ from autopar.errors import CertificateError
 from autopar.search import budget, certify
 from autopar.search.certify import Claim, Messages, recount, verified_bound
 from autopar.search.duals import examine, relax, require_cost
-from autopar.search.frontier import Mix
+from autopar.search.mix import Mix
 from autopar.search.problem import Edge, Node, Problem, evaluate
 from autopar.search.solve import solve
 from tests import models as zoo
@@ -147,7 +147,7 @@ def test_recount_is_evaluate(problem: Problem, seed: int) -> None:
     draw = np.random.default_rng(seed)
     labels = np.array([draw.integers(len(n.cost)) for n in problem.nodes])
     cost, memory = evaluate(problem, labels)
-    again = recount(problem, labels, labels, [0.0] * len(labels))
+    again = recount(problem, [labels], [[1.0] * len(labels)])
     assert again[0] == pytest.approx(cost, rel=1e-12)
     assert again[1] == (pytest.approx(memory) if np.isfinite(cost) else np.inf)
 
@@ -164,7 +164,7 @@ def test_a_bound_too_high_by_a_hundredth_is_refuted(seed: int) -> None:
 def test_another_cost_than_that_of_the_choice_is_refuted() -> None:
     problem = random_problem(3, 6, 1.5, 1.0, 0.0, 1.0)
     found = solve(problem)
-    mix = Mix(found.labels, found.labels, 0.0, found.objective, found.memory)
+    mix = Mix((found.labels,), (1.0,), found.objective, found.memory)
     require_cost(problem, mix, [1] * 6)
     for wrong in (replace(mix, cost=0.99 * mix.cost), replace(mix, memory=0.99 * mix.memory)):
         with pytest.raises(CertificateError, match="the search counts"):

@@ -70,7 +70,7 @@ def test_members_are_mixed_as_far_as_they_have_to_be() -> None:
     problem = Problem((node, Node("one", np.array([1.0]), np.array([3.0]))), ())
     over, under = frontier(problem).around(9.0)
     found = mixed(over, under, np.array([10, 1]), problem, 9.0)
-    assert (found.share, found.cost, found.memory, found.price) == (0.4, 5.0, 9.0, 1.0)
+    assert (found.ends, found.cost, found.memory, found.price) == ((0.4, 1.0), 5.0, 9.0, 1.0)
 
 
 @given(seed=st.integers(0, 2**32 - 1), budget=st.integers(0, 36), more=st.integers(0, 36))

@@ -27,9 +27,9 @@ from autopar.search.build import Built, build
 from autopar.search.counted import Memory
 from autopar.search.factors import from_parameters
 from autopar.search.find import plan_of, state_bytes
-from autopar.search.frontier import Mix
 from autopar.search.graph import build as graph_of
 from autopar.search.minimise import Limits, minimise
+from autopar.search.mix import Mix
 from autopar.search.moment import Moment, Timeline
 from autopar.search.options import Job
 from autopar.search.problem import Ints, Problem, evaluate
@@ -97,7 +97,7 @@ class Rows:
 
     def held(self, built: Built, labels: Ints) -> list[Held]:
         """What the graph of the labels' plan holds, moment by moment."""
-        mix = Mix(labels, labels, 0.0, 0.0, 0.0)
+        mix = Mix((labels,), (1.0,), 0.0, 0.0)
         plan = plan_of(
             self.program, self.dims, self.classes, built, mix, CERTIFICATE, Job(self.axes, CLUSTER), self.tables
         )

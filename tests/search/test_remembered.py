@@ -12,8 +12,9 @@ from autopar.cluster import Cluster
 from autopar.plan import Certificate, Plan
 from autopar.search.budget import Task, _remembered
 from autopar.search.build import Built
-from autopar.search.frontier import Frontier, Mix
+from autopar.search.frontier import Frontier
 from autopar.search.minimise import Limits
+from autopar.search.mix import Mix
 from autopar.search.options import Job
 from autopar.search.problem import Node, Problem
 from tests.plans import hand_plan, tiny
