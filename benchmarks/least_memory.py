@@ -121,78 +121,96 @@ class _Backward:
                 for t in range(len(self.base))]  # fmt: skip
         return np.array(self.base) + np.array(here)
 
-    def under(self, again: Collection[Storage]) -> np.ndarray[Any, Any]:
-        """The same if these are made again, and the others kept."""
+    def lives(self, again: Collection[Storage]) -> dict[Storage, tuple[int, int]]:
+        """From which operator to which each is there if these are made again, and the others kept."""
         need = {s: float(self.first.get(s, math.inf)) for s in self.size}
+        until = {s: float(self.last.get(s, -1)) for s in self.size}
         for s in reversed(list(self.size)):  # what is made later first: it makes what it is made of needed
-            for u in self.sources[s] & need.keys() if s in again else ():
+            for u in self.sources[s] & need.keys() if s in again and need[s] < math.inf else ():
                 need[u] = min(need[u], need[s])
+                until[u] = max(until[u], need[s] - 1)
+        begin = {s: int(need[s]) if s in again and need[s] < math.inf else 0 for s in self.size}
+        return {s: (begin[s], int(until[s])) for s in self.size}
+
+    def under(self, again: Collection[Storage]) -> np.ndarray[Any, Any]:
+        """Bytes of each operator then."""
         found = np.array(self.base)
-        for s, n in self.size.items():
-            begin = need[s] if s in again else 0
-            if self.last.get(s, -1) >= begin:
-                found[int(begin) : self.last[s] + 1] += n
+        for s, (begin, until) in self.lives(again).items():
+            found[begin : until + 1] += self.size[s] if until >= begin else 0.0
         return found
 
 
 def _minimise(found: _Backward, rows: Collection[int]) -> tuple[float, set[Storage]]:
     """A lower bound on the largest of some operators' bytes, and what is made again in the solution found.
 
-    Variables: the bytes; of each storage whether it is made again, and for each row whether it is needed by then. A
-    storage is there until it is taken last, if it is kept or needed already.
+    Variables: the bytes; of each storage whether it is made again and whether it is needed at all, and for each row
+    whether it is needed by then and whether it is there. A storage that is kept, or needed already, is there until it
+    is taken last, by an operator itself or by what is made again of it.
     """
-    from scipy.optimize import Bounds, LinearConstraint, milp
-    from scipy.sparse import csr_array
-
     names = list(found.size)
-    number = {s: 1 + i for i, s in enumerate(names)}
-    count = 1 + len(names)
-    needed: dict[tuple[Storage, int], int] = {}
-    there: dict[tuple[Storage, int], int] = {}
-    for t in rows:
-        for s in names:
-            needed[s, t] = count = count + 1
-            if found.last.get(s, -1) >= t:
-                there[s, t] = count = count + 1
-    lower, upper = np.zeros(count + 1), np.ones(count + 1)
-    upper[0] = np.inf
-    for s in found.fixed & number.keys():
-        upper[number[s]] = 0.0
-    entries: list[tuple[int, int, float]] = []
-    limits: list[float] = []
-
-    def at_least(terms: Mapping[int, float], limit: float) -> None:
-        entries.extend((len(limits), column, value) for column, value in terms.items())
-        limits.append(limit)
-
-    users: dict[Storage, list[Storage]] = {}
+    users: dict[Storage, list[Storage]] = {s: [] for s in names}
     for s in names:
-        for u in found.sources[s] & number.keys():
-            users.setdefault(u, []).append(s)
+        for u in found.sources[s] & users.keys():
+            users[u].append(s)
+    model = _Model()
+    most = model.variable(upper=math.inf)
+    again = {s: model.variable(upper=0.0 if s in found.fixed else 1.0, integral=True) for s in names}
+    ever = {s: model.variable(lower=1.0 if s in found.first else 0.0) for s in names}
+    for s in names:
+        for u in users[s]:
+            model.at_least({ever[s]: 1.0, ever[u]: -1.0, again[u]: -1.0}, -1.0)
     for t in rows:
+        needed = {s: model.variable(lower=1.0 if found.first.get(s, math.inf) <= t else 0.0) for s in names}
+        there = {s: model.variable() for s in names}
         for s in names:
-            if found.first.get(s, math.inf) <= t:
-                lower[needed[s, t]] = 1.0
-            for user in users.get(s, ()):  # made again of it by then
-                at_least({needed[s, t]: 1.0, needed[user, t]: -1.0, number[user]: -1.0}, -1.0)
-            if (s, t) in there:
-                at_least({there[s, t]: 1.0, needed[s, t]: -1.0}, 0.0)
-                at_least({there[s, t]: 1.0, number[s]: 1.0}, 1.0)
-        at_least({0: 1.0} | {there[s, t]: -found.size[s] / 2**20 for s in names if (s, t) in there},
-                 found.base[t] / 2**20)  # fmt: skip
-    row, column, value = zip(*entries, strict=True)
-    matrix = csr_array((value, (row, column)), shape=(len(limits), count + 1))
-    integral = np.zeros(count + 1)
-    integral[1 : 1 + len(names)] = 1
-    objective = np.zeros(count + 1)
-    objective[0] = 1.0
-    solution = milp(
-        objective, constraints=LinearConstraint(matrix, np.array(limits)), integrality=integral,
-        bounds=Bounds(lower, upper), options={"time_limit": SECONDS, "mip_rel_gap": 1e-4},
-    )  # fmt: skip
-    if solution.x is None:
-        return (solution.mip_dual_bound or 0.0) * 2**20, set()
-    return solution.mip_dual_bound * 2**20, {s for s in names if solution.x[number[s]] > 0.5}
+            if found.last.get(s, -1) >= t:
+                model.at_least({there[s]: 1.0, needed[s]: -1.0}, 0.0)
+                model.at_least({there[s]: 1.0, again[s]: 1.0}, 1.0)
+            for u in users[s]:  # made again of it by then, or later
+                model.at_least({needed[s]: 1.0, needed[u]: -1.0, again[u]: -1.0}, -1.0)
+                later = {there[s]: 1.0, needed[u]: 1.0, again[u]: -1.0, ever[u]: -1.0}
+                model.at_least({**later, needed[s]: -1.0}, -2.0)
+                model.at_least({**later, again[s]: 1.0}, -1.0)
+        model.at_least({most: 1.0} | {there[s]: -found.size[s] / 2**20 for s in names}, found.base[t] / 2**20)
+    bound, solution = model.least(most)
+    return bound * 2**20, set() if solution is None else {s for s in names if solution[again[s]] > 0.5}
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A mixed-integer program that is being written down."""
+
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    integral: list[float] = field(default_factory=list)
+    entries: list[tuple[int, int, float]] = field(default_factory=list)
+    limits: list[float] = field(default_factory=list)
+
+    def variable(self, lower: float = 0.0, upper: float = 1.0, *, integral: bool = False) -> int:
+        self.lower.append(lower)
+        self.upper.append(upper)
+        self.integral.append(float(integral))
+        return len(self.lower) - 1
+
+    def at_least(self, terms: Mapping[int, float], limit: float) -> None:
+        self.entries.extend((len(self.limits), column, value) for column, value in terms.items())
+        self.limits.append(limit)
+
+    def least(self, variable: int) -> tuple[float, np.ndarray[Any, Any] | None]:
+        """A lower bound on one of the variables, and the values of all where it is close to that, if any are known."""
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import csr_array
+
+        row, column, value = zip(*self.entries, strict=True)
+        matrix = csr_array((value, (row, column)), shape=(len(self.limits), len(self.lower)))
+        objective = np.zeros(len(self.lower))
+        objective[variable] = 1.0
+        solution = milp(
+            objective, constraints=LinearConstraint(matrix, np.array(self.limits)), integrality=np.array(self.integral),
+            bounds=Bounds(np.array(self.lower), np.array(self.upper)),
+            options={"time_limit": SECONDS, "mip_rel_gap": 1e-4},
+        )  # fmt: skip
+        return solution.mip_dual_bound or 0.0, solution.x
 
 
 def storages(node: fx.Node) -> set[Storage]:
