@@ -21,7 +21,7 @@ from autopar.errors import InfeasibleError
 from autopar.origin import is_backward
 from autopar.plan import EVERY, LEANER, Plan
 from autopar.program import Program
-from autopar.recompute import class_of
+from autopar.recompute import class_of, ranges
 from autopar.search.budget import missing
 from autopar.search.counted import carried
 from autopar.search.factors import from_parameters
@@ -61,23 +61,14 @@ class _Change:
             have = _members(plan, name, count) if member is not None else set()
             members = range(count[class_of(name)]) if member is None else (member,)
             have = have.union(members) if self.again else have.difference(members)
-            table[name] = _ranges(have, count[class_of(name)])
-        return replace(plan, recompute={name: ranges for name, ranges in table.items() if ranges})
+            table[name] = ranges(have, count[class_of(name)])
+        return replace(plan, recompute={name: found for name, found in table.items() if found})
 
 
 def _members(plan: Plan, name: str, count: Mapping[str, int]) -> set[int]:
     """Of a class those that are made again."""
     most = count[class_of(name)]
     return {i for start, stop in plan.recompute.get(name, ()) for i in range(start, min(stop, most))}
-
-
-def _ranges(members: Collection[int], count: int) -> tuple[tuple[int, int], ...]:
-    """The same as ranges."""
-    if len(members) == count:
-        return EVERY
-    starts = sorted(i for i in members if i - 1 not in members)
-    stops = sorted(i + 1 for i in members if i + 1 not in members)
-    return tuple(zip(starts, stops, strict=True))
 
 
 def leaner(

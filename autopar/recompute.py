@@ -151,3 +151,12 @@ def class_of(name: str) -> str:
     """The class that an entry of a plan's recomputation speaks of: a relay's has the number of an output behind it."""
     name = name.removeprefix(EACH)
     return name.removeprefix("relay ").rpartition(" ")[0] if name.startswith("relay ") else name
+
+
+def ranges(members: Collection[int], count: int) -> tuple[tuple[int, int], ...]:
+    """Members of a class as an entry of a plan's recomputation."""
+    if len(members) == count:
+        return EVERY
+    starts = sorted(i for i in members if i - 1 not in members)
+    stops = sorted(i + 1 for i in members if i + 1 not in members)
+    return tuple(zip(starts, stops, strict=True))
