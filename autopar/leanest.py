@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from torch import fx
 
@@ -81,7 +82,7 @@ def keeping_least(
                     members[f"relay {key} {out}"].add(i)
     other = {name: r for name, r in plan.recompute.items() if class_of(name) not in {*choice.free, *choice.moved}}
     found = {name: ranges(numbers, classes.count[class_of(name)]) for name, numbers in members.items()}
-    return replace(plan, recompute={**other, **found})
+    return replace(plan, recompute={**other, **{name: r for name, r in found.items() if r}})
 
 
 def _shared(program: Program, dims: Dims, classes: Quotient, plan: Plan, choice: Choice) -> dict[str, Layout]:
@@ -161,7 +162,7 @@ class _Held:
         found = Lives()
         kinds = zip(self.program.outputs, self.program.output_values, strict=True)
         results = {s for o, v in kinds if v is not None and o.kind in ("result", "gradient") for s in _storages(v)}
-        there: dict[int, list[float]] = {}
+        there: dict[int, list[float]] = {s: [0, math.inf] for s in results if self.maker.get(s) in self._forward}
         t = 0
         for node in self.program.sources:
             own = {s for n in node.all_input_nodes for s in _storages(n)} - self.given
@@ -177,12 +178,11 @@ class _Held:
             found.base.append(self._beyond(node, copies))
             t += 1
         for s, (begin, end) in there.items():
-            begin = 0 if self.maker[s] in self._forward else begin
             for at in range(int(begin), int(min(end, t - 1)) + 1):
                 found.base[at] += self._waits(s)
         return found
 
-    @property
+    @cached_property
     def _forward(self) -> set[fx.Node]:
         return {n for n in self.program.sources if not is_backward(n)}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from autopar.dims import Dims, analyze
@@ -13,7 +13,8 @@ from autopar.passes.pad_dims import pad
 from autopar.plan import INTERRUPTED, TIME_LIMIT, Plan
 from autopar.predict import predict
 from autopar.program import Program
-from autopar.search.find import find_plan, require_splits
+from autopar.search.find import EXACT_AXES, find_plan, require_splits
+from autopar.search.floor import least_plans
 from autopar.search.options import Job, Peak
 from autopar.search.padding import paddings
 from autopar.search.quotient import Quotient, quotient
@@ -100,7 +101,14 @@ def _best(program: Program, dims: Dims, job: Job, measure: Measure) -> Plan:
         if peak.crowd is None:
             raise
         error = e
-    return costed(predict(program, dims, leaner(program, classes, job, peak.crowd, error), classes))
+
+
+    def starts() -> Iterable[Plan]:
+        exact = program.repeat is None and len(job.axes) <= EXACT_AXES
+        return least_plans(program, dims, job, classes) if exact else ()
+
+    lean = leaner(program, dims, classes, job, peak.crowd, error, starts)
+    return costed(predict(program, dims, lean, classes))
 
 
 def _random(program: Program, dims: Dims, job: Job, limits: Restrictions) -> Plan:

@@ -30,6 +30,9 @@ SECONDS = 60.0
 CLOSE = 1e-4
 """Relative: programs are solved to so small a gap."""
 
+WORTH = 2e-3
+"""To make everything again costs as much as so large a share of the bytes, where costs count; the gap is a quarter."""
+
 MIB = 2.0**20
 """The unit of the programs, in which coefficients are neither tiny nor huge."""
 
@@ -122,7 +125,7 @@ def minimise(
     names, users = list(lives.size), _users(lives)
     model = _Model()
     most = model.variable(lower=enough / MIB, upper=math.inf, price=1.0)
-    scale = CLOSE * max(lives.certain().max(initial=0.0), enough) / MIB / (sum(cost.values()) or 1.0)
+    scale = WORTH * max(lives.certain().max(initial=0.0), enough) / MIB / (sum(cost.values()) or 1.0)
     again = {s: model.variable(upper=0.0 if s in lives.fixed else 1.0, integral=True, price=scale * cost.get(s, 0.0))
              for s in names}  # fmt: skip
     ever = {s: model.variable(lower=1.0 if s in lives.first else 0.0) for s in names}
@@ -142,7 +145,7 @@ def minimise(
                 model.at_least({**later, needed[s]: -1.0}, -2.0)
                 model.at_least({**later, again[s]: 1.0}, -1.0)
         model.at_least({most: 1.0} | {there[s]: -lives.size[s] / MIB for s in names}, lives.base[t] / MIB)
-    bound, solution = model.least(seconds)
+    bound, solution = model.least(seconds, WORTH / 4 if cost else CLOSE)
     return bound * MIB, set() if solution is None else {s for s in names if solution[again[s]] > 0.5}
 
 
@@ -179,11 +182,11 @@ class _Model:
         self.entries.extend((len(self.limits), column, value) for column, value in terms.items())
         self.limits.append(limit)
 
-    def least(self, seconds: float) -> tuple[float, NDArray[np.float64] | None]:
+    def least(self, seconds: float, gap: float) -> tuple[float, NDArray[np.float64] | None]:
         """A lower bound on the price, and values of the variables that come close to it, if any are known."""
         solver = highspy.Highs()  # type: ignore[no-untyped-call]
         for option, value in (
-            ("output_flag", False), ("threads", 1), ("random_seed", 0), ("time_limit", seconds), ("mip_rel_gap", CLOSE),
+            ("output_flag", False), ("threads", 1), ("random_seed", 0), ("time_limit", seconds), ("mip_rel_gap", gap),
         ):  # fmt: skip
             solver.setOptionValue(option, value)
         obey(solver)
