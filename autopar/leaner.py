@@ -3,16 +3,16 @@
 Rows of memory are relaxations: they leave out what waits while values are made again, and other moments than theirs. So
 near the least memory that a model can do with, a row that is tightened further leads to plans that need more. There,
 what is kept is chosen for all moments at once (`autopar.leanest`), and then the graph of a plan says what is held when
-most is. Of each such tensor the plan that makes it again is measured, or, where it is made again, the one that keeps it,
-or where it is moved again, the one that moves it for each user; the plan whose heaviest moments are the lightest is
-taken.
+most is. Of each such tensor the plan that makes it again is measured; or, where it is made again, the one that keeps
+it; or, where it is moved again, the one that moves it for each user. That is taken whose heaviest moments are the
+lightest.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -92,11 +92,11 @@ def leaner(
     job: Job,
     crowd: Callable[[Plan], Crowd],
     error: InfeasibleError,
-    starts: Callable[[], Iterable[Plan]] = tuple,
+    start: Callable[[], Plan] | None = None,
 ) -> Plan:
     """A plan that fits, if the leanest that was found can be made one, or one that needs little whatever the budget is.
 
-    What an error names would have been enough, and is the same for each budget that is not: it is of one of ``starts``.
+    What an error names would have been enough, and is the same for each budget that is not: it comes from ``start``.
 
     Args:
         program: that was searched.
@@ -105,7 +105,7 @@ def leaner(
         job: what it was searched for.
         crowd: what is held at the heaviest moment of a plan's graph.
         error: that says what was found.
-        starts: plans that need little, which do not depend on the budget.
+        start: a plan that needs little, which does not depend on the budget; None: there is no such plan.
 
     Raises:
         InfeasibleError: none was found; of the leanest that is known now.
@@ -119,8 +119,7 @@ def leaner(
     if error.needed <= NEAR * budget:
         known += leaning.near(plan, crowd(plan))
     if not any(fits(held.totals[0], budget) for _, held in known):
-        lean = [found for start in _unlike(starts()) for found in leaning.chosen(start)]
-        known = lean or known
+        known = leaning.chosen(start()) if start is not None else known
     if not known:
         raise error
     plan, now = min(known, key=lambda found: found[1].totals[0])
@@ -130,16 +129,6 @@ def leaner(
     if not fits(now.totals[0], budget):
         raise missing(budget, plan)
     return plan
-
-
-def _unlike(plans: Iterable[Plan]) -> Iterator[Plan]:
-    """Those that differ in more than in what they keep."""
-    seen: list[Plan] = []
-    for plan in plans:
-        bare = replace(plan, recompute={}, certificate=seen[0].certificate if seen else plan.certificate)
-        if bare not in seen:
-            seen.append(bare)
-            yield plan
 
 
 @dataclass(frozen=True)
@@ -170,19 +159,27 @@ class _Leaning:
         least = keeping_least(self.program, self.dims, self.classes, plan, choice)
         if least is None:
             return []
-        found = [(least, self.crowd(least))]
+        found = self._for_each(least)
         held = found[0][1].held
         room = self.budget - sum(size for name, size in held.items() if name in ALWAYS)
         slack = 0.0
         while fits(found[0][1].totals[0], self.budget) and len(found) <= EASIER:
             more = keeping_least(self.program, self.dims, self.classes, plan, choice, room - slack)
-            assert more is not None
-            now = self.crowd(more)
-            if fits(now.totals[0], self.budget):
-                return [(more, now)]
-            found.append((more, now))
-            slack += now.totals[0] - self.budget
+            easier = self._for_each(more) if more is not None else found
+            if fits(easier[0][1].totals[0], self.budget):
+                return easier
+            found += easier
+            slack += easier[0][1].totals[0] - self.budget
         return found
+
+    def _for_each(self, plan: Plan) -> list[tuple[Plan, Crowd]]:
+        """The plan, or, if it does not fit, the one that moves all that it moves again for each user, if that helps."""
+        found = [(plan, self.crowd(plan))]
+        if not fits(found[0][1].totals[0], self.budget):
+            each = {EACH + name: r for name, r in plan.recompute.items() if name.startswith("relay ")}
+            apart = replace(plan, recompute={**plan.recompute, **each})
+            found.append((apart, self.crowd(apart)))
+        return [min(found, key=lambda known: known[1].totals[0])]
 
     def eased(self, plan: Plan, now: Crowd) -> tuple[Plan, Crowd]:
         """A plan made leaner one tensor at a time, until it fits or nothing helps."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -63,12 +63,13 @@ def keeping_least(
         enough: bytes of what the backward pass takes and makes; no less is looked for.
     """
     plan = replace(plan, relays={**plan.relays, **_shared(program, dims, classes, plan, choice)})
-    held = _Held.of(program, dims, classes, replace(plan, recompute={}, offload={}))
+    bare = replace(plan, recompute={}, offload={})
+    held = _Held.of(program, dims, classes, bare)
     lives = held.lives(plan.cluster.device.copies)
     lives.fixed.update(s for s in lives.size if classes.key[held.maker[s]] not in choice.free)
     if not 0 < len(lives.size) - len(lives.fixed) <= LARGEST:
         return None
-    seconds = node_seconds(program, dims, plan)
+    seconds = node_seconds(program, dims, bare)
     cost = {s: seconds.get(held.maker[s], 0.0) for s in lives.size}
     _, again = fewest(lives, enough=enough, cost=cost, seconds=SECONDS)
     members: dict[str, set[int]] = defaultdict(set)
@@ -93,8 +94,8 @@ def _shared(program: Program, dims: Dims, classes: Quotient, plan: Plan, choice:
         if len(users) > 1 or key not in choice.moved or f"{key} {out}" in plan.relays:
             continue
         taking = [n for user, _ in users for n in classes.members.get(user, ()) if n in program.sources]
-        wanted = {layout for n in taking for source, layout in zip(program.sources[n], assignment.inputs[n], strict=True)
-                  if source[1] == out and classes.key[source[0]] == key}  # fmt: skip
+        pairs = [pair for n in taking for pair in zip(program.sources[n], assignment.inputs[n], strict=True)]
+        wanted = {layout for (source, o), layout in pairs if o == out and classes.key[source] == key}
         if len(wanted) == 1 and not wanted & {assignment.outputs[n, out] for n in members} and taking:
             found[f"{key} {out}"] = wanted.pop()
     return found

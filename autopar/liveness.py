@@ -160,9 +160,10 @@ def copied_by_convolution(node: fx.Node, parts: Sequence[int] = (1, 1, 1)) -> fl
     backward = node.target is aten.convolution_backward.default
     taken, weight = tensor_arguments(node)[backward : backward + 2]  # behind the gradient, if there is one
     x, kernel, made = (n.meta["val"] for n in (taken, weight, tensor_arguments(node)[0] if backward else node))
+    sizes = (v.nbytes / n for v, n in zip((x, kernel, made), parts, strict=True))
     return convolution_copies(
-        x.nbytes / parts[0], kernel.nbytes / parts[1], made.nbytes / parts[2], kernel=math.prod(kernel.shape[2:]), item=x.element_size(),
-        backward=backward, transposed=bool(node.args[7 if backward else 6]),
+        *sizes, kernel=math.prod(kernel.shape[2:]), item=x.element_size(), backward=backward,
+        transposed=bool(node.args[7 if backward else 6]),
     )  # fmt: skip
 
 

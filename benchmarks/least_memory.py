@@ -103,13 +103,13 @@ class _Working:
         every = candidates(operator, self.sizes)
         return min(self._of(node, values, *combine(operator, every.names(i))) for i in range(len(every.choice)))
 
-    def _of(
-        self, node: fx.Node, values: Sequence[Any], into: Sequence[Layout], made: Sequence[Layout]
-    ) -> float:
+    def _of(self, node: fx.Node, values: Sequence[Any], into: Sequence[Layout], made: Sequence[Layout]) -> float:
         most: dict[Storage, float] = {}
         for value, layout in zip(values, (*into, *made), strict=True):
             storage = None if value is None else value.untyped_storage()
-            if storage is not None and value.nbytes == storage.nbytes():  # or what is local of it may be less than of the value
+            if (
+                storage is not None and value.nbytes == storage.nbytes()
+            ):  # or what is local of it may be less than of the value
                 most[storage] = max(most.get(storage, 0.0), self._beyond(storage, layout))
         return sum(most.values()) + self.copies * self._copied(node, into)
 

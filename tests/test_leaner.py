@@ -43,9 +43,8 @@ def made_lean(program: Program, classes: Quotient, plan: Plan, budget: float, ag
     search = Search(pins={"recompute": again}, time_limit=1200)  # ranks must not stop at different plans
     held = replace(plan.predicted, peak_bytes=peak_of(program, plan, classes))
     error = missing(budget, replace(plan, predicted=held))
-    return leaner(
-        program, classes, Job(LINE, GPU, budget, search=search), lambda p: crowd_of(program, p, classes), error
-    )
+    job = Job(LINE, GPU, budget, search=search)
+    return leaner(program, analyze(program), classes, job, lambda p: crowd_of(program, p, classes), error)
 
 
 def lean_random_plan(program: Program, axes: dict[str, int], machine: Cluster, seed: int) -> tuple[Plan, Plan]:

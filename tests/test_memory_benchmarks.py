@@ -13,6 +13,7 @@ from autopar.cluster import Cluster
 from autopar.compiler import peak_of, program_of, solve
 from autopar.parallelize import parallelize
 from autopar.search.find import state_bytes
+from autopar.search.lives import fewest, minimise
 from autopar.search.options import Search
 from autopar.search.random_plan import random_plan
 from benchmarks import ladder, least_memory, published
@@ -108,16 +109,17 @@ class Gates(nn.Module):
 
 def test_the_bound_is_that_of_the_best_choice() -> None:
     program = program_of(Gates(), {"x": torch.randn(64, 8)})
-    found = least_memory._Backward.of(program)
+    found = least_memory.lives_of(program, (2,))
     free = [s for s in found.size if s not in found.fixed and found.size[s] >= 64]
     assert 10 <= len(free) <= 16
     sets = (set(c) for n in range(len(free) + 1) for c in itertools.combinations(free, n))
     best = min(float(found.under(again).max()) for again in sets)
-    bound, again = least_memory._minimise(found, range(len(found.base)))
+    bound, again = minimise(found, range(len(found.base)))
     assert bound == pytest.approx(best, rel=1e-3)
     assert found.under(again).max() == pytest.approx(best, rel=1e-3)
     assert best < min(found.under(set()).max(), found.under(set(free)).max())
     state = sum(state_bytes(program, "adamw", gradients=False).values())
+    assert fewest(found)[0] == pytest.approx(best, rel=1e-3)
     assert least_memory.least(program, {"a": 2}) == pytest.approx((state + best) / 2, rel=1e-3)
 
 

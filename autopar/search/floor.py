@@ -1,13 +1,12 @@
-"""`least_plans`: plans that keep as little as they can, whatever the budget.
+"""`least_plan`: a plan that keeps as little as it can, whatever the budget.
 
-What would be enough must not depend on what was asked for. So where nothing fits, plans that need little are made anew
-from these, and not from the ones that the search has come across on the way to its budget.
+What would be enough must not depend on what was asked for. So where nothing fits, a plan that needs little is made anew
+from this one, and not from one that the search has come across on the way to its budget.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 from autopar.dims import Dims
@@ -23,8 +22,8 @@ from autopar.search.options import Job
 from autopar.search.quotient import Quotient
 
 
-def least_plans(program: Program, dims: Dims, job: Job, classes: Quotient) -> Iterator[Plan]:
-    """Those of least memory when the backward pass begins, and at the heaviest moment of that and of the fastest plan.
+def least_plan(program: Program, dims: Dims, job: Job, classes: Quotient) -> Plan:
+    """That of least memory at the heaviest moment of the fastest plan and of that which keeps the least.
 
     Args:
         program: canonical program.
@@ -36,19 +35,20 @@ def least_plans(program: Program, dims: Dims, job: Job, classes: Quotient) -> It
         InfeasibleError: the restrictions leave no plan.
     """
     search = job.search
-    machine = Machine(tuple(job.axes), tuple(job.axes.values()), job.cluster.link_for(dict(job.axes)), job.cluster.device)
-    tables, state = Tables(machine), state_bytes(program, job.optimizer, gradients=False)
+    links = job.cluster.link_for(dict(job.axes))
+    tables = Tables(Machine(tuple(job.axes), tuple(job.axes.values()), links, job.cluster.device))
+    state = state_bytes(program, job.optimizer, gradients=False)
     regions = search.regions and bool(program.pins)
     memory = Memory(state, True, search.again, regions=regions, share=job.share)
     limits = Limits(search.gap, time.monotonic() + search.time_limit / 2)
-    certificate = Certificate(0.0, 0.0, "", LEANER)
-    for _ in range(2):
+    built = build(program, dims, classes, tables, memory, job.restrictions)
+    frontier = Frontier(built.problem, limits)
+    if built.heaviest is not None:
+        memory = replace(memory, moment=built.heaviest([frontier.free().labels, frontier.least().labels]))
         built = build(program, dims, classes, tables, memory, job.restrictions)
         frontier = Frontier(built.problem, limits)
-        point = frontier.least()
-        mix = Mix(point.labels, point.labels, 0.0, point.cost, point.memory)
-        plan = plan_of(program, dims, classes, built, mix, certificate, job, tables)
-        yield replace(plan, held=job.restrictions.held)
-        if built.heaviest is None:
-            return
-        memory = replace(memory, moment=built.heaviest([frontier.free().labels, point.labels]))
+    point = frontier.least()
+    mix = Mix(point.labels, point.labels, 0.0, point.cost, point.memory)
+    certificate = Certificate(point.cost, 0.0, "any plan", LEANER)
+    plan = plan_of(program, dims, classes, built, mix, certificate, job, tables)
+    return replace(plan, held=job.restrictions.held)

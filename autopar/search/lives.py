@@ -169,9 +169,7 @@ class _Model:
     entries: list[tuple[int, int, float]] = field(default_factory=list)
     limits: list[float] = field(default_factory=list)
 
-    def variable(
-        self, *, lower: float = 0.0, upper: float = 1.0, integral: bool = False, price: float = 0.0
-    ) -> int:
+    def variable(self, *, lower: float = 0.0, upper: float = 1.0, integral: bool = False, price: float = 0.0) -> int:
         self.lower.append(lower)
         self.upper.append(upper)
         self.integral.append(integral)
