@@ -239,10 +239,10 @@ def all_moves(
                 once = len(value_moves(*key[:3], early, held)) if early else 0  # those for users before come first
                 times = program.moves(value[0])
                 found[value] += [(move, 1 if i < once else times) for i, move in enumerate(moves)]
-    for value, targets, users in _apart(program, assignment):
+    for value, layouts, users in _apart(program, assignment):
         if value in dims.types:
             moves = value_moves(tables.of(dims.types[value]), assignment.outputs[value], assignment.relays.get(value),
-                                targets, value in assignment.held)  # fmt: skip
+                                layouts, value in assignment.held)  # fmt: skip
             found[value] += [(move, users * program.moves(value[0])) for move in moves]
     return {value: moves for value, moves in found.items() if moves}
 

@@ -12,7 +12,9 @@ from autopar.compiler import crowd_of, peak_of, program_to_plan, rewrite, solve
 from autopar.dims import analyze
 from autopar.errors import InfeasibleError
 from autopar.leaner import leaner
+from autopar.leanest import Choice, keeping_least
 from autopar.liveness import crowd, moments
+from autopar.origin import is_backward
 from autopar.plan import EVERY, Plan
 from autopar.program import Program
 from autopar.recompute import class_of
@@ -22,6 +24,7 @@ from autopar.search.factors import from_parameters
 from autopar.search.options import Job, Search
 from autopar.search.quotient import Quotient, quotient
 from autopar.verify import compare
+from benchmarks.least_memory import least
 from tests import models as zoo
 
 LINE = {"gpu": 4}
@@ -151,3 +154,48 @@ def test_models_of_which_blocks_were_left_out() -> None:
     found = made_lean(program, classes, plan, budget)
     assert needs(program, found) <= budget
     assert all(ranges == EVERY for ranges in found.recompute.values())
+
+
+def lean(program: Program, axes: dict[str, int], budget: float) -> Plan:
+    search = Search(pins={"microbatches": 1}, time_limit=1200)
+    return solve(program, axes, "cpu", memory=budget, search=search)
+
+
+@pytest.mark.parametrize("axes", [LINE, {"a": 2, "b": 2}])
+def test_what_would_be_enough_is_the_same_for_each_budget_and_is_enough(axes: dict[str, int]) -> None:
+    program, _, values = captured()
+    needed = set()
+    for share in (0.4, 0.25, 0.1):
+        with pytest.raises(InfeasibleError) as caught:
+            lean(program, axes, share * needs(program, solve(program, axes, "cpu")))
+        assert caught.value.needed is not None
+        needed.add(caught.value.needed)
+    (enough,) = needed
+    found = lean(program, axes, enough)
+    assert needs(program, found) <= enough
+    report = compare(program, rewrite(program, found), found, values, torch.float64)
+    assert report.gradients.keys() == report.reference_gradients.keys() != set()
+    assert report.max_error <= 1e-10
+
+
+def test_what_is_enough_is_close_to_what_nobody_does_without() -> None:
+    """The benchmark's bound, which knows no layouts, on a small model; gathered weights are most of the rest."""
+    program, _, _ = zoo.captured("llama", hidden=64, **{**SIZES, "batch": 16, "seq": 64})
+    with pytest.raises(InfeasibleError) as caught:
+        lean(program, LINE, 1.0)
+    assert caught.value.needed is not None
+    bound = least(program, LINE, copies=Cluster.preset("cpu").device.copies)
+    assert bound <= caught.value.needed <= 1.05 * bound
+
+
+def test_what_is_kept_is_chosen_for_all_moments_at_once() -> None:
+    """Far below what one tensor at a time reaches, and what the plan is said to hold is what its graph does."""
+    program, classes, values = captured()
+    dims, plan = analyze(program), solve(program, LINE, "h100", search=Search(recipe="fsdp"))
+    forward = {classes.key[n] for n in program.sources if not is_backward(n)}
+    free = forward - {classes.key[n] for n in carried(program, classes)}
+    found = keeping_least(program, dims, classes, plan, Choice(free, classes.members.keys()))
+    assert found is not None
+    assert needs(program, found) < 0.8 * needs(program, plan)
+    report = compare(program, rewrite(program, found), found, values, torch.float64)
+    assert report.max_error <= 1e-10

@@ -93,6 +93,20 @@ def test_no_plan_needs_less_than_the_bound() -> None:
     assert weights <= bound <= (4 * weights + 4 * activations) / 4
 
 
+def test_the_bound_knows_what_an_operator_cannot_split() -> None:
+    """A product of few rows is split along none of its three dims but takes or makes a whole matrix."""
+    program = program_of(nn.Sequential(nn.Linear(64, 64), Mean()), {"input": torch.randn(8, 64)})
+    plain, split = least_memory.lives_of(program), least_memory.lives_of(program, (4,))
+    beyond = [b - a for a, b in zip(plain.base, split.base, strict=True)]
+    assert min(beyond) >= 0
+    assert max(beyond) >= 8 * 64 * 4  # at least one of its tensors is on all devices
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x).square().mean()
+
+
 class Gates(nn.Module):
     """Products of what is made of one value: to make one again, the others are needed sooner, and longer."""
 

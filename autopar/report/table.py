@@ -174,9 +174,9 @@ def _totals(plan: Plan) -> RenderableType:
         rows.append(("on the host", f"{format_bytes(predicted.host_bytes)} of a device: {kinds}"))
     if plan.recompute:
         moved = sum(name.startswith("relay ") for name in plan.recompute)
-        each = sum(name.startswith(EACH) for name in plan.recompute)
-        kinds = f"{len(plan.recompute) - moved - each} kinds of operators computed, {moved} kinds of values moved"
-        kinds += f" ({each} of them for each user)" if each else ""
+        apart = sum(name.startswith(EACH) for name in plan.recompute)
+        kinds = f"{len(plan.recompute) - moved - apart} kinds of operators computed, {moved} kinds of values moved"
+        kinds += f" ({apart} of them for each user)" if apart else ""
         rows.append(("in the backward", f"{kinds} again instead of kept"))
     return figures([("", ""), *rows])
 

@@ -9,9 +9,10 @@ sum as small as it can be (HiGHS).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 import highspy
 import numpy as np
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from autopar.search.interrupt import obey
 
-Key = Hashable
+Key = Any
 
 FIRST, MORE, ROUNDS = 12, 12, 8
 """How many operators have a row at first, how many more get one where the solution needs more, and how often."""
@@ -61,7 +62,7 @@ class Lives:
         """Bytes of each operator if nothing of the forward pass is kept that it does not take itself."""
         here = [sum(n for s, n in self.size.items() if self.first.get(s, math.inf) <= t <= self.last.get(s, -1))
                 for t in range(len(self.base))]  # fmt: skip
-        return np.array(self.base) + np.array(here)
+        return np.array(self.base, dtype=np.float64) + np.array(here, dtype=np.float64)
 
     def spans(self, again: Collection[Key]) -> dict[Key, tuple[int, int]]:
         """From which operator to which each is there if these are made again, and the others kept."""
@@ -120,7 +121,8 @@ def minimise(
 
     Variables: the bytes; of each value whether it is made again and whether it is needed at all, and for each row
     whether it is needed by then and whether it is there. A value that is kept, or needed already, is there until it is
-    taken last, by an operator itself or by what is made again of it.
+    taken last, by an operator itself or by what is made again of it. It is not forbidden to make a value again sooner
+    than in front of its first user, so that the bound holds for such graphs, too.
     """
     names, users = list(lives.size), _users(lives)
     model = _Model()
