@@ -119,7 +119,8 @@ def leaner(
     if error.needed <= NEAR * budget:
         known += leaning.near(plan, crowd(plan))
     if not any(fits(held.totals[0], budget) for _, held in known):
-        known = leaning.chosen(start()) if start is not None else known
+        # The search's bound holds for it, too.
+        known = leaning.chosen(replace(start(), certificate=plan.certificate)) if start is not None else known
     if not known:
         raise error
     plan, now = min(known, key=lambda found: found[1].totals[0])
