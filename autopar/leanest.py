@@ -19,7 +19,7 @@ from autopar._torch_compat import storage_id
 from autopar.assignment import Assignment, assign
 from autopar.candidates import split_parts
 from autopar.dims import Dims
-from autopar.layout import Layout
+from autopar.layout import Layout, replicated
 from autopar.liveness import copied_by_convolution
 from autopar.origin import is_backward
 from autopar.plan import Plan
@@ -146,8 +146,8 @@ class _Held:
 
     def _layouts(self, value: Value) -> list[Layout]:
         """In which a value is made, and in which it is handed on."""
-        made = self.assignment.outputs[value] if value in self.assignment.outputs else ()
-        return [made, self.assignment.relays.get(value, made)] if made else [()]
+        made = self.assignment.outputs.get(value, replicated(len(self.sizes)))
+        return [made, self.assignment.relays.get(value, made)]
 
     def made(self, node: fx.Node) -> list[int]:
         """What an operator makes."""

@@ -198,3 +198,10 @@ def test_what_is_kept_is_chosen_for_all_moments_at_once() -> None:
     assert needs(program, found) < 0.8 * needs(program, plan)
     report = compare(program, rewrite(program, found), found, list(values), torch.float64)
     assert report.max_error <= 1e-10
+
+
+def test_one_device() -> None:
+    """There are no layouts to choose, and still something to keep."""
+    program, _, _ = zoo.captured("mlp")
+    with pytest.raises(InfeasibleError, match="missing"):
+        lean(program, {}, 1.0)
