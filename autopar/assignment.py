@@ -6,7 +6,7 @@ Both the prediction and the rewriting read this one account, so that what is emi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -18,7 +18,7 @@ from autopar.errors import PlanError
 from autopar.layout import Layout, TensorType, divides, replicated
 from autopar.offload import HERE, Away, away
 from autopar.origin import is_backward, user_line
-from autopar.plan import Plan, Ranges
+from autopar.plan import EACH, Plan, Ranges
 from autopar.program import Program, Value, producer
 from autopar.recompute import NOTHING, Again, again
 from autopar.redistribute import Machine, Move, Redistributions, Tables
@@ -87,17 +87,18 @@ def assign(program: Program, dims: Dims, plan: Plan, classes: Quotient) -> Assig
         table = {"gradient": plan.parameters, "result": plan.results}.get(output.kind, {})
         finals.append(table.get(output.name, whole))
     moves = {value for value, layout in relays.items() if layout != outputs[value]}
-    states = _states(program, plan, classes, relays, moves)
+    states = _states(program, dims, plan, classes, relays, moves)
     return Assignment(outputs, inputs, relays, chosen, tuple(finals), *states, frozenset(held))
 
 
 def _states(
-    program: Program, plan: Plan, classes: Quotient, relays: Collection[Value], moves: Collection[Value]
+    program: Program, dims: Dims, plan: Plan, classes: Quotient, relays: Collection[Value], moves: Collection[Value]
 ) -> tuple[Again, Steady, Away]:
     """Read off the plan what is not kept for the backward pass, what is for all microbatches, and what on the host.
 
     Args:
         program: the program.
+        dims: its dimension analysis.
         plan: of it.
         classes: which nodes share an entry of the plan.
         relays: values that are brought to one layout for all their users.
@@ -122,7 +123,8 @@ def _states(
     # What is moved for the backward pass alone is moved there: nothing is kept in that layout.
     early = {(n, i) for n, i in relays if not _taken_late(program, classes, (key[n], i))}
     moved = {v for v in moved if not is_backward(v[0])}
-    repeated = again(program, early | moved, operators, moved)
+    each = {(n, i) for n, i in moved if within(plan.recompute, n, f"{EACH}relay ", f" {i}")}
+    repeated = again(program, early | moved, operators, moved, each, lambda n: dims.operators[n].rule.view)
     gone = away(program, sent, shown, repeated, early & set(moves))
     inputs = zip(program.placeholders, program.inputs, strict=True)
     gone = replace(
@@ -228,6 +230,8 @@ def all_moves(
         for value, made in assignment.outputs.items():
             early = before.get(value, ()) if wanted is first else ()
             relay, targets = assignment.relays.get(value), (*early, *wanted.get(value, ()))
+            if wanted is second and value in assignment.again.apart:
+                continue  # counted below
             if value in dims.types and targets and any(layout != made for layout in (*targets, relay or made)):
                 held = value in assignment.held
                 key = (tables.of(dims.types[value]), made, relay, targets, held)
@@ -235,7 +239,26 @@ def all_moves(
                 once = len(value_moves(*key[:3], early, held)) if early else 0  # those for users before come first
                 times = program.moves(value[0])
                 found[value] += [(move, 1 if i < once else times) for i, move in enumerate(moves)]
+    for value, layouts, users in _apart(program, assignment):
+        if value in dims.types:
+            moves = value_moves(tables.of(dims.types[value]), assignment.outputs[value], assignment.relays.get(value),
+                                layouts, value in assignment.held)  # fmt: skip
+            found[value] += [(move, users * program.moves(value[0])) for move in moves]
     return {value: moves for value, moves in found.items() if moves}
+
+
+def _apart(program: Program, assignment: Assignment) -> Iterator[tuple[Value, list[Layout], int]]:
+    """What operators move for themselves: the value, where to, and how often the operator runs in the backward pass."""
+    again = assignment.again
+    for node, sources in program.sources.items() if again.apart else ():
+        times = int(is_backward(node)) or again.times(node)
+        for value in dict.fromkeys(s for s in sources if s in again.apart) if times else ():
+            layouts = zip(sources, assignment.inputs[node], strict=True)
+            yield value, [layout for source, layout in layouts if source == value], times
+    late = list(zip(program.output_values, assignment.finals, strict=True))[program.forward_outputs :]
+    for output, layout in late if again.apart else ():
+        if output is not None and producer(output) in again.apart:
+            yield producer(output), [layout], 1
 
 
 def machine_of(plan: Plan) -> Machine:

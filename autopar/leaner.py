@@ -1,9 +1,11 @@
-"""`leaner`: where nothing is found that fits, what the leanest plan keeps is decided anew, by its graph's own peak.
+"""`leaner`: where nothing is found that fits, what lean plans keep is decided anew, by their graphs' own peaks.
 
 Rows of memory are relaxations: they leave out what waits while values are made again, and other moments than theirs. So
 near the least memory that a model can do with, a row that is tightened further leads to plans that need more. There,
-the graph of a plan says what is held when most is. Of each such tensor the plan that makes it again is measured, or,
-where it is made again, the one that keeps it, and the plan whose heaviest moments are the lightest is taken.
+what is kept is chosen for all moments at once (`autopar.leanest`), and then the graph of a plan says what is held when
+most is. Of each such tensor the plan that makes it again is measured; or, where it is made again, the one that keeps
+it; or, where it is moved again, the one that moves it for each user. That is taken whose heaviest moments are the
+lightest.
 """
 
 from __future__ import annotations
@@ -12,16 +14,19 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import fx
 
 from autopar.cost.memory import format_bytes
 from autopar.crowd import Crowd
+from autopar.dims import Dims
 from autopar.errors import InfeasibleError
+from autopar.leanest import Choice, keeping_least
 from autopar.origin import is_backward
-from autopar.plan import EVERY, LEANER, Plan
+from autopar.plan import EACH, LEANER, Plan
 from autopar.program import Program
-from autopar.recompute import class_of
+from autopar.recompute import class_of, ranges
 from autopar.search.budget import missing
 from autopar.search.counted import carried
 from autopar.search.factors import from_parameters
@@ -31,10 +36,19 @@ from autopar.search.price import fits
 from autopar.search.quotient import Quotient
 
 NEAR = 1.5
-"""A plan that needs so much more than the budget is not tried to be made leaner."""
+"""A plan of the search that needs so much more than the budget is not tried to be made leaner."""
+
+ALMOST = 1.05
+"""In one that needs no more than so much of the budget, only single tensors are decided anew."""
+
+EASIER = 2
+"""How often a plan is tried that keeps more than the leanest of its layouts, where that fits."""
+
+ALWAYS = ("parameters", "optimizer", "buffers", "batch")
+"""What is held whatever the backward pass takes."""
 
 SHARE = 0.5
-"""Of the time limit."""
+"""Of the time limit, for changes of one plan."""
 
 ENOUGH = 0.9
 """A change that saves so much of what it aims at is taken at once, without trying the others."""
@@ -61,8 +75,8 @@ class _Change:
             have = _members(plan, name, count) if member is not None else set()
             members = range(count[class_of(name)]) if member is None else (member,)
             have = have.union(members) if self.again else have.difference(members)
-            table[name] = _ranges(have, count[class_of(name)])
-        return replace(plan, recompute={name: ranges for name, ranges in table.items() if ranges})
+            table[name] = ranges(have, count[class_of(name)])
+        return replace(plan, recompute={name: found for name, found in table.items() if found})
 
 
 def _members(plan: Plan, name: str, count: Mapping[str, int]) -> set[int]:
@@ -71,52 +85,121 @@ def _members(plan: Plan, name: str, count: Mapping[str, int]) -> set[int]:
     return {i for start, stop in plan.recompute.get(name, ()) for i in range(start, min(stop, most))}
 
 
-def _ranges(members: Collection[int], count: int) -> tuple[tuple[int, int], ...]:
-    """The same as ranges."""
-    if len(members) == count:
-        return EVERY
-    starts = sorted(i for i in members if i - 1 not in members)
-    stops = sorted(i + 1 for i in members if i + 1 not in members)
-    return tuple(zip(starts, stops, strict=True))
-
-
 def leaner(
-    program: Program, classes: Quotient, job: Job, crowd: Callable[[Plan], Crowd], error: InfeasibleError
+    program: Program,
+    dims: Dims,
+    classes: Quotient,
+    job: Job,
+    crowd: Callable[[Plan], Crowd],
+    error: InfeasibleError,
+    start: Callable[[], Plan] | None = None,
 ) -> Plan:
-    """A plan that fits, if the leanest that was found can be made one.
+    """A plan that fits, if the leanest that was found can be made one, or one that needs little whatever the budget is.
+
+    What an error names would have been enough, and is the same for each budget that is not: it comes from ``start``.
 
     Args:
         program: that was searched.
+        dims: its dimension analysis.
         classes: which nodes share a decision.
         job: what it was searched for.
         crowd: what is held at the heaviest moment of a plan's graph.
         error: that says what was found.
+        start: a plan that needs little, which does not depend on the budget; None: there is no such plan.
 
     Raises:
         InfeasibleError: none was found; of the leanest that is known now.
     """
     plan: Plan | None = error.least
     budget = job.memory
-    if plan is None or budget is None or error.needed is None or error.needed > NEAR * budget or plan.offload:
+    if plan is None or budget is None or error.needed is None or plan.offload:
         raise error
-    deadline = time.monotonic() + SHARE * job.search.time_limit
-    changes = _Changes(program, classes, job)
-    now = crowd(plan)
-    while not fits(now.totals[0], budget):
-        best: tuple[Crowd, _Change] | None = None
-        for change in changes.of(plan, now):
-            if time.monotonic() > deadline or requested():
-                break
-            found = crowd(change.of(plan, classes.count))
-            if found.totals < (best[0].totals if best else now.totals):
-                best = found, change
-                if now.totals[0] - found.totals[0] >= ENOUGH * change.size:
+    leaning = _Leaning(program, dims, classes, job, crowd, budget)
+    known: list[tuple[Plan, Crowd]] = []
+    if error.needed <= NEAR * budget:
+        known += leaning.near(plan, crowd(plan))
+    if not any(fits(held.totals[0], budget) for _, held in known):
+        # The search's bound holds for it, too.
+        known = leaning.chosen(replace(start(), certificate=plan.certificate)) if start is not None else known
+    if not known:
+        raise error
+    plan, now = min(known, key=lambda found: found[1].totals[0])
+    if not fits(now.totals[0], budget):
+        plan, now = leaning.eased(plan, now)
+    plan = replace(plan, predicted=replace(plan.predicted, peak_bytes=now.held))
+    if not fits(now.totals[0], budget):
+        raise missing(budget, plan)
+    return plan
+
+
+@dataclass(frozen=True)
+class _Leaning:
+    """How plans are made leaner for a budget."""
+
+    program: Program
+    dims: Dims
+    classes: Quotient
+    job: Job
+    crowd: Callable[[Plan], Crowd]
+    budget: float
+
+    @cached_property
+    def changes(self) -> _Changes:
+        return _Changes(self.program, self.classes, self.job)
+
+    def near(self, plan: Plan, now: Crowd) -> list[tuple[Plan, Crowd]]:
+        """A plan that needs a little too much, made leaner one tensor at a time; or all chosen anew, if that helps."""
+        chosen = [] if fits(now.totals[0], ALMOST * self.budget) else self.chosen(plan)
+        return [self.eased(*min([(plan, now), *chosen], key=lambda found: found[1].totals[0]))]
+
+    def chosen(self, plan: Plan) -> list[tuple[Plan, Crowd]]:
+        """The plan with what it keeps chosen anew: as little as can be, or, where that fits, as little as must be."""
+        if self.program.repeat is not None or requested():
+            return []
+        choice = Choice(self.changes.free, self.changes.moved)
+        least = keeping_least(self.program, self.dims, self.classes, plan, choice)
+        if least is None:
+            return []
+        found = self._for_each(least)
+        held = found[0][1].held
+        room = self.budget - sum(size for name, size in held.items() if name in ALWAYS)
+        slack = 0.0
+        while fits(found[0][1].totals[0], self.budget) and len(found) <= EASIER:
+            more = keeping_least(self.program, self.dims, self.classes, plan, choice, room - slack)
+            easier = self._for_each(more) if more is not None else found
+            if fits(easier[0][1].totals[0], self.budget):
+                return easier
+            found += easier
+            slack += easier[0][1].totals[0] - self.budget
+        return found
+
+    def _for_each(self, plan: Plan) -> list[tuple[Plan, Crowd]]:
+        """The plan, or, if it does not fit, the one that moves all that it moves again for each user, if that helps."""
+        found = [(plan, self.crowd(plan))]
+        if not fits(found[0][1].totals[0], self.budget):
+            each = {EACH + name: r for name, r in plan.recompute.items() if name.startswith("relay ")}
+            apart = replace(plan, recompute={**plan.recompute, **each})
+            found.append((apart, self.crowd(apart)))
+        return [min(found, key=lambda known: known[1].totals[0])]
+
+    def eased(self, plan: Plan, now: Crowd) -> tuple[Plan, Crowd]:
+        """A plan made leaner one tensor at a time, until it fits or nothing helps."""
+        deadline = time.monotonic() + SHARE * self.job.search.time_limit
+        while not fits(now.totals[0], self.budget):
+            best: tuple[Crowd, _Change] | None = None
+            for change in self.changes.of(plan, now):
+                if time.monotonic() > deadline or requested():
                     break
-        if best is None:
-            raise missing(budget, replace(plan, predicted=replace(plan.predicted, peak_bytes=now.held)))
-        now, plan = best[0], best[1].of(plan, classes.count)
-        job.progress(f"peak {format_bytes(now.totals[0])}, leaner", plan.certificate.objective, 0.0)
-    return replace(plan, predicted=replace(plan.predicted, peak_bytes=now.held))
+                found = self.crowd(change.of(plan, self.classes.count))
+                if found.totals < (best[0].totals if best else now.totals):
+                    best = found, change
+                    if now.totals[0] - found.totals[0] >= ENOUGH * change.size:
+                        break
+            if best is None:
+                break
+            now, plan = best[0], best[1].of(plan, self.classes.count)
+            self.job.progress(f"peak {format_bytes(now.totals[0])}, leaner", plan.certificate.objective, 0.0)
+        return plan, now
 
 
 def costed(plan: Plan) -> Plan:
@@ -160,10 +243,18 @@ class _Changes:
                 break
             alone = self.program.repeat is None and self.classes.count[self.classes.key[node]] > 1
             for one in (False, True) if alone else (False,):
+                each = self._each(node, plan, one) if tensor.again and tensor.moved else frozenset[Entry]()
                 found = self._kept(node, plan, one) if tensor.again else self._again(node, plan, held, one)
-                if found and found not in seen:
-                    seen.add(found)
-                    yield _Change(tensor.size, found, not tensor.again)
+                for entries, again in ((each, True), (found, not tensor.again)):
+                    if entries and entries not in seen:
+                        seen.add(entries)
+                        yield _Change(tensor.size, entries, again)
+
+    def _each(self, node: fx.Node, plan: Plan, one: bool) -> frozenset[Entry]:
+        """What is moved again for each user, where a value that is moved again waits for the next."""
+        moved = [e for e in self._entries(node, plan, one) if e[0].startswith("relay ") and self._is_again(e, plan)]
+        each = ((EACH + name, member) for name, member in moved)
+        return frozenset(e for e in each if not self._is_again(e, plan))
 
     def _kept(self, node: fx.Node, plan: Plan, one: bool) -> frozenset[Entry]:
         """What is no longer made again where a value is kept."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -148,16 +148,22 @@ _COPIED = ("all_gather", "reduce_scatter")
 _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 
 
-def copied_by_convolution(node: fx.Node) -> float:
-    """Bytes that the CPU's library copies while an operator runs; 0 if it is no convolution."""
+def copied_by_convolution(node: fx.Node, parts: Sequence[int] = (1, 1, 1)) -> float:
+    """Bytes that the CPU's library copies while an operator runs; 0 if it is no convolution.
+
+    Args:
+        node: the operator.
+        parts: into how many its input, its weight and its output (or that's gradient) are cut.
+    """
     if node.target not in _CONVOLUTIONS:
         return 0.0
     backward = node.target is aten.convolution_backward.default
     taken, weight = tensor_arguments(node)[backward : backward + 2]  # behind the gradient, if there is one
     x, kernel, made = (n.meta["val"] for n in (taken, weight, tensor_arguments(node)[0] if backward else node))
+    sizes = (v.nbytes / n for v, n in zip((x, kernel, made), parts, strict=True))
     return convolution_copies(
-        x.nbytes, kernel.nbytes, made.nbytes, kernel=math.prod(kernel.shape[2:]), item=x.element_size(),
-        backward=backward, transposed=bool(node.args[7 if backward else 6]),
+        *sizes, kernel=math.prod(kernel.shape[2:]), item=x.element_size(), backward=backward,
+        transposed=bool(node.args[7 if backward else 6]),
     )  # fmt: skip
 
 

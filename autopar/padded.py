@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from autopar.dims import Dims, analyze
 from autopar.errors import InfeasibleError
@@ -13,7 +14,8 @@ from autopar.passes.pad_dims import pad
 from autopar.plan import INTERRUPTED, TIME_LIMIT, Plan
 from autopar.predict import predict
 from autopar.program import Program
-from autopar.search.find import find_plan, require_splits
+from autopar.search.find import EXACT_AXES, find_plan, require_splits
+from autopar.search.floor import least_plan
 from autopar.search.options import Job, Peak
 from autopar.search.padding import paddings
 from autopar.search.quotient import Quotient, quotient
@@ -100,7 +102,10 @@ def _best(program: Program, dims: Dims, job: Job, measure: Measure) -> Plan:
         if peak.crowd is None:
             raise
         error = e
-    return costed(predict(program, dims, leaner(program, classes, job, peak.crowd, error), classes))
+    exact = program.repeat is None and len(job.axes) <= EXACT_AXES
+    start = partial(least_plan, program, dims, job, classes) if exact else None
+    lean = leaner(program, dims, classes, job, peak.crowd, error, start)
+    return costed(predict(program, dims, lean, classes))
 
 
 def _random(program: Program, dims: Dims, job: Job, limits: Restrictions) -> Plan:

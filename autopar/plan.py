@@ -26,6 +26,9 @@ LEANER = "leaner"
 Ranges = Mapping[str, tuple[tuple[int, int], ...]]
 """Members of classes, in the model's order, as ranges ``(start, stop)``."""
 
+EACH = "each "
+"""In front of a relay in a plan's ``recompute``: each operator of the backward pass moves the value for itself."""
+
 EVERY = ((0, 2**31),)
 """A range of all members of a class, however many there are."""
 
@@ -161,8 +164,9 @@ class Plan:
         fingerprint: of the captured graph.
         torch: version of torch that captured it.
         recompute: what the backward pass makes again instead of keeping it: operator classes, and relays (``relay
-            CLASS OUTPUT``), which are moved again; of each the ranges ``(start, stop)`` of members, in the model's
-            order. What comes from parameters alone and is not here is made once for all microbatches.
+            CLASS OUTPUT``), which are moved again, and once for each user where they are not to wait (``each relay
+            CLASS OUTPUT``, besides); of each the ranges ``(start, stop)`` of members, in the model's order. What comes
+            from parameters alone and is not here is made once for all microbatches.
         offload: what lies on the host: results of operator classes, and relays, from the forward pass to the backward
             pass; and the optimizer state of parameter classes (``parameter NAME``) but for the optimizer's step. In the
             form of ``recompute``.

@@ -136,7 +136,7 @@ def _count_operators(
             known[key] = float(operator_seconds(operator, one, machine)[0])
         again, runs = assignment.again, program.runs(node)
         first = 1 if node in assignment.steady.nodes else runs * (node not in again.late)
-        times = first + runs * (node in again.nodes)
+        times = first + runs * again.times(node)
         account.compute += known[key] * times
         account.seconds[node] += known[key] * times
         _count_lowering(node, dims, names, account, times)

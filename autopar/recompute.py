@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
 
 from autopar.origin import is_backward
-from autopar.plan import EVERY, Plan
+from autopar.plan import EACH, EVERY, Plan
 from autopar.program import Program, Value, producer
 
 Ranges = Mapping[str, tuple[tuple[int, int], ...]]
@@ -28,18 +28,29 @@ class Again:
         nodes: forward operators that run again.
         late: those of ``nodes`` that then need not run in the forward pass.
         values: forward values that are made or moved again, for the backward pass alone.
+        apart: those of ``values`` that each operator moves for itself, and views of such, with how many do.
     """
 
     nodes: frozenset[fx.Node] = frozenset()
     late: frozenset[fx.Node] = frozenset()
     values: frozenset[Value] = frozenset()
+    apart: Mapping[Value, int] = field(default_factory=dict)
+
+    def times(self, node: fx.Node) -> int:
+        """How often an operator runs again."""
+        return self.apart.get((node, 0), 1) if node in self.nodes else 0
 
 
 NOTHING = Again()
 
 
 def again(
-    program: Program, relayed: Collection[Value], operators: Collection[fx.Node], relays: Collection[Value]
+    program: Program,
+    relayed: Collection[Value],
+    operators: Collection[fx.Node],
+    relays: Collection[Value],
+    each: Collection[Value] = (),
+    is_view: Callable[[fx.Node], bool] = lambda node: False,
 ) -> Again:
     """What runs again, of all that may: only what the backward pass needs does.
 
@@ -48,6 +59,8 @@ def again(
         relayed: values that are brought to one layout for all their users.
         operators: forward operators whose results are not kept.
         relays: of the values that are relayed, those whose moved form is not kept.
+        each: of these, those that each operator of the backward pass moves for itself, where they need not be made.
+        is_view: whether an operator only shows what it takes.
     """
     if not operators and not relays:
         return Again()
@@ -68,7 +81,26 @@ def again(
     saved = [value for value, repeated in seen.items() if not repeated or value[0] not in nodes]
     finals = [producer(v) for v in program.output_values[: program.forward_outputs] if v is not None]
     early = _computed_from(program, [*saved, *finals])
-    return Again(frozenset(nodes), frozenset(nodes - early), made_again)
+    found = Again(frozenset(nodes), frozenset(nodes - early), made_again)
+    return replace(found, apart=_apart(program, found, each, is_view)) if each else found
+
+
+def _apart(
+    program: Program, again: Again, each: Collection[Value], is_view: Callable[[fx.Node], bool]
+) -> dict[Value, int]:
+    """Values that each operator moves for itself and what is shown of them, with how many operators do."""
+    apart = {value for value in each if value in again.values and value[0] not in again.nodes}
+    for node, sources in program.sources.items():
+        if node in again.nodes and is_view(node) and len(sources) == 1 and apart.issuperset(sources):
+            apart.add((node, 0))
+    count = dict.fromkeys(apart, 0)
+    for node, sources in reversed(program.sources.items()):  # users before what they take
+        copies = count.get((node, 0), 1) if node in again.nodes else int(is_backward(node))
+        for value in apart.intersection(sources):
+            count[value] += copies
+    for value in apart.intersection(producer(v) for v in program.output_values[program.forward_outputs :] if v):
+        count[value] += 1
+    return count
 
 
 def _taken_by_backward(program: Program) -> list[Value]:
@@ -144,4 +176,14 @@ def weighted(parts: Sequence[tuple[float, Any]]) -> Any:
 
 def class_of(name: str) -> str:
     """The class that an entry of a plan's recomputation speaks of: a relay's has the number of an output behind it."""
+    name = name.removeprefix(EACH)
     return name.removeprefix("relay ").rpartition(" ")[0] if name.startswith("relay ") else name
+
+
+def ranges(members: Collection[int], count: int) -> tuple[tuple[int, int], ...]:
+    """Members of a class as an entry of a plan's recomputation."""
+    if len(members) == count:
+        return EVERY
+    starts = sorted(i for i in members if i - 1 not in members)
+    stops = sorted(i + 1 for i in members if i + 1 not in members)
+    return tuple(zip(starts, stops, strict=True))

@@ -141,7 +141,7 @@ def described(program: Program, plan: Plan, values: Sequence[torch.Tensor]) -> d
         "replicated": whole,
         "split": len(plan.parameters) - whole,
         "collectives": plan.predicted.collectives,
-        "moved_again": len(plan.recompute) - len(operators),
+        "moved_again": sum(name.startswith("relay ") for name in plan.recompute),
         "computed_again": len(operators),
         "on_host": plan.predicted.host_bytes,
     }
@@ -246,7 +246,8 @@ def table(found: dict[str, Any]) -> str:
     bound = found["bound"]
     lines += ["", f"Nothing fits below {format_bytes(bound)}. Plans are known down to {format_bytes(high)}"]
     if low < math.inf:
-        lines[-1] += f", and none for {format_bytes(low)}, {low / bound - 1:.0%} above the bound"
+        place = f"{abs(low / bound - 1):.1%} {'above' if low > bound else 'below'} the bound"
+        lines[-1] += f", {high / bound - 1:.1%} above that, and none for {format_bytes(low)}, {place}"
     lines[-1] += "."
     lines += [f"- {text}" for text in found["anomalies"]] or ["No anomalies."]
     return "\n".join([*lines, ""])

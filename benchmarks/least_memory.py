@@ -1,37 +1,33 @@
 """How little memory can a model do with? A lower bound, apart from the search and from any layout.
 
-Everything is split over all devices. While an operator of the backward pass runs there are the parameters with their
-state; what the backward pass has made and takes later; results that the caller gets; and what the operator takes and
-makes, with what its library copies. Of what the forward pass made there is what is still taken and was *kept*, and what
-was made *again*: a value is made again at most once, in front of what takes it first, and then needs what it is made
-of. Which values are kept is chosen by a mixed-integer program that makes the largest sum as small as it can be (HiGHS,
-through scipy), whose bound is the answer. It leaves out what moves take, and what is held while the forward pass runs.
+Everything is split over all devices, but for what the operator that runs takes and makes: of its candidates the one
+counts that takes the least, such as with a gathered weight. While an operator of the backward pass runs there are the
+parameters with their state; what the backward pass has made and takes later; results that the caller gets; and what the
+operator takes and makes, with what its library copies. Of what the forward pass made there is what must be, see
+`autopar.search.lives`, whichever of it is kept. It leaves out what moves take, and what is held while the forward pass
+runs or values are made again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from torch import fx
 
-from autopar.dims import analyze
+from autopar.candidates import candidates, combine, split_parts
+from autopar.dims import Dims, analyze
+from autopar.layout import Layout
 from autopar.liveness import copied_by_convolution
 from autopar.origin import is_backward
-from autopar.program import Program, values_of
+from autopar.program import Program, tensor_arguments, values_of
 from autopar.search.counted import carried
 from autopar.search.find import state_bytes
+from autopar.search.lives import Lives, fewest
 from autopar.search.quotient import quotient
 
 Storage = Any
-FIRST, MORE, ROUNDS = 12, 12, 8
-"""How many operators have a row at first, how many more get one where the solution needs more, and how often."""
-
-SECONDS = 60.0
-"""For each program; its bound holds when they are over, too."""
 
 
 def least(program: Program, axes: Mapping[str, int], *, away: bool = False, copies: float = 0.0) -> float:
@@ -43,156 +39,104 @@ def least(program: Program, axes: Mapping[str, int], *, away: bool = False, copi
         away: whether optimizer state may lie on the host.
         copies: of the device, see `autopar.cluster.Device`.
     """
-    found = _Backward.of(program, copies)
-    rows = [int(t) for t in np.argsort(found.certain())[::-1][:FIRST]]
-    bound = 0.0
-    for _ in range(ROUNDS):
-        bound, again = _minimise(found, rows)
-        needed = found.under(again)
-        more = [int(t) for t in np.argsort(needed)[::-1][:MORE] if t not in rows]
-        if needed.max() <= bound * (1 + 1e-6) or not more:
-            break
-        rows += more
+    bound, _ = fewest(lives_of(program, tuple(axes.values()), away=away, copies=copies))
     state = sum(state_bytes(program, "sgd" if away else "adamw", gradients=False).values())
     step = sum(state_bytes(program, "adamw").values())  # which takes all of it, wherever it lay before
     return max(state + bound, step) / math.prod(axes.values())
 
 
-@dataclass(frozen=True)
-class _Backward:
-    """What is certain of the operators of the backward pass.
-
-    Attributes:
-        base: bytes that are there while each runs and that the forward pass did not make, or that the caller gets.
-        size: of the forward pass's storages that may be taken in the backward pass.
-        first: the operator that takes each itself first, if one does.
-        last: the one that takes it last.
-        sources: what each is made of.
-        fixed: what is never made again.
-    """
-
-    base: list[float] = field(default_factory=list)
-    size: dict[Storage, float] = field(default_factory=dict)
-    first: dict[Storage, int] = field(default_factory=dict)
-    last: dict[Storage, int] = field(default_factory=dict)
-    sources: dict[Storage, set[Storage]] = field(default_factory=dict)
-    fixed: set[Storage] = field(default_factory=set)
-
-    @staticmethod
-    def of(program: Program, copies: float = 0.0) -> _Backward:
-        found = _Backward()
-        inputs = {s for node in program.placeholders for s in storages(node)}
-        outputs = zip(program.outputs, program.output_values, strict=True)
-        results = {
-            s for o, v in outputs if v is not None and o.kind in ("result", "gradient") for s in storages(v)
-        } - inputs
-        keeps = carried(program, quotient(program, analyze(program)))
-        taken, copied = [], []
-        for node in program.sources:
-            own = {s for n in node.all_input_nodes for s in storages(n)} - inputs
-            made = storages(node) - inputs - own
-            if not is_backward(node):
-                for s in made:
-                    found.size[s], found.sources[s] = float(s.nbytes()), own
-                    found.fixed.update({s} if node in keeps else ())
-                continue
-            t = len(taken)
-            taken.append(own | made)
-            copied.append(copies * copied_by_convolution(node))
-            for s in own & found.size.keys():
-                found.first.setdefault(s, t)
-                found.last[s] = t
-        given = results & found.size.keys()
-        early = sum(s.nbytes() for s in given)  # results of the forward pass, which are there all the time
-        there: dict[Storage, tuple[int, float]] = {}
-        for t, own in enumerate(taken):
-            for s in own - found.size.keys():
-                there[s] = there.get(s, (t, 0))[0], math.inf if s in results else t
-        for t in range(len(taken)):
-            now = sum(s.nbytes() for s, (a, b) in there.items() if a <= t <= b)
-            found.base.append(float(early + now + copied[t]))
-        for s in given:
-            del found.size[s]
-        return found
-
-    def certain(self) -> np.ndarray[Any, Any]:
-        """Bytes of each operator if nothing of the forward pass is kept that it does not take itself."""
-        here = [sum(n for s, n in self.size.items() if self.first.get(s, math.inf) <= t <= self.last.get(s, -1))
-                for t in range(len(self.base))]  # fmt: skip
-        return np.array(self.base) + np.array(here)
-
-    def under(self, again: Collection[Storage]) -> np.ndarray[Any, Any]:
-        """The same if these are made again, and the others kept."""
-        need = {s: float(self.first.get(s, math.inf)) for s in self.size}
-        for s in reversed(list(self.size)):  # what is made later first: it makes what it is made of needed
-            for u in self.sources[s] & need.keys() if s in again else ():
-                need[u] = min(need[u], need[s])
-        found = np.array(self.base)
-        for s, n in self.size.items():
-            begin = need[s] if s in again else 0
-            if self.last.get(s, -1) >= begin:
-                found[int(begin) : self.last[s] + 1] += n
-        return found
+def lives_of(program: Program, sizes: Sequence[int] = (), *, away: bool = False, copies: float = 0.0) -> Lives:
+    """What all devices together hold of a program, at least."""
+    dims = analyze(program)
+    found = Lives()
+    inputs = {s for node in program.placeholders for s in storages(node)}
+    outputs = zip(program.outputs, program.output_values, strict=True)
+    results = {
+        s for o, v in outputs if v is not None and o.kind in ("result", "gradient") for s in storages(v)
+    } - inputs
+    keeps = carried(program, quotient(program, dims))
+    working = _Working(program, dims, tuple(sizes), away, copies)
+    taken, more = [], []
+    for node in program.sources:
+        own = {s for n in node.all_input_nodes for s in storages(n)} - inputs
+        made = storages(node) - inputs - own
+        if not is_backward(node):
+            for s in made:
+                found.size[s], found.sources[s] = float(s.nbytes()), own
+                found.fixed.update({s} if node in keeps else ())
+            continue
+        t = len(taken)
+        taken.append(own | made)
+        more.append(working.more(node))
+        for s in own & found.size.keys():
+            found.first.setdefault(s, t)
+            found.last[s] = t
+    given = results & found.size.keys()
+    early = sum(s.nbytes() for s in given)  # results of the forward pass, which are there all the time
+    there: dict[Storage, tuple[int, float]] = {}
+    for t, own in enumerate(taken):
+        for s in own - found.size.keys():
+            there[s] = there.get(s, (t, 0))[0], math.inf if s in results else t
+    for t in range(len(taken)):
+        now = sum(s.nbytes() for s, (a, b) in there.items() if a <= t <= b)
+        found.base.append(float(early + now + more[t]))
+    for s in given:
+        del found.size[s]
+    return found
 
 
-def _minimise(found: _Backward, rows: Collection[int]) -> tuple[float, set[Storage]]:
-    """A lower bound on the largest of some operators' bytes, and what is made again in the solution found.
+class _Working:
+    """What an operator takes and makes besides equal parts of all of it."""
 
-    Variables: the bytes; of each storage whether it is made again, and for each row whether it is needed by then. A
-    storage is there until it is taken last, if it is kept or needed already.
-    """
-    from scipy.optimize import Bounds, LinearConstraint, milp
-    from scipy.sparse import csr_array
+    def __init__(self, program: Program, dims: Dims, sizes: tuple[int, ...], away: bool, copies: float) -> None:
+        self.dims, self.sizes, self.away, self.copies = dims, sizes, away, copies
+        self.devices = math.prod(sizes)
+        inputs = zip(program.placeholders, program.inputs, strict=True)
+        self.kind = {s: i.kind for n, i in inputs for s in storages(n)}
 
-    names = list(found.size)
-    number = {s: 1 + i for i, s in enumerate(names)}
-    count = 1 + len(names)
-    needed: dict[tuple[Storage, int], int] = {}
-    there: dict[tuple[Storage, int], int] = {}
-    for t in rows:
-        for s in names:
-            needed[s, t] = count = count + 1
-            if found.last.get(s, -1) >= t:
-                there[s, t] = count = count + 1
-    lower, upper = np.zeros(count + 1), np.ones(count + 1)
-    upper[0] = np.inf
-    for s in found.fixed & number.keys():
-        upper[number[s]] = 0.0
-    entries: list[tuple[int, int, float]] = []
-    limits: list[float] = []
+    def more(self, node: fx.Node) -> float:
+        """Bytes of all devices together, of the candidate that takes the least."""
+        operator = self.dims.operators[node]
+        if operator.rule.view:
+            return 0.0
+        values = [*map(_one, tensor_arguments(node)), *values_of(node)]
+        every = candidates(operator, self.sizes)
+        return min(self._of(node, values, *combine(operator, every.names(i))) for i in range(len(every.choice)))
 
-    def at_least(terms: Mapping[int, float], limit: float) -> None:
-        entries.extend((len(limits), column, value) for column, value in terms.items())
-        limits.append(limit)
+    def _of(self, node: fx.Node, values: Sequence[Any], into: Sequence[Layout], made: Sequence[Layout]) -> float:
+        most: dict[Storage, float] = {}
+        for value, layout in zip(values, (*into, *made), strict=True):
+            storage = None if value is None else value.untyped_storage()
+            if (
+                storage is not None and value.nbytes == storage.nbytes()
+            ):  # or what is local of it may be less than of the value
+                most[storage] = max(most.get(storage, 0.0), self._beyond(storage, layout))
+        return sum(most.values()) + self.copies * self._copied(node, into)
 
-    users: dict[Storage, list[Storage]] = {}
-    for s in names:
-        for u in found.sources[s] & number.keys():
-            users.setdefault(u, []).append(s)
-    for t in rows:
-        for s in names:
-            if found.first.get(s, math.inf) <= t:
-                lower[needed[s, t]] = 1.0
-            for user in users.get(s, ()):  # made again of it by then
-                at_least({needed[s, t]: 1.0, needed[user, t]: -1.0, number[user]: -1.0}, -1.0)
-            if (s, t) in there:
-                at_least({there[s, t]: 1.0, needed[s, t]: -1.0}, 0.0)
-                at_least({there[s, t]: 1.0, number[s]: 1.0}, 1.0)
-        at_least({0: 1.0} | {there[s, t]: -found.size[s] / 2**20 for s in names if (s, t) in there},
-                 found.base[t] / 2**20)  # fmt: skip
-    row, column, value = zip(*entries, strict=True)
-    matrix = csr_array((value, (row, column)), shape=(len(limits), count + 1))
-    integral = np.zeros(count + 1)
-    integral[1 : 1 + len(names)] = 1
-    objective = np.zeros(count + 1)
-    objective[0] = 1.0
-    solution = milp(
-        objective, constraints=LinearConstraint(matrix, np.array(limits)), integrality=integral,
-        bounds=Bounds(lower, upper), options={"time_limit": SECONDS, "mip_rel_gap": 1e-4},
-    )  # fmt: skip
-    if solution.x is None:
-        return (solution.mip_dual_bound or 0.0) * 2**20, set()
-    return solution.mip_dual_bound * 2**20, {s for s in names if solution.x[number[s]] > 0.5}
+    def _beyond(self, storage: Storage, layout: Layout) -> float:
+        """What a layout has beyond equal parts; of a parameter that is not as split as it can be, all of it.
+
+        Such a parameter lies beside its part, or has all of its optimizer state with it.
+        """
+        copies = self.devices / split_parts(layout, self.sizes)
+        kind = self.kind.get(storage)
+        if kind is None or (kind == "parameter" and self.away):
+            return float((copies - 1) * storage.nbytes())
+        return float(copies * storage.nbytes()) if kind == "parameter" and copies > 1 else 0.0
+
+    def _copied(self, node: fx.Node, into: Sequence[Layout]) -> float:
+        """What the CPU's library copies, of all devices together."""
+        if not self.copies or not copied_by_convolution(node):
+            return 0.0
+        given, taken, weight = into[:3]  # those of the backward pass
+        parts = [split_parts(layout, self.sizes) for layout in (taken, weight, given)]
+        return self.devices * copied_by_convolution(node, parts)
+
+
+def _one(node: fx.Node) -> Any:
+    """What an argument is."""
+    (value,) = values_of(node)
+    return value
 
 
 def storages(node: fx.Node) -> set[Storage]:

@@ -11,10 +11,13 @@ After::
     relu_again = aten.relu(x); grad_w = aten.mm(relu_again_t, grad)                 # x is kept instead
 
 Each operator that runs again does so in front of the first that needs it, so that little is held at a time. Values that
-are only moved again, such as gathered parameters, are marked with an alias that belongs to the backward pass.
+are only moved again, such as gathered parameters, are marked with an alias that belongs to the backward pass; with one
+for each user where they are not to wait for the next.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 from torch import fx
@@ -57,10 +60,13 @@ class _Copies:
 
     def bring(self, user: fx.Node) -> None:
         """Let an operator of the backward pass take copies."""
-        user.args, user.kwargs = map_nodes((user.args, user.kwargs), lambda n: self.of(n, user))
+        user.args, user.kwargs = map_nodes((user.args, user.kwargs), cache(lambda n: self.of(n, user)))
 
     def of(self, node: fx.Node, user: fx.Node) -> fx.Node:
         """The copy of a node, made in front of ``user`` if it is not there yet; the node itself where it is kept."""
+        if producer(node) in self.again.apart:
+            with self.graph.inserting_before(user):
+                return self._own(node)
         waiting = [node]
         while waiting:
             last = waiting[-1]
@@ -85,12 +91,16 @@ class _Copies:
             return []
         if source is not node:
             return [source]
-        return [n for n in source.all_input_nodes if self._repeated(n)]
+        return [n for n in source.all_input_nodes if self._repeated(n) and producer(n) not in self.again.apart]
+
+    def _own(self, node: fx.Node) -> fx.Node:
+        """A copy for one user, of what each user has a copy of for itself; of others the copy that all have."""
+        return self._copy(node) if producer(node) in self.again.apart else self.made.get(node, node)
 
     def _copy(self, node: fx.Node) -> fx.Node:
         source, index = producer(node)
         if source in self.again.nodes:
-            copied = self.graph.node_copy(node, lambda n: self.made.get(n, n))
+            copied = self.graph.node_copy(node, cache(self._own))
             copied.meta = {**node.meta, "original": node.name}
         else:
             copied = self._alias(node, index)

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from autopar.cluster import Cluster
-from autopar.compiler import crowd_of, peak_of, program_to_plan, rewrite, solve
+from autopar.compiler import crowd_of, peak_of, program_of, program_to_plan, rewrite, solve
 from autopar.dims import analyze
 from autopar.errors import InfeasibleError
 from autopar.leaner import leaner
+from autopar.leanest import Choice, keeping_least
 from autopar.liveness import crowd, moments
+from autopar.origin import is_backward
 from autopar.plan import EVERY, Plan
 from autopar.program import Program
 from autopar.recompute import class_of
@@ -21,7 +23,9 @@ from autopar.search.counted import carried
 from autopar.search.factors import from_parameters
 from autopar.search.options import Job, Search
 from autopar.search.quotient import Quotient, quotient
-from autopar.verify import compare
+from autopar.verify import compare, global_values
+from benchmarks.least_memory import least
+from benchmarks.memory_models import llama
 from tests import models as zoo
 
 LINE = {"gpu": 4}
@@ -43,9 +47,8 @@ def made_lean(program: Program, classes: Quotient, plan: Plan, budget: float, ag
     search = Search(pins={"recompute": again}, time_limit=1200)  # ranks must not stop at different plans
     held = replace(plan.predicted, peak_bytes=peak_of(program, plan, classes))
     error = missing(budget, replace(plan, predicted=held))
-    return leaner(
-        program, classes, Job(LINE, GPU, budget, search=search), lambda p: crowd_of(program, p, classes), error
-    )
+    job = Job(LINE, GPU, budget, search=search)
+    return leaner(program, analyze(program), classes, job, lambda p: crowd_of(program, p, classes), error)
 
 
 def lean_random_plan(program: Program, axes: dict[str, int], machine: Cluster, seed: int) -> tuple[Plan, Plan]:
@@ -152,3 +155,53 @@ def test_models_of_which_blocks_were_left_out() -> None:
     found = made_lean(program, classes, plan, budget)
     assert needs(program, found) <= budget
     assert all(ranges == EVERY for ranges in found.recompute.values())
+
+
+def lean(program: Program, axes: dict[str, int], budget: float) -> Plan:
+    search = Search(pins={"microbatches": 1}, time_limit=1200)
+    return solve(program, axes, "cpu", memory=budget, search=search)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [LINE, pytest.param({"a": 2, "b": 2}, marks=pytest.mark.deep)])
+def test_what_would_be_enough_is_enough_and_the_same_for_each_budget(axes: dict[str, int]) -> None:
+    """And close to the benchmark's bound, which knows no layouts."""
+    model, batch = llama(hidden=64, layers=2, batch=32, sequence=64, vocabulary=64)
+    program = program_of(model, batch)
+    bound = least(program, axes, copies=Cluster.preset("cpu").device.copies)
+    needed = set()
+    for budget in (0.95 * bound, 0.5 * bound):
+        with pytest.raises(InfeasibleError) as caught:
+            lean(program, axes, budget)
+        assert caught.value.needed is not None
+        needed.add(caught.value.needed)
+    (enough,) = needed
+    assert bound <= enough <= 1.05 * bound
+    found = lean(program, axes, enough)
+    assert needs(program, found) <= enough
+    assert 0 < found.certificate.lower_bound < found.certificate.objective == found.predicted.step_seconds
+    values = global_values(program, model, batch)
+    report = compare(program, rewrite(program, found), found, values, torch.float64)
+    assert report.gradients.keys() == report.reference_gradients.keys() != set()
+    assert report.max_error <= 1e-10
+
+
+def test_what_is_kept_is_chosen_for_all_moments_at_once() -> None:
+    """Without a look at the graph, and what that computes stays the same."""
+    program, dims, values = zoo.captured("llama", **{**SIZES, "layers": 2})
+    classes = quotient(program, dims)
+    plan = solve(program, LINE, "h100", search=Search(recipe="fsdp"))
+    forward = {classes.key[n] for n in program.sources if not is_backward(n)}
+    free = forward - {classes.key[n] for n in carried(program, classes)}
+    found = keeping_least(program, dims, classes, plan, Choice(free, classes.members.keys()))
+    assert found is not None
+    assert needs(program, found) < 0.8 * needs(program, plan)
+    report = compare(program, rewrite(program, found), found, list(values), torch.float64)
+    assert report.max_error <= 1e-10
+
+
+def test_one_device() -> None:
+    """There are no layouts to choose, and still something to keep."""
+    program, _, _ = zoo.captured("mlp")
+    with pytest.raises(InfeasibleError, match="missing"):
+        lean(program, {}, 1.0)

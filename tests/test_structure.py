@@ -74,6 +74,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "run_passes",
         "in_microbatches",
+        "leanest",
         "leaner",
         "padded",
         "shorten",

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.cost.memory import format_bytes
-from autopar.plan import Certificate, ModuleRow, Plan
+from autopar.plan import EACH, Certificate, ModuleRow, Plan
 
 METHODS = {
     "fold": "exact elimination",
@@ -174,7 +174,9 @@ def _totals(plan: Plan) -> RenderableType:
         rows.append(("on the host", f"{format_bytes(predicted.host_bytes)} of a device: {kinds}"))
     if plan.recompute:
         moved = sum(name.startswith("relay ") for name in plan.recompute)
-        kinds = f"{len(plan.recompute) - moved} kinds of operators computed, {moved} kinds of values moved"
+        apart = sum(name.startswith(EACH) for name in plan.recompute)
+        kinds = f"{len(plan.recompute) - moved - apart} kinds of operators computed, {moved} kinds of values moved"
+        kinds += f" ({apart} of them for each user)" if apart else ""
         rows.append(("in the backward", f"{kinds} again instead of kept"))
     return figures([("", ""), *rows])
 

@@ -142,3 +142,25 @@ def test_prediction_counts_what_runs_again() -> None:
             assert kinds == {k: count for k, (count, _) in sorted(emitted.get(axis, {}).items())}
         seconds.append(found.compute_seconds)
     assert seconds[1] > seconds[0]
+
+
+def test_what_is_moved_for_each_user_does_not_wait() -> None:
+    """A gathered weight that the backward pass takes twice: predicted as often as emitted, and the same result."""
+    program, values = captured()
+    dims = analyze(program)
+    pins = {"up.weight": "S(0)", "down.weight": "S(0)", "batch.0": "S(0)"}
+    plan = solve(program, AXES, Cluster.preset("h100"), search=Search(pins=pins))
+    moved = {f"relay {k}": EVERY for k in plan.relays}
+    once = with_again(program, plan, *MIDDLE, "mm", "permute", "addmm", "transpose", "t.")
+    once = replace(once, recompute={**once.recompute, **moved})
+    each = replace(once, recompute={**once.recompute, **{f"each {name}": EVERY for name in moved}})
+    gathers = []
+    for chosen in (once, each):
+        found = predict(program, dims, chosen).predicted
+        emitted = census(rewrite(program, chosen))
+        for axis, kinds in found.collectives.items():
+            assert kinds == {k: count for k, (count, _) in sorted(emitted.get(axis, {}).items())}
+        gathers.append(found.collectives["a"]["all_gather"])
+    assert gathers[1] > gathers[0]
+    report = compare(program, rewrite(program, each, passes=DETERMINISTIC_PASSES), each, values, torch.float64)
+    assert report.max_error < 1e-12
