@@ -36,10 +36,11 @@ def least(program: Program, axes: Mapping[str, int], *, away: bool = False, copi
     Args:
         program: of the whole batch, without blocks left out.
         axes: of the mesh.
-        away: whether optimizer state may lie on the host.
+        away: whether optimizer state may lie on the host, and what is kept until an operator takes it.
         copies: of the device, see `autopar.cluster.Device`.
     """
-    bound, _ = fewest(lives_of(program, tuple(axes.values()), away=away, copies=copies))
+    lives = lives_of(program, tuple(axes.values()), away=away, copies=copies)
+    bound = max(lives.base) if away else fewest(lives)[0]
     state = sum(state_bytes(program, "sgd" if away else "adamw", gradients=False).values())
     step = sum(state_bytes(program, "adamw").values())  # which takes all of it, wherever it lay before
     return max(state + bound, step) / math.prod(axes.values())
@@ -82,6 +83,8 @@ def lives_of(program: Program, sizes: Sequence[int] = (), *, away: bool = False,
         found.base.append(float(early + now + more[t]))
     for s in given:
         del found.size[s]
+    for t, own in enumerate(taken if away else ()):
+        found.base[t] += sum(found.size[s] for s in own & found.size.keys())
     return found
 
 

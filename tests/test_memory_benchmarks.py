@@ -147,6 +147,19 @@ def test_plans_of_many_kinds_need_more_than_the_bound() -> None:
             assert bound <= sum(peak_of(program, plan).values()) + 1e-6, (axes, seed)
 
 
+@pytest.mark.parametrize("model", ["mlp", "llama"])
+def test_plans_with_a_host_need_more_than_their_bound(model: str) -> None:
+    """What is kept may lie there until it is taken, which no bound of plans without one allows."""
+    program, dims, _ = models.captured(model)
+    for axes in ({}, {"a": 2}):
+        bound = least_memory.least(program, axes, away=True)
+        assert bound <= least_memory.least(program, axes)
+        for seed in range(6):
+            plan = random_plan(program, dims, axes, Cluster.preset("h100"), seed, again=True, away=True)
+            assert plan.offload
+            assert bound <= sum(peak_of(program, plan).values()) + 1e-6, (axes, seed)
+
+
 def test_what_megatron_makes_again_is_one_of_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its selective choice saves memory, and for as much the search finds nothing slower."""
     monkeypatch.setitem(published.SHAPES, 22, (512, 8, 4))
