@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -26,6 +27,10 @@ JOB = 1200
 """Seconds that a job may take on all ranks."""
 
 
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
+"""Signals of memory that is broken."""
+
+
 class RanksError(Exception):
     """A job failed on some rank, or did not end in time."""
 
@@ -34,6 +39,11 @@ class Ranks:
     """A pool of ranks; a job that fails or hangs takes the pool down."""
 
     def __init__(self, count: int = 4) -> None:
+        self.count = count
+        self.start()
+
+    def start(self) -> None:
+        count = self.count
         self.folder = tempfile.TemporaryDirectory()
         store = str(Path(self.folder.name) / "store")
         context = multiprocessing.get_context("forkserver")
@@ -52,7 +62,24 @@ class Ranks:
     def run(
         self, work: Callable[..., Any], *args: Any, timeout: float = JOB, silent: tuple[int, ...] = ()
     ) -> list[Any]:
-        """``work(rank, *args)`` on every rank; what each returned, None for the ``silent``, which may die."""
+        """``work(rank, *args)`` on every rank; what each returned, None for the ``silent``, which may die.
+
+        Gloo's own thread crashes a process once in thousands of jobs, under load (seen in its event loop's malloc). A job
+        of which a process ends so is run once more in a new pool; if one does so again, it fails.
+        """
+        try:
+            return self._run(work, args, timeout, silent)
+        except RanksError as e:
+            crashed = [r for r, p in enumerate(self.processes) if -(p.exitcode or 0) in CRASHES]
+            if not crashed:
+                raise
+            warnings.warn(f"crash of ranks {crashed}, run once more: {e}", stacklevel=2)
+            self.start()
+            return self._run(work, args, timeout, silent)
+
+    def _run(
+        self, work: Callable[..., Any], args: tuple[Any, ...], timeout: float, silent: tuple[int, ...]
+    ) -> list[Any]:
         for pipe in self.pipes:
             pipe.send((work, args))
         deadline = time.monotonic() + timeout
