@@ -64,8 +64,8 @@ class Ranks:
     ) -> list[Any]:
         """``work(rank, *args)`` on every rank; what each returned, None for the ``silent``, which may die.
 
-        Gloo's own thread crashes a process once in thousands of jobs, under load (seen in its event loop's malloc). A job
-        of which a process ends so is run once more in a new pool; if one does so again, it fails.
+        Gloo's own thread crashes a process once in thousands of jobs, under load (seen in its event loop's malloc). A
+        job of which a process ends so is run once more in a new pool; if one does so again, it fails.
         """
         try:
             return self._run(work, args, timeout, silent)
