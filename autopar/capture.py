@@ -24,7 +24,7 @@ from autopar.attention import simplify_attention
 from autopar.decompose import decompositions
 from autopar.errors import CaptureError
 from autopar.handed import mark_handed
-from autopar.program import Input, Output, Program
+from autopar.program import GRADIENTS, Input, Output, Program
 from autopar.regions import Regions, mark
 
 aten = torch.ops.aten
@@ -48,7 +48,7 @@ def capture(
         model: real, fake or on the meta device; it is not changed.
         batch: positional (tuple or list) or keyword (dict) arguments; real, fake or meta tensors.
         loss_fn: ``loss_fn(output, batch)`` for a model that does not return its loss.
-        training: with a backward pass; default: gradients are enabled and some parameter requires one.
+        training: with a backward pass; default: gradients are enabled, and a parameter or batch tensor requires one.
         compute: dtype of floating parameters and batch tensors in the graph; default: their own.
 
     Raises:
@@ -56,10 +56,10 @@ def capture(
     """
     if not any(True for _ in model.parameters()):
         raise CaptureError(f"{type(model).__name__} has no parameters: there is nothing to parallelize")
-    wants_gradient = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
-    training = wants_gradient if training is None else training
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tensors, skeleton = tree.flatten(batch, "batch")
+    wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (*model.parameters(), *tensors))
+    training = wants_gradient if training is None else training
     harness = Harness(_fake_module(model, mode, training, compute), skeleton, loss_fn, training)
     fakes = tuple(_fake_tensor(t, mode, compute) for t in tensors)
     with torch.set_grad_enabled(training), _quiet():
@@ -119,7 +119,7 @@ def _fake_tensor(tensor: torch.Tensor, mode: FakeTensorMode, floating: torch.dty
     device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
     with mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
-    return fake.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+    return fake.requires_grad_(tensor.requires_grad)
 
 
 def _fake_module(model: nn.Module, mode: FakeTensorMode, training: bool, compute: torch.dtype | None) -> nn.Module:
@@ -209,7 +209,7 @@ def _describe(joint: fx.GraphModule, harness: Harness, aliases: dict[str, str], 
     """Read inputs and outputs off the descriptors that the tracer left."""
     inputs = _merge_inputs(joint, aliases)
     outputs = _merge_outputs(joint, aliases)
-    forward = sum(o.kind != "gradient" for o in outputs)
+    forward = sum(o.kind not in GRADIENTS for o in outputs)
     loss = harness.seen.loss if training else None
     return Program(joint, inputs, outputs, forward, harness.seen.skeleton, loss, training, (), aliases)
 
@@ -264,7 +264,7 @@ def _output(desc: Any, aliases: dict[str, str]) -> Output:
         return Output("result", str(desc.idx))
     if kind == "GradAOTOutput":
         source = _input(desc.grad_of, aliases)
-        return Output("gradient", source.name if source.kind == "parameter" else f"batch {source.name}")
+        return Output("gradient" if source.kind == "parameter" else "input_gradient", source.name)
     if kind == "InputMutationAOTOutput":
         source = _input(desc.mutated_input, aliases)
         if source.kind == "buffer":

@@ -47,6 +47,12 @@ def require_early_backward(program: Program) -> None:
             "microbatches are added up by the loss, and the model returns none: return it alone or as the only scalar, "
             "or pass loss_fn=lambda output, batch: ..."
         )
+    if program.differentiable:
+        raise InfeasibleError(
+            f"batch tensor {min(program.differentiable)} requires a gradient, which is computed when backward() is "
+            "called, of the whole batch: not in microbatches or a pipeline. Detach it where no gradient is needed, "
+            'leave these out (pins={"microbatches": 1}), or compute what it depends on inside the model'
+        )
     if any(v is not None and v.dtype is torch.float16 for n in program.graph.graph.nodes for v in values_of(n)):
         raise InfeasibleError(
             "gradients of microbatches and pipelines are computed before backward() is called, and so before the loss "

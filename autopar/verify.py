@@ -129,6 +129,7 @@ def capture_error(
     state = {f"model.{n}": p.detach().clone().requires_grad_(p.requires_grad) for n, p in model.named_parameters()}
     state.update({f"model.{n}": b.detach().clone() for n, b in model.named_buffers()})
     parameters = {f"model.{n}" for n, _ in model.named_parameters()}
+    tensors = [t.detach().clone().requires_grad_() if t.requires_grad else t for t in tensors]
     with torch.set_grad_enabled(program.training), same_numbers(0):
         seen = {n: _computed(t, policy) if n in parameters else t for n, t in state.items()}
         results = torch.func.functional_call(harness, seen, tuple(_computed(t, policy) for t in tensors))
@@ -138,6 +139,7 @@ def capture_error(
     if program.training:
         torch.autograd.backward(live, tangents)
         found.update({("gradient", n.removeprefix("model.")): t.grad for n, t in state.items() if t.grad is not None})
+        found.update({("input_gradient", str(i)): t.grad for i, t in enumerate(tensors) if t.grad is not None})
     with same_numbers(0):
         expected = run_whole(program, values)
     pairs = [(found.get((o.kind, o.name)), e) for o, e in zip(program.outputs, expected, strict=True)]
