@@ -9,6 +9,7 @@ way cannot be cut. No mean of means is taken: the sum is that of the whole batch
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,6 +25,9 @@ from autopar.program import Input, Microbatch, Output, Program, values_of
 
 TIME = "time"
 """Name of the axis along which microbatches follow one another."""
+
+_FED = "before_"
+"""Names of what is computed of the whole batch before, which a number follows."""
 
 _NOTES = (
     "types", "layouts", "relays", "held", "strategy", "operator", "input_layouts", "input_types", "collective",
@@ -70,9 +74,9 @@ class _Cutter:
         alone = self._of_batch_alone()
         graph = self.local.graph.graph
         for node in list(graph.nodes):
-            if node in alone and (node.target in GROUP_ARGUMENT or node.target is axis_index):
-                end = _end(node)
-                self._feed(_start(end), end)
+            end = _end_of_move(node)
+            if end is not None and (start := _start(end)) in alone:
+                self._feed(start, end)
             elif node.target is c10d.all_reduce.default and node.args[1] == "sum":
                 (wait,) = node.users
                 with graph.inserting_after(node.args[0]):  # so that the term lives for a moment only
@@ -95,12 +99,13 @@ class _Cutter:
     def _feed(self, value: fx.Node, end: fx.Node) -> None:
         """Let a new tensor of the batch stand for ``end``: a value of the whole program, or a microbatch's part."""
         names = {n.name: n for n in self.whole.graph.graph.nodes}
+        names |= {f"{_FED}{i}": fed for i, fed in enumerate(self.fed)}  # moved once more
         if value.name not in names:
             raise self._refusal(value)
         number = sum(i.kind == "batch" for i in self.inputs.values())
         graph = self.local.graph.graph
         with graph.inserting_after([n for n in graph.nodes if n.op == "placeholder"][-1]):
-            given = graph.placeholder(f"before_{len(self.fed)}")
+            given = graph.placeholder(f"{_FED}{len(self.fed)}")
         given.meta = dict(end.meta)
         end.replace_all_uses_with(given)
         self.fed.append(names[value.name])
@@ -131,9 +136,7 @@ class _Cutter:
                 raise self._refusal(node)
 
     def _refusal(self, node: fx.Node) -> InfeasibleError:
-        source = node
-        while source.meta.get("internal") and source.all_input_nodes:
-            source = source.all_input_nodes[0]
+        source = _culprit(node)
         return InfeasibleError(
             f"the step cannot be cut into {self.count} microbatches: {source.target} ({source.name}, "
             f"{user_line(source)}) takes something of the whole batch that is no sum over its samples, as batch "
@@ -172,16 +175,35 @@ def _fake(value: torch.Tensor, like: FakeTensor) -> torch.Tensor:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=like.device)
 
 
+def _culprit(node: fx.Node) -> fx.Node:
+    """The operator because of which a node is there: that which takes what is gathered, or makes what is reduced."""
+    moved = node.op == "placeholder" or node.target in GROUP_ARGUMENT or node.target is axis_index
+    reduced = node.target in (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)
+    waiting, seen = [node] if moved and not reduced else [], set()
+    while waiting:
+        for user in waiting.pop(0).users:
+            if user.op == "call_function" and "operator" in user.meta:
+                return user
+            if user not in seen and user.op != "output":
+                seen.add(user)
+                waiting.append(user)
+    while node.all_input_nodes and "operator" not in node.meta:
+        node = node.all_input_nodes[0]
+    return node
+
+
 def _start(node: fx.Node) -> fx.Node:
     """The value that is moved, from the last node of the move."""
     (node,) = node.all_input_nodes
-    while "layouts" not in node.meta:
+    while "layouts" not in node.meta and node.target is not operator.getitem:
         node = next(n for n in node.all_input_nodes if n.target is not axis_index)
     return node
 
 
-def _end(node: fx.Node) -> fx.Node:
-    """The last node of the move that a node belongs to."""
+def _end_of_move(node: fx.Node) -> fx.Node | None:
+    """The last node of the move that a collective or an index is of; None: it is of none."""
+    if "moves" not in node.meta or (node.target not in GROUP_ARGUMENT and node.target is not axis_index):
+        return None
     while "layouts" not in node.meta:
         (node,) = node.users
     return node
