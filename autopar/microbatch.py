@@ -26,9 +26,6 @@ from autopar.program import Input, Microbatch, Output, Program, values_of
 TIME = "time"
 """Name of the axis along which microbatches follow one another."""
 
-_FED = "before_"
-"""Names of what is computed of the whole batch before, which a number follows."""
-
 _NOTES = (
     "types", "layouts", "relays", "held", "strategy", "operator", "input_layouts", "input_types", "collective",
     "internal",
@@ -50,6 +47,7 @@ def cut_microbatches(program: Program, local: Program, count: int) -> Program:
     cutter = _Cutter(program, local, count, dict(zip(local.placeholders, local.inputs, strict=True)))
     cutter.sums()
     local.graph.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+    cutter.number()
     cutter.refuse_the_rest()
     return cutter.program()
 
@@ -60,14 +58,14 @@ class _Cutter:
 
     Attributes:
         inputs: what each placeholder stands for; those that are added here, too.
-        fed: the values of the whole program that are computed before, in the order of their placeholders.
+        fed: the values of the whole program that are computed before, by the placeholders that stand for them.
     """
 
     whole: Program
     local: Program
     count: int
     inputs: dict[fx.Node, Input]
-    fed: list[fx.Node] = field(default_factory=list)
+    fed: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def sums(self) -> None:
         """All-reduces become sums over time; what is of the batch alone is given, whole or a microbatch's part."""
@@ -75,7 +73,7 @@ class _Cutter:
         graph = self.local.graph.graph
         for node in list(graph.nodes):
             end = _end_of_move(node)
-            if end is not None and (start := _start(end)) in alone:
+            if end is not None and ((start := _start(end)) in alone or start in self.fed):
                 self._feed(start, end)
             elif node.target is c10d.all_reduce.default and node.args[1] == "sum":
                 (wait,) = node.users
@@ -99,17 +97,23 @@ class _Cutter:
     def _feed(self, value: fx.Node, end: fx.Node) -> None:
         """Let a new tensor of the batch stand for ``end``: a value of the whole program, or a microbatch's part."""
         names = {n.name: n for n in self.whole.graph.graph.nodes}
-        names |= {f"{_FED}{i}": fed for i, fed in enumerate(self.fed)}  # moved once more
-        if value.name not in names:
+        whole = self.fed.get(value) or names.get(value.name)  # what is moved once more, or for the first time
+        if whole is None:
             raise self._refusal(value)
-        number = sum(i.kind == "batch" for i in self.inputs.values())
         graph = self.local.graph.graph
         with graph.inserting_after([n for n in graph.nodes if n.op == "placeholder"][-1]):
-            given = graph.placeholder(f"{_FED}{len(self.fed)}")
+            given = graph.placeholder(f"before_{len(self.fed)}")
         given.meta = dict(end.meta)
         end.replace_all_uses_with(given)
-        self.fed.append(names[value.name])
-        self.inputs[given] = Input("batch", str(number))
+        self.fed[given] = whole
+
+    def number(self) -> None:
+        """Let what is computed before, and taken, follow the tensors of the batch."""
+        for given in [n for n in self.fed if not n.users]:  # what is made of it is computed before, too
+            self.local.graph.graph.erase_node(given)
+            del self.fed[given]
+        first = sum(i.kind == "batch" for i in self.inputs.values())
+        self.inputs |= {given: Input("batch", str(first + i)) for i, given in enumerate(self.fed)}
 
     def _leading(self, layout: Layout, node: fx.Node) -> int | None:
         """The dim that is split over time, along its first factor; None: there is none."""
@@ -164,7 +168,7 @@ class _Cutter:
         for note in ("invariants", "axes", "again", "states_away"):
             local.graph.meta.pop(note, None)
         local.graph.recompile()
-        before = _program_of(self.whole, self.fed) if self.fed else None
+        before = _program_of(self.whole, list(self.fed.values())) if self.fed else None
         inputs = tuple(self.inputs[n] for n in local.placeholders)
         return replace(local, inputs=inputs, part=Microbatch(self.count, before, rows, results))
 
