@@ -39,7 +39,8 @@ def state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | None = 
     if optimizer is None:
         return found
     names = _names(model, optimizer)
-    _make_state(optimizer)
+    with model._postponed.set_aside():
+        _make_state(optimizer)
     state: dict[str, dict[str, Any]] = {}
     for parameter, values in optimizer.state.items():
         known = model._types().get(names[parameter])
@@ -62,7 +63,8 @@ def load_state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | No
     if optimizer is None:
         return
     names = _names(model, optimizer)
-    _make_state(optimizer)
+    with model._postponed.set_aside():
+        _make_state(optimizer)
     saved = state["optimizer"]
     for parameter, values in optimizer.state.items():
         name = names[parameter]

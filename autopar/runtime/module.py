@@ -37,7 +37,7 @@ from autopar.runtime.specialise import (
     specialise,
 )
 from autopar.runtime.state import checksum, contents, gathered, slice_replicated
-from autopar.runtime.step import Call, run
+from autopar.runtime.step import Call, deliver, reduce_postponed, run
 
 CACHED = 16
 """How many specialisations are kept."""
@@ -68,7 +68,7 @@ class ParallelModule(nn.Module):
         self._unseen: set[Any] = set()
         self._first: Specialisation | None = None
         self._latest: Specialisation | None = None
-        self._postponed = Postponed()
+        self._postponed = Postponed(self.named_parameters)
         self._drawn = 0
         self._away: OffloadedStates | None = None
         self.register_state_dict_post_hook(_save_hook)  # type: ignore[no-untyped-call]
@@ -172,6 +172,7 @@ class ParallelModule(nn.Module):
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Plain gradients by original name, of parameters that have one; a collective call."""
+        self._postponed.refuse(self.parameters(), "full_gradients()")
         found = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
         return gathered(found, self._types(), self._place)
 
@@ -183,12 +184,19 @@ class ParallelModule(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes within leave gradients unreduced; the next one outside reduces the sum, once."""
+        """Backward passes within leave gradients unreduced; the next one outside reduces the sum, once.
+
+        Until then ``.grad`` lacks them, and an optimizer's step is an error. ``zero_grad`` drops them.
+        """
         before, self._postponed.active = self._postponed.active, True
         try:
             yield
         finally:
             self._postponed.active = before
+
+    def reduce_gradients(self) -> None:
+        """Reduce gradients that wait since `no_sync`, where no backward pass outside follows; a collective call."""
+        deliver(reduce_postponed(self._postponed), self._postponed, self._place)
 
     def _random_numbers(self, found: Specialisation) -> AbstractContextManager[None]:
         """New random numbers for one call, the same on every rank that computes the same."""

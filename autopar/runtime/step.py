@@ -115,13 +115,18 @@ class Step:
         assert self.cut.backward is not None
         return split_reductions(self.cut.backward)
 
+    @cached_property
+    def gradient_names(self) -> frozenset[str]:
+        """Of the parameters for which the backward graph gives a gradient."""
+        assert self.cut.backward is not None
+        values: Any = self.cut.backward.graph.output_node().args[0]
+        described = zip(self.cut.gradients, values[len(values) - len(self.cut.gradients) :], strict=True)
+        return frozenset(o.name for o, v in described if v is not None and o.kind == "gradient")
+
     def _with_postponed(self, found: dict[str, torch.Tensor], postponed: Postponed) -> dict[str, torch.Tensor]:
-        """Gradients with those added whose reduction was postponed."""
-        with torch.no_grad():
-            for step, partial in postponed.take():
-                earlier = step._named(step._reductions[1](list(partial)))
-                for name, gradient in earlier.items():
-                    found[name] = found[name] + gradient if name in found else gradient
+        """Gradients with those added whose reduction was postponed; the parameters may be none of this step's."""
+        for name, gradient in reduce_postponed(postponed).items():
+            found[name] = found[name] + gradient if name in found else gradient
         return found
 
     def _named(self, values: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
@@ -156,6 +161,34 @@ class Step:
         )  # fmt: skip
         value = node.meta["val"]
         return torch.zeros(value.shape, dtype=value.dtype, device=self.place.device)
+
+
+def reduce_postponed(postponed: Postponed) -> dict[str, torch.Tensor]:
+    """Local gradients whose reduction was postponed, by parameter name; a collective call if there are any."""
+    found: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for waiting in postponed.take():
+            earlier = waiting.step._named(waiting.step._reductions[1](waiting.values))
+            for name, gradient in earlier.items():
+                if name not in waiting.dropped:
+                    found[name] = found[name] + gradient if name in found else gradient
+    return found
+
+
+def deliver(found: dict[str, torch.Tensor], postponed: Postponed, place: Place) -> None:
+    """Put local gradients into ``.grad`` of their parameters, which no backward pass at hand returns any more."""
+    named = dict(postponed.parameters()) if found else {}
+    postponed.deliver({n: as_gradient(local, named[n], postponed.types[n], place) for n, local in found.items()})
+
+
+def as_gradient(
+    local: torch.Tensor, like: torch.Tensor, known: tuple[TensorType, Layout], place: Place
+) -> torch.Tensor:
+    """A local gradient as autograd gets it: of the shape and in the placements of its parameter."""
+    type_, layout = known
+    placements = tuple(like.placements) if isinstance(like, DTensor) else ()
+    gradient = from_local(stored(local, type_, layout, place.coordinates), place, like.shape, placements)
+    return staged(gradient, home_of(layout)) if isinstance(gradient, DTensor) else gradient
 
 
 @dataclass
@@ -200,7 +233,7 @@ class _StepFunction(torch.autograd.Function):
         tensors = [isinstance(v, torch.Tensor) for v in saved]
         ctx.is_tensor, ctx.others = tensors, [v for v in saved if not isinstance(v, torch.Tensor)]
         ctx.save_for_backward(*(v for v in saved if isinstance(v, torch.Tensor)))
-        ctx.parameters = [(p.shape, tuple(p.placements) if isinstance(p, DTensor) else ()) for p in parameters]
+        ctx.parameters = parameters
         call.results = [step.wrap(i, r) for i, r in enumerate(locals_)]
         if step.program.loss is not None:
             return call.results[step.program.loss]
@@ -221,17 +254,13 @@ class _StepFunction(torch.autograd.Function):
         tangents = [step.tangent(name, incoming[name]) for name in step.cut.tangents]
         with step_seed(ctx.seed):  # what is computed again draws the same numbers
             found = step.backward(saved, tangents, ctx.call.postponed)
-        wrapped: list[torch.Tensor | None] = [None]
-        for name, (shape, placements) in zip(step.parameters, ctx.parameters, strict=True):
-            local = found.get(name)
-            if local is None:
-                wrapped.append(None)
-                continue
-            type_, layout = step.types.parameters[name]
-            local = stored(local, type_, layout, step.place.coordinates)
-            gradient = from_local(local, step.place, shape, placements)
-            wrapped.append(staged(gradient, home_of(layout)) if isinstance(gradient, DTensor) else gradient)
-        return tuple(wrapped)
+        asked = ctx.needs_input_grad[1:]
+        wrapped = [
+            as_gradient(found.pop(name), p, step.types.parameters[name], step.place) if needed and name in found else None
+            for name, p, needed in zip(step.parameters, ctx.parameters, asked, strict=True)
+        ]
+        deliver(found, ctx.call.postponed, step.place)
+        return None, *wrapped
 
 
 class _Refusal(torch.autograd.Function):
