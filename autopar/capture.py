@@ -241,6 +241,7 @@ def _merge_outputs(joint: fx.GraphModule, aliases: dict[str, str]) -> tuple[Outp
             total = joint.graph.call_function(aten.add.Tensor, (known, value))
         total.meta = {"val": known.meta["val"], "partitioner_tag": "is_backward"}
         merged[spec] = total
+    merged = dict(sorted(merged.items(), key=lambda item: item[0].kind == "gradient"))  # those of batch tensors first
     node.args = (list(merged.values()),)
     return tuple(merged)
 

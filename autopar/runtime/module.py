@@ -21,6 +21,7 @@ from autopar.layout import Layout, Replicate, Split, replicated
 from autopar.pipeline.asked import along_with, without_pipeline
 from autopar.plan import Plan
 from autopar.runtime.boundary import Placements, from_local, part_of, plain_type, to_local, to_placements
+from autopar.runtime.input_gradients import origins, requiring_gradients
 from autopar.runtime.load import load_full, prepare_load, savable
 from autopar.runtime.materialise import Init, materialise, uninitialised
 from autopar.runtime.microbatches import MicrobatchStep
@@ -92,9 +93,6 @@ class ParallelModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original returns: scalars plain, other tensors as DTensors."""
         tensors, skeleton = tree.flatten(self._batch(args, kwargs), "batch")
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            i = next(i for i, t in enumerate(tensors) if t.requires_grad)
-            raise ValueError(f"batch tensor {i} requires a gradient, which is not computed: detach it")
         request = self._request(tensors, skeleton)
         found = self._specialised(request)
         self._compare_contents(request, tensors)
@@ -105,16 +103,17 @@ class ParallelModule(nn.Module):
         buffers = dict(self.named_buffers(remove_duplicate=False))
         if isinstance(step, MicrobatchStep):
             batch += step.before([self._gatherable(t, request, i) for i, t in enumerate(tensors)], buffers)
-        call = Call(step, buffers, [t.to(self._place.device) for t in batch], self._postponed)
+        given = origins(tensors, request.differentiable, self._settings.inputs)
+        call = Call(step, buffers, [t.to(self._place.device) for t in batch], self._postponed, given)
         with self._random_numbers(found):
-            results = run(call, [named[n] for n in step.parameters])
+            results = run(call, [named[n] for n in step.parameters], [tensors[int(o.name)] for o in given])
         return tree.unflatten(found.program.skeleton, results)
 
     def specialise(self, batch: Any) -> None:
         """Decide layouts and build the graphs for a global batch (real, fake or meta tensors) before the first call."""
         tensors, skeleton = tree.flatten(batch, "batch")
         shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
-        self._specialised(Request(skeleton, shapes, {}))
+        self._specialised(Request(skeleton, shapes, {}, differentiable=requiring_gradients(tensors)))
 
     @property
     def plan(self) -> Plan:
@@ -232,7 +231,7 @@ class ParallelModule(nn.Module):
                 rows[i] = self._rows() if split else replicated(len(self._place.axes))
             shapes.append((shape, t.dtype))
         layouts = {i: tuple(t.placements) for i, t in enumerate(tensors) if isinstance(t, DTensor)}
-        return Request(skeleton, tuple(shapes), layouts, rows)
+        return Request(skeleton, tuple(shapes), layouts, rows, requiring_gradients(tensors))
 
     def _splits(self, index: int, count: int) -> bool:
         """Whether ranks pass different rows of this batch tensor; position ids of one row, for example, are alike."""
@@ -282,7 +281,7 @@ class ParallelModule(nn.Module):
         modes = tuple(m.training for m in self.modules())
         parameters = tuple((p.requires_grad, p.dtype) for p in self.parameters())
         autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        layouts = tuple(sorted((i, str(p)) for i, p in request.layouts.items()))
+        layouts = tuple(sorted((i, str(p)) for i, p in request.layouts.items())), request.differentiable
         return request.shapes, repr(request.skeleton), layouts, modes, parameters, torch.is_grad_enabled(), autocast
 
     def _placements(self) -> dict[str, Placements]:

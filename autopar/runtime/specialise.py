@@ -90,12 +90,14 @@ class Request:
         shapes: global shape and dtype of each batch tensor.
         layouts: of batch tensors that lie on the mesh already, as torch's placements.
         rows: layouts of batch tensors of which each rank passes its part, by index.
+        differentiable: batch tensors that require a gradient.
     """
 
     skeleton: Any
     shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     layouts: Mapping[int, Placements]
     rows: Mapping[int, Layout] = field(default_factory=dict)
+    differentiable: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,10 @@ def collective_order(program: Program) -> str:
 
 def _capture(model: nn.Module, request: Request, settings: Settings, place: Place) -> Program:
     with FakeTensorMode(allow_non_fake_inputs=True):
-        fakes = [torch.empty(shape, dtype=dtype, device=place.device) for shape, dtype in request.shapes]
+        fakes = [
+            torch.empty(shape, dtype=dtype, device=place.device, requires_grad=i in request.differentiable)
+            for i, (shape, dtype) in enumerate(request.shapes)
+        ]
     batch = tree.unflatten(request.skeleton, fakes)
     with plain_parameters(model, place.device):
         return settings.toolchain.program_of(model, batch, loss_fn=settings.loss_fn)
