@@ -1,6 +1,8 @@
 """`capture`: a model and a batch become one `Program`, the joint forward and backward graph of ATen operators.
 
-Everything runs on fake tensors: no memory is taken for parameters or activations, whatever device they are on.
+The model is traced as it is, by calling it: what it does to gradients (autograd functions, hooks) and to its own
+attributes happens as in eager PyTorch. Everything runs on fake tensors: no memory is taken for parameters or
+activations, whatever device they are on.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ import torch
 from torch import fx, nn
 
 from autopar import tree
-from autopar._torch_compat import FakeTensorMode, aot_export_joint_with_descriptors
-from autopar.attention import simplify_attention
+from autopar._torch_compat import FakeTensorMode, aot_export_joint_with_descriptors, compiling
+from autopar.capture.attention import Attention
+from autopar.capture.origins import Origins, record_origins
 from autopar.decompose import decompositions
 from autopar.errors import CaptureError
 from autopar.handed import mark_handed
@@ -90,7 +93,8 @@ class Harness(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Tensors of the batch to tensors of the output."""
         batch = tree.unflatten(self.batch_skeleton, tensors)
-        output = self.model(**batch) if isinstance(batch, dict) else self.model(*batch)
+        with Regions().recorded(), Origins(self).recorded(), Attention():
+            output = self.model(**batch) if isinstance(batch, dict) else self.model(*batch)
         if self.loss_fn is not None:
             output = self.loss_fn(output, batch)
             if not isinstance(output, torch.Tensor) or output.numel() != 1:
@@ -142,17 +146,13 @@ def _fake_module(model: nn.Module, mode: FakeTensorMode, training: bool, compute
 def _trace(harness: Harness, fakes: tuple[torch.Tensor, ...]) -> fx.GraphModule:
     try:
         # With oneDNN an LSTM on a CPU is one opaque operator; without, it is matrix products, as on every other device.
-        regions = Regions()
-        with torch.backends.mkldnn.flags(enabled=False), regions.recorded():
-            exported = torch.export.export(harness, fakes, strict=False).module(check_guards=False)
-        simplify_attention(exported)
-        exported = regions.watched(exported)
-        with contextlib.ExitStack() as stack, torch.backends.mkldnn.flags(enabled=False):
+        with contextlib.ExitStack() as stack, torch.backends.mkldnn.flags(enabled=False), compiling():
             joint: fx.GraphModule = aot_export_joint_with_descriptors(
-                stack, exported, fakes, decompositions=decompositions(), _record_nn_module_stack=True
+                stack, harness, fakes, decompositions=decompositions()
             ).graph_module
-            mark(joint.graph)
-            return joint
+        mark(joint.graph)
+        record_origins(joint.graph)
+        return joint
     except CaptureError:
         raise
     except Exception as e:
@@ -285,6 +285,8 @@ def _check_gradients(
     missing = sorted(trainable - have)
     if not missing:
         return program
+    for parameter in harness.parameters():  # a backward pass inside the traced one left its gradients here
+        parameter.grad = None
     with mode, _quiet():
         results = harness(*fakes)
         live = [r for r in results if r.requires_grad]
