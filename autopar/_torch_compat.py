@@ -37,6 +37,7 @@ __all__ = [
     "default_partition",
     "dtensor_overloads",
     "get_decompositions",
+    "is_traced",
     "local_shape_of",
     "operator_database",
     "pipeline_runtime",
@@ -126,8 +127,15 @@ def traced_graph() -> Any:
     return None if mode is None else mode.tracer.graph
 
 
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of the user's code is one that is being traced, and not one with values."""
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return isinstance(tensor, FunctionalTensor | FakeTensor)
+
+
 def traced_node(tensor: torch.Tensor) -> Any:
-    """The `fx.Node` that computes a tensor of the user's code in the graph that is being traced; None: there is none."""
+    """The `fx.Node` that computes a tensor of the user's code in the graph that is being traced; None: none does."""
     from torch._subclasses.functional_tensor import FunctionalTensor
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
@@ -143,7 +151,7 @@ def traced_root() -> Any:
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     mode = get_proxy_mode()
-    return None if mode is None else mode.tracer.root
+    return None if mode is None else getattr(mode.tracer, "root")  # noqa: B009  not every tracer's type has it
 
 
 @contextmanager

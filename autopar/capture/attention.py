@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import fx
-
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
@@ -44,8 +43,8 @@ _ELEMENTWISE = (
 )  # fmt: skip
 """Elementwise operators that torch does not mark as such."""
 
-_REPEATING = (torch.Tensor.__getitem__, torch.Tensor.unsqueeze, torch.unsqueeze, torch.Tensor.repeat_interleave)
-_REPEATING += (torch.repeat_interleave,)
+_REPEATING: tuple[Any, ...] = (torch.Tensor.__getitem__, torch.Tensor.unsqueeze, torch.unsqueeze)
+_REPEATING += (torch.Tensor.repeat_interleave, torch.repeat_interleave)
 """Functions that repeating heads by hand begins with; their argument is what is repeated."""
 
 _COPIES = (aten.clone.default, aten.contiguous.default, aten.alias.default)
@@ -60,7 +59,7 @@ class Attention(TorchFunctionMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._known = _Known()
         self._tensors: dict[fx.Node, torch.Tensor] = {}
 

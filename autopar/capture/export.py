@@ -8,12 +8,11 @@ activations, whatever device they are on.
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,11 +22,15 @@ from torch import fx, nn
 from autopar import tree
 from autopar._torch_compat import FakeTensorMode, aot_export_joint_with_descriptors, compiling
 from autopar.capture.attention import Attention
+from autopar.capture.hooks import Hooks, Observation, observations
 from autopar.capture.origins import Origins, record_origins
+from autopar.capture.slots import Path
+from autopar.capture.swap import swapped
+from autopar.capture.writes import Record, Replay, Write
 from autopar.decompose import decompositions
 from autopar.errors import CaptureError
 from autopar.handed import mark_handed
-from autopar.program import Input, Output, Program
+from autopar.program import Input, Output, Program, State
 from autopar.regions import Regions, mark
 
 aten = torch.ops.aten
@@ -61,40 +64,140 @@ def capture(
         raise CaptureError(f"{type(model).__name__} has no parameters: there is nothing to parallelize")
     wants_gradient = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
     training = wants_gradient if training is None else training
+    first: CaptureError | None = None
+    for promote, track in _ATTEMPTS:
+        try:
+            return _captured(model, batch, loss_fn, training, compute, promote, track)
+        except _AgainError as e:
+            first = first or e.error
+        except CaptureError as e:
+            raise first or e from None
+    raise AssertionError("the last attempt is final")
+
+
+_ATTEMPTS = ((True, True), (True, False), (False, False))
+"""Whether tensors among the attributes are inputs of the graph, and numbers that are counted are known not to matter.
+
+A model may look at the values of the one or the other, and then they are constants.
+"""
+
+
+class _AgainError(Exception):
+    """A capture failed that may succeed with more constants."""
+
+    def __init__(self, error: CaptureError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _captured(
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: LossFunction | None,
+    training: bool,
+    compute: torch.dtype | None,
+    promote: bool,
+    track: bool,
+) -> Program:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tensors, skeleton = tree.flatten(batch, "batch")
-    harness = Harness(_fake_module(model, mode, training, compute), skeleton, loss_fn, training)
     fakes = tuple(_fake_tensor(t, mode, compute) for t in tensors)
-    with torch.set_grad_enabled(training), _quiet():
-        joint = _trace(harness, fakes)
-    program = _describe(joint, harness, _aliases(model), training)
-    mark_handed(program)
-    return _check_gradients(program, harness, fakes, mode)
+    with swapped(model, lambda t, c: _fake_tensor(t, mode, c), training, compute, promote) as inputs:
+        record = Record(model)
+        harness = Harness(model, skeleton, loss_fn, training, record, track, inputs)
+        try:
+            with torch.set_grad_enabled(training), _quiet():
+                joint = _trace(harness, fakes)
+            program = _describe(joint, harness, training)
+            mark_handed(program)
+            program = _check_gradients(program, harness, fakes, mode)
+        except CaptureError as e:
+            if (promote and inputs) or (track and harness.seen.numbers):
+                raise _AgainError(e) from e
+            raise
+        finally:
+            record.put_back()
+    counted = frozenset((w.module, w.path) for w in program.state.writes if isinstance(w.value, Replay))
+    return replace(program, state=replace(program.state, counted=counted, constants=not promote))
 
 
-class _Seen:
-    """What the harness learns while it is traced; the tracer would restore plain attributes of a module."""
+class Seen:
+    """What the harness learns while it is traced; the tracer would restore plain attributes of a module.
 
-    skeleton: Any = None
-    loss: int | None = None
+    Attributes:
+        skeleton: of the output.
+        loss: index of the result that is the loss.
+        assigned: buffers that get a new tensor, by the index of the result.
+        writes: to the model's Python state.
+        observed: calls of hooks that record.
+        numbers: places of numbers that change.
+    """
+
+    def __init__(self) -> None:
+        self.skeleton: Any = None
+        self.loss: int | None = None
+        self.assigned: dict[int, str] = {}
+        self.writes: list[Write] = []
+        self.observed: list[Observation] = []
+        self.numbers: list[tuple[str, Path]] | None = None
 
 
 class Harness(nn.Module):
     """Calls the model on flat tensors and returns flat tensors, the loss made the only differentiable one."""
 
-    def __init__(self, model: nn.Module, skeleton: Any, loss_fn: LossFunction | None, training: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        skeleton: Any,
+        loss_fn: LossFunction | None,
+        training: bool,
+        record: Record | None = None,
+        tracked: bool = False,
+        promoted: Collection[str] = (),
+    ) -> None:
+        """With a ``record`` of the model's state, each call begins with that, and what it changes is returned, too."""
         super().__init__()
         self.model = model
         self.batch_skeleton = skeleton
         self.loss_fn = loss_fn
         self.differentiable = training
-        self.seen = _Seen()
+        self.seen = Seen()
+        self.record, self.tracked, self.promoted = record, tracked, promoted
+        self.aliases = _aliases(model)
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
+        """Shared ones under one name always: the tracer would take them for several tensors."""
+        return super().named_parameters(prefix, recurse, True)
+
+    def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
+        """Shared ones under one name."""
+        return super().named_buffers(prefix, recurse, True)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Tensors of the batch to tensors of the output."""
+        """Tensors of the batch to tensors of the output, of buffers that are assigned, and of the state written."""
         batch = tree.unflatten(self.batch_skeleton, tensors)
-        with Regions().recorded(), Origins(self).recorded(), Attention():
-            output = self.model(**batch) if isinstance(batch, dict) else self.model(*batch)
+        if self.record is None:
+            return self._selected(self._results(self._call(batch), batch))
+        self.record.put_back()
+        for name, first in self.aliases.items():
+            _put_tensor(self.model, name, _get_tensor(self.model, first))
+        if self.tracked and self.seen.numbers is not None:
+            self.record.track(self.seen.numbers)
+        before = dict(self.model.named_buffers(remove_duplicate=False))
+        origins = Origins(self)
+        hooks = Hooks(self.model)
+        with Regions().recorded(), origins.recorded(), Attention(), hooks.watched():
+            results = self._results(self._call(batch), batch)
+        if self.seen.numbers is None:
+            self.seen.numbers = self.record.numbers()
+        self._add_state(results, before, origins.lines, hooks)
+        return self._selected(results)
+
+    def _call(self, batch: Any) -> Any:
+        return self.model(**batch) if isinstance(batch, dict) else self.model(*batch)
+
+    def _results(self, output: Any, batch: Any) -> list[torch.Tensor]:
+        """Tensors of the output, or the loss that the function makes of it."""
         if self.loss_fn is not None:
             output = self.loss_fn(output, batch)
             if not isinstance(output, torch.Tensor) or output.numel() != 1:
@@ -102,11 +205,55 @@ class Harness(nn.Module):
         results, self.seen.skeleton = tree.flatten(_without_cache(output), "the model's output")
         if not results:
             raise CaptureError("the model returns no tensor")
+        return results
+
+    def _selected(self, results: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The results, of which scalars alone carry gradients if there are any; the only one is the loss."""
         scalars = [i for i, r in enumerate(results) if r.ndim == 0 and r.is_floating_point() and r.requires_grad]
-        self.seen.loss = loss = scalars[0] if scalars else None
-        if self.differentiable and loss is not None:
-            results = [r if i == loss else r.detach() for i, r in enumerate(results)]
+        self.seen.loss = scalars[0] if len(scalars) == 1 else None
+        if self.differentiable and scalars:
+            results = [r if i in scalars else r.detach() for i, r in enumerate(results)]
         return tuple(results)
+
+    def _add_state(
+        self,
+        results: list[torch.Tensor],
+        before: Mapping[str, torch.Tensor],
+        lines: Mapping[tuple[str, str], str],
+        hooks: Hooks,
+    ) -> None:
+        """Append what the call leaves in the model: new tensors of buffers, and those in other attributes."""
+        assert self.record is not None
+
+        known = {id(r): (i, r) for i, r in enumerate(results)}
+
+        def leaf(tensor: torch.Tensor) -> tree.Leaf:
+            if id(tensor) not in known:
+                known[id(tensor)] = len(results), tensor
+                results.append(tensor.clone())  # it may be one of the inputs
+            return tree.Leaf(known[id(tensor)][0])
+
+        self.seen.assigned = {}
+        self.seen.writes = self.record.writes(leaf, lines)
+        self.seen.observed = observations(hooks, self.record, leaf)
+        assigned = {}
+        for name, old in before.items():
+            path, _, attribute = name.rpartition(".")
+            new = self.model.get_submodule(path)._buffers.get(attribute)
+            if new is old:
+                continue
+            if new is None or not _alike(new, old) or name in self.promoted:
+                value = None if new is None else leaf(new)
+                self.seen.writes.append(Write(path, (("attr", attribute),), value))
+            else:
+                assigned[name] = new.clone()
+        self.seen.assigned = dict(enumerate(assigned, len(results)))
+        results += assigned.values()
+
+
+def _alike(new: torch.Tensor, old: torch.Tensor) -> bool:
+    """Whether a tensor can take a buffer's place in every call to come."""
+    return new.shape == old.shape and new.dtype == old.dtype and not new.requires_grad
 
 
 def _without_cache(output: Any) -> Any:
@@ -124,23 +271,6 @@ def _fake_tensor(tensor: torch.Tensor, mode: FakeTensorMode, floating: torch.dty
     with mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
     return fake.requires_grad_(tensor.requires_grad and tensor.is_leaf)
-
-
-def _fake_module(model: nn.Module, mode: FakeTensorMode, training: bool, compute: torch.dtype | None) -> nn.Module:
-    """A copy of the model on fake tensors; tied parameters stay tied."""
-    memo: dict[int, Any] = {}
-    for p in model.parameters():
-        memo[id(p)] = nn.Parameter(_fake_tensor(p.detach(), mode, compute), requires_grad=p.requires_grad and training)
-    for t in model.buffers():
-        memo.setdefault(id(t), _fake_tensor(t.detach(), mode))
-    for t in (v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Tensor)):
-        memo.setdefault(id(t), t.detach().clone())  # becomes a constant of the graph, which needs its values
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception as e:
-        raise CaptureError(
-            f"cannot copy {type(model).__name__} for tracing: {e}; make copy.deepcopy(model) work"
-        ) from e
 
 
 def _trace(harness: Harness, fakes: tuple[torch.Tensor, ...]) -> fx.GraphModule:
@@ -200,57 +330,56 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     return aliases
 
 
-def _own_name(target: str, aliases: dict[str, str]) -> str:
-    name = target.removeprefix("model.")
-    return aliases.get(name, name)
+def _table(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    path, _, attribute = name.rpartition(".")
+    module = model.get_submodule(path)
+    return (module._parameters if attribute in module._parameters else module._buffers), attribute
 
 
-def _describe(joint: fx.GraphModule, harness: Harness, aliases: dict[str, str], training: bool) -> Program:
-    """Read inputs and outputs off the descriptors that the tracer left."""
-    inputs = _merge_inputs(joint, aliases)
-    outputs = _merge_outputs(joint, aliases)
-    forward = sum(o.kind != "gradient" for o in outputs)
-    loss = harness.seen.loss if training else None
-    return Program(joint, inputs, outputs, forward, harness.seen.skeleton, loss, training, (), aliases)
+def _get_tensor(model: nn.Module, name: str) -> Any:
+    table, attribute = _table(model, name)
+    return table[attribute]
 
 
-def _merge_inputs(joint: fx.GraphModule, aliases: dict[str, str]) -> tuple[Input, ...]:
-    """One placeholder for each parameter or buffer: the tracer gives a tied one a placeholder for each name."""
-    first: dict[Input, fx.Node] = {}
-    for node in [n for n in joint.graph.nodes if n.op == "placeholder"]:
-        spec = _input(node.meta["desc"], aliases)
-        if first.setdefault(spec, node) is not node:
-            node.replace_all_uses_with(first[spec])
-            joint.graph.erase_node(node)
-    return tuple(first)
+def _put_tensor(model: nn.Module, name: str, tensor: Any) -> None:
+    table, attribute = _table(model, name)
+    table[attribute] = tensor
 
 
-def _merge_outputs(joint: fx.GraphModule, aliases: dict[str, str]) -> tuple[Output, ...]:
-    """One gradient for each parameter: those of its further names are added."""
-    node = next(iter(reversed(joint.graph.nodes)))
-    merged: dict[Output, fx.Node | None] = {}
-    for desc, value in zip(node.meta["desc"], node.args[0], strict=True):
+def _describe(joint: fx.GraphModule, harness: Harness, training: bool) -> Program:
+    """Read inputs and outputs off the descriptors that the tracer left; what the model keeps comes first."""
+    seen = harness.seen
+    described = {n: _input(n.meta["desc"]) for n in joint.graph.nodes if n.op == "placeholder"}
+    for placeholder in [n for n, i in described.items() if i.name in harness.promoted and not n.users]:
+        del described[placeholder]
+        joint.graph.erase_node(placeholder)
+    inputs = tuple(described.values())
+    node = joint.graph.output_node()
+    values: Any = node.args[0]
+    kept: dict[Output, fx.Node | None] = {}
+    rest: dict[Output, fx.Node | None] = {}
+    for desc, value in zip(node.meta["desc"], values, strict=True):
         if desc is None:  # an input that needs no gradient
             continue
-        spec = _output(desc, aliases)
-        known = merged.get(spec)
-        if known is None or value is None:
-            merged[spec] = known if value is None else value
-            continue
-        with joint.graph.inserting_before(node):
-            total = joint.graph.call_function(aten.add.Tensor, (known, value))
-        total.meta = {"val": known.meta["val"], "partitioner_tag": "is_backward"}
-        merged[spec] = total
-    node.args = (list(merged.values()),)
-    return tuple(merged)
+        output = _output(desc)
+        if output.kind == "result" and int(output.name) in seen.assigned:
+            output = Output("buffer", seen.assigned[int(output.name)])
+            kept.pop(output, None)  # what was written in place before is gone
+        (kept if output.kind in ("buffer", "parameter") else rest)[output] = value
+    node.args = ([*kept.values(), *rest.values()],)
+    outputs = (*kept, *rest)
+    forward = sum(o.kind != "gradient" for o in outputs)
+    loss = seen.loss if training else None
+    state = State(tuple(seen.writes), frozenset(seen.assigned.values()), observed=tuple(seen.observed))
+    return Program(joint, inputs, outputs, forward, seen.skeleton, loss, training, (), harness.aliases, state=state)
 
 
-def _input(desc: Any, aliases: dict[str, str]) -> Input:
+def _input(desc: Any) -> Input:
     kind = type(desc).__name__
     if kind == "ParamAOTInput":
-        return Input("parameter", _own_name(desc.target, aliases))
+        return Input("parameter", desc.target.removeprefix("model."))
     if kind == "BufferAOTInput":
-        return Input("buffer", _own_name(desc.target, aliases))
+        return Input("buffer", desc.target.removeprefix("model."))
     if kind == "PlainAOTInput":
         return Input("batch", str(desc.idx))
     if kind == "TangentAOTInput":
@@ -258,17 +387,17 @@ def _input(desc: Any, aliases: dict[str, str]) -> Input:
     raise CaptureError(f"the graph has an input of an unknown kind: {desc}")
 
 
-def _output(desc: Any, aliases: dict[str, str]) -> Output:
+def _output(desc: Any) -> Output:
     kind = type(desc).__name__
     if kind == "PlainAOTOutput":
         return Output("result", str(desc.idx))
     if kind == "GradAOTOutput":
-        source = _input(desc.grad_of, aliases)
+        source = _input(desc.grad_of)
         return Output("gradient", source.name if source.kind == "parameter" else f"batch {source.name}")
     if kind == "InputMutationAOTOutput":
-        source = _input(desc.mutated_input, aliases)
-        if source.kind == "buffer":
-            return Output("buffer", source.name)
+        source = _input(desc.mutated_input)
+        if source.kind in ("buffer", "parameter"):
+            return Output(source.kind, source.name)
         raise CaptureError(f"the model writes to its {source.kind} {source.name!r} in place; write to a copy instead")
     raise CaptureError(f"the graph has an output of an unknown kind: {desc}")
 

@@ -12,12 +12,15 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.fx.traceback import annotate
 from torch.overrides import TorchFunctionMode
+
+from autopar.capture.tracked import is_tracked, plain
 
 STACK, LINE = "autopar_stack", "autopar_line"
 """Annotations of a traced node: (path, call) of each module that it runs in, outermost first; (file, line)."""
@@ -29,12 +32,17 @@ class Origins(TorchFunctionMode):
     """Annotates what is traced while it is entered."""
 
     def __init__(self, root: nn.Module) -> None:
-        """``root``: the module whose submodules' names are recorded."""
-        super().__init__()  # type: ignore[no-untyped-call]
+        """``root`` has the model whose modules are recorded as ``model``.
+
+        Attributes:
+            lines: where an attribute of a module was assigned last, by the module's path in the model and its name.
+        """
+        super().__init__()
         self._paths: dict[int, str] = {}
         for path, module in root.named_modules():
             self._paths.setdefault(id(module), path)
         self._open: tuple[tuple[str, str], ...] = ()
+        self.lines: dict[tuple[str, str], str] = {}
         self._calls: dict[str, int] = defaultdict(int)
 
     @contextlib.contextmanager
@@ -55,27 +63,40 @@ class Origins(TorchFunctionMode):
             finally:
                 self._open = outer
 
-        nn.Module.__call__ = called  # type: ignore[method-assign,assignment]
+        assign = nn.Module.__setattr__
+
+        def assigned(module: nn.Module, name: str, value: Any) -> None:
+            if (path := self._paths.get(id(module))) is not None:
+                file, line = user_frame()
+                self.lines[path.removeprefix("model").removeprefix("."), name] = f"{file}:{line}"
+            assign(module, name, value)
+
+        nn.Module.__call__ = called  # type: ignore[method-assign]
+        nn.Module.__setattr__ = assigned  # type: ignore[method-assign,assignment]
         try:
             with self:
                 yield
         finally:
             nn.Module.__call__ = before  # type: ignore[method-assign]
+            nn.Module.__setattr__ = assign  # type: ignore[method-assign]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the function with the user's line noted."""
+        kwargs = kwargs or {}
+        if any(is_tracked(a) for a in (*args, *kwargs.values())):
+            args, kwargs = tuple(map(plain, args)), {k: plain(v) for k, v in kwargs.items()}
         with annotate({LINE: user_frame()}):
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
 
 def user_frame() -> tuple[str, int]:
     """File and line of the innermost frame that is neither torch's nor autopar's."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith(_NOT_THE_USERS) and not name.startswith("<"):
             return name, frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return "", 0
 
 
