@@ -48,7 +48,7 @@ def loss_of(model: nn.Module, example: Example, step: int) -> torch.Tensor:
     batch = example.batch(step)
     output = model(**batch)
     if example.loss_fn is None:
-        return output.loss
+        return output
     return example.loss_fn(output, batch) if model is example.model else output
 
 

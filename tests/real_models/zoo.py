@@ -204,31 +204,111 @@ def _autoencoder() -> Example:
     )  # fmt: skip
 
 
+def _to_next_token(output: Any, batch: Any) -> torch.Tensor:
+    """What transformers computes, but in float32."""
+    return F.cross_entropy(output.logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+
+
+def _vq() -> Example:
+    """Whose quantizer passes gradients straight through, and learns its code book beside."""
+    example = _diffusers(
+        "VQModel", _renamed(_noisy(16, 3), timestep=""), block_out_channels=(16, 32), layers_per_block=1,
+        latent_channels=4, num_vq_embeddings=16, norm_num_groups=4,
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+    )  # fmt: skip
+    return example._replace(loss_fn=lambda output, batch: _to_noise(output, batch) + output.commit_loss.mean())
+
+
+class _Round(torch.autograd.Function):
+    """To a grid in the forward pass, the identity within its range in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, step: torch.Tensor, levels: int) -> torch.Tensor:
+        ctx.save_for_backward(x.abs() < step * levels)
+        return (x / step).round().clamp(-levels, levels) * step
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (inside,) = ctx.saved_tensors
+        return gradient * inside, None, None
+
+
+class Quantized(nn.Module):
+    """A parametrization of a weight: a few bits of it, row by row."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        step = weight.detach().abs().mean(1, keepdim=True)
+        return _Round.apply(weight, step, 3)  # type: ignore[no-any-return]
+
+
+def _quantized() -> Example:
+    """A network whose linear layers compute with rounded weights."""
+    example = _timm(_mixer)
+    for module in [m for m in example.model.modules() if isinstance(m, nn.Linear)]:
+        nn.utils.parametrize.register_parametrization(module, "weight", Quantized())
+    return example
+
+
+class Distilled(nn.Module):
+    """A student that learns from labels and from a frozen teacher inside."""
+
+    def __init__(self, teacher: nn.Module, student: nn.Module) -> None:
+        super().__init__()
+        self.teacher = teacher.requires_grad_(False)
+        self.student = student
+        self.train()
+
+    def train(self, mode: bool = True) -> Distilled:
+        super().train(mode)
+        self.teacher.eval()
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            wanted = self.teacher(x)
+        scores = self.student(x)
+        return _to_classes(scores, None) + towards(scores, wanted)
+
+
+def towards(scores: torch.Tensor, wanted: torch.Tensor, temperature: float = 2.0) -> torch.Tensor:
+    """Distance of a student's distribution from its teacher's."""
+    student, teacher = F.log_softmax(scores / temperature, -1), F.log_softmax(wanted / temperature, -1)
+    return F.kl_div(student, teacher, reduction="batchmean", log_target=True) * temperature**2
+
+
+def _distilled() -> Example:
+    teacher, student = _timm(_resnet), _timm(_vit)
+    return Example(Distilled(teacher.model, student.model).double(), student.batch, None)
+
+
 def _adapted(**config: Any) -> Example:
     """A language model of transformers whose projections are adapted and the rest of it frozen."""
     import peft
     import transformers
 
     torch.manual_seed(0)
-    base = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=32, use_cache=False,
+    base = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=32, n_embd=32, n_layer=2, n_head=4, n_positions=32, use_cache=False, attn_pdrop=0.0,
+            resid_pdrop=0.0, embd_pdrop=0.0, bos_token_id=0, eos_token_id=0,
         )
     )  # fmt: skip
     adapter = peft.LoraConfig(
-        r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM",
-        **config,
+        r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True,
+        task_type="CAUSAL_LM", **config,
     )  # fmt: skip
     model = peft.get_peft_model(base, adapter)
     _disturb(model)
 
     def batch(step: int) -> Tensors:
         tokens = torch.randint(32, (ROWS, 8), generator=torch.Generator().manual_seed(100 + step))
-        return {"input_ids": tokens, "labels": tokens}
+        return {"input_ids": tokens}
 
-    return Example(model.double().train(), batch, None)
+    return Example(model.double().train(), batch, _to_next_token)
 
+
+SPREAD: Mapping[str, float] = {}
+"""How far apart three steps on ranks may be, where that is more than elsewhere."""
 
 EXAMPLES: Mapping[str, Callable[[], Example]] = {
     "timm vit": lambda: _timm(_vit),
@@ -247,6 +327,9 @@ EXAMPLES: Mapping[str, Callable[[], Example]] = {
     "diffusers DiT": _dit,
     "diffusers SD3": _sd3,
     "diffusers AutoencoderKL": _autoencoder,
+    "diffusers VQModel": _vq,
+    "quantized weights": _quantized,
+    "teacher inside": _distilled,
     "PEFT LoRA": _adapted,
     "PEFT DoRA": lambda: _adapted(use_dora=True),
 }  # fmt: skip
