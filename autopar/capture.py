@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import re
 import traceback
 import warnings
@@ -18,17 +17,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar import tree
+from autopar import binding, floats
 from autopar._torch_compat import FakeTensorMode, aot_export_joint_with_descriptors
 from autopar.attention import simplify_attention
 from autopar.decompose import decompositions
 from autopar.errors import CaptureError
 from autopar.handed import mark_handed
+from autopar.outputs import Loss, Results, results_of
 from autopar.program import Input, Output, Program
 from autopar.regions import Regions, mark
 
 aten = torch.ops.aten
-logger = logging.getLogger("autopar")
 
 Batch = tuple[Any, ...] | list[Any] | dict[str, Any]
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -39,6 +38,7 @@ def capture(
     batch: Batch,
     *,
     loss_fn: LossFunction | None = None,
+    loss: Loss = None,
     training: bool | None = None,
     compute: torch.dtype | None = None,
 ) -> Program:
@@ -48,70 +48,77 @@ def capture(
         model: real, fake or on the meta device; it is not changed.
         batch: positional (tuple or list) or keyword (dict) arguments; real, fake or meta tensors.
         loss_fn: ``loss_fn(output, batch)`` for a model that does not return its loss.
+        loss: which scalar of the output is the loss, see `autopar.outputs`.
         training: with a backward pass; default: gradients are enabled and some parameter requires one.
         compute: dtype of floating parameters and batch tensors in the graph; default: their own.
 
     Raises:
         CaptureError: the model cannot be traced, with the user's line and the remedy.
+        TypeError: the batch does not hold the model's arguments.
+        ValueError: ``loss`` and ``loss_fn`` both say what the loss is.
     """
+    if loss is not None and loss_fn is not None:
+        raise ValueError("loss= picks a scalar of the output and loss_fn= makes one: pass one of them")
     if not any(True for _ in model.parameters()):
         raise CaptureError(f"{type(model).__name__} has no parameters: there is nothing to parallelize")
     wants_gradient = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
     training = wants_gradient if training is None else training
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    tensors, skeleton = tree.flatten(batch, "batch")
-    harness = Harness(_fake_module(model, mode, training, compute), skeleton, loss_fn, training)
-    fakes = tuple(_fake_tensor(t, mode, compute) for t in tensors)
-    with torch.set_grad_enabled(training), _quiet():
-        joint = _trace(harness, fakes)
-    program = _describe(joint, harness, _aliases(model), training)
-    mark_handed(program)
-    return _check_gradients(program, harness, fakes, mode)
+    tensors, arguments = binding.flatten(model, batch)
+    dtypes = [compute] * arguments.tensors + [None] * len(arguments.numbers)
+    fakes = tuple(_fake_tensor(t, mode, dtype) for t, dtype in zip(tensors, dtypes, strict=True))
+
+    def make(watch: floats.Watch) -> Program:
+        harness = Harness(_fake_module(model, mode, training, compute), arguments, loss_fn, training, loss, watch)
+        with torch.set_grad_enabled(training), _quiet():
+            joint = _trace(harness, fakes)
+        program = _describe(joint, harness, _aliases(model), training)
+        mark_handed(program)
+        return replace(_check_gradients(program, harness, fakes, mode), guards=watch.guards)
+
+    return floats.watched(arguments.numbers, make)
 
 
 class _Seen:
     """What the harness learns while it is traced; the tracer would restore plain attributes of a module."""
 
-    skeleton: Any = None
-    loss: int | None = None
+    results: Results | None = None
 
 
 class Harness(nn.Module):
-    """Calls the model on flat tensors and returns flat tensors, the loss made the only differentiable one."""
+    """Calls the model on flat tensors and returns flat tensors, of which only the loss, or what stands for it, carries
+    gradients.
+    """
 
-    def __init__(self, model: nn.Module, skeleton: Any, loss_fn: LossFunction | None, training: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        arguments: binding.Arguments,
+        loss_fn: LossFunction | None,
+        training: bool,
+        loss: Loss = None,
+        watch: floats.Watch | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
-        self.batch_skeleton = skeleton
-        self.loss_fn = loss_fn
+        self.arguments = arguments
+        self.loss_fn, self.loss = loss_fn, loss
         self.differentiable = training
+        self.watch = watch
         self.seen = _Seen()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Tensors of the batch to tensors of the output."""
-        batch = tree.unflatten(self.batch_skeleton, tensors)
-        output = self.model(**batch) if isinstance(batch, dict) else self.model(*batch)
+        """Tensors of the batch, and behind them its floats, to tensors of the output."""
+        numbers = floats.values_or_stand_ins(self.watch, tensors[self.arguments.tensors :])
+        given = self.arguments.fill(tensors, numbers)
+        output = self.model(*given.args, **given.kwargs)
         if self.loss_fn is not None:
-            output = self.loss_fn(output, batch)
+            output = self.loss_fn(output, given.batch)
             if not isinstance(output, torch.Tensor) or output.numel() != 1:
                 raise CaptureError("loss_fn(output, batch) must return a scalar tensor")
-        results, self.seen.skeleton = tree.flatten(_without_cache(output), "the model's output")
-        if not results:
-            raise CaptureError("the model returns no tensor")
-        scalars = [i for i, r in enumerate(results) if r.ndim == 0 and r.is_floating_point() and r.requires_grad]
-        self.seen.loss = loss = scalars[0] if scalars else None
-        if self.differentiable and loss is not None:
-            results = [r if i == loss else r.detach() for i, r in enumerate(results)]
-        return tuple(results)
-
-
-def _without_cache(output: Any) -> Any:
-    """Drop key-value caches: they are for generation, and no gradient flows through them."""
-    cache = getattr(output, "past_key_values", None)
-    if cache is None or not isinstance(output, dict):
-        return output
-    logger.info("dropped past_key_values from the output of the parallelized model; set use_cache=False to be explicit")
-    return type(output)(**{k: v for k, v in output.items() if k != "past_key_values"})
+        required = self.model.training
+        self.seen.results = results_of(output, self.loss, training=self.differentiable, required=required)
+        return self.seen.results.tensors
 
 
 def _fake_tensor(tensor: torch.Tensor, mode: FakeTensorMode, floating: torch.dtype | None = None) -> torch.Tensor:
@@ -210,8 +217,10 @@ def _describe(joint: fx.GraphModule, harness: Harness, aliases: dict[str, str], 
     inputs = _merge_inputs(joint, aliases)
     outputs = _merge_outputs(joint, aliases)
     forward = sum(o.kind != "gradient" for o in outputs)
-    loss = harness.seen.loss if training else None
-    return Program(joint, inputs, outputs, forward, harness.seen.skeleton, loss, training, (), aliases)
+    seen = harness.seen.results
+    assert seen is not None
+    found = Program(joint, inputs, outputs, forward, seen.skeleton, seen.loss, training, (), aliases)
+    return replace(found, withheld=seen.withheld)
 
 
 def _merge_inputs(joint: fx.GraphModule, aliases: dict[str, str]) -> tuple[Input, ...]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import autopar.strategies  # noqa: F401  registers every rule
-from autopar import cache, tree
+from autopar import binding, cache
 from autopar.abridge import abridge
 from autopar.canonical import canonical
 from autopar.capture import Batch, LossFunction, capture
@@ -43,6 +43,7 @@ from autopar.passes.replicate_random import replicate_random
 from autopar.passes.scatter_sends import scatter_sends
 from autopar.pipeline.table import as_text
 from autopar.pipelines import Works, best_pipeline, least_seconds
+from autopar.outputs import Loss
 from autopar.plan import INTERRUPTED, TIME_LIMIT, Plan
 from autopar.precision import Precision
 from autopar.program import Program
@@ -96,14 +97,15 @@ def program_of(
     batch: Batch,
     *,
     loss_fn: LossFunction | None = None,
+    loss: Loss = None,
     training: bool | None = None,
     precision: Precision | None = None,
 ) -> Program:
     """Capture a model, under a precision policy, and bring its graph into canonical form."""
     compute = None if precision is None else precision.compute
-    program = capture(model, batch, loss_fn=loss_fn, training=training, compute=compute)
+    program = capture(model, batch, loss_fn=loss_fn, loss=loss, training=training, compute=compute)
     if precision is not None:
-        program = apply_precision(program, precision, [t.dtype for t in tree.flatten(batch, "batch")[0]])
+        program = apply_precision(program, precision, [t.dtype for t in binding.flatten(model, batch)[0]])
     program = canonical(program)
     logger.debug("captured %s operators, fingerprint %s", len(program.calls), program.fingerprint)
     return program
@@ -114,6 +116,7 @@ def program_to_plan(
     batch: Batch,
     *,
     loss_fn: LossFunction | None = None,
+    loss: Loss = None,
     precision: Precision | None = None,
     search: Search | None = None,
     progress: Progress | None = None,
@@ -122,7 +125,7 @@ def program_to_plan(
     search = search or Search()
 
     def make(model: nn.Module) -> Program:
-        return program_of(model, batch, loss_fn=loss_fn, precision=precision)
+        return program_of(model, batch, loss_fn=loss_fn, loss=loss, precision=precision)
 
     if search.recipe == "random" or not search.tie_layers or search.stage_modules:
         return make(model)
@@ -312,6 +315,7 @@ def plan(
     cluster: Cluster | str | Path,
     axes: Mapping[str, int] | None = None,
     loss_fn: LossFunction | None = None,
+    loss: Loss = None,
     memory: str | float | None = None,
     optimizer: str = "adamw",
     precision: Precision | str | torch.dtype | None = None,
@@ -326,6 +330,7 @@ def plan(
         cluster: a `Cluster`, a preset's name or a TOML file.
         axes: name and size of each mesh axis, outermost first; default: one axis over one innermost group.
         loss_fn: ``loss_fn(output, batch)`` for a model that does not return its loss.
+        loss: which scalar of the output is the loss, as for `autopar.parallelize`.
         memory: budget per device, such as ``"70GiB"``; default: the device's memory less a tenth.
         optimizer: whose state the budget counts: adamw, adam, sgd, sgd-momentum, adagrad.
         precision: a `Precision`, or the dtype to compute in, such as ``"bf16"``; default: the model's own.
@@ -338,7 +343,9 @@ def plan(
     policy = Precision.resolve(precision)
     machine = Cluster.resolve(cluster)
     axes = axes or {"device": machine.group_sizes[0] if machine.group_sizes else 1}
-    program = program_to_plan(model, batch, loss_fn=loss_fn, precision=policy, search=search, progress=progress)
+    program = program_to_plan(
+        model, batch, loss_fn=loss_fn, loss=loss, precision=policy, search=search, progress=progress
+    )
     budget = default_memory(machine) if memory is None else memory
     return solve(
         program, axes, machine, memory=budget, optimizer=optimizer, search=search, progress=progress, factored=True

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -14,13 +12,14 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
-from autopar import tree
+from autopar import binding, tree
 from autopar.draw import derive_seed, step_seed
 from autopar.errors import AutoparError, PlanError
 from autopar.layout import Layout, Replicate, Split, replicated
 from autopar.pipeline.asked import along_with, without_pipeline
 from autopar.plan import Plan
 from autopar.runtime.boundary import Placements, from_local, part_of, plain_type, to_local, to_placements
+from autopar.runtime.kept import Kept
 from autopar.runtime.load import load_full, prepare_load, savable
 from autopar.runtime.materialise import Init, materialise, uninitialised
 from autopar.runtime.microbatches import MicrobatchStep
@@ -38,9 +37,6 @@ from autopar.runtime.specialise import (
 )
 from autopar.runtime.state import checksum, contents, gathered, slice_replicated
 from autopar.runtime.step import Call, run
-
-CACHED = 16
-"""How many specialisations are kept."""
 
 _OWN = (
     "_original", "_place", "_settings", "_init", "_cache", "_unseen", "_first", "_latest", "_postponed", "_drawn",
@@ -64,7 +60,7 @@ class ParallelModule(nn.Module):
         self.training = model.training
         self.__dict__["_original"] = model
         self._place, self._settings, self._init = place, settings, init
-        self._cache: OrderedDict[Any, Specialisation] = OrderedDict()
+        self._cache = Kept()
         self._unseen: set[Any] = set()
         self._first: Specialisation | None = None
         self._latest: Specialisation | None = None
@@ -91,7 +87,7 @@ class ParallelModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original returns: scalars plain, other tensors as DTensors."""
-        tensors, skeleton = tree.flatten(self._batch(args, kwargs), "batch")
+        tensors, skeleton = binding.flatten(self._original, binding.Passed(args, kwargs))
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             i = next(i for i, t in enumerate(tensors) if t.requires_grad)
             raise ValueError(f"batch tensor {i} requires a gradient, which is not computed: detach it")
@@ -108,11 +104,11 @@ class ParallelModule(nn.Module):
         call = Call(step, buffers, [t.to(self._place.device) for t in batch], self._postponed)
         with self._random_numbers(found):
             results = run(call, [named[n] for n in step.parameters])
-        return tree.unflatten(found.program.skeleton, results)
+        return tree.unflatten(found.program.skeleton, results, skeleton.numbers)
 
     def specialise(self, batch: Any) -> None:
         """Decide layouts and build the graphs for a global batch (real, fake or meta tensors) before the first call."""
-        tensors, skeleton = tree.flatten(batch, "batch")
+        tensors, skeleton = binding.flatten(self._original, batch)
         shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
         self._specialised(Request(skeleton, shapes, {}))
 
@@ -197,12 +193,6 @@ class ParallelModule(nn.Module):
         self._drawn += 1
         return step_seed(derive_seed(found.seed, self._drawn))
 
-    def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The batch in the form it was passed in; positional and named arguments together become named ones."""
-        if not (args and kwargs):
-            return kwargs or args
-        return dict(inspect.signature(self._original.forward).bind(*args, **kwargs).arguments)
-
     def _is_whole(self, tensor: torch.Tensor) -> bool:
         return self._settings.inputs == "global" or isinstance(tensor, DTensor)
 
@@ -235,10 +225,10 @@ class ParallelModule(nn.Module):
 
     def _specialised(self, request: Request) -> Specialisation:
         key = self._key(request)
-        if key in self._cache:
-            self._cache.move_to_end(key)
-            self._latest = self._cache[key]
-            return self._latest
+        known = self._cache.find(key, request.skeleton.numbers)
+        if known is not None:
+            self._latest = known
+            return known
         first = self._first is None
         placements = None if first else self._placements()
         weights = checksum(dict(self.named_parameters())) if first else ""
@@ -252,10 +242,9 @@ class ParallelModule(nn.Module):
             self._place = found.place
             self._lay_out(found)
             self._first = found
-        self._latest = self._cache[key] = found
+        self._cache.add(key, found)
+        self._latest = found
         self._unseen.add(key)
-        while len(self._cache) > CACHED:
-            self._unseen.discard(self._cache.popitem(last=False)[0])
         return found
 
     def _compare_contents(self, request: Request, tensors: list[torch.Tensor]) -> None:
