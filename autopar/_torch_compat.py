@@ -17,6 +17,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "local_shape_of",
     "operator_database",
     "pipeline_runtime",
+    "pytree_node",
     "reduce_found_inf_over_every_gradient",
     "refuse_items_of_unreduced",
     "selective_policy",
@@ -59,6 +61,11 @@ def storage_id(tensor: torch.Tensor) -> int:
     """A number of the memory that a tensor lies in, on the meta device too: views of it have the same."""
     found: int = tensor.untyped_storage()._cdata
     return found
+
+
+def pytree_node(kind: type) -> Any:
+    """How torch's pytrees take an instance of a class apart (``flatten_fn``, ``unflatten_fn``); None: they do not."""
+    return _pytree.SUPPORTED_NODES.get(kind)
 
 
 def aot_export_joint_with_descriptors(*arguments: Any, **options: Any) -> Any:

@@ -8,17 +8,17 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
-from autopar import tree
+from autopar import binding, tree
 from autopar.capture.hooks import replay
 from autopar.capture.slots import OWN as TORCHS
-from autopar.capture.slots import Signature, Slots, differences, state_tensors
+from autopar.capture.slots import Slots, state_tensors
 from autopar.capture.writes import apply
 from autopar.draw import derive_seed, step_seed
 from autopar.errors import AutoparError, PlanError
@@ -26,6 +26,7 @@ from autopar.layout import Layout, Replicate, Split, replicated
 from autopar.pipeline.asked import along_with, without_pipeline
 from autopar.plan import Plan
 from autopar.runtime.boundary import Placements, from_local, part_of, plain_type, to_local, to_placements
+from autopar.runtime.kept import Kept
 from autopar.runtime.load import load_full, prepare_load, savable
 from autopar.runtime.materialise import Init, materialise, uninitialised
 from autopar.runtime.microbatches import MicrobatchStep
@@ -43,9 +44,6 @@ from autopar.runtime.specialise import (
 )
 from autopar.runtime.state import checksum, contents, gathered, slice_replicated
 from autopar.runtime.step import Call, run
-
-CACHED = 16
-"""How many shapes and modes are kept, and for each how many states of the model."""
 
 MANY = 4
 """States of the model for which a graph has been captured when that is worth a warning."""
@@ -73,7 +71,7 @@ class ParallelModule(nn.Module):
         self.__dict__["_original"] = model
         self._slots = Slots(model)
         self._place, self._settings, self._init = place, settings, init
-        self._cache: OrderedDict[Any, list[_Variant]] = OrderedDict()
+        self._cache = Kept()
         self._unseen: set[Any] = set()
         self._first: Specialisation | None = None
         self._latest: Specialisation | None = None
@@ -123,7 +121,7 @@ class ParallelModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original returns: scalars plain, other tensors as DTensors."""
-        tensors, skeleton = tree.flatten(self._batch(args, kwargs), "batch")
+        tensors, skeleton = binding.flatten(self._original, binding.Passed(args, kwargs))
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             i = next(i for i, t in enumerate(tensors) if t.requires_grad)
             raise ValueError(f"batch tensor {i} requires a gradient, which is not computed: detach it")
@@ -142,7 +140,7 @@ class ParallelModule(nn.Module):
         with self._random_numbers(found):
             results = run(call, [named[n] for n in step.parameters])
         self._write_state(found, results, {n: b for n, b in buffers.items() if b is not before[n]})
-        return tree.unflatten(found.program.skeleton, results)
+        return tree.unflatten(found.program.skeleton, results, skeleton.numbers)
 
     def _write_state(self, found: Specialisation, results: list[Any], assigned: dict[str, torch.Tensor]) -> None:
         """Do to the original what its forward did to it while it was traced."""
@@ -156,7 +154,7 @@ class ParallelModule(nn.Module):
 
     def specialise(self, batch: Any) -> None:
         """Decide layouts and build the graphs for a global batch (real, fake or meta tensors) before the first call."""
-        tensors, skeleton = tree.flatten(batch, "batch")
+        tensors, skeleton = binding.flatten(self._original, batch)
         shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
         self._specialised(Request(skeleton, shapes, {}))
 
@@ -241,12 +239,6 @@ class ParallelModule(nn.Module):
         self._drawn += 1
         return step_seed(derive_seed(found.seed, self._drawn))
 
-    def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The batch in the form it was passed in; positional and named arguments together become named ones."""
-        if not (args and kwargs):
-            return kwargs or args
-        return dict(inspect.signature(self._original.forward).bind(*args, **kwargs).arguments)
-
     def _is_whole(self, tensor: torch.Tensor) -> bool:
         return self._settings.inputs == "global" or isinstance(tensor, DTensor)
 
@@ -279,17 +271,13 @@ class ParallelModule(nn.Module):
 
     def _specialised(self, request: Request) -> Specialisation:
         key = self._key(request)
-        known = self._cache.get(key, [])
-        for variant in known:
-            now = self._slots.signature(variant.found.program.state.constants)
-            changed = differences(variant.state, now, variant.found.program.state.counted)
-            if not changed:
-                variant.state = now
-                self._cache.move_to_end(key)
-                self._latest = variant.found
-                return self._latest
-        if known:
-            log = logger.warning if len(known) == MANY else logger.info
+        known = self._cache.find(key, request.skeleton.numbers, self._slots)
+        if known is not None:
+            self._latest = known
+            return known
+        others = self._cache.of(key)
+        if changed := self._cache.changed(key, self._slots):
+            log = logger.warning if len(others) == MANY else logger.info
             log("capturing the model again: %s changed since the last call", ", ".join(changed[:3]))
         first = self._first is None
         placements = None if first else self._placements()
@@ -302,20 +290,15 @@ class ParallelModule(nn.Module):
         states = {c: self._slots.signature(c) for c in (False, True)}
         found = specialise(
             self._original, request, settings, self._place,
-            placements=placements, weights=weights, known=[v.found for v in known],
+            placements=placements, weights=weights, known=others,
         )  # fmt: skip
         if first:
             self._place = found.place
             self._lay_out(found)
             self._first = found
+        self._cache.add(key, found, states[found.program.state.constants])
         self._latest = found
-        variants = self._cache.setdefault(key, [])
-        variants.append(_Variant(states[found.program.state.constants], found))
-        del variants[:-CACHED]
-        if not known:
-            self._unseen.add(key)
-        while len(self._cache) > CACHED:
-            self._unseen.discard(self._cache.popitem(last=False)[0])
+        self._unseen.add(key)
         return found
 
     def _compare_contents(self, request: Request, tensors: list[torch.Tensor]) -> None:
@@ -409,14 +392,6 @@ def _bound(forward: Callable[..., Any], signature: inspect.Signature) -> Callabl
         return forward
     forward.__signature__ = signature.replace(parameters=[own, *parameters])  # type: ignore[attr-defined]
     return forward
-
-
-@dataclass
-class _Variant:
-    """A specialisation, and the Python state of the model that it is for."""
-
-    state: Signature
-    found: Specialisation
 
 
 class _Whole:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate as TorchReplicate
 
-from autopar import tree
+from autopar import binding
 from autopar._torch_compat import FakeTensorMode
 from autopar.capture.hooks import without_hooks
 from autopar.cluster import Cluster
@@ -41,7 +41,7 @@ class Toolchain:
     """The compiler, handed in from above.
 
     Attributes:
-        program_of: ``(model, batch, loss_fn=) -> Program``.
+        program_of: ``(model, batch, loss_fn=, loss=) -> Program``.
         solve: ``(program, axes, cluster, memory=, optimizer=, search=, restrictions=, deterministic=, factored=) ->
             Plan``.
         rewrite: ``(program, plan) -> Program`` on local tensors.
@@ -70,6 +70,7 @@ class Settings:
         loss_fn: for models that do not return their loss.
         inputs: ``global`` or ``local``.
         deterministic: random numbers are those of one device.
+        loss: which scalar of the output is the loss.
     """
 
     toolchain: Toolchain
@@ -81,6 +82,7 @@ class Settings:
     loss_fn: Any
     inputs: str
     deterministic: bool = False
+    loss: Any = None
 
 
 @dataclass(frozen=True)
@@ -88,13 +90,13 @@ class Request:
     """What a call looks like.
 
     Attributes:
-        skeleton: of the batch, see `autopar.tree`.
-        shapes: global shape and dtype of each batch tensor.
+        skeleton: of the arguments, with their floats.
+        shapes: global shape and dtype of each batch tensor, and behind them of each float.
         layouts: of batch tensors that lie on the mesh already, as torch's placements.
         rows: layouts of batch tensors of which each rank passes its part, by index.
     """
 
-    skeleton: Any
+    skeleton: binding.Arguments
     shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     layouts: Mapping[int, Placements]
     rows: Mapping[int, Layout] = field(default_factory=dict)
@@ -226,10 +228,10 @@ def collective_order(program: Program) -> str:
 def _capture(model: nn.Module, request: Request, settings: Settings, place: Place) -> Program:
     with FakeTensorMode(allow_non_fake_inputs=True):
         fakes = [torch.empty(shape, dtype=dtype, device=place.device) for shape, dtype in request.shapes]
-    batch = tree.unflatten(request.skeleton, fakes)
+    batch = request.skeleton.fill(fakes)
     own = nullcontext() if settings.loss_fn is not None else without_hooks(model)  # else the module calls them
     with plain_parameters(model, place.device), own:
-        return settings.toolchain.program_of(model, batch, loss_fn=settings.loss_fn)
+        return settings.toolchain.program_of(model, batch, loss_fn=settings.loss_fn, loss=settings.loss)
 
 
 def _compare(program: Program, request: Request, weights: str, place: Place) -> None:

@@ -60,6 +60,11 @@ class Step:
         """Names of the parameters that go in, in order."""
         return [i.name for i in self.cut.inputs if i.kind == "parameter"]
 
+    @cached_property
+    def differentiable(self) -> list[int]:
+        """Indices of the results that carry gradients."""
+        return sorted(int(i.name) for i in self.program.inputs if i.kind == "tangent")
+
     @property
     def trains(self) -> bool:
         """Whether there is a backward graph."""
@@ -184,14 +189,12 @@ def run(call: Call, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if not step.trains:
         results, _ = step.forward(parameters, call.buffers, call.batch)
         return [step.wrap(i, r) for i, r in enumerate(results)]
-    outputs = _StepFunction.apply(call, *parameters)  # type: ignore[no-untyped-call]
-    loss = step.program.loss
-    if loss is None:
-        return list(outputs)
+    apply: Any = _StepFunction.apply
+    outputs = dict(zip(step.differentiable, apply(call, *parameters), strict=True))
     anchor = torch.empty(0, requires_grad=True)
     refuse: Any = _Refusal.apply
     return [
-        outputs if i == loss else refuse(anchor, [r], i) if r.is_floating_point() else r
+        outputs[i] if i in outputs else refuse(anchor, [r], i) if i in step.program.withheld else r
         for i, r in enumerate(call.results)
     ]
 
@@ -211,11 +214,7 @@ class _StepFunction(torch.autograd.Function):
         ctx.save_for_backward(*(v for v in saved if isinstance(v, torch.Tensor)))
         ctx.parameters = [(p.shape, tuple(p.placements) if isinstance(p, DTensor) else ()) for p in parameters]
         call.results = [step.wrap(i, r) for i, r in enumerate(locals_)]
-        if step.program.loss is not None:
-            return call.results[step.program.loss]
-        differentiable = {i.name for i in step.program.inputs if i.kind == "tangent"}
-        ctx.mark_non_differentiable(*(r for i, r in enumerate(call.results) if str(i) not in differentiable))
-        return tuple(call.results)
+        return tuple(call.results[i] for i in step.differentiable)
 
     @staticmethod
     @once_differentiable
@@ -225,8 +224,7 @@ class _StepFunction(torch.autograd.Function):
         tensors, others = list(ctx.saved_tensors), list(ctx.others)
         saved = [(tensors if is_tensor else others).pop(0) for is_tensor in ctx.is_tensor]
         ctx.maybe_clear_saved_tensors()
-        loss = step.program.loss
-        incoming = {str(i): g for i, g in enumerate(gradients)} if loss is None else {str(loss): gradients[0]}
+        incoming = {str(i): g for i, g in zip(step.differentiable, gradients, strict=True)}
         tangents = [step.tangent(name, incoming[name]) for name in step.cut.tangents]
         with step_seed(ctx.seed):  # what is computed again draws the same numbers
             found = step.backward(saved, tangents, ctx.call.postponed)
@@ -244,7 +242,7 @@ class _StepFunction(torch.autograd.Function):
 
 
 class _Refusal(torch.autograd.Function):
-    """A result beside the loss: cut off from the parameters, and saying so when a gradient is asked of it.
+    """A result beside the loss or losses: cut off from the parameters, and saying so when a gradient is asked of it.
 
     Merely detaching it would drop the gradient of ``loss + penalty(logits)`` in silence.
     """
@@ -258,6 +256,7 @@ class _Refusal(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         raise AutoparError(
             f"a gradient was asked through output {ctx.index} of the parallelized model, which returns its loss: only "
-            "the loss carries gradients. Compute everything that is trained on inside the model, or pass "
-            "loss_fn=lambda output, batch: ... to autopar.parallelize and make the model return no scalar"
+            "the loss carries gradients (the scalar that loss= names, else all scalars that require one). Compute "
+            "everything that is trained on inside the model, or pass loss_fn=lambda output, batch: ... to "
+            "autopar.parallelize and make the model return no scalar"
         )
