@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,6 +18,8 @@ from autopar.errors import AutoparError
 from autopar.layout import Layout, TensorType
 from autopar.program import Program
 from autopar.runtime.boundary import computed, from_local, part_of, stored, to_local, to_placements
+from autopar.runtime.control import FAILURES, NO_SYNC, WAITING
+from autopar.runtime.failing_node import failing_node
 from autopar.runtime.partition import Cut
 from autopar.runtime.place import Place
 from autopar.runtime.postpone import Postponed, split_reductions
@@ -59,6 +62,10 @@ class Step:
     def parameters(self) -> list[str]:
         """Names of the parameters that go in, in order."""
         return [i.name for i in self.cut.inputs if i.kind == "parameter"]
+
+    def graphs(self) -> list[fx.GraphModule | None]:
+        """What runs, parts that reduce gradients by themselves included."""
+        return [self.cut.steady, self.cut.forward, self.cut.backward, *self.__dict__.get("_reductions", ())]
 
     @property
     def trains(self) -> bool:
@@ -193,20 +200,42 @@ def as_gradient(
 
 @dataclass
 class Call:
-    """One call of the module: goes into the autograd function in one piece, and brings the results out."""
+    """One call of the module: goes into the autograd function in one piece, and brings the results out.
+
+    Attributes:
+        name: such as ``call 3 of Mlp``.
+    """
 
     step: Step
     buffers: Mapping[str, torch.Tensor]
     batch: list[torch.Tensor]
     postponed: Postponed
+    name: str = ""
     results: list[torch.Tensor] = field(default_factory=list)
+
+    def agree(self, pass_: str, details: tuple[tuple[str, str], ...] = ()) -> None:
+        """Wait until every rank is about to do the same.
+
+        Raises:
+            RankError: one is not, or does not come.
+        """
+        place = self.step.place
+        if place.control is not None:
+            window = ((NO_SYNC, str(self.postponed.active)), (WAITING, self.postponed.described()))
+            place.meet(f"{pass_} of {self.name}", (*details, *window, (FAILURES, place.control.failures())))
+
+    def during(self, pass_: str) -> AbstractContextManager[None]:
+        """In place of the error of a collective within, one that says which, and what has become of the ranks."""
+        graphs = self.step.graphs
+        return self.step.place.during(f"{pass_} of {self.name}", lambda e: failing_node(e, graphs()))
 
 
 def run(call: Call, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Run a step; the results of the model, in order, with gradients where the step has a backward pass."""
     step = call.step
     if not step.trains:
-        results, _ = step.forward(parameters, call.buffers, call.batch)
+        with call.during("forward"):
+            results, _ = step.forward(parameters, call.buffers, call.batch)
         return [step.wrap(i, r) for i, r in enumerate(results)]
     outputs = _StepFunction.apply(call, *parameters)  # type: ignore[no-untyped-call]
     loss = step.program.loss
@@ -226,10 +255,11 @@ class _StepFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *parameters: torch.Tensor) -> Any:
         step = call.step
-        locals_, saved = step.forward(parameters, call.buffers, call.batch)
+        with call.during("forward"):
+            locals_, saved = step.forward(parameters, call.buffers, call.batch)
         ctx.set_materialize_grads(False)
         ctx.seed = current_seed()
-        ctx.call = Call(step, {}, [], call.postponed)
+        ctx.call = Call(step, {}, [], call.postponed, call.name)
         tensors = [isinstance(v, torch.Tensor) for v in saved]
         ctx.is_tensor, ctx.others = tensors, [v for v in saved if not isinstance(v, torch.Tensor)]
         ctx.save_for_backward(*(v for v in saved if isinstance(v, torch.Tensor)))
@@ -245,14 +275,15 @@ class _StepFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         step: Step = ctx.call.step
+        ctx.call.agree("backward")
         # Taken off their lists: an iterator would hold all of them until the pass ends.
         tensors, others = list(ctx.saved_tensors), list(ctx.others)
         saved = [(tensors if is_tensor else others).pop(0) for is_tensor in ctx.is_tensor]
         ctx.maybe_clear_saved_tensors()
         loss = step.program.loss
         incoming = {str(i): g for i, g in enumerate(gradients)} if loss is None else {str(loss): gradients[0]}
-        tangents = [step.tangent(name, incoming[name]) for name in step.cut.tangents]
-        with step_seed(ctx.seed):  # what is computed again draws the same numbers
+        with ctx.call.during("backward"), step_seed(ctx.seed):  # what is computed again draws the same numbers
+            tangents = [step.tangent(name, incoming[name]) for name in step.cut.tangents]
             found = step.backward(saved, tangents, ctx.call.postponed)
         asked = ctx.needs_input_grad[1:]
         wrapped = [
