@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -62,6 +63,7 @@ class Control:
         size: how many ranks there are.
         watch: what is heard of the others.
         groups: process groups whose waits end where a rank is gone.
+        calls: how many each module has had, in the order in which they were made.
     """
 
     def __init__(self, whole: ProcessGroup, groups: Sequence[ProcessGroup], timeout: float) -> None:
@@ -73,6 +75,7 @@ class Control:
         self.rank, self.size, self.timeout = dist.get_rank(whole), dist.get_world_size(whole), timeout
         self.groups: list[ProcessGroup] = list(groups)
         self.broken = ""
+        self.calls: list[int] = []
         self.peers: list[tuple[str, int]] = []
         self.group = whole
         self.watch = Watch(self.rank, self.interrupt)
@@ -115,8 +118,10 @@ class Control:
             highest, lowest = numbers.tolist()
             if highest == -lowest:
                 return
-            points = gather_objects(point, self.group)
-        raise RankError(_difference(points))
+            everyone = gather_objects((point, self.calls), self.group)
+        # So that they are in step where all of them go on.
+        self.calls = [max(counts) for counts in zip_longest(*(calls for _, calls in everyone), fillvalue=0)]
+        raise RankError(_difference([p for p, _ in everyone]))
 
     def gather(self, value: T, what: str) -> list[T]:
         """What every rank has to say about ``what``, in rank order.

@@ -46,7 +46,7 @@ CACHED = 16
 
 _OWN = (
     "_original", "_place", "_settings", "_init", "_cache", "_unseen", "_first", "_latest", "_postponed", "_drawn",
-    "_calls", "_described", "_away",
+    "_number", "_described", "_away",
 )  # fmt: skip
 
 
@@ -71,7 +71,10 @@ class ParallelModule(nn.Module):
         self._first: Specialisation | None = None
         self._latest: Specialisation | None = None
         self._postponed = Postponed(self.named_parameters)
-        self._drawn = self._calls = 0
+        self._drawn, self._number = 0, 0
+        if place.control is not None:
+            self._number = len(place.control.calls)
+            place.control.calls.append(0)
         self._described: dict[Any, tuple[tuple[str, str], ...]] = {}
         self._away: OffloadedStates | None = None
         self.register_state_dict_post_hook(_save_hook)  # type: ignore[no-untyped-call]
@@ -218,25 +221,31 @@ class ParallelModule(nn.Module):
         Raises:
             RankError: one is about to make another, or none.
         """
-        name = f"call {self._calls} of {type(self._original).__name__}"
-        if self._place.control is None:
-            return name
-        self._calls += what == "forward"
-        name = f"call {self._calls} of {type(self._original).__name__}"
+        control = self._place.control
+        if control is None:
+            return ""
+        control.calls[self._number] += what == "forward"
+        name = f"call {control.calls[self._number]} of {self._name}"
         key = self._key(request)
         if key not in self._described:
             self._described = {key: described(request, key)}  # of one kind at a time: texts are long
         window = ((NO_SYNC, str(self._postponed.active)), (WAITING, self._postponed.described()))
         known = ("whether it is new", str(key not in self._cache))
         self._place.meet(
-            f"{what} of {name}", (*self._described[key], known, *window, (FAILURES, self._place.control.failures()))
+            f"{what} of {name}", (*self._described[key], known, *window, (FAILURES, control.failures()))
         )
         return name
+
+    @property
+    def _name(self) -> str:
+        """What messages call the module."""
+        return f"{type(self._original).__name__}" + (f" (module {self._number})" if self._number else "")
 
     @contextlib.contextmanager
     def _together(self, what: str) -> Iterator[None]:
         """A collective call that all ranks make."""
-        what = f"{what} of {type(self._original).__name__} behind {self._calls} calls"
+        control = self._place.control
+        what = what if control is None else f"{what} behind call {control.calls[self._number]} of {self._name}"
         self._place.meet(what, ((WAITING, self._postponed.described()),))
         with self._place.during(what):
             yield
