@@ -73,7 +73,7 @@ class Control:
             RankError: some rank does not answer.
         """
         self.rank, self.size, self.timeout = dist.get_rank(whole), dist.get_world_size(whole), timeout
-        self.groups: list[ProcessGroup] = list(groups)
+        self.groups: list[ProcessGroup] = [*groups, whole]
         self.broken = ""
         self.calls: list[int] = []
         self.peers: list[tuple[str, int]] = []
@@ -86,6 +86,8 @@ class Control:
                 ranks, timeout=timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True
             )
             self.groups.append(self.group)
+            if self.size == dist.get_world_size() and dist.group.WORLD is not None:
+                self.groups.append(dist.group.WORLD)
             self.watch = self._watch()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Control:
@@ -197,7 +199,7 @@ class Control:
     def _explanation(self, what: str, error: Exception | None, waited: float) -> str:
         """Why a rank has no answer."""
         known = self.watch.hear(2.0 if error is not None else 0.0)
-        lines = [self._said(rank, news.kind, news.text) for rank, news in sorted(self.watch.news.items())]
+        lines = [self._said(rank, news.kind, news.text) for rank, news in sorted(known.items())]
         if not known and error is not None and self.size > 1:
             lines += self._positions()
         reason = "; ".join(lines) or self.broken

@@ -128,11 +128,15 @@ class Watch:
         """Ranks that will make no further call."""
         return {rank: news for rank, news in dict(self.news).items() if news.kind != FAILED}
 
-    def hear(self, seconds: float) -> bool:
-        """Wait for news, if there are none; whether there are any."""
+    def bad(self) -> dict[int, News]:
+        """News of ranks that are gone, or have failed where this one has not."""
+        return {r: news for r, news in dict(self.news).items() if news.kind != FAILED or news.key not in self.own}
+
+    def hear(self, seconds: float) -> dict[int, News]:
+        """Bad news; waits for them if there are none."""
         with self._changed:
-            self._changed.wait_for(lambda: bool(self.news) or self._connection is None, seconds)
-            return bool(self.news)
+            self._changed.wait_for(lambda: bool(self.bad()) or self._connection is None, seconds)
+            return self.bad()
 
     def positions(self, others: int, seconds: float) -> dict[int, str]:
         """Where the others say that they are; a rank that does not answer is missing."""
@@ -195,13 +199,11 @@ class Watch:
         position, now = self.position, time.monotonic()
         if not position.inside:
             return
-        for news in list(self.news.values()):
+        for news in self.bad().values():
             if now - max(news.at, position.since) < PATIENCE[news.kind]:
                 continue
             if news.kind == ENDED and not position.everyone:
                 continue  # it may have given all that is needed; where it has not, its connections tell
-            if news.kind == FAILED and news.key in self.own:
-                continue
             self._interrupt()
             return
 
