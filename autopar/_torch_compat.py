@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,10 +40,12 @@ __all__ = [
     "default_partition",
     "dtensor_overloads",
     "get_decompositions",
+    "interrupt_gloo",
     "is_traced",
     "local_shape_of",
     "operator_database",
     "pipeline_runtime",
+    "put_around_collectives",
     "pytree_node",
     "reduce_found_inf_over_every_gradient",
     "refuse_items_of_unreduced",
@@ -257,6 +261,57 @@ def refuse_items_of_unreduced() -> None:
 
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = item
+
+
+def interrupt_gloo(group: Any) -> None:
+    """End all waits of this process in a process group, if it is Gloo's: its connections are closed for good.
+
+    Gloo closes all connections of a group when one receipt times out; its ``abort()`` does not end waits.
+    """
+    if "cpu:gloo" not in str(torch.distributed.get_backend_config(group)):
+        return
+    backend = group._get_backend(torch.device("cpu"))
+    for other in range(group.size()):
+        if other != group.rank():
+            try:
+                backend.recv([torch.empty(1)], other, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError as e:
+                if "Timed out" in str(e):  # of any other error only the connection to this rank would know
+                    return
+
+
+_UNUSED_TAG = 0x7FFF1234
+"""Of messages that nobody sends."""
+
+
+def put_around_collectives(around: Callable[[str], AbstractContextManager[None]]) -> None:
+    """Have ``around(what)`` entered where torch waits for others: operators of DTensors, and checkpoints.
+
+    Once: a later call changes nothing.
+    """
+    from torch.distributed import _functional_collectives as functional
+    from torch.distributed.checkpoint.utils import _DistWrapper
+
+    def wrapped(original: Callable[..., Any], what: str) -> Callable[..., Any]:
+        @wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            with around(what):
+                return original(*args, **kwargs)
+
+        call.is_put_around = True  # type: ignore[attr-defined]
+        return call
+
+    for owner, names, what in (
+        (functional, ("wait_tensor",), "an operator of DTensors"),
+        (_DistWrapper, ("broadcast_object", "gather_object", "all_gather_object", "scatter_object", "barrier"),
+         "torch.distributed.checkpoint"),
+    ):  # fmt: skip
+        for name in names:
+            original = getattr(owner, name)
+            if not getattr(original, "is_put_around", False):
+                setattr(owner, name, wrapped(original, what))
 
 
 def torch_schedule(name: str, devices: int, microbatches: int, virtual: int) -> list[list[tuple[int, str, int]]]:

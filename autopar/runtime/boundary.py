@@ -200,7 +200,8 @@ def on_all_stages(tensor: torch.Tensor, type_: TensorType, layout: Layout, place
         ).shape
         local = local.new_empty(shape)
     local = local.contiguous()
-    dist.broadcast(local, group=place.mesh.get_group(axis), group_src=source.index)
+    with place.during("a parameter that one stage holds"):
+        dist.broadcast(local, group=place.mesh.get_group(axis), group_src=source.index)
     return of_layout(local, place, type_, inside)
 
 

@@ -55,6 +55,13 @@ class Kept:
                 return entry.found
         return None
 
+    def which(self, key: Any, numbers: Sequence[float], slots: Slots) -> str:
+        """A text that is the same on ranks that find the same; ranks keep the same, in the same order."""
+        if self.find(key, numbers, slots) is not None:
+            return f"graph {next(reversed(self._entries))}"
+        changed = self.changed(key, slots)
+        return f"new, since {', '.join(changed[:3])} changed" if changed else "new"
+
     def of(self, key: Any) -> list[Specialisation]:
         """All that are for calls that look alike."""
         return [entry.found for entry in self._entries.values() if entry.key == key]

@@ -26,6 +26,7 @@ from autopar.layout import Layout, Replicate, Split, replicated
 from autopar.pipeline.asked import along_with, without_pipeline
 from autopar.plan import Plan
 from autopar.runtime.boundary import Placements, from_local, part_of, plain_type, to_local, to_placements
+from autopar.runtime.control import FAILURES, NO_SYNC, WAITING
 from autopar.runtime.kept import Kept
 from autopar.runtime.load import load_full, prepare_load, savable
 from autopar.runtime.materialise import Init, materialise, uninitialised
@@ -40,10 +41,11 @@ from autopar.runtime.specialise import (
     compare_contents,
     data_layout,
     data_parts,
+    described,
     specialise,
 )
 from autopar.runtime.state import checksum, contents, gathered, slice_replicated
-from autopar.runtime.step import Call, run
+from autopar.runtime.step import Call, deliver, reduce_postponed, run
 
 MANY = 4
 """States of the model for which a graph has been captured when that is worth a warning."""
@@ -52,7 +54,7 @@ logger = logging.getLogger("autopar")
 
 _OWN = (
     "_original", "_place", "_settings", "_init", "_cache", "_unseen", "_first", "_latest", "_postponed", "_drawn",
-    "_away", "_slots", "_state_dict_hooks", "_load_state_dict_pre_hooks",
+    "_number", "_described", "_away", "_slots", "_state_dict_hooks", "_load_state_dict_pre_hooks",
 )  # fmt: skip
 
 
@@ -75,8 +77,12 @@ class ParallelModule(nn.Module):
         self._unseen: set[Any] = set()
         self._first: Specialisation | None = None
         self._latest: Specialisation | None = None
-        self._postponed = Postponed()
-        self._drawn = 0
+        self._postponed = Postponed(self.named_parameters)
+        self._drawn, self._number = 0, 0
+        if place.control is not None:
+            self._number = len(place.control.calls)
+            place.control.calls.append(0)
+        self._described: dict[Any, tuple[tuple[str, str], ...]] = {}
         self._away: OffloadedStates | None = None
         self.register_state_dict_post_hook(_save_hook)  # type: ignore[no-untyped-call]
         hooks: Any = self._state_dict_hooks
@@ -126,17 +132,21 @@ class ParallelModule(nn.Module):
             i = next(i for i, t in enumerate(tensors) if t.requires_grad)
             raise ValueError(f"batch tensor {i} requires a gradient, which is not computed: detach it")
         request = self._request(tensors, skeleton)
+        name = self._agreed("forward", request)
         found = self._specialised(request)
         self._compare_contents(request, tensors)
         step = found.step
-        batch = [part_of(t, *step.types.batch[str(i)], self._place) if self._is_whole(t) else to_local(t).contiguous()
-                 for i, t in enumerate(tensors) if str(i) in step.types.batch]  # fmt: skip
         named = dict(self.named_parameters())
         before = {**state_tensors(self._original), **{n: to_local(named[n]) for n in found.written}}
         buffers = dict(before)
-        if isinstance(step, MicrobatchStep):
-            batch += step.before([self._gatherable(t, request, i) for i, t in enumerate(tensors)], buffers)
-        call = Call(step, buffers, [t.to(self._place.device) for t in batch], self._postponed)
+        with self._place.during(f"the batch of {name}"):
+            batch = [
+                part_of(t, *step.types.batch[str(i)], self._place) if self._is_whole(t) else to_local(t).contiguous()
+                for i, t in enumerate(tensors) if str(i) in step.types.batch
+            ]  # fmt: skip
+            if isinstance(step, MicrobatchStep):
+                batch += step.before([self._gatherable(t, request, i) for i, t in enumerate(tensors)], buffers)
+        call = Call(step, buffers, [t.to(self._place.device) for t in batch], self._postponed, name)
         with self._random_numbers(found):
             results = run(call, [named[n] for n in step.parameters])
         self._write_state(found, results, {n: b for n, b in buffers.items() if b is not before[n]})
@@ -156,7 +166,9 @@ class ParallelModule(nn.Module):
         """Decide layouts and build the graphs for a global batch (real, fake or meta tensors) before the first call."""
         tensors, skeleton = binding.flatten(self._original, batch)
         shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
-        self._specialised(Request(skeleton, shapes, {}))
+        request = Request(skeleton, shapes, {})
+        self._agreed("specialise()", request)
+        self._specialised(request)
 
     @property
     def plan(self) -> Plan:
@@ -202,7 +214,8 @@ class ParallelModule(nn.Module):
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Plain tensors by original name, as one device would hold them; a collective call."""
         self._require_values()
-        return gathered(nn.Module.state_dict(_Unhooked(self), keep_vars=True), self._types(), self._place)
+        with self._together("full_state_dict()"):
+            return gathered(nn.Module.state_dict(_Unhooked(self), keep_vars=True), self._types(), self._place)
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take values from plain full tensors; every rank keeps its part.
@@ -210,12 +223,16 @@ class ParallelModule(nn.Module):
         Raises:
             AutoparError: names are missing or unexpected, or a shape differs; nothing is changed then.
         """
-        load_full(self, dict(nn.Module.state_dict(_Unhooked(self), keep_vars=True)), state, self._place, self._types())
+        own = dict(nn.Module.state_dict(_Unhooked(self), keep_vars=True))
+        with self._place.during("load_full_state_dict()"):
+            load_full(self, own, state, self._place, self._types())
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Plain gradients by original name, of parameters that have one; a collective call."""
+        self._postponed.refuse(self.parameters(), "full_gradients()")
         found = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
-        return gathered(found, self._types(), self._place)
+        with self._together("full_gradients()"):
+            return gathered(found, self._types(), self._place)
 
     def explain(self, name: str) -> str:
         """Why a parameter lies as it does; what of a module, or an operator, is kept or made again, and why."""
@@ -225,12 +242,55 @@ class ParallelModule(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes within leave gradients unreduced; the next one outside reduces the sum, once."""
+        """Backward passes within leave gradients unreduced; the next one outside reduces the sum, once.
+
+        Until then ``.grad`` lacks them, and an optimizer's step is an error. ``zero_grad`` drops them.
+        """
         before, self._postponed.active = self._postponed.active, True
         try:
             yield
         finally:
             self._postponed.active = before
+
+    def reduce_gradients(self) -> None:
+        """Reduce gradients that wait since `no_sync`, where no backward pass outside follows; a collective call."""
+        with self._together("reduce_gradients()"):
+            deliver(reduce_postponed(self._postponed), self._postponed, self._place)
+
+    def _agreed(self, what: str, request: Request) -> str:
+        """The name of a call on which all ranks agree, before its first collective.
+
+        Raises:
+            RankError: one is about to make another, or none.
+        """
+        control = self._place.control
+        if control is None:
+            return ""
+        control.calls[self._number] += what == "forward"
+        name = f"call {control.calls[self._number]} of {self._name}"
+        key = self._key(request)
+        if key not in self._described:
+            self._described = {key: described(request, key)}  # of one kind at a time: texts are long
+        window = ((NO_SYNC, str(self._postponed.active)), (WAITING, self._postponed.described()))
+        known = ("what it is captured for", self._cache.which(key, request.skeleton.numbers, self._slots))
+        self._place.meet(
+            f"{what} of {name}", (*self._described[key], known, *window, (FAILURES, control.failures()))
+        )
+        return name
+
+    @property
+    def _name(self) -> str:
+        """What messages call the module."""
+        return f"{type(self._original).__name__}" + (f" (module {self._number})" if self._number else "")
+
+    @contextlib.contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """A collective call that all ranks make."""
+        control = self._place.control
+        what = what if control is None else f"{what} behind call {control.calls[self._number]} of {self._name}"
+        self._place.meet(what, ((WAITING, self._postponed.described()),))
+        with self._place.during(what):
+            yield
 
     def _random_numbers(self, found: Specialisation) -> AbstractContextManager[None]:
         """New random numbers for one call, the same on every rank that computes the same."""
@@ -416,11 +476,13 @@ class _Unhooked(nn.Module):
 
 def _save_hook(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     assert isinstance(module, ParallelModule)
-    for name, value in list(state.items()):
-        if name.startswith(prefix) and isinstance(value, DTensor):
-            state[name] = savable(value, module._types().get(name.removeprefix(prefix)), module._place)
+    with module._place.during("state_dict()"):
+        for name, value in list(state.items()):
+            if name.startswith(prefix) and isinstance(value, DTensor):
+                state[name] = savable(value, module._types().get(name.removeprefix(prefix)), module._place)
 
 
 def _load_hook(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     assert isinstance(module, ParallelModule)
-    prepare_load(module, state, prefix, module._place, module._types())
+    with module._place.during("load_state_dict()"):
+        prepare_load(module, state, prefix, module._place, module._types())

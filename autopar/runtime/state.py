@@ -11,7 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from autopar._torch_compat import FakeTensorMode, reduce_found_inf_over_every_gradient, refuse_items_of_unreduced
+from autopar._torch_compat import (
+    FakeTensorMode,
+    put_around_collectives,
+    reduce_found_inf_over_every_gradient,
+    refuse_items_of_unreduced,
+)
 from autopar.layout import Layout, TensorType
 from autopar.runtime.boundary import (
     Placements,
@@ -24,6 +29,7 @@ from autopar.runtime.boundary import (
     to_local,
     to_placements,
 )
+from autopar.runtime.control import during_any
 from autopar.runtime.place import Place
 from autopar.runtime.staged import home_of, staged
 
@@ -39,6 +45,7 @@ def distribute_parameters(model: nn.Module, place: Place) -> None:
         return
     reduce_found_inf_over_every_gradient()
     refuse_items_of_unreduced()
+    put_around_collectives(during_any)
     placements = (Replicate(),) * len(place.axes)
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,6 +18,8 @@ from autopar.errors import AutoparError
 from autopar.layout import Layout, TensorType
 from autopar.program import Program
 from autopar.runtime.boundary import computed, from_local, part_of, stored, to_local, to_placements
+from autopar.runtime.control import FAILURES, NO_SYNC, WAITING
+from autopar.runtime.failing_node import failing_node
 from autopar.runtime.partition import Cut
 from autopar.runtime.place import Place
 from autopar.runtime.postpone import Postponed, split_reductions
@@ -64,6 +67,10 @@ class Step:
     def differentiable(self) -> list[int]:
         """Indices of the results that carry gradients."""
         return sorted(int(i.name) for i in self.program.inputs if i.kind == "tangent")
+
+    def graphs(self) -> list[fx.GraphModule | None]:
+        """What runs, parts that reduce gradients by themselves included."""
+        return [self.cut.steady, self.cut.forward, self.cut.backward, *self.__dict__.get("_reductions", ())]
 
     @property
     def trains(self) -> bool:
@@ -129,13 +136,18 @@ class Step:
         assert self.cut.backward is not None
         return split_reductions(self.cut.backward)
 
+    @cached_property
+    def gradient_names(self) -> frozenset[str]:
+        """Of the parameters for which the backward graph gives a gradient."""
+        assert self.cut.backward is not None
+        values: Any = self.cut.backward.graph.output_node().args[0]
+        described = zip(self.cut.gradients, values[len(values) - len(self.cut.gradients) :], strict=True)
+        return frozenset(o.name for o, v in described if v is not None and o.kind == "gradient")
+
     def _with_postponed(self, found: dict[str, torch.Tensor], postponed: Postponed) -> dict[str, torch.Tensor]:
-        """Gradients with those added whose reduction was postponed."""
-        with torch.no_grad():
-            for step, partial in postponed.take():
-                earlier = step._named(step._reductions[1](list(partial)))
-                for name, gradient in earlier.items():
-                    found[name] = found[name] + gradient if name in found else gradient
+        """Gradients with those added whose reduction was postponed; the parameters may be none of this step's."""
+        for name, gradient in reduce_postponed(postponed).items():
+            found[name] = found[name] + gradient if name in found else gradient
         return found
 
     def _named(self, values: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
@@ -172,22 +184,72 @@ class Step:
         return torch.zeros(value.shape, dtype=value.dtype, device=self.place.device)
 
 
+def reduce_postponed(postponed: Postponed) -> dict[str, torch.Tensor]:
+    """Local gradients whose reduction was postponed, by parameter name; a collective call if there are any."""
+    found: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for waiting in postponed.take():
+            earlier = waiting.step._named(waiting.step._reductions[1](waiting.values))
+            for name, gradient in earlier.items():
+                if name not in waiting.dropped:
+                    found[name] = found[name] + gradient if name in found else gradient
+    return found
+
+
+def deliver(found: dict[str, torch.Tensor], postponed: Postponed, place: Place) -> None:
+    """Put local gradients into ``.grad`` of their parameters, which no backward pass at hand returns any more."""
+    named = dict(postponed.parameters()) if found else {}
+    postponed.deliver({n: as_gradient(local, named[n], postponed.types[n], place) for n, local in found.items()})
+
+
+def as_gradient(
+    local: torch.Tensor, like: torch.Tensor, known: tuple[TensorType, Layout], place: Place
+) -> torch.Tensor:
+    """A local gradient as autograd gets it: of the shape and in the placements of its parameter."""
+    type_, layout = known
+    placements = tuple(like.placements) if isinstance(like, DTensor) else ()
+    gradient = from_local(stored(local, type_, layout, place.coordinates), place, like.shape, placements)
+    return staged(gradient, home_of(layout)) if isinstance(gradient, DTensor) else gradient
+
+
 @dataclass
 class Call:
-    """One call of the module: goes into the autograd function in one piece, and brings the results out."""
+    """One call of the module: goes into the autograd function in one piece, and brings the results out.
+
+    Attributes:
+        name: such as ``call 3 of Mlp``.
+    """
 
     step: Step
     buffers: dict[str, torch.Tensor]
     batch: list[torch.Tensor]
     postponed: Postponed
+    name: str = ""
     results: list[torch.Tensor] = field(default_factory=list)
+
+    def agree(self, pass_: str, details: tuple[tuple[str, str], ...] = ()) -> None:
+        """Wait until every rank is about to do the same.
+
+        Raises:
+            RankError: one is not, or does not come.
+        """
+        place = self.step.place
+        if place.control is not None:
+            window = ((NO_SYNC, str(self.postponed.active)), (WAITING, self.postponed.described()))
+            place.meet(f"{pass_} of {self.name}", (*details, *window, (FAILURES, place.control.failures())))
+
+    def during(self, pass_: str) -> AbstractContextManager[None]:
+        """In place of the error of a collective within, one that says which, and what has become of the ranks."""
+        graphs = self.step.graphs
+        return self.step.place.during(f"{pass_} of {self.name}", lambda e: failing_node(e, graphs()))
 
 
 def run(call: Call, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Run a step; the results of the model, in order, with gradients where the step has a backward pass."""
     step = call.step
     if not step.trains:
-        results, _ = step.forward(parameters, call.buffers, call.batch)
+        with call.during("forward"):
+            results, _ = step.forward(parameters, call.buffers, call.batch)
         return [step.wrap(i, r) for i, r in enumerate(results)]
     apply: Any = _StepFunction.apply
     outputs = dict(zip(step.differentiable, apply(call, *parameters), strict=True))
@@ -205,14 +267,15 @@ class _StepFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *parameters: torch.Tensor) -> Any:
         step = call.step
-        locals_, saved = step.forward(parameters, call.buffers, call.batch)
+        with call.during("forward"):
+            locals_, saved = step.forward(parameters, call.buffers, call.batch)
         ctx.set_materialize_grads(False)
         ctx.seed = current_seed()
-        ctx.call = Call(step, {}, [], call.postponed)
+        ctx.call = Call(step, {}, [], call.postponed, call.name)
         tensors = [isinstance(v, torch.Tensor) for v in saved]
         ctx.is_tensor, ctx.others = tensors, [v for v in saved if not isinstance(v, torch.Tensor)]
         ctx.save_for_backward(*(v for v in saved if isinstance(v, torch.Tensor)))
-        ctx.parameters = [(p.shape, tuple(p.placements) if isinstance(p, DTensor) else ()) for p in parameters]
+        ctx.parameters = parameters
         call.results = [step.wrap(i, r) for i, r in enumerate(locals_)]
         return tuple(call.results[i] for i in step.differentiable)
 
@@ -220,25 +283,22 @@ class _StepFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         step: Step = ctx.call.step
+        ctx.call.agree("backward")
         # Taken off their lists: an iterator would hold all of them until the pass ends.
         tensors, others = list(ctx.saved_tensors), list(ctx.others)
         saved = [(tensors if is_tensor else others).pop(0) for is_tensor in ctx.is_tensor]
         ctx.maybe_clear_saved_tensors()
         incoming = {str(i): g for i, g in zip(step.differentiable, gradients, strict=True)}
-        tangents = [step.tangent(name, incoming[name]) for name in step.cut.tangents]
-        with step_seed(ctx.seed):  # what is computed again draws the same numbers
+        with ctx.call.during("backward"), step_seed(ctx.seed):  # what is computed again draws the same numbers
+            tangents = [step.tangent(name, incoming[name]) for name in step.cut.tangents]
             found = step.backward(saved, tangents, ctx.call.postponed)
-        wrapped: list[torch.Tensor | None] = [None]
-        for name, (shape, placements) in zip(step.parameters, ctx.parameters, strict=True):
-            local = found.get(name)
-            if local is None:
-                wrapped.append(None)
-                continue
-            type_, layout = step.types.parameters[name]
-            local = stored(local, type_, layout, step.place.coordinates)
-            gradient = from_local(local, step.place, shape, placements)
-            wrapped.append(staged(gradient, home_of(layout)) if isinstance(gradient, DTensor) else gradient)
-        return tuple(wrapped)
+        asked = ctx.needs_input_grad[1:]
+        wrapped = [
+            as_gradient(found.pop(name), p, step.types.parameters[name], step.place) if needed and name in found else None
+            for name, p, needed in zip(step.parameters, ctx.parameters, asked, strict=True)
+        ]
+        deliver(found, ctx.call.postponed, step.place)
+        return None, *wrapped
 
 
 class _Refusal(torch.autograd.Function):
