@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -21,10 +22,12 @@ from autopar.layout import Layout, Replicate, Split, replicated
 from autopar.pipeline.asked import along_with, without_pipeline
 from autopar.plan import Plan
 from autopar.runtime.boundary import Placements, from_local, part_of, plain_type, to_local, to_placements
+from autopar.runtime.copies import deep_copy, on_a_mesh, refuse_pickling, shallow_copy
 from autopar.runtime.load import load_full, prepare_load, savable
 from autopar.runtime.materialise import Init, materialise, uninitialised
 from autopar.runtime.microbatches import MicrobatchStep
 from autopar.runtime.offload_states import OffloadedStates, offload_states
+from autopar.runtime.optimizer_states import lay_out_states_of
 from autopar.runtime.place import Place
 from autopar.runtime.postpone import Postponed
 from autopar.runtime.specialise import (
@@ -38,13 +41,14 @@ from autopar.runtime.specialise import (
 )
 from autopar.runtime.state import checksum, contents, gathered, slice_replicated
 from autopar.runtime.step import Call, run
+from autopar.runtime.stored import load_into, refuse_strangers
 
 CACHED = 16
 """How many specialisations are kept."""
 
 _OWN = (
     "_original", "_place", "_settings", "_init", "_cache", "_unseen", "_first", "_latest", "_postponed", "_drawn",
-    "_away",
+    "_away", "_family",
 )  # fmt: skip
 
 
@@ -71,8 +75,11 @@ class ParallelModule(nn.Module):
         self._postponed = Postponed()
         self._drawn = 0
         self._away: OffloadedStates | None = None
+        self._family: list[weakref.ref[ParallelModule]] = [weakref.ref(self)]
         self.register_state_dict_post_hook(_save_hook)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_load_hook)  # type: ignore[no-untyped-call]
+        for module in model.modules() if place.mesh is not None else ():
+            module.register_load_state_dict_pre_hook(load_into)  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the original model, such as ``config``."""
@@ -81,7 +88,20 @@ class ParallelModule(nn.Module):
         except AttributeError:
             if name in _OWN or name.startswith("__") or "_original" not in self.__dict__:
                 raise
-            return getattr(self.__dict__["_original"], name)
+            found = getattr(self.__dict__["_original"], name)
+            return found if self._place.mesh is None else on_a_mesh(self, name, found)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """Of its own tensors, for averages of weights."""
+        return deep_copy(self, memo)
+
+    def __copy__(self) -> ParallelModule:
+        """With the same tensors."""
+        return shallow_copy(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """An error that says how to save a model."""
+        return refuse_pickling()
 
     def train(self, mode: bool = True) -> ParallelModule:
         """As in `nn.Module`; the next call specialises for the mode if it has not yet."""
@@ -95,6 +115,7 @@ class ParallelModule(nn.Module):
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             i = next(i for i, t in enumerate(tensors) if t.requires_grad)
             raise ValueError(f"batch tensor {i} requires a gradient, which is not computed: detach it")
+        refuse_strangers(self._original, self._place, self._types().get)
         request = self._request(tensors, skeleton)
         found = self._specialised(request)
         self._compare_contents(request, tensors)
@@ -248,10 +269,9 @@ class ParallelModule(nn.Module):
             search = replace(search, pins={**search.pins, **along_with(self._first.plan)})
             settings = replace(settings, search=search)
         found = specialise(self._original, request, settings, self._place, placements=placements, weights=weights)
-        if first:
-            self._place = found.place
-            self._lay_out(found)
-            self._first = found
+        for member in [m() for m in self._family] if first else ():  # copies made before go on like this one
+            if member is not None:
+                member._decide(found)
         self._latest = self._cache[key] = found
         self._unseen.add(key)
         while len(self._cache) > CACHED:
@@ -272,7 +292,7 @@ class ParallelModule(nn.Module):
     def _key(self, request: Request) -> Any:
         device = self._place.device.type
         modes = tuple(m.training for m in self.modules())
-        parameters = tuple((p.requires_grad, p.dtype) for p in self.parameters())
+        parameters = tuple((p.requires_grad, p.dtype, p.shape) for p in self.parameters())
         autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         layouts = tuple(sorted((i, str(p)) for i, p in request.layouts.items()))
         return request.shapes, repr(request.skeleton), layouts, modes, parameters, torch.is_grad_enabled(), autocast
@@ -281,15 +301,24 @@ class ParallelModule(nn.Module):
         plain = to_placements(plain_type((), torch.float32), replicated(len(self._place.axes)))
         return {n: tuple(p.placements) if isinstance(p, DTensor) else plain for n, p in self.named_parameters()}
 
-    def _lay_out(self, found: Specialisation) -> None:
-        """Keep this rank's part of every parameter, under the first plan."""
+    def _decide(self, found: Specialisation) -> None:
+        """Let the layouts of the parameters be those of a specialisation, if they are not decided yet."""
+        if self._first is not None:
+            return
+        self._place, self._first = found.place, found
         types, named = found.step.types.parameters, dict(self.named_parameters())
-        for name, parameter in named.items():
+        for name, parameter in named.items():  # of which each rank keeps its part
             if not to_local(parameter).is_meta and name in types:
                 slice_replicated(parameter, *types[name], self._place)
         materialise(self._original, self._init, types, found.program.aliases, self._place)
-        if found.states_away:
-            self._away = offload_states([named[name] for name in found.states_away])
+        self._offload_states()
+        if self._place.mesh is not None:
+            lay_out_states_of(named.values())
+
+    def _offload_states(self) -> None:
+        away = () if self._first is None else self._first.states_away
+        named = dict(self.named_parameters())
+        self._away = offload_states([named[name] for name in away]) if away else None
 
     def _types(self) -> Any:
         return {} if self._first is None else self._first.step.types.parameters
