@@ -37,6 +37,7 @@ __all__ = [
     "budget_partition",
     "checkpoint_replaced",
     "compiling",
+    "convert_assigned",
     "default_partition",
     "dtensor_overloads",
     "get_decompositions",
@@ -220,26 +221,49 @@ def reduce_found_inf_over_every_gradient() -> None:
     """Make `torch.amp.GradScaler` skip a step on every rank if a gradient overflows on one.
 
     Torch reduces what it found over the axes on which the first of several DTensor gradients is split, and over no
-    others: where layouts differ, some ranks would skip the step and others take it.
+    others: where layouts differ, or replicas do, some ranks would skip the step and others take it.
     """
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Partial
 
     unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    one_layout = handlers[unscale]
-    if getattr(one_layout, "every_gradient", False):
-        return
 
-    def every_layout(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        gradients, *rest = args
-        alike: dict[Any, list[Any]] = {}
-        for gradient in gradients:
-            alike.setdefault((gradient.device_mesh, gradient.placements), []).append(gradient)
-        for group in alike.values():
-            one_layout(call, (group, *rest), kwargs)
+    def every_gradient(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        gradients, found, scale = args
+        call([g._local_tensor if isinstance(g, DTensor) else g for g in gradients], found, scale, **kwargs)
+        for mesh in dict.fromkeys(g.device_mesh for g in gradients if isinstance(g, DTensor)):
+            own = DTensor.from_local(found, mesh, [Partial("max")] * mesh.ndim, run_check=False)
+            found.copy_(own.full_tensor())
 
-    every_layout.every_gradient = True  # type: ignore[attr-defined]
-    handlers[unscale] = every_layout
+    handlers[unscale] = every_gradient
+
+
+def convert_assigned(convert: Callable[[Any, torch.Tensor, str], torch.Tensor | None]) -> None:
+    """Let ``convert(tensor, value, name)`` say what is assigned to ``.data`` and ``.grad`` of a DTensor.
+
+    Torch takes any tensor of the global shape for ``.data`` and leaves the local tensor, and so the values, as they
+    were; a plain tensor as ``.grad`` fails in the next operator on it, or is taken for this rank's part.
+
+    Args:
+        convert: None for a tensor that is to be assigned as torch does.
+    """
+    from torch.distributed.tensor import DTensor
+
+    data, grad = torch.Tensor.data, torch.Tensor.grad
+
+    def set_data(tensor: Any, value: torch.Tensor) -> None:
+        converted = convert(tensor, value, "data")
+        if converted is None or converted.dtype != tensor.dtype:
+            data.__set__(tensor, value if converted is None else converted)  # type: ignore[attr-defined]
+        if converted is not None:
+            tensor._local_tensor, tensor._spec = converted._local_tensor, converted._spec  # type: ignore[attr-defined]
+
+    def set_grad(tensor: Any, value: torch.Tensor | None) -> None:
+        converted = None if value is None else convert(tensor, value, "grad")
+        grad.__set__(tensor, value if converted is None else converted)  # type: ignore[attr-defined]
+
+    DTensor.data = property(data.__get__, set_data)  # type: ignore[attr-defined, assignment]
+    DTensor.grad = property(grad.__get__, set_grad, grad.__delete__)  # type: ignore[attr-defined, assignment]
 
 
 def refuse_items_of_unreduced() -> None:

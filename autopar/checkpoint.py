@@ -20,8 +20,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
-from autopar.runtime.boundary import redistribute
-from autopar.runtime.load import in_layout, savable
+from autopar.runtime.boundary import in_layout, redistribute
+from autopar.runtime.load import savable
 from autopar.runtime.module import ParallelModule
 
 

@@ -214,6 +214,14 @@ def redistribute(tensor: torch.Tensor, place: Place, placements: Placements) -> 
         return tensor.redistribute(place.mesh, placements)
 
 
+def in_layout(value: DTensor, type_: TensorType, layout: Layout, place: Place) -> torch.Tensor:
+    """A DTensor in the layout of a parameter; a collective call unless it has it already."""
+    if is_everywhere(layout):
+        return redistribute(value, place, to_placements(type_, layout))
+    block = stored_block(full_tensor(value), type_, layout, place.sizes, place.coordinates)
+    return of_layout(block, place, type_, layout)
+
+
 def part_of(tensor: torch.Tensor, type_: TensorType, layout: Layout, place: Place) -> torch.Tensor:
     """This rank's block in ``layout``, as it computes on it, of a DTensor of any placements or a whole plain tensor."""
     if not isinstance(tensor, DTensor):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.capture.slots import Signature, Slots, differences
@@ -45,6 +45,13 @@ class Kept:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def copy(self) -> Kept:
+        """The same specialisations, for a copy of the model."""
+        new = Kept(self.limit)
+        new._made = self._made
+        new._entries.update({n: replace(entry) for n, entry in self._entries.items()})
+        return new
 
     def find(self, key: Any, numbers: Sequence[float], slots: Slots) -> Specialisation | None:
         """That of a call, which is then the one used last."""

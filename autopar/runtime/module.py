@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -27,11 +28,13 @@ from autopar.pipeline.asked import along_with, without_pipeline
 from autopar.plan import Plan
 from autopar.runtime.boundary import Placements, from_local, part_of, plain_type, to_local, to_placements
 from autopar.runtime.control import FAILURES, NO_SYNC, WAITING
+from autopar.runtime.copies import RESIZING, SAVING, deep_copy, on_a_mesh, refuse_pickling, shallow_copy
 from autopar.runtime.kept import Kept
 from autopar.runtime.load import load_full, prepare_load, savable
 from autopar.runtime.materialise import Init, materialise, uninitialised
 from autopar.runtime.microbatches import MicrobatchStep
 from autopar.runtime.offload_states import OffloadedStates, offload_states
+from autopar.runtime.optimizer_states import lay_out_states_of
 from autopar.runtime.place import Place
 from autopar.runtime.postpone import Postponed
 from autopar.runtime.specialise import (
@@ -46,6 +49,7 @@ from autopar.runtime.specialise import (
 )
 from autopar.runtime.state import checksum, contents, gathered, slice_replicated
 from autopar.runtime.step import Call, deliver, reduce_postponed, run
+from autopar.runtime.stored import load_into, refuse_strangers
 
 MANY = 4
 """States of the model for which a graph has been captured when that is worth a warning."""
@@ -54,7 +58,7 @@ logger = logging.getLogger("autopar")
 
 _OWN = (
     "_original", "_place", "_settings", "_init", "_cache", "_unseen", "_first", "_latest", "_postponed", "_drawn",
-    "_number", "_described", "_away", "_slots", "_state_dict_hooks", "_load_state_dict_pre_hooks",
+    "_number", "_described", "_away", "_family", "_slots", "_state_dict_hooks", "_load_state_dict_pre_hooks",
 )  # fmt: skip
 
 
@@ -84,16 +88,31 @@ class ParallelModule(nn.Module):
             place.control.calls.append(0)
         self._described: dict[Any, tuple[tuple[str, str], ...]] = {}
         self._away: OffloadedStates | None = None
+        self._family: list[weakref.ref[ParallelModule]] = [weakref.ref(self)]
         self.register_state_dict_post_hook(_save_hook)  # type: ignore[no-untyped-call]
         hooks: Any = self._state_dict_hooks
         hooks.move_to_end(next(reversed(hooks)), last=False)  # before the model's own change names
         self.register_load_state_dict_pre_hook(_load_hook)  # type: ignore[no-untyped-call]
+        for module in model.modules() if place.mesh is not None else ():
+            module.register_load_state_dict_pre_hook(load_into)  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the original model, such as ``config``."""
         if name in _OWN or "_original" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.__dict__["_original"], name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """Of its own tensors, for averages of weights."""
+        return deep_copy(self, memo)
+
+    def __copy__(self) -> ParallelModule:
+        """With the same tensors."""
+        return shallow_copy(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """An error that says how to save a model."""
+        return refuse_pickling()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes are the original's, so that its forward sees what is set here."""
@@ -131,6 +150,7 @@ class ParallelModule(nn.Module):
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             i = next(i for i, t in enumerate(tensors) if t.requires_grad)
             raise ValueError(f"batch tensor {i} requires a gradient, which is not computed: detach it")
+        refuse_strangers(self._original, self._place, self._types().get)
         request = self._request(tensors, skeleton)
         name = self._agreed("forward", request)
         found = self._specialised(request)
@@ -352,10 +372,9 @@ class ParallelModule(nn.Module):
             self._original, request, settings, self._place,
             placements=placements, weights=weights, known=others,
         )  # fmt: skip
-        if first:
-            self._place = found.place
-            self._lay_out(found)
-            self._first = found
+        for member in [m() for m in self._family] if first else ():  # copies made before go on like this one
+            if member is not None:
+                member._decide(found)
         self._cache.add(key, found, states[found.program.state.constants])
         self._latest = found
         self._unseen.add(key)
@@ -375,7 +394,7 @@ class ParallelModule(nn.Module):
     def _key(self, request: Request) -> Any:
         device = self._place.device.type
         modes = tuple(m.training for m in self.modules())
-        parameters = tuple((p.requires_grad, p.dtype) for p in self.parameters())
+        parameters = tuple((p.requires_grad, p.dtype, p.shape) for p in self.parameters())
         autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         layouts = tuple(sorted((i, str(p)) for i, p in request.layouts.items()))
         return request.shapes, repr(request.skeleton), layouts, modes, parameters, torch.is_grad_enabled(), autocast
@@ -384,15 +403,24 @@ class ParallelModule(nn.Module):
         plain = to_placements(plain_type((), torch.float32), replicated(len(self._place.axes)))
         return {n: tuple(p.placements) if isinstance(p, DTensor) else plain for n, p in self.named_parameters()}
 
-    def _lay_out(self, found: Specialisation) -> None:
-        """Keep this rank's part of every parameter, under the first plan."""
+    def _decide(self, found: Specialisation) -> None:
+        """Let the layouts of the parameters be those of a specialisation, if they are not decided yet."""
+        if self._first is not None:
+            return
+        self._place, self._first = found.place, found
         types, named = found.step.types.parameters, dict(self.named_parameters())
-        for name, parameter in named.items():
+        for name, parameter in named.items():  # of which each rank keeps its part
             if not to_local(parameter).is_meta and name in types:
                 slice_replicated(parameter, *types[name], self._place)
         materialise(self._original, self._init, types, found.program.aliases, self._place)
-        if found.states_away:
-            self._away = offload_states([named[name] for name in found.states_away])
+        self._offload_states()
+        if self._place.mesh is not None:
+            lay_out_states_of(named.values())
+
+    def _offload_states(self) -> None:
+        away = () if self._first is None else self._first.states_away
+        named = dict(self.named_parameters())
+        self._away = offload_states([named[name] for name in away]) if away else None
 
     def _types(self) -> Any:
         return {} if self._first is None else self._first.step.types.parameters
@@ -435,13 +463,25 @@ def parallel_module(model: nn.Module, place: Place, settings: Settings, init: In
     try:
         made = type(kind)(
             kind.__name__, (ParallelModule, kind),
-            {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "forward": _bound(forward, signature)},
+            {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "forward": _bound(forward, signature),
+             **{name: _own_method(name) for name in (*SAVING, *RESIZING) if hasattr(kind, name)}},
         )  # fmt: skip
     except TypeError:  # a class that cannot be subclassed so
         made = ParallelModule
     parallel: ParallelModule = object.__new__(made)
     ParallelModule.__init__(parallel, model, place, settings, init)
     return parallel
+
+
+def _own_method(name: str) -> Callable[..., Any]:
+    """A method of the model that must not run on parameters of a mesh."""
+
+    def method(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+        found = getattr(self._original, name)
+        return (found if self._place.mesh is None else on_a_mesh(self, name, found))(*args, **kwargs)
+
+    method.__name__ = name
+    return method
 
 
 def _bound(forward: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
