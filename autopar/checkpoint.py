@@ -20,8 +20,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
-from autopar.runtime.boundary import redistribute
-from autopar.runtime.load import in_layout, savable
+from autopar.runtime.boundary import in_layout, redistribute
+from autopar.runtime.load import savable
 from autopar.runtime.module import ParallelModule
 
 
@@ -35,6 +35,11 @@ def state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | None = 
     Returns:
         ``{"model": {name: tensor}, "optimizer": {"state": {name: {...}}, "groups": {number: {...}}}}``.
     """
+    with model._together("checkpoint.state_dict()"):
+        return _state_dict(model, optimizer)
+
+
+def _state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     found: dict[str, Any] = {"model": model.state_dict()}
     if optimizer is None:
         return found
@@ -59,6 +64,11 @@ def load_state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | No
     Raises:
         AutoparError: the state is of another model or optimizer.
     """
+    with model._together("checkpoint.load_state_dict()"):
+        _load_state_dict(model, optimizer, state)
+
+
+def _load_state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | None, state: dict[str, Any]) -> None:
     model.load_state_dict(state["model"])
     if optimizer is None:
         return

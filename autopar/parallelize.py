@@ -18,6 +18,7 @@ from autopar.compiler import DETERMINISTIC_PASSES, PASSES, program_of, rewrite, 
 from autopar.cost.memory import parse_bytes
 from autopar.errors import PlanError
 from autopar.in_microbatches import in_microbatches
+from autopar.outputs import Loss
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.pad_dims import pad_dims
 from autopar.pipeline.asked import is_split_for_stages, split_for_stages
@@ -38,6 +39,7 @@ def parallelize(
     batch: Batch | None = None,
     *,
     loss_fn: LossFunction | None = None,
+    loss: Loss = None,
     inputs: str = "global",
     memory: str | float | None = None,
     optimizer: str = "adamw",
@@ -59,6 +61,9 @@ def parallelize(
         batch: example of the *global* batch (tuple or dict of real, fake or meta tensors): layouts are decided now.
             Without it they are decided by the first call.
         loss_fn: ``loss_fn(output, batch) -> scalar`` for a model that does not return its loss.
+        loss: which scalar of the output is the loss: a key, attribute or index, a path of these such as
+            ``"losses.total"``, or a function that picks it from the output. Only the loss then carries gradients, which
+            microbatches and stages need. Default: the only scalar that requires a gradient; all of several carry theirs.
         inputs: ``"global"``: each rank passes the whole batch, and its part is sliced; ``"local"``: its own rows,
             see ``data_rank`` and ``data_world_size``. DTensors say it themselves.
         memory: budget per device, such as ``"70GiB"``; default: what the device has, less a margin.
@@ -80,6 +85,8 @@ def parallelize(
         CaptureError, MissingRuleError, InfeasibleError, PlanError, RankError: see there.
     """
     _check_arguments(model, inputs)
+    if loss is not None and loss_fn is not None:
+        raise ValueError("loss= picks a scalar of the output and loss_fn= makes one: pass one of them")
     policy = Precision.resolve(precision)
     _check_optimizers(model)
     given = Plan.load(plan) if isinstance(plan, str | Path) else plan
@@ -99,7 +106,7 @@ def parallelize(
         partial(in_microbatches, deterministic=alike),
     )  # fmt: skip
     budget = _budget(place) if memory is None else parse_bytes(memory)
-    settings = Settings(toolchain, machine, budget, optimizer, search, given, loss_fn, inputs, alike)
+    settings = Settings(toolchain, machine, budget, optimizer, search, given, loss_fn, inputs, alike, loss)
     distribute_parameters(model, place)
     parallel = parallel_module(model, place, settings, init)
     if batch is not None:

@@ -16,6 +16,7 @@ from torch import fx
 
 from autopar._torch_compat import LazyGraphModule
 from autopar.accumulate import accumulate
+from autopar.floats import Guard
 from autopar.origin import block_prefixes, is_backward, module_path, without_indices
 from autopar.regions import pinned
 
@@ -178,6 +179,8 @@ class Program:
         repeat: blocks of the model that are left out; such a program can be planned for, not run.
         part: of the batch that the program computes.
         state: what a call does to the model.
+        withheld: results that carry gradients in the model, and not here: only the loss, or only scalars do.
+        guards: what the graph takes for granted of the floats of a call.
     """
 
     graph: fx.GraphModule
@@ -193,6 +196,8 @@ class Program:
     repeat: Repeat | None = None
     part: Microbatch = WHOLE
     state: State = STATELESS
+    withheld: frozenset[int] = frozenset()
+    guards: tuple[Guard, ...] = ()
 
     @property
     def microbatches(self) -> int:
@@ -216,9 +221,15 @@ class Program:
         return list(values)
 
     @property
-    def differentiable(self) -> frozenset[str]:
+    def input_gradients(self) -> frozenset[str]:
         """Batch tensors, by index, that get a gradient."""
         return frozenset(o.name for o in self.outputs if o.kind == "input_gradient")
+
+    @property
+    def results(self) -> list[tuple[Output, fx.Node]]:
+        """What the model returns, and the nodes that make it."""
+        described = zip(self.outputs, self.output_values, strict=True)
+        return [(o, v) for o, v in described if o.kind == "result" and v is not None]
 
     # What follows is computed once: it holds as long as nobody changes the graph in place (see `compiler.rewrite`).
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar import tree
+from autopar import binding
 from autopar.accumulate import Totals
 from autopar.blocks import assemble, block, coordinates, is_zero_outside, without_padding
 from autopar.capture import Batch, Harness, LossFunction
@@ -22,6 +22,7 @@ from autopar.emulate import emulate, run_whole
 from autopar.emulate_pipeline import emulate_pipeline
 from autopar.errors import VerifyError
 from autopar.float64 import as_dtype
+from autopar.outputs import Loss
 from autopar.plan import Plan
 from autopar.precision import Precision
 from autopar.program import Input, Program
@@ -78,6 +79,7 @@ def verify(
     axes: Mapping[str, int],
     *,
     loss_fn: LossFunction | None = None,
+    loss: Loss = None,
     plan: Plan | str | None = None,
     seed: int = 0,
     microbatches: int = 1,
@@ -92,6 +94,7 @@ def verify(
         batch: tuple or dict of real tensors, the global batch.
         axes: name and size of each mesh axis.
         loss_fn: for a model that does not return its loss.
+        loss: which scalar of the output is the loss, as for `autopar.parallelize`.
         plan: what to run; None searches for one, ``"random"`` draws a feasible one.
         microbatches: of the plan that is searched or drawn.
         pins: of the same, see `Search`; they come before ``microbatches``.
@@ -103,12 +106,12 @@ def verify(
         VerifyError: a parameter or batch tensor holds no data.
     """
     policy = Precision.resolve(precision)
-    program = program_of(model, batch, loss_fn=loss_fn, precision=policy)
+    program = program_of(model, batch, loss_fn=loss_fn, loss=loss, precision=policy)
     plan = _plan(program, axes, plan, seed, pins or {MICROBATCHES: microbatches})
     local = rewrite(program, plan, passes=DETERMINISTIC_PASSES)
     values = global_values(program, model, batch, seed)
     report = compare(program, local, plan, values, dtype)
-    return replace(report, capture_error=capture_error(program, model, batch, loss_fn, values, policy))
+    return replace(report, capture_error=capture_error(program, model, batch, loss_fn, values, policy, loss))
 
 
 def capture_error(
@@ -118,21 +121,24 @@ def capture_error(
     loss_fn: LossFunction | None,
     values: Sequence[torch.Tensor],
     policy: Precision | None = None,
+    loss: Loss = None,
 ) -> float:
     """Largest difference between the captured graph and the eager model, both in the precision of the policy.
 
     Raises:
         VerifyError: it is more than rounding.
     """
-    tensors, skeleton = tree.flatten(batch, "batch")
-    harness = Harness(model, skeleton, loss_fn, program.training)
+    tensors, arguments = binding.flatten(model, batch)
+    harness = Harness(model, arguments, loss_fn, program.training, loss)
     state = {f"model.{n}": p.detach().clone().requires_grad_(p.requires_grad) for n, p in model.named_parameters()}
     state.update({f"model.{n}": b.detach().clone() for n, b in model.named_buffers()})
     parameters = {f"model.{n}" for n, _ in model.named_parameters()}
     tensors = [t.detach().clone().requires_grad_() if t.requires_grad else t for t in tensors]
     with torch.set_grad_enabled(program.training), same_numbers(0):
         seen = {n: _computed(t, policy) if n in parameters else t for n, t in state.items()}
-        results = torch.func.functional_call(harness, seen, tuple(_computed(t, policy) for t in tensors))
+        results = torch.func.functional_call(
+            harness, seen, tuple(_computed(t, policy) if i < arguments.tensors else t for i, t in enumerate(tensors))
+        )
     found = {("result", str(i)): r.detach() for i, r in enumerate(results)}
     tangents = [v for v, i in zip(values, program.inputs, strict=True) if i.kind == "tangent"]
     live = [r for r in results if r.requires_grad]
@@ -299,7 +305,7 @@ def tensor_error(found: torch.Tensor, expected: torch.Tensor, scale: float, repl
 
 def global_values(program: Program, model: nn.Module, batch: Batch, seed: int = 0) -> list[torch.Tensor]:
     """Global tensors for every placeholder."""
-    tensors, _ = tree.flatten(batch, "batch")
+    tensors, _ = binding.flatten(model, batch)
     named: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     generator = torch.Generator().manual_seed(seed)
     values = []

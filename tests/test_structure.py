@@ -13,9 +13,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # in this table, never from those below it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("layout", "cluster", "tree", "blocks", "precision"),
+    ("layout", "cluster", "blocks", "precision"),
     ("_torch_compat",),
-    ("draw", "accumulate", "host"),
+    ("draw", "accumulate", "host", "tree", "floats", "binding"),
     ("strategy", "rule_call", "oracle", "padding_oracle", "random_oracle"),
     ("strategies",),
     ("findings", "trial", "isolate", "discover"),
@@ -32,6 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "program",
         "handed",
         "naming",
+        "outputs",
         "capture",
         "decompose",
         "collective",

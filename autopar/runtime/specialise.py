@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate as TorchReplicate
 
-from autopar import tree
+from autopar import binding
 from autopar._torch_compat import FakeTensorMode
 from autopar.capture.hooks import without_hooks
 from autopar.cluster import Cluster
@@ -26,6 +26,7 @@ from autopar.plan import Plan
 from autopar.program import Program, draws, same_graph
 from autopar.runtime.bind import bind
 from autopar.runtime.boundary import Placements, from_placements
+from autopar.runtime.control import AUTOCAST, FROZEN, GRAD, LAYOUTS, MODE, SHAPES, STRUCTURE
 from autopar.runtime.microbatches import MicrobatchStep, cut_microbatches, whole_type
 from autopar.runtime.partition import cut
 from autopar.runtime.pipeline import PipelineStep, cut_stages, inside, line_of
@@ -41,7 +42,7 @@ class Toolchain:
     """The compiler, handed in from above.
 
     Attributes:
-        program_of: ``(model, batch, loss_fn=) -> Program``.
+        program_of: ``(model, batch, loss_fn=, loss=) -> Program``.
         solve: ``(program, axes, cluster, memory=, optimizer=, search=, restrictions=, deterministic=, factored=) ->
             Plan``.
         rewrite: ``(program, plan) -> Program`` on local tensors.
@@ -70,6 +71,7 @@ class Settings:
         loss_fn: for models that do not return their loss.
         inputs: ``global`` or ``local``.
         deterministic: random numbers are those of one device.
+        loss: which scalar of the output is the loss.
     """
 
     toolchain: Toolchain
@@ -81,6 +83,7 @@ class Settings:
     loss_fn: Any
     inputs: str
     deterministic: bool = False
+    loss: Any = None
 
 
 @dataclass(frozen=True)
@@ -88,14 +91,14 @@ class Request:
     """What a call looks like.
 
     Attributes:
-        skeleton: of the batch, see `autopar.tree`.
-        shapes: global shape and dtype of each batch tensor.
+        skeleton: of the arguments, with their floats.
+        shapes: global shape and dtype of each batch tensor, and behind them of each float.
         layouts: of batch tensors that lie on the mesh already, as torch's placements.
         rows: layouts of batch tensors of which each rank passes its part, by index.
         differentiable: batch tensors that require a gradient.
     """
 
-    skeleton: Any
+    skeleton: binding.Arguments
     shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     layouts: Mapping[int, Placements]
     rows: Mapping[int, Layout] = field(default_factory=dict)
@@ -231,10 +234,10 @@ def _capture(model: nn.Module, request: Request, settings: Settings, place: Plac
             torch.empty(shape, dtype=dtype, device=place.device, requires_grad=i in request.differentiable)
             for i, (shape, dtype) in enumerate(request.shapes)
         ]
-    batch = tree.unflatten(request.skeleton, fakes)
+    batch = request.skeleton.fill(fakes)
     own = nullcontext() if settings.loss_fn is not None else without_hooks(model)  # else the module calls them
     with plain_parameters(model, place.device), own:
-        return settings.toolchain.program_of(model, batch, loss_fn=settings.loss_fn)
+        return settings.toolchain.program_of(model, batch, loss_fn=settings.loss_fn, loss=settings.loss)
 
 
 def _compare(program: Program, request: Request, weights: str, place: Place) -> None:
@@ -252,6 +255,32 @@ def _compare(program: Program, request: Request, weights: str, place: Place) -> 
         for rank, values in enumerate(everyone):
             if values[i] != everyone[0][i]:
                 raise RankError(f"{what} differs: rank {rank} has {values[i]}, rank 0 has {everyone[0][i]}; {remedy}")
+
+
+def described(request: Request, key: tuple[Any, ...]) -> tuple[tuple[str, str], ...]:
+    """What must be the same on every rank of a call, in words.
+
+    Args:
+        request: the call.
+        key: of its specialisation: shapes, structure, layouts, modes, grad mode, parameters, batch tensors that
+            require a gradient, autocast.
+    """
+    _, skeleton, layouts, modes, grad, parameters, asked, autocast = key
+    shapes = ", ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in request.shapes)
+    on = sum(modes)
+    mode = "train" if on == len(modes) else "eval" if not on else f"{on} of {len(modes)} modules in train"
+    trained = sum(needed for needed, *_ in parameters)
+    of_batch = f", batch tensors {sorted(asked)}" if asked else ""
+    return (
+        (SHAPES, shapes), (STRUCTURE, skeleton[:1000]), (LAYOUTS, str(layouts)), (MODE, _with_digest(mode, modes)),
+        (FROZEN, _with_digest(f"{trained} of {len(parameters)} parameters{of_batch}", parameters)),
+        (GRAD, "on" if grad else "off"),
+        (AUTOCAST, str(autocast[1]) if autocast[0] else "off"),
+    )  # fmt: skip
+
+
+def _with_digest(text: str, value: Any) -> str:
+    return f"{text} (#{hashlib.sha256(repr(value).encode()).hexdigest()[:6]})"
 
 
 def compare_contents(digest: str, part: int, place: Place) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,6 +18,8 @@ from autopar.errors import AutoparError
 from autopar.layout import Layout, TensorType
 from autopar.program import GRADIENTS, Output, Program
 from autopar.runtime.boundary import computed, from_local, part_of, stored, to_local, to_placements
+from autopar.runtime.control import FAILURES, NO_SYNC, WAITING
+from autopar.runtime.failing_node import failing_node
 from autopar.runtime.input_gradients import Gradients, Origin
 from autopar.runtime.partition import Cut
 from autopar.runtime.place import Place
@@ -60,6 +63,15 @@ class Step:
     def parameters(self) -> list[str]:
         """Names of the parameters that go in, in order."""
         return [i.name for i in self.cut.inputs if i.kind == "parameter"]
+
+    @cached_property
+    def differentiable(self) -> list[int]:
+        """Indices of the results that carry gradients."""
+        return sorted(int(i.name) for i in self.program.inputs if i.kind == "tangent")
+
+    def graphs(self) -> list[fx.GraphModule | None]:
+        """What runs, parts that reduce gradients by themselves included."""
+        return [self.cut.steady, self.cut.forward, self.cut.backward, *self.__dict__.get("_reductions", ())]
 
     @property
     def trains(self) -> bool:
@@ -224,6 +236,7 @@ class Call:
         buffers: of the model, by name.
         batch: this rank's part of each batch tensor.
         postponed: gradients that wait.
+        name: such as ``call 3 of Mlp``.
         origins: how the batch tensors that require a gradient were passed.
         results: of the model.
     """
@@ -232,8 +245,25 @@ class Call:
     buffers: dict[str, torch.Tensor]
     batch: list[torch.Tensor]
     postponed: Postponed
+    name: str = ""
     origins: tuple[Origin, ...] = ()
     results: list[torch.Tensor] = field(default_factory=list)
+
+    def agree(self, pass_: str, details: tuple[tuple[str, str], ...] = ()) -> None:
+        """Wait until every rank is about to do the same.
+
+        Raises:
+            RankError: one is not, or does not come.
+        """
+        place = self.step.place
+        if place.control is not None:
+            window = ((NO_SYNC, str(self.postponed.active)), (WAITING, self.postponed.described()))
+            place.meet(f"{pass_} of {self.name}", (*details, *window, (FAILURES, place.control.failures())))
+
+    def during(self, pass_: str) -> AbstractContextManager[None]:
+        """In place of the error of a collective within, one that says which, and what has become of the ranks."""
+        graphs = self.step.graphs
+        return self.step.place.during(f"{pass_} of {self.name}", lambda e: failing_node(e, graphs()))
 
 
 def run(
@@ -248,16 +278,15 @@ def run(
     """
     step = call.step
     if not step.trains:
-        results, _ = step.forward(parameters, call.buffers, call.batch)
+        with call.during("forward"):
+            results, _ = step.forward(parameters, call.buffers, call.batch)
         return [step.wrap(i, r) for i, r in enumerate(results)]
-    outputs = _StepFunction.apply(call, *parameters, *differentiable)  # type: ignore[no-untyped-call]
-    loss = step.program.loss
-    if loss is None:
-        return list(outputs)
+    apply: Any = _StepFunction.apply
+    outputs = dict(zip(step.differentiable, apply(call, *parameters, *differentiable), strict=True))
     anchor = torch.empty(0, requires_grad=True)
     refuse: Any = _Refusal.apply
     return [
-        outputs if i == loss else refuse(anchor, [r], i) if r.is_floating_point() else r
+        outputs[i] if i in outputs else refuse(anchor, [r], i) if i in step.program.withheld else r
         for i, r in enumerate(call.results)
     ]
 
@@ -269,33 +298,30 @@ class _StepFunction(torch.autograd.Function):
     def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> Any:
         step = call.step
         parameters = tensors[: len(tensors) - len(call.origins)]
-        locals_, saved = step.forward(parameters, call.buffers, call.batch)
+        with call.during("forward"):
+            locals_, saved = step.forward(parameters, call.buffers, call.batch)
         ctx.set_materialize_grads(False)
         ctx.seed = current_seed()
-        ctx.call = Call(step, {}, [], call.postponed, call.origins)
+        ctx.call = Call(step, {}, [], call.postponed, call.name, call.origins)
         ctx.is_tensor = [isinstance(v, torch.Tensor) for v in saved]
         ctx.others = [v for v in saved if not isinstance(v, torch.Tensor)]
         ctx.save_for_backward(*(v for v in saved if isinstance(v, torch.Tensor)))
         ctx.parameters = parameters
         call.results = [step.wrap(i, r) for i, r in enumerate(locals_)]
-        if step.program.loss is not None:
-            return call.results[step.program.loss]
-        differentiable = {i.name for i in step.program.inputs if i.kind == "tangent"}
-        ctx.mark_non_differentiable(*(r for i, r in enumerate(call.results) if str(i) not in differentiable))
-        return tuple(call.results)
+        return tuple(call.results[i] for i in step.differentiable)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         step: Step = ctx.call.step
+        ctx.call.agree("backward")
         # Taken off their lists: an iterator would hold all of them until the pass ends.
         tensors, others = list(ctx.saved_tensors), list(ctx.others)
         saved = [(tensors if is_tensor else others).pop(0) for is_tensor in ctx.is_tensor]
         ctx.maybe_clear_saved_tensors()
-        loss = step.program.loss
-        incoming = {str(i): g for i, g in enumerate(gradients)} if loss is None else {str(loss): gradients[0]}
-        tangents = [step.tangent(name, incoming[name]) for name in step.cut.tangents]
-        with step_seed(ctx.seed):  # what is computed again draws the same numbers
+        incoming = {str(i): g for i, g in zip(step.differentiable, gradients, strict=True)}
+        with ctx.call.during("backward"), step_seed(ctx.seed):  # what is computed again draws the same numbers
+            tangents = [step.tangent(name, incoming[name]) for name in step.cut.tangents]
             found, of_batch = step.backward(saved, tangents, ctx.call.postponed)
         asked = ctx.needs_input_grad[1 : 1 + len(ctx.parameters)]
         wrapped = [
@@ -303,17 +329,16 @@ class _StepFunction(torch.autograd.Function):
             for name, p, needed in zip(step.parameters, ctx.parameters, asked, strict=True)
         ]
         deliver(found, ctx.call.postponed, step.place)
-        shown = [  # on every rank, asked for or not: it may take a collective
-            origin.gradient(of_batch[origin.name], step.types.batch[origin.name], step.place)
-            if origin.name in of_batch
-            else None
-            for origin in ctx.call.origins
-        ]
+        with ctx.call.during("backward"):  # on every rank, asked for or not: it may take a collective
+            shown = [
+                o.gradient(of_batch[o.name], step.types.batch[o.name], step.place) if o.name in of_batch else None
+                for o in ctx.call.origins
+            ]
         return None, *wrapped, *shown
 
 
 class _Refusal(torch.autograd.Function):
-    """A result beside the loss: cut off from the parameters, and saying so when a gradient is asked of it.
+    """A result beside the loss or losses: cut off from the parameters, and saying so when a gradient is asked of it.
 
     Merely detaching it would drop the gradient of ``loss + penalty(logits)`` in silence.
     """
@@ -327,6 +352,7 @@ class _Refusal(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         raise AutoparError(
             f"a gradient was asked through output {ctx.index} of the parallelized model, which returns its loss: only "
-            "the loss carries gradients. Compute everything that is trained on inside the model, or pass "
-            "loss_fn=lambda output, batch: ... to autopar.parallelize and make the model return no scalar"
+            "the loss carries gradients (the scalar that loss= names, else all scalars that require one). Compute "
+            "everything that is trained on inside the model, or pass loss_fn=lambda output, batch: ... to "
+            "autopar.parallelize and make the model return no scalar"
         )

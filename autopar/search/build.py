@@ -121,7 +121,7 @@ class _Maker:
         self.sizes = tables.machine.sizes
         self.chains = from_parameters(program) if memory.again == "gathers" else set()
         self.carried = carried(program, classes) if memory.again == "search" else frozenset()
-        inputs, shown = zip(program.placeholders, program.inputs, strict=True), program.differentiable
+        inputs, shown = zip(program.placeholders, program.inputs, strict=True), program.input_gradients
         self.differentiable = {classes.key[n] for n, i in inputs if i.kind == "batch" and i.name in shown}
         outputs = program.output_values[: program.forward_outputs]
         self.returned = {producer(v)[0] for v in outputs if v is not None}  # and held by the caller anyway
