@@ -81,7 +81,7 @@ def _floats(value: Any) -> bool:
 
 
 class _OwnEpsilon(TorchFunctionMode):
-    """``RMSNorm`` without an epsilon takes that of its dtype: the model's, in graphs too, whatever it is computed in."""
+    """``RMSNorm`` without an epsilon takes that of the model's own dtype, as in graphs, whatever it is computed in."""
 
     def __init__(self, own: torch.dtype) -> None:
         super().__init__()
@@ -89,10 +89,10 @@ class _OwnEpsilon(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func is torch.rms_norm and len(args) < 4 and kwargs.get("eps") is None:
-            kwargs["eps"] = self.epsilon
-        elif func is torch.rms_norm and args[3:] == (None,):
+        if func in (torch.rms_norm, nn.functional.rms_norm) and args[3:] == (None,):
             args = (*args[:3], self.epsilon)
+        elif func in (torch.rms_norm, nn.functional.rms_norm) and len(args) < 4 and kwargs.get("eps") is None:
+            kwargs["eps"] = self.epsilon
         return func(*args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""What a distributed program is held against: the model in eager mode, or the captured graph where that cannot serve."""
+"""What a distributed program is held against: the model in eager mode, or its captured graph where that cannot be."""
 
 from __future__ import annotations
 

@@ -15,12 +15,14 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from autopar import tree
+from autopar._torch_compat import FakeTensor
 from autopar.draw import derive_seed, step_seed
 from autopar.errors import AutoparError, PlanError
 from autopar.layout import Layout, Replicate, Split, replicated
 from autopar.pipeline.asked import along_with, without_pipeline
 from autopar.plan import Plan
-from autopar.runtime.boundary import Placements, from_local, part_of, plain_type, to_local, to_placements
+from autopar.runtime.boundary import Placements, from_local, full_tensor, part_of, plain_type, to_local, to_placements
+from autopar.runtime.check_first import check_first
 from autopar.runtime.load import load_full, prepare_load, savable
 from autopar.runtime.materialise import Init, materialise, uninitialised
 from autopar.runtime.microbatches import MicrobatchStep
@@ -44,7 +46,7 @@ CACHED = 16
 
 _OWN = (
     "_original", "_place", "_settings", "_init", "_cache", "_unseen", "_first", "_latest", "_postponed", "_drawn",
-    "_away",
+    "_away", "_checked",
 )  # fmt: skip
 
 
@@ -66,6 +68,7 @@ class ParallelModule(nn.Module):
         self._place, self._settings, self._init = place, settings, init
         self._cache: OrderedDict[Any, Specialisation] = OrderedDict()
         self._unseen: set[Any] = set()
+        self._checked: set[Any] = set()
         self._first: Specialisation | None = None
         self._latest: Specialisation | None = None
         self._postponed = Postponed()
@@ -98,6 +101,7 @@ class ParallelModule(nn.Module):
         request = self._request(tensors, skeleton)
         found = self._specialised(request)
         self._compare_contents(request, tensors)
+        self._check(found, request, tensors)
         step = found.step
         batch = [part_of(t, *step.types.batch[str(i)], self._place) if self._is_whole(t) else to_local(t).contiguous()
                  for i, t in enumerate(tensors) if str(i) in step.types.batch]  # fmt: skip
@@ -114,7 +118,8 @@ class ParallelModule(nn.Module):
         """Decide layouts and build the graphs for a global batch (real, fake or meta tensors) before the first call."""
         tensors, skeleton = tree.flatten(batch, "batch")
         shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
-        self._specialised(Request(skeleton, shapes, {}))
+        request = Request(skeleton, shapes, {})
+        self._check(self._specialised(request), request, tensors)
 
     @property
     def plan(self) -> Plan:
@@ -268,6 +273,17 @@ class ParallelModule(nn.Module):
             part = 0 if self._settings.inputs == "global" else self.data_rank
             compare_contents(contents(plain), part, self._place)
             self._unseen.remove(key)
+
+    def _check(self, found: Specialisation, request: Request, tensors: list[torch.Tensor]) -> None:
+        """With ``check=True``, before the first step of a mode: the plan must compute what the model does."""
+        mode = (tuple(m.training for m in self.modules()), torch.is_grad_enabled(), repr(request.skeleton))
+        if self._settings.require_equal is None or mode in self._checked:
+            return
+        if uninitialised(self._original) or any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
+            return  # an example without values: the first call checks
+        self._checked.add(mode)
+        whole = [full_tensor(self._gatherable(t, request, i)) for i, t in enumerate(tensors)]
+        check_first(self._original, found, request, whole, self._settings, self._types(), self._placements())
 
     def _key(self, request: Request) -> Any:
         device = self._place.device.type

@@ -68,6 +68,8 @@ class Settings:
         loss_fn: for models that do not return their loss.
         inputs: ``global`` or ``local``.
         deterministic: random numbers are those of one device.
+        require_equal: ``(model, batch, plan) -> text``, which raises where a plan does not compute what the model does;
+            None: plans are not checked.
     """
 
     toolchain: Toolchain
@@ -79,6 +81,7 @@ class Settings:
     loss_fn: Any
     inputs: str
     deterministic: bool = False
+    require_equal: Callable[..., str] | None = None
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ def specialise(
     program = place.together(lambda: _capture(model, request, settings, place), "capturing the model")
     _compare(program, request, weights, place)
     plan = place.decide(
-        lambda: _plan(program, request, settings, place, placements).to_dict(), "the plan, which rank 0 searches"
+        lambda: plan_again(program, request, settings, place, placements).to_dict(), "the plan, which rank 0 searches"
     )
     chosen = Plan.from_dict(plan)
     place = refined(place, chosen.axes)
@@ -253,9 +256,10 @@ def compare_contents(digest: str, part: int, place: Place) -> None:
             )
 
 
-def _plan(
+def plan_again(
     program: Program, request: Request, settings: Settings, place: Place, placements: Mapping[str, Placements] | None
 ) -> Plan:
+    """A plan for a request: the given one if it fits, else a search, under the layouts that parameters have."""
     given = settings.plan
     if given is not None and (given.fingerprint == program.fingerprint or (placements is None and program.training)):
         return given  # a wrong fingerprint is reported by the rewriting
