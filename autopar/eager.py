@@ -18,7 +18,7 @@ from autopar import tree
 from autopar._torch_compat import TorchDispatchMode
 from autopar.capture import Batch, Harness, LossFunction
 from autopar.draw import generator_states, same_numbers
-from autopar.float64 import HALF_TO_FLOAT, cast_dtypes, in_dtype
+from autopar.float64 import HALF_TO_FLOAT, cast_dtypes, default_dtype, in_dtype
 from autopar.program import Program
 from autopar.written import frozen, is_same, state_of
 
@@ -102,13 +102,8 @@ def _everything_in(dtype: torch.dtype | None, own: torch.dtype) -> Iterator[None
     if dtype is None:
         yield
         return
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with _InDtype(dtype), _OwnEpsilon(own):
-            yield
-    finally:
-        torch.set_default_dtype(before)
+    with default_dtype(dtype), _InDtype(dtype), _OwnEpsilon(own):
+        yield
 
 
 @contextmanager

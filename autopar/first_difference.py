@@ -18,7 +18,7 @@ from autopar.blocks import assemble, coordinates, largest_difference, without_pa
 from autopar.draw import generator_states, restore_generators, same_numbers
 from autopar.emulate import Watch, run_whole
 from autopar.emulate_step import EmulatedStep
-from autopar.float64 import as_dtype
+from autopar.float64 import as_dtype, default_dtype
 from autopar.in_microbatches import in_microbatches
 from autopar.layout import Layout, Partial, Placement, Replicate, Split, TensorType, describe, local_shape
 from autopar.origin import is_backward, module_path, user_line
@@ -254,7 +254,7 @@ def first_in_canonical_form(
 ) -> FirstDifference | None:
     """The first operator that both graphs have and that makes another value in the canonical one."""
     made: dict[str, tuple[Any, Any]] = {}
-    with same_numbers(0):
+    with same_numbers(0), default_dtype(dtype):
         inputs = [values[i.kind, i.name] for i in captured.inputs]
         run_whole(as_dtype(captured, dtype), inputs, lambda n, v: made.__setitem__(n.name, (n.target, v[0])))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +17,17 @@ HALF_TO_FLOAT = {aten._softmax.default: 2, aten._log_softmax.default: 2}
 """Operators that take float16 to float32, and the number of the argument that says so."""
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """What is created within without a dtype has this one; None: the usual one."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """A tensor in ``dtype``, in its complex form if it is complex; as it is if it is neither, or for None."""
     if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
@@ -25,8 +38,10 @@ def in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 def as_dtype(program: Program, dtype: torch.dtype = torch.float64) -> Program:
     """A copy of the program whose every floating cast, constant and creation is in ``dtype``."""
     module = copy_graph(program.graph)
-    for node in module.graph.nodes:
-        if node.op == "call_function":
+    for node in list(module.graph.nodes):
+        if node.target is aten._assert_tensor_metadata.default:  # of the dtype that was
+            module.graph.erase_node(node)
+        elif node.op == "call_function":
             node.args = cast_dtypes(node.args, dtype)
             node.kwargs = cast_dtypes(node.kwargs, dtype)
             if node.target in HALF_TO_FLOAT:

@@ -16,7 +16,7 @@ from autopar.draw import generator_states, same_numbers
 from autopar.eager import CALLS, EagerCall, Key, eager_calls
 from autopar.emulate import run_whole
 from autopar.first_difference import tolerance_of
-from autopar.float64 import as_dtype, in_dtype
+from autopar.float64 import as_dtype, default_dtype, in_dtype
 from autopar.precision import Precision
 from autopar.program import Program
 
@@ -114,7 +114,7 @@ def captured_calls(
         if made and not carries(program):
             made.append(made[0])
             continue
-        with same_numbers(0):
+        with same_numbers(0), default_dtype(dtype):
             outputs = run_whole(graph, [given[i.kind, i.name] for i in program.inputs])
             drawn = generator_states()
         values = {(o.kind, o.name): v for o, v in zip(program.outputs, outputs, strict=True) if v is not None}

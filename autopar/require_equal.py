@@ -49,7 +49,7 @@ def require_equal(
         except Exception as e:
             raise VerifyError(
                 f"the plan cannot be checked: in float64 {type(first).__name__}: {first}; in {dtype} "
-                f"{type(e).__name__}: {e}; leave check=True out, and check a smaller model of the kind with autopar.verify"
+                f"{type(e).__name__}: {e}; leave check=True out, and verify a smaller model of the kind"
             ) from e
     if not all(error <= tolerance for error in report.errors.values()):
         raise VerifyError(_complaint(report))
@@ -68,7 +68,8 @@ def _complaint(report: EquivalenceReport) -> str:
     first = report.first_difference
     found = f"the first difference: {first}" if first is not None else "no node differs by more than rounding"
     return (
-        f"the plan does not compute what the model does in eager mode: {report.worst} is off by {report.max_error:.2g}; "
+        f"the plan does not compute what the model does in eager mode: {report.worst} is off by "
+        f"{report.max_error:.2g}; "
         f"{found}; please report it with the model. Another plan may be right (plan= or search=), and check=False runs "
         "this one all the same"
     )

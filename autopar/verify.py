@@ -66,8 +66,8 @@ class EquivalenceReport:
         reference_gradients: the same from the plain model.
         results: full outputs by position.
         reference_results: the same from the plain model.
-        errors: of every tensor by name; replicas that differ count. What differs in the second call, and attributes that
-            the model writes, are there too.
+        errors: of every tensor by name; replicas that differ count. What differs in the second call is there, too, and
+            attributes that the model writes.
         capture_error: largest difference between the captured graph and the eager model; NaN where they were not
             compared.
         plan: the plan that was run.

@@ -27,7 +27,7 @@ SHARE = 0.5
 """Of the memory that is free on rank 0's device: what a check may take."""
 
 COPIES = 5
-"""Of the parameters, besides those of the emulated devices: values, the eager model, gradients of both, of two calls."""
+"""Of the parameters, besides those of the emulated devices: values, the eager model, gradients of both in two calls."""
 
 
 @dataclass(frozen=True)
