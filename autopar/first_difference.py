@@ -129,8 +129,8 @@ def _watch(step: EmulatedStep, part: Program, values: Mapping[str, Any]) -> Watc
     plan, limit = step.plan.inner, tolerance_of(step.dtype)
 
     def watch(node: fx.Node, made: list[Any]) -> None:
-        source = local.get(node.meta["moves"], node) if "moves" in node.meta else node
-        name = source.meta.get("whole", "") if "moves" not in node.meta or source is not node else ""
+        source = local.get(node.meta["moves"]) if _is_move(node) else node
+        name = "" if source is None else source.meta.get("whole", "")
         if name not in values or "layouts" not in node.meta or node.meta.get("internal"):
             return
         whole = values[name]
@@ -150,6 +150,11 @@ def _watch(step: EmulatedStep, part: Program, values: Mapping[str, Any]) -> Watc
     return watch
 
 
+def _is_move(node: fx.Node) -> bool:
+    """Whether a pass put the node in to bring a value into another layout; it is no node of the global graph."""
+    return "moves" in node.meta and "whole" not in node.meta
+
+
 def _used_outputs(node: fx.Node) -> list[int]:
     """Numbers of the outputs that something takes; what is in others may be anything."""
     if len(node.meta["types"]) == 1:
@@ -164,11 +169,11 @@ def _difference(
         return "" if layout is None else describe(source.meta["types"][i], layout, names)
 
     inputs = []
-    for argument in tensor_arguments(node) if "moves" not in node.meta else ():
+    for argument in tensor_arguments(node) if not _is_move(node) else ():
         source, i = argument.args if argument.target is operator.getitem else (argument, 0)
         if "layouts" in source.meta:  # type: ignore[union-attr]
             inputs.append(text(source, i, source.meta["layouts"][i]))  # type: ignore[arg-type,index,union-attr]
-    called = f"{_collective(node)}of {original.target}" if "moves" in node.meta else str(original.target)
+    called = f"{_collective(node)}of {original.target}" if _is_move(node) else str(original.target)
     return FirstDifference(
         REWRITING, original.name, called, module_path(original), _line(original), is_backward(node), error,
         expected=text(node, index, node.meta["layouts"][index]), found=text(node, index, lies), inputs=tuple(inputs),
@@ -177,7 +182,7 @@ def _difference(
 
 def _collective(node: fx.Node) -> str:
     """``all_reduce over data `` for the last node of a move."""
-    while node.all_input_nodes and "moves" in node.meta:
+    while node.all_input_nodes and _is_move(node):
         if "collective" in node.meta:
             return f"{node.meta['collective'].kind} over {node.meta['collective'].axis} "
         node = node.all_input_nodes[0]
