@@ -19,6 +19,9 @@ aten = torch.ops.aten
 
 Group = list[int]
 
+Watch = Callable[[fx.Node, list[Any]], None]
+"""``watch(node, values)``: sees what a node has made on every rank."""
+
 
 def emulate(
     program: Program,
@@ -26,6 +29,7 @@ def emulate(
     sizes: Sequence[int],
     inputs: Sequence[Sequence[torch.Tensor]],
     shared: dict[fx.Node, list[Any]] | None = None,
+    watch: Watch | None = None,
 ) -> list[list[torch.Tensor | None]]:
     """Run a rewritten program on every rank of a mesh.
 
@@ -35,6 +39,7 @@ def emulate(
         sizes: of the mesh axes.
         inputs: ``inputs[i][rank]``, the local tensors of each placeholder.
         shared: of a step in microbatches, what all of them take: the first fills it, the others compute it no more.
+        watch: called with every operator node and its values on all ranks, in order.
 
     Returns:
         ``outputs[i][rank]``; None for an output that does not exist.
@@ -56,15 +61,19 @@ def emulate(
                 environment[node] = known or _step(node, environment, names, where, groups)
                 if shared is not None and is_steady(node):
                     shared[node] = environment[node]
+                if watch is not None:
+                    watch(node, environment[node])
             for dead in last.get(node, ()):
                 del environment[dead]
     ranks = range(len(where))
     return [[None if v is None else environment[v][r] for r in ranks] for v in program.output_values]
 
 
-def run_whole(program: Program, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+def run_whole(
+    program: Program, inputs: Sequence[torch.Tensor], watch: Watch | None = None
+) -> list[torch.Tensor | None]:
     """Run a program on global tensors, as one device would, whatever their strides."""
-    return [v[0] for v in emulate(with_contiguous(program), (), (), [[x] for x in inputs])]
+    return [v[0] for v in emulate(with_contiguous(program), (), (), [[x] for x in inputs], watch=watch)]
 
 
 def _groups(where: list[tuple[int, ...]], axis: int) -> list[Group]:

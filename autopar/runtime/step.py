@@ -294,7 +294,9 @@ class _StepFunction(torch.autograd.Function):
             found = step.backward(saved, tangents, ctx.call.postponed)
         asked = ctx.needs_input_grad[1:]
         wrapped = [
-            as_gradient(found.pop(name), p, step.types.parameters[name], step.place) if needed and name in found else None
+            as_gradient(found.pop(name), p, step.types.parameters[name], step.place)
+            if needed and name in found
+            else None
             for name, p, needed in zip(step.parameters, ctx.parameters, asked, strict=True)
         ]
         deliver(found, ctx.call.postponed, step.place)
