@@ -19,6 +19,7 @@ from autopar._torch_compat import TorchDispatchMode
 from autopar.capture import Batch, Harness, LossFunction
 from autopar.capture.hooks import hooks_undone
 from autopar.capture.slots import state_tensors
+from autopar.capture.writes import written_tensors
 from autopar.draw import generator_states, same_numbers
 from autopar.float64 import HALF_TO_FLOAT, cast_dtypes, default_dtype, in_dtype
 from autopar.outputs import Loss
@@ -175,17 +176,23 @@ def _call(
     parameters = dict(model.named_parameters())
     for p in parameters.values():
         p.grad = None
-    before = {k: t.detach().clone() for k, t in _state(model).items()}
+    objects = _state(model)
+    before = {k: t.detach().clone() for k, t in objects.items()}
     known = state_of(model)
     results = harness(*given)
     live = [(i, r) for i, r in enumerate(results) if r.requires_grad]
+    left = written_tensors(model, program.state.writes)
+    live += [(i, t) for i, t in left.items() if i >= len(results) and str(i) in tangents and t.requires_grad]
     if program.training and live:
         ones = [torch.ones_like(r) if str(i) not in tangents else tangents[str(i)].to(r.dtype) for i, r in live]
         torch.autograd.backward([r for _, r in live], ones)
     values = {("result", str(i)): r.detach().clone() for i, r in enumerate(results)}
     values.update({("gradient", n): p.grad.clone() for n, p in parameters.items() if p.grad is not None})
     values.update({("gradient", f"batch {i}"): t.grad for i, t in enumerate(given) if t.grad is not None})
+    registered = {("buffer", n) for n, _ in model.named_buffers()}
     for key, tensor in _state(model).items():
+        if key[0] == "buffer" and key not in registered and objects.get(key) is not tensor:
+            continue  # an attribute that gets a new tensor: it is among what is written
         if key not in before or not is_same(frozen(before[key]), frozen(tensor)):
             values[key] = tensor.detach().clone()
     after = state_of(model)
@@ -194,7 +201,7 @@ def _call(
 
 
 def _state(model: nn.Module) -> dict[Key, torch.Tensor]:
-    found = {("parameter", n): p for n, p in model.named_parameters()}
+    found: dict[Key, torch.Tensor] = {("parameter", n): p for n, p in model.named_parameters()}
     found.update({("buffer", n): b for n, b in state_tensors(model).items()})
     return found
 

@@ -323,7 +323,7 @@ def _locate(
     if reference.capture_errors and graph is not None:
         return at_output(CAPTURE, graph, reference.capture_errors)
     if not wrong:
-        lost = [(name, e) for name, e in errors.items() if name.startswith("attribute ") and e]
+        lost = [(n, e) for n, e in errors.items() if n.startswith("attribute ") and e > tolerance_of(step.dtype)]
         return at_attribute(lost[0][0].removeprefix("attribute "), lost[0][1]) if lost else None
     given = in_one_dtype(step.program, step.values, step.dtype)
     found = first_in_canonical_form(graph, step.program, given, step.dtype) if graph is not None else None
