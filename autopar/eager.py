@@ -188,7 +188,7 @@ def _call(
         torch.autograd.backward([r for _, r in live], ones)
     values = {("result", str(i)): r.detach().clone() for i, r in enumerate(results)}
     values.update({("gradient", n): p.grad.clone() for n, p in parameters.items() if p.grad is not None})
-    values.update({("gradient", f"batch {i}"): t.grad for i, t in enumerate(given) if t.grad is not None})
+    values.update({("input_gradient", str(i)): t.grad for i, t in enumerate(given) if t.grad is not None})
     registered = {("buffer", n) for n, _ in model.named_buffers()}
     for key, tensor in _state(model).items():
         if key[0] == "buffer" and key not in registered and objects.get(key) is not tensor:

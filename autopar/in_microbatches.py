@@ -55,6 +55,12 @@ def require_early_backward(program: Program) -> None:
             "microbatches are added up by the loss, and the model returns none: return it alone or as the only scalar, "
             f"or pass loss_fn=lambda output, batch: ...; of several scalars name it, with {WHICH}"
         )
+    if program.input_gradients:
+        raise InfeasibleError(
+            f"batch tensor {min(program.input_gradients)} requires a gradient, which is computed when backward() is "
+            "called, of the whole batch: not in microbatches or a pipeline. Detach it where no gradient is needed, "
+            'leave these out (pins={"microbatches": 1}), or compute what it depends on inside the model'
+        )
     if any(v is not None and v.dtype is torch.float16 for n in program.graph.graph.nodes for v in values_of(n)):
         raise InfeasibleError(
             "gradients of microbatches and pipelines are computed before backward() is called, and so before the loss "

@@ -19,7 +19,7 @@ from autopar.errors import PlanError
 from autopar.host import to_device, to_host
 from autopar.origin import block_of, is_backward, module_path
 from autopar.plan import Plan
-from autopar.program import Program, is_steady, tensor_arguments, values_of
+from autopar.program import GRADIENTS, Program, is_steady, tensor_arguments, values_of
 from autopar.propagate import propagate
 
 aten = torch.ops.aten
@@ -96,7 +96,7 @@ class _Liveness:
                 yield Change(None, True, "optimizer", float(state))
         for output, value in zip(program.outputs, program.output_values, strict=True):
             if value is not None:
-                name = "gradients" if output.kind == "gradient" else "results"
+                name = "gradients" if output.kind in GRADIENTS else "results"
                 kept.setdefault(self._storage(value.meta["val"]), name)
                 if name == "results" and output.name in self.part.results:  # those of the microbatches before
                     yield Change(None, True, name, float(value.meta["val"].nbytes * (self.part.count - 1)))

@@ -22,6 +22,9 @@ from autopar.regions import pinned
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
+GRADIENTS = ("gradient", "input_gradient")
+"""Kinds of outputs that the backward pass makes."""
+
 Value = tuple[fx.Node, int]
 """A node that makes tensors, and the number of one of its outputs."""
 
@@ -41,10 +44,11 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """What an output of the graph is: a ``buffer``'s new value, a ``result`` of the model or a ``gradient``.
+    """What an output of the graph is: a ``buffer``'s new value, a ``result`` of the model, or a gradient.
 
     Attributes:
-        name: of the buffer or parameter; index of the result.
+        kind: ``buffer``, ``result``, ``gradient`` of a parameter, or ``input_gradient`` of a batch tensor.
+        name: of the buffer or parameter; index of the result or of the batch tensor.
     """
 
     kind: str
@@ -215,6 +219,11 @@ class Program:
         """The node of each output, in the order of ``outputs``; None for a gradient that does not exist."""
         values: Any = self.output_node.args[0]
         return list(values)
+
+    @property
+    def input_gradients(self) -> frozenset[str]:
+        """Batch tensors, by index, that get a gradient."""
+        return frozenset(o.name for o in self.outputs if o.kind == "input_gradient")
 
     @property
     def results(self) -> list[tuple[Output, fx.Node]]:

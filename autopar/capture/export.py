@@ -28,7 +28,7 @@ from autopar.decompose import decompositions
 from autopar.errors import CaptureError
 from autopar.handed import mark_handed
 from autopar.outputs import Loss
-from autopar.program import Input, Output, Program, State
+from autopar.program import GRADIENTS, Input, Output, Program, State
 from autopar.regions import mark
 
 Batch = tuple[Any, ...] | list[Any] | dict[str, Any]
@@ -50,7 +50,7 @@ def capture(
         batch: positional (tuple or list) or keyword (dict) arguments; real, fake or meta tensors.
         loss_fn: ``loss_fn(output, batch)`` for a model that does not return its loss.
         loss: which scalar of the output is the loss, see `autopar.outputs`.
-        training: with a backward pass; default: gradients are enabled and some parameter requires one.
+        training: with a backward pass; default: gradients are enabled, and a parameter or batch tensor requires one.
         compute: dtype of floating parameters and batch tensors in the graph; default: their own.
 
     Raises:
@@ -62,9 +62,9 @@ def capture(
         raise ValueError("loss= picks a scalar of the output and loss_fn= makes one: pass one of them")
     if not any(True for _ in model.parameters()):
         raise CaptureError(f"{type(model).__name__} has no parameters: there is nothing to parallelize")
-    wants_gradient = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
-    training = wants_gradient if training is None else training
     tensors, arguments = binding.flatten(model, batch)
+    wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (*model.parameters(), *tensors))
+    training = wants_gradient if training is None else training
     asked = _Asked(model, tensors, arguments, loss_fn, loss, training, compute)
     program: Program = floats.watched(arguments.numbers, asked.captured)
     return program
@@ -98,7 +98,8 @@ class _Asked:
         model, training = self.model, self.training
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         dtypes = [self.compute] * self.arguments.tensors + [None] * len(self.arguments.numbers)
-        fakes = tuple(_fake_tensor(t, mode, dtype) for t, dtype in zip(self.tensors, dtypes, strict=True))
+        given = zip(self.tensors, dtypes, strict=True)
+        fakes = tuple(_fake_tensor(t, mode, dtype).requires_grad_(t.requires_grad) for t, dtype in given)
 
         def fake(tensor: torch.Tensor, floating: torch.dtype | None) -> torch.Tensor:
             return _fake_tensor(tensor, mode, floating)
@@ -212,9 +213,10 @@ def _describe(joint: fx.GraphModule, harness: Harness, training: bool) -> Progra
             output = Output("buffer", seen.assigned[int(output.name)])
             kept.pop(output, None)  # what was written in place before is gone
         (kept if output.kind in ("buffer", "parameter") else rest)[output] = value
+    rest = dict(sorted(rest.items(), key=lambda item: _ORDER.index(item[0].kind)))
     node.args = ([*kept.values(), *rest.values()],)
     outputs = (*kept, *rest)
-    forward = sum(o.kind != "gradient" for o in outputs)
+    forward = sum(o.kind not in GRADIENTS for o in outputs)
     found = seen.results
     assert found is not None
     state = State(tuple(seen.writes), frozenset(seen.assigned.values()), observed=tuple(seen.observed))
@@ -222,6 +224,10 @@ def _describe(joint: fx.GraphModule, harness: Harness, training: bool) -> Progra
         joint, inputs, outputs, forward, found.skeleton, found.loss, training, (), harness.aliases,
         withheld=found.withheld, state=state,
     )  # fmt: skip
+
+
+_ORDER = ("result", "input_gradient", "gradient")
+"""Of outputs, behind what the model keeps: `no_sync` splits off the gradients of parameters alone."""
 
 
 def _input(desc: Any) -> Input:
@@ -243,7 +249,7 @@ def _output(desc: Any) -> Output:
         return Output("result", str(desc.idx))
     if kind == "GradAOTOutput":
         source = _input(desc.grad_of)
-        return Output("gradient", source.name if source.kind == "parameter" else f"batch {source.name}")
+        return Output("input_gradient" if source.kind == "batch" else "gradient", source.name)
     if kind == "InputMutationAOTOutput":
         source = _input(desc.mutated_input)
         if source.kind in ("buffer", "parameter"):

@@ -21,6 +21,7 @@ from autopar.layout import Factor, Layout, TensorType
 from autopar.program import Input, Microbatch, Program, is_steady
 from autopar.rows import common_blocks, join, parts_along, take
 from autopar.runtime.boundary import computed, full_tensor, local_block, to_local
+from autopar.runtime.input_gradients import Gradients
 from autopar.runtime.partition import Cut
 from autopar.runtime.place import Place
 from autopar.runtime.postpone import Postponed, split_reductions
@@ -169,14 +170,14 @@ class MicrobatchStep(Step):
             return []
         return list(self.cut.steady(*(value(i) for i in self.cut.inputs if i.kind in HELD)))
 
-    def backward(self, saved: list[Any], tangents: list[torch.Tensor], postponed: Postponed) -> dict[str, torch.Tensor]:
-        """Local gradients by parameter name; empty while their reduction is postponed."""
+    def backward(self, saved: list[Any], tangents: list[torch.Tensor], postponed: Postponed) -> Gradients:
+        """Local gradients of parameters; none while their reduction is postponed."""
         (scale,) = tangents
         with torch.no_grad(), torch.autocast(self.place.device.type, enabled=False):
             if postponed.active or postponed.holds(self):
                 postponed.add(self, [saved.pop(0) * scale for _ in range(len(saved))])
-                return {} if postponed.active else self._with_postponed({}, postponed)
-            return self._scaled(self._named(self._reductions[1](saved)), scale, postponed)
+                return Gradients({} if postponed.active else self._with_postponed({}, postponed))
+            return Gradients(self._scaled(self._named(self._reductions[1](saved)), scale, postponed))
 
     def _scaled(
         self, given: dict[str, torch.Tensor], scale: torch.Tensor, postponed: Postponed

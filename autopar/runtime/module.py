@@ -31,6 +31,7 @@ from autopar.runtime.boundary import Placements, from_local, full_tensor, part_o
 from autopar.runtime.check_first import check_first
 from autopar.runtime.control import FAILURES, NO_SYNC, WAITING
 from autopar.runtime.copies import RESIZING, SAVING, deep_copy, on_a_mesh, refuse_pickling, shallow_copy
+from autopar.runtime.input_gradients import origins, requiring_gradients
 from autopar.runtime.kept import Kept
 from autopar.runtime.load import load_full, prepare_load, savable
 from autopar.runtime.materialise import Init, materialise, uninitialised
@@ -151,9 +152,6 @@ class ParallelModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original returns: scalars plain, other tensors as DTensors."""
         tensors, skeleton = binding.flatten(self._original, binding.Passed(args, kwargs))
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            i = next(i for i, t in enumerate(tensors) if t.requires_grad)
-            raise ValueError(f"batch tensor {i} requires a gradient, which is not computed: detach it")
         refuse_strangers(self._original, self._place, self._types().get)
         request = self._request(tensors, skeleton)
         name = self._agreed("forward", request)
@@ -171,9 +169,10 @@ class ParallelModule(nn.Module):
             ]  # fmt: skip
             if isinstance(step, MicrobatchStep):
                 batch += step.before([self._gatherable(t, request, i) for i, t in enumerate(tensors)], buffers)
-        call = Call(step, buffers, [t.to(self._place.device) for t in batch], self._postponed, name)
+        given = origins(tensors, request.differentiable, self._settings.inputs)
+        call = Call(step, buffers, [t.to(self._place.device) for t in batch], self._postponed, name, given)
         with self._random_numbers(found):
-            results = run(call, [named[n] for n in step.parameters])
+            results = run(call, [named[n] for n in step.parameters], [tensors[int(o.name)] for o in given])
         self._write_state(found, results, {n: b for n, b in buffers.items() if b is not before[n]})
         return tree.unflatten(found.program.skeleton, results, skeleton.numbers)
 
@@ -191,7 +190,7 @@ class ParallelModule(nn.Module):
         """Decide layouts and build the graphs for a global batch (real, fake or meta tensors) before the first call."""
         tensors, skeleton = binding.flatten(self._original, batch)
         shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
-        request = Request(skeleton, shapes, {})
+        request = Request(skeleton, shapes, {}, differentiable=requiring_gradients(tensors))
         self._agreed("specialise()", request)
         self._check(self._specialised(request), request, tensors)
 
@@ -343,7 +342,7 @@ class ParallelModule(nn.Module):
                 rows[i] = self._rows() if split else replicated(len(self._place.axes))
             shapes.append((shape, t.dtype))
         layouts = {i: tuple(t.placements) for i, t in enumerate(tensors) if isinstance(t, DTensor)}
-        return Request(skeleton, tuple(shapes), layouts, rows)
+        return Request(skeleton, tuple(shapes), layouts, rows, requiring_gradients(tensors))
 
     def _splits(self, index: int, count: int) -> bool:
         """Whether ranks pass different rows of this batch tensor; position ids of one row, for example, are alike."""
@@ -411,7 +410,8 @@ class ParallelModule(nn.Module):
         parameters = tuple((p.requires_grad, p.dtype, p.shape) for p in self.parameters())
         autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         layouts = tuple(sorted((i, str(p)) for i, p in request.layouts.items()))
-        return request.shapes, repr(request.skeleton), layouts, modes, parameters, torch.is_grad_enabled(), autocast
+        modes, asked = (modes, torch.is_grad_enabled()), (parameters, request.differentiable)
+        return request.shapes, repr(request.skeleton), layouts, *modes, *asked, autocast
 
     def _placements(self) -> dict[str, Placements]:
         plain = to_placements(plain_type((), torch.float32), replicated(len(self._place.axes)))

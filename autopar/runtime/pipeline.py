@@ -26,6 +26,7 @@ from autopar.program import Output, Program
 from autopar.runtime.boundary import computed, from_local, stored, to_local, to_placements
 from autopar.runtime.control import first_line
 from autopar.runtime.microbatches import MicrobatchStep, cut_microbatches
+from autopar.runtime.input_gradients import Gradients
 from autopar.runtime.partition import Cut
 from autopar.runtime.place import Place
 from autopar.runtime.postpone import Postponed
@@ -201,12 +202,12 @@ class PipelineStep(MicrobatchStep):
         ]
         return self._results(values[:first], buffers), gradients
 
-    def backward(self, saved: list[Any], tangents: list[torch.Tensor], postponed: Postponed) -> dict[str, torch.Tensor]:
-        """Local gradients by parameter name, which the schedule has reduced."""
+    def backward(self, saved: list[Any], tangents: list[torch.Tensor], postponed: Postponed) -> Gradients:
+        """Local gradients of parameters, which the schedule has reduced."""
         given = self._named(saved)
         saved.clear()
         with torch.no_grad():
-            return self._scaled(given, tangents[0], postponed)
+            return Gradients(self._scaled(given, tangents[0], postponed))
 
     def _given(self, name: str, sources: Mapping[str, Callable[..., Any]]) -> Any:
         """An output that is an input; None for a gradient that another device has."""

@@ -98,12 +98,14 @@ class Request:
         shapes: global shape and dtype of each batch tensor, and behind them of each float.
         layouts: of batch tensors that lie on the mesh already, as torch's placements.
         rows: layouts of batch tensors of which each rank passes its part, by index.
+        differentiable: batch tensors that require a gradient.
     """
 
     skeleton: binding.Arguments
     shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     layouts: Mapping[int, Placements]
     rows: Mapping[int, Layout] = field(default_factory=dict)
+    differentiable: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,10 @@ def collective_order(program: Program) -> str:
 
 def _capture(model: nn.Module, request: Request, settings: Settings, place: Place) -> Program:
     with FakeTensorMode(allow_non_fake_inputs=True):
-        fakes = [torch.empty(shape, dtype=dtype, device=place.device) for shape, dtype in request.shapes]
+        fakes = [
+            torch.empty(shape, dtype=dtype, device=place.device, requires_grad=i in request.differentiable)
+            for i, (shape, dtype) in enumerate(request.shapes)
+        ]
     batch = request.skeleton.fill(fakes)
     own = nullcontext() if settings.loss_fn is not None else without_hooks(model)  # else the module calls them
     with plain_parameters(model, place.device), own:
@@ -260,16 +265,19 @@ def described(request: Request, key: tuple[Any, ...]) -> tuple[tuple[str, str], 
 
     Args:
         request: the call.
-        key: of its specialisation: shapes, structure, layouts, modes, parameters, grad mode, autocast.
+        key: of its specialisation: shapes, structure, layouts, modes, grad mode, parameters, batch tensors that
+            require a gradient, autocast.
     """
-    _, skeleton, layouts, modes, parameters, grad, autocast = key
+    _, skeleton, layouts, modes, grad, parameters, asked, autocast = key
     shapes = ", ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in request.shapes)
     on = sum(modes)
     mode = "train" if on == len(modes) else "eval" if not on else f"{on} of {len(modes)} modules in train"
-    trained = sum(needed for needed, _ in parameters)
+    trained = sum(needed for needed, *_ in parameters)
+    of_batch = f", batch tensors {sorted(asked)}" if asked else ""
     return (
         (SHAPES, shapes), (STRUCTURE, skeleton[:1000]), (LAYOUTS, str(layouts)), (MODE, _with_digest(mode, modes)),
-        (FROZEN, _with_digest(f"{trained} of {len(parameters)} parameters", parameters)), (GRAD, "on" if grad else "off"),
+        (FROZEN, _with_digest(f"{trained} of {len(parameters)} parameters{of_batch}", parameters)),
+        (GRAD, "on" if grad else "off"),
         (AUTOCAST, str(autocast[1]) if autocast[0] else "off"),
     )  # fmt: skip
 

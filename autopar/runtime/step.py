@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 from autopar.draw import current_seed, step_seed
 from autopar.errors import AutoparError
 from autopar.layout import Layout, TensorType
-from autopar.program import Program
+from autopar.program import GRADIENTS, Output, Program
 from autopar.runtime.boundary import computed, from_local, part_of, stored, to_local, to_placements
 from autopar.runtime.control import FAILURES, NO_SYNC, WAITING
 from autopar.runtime.failing_node import failing_node
+from autopar.runtime.input_gradients import Gradients, Origin
 from autopar.runtime.partition import Cut
 from autopar.runtime.place import Place
 from autopar.runtime.postpone import Postponed, split_reductions
@@ -118,23 +119,33 @@ class Step:
                 results.append(instead.get(output.name, value))
         return results
 
-    def backward(self, saved: list[Any], tangents: list[torch.Tensor], postponed: Postponed) -> dict[str, torch.Tensor]:
-        """Local gradients by parameter name; empty while their reduction is postponed."""
+    def backward(self, saved: list[Any], tangents: list[torch.Tensor], postponed: Postponed) -> Gradients:
+        """Local gradients; none of parameters while their reduction is postponed."""
         assert self.cut.backward is not None
         values = [*saved, *tangents]
         saved.clear()
         tangents.clear()
         with torch.no_grad(), torch.autocast(self.place.device.type, enabled=False):
             if postponed.active or postponed.holds(self):
-                postponed.add(self, self._reductions[0](values))
-                return {} if postponed.active else self._with_postponed({}, postponed)
-            return self._with_postponed(self._named(self.cut.backward(values)), postponed)
+                made, first = list(self._reductions[0](values)), self._of_batch
+                of_batch = self._named(made[:first], self.cut.gradients[:first])
+                postponed.add(self, made[first:])
+                return Gradients({} if postponed.active else self._with_postponed({}, postponed), of_batch)
+            found = self._named(self.cut.backward(values))
+            names = [o.name for o in self.cut.gradients[: self._of_batch]]
+            of_batch = {name: found.pop(name) for name in names if name in found}
+            return Gradients(self._with_postponed(found, postponed), of_batch)
+
+    @property
+    def _of_batch(self) -> int:
+        """How many gradients are of batch tensors; they come first."""
+        return sum(o.kind == "input_gradient" for o in self.cut.gradients)
 
     @cached_property
     def _reductions(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The backward graph in two parts, the second of which reduces gradients."""
         assert self.cut.backward is not None
-        return split_reductions(self.cut.backward)
+        return split_reductions(self.cut.backward, self._of_batch)
 
     @cached_property
     def gradient_names(self) -> frozenset[str]:
@@ -150,12 +161,15 @@ class Step:
             found[name] = found[name] + gradient if name in found else gradient
         return found
 
-    def _named(self, values: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
-        """Gradients by parameter name, each with memory of its own: clipping would scale a shared one twice."""
+    def _named(
+        self, values: Sequence[torch.Tensor | None], described: Sequence[Output] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Gradients by name, each with memory of its own: clipping would scale a shared one twice."""
         found: dict[str, torch.Tensor] = {}
         taken: dict[int, list[tuple[int, int]]] = {}
-        for output, value in zip(self.cut.gradients, values, strict=True):
-            if value is None or output.kind != "gradient":
+        described = self.cut.gradients if described is None else described
+        for output, value in zip(described, values, strict=True):
+            if value is None or output.kind not in GRADIENTS:
                 continue
             ranges, (start, stop) = taken.setdefault(value.untyped_storage().data_ptr(), []), extent(value)
             shared = any(start < b and a < stop for a, b in ranges)
@@ -189,7 +203,8 @@ def reduce_postponed(postponed: Postponed) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for waiting in postponed.take():
-            earlier = waiting.step._named(waiting.step._reductions[1](waiting.values))
+            step = waiting.step
+            earlier = step._named(step._reductions[1](waiting.values), step.cut.gradients[step._of_batch :])
             for name, gradient in earlier.items():
                 if name not in waiting.dropped:
                     found[name] = found[name] + gradient if name in found else gradient
@@ -217,7 +232,13 @@ class Call:
     """One call of the module: goes into the autograd function in one piece, and brings the results out.
 
     Attributes:
+        step: what runs.
+        buffers: of the model, by name.
+        batch: this rank's part of each batch tensor.
+        postponed: gradients that wait.
         name: such as ``call 3 of Mlp``.
+        origins: how the batch tensors that require a gradient were passed.
+        results: of the model.
     """
 
     step: Step
@@ -225,6 +246,7 @@ class Call:
     batch: list[torch.Tensor]
     postponed: Postponed
     name: str = ""
+    origins: tuple[Origin, ...] = ()
     results: list[torch.Tensor] = field(default_factory=list)
 
     def agree(self, pass_: str, details: tuple[tuple[str, str], ...] = ()) -> None:
@@ -244,15 +266,23 @@ class Call:
         return self.step.place.during(f"{pass_} of {self.name}", lambda e: failing_node(e, graphs()))
 
 
-def run(call: Call, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Run a step; the results of the model, in order, with gradients where the step has a backward pass."""
+def run(
+    call: Call, parameters: Sequence[torch.Tensor], differentiable: Sequence[torch.Tensor] = ()
+) -> list[torch.Tensor]:
+    """Run a step; the results of the model, in order, with gradients where the step has a backward pass.
+
+    Args:
+        call: what is run.
+        parameters: that go in, in order.
+        differentiable: the batch tensors that require a gradient, as they were passed, in the order of the origins.
+    """
     step = call.step
     if not step.trains:
         with call.during("forward"):
             results, _ = step.forward(parameters, call.buffers, call.batch)
         return [step.wrap(i, r) for i, r in enumerate(results)]
     apply: Any = _StepFunction.apply
-    outputs = dict(zip(step.differentiable, apply(call, *parameters), strict=True))
+    outputs = dict(zip(step.differentiable, apply(call, *parameters, *differentiable), strict=True))
     anchor = torch.empty(0, requires_grad=True)
     refuse: Any = _Refusal.apply
     return [
@@ -265,15 +295,16 @@ class _StepFunction(torch.autograd.Function):
     """The whole model as one node of the user's autograd graph."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *parameters: torch.Tensor) -> Any:
+    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> Any:
         step = call.step
+        parameters = tensors[: len(tensors) - len(call.origins)]
         with call.during("forward"):
             locals_, saved = step.forward(parameters, call.buffers, call.batch)
         ctx.set_materialize_grads(False)
         ctx.seed = current_seed()
-        ctx.call = Call(step, {}, [], call.postponed, call.name)
-        tensors = [isinstance(v, torch.Tensor) for v in saved]
-        ctx.is_tensor, ctx.others = tensors, [v for v in saved if not isinstance(v, torch.Tensor)]
+        ctx.call = Call(step, {}, [], call.postponed, call.name, call.origins)
+        ctx.is_tensor = [isinstance(v, torch.Tensor) for v in saved]
+        ctx.others = [v for v in saved if not isinstance(v, torch.Tensor)]
         ctx.save_for_backward(*(v for v in saved if isinstance(v, torch.Tensor)))
         ctx.parameters = parameters
         call.results = [step.wrap(i, r) for i, r in enumerate(locals_)]
@@ -291,8 +322,8 @@ class _StepFunction(torch.autograd.Function):
         incoming = {str(i): g for i, g in zip(step.differentiable, gradients, strict=True)}
         with ctx.call.during("backward"), step_seed(ctx.seed):  # what is computed again draws the same numbers
             tangents = [step.tangent(name, incoming[name]) for name in step.cut.tangents]
-            found = step.backward(saved, tangents, ctx.call.postponed)
-        asked = ctx.needs_input_grad[1:]
+            found, of_batch = step.backward(saved, tangents, ctx.call.postponed)
+        asked = ctx.needs_input_grad[1 : 1 + len(ctx.parameters)]
         wrapped = [
             as_gradient(found.pop(name), p, step.types.parameters[name], step.place)
             if needed and name in found
@@ -300,7 +331,12 @@ class _StepFunction(torch.autograd.Function):
             for name, p, needed in zip(step.parameters, ctx.parameters, asked, strict=True)
         ]
         deliver(found, ctx.call.postponed, step.place)
-        return None, *wrapped
+        with ctx.call.during("backward"):  # on every rank, asked for or not: it may take a collective
+            shown = [
+                o.gradient(of_batch[o.name], step.types.batch[o.name], step.place) if o.name in of_batch else None
+                for o in ctx.call.origins
+            ]
+        return None, *wrapped, *shown
 
 
 class _Refusal(torch.autograd.Function):
