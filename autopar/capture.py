@@ -86,9 +86,7 @@ class _Seen:
 
 
 class Harness(nn.Module):
-    """Calls the model on flat tensors and returns flat tensors, of which only the loss, or what stands for it, carries
-    gradients.
-    """
+    """Calls the model on flat tensors and returns flat tensors, of which not all carry gradients."""
 
     def __init__(
         self,

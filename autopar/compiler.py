@@ -24,6 +24,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.extrapolate import peak_of_blocks
 from autopar.in_microbatches import in_microbatches, require_early_backward
 from autopar.liveness import Moment, crowd, moments, peak_memory
+from autopar.outputs import Loss
 from autopar.padded import Measure, best_padded
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.apply_precision import apply_precision
@@ -43,7 +44,6 @@ from autopar.passes.replicate_random import replicate_random
 from autopar.passes.scatter_sends import scatter_sends
 from autopar.pipeline.table import as_text
 from autopar.pipelines import Works, best_pipeline, least_seconds
-from autopar.outputs import Loss
 from autopar.plan import INTERRUPTED, TIME_LIMIT, Plan
 from autopar.precision import Precision
 from autopar.program import Program
