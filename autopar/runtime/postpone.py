@@ -35,6 +35,11 @@ class Postponed:
         for total, value in zip(self._waiting[id(step)][1], values, strict=True):
             total.add_(value)
 
+    @property
+    def any(self) -> bool:
+        """Whether anything waits."""
+        return bool(self._waiting)
+
     def holds(self, step: Any) -> bool:
         """Whether something of a step waits."""
         return id(step) in self._waiting

@@ -334,8 +334,8 @@ STRUCTURES: dict[str, Any] = {
     "user": lambda h: UserDict(a=h),
     "sizes": lambda h: {"t": h, "s": torch.Size([2, 3]), "max": h.max(0)},
     "constants": lambda h: {
-        "t": h, "e": Color.RED, "s": "text", "b": b"x", "z": 1j, "set": {1, "a"}, "f": frozenset({2}), "n": np.float32(2),
-        "none": None, "dtype": torch.float16, "slice": slice(1, 2), "range": range(3), "bool": True,
+        "t": h, "e": Color.RED, "s": "text", "b": b"x", "z": 1j, "set": {1, "a"}, "f": frozenset({2}),
+        "n": np.float32(2), "none": None, "dtype": torch.float16, "slice": slice(1, 2), "range": range(3), "bool": True,
     },
 }  # fmt: skip
 
