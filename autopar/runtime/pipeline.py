@@ -25,8 +25,8 @@ from autopar.plan import Plan
 from autopar.program import Output, Program
 from autopar.runtime.boundary import computed, from_local, stored, to_local, to_placements
 from autopar.runtime.control import first_line
-from autopar.runtime.microbatches import MicrobatchStep, cut_microbatches
 from autopar.runtime.input_gradients import Gradients
+from autopar.runtime.microbatches import MicrobatchStep, cut_microbatches
 from autopar.runtime.partition import Cut
 from autopar.runtime.place import Place
 from autopar.runtime.postpone import Postponed
