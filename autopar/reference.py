@@ -159,11 +159,11 @@ def _own_error(
         own[spec.kind, spec.name] = given[spec.kind, spec.name].to(node.meta["val"].dtype)
     named: Any = tangents
     try:
-        eager = eager_calls(model, batch, program, named, loss_fn=loss_fn, dtype=None, compute=compute, calls=1)
-        graph, _ = captured_calls(program, own, None, 1)
+        eager = eager_calls(model, batch, program, named, loss_fn=loss_fn, dtype=None, compute=compute)
+        graph, _ = captured_calls(program, own, None)
     except Exception:
         return math.nan
-    return max(errors_of(graph[0].values, eager[0].values, own).values(), default=0.0)
+    return max(_errors_of_calls(graph, eager, own).values(), default=0.0)
 
 
 def _rounding(program: Program, policy: Precision | None) -> float:
