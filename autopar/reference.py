@@ -83,14 +83,14 @@ def reference_of(
         eager = eager_calls(model, batch, program, tangents, loss_fn=loss_fn, loss=loss, dtype=dtype, calls=calls)
     except Exception as e:
         note = f"the model does not run in {dtype} in eager mode ({type(e).__name__}: {str(e).splitlines()[0:1]})"
-        own = _own_error(model, batch, program, given, tangents, loss_fn, policy, loss)
+        own = _own_error(model, batch, program, given, tangents, loss_fn, policy, loss, calls)
         return Reference(tuple(graph), CAPTURED, note, own)
     errors = _errors_of_calls(graph, eager, given)
     error = max(errors.values(), default=0.0)
     wrong = {k: e for k, e in errors.items() if not e <= tolerance_of(dtype)}
     note = _why_not(program, eager[0].drawn, first_state) if wrong else ""
     if wrong and not note:
-        own = _own_error(model, batch, program, given, tangents, loss_fn, policy, loss)
+        own = _own_error(model, batch, program, given, tangents, loss_fn, policy, loss, calls)
         if own <= _rounding(program, policy):
             note, error = f"the model computes something else in {dtype} than in its own precision", own
     if note:
@@ -161,6 +161,7 @@ def _own_error(
     loss_fn: LossFunction | None,
     policy: Precision | None,
     loss: Loss,
+    calls: int,
 ) -> float:
     """Largest difference between the captured graph and eager mode, both in the model's own precision."""
     compute = None if policy is None else policy.compute
@@ -170,12 +171,12 @@ def _own_error(
     named: Any = tangents
     try:
         eager = eager_calls(
-            model, batch, program, named, loss_fn=loss_fn, loss=loss, dtype=None, compute=compute, calls=1
+            model, batch, program, named, loss_fn=loss_fn, loss=loss, dtype=None, compute=compute, calls=calls
         )
-        graph, _ = captured_calls(program, own, None, 1)
+        graph, _ = captured_calls(program, own, None, calls)
     except Exception:
         return math.nan
-    return max(errors_of(graph[0].values, eager[0].values, own).values(), default=0.0)
+    return max(_errors_of_calls(graph, eager, own).values(), default=0.0)
 
 
 def _rounding(program: Program, policy: Precision | None) -> float:
