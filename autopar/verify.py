@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,6 +23,7 @@ from autopar.emulate import emulate, run_whole
 from autopar.emulate_pipeline import emulate_pipeline
 from autopar.errors import VerifyError
 from autopar.float64 import as_dtype
+from autopar.passes.insert_contiguous import insert_contiguous, insert_contiguous_everywhere
 from autopar.plan import Plan
 from autopar.precision import Precision
 from autopar.program import Input, Program
@@ -84,6 +86,7 @@ def verify(
     pins: Mapping[str, Any] | None = None,
     dtype: torch.dtype = torch.float64,
     precision: Precision | str | torch.dtype | None = None,
+    random_strides: bool = False,
 ) -> EquivalenceReport:
     """Compare a plan's program with the plain model, on an emulated mesh.
 
@@ -98,6 +101,7 @@ def verify(
         seed: of the random plan and of the tangents of outputs that are no loss.
         dtype: in which everything is computed.
         precision: policy whose casts the program has; they too become ``dtype``.
+        random_strides: give every tensor random strides: what is computed may not depend on how tensors lie in memory.
 
     Raises:
         VerifyError: a parameter or batch tensor holds no data.
@@ -105,9 +109,13 @@ def verify(
     policy = Precision.resolve(precision)
     program = program_of(model, batch, loss_fn=loss_fn, precision=policy)
     plan = _plan(program, axes, plan, seed, pins or {MICROBATCHES: microbatches})
-    local = rewrite(program, plan, passes=DETERMINISTIC_PASSES)
+    passes = DETERMINISTIC_PASSES
+    if random_strides:
+        passes = tuple(insert_contiguous_everywhere if p is insert_contiguous else p for p in passes)
+    local = rewrite(program, plan, passes=passes)
     values = global_values(program, model, batch, seed)
-    report = compare(program, local, plan, values, dtype)
+    draw = random.Random(seed) if random_strides else None
+    report = compare(program, local, plan, values, dtype, draw)
     return replace(report, capture_error=capture_error(program, model, batch, loss_fn, values, policy))
 
 
@@ -177,14 +185,19 @@ def _machine() -> Cluster:
 
 
 def compare(
-    program: Program, local: Program, plan: Plan, values: Sequence[torch.Tensor], dtype: torch.dtype
+    program: Program,
+    local: Program,
+    plan: Plan,
+    values: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    draw: random.Random | None = None,
 ) -> EquivalenceReport:
-    """Run a program whole and its rewritten form on an emulated mesh, and compare every output."""
+    """Run a program whole and its rewritten form on an emulated mesh, and compare every output; ``draw``: see there."""
     values = [v.to(dtype) if v.is_floating_point() else v for v in values]
     with same_numbers(0):
         expected = run_whole(as_dtype(program, dtype), values)
     with same_numbers(0):
-        outputs = _run(program, local, plan, values, dtype)
+        outputs = _run(program, local, plan, values, dtype, draw)
     found: dict[tuple[str, str], torch.Tensor] = {}
     wanted: dict[tuple[str, str], torch.Tensor] = {}
     replicas: dict[tuple[str, str], float] = {}
@@ -200,7 +213,12 @@ def compare(
 
 
 def _run(
-    program: Program, local: Program, plan: Plan, values: Sequence[torch.Tensor], dtype: torch.dtype
+    program: Program,
+    local: Program,
+    plan: Plan,
+    values: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    draw: random.Random | None,
 ) -> list[tuple[torch.Tensor, float] | None]:
     """Every output of a rewritten program on an emulated mesh, whole, with how far its replicas differ."""
     inner = plan.inner
@@ -237,10 +255,10 @@ def _run(
 
     made: list[list[tuple[torch.Tensor, float] | None]] = []
     if plan.pipeline is not None:
-        made = [whole_of(outputs) for outputs in emulate_pipeline(placed, plan, inputs_of)]
+        made = [whole_of(outputs) for outputs in emulate_pipeline(placed, plan, inputs_of, draw)]
     for turn in range(part.count if plan.pipeline is None else 0):
         with totals.microbatch():
-            made.append(whole_of(emulate(placed, inner.axis_names, sizes, inputs_of(turn), shared)))
+            made.append(whole_of(emulate(placed, inner.axis_names, sizes, inputs_of(turn), shared, draw)))
     for i, output in enumerate(local.outputs):
         found = [m for turns in made if (m := turns[i]) is not None]
         if output.kind == "result" and output.name in part.results:
