@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,7 @@ class EmulatedStep:
         plan: for which it was.
         values: global tensors for every placeholder of ``program``.
         dtype: in which everything is computed.
+        draw: gives tensors random strides, see `autopar.emulate.emulate`.
     """
 
     program: Program
@@ -42,6 +44,7 @@ class EmulatedStep:
     plan: Plan
     values: Sequence[torch.Tensor]
     dtype: torch.dtype
+    draw: random.Random | None = None
 
     @functools.cached_property
     def given(self) -> dict[tuple[str, str], torch.Tensor]:
@@ -84,7 +87,9 @@ class EmulatedStep:
             return self.run_flat()
         placed = as_dtype(self.local, self.dtype)
         inputs = functools.cache(self.local_inputs)
-        return self._joined([self._whole(outputs) for outputs in emulate_pipeline(placed, self.plan, inputs)])
+        return self._joined(
+            [self._whole(outputs) for outputs in emulate_pipeline(placed, self.plan, inputs, self.draw)]
+        )
 
     def run_flat(self, watches: Watches = lambda turn: None) -> list[Whole | None]:
         """The same, stages or not: all devices of a stage run the whole graph."""
@@ -97,7 +102,7 @@ class EmulatedStep:
             seen = None if watch is None else _renamed(watch, own)
             with totals.microbatch():
                 inputs = self.local_inputs(turn)
-                outputs = emulate(placed, inner.axis_names, inner.axis_sizes, inputs, shared, seen)
+                outputs = emulate(placed, inner.axis_names, inner.axis_sizes, inputs, shared, seen, self.draw)
                 made.append(self._whole(outputs))
         return self._joined(made)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,6 +37,7 @@ from autopar.first_difference import (
 )
 from autopar.live_copy import LiveCopy
 from autopar.outputs import Loss
+from autopar.passes.insert_contiguous import insert_contiguous, insert_contiguous_everywhere
 from autopar.plan import Plan
 from autopar.precision import Precision
 from autopar.program import STATELESS, Input, Program, same_graph
@@ -126,6 +128,7 @@ def verify(
     pins: Mapping[str, Any] | None = None,
     dtype: torch.dtype = torch.float64,
     precision: Precision | str | torch.dtype | None = None,
+    random_strides: bool = False,
 ) -> EquivalenceReport:
     """Compare a plan's program, on an emulated mesh, with the plain model in eager mode, over two calls in a row.
 
@@ -141,6 +144,7 @@ def verify(
         seed: of the random plan and of the tangents of outputs that are no loss.
         dtype: in which everything is computed.
         precision: policy whose casts the program has; they too become ``dtype``.
+        random_strides: give every tensor random strides: what is computed may not depend on how tensors lie in memory.
 
     Raises:
         VerifyError: a parameter or batch tensor holds no data.
@@ -150,7 +154,10 @@ def verify(
     program = canonical(graph)
     values = global_values(program, model, batch, seed)
     plan = _plan(program, axes, plan, seed, pins or {COUNT: microbatches})
-    local = rewrite(program, plan, passes=DETERMINISTIC_PASSES)
+    passes = DETERMINISTIC_PASSES
+    if random_strides:
+        passes = tuple(insert_contiguous_everywhere if p is insert_contiguous else p for p in passes)
+    local = rewrite(program, plan, passes=passes)
     given = in_one_dtype(program, values, dtype)
     calls = CALLS
     if graph.state != STATELESS:  # what a call leaves may give the next one a graph of its own
@@ -163,7 +170,8 @@ def verify(
         calls = CALLS if again else 1
     reference = reference_of(model, batch, graph, given, dtype, loss_fn, policy, loss, calls)
     live = LiveCopy(model, dtype, program)
-    return compare(program, local, plan, values, dtype, reference=reference, graph=graph, live=live)
+    draw = random.Random(seed) if random_strides else None
+    return compare(program, local, plan, values, dtype, reference=reference, graph=graph, live=live, draw=draw)
 
 
 def _own_dtype(model: nn.Module) -> torch.dtype | None:
@@ -222,6 +230,7 @@ def compare(
     reference: Reference | None = None,
     graph: Program | None = None,
     live: LiveCopy | None = None,
+    draw: random.Random | None = None,
 ) -> EquivalenceReport:
     """Run a rewritten program on an emulated mesh, and compare every output.
 
@@ -233,12 +242,13 @@ def compare(
         dtype: in which everything is computed.
         reference: the right values; default: those of one call of ``program`` on one device.
         graph: as captured, if that is known, for what differs from the reference already.
+        draw: gives tensors random strides, see `autopar.emulate.emulate`.
         live: what the program does to the model's attributes is done to; needed where the reference has some.
     """
     given = in_one_dtype(program, values, dtype)
     if reference is None:
         reference = Reference(tuple(captured_calls(program, given, dtype, 1)[0]), "canonical graph")
-    step = EmulatedStep(program, local, plan, list(given.values()), dtype)
+    step = EmulatedStep(program, local, plan, list(given.values()), dtype, draw)
     errors: dict[str, float] = {}
     wrong: dict[Key, float] = {}
     first: dict[Key, torch.Tensor] = {}

@@ -16,7 +16,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("layout", "cluster", "blocks", "precision"),
     ("_torch_compat",),
     ("draw", "accumulate", "host", "tree", "floats", "binding"),
-    ("strategy", "rule_call", "oracle", "padding_oracle", "random_oracle"),
+    ("strategy", "rule_call", "strides", "oracle", "padding_oracle", "random_oracle", "strides_oracle"),
     ("strategies",),
     ("findings", "trial", "isolate", "discover"),
     (
@@ -35,6 +35,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "outputs",
         "capture",
         "decompose",
+        "kernel_shapes",
+        "known_strides",
         "collective",
         "emit_move",
         "work",

@@ -58,13 +58,17 @@ class Origin:
         if self.placements is None:
             return full_tensor(found)
         # Terms of a sum have, each, the gradient of the sum.
-        return redistribute(found, place, tuple(Replicate() if isinstance(p, TorchPartial) else p for p in self.placements))
+        return redistribute(
+            found, place, tuple(Replicate() if isinstance(p, TorchPartial) else p for p in self.placements)
+        )
 
 
 def origins(tensors: Sequence[torch.Tensor], differentiable: frozenset[int], inputs: str) -> tuple[Origin, ...]:
     """Of the batch tensors that require a gradient, in order."""
     return tuple(
-        Origin(str(i), tuple(t.placements), True) if isinstance(t, DTensor) else Origin(str(i), None, inputs == "global")
+        Origin(str(i), tuple(t.placements), True)
+        if isinstance(t, DTensor)
+        else Origin(str(i), None, inputs == "global")
         for i, t in enumerate(tensors)
         if i in differentiable
     )

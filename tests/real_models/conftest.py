@@ -19,4 +19,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.deep)
             item.add_marker(pytest.mark.slow)
             if absent:
-                item.add_marker(pytest.mark.skip(reason=f"{', '.join(absent)} not installed: `make test-models` does it"))
+                item.add_marker(
+                    pytest.mark.skip(reason=f"{', '.join(absent)} not installed: `make test-models` does it")
+                )

@@ -119,7 +119,13 @@ def _resnet_v2(timm: Any) -> nn.Module:
 
 def _nfnet(timm: Any) -> nn.Module:
     config = timm.nfnet.NfCfg(
-        depths=(1, 1, 1, 1), channels=(16, 32, 32, 32), stem_chs=16, group_size=8, attn_layer="se", attn_kwargs={}, skipinit=True
+        depths=(1, 1, 1, 1),
+        channels=(16, 32, 32, 32),
+        stem_chs=16,
+        group_size=8,
+        attn_layer="se",
+        attn_kwargs={},
+        skipinit=True,
     )
     return timm.NormFreeNet(config, num_classes=8)
 
