@@ -96,7 +96,8 @@ def passed(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, tuple | list):
         return tuple(batch), {}
     raise ValueError(
-        f"the batch is a {type(batch).__name__}; pass a tuple of positional arguments, such as (x,), or a dict of named ones"
+        f"the batch is a {type(batch).__name__}; pass a tuple of positional arguments, such as (x,), or a dict of "
+        "named ones"
     )
 
 

@@ -95,6 +95,23 @@ DETERMINISTIC_PASSES: tuple[Pass, ...] = (
 """Instead of `PASSES` where the ranks together draw the very numbers that one device would."""
 
 
+def captured(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    loss_fn: LossFunction | None = None,
+    loss: Loss = None,
+    training: bool | None = None,
+    precision: Precision | None = None,
+) -> Program:
+    """Capture a model under a precision policy; its graph is as it was traced, not canonical."""
+    compute = None if precision is None else precision.compute
+    program = capture(model, batch, loss_fn=loss_fn, loss=loss, training=training, compute=compute)
+    if precision is None:
+        return program
+    return apply_precision(program, precision, [t.dtype for t in binding.flatten(model, batch)[0]])
+
+
 def program_of(
     model: nn.Module,
     batch: Batch,
@@ -105,11 +122,7 @@ def program_of(
     precision: Precision | None = None,
 ) -> Program:
     """Capture a model, under a precision policy, and bring its graph into canonical form."""
-    compute = None if precision is None else precision.compute
-    program = capture(model, batch, loss_fn=loss_fn, loss=loss, training=training, compute=compute)
-    if precision is not None:
-        program = apply_precision(program, precision, [t.dtype for t in binding.flatten(model, batch)[0]])
-    program = canonical(program)
+    program = canonical(captured(model, batch, loss_fn=loss_fn, loss=loss, training=training, precision=precision))
     logger.debug("captured %s operators, fingerprint %s", len(program.calls), program.fingerprint)
     return program
 

@@ -1,9 +1,9 @@
 """Floats of a batch as inputs of the graph: a temperature or a weight that changes every step needs no new graph.
 
 While a model is traced, a `Float` stands for each float. It computes as Python does with other floats, and with tensors
-as torch does with a Python float, whose dtype never counts (``bf16 * float`` stays bf16). Whatever else asks for
-its value, such as ``if alpha > 0``, ``math.exp(alpha)`` or ``F.dropout(p=alpha)``, gets that of this call, and a `Guard`
-is noted: the graph then serves the calls whose floats give the same answer, and others get a graph of their own.
+as torch does with a Python float, whose dtype never counts (``bf16 * float`` stays bf16). Whatever else asks for its
+value, such as ``if alpha > 0``, ``math.exp(alpha)`` or ``F.dropout(p=alpha)``, gets that of this call, and a `Guard` is
+noted: the graph then serves the calls whose floats give the same answer, and others get a graph of their own.
 """
 
 from __future__ import annotations
@@ -111,12 +111,15 @@ def _same(a: Any, b: Any) -> bool:
 
 
 class Float(Traced):
-    """A float of a batch, or what a model computes from some, while it is traced."""
+    """A float of a batch, or what a model computes from some, while it is traced.
+
+    Where Python's result and that of a tensor could differ, as for powers, there is no tensor.
+    """
 
     __slots__ = ("_formula", "_tensor", "_watch")
     __array_ufunc__ = None  # numpy's operators do not take it for an object
 
-    def __init__(self, tensor: torch.Tensor, formula: Formula, watch: Watch) -> None:
+    def __init__(self, tensor: torch.Tensor | None, formula: Formula, watch: Watch) -> None:
         self._tensor, self._formula, self._watch = tensor, formula, watch
 
     @property  # type: ignore[misc]
@@ -127,7 +130,7 @@ class Float(Traced):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """As with a Python float; what has no form with a tensor in its place gets the value."""
-        kwargs = kwargs or {}
+        args, kwargs = _exact(args, without_tensor=True), _exact(kwargs or {}, without_tensor=True)
         with_tensor = _FUNCTIONS.get(function.__name__)
         found = NotImplemented if with_tensor is None else with_tensor(function, *args, **kwargs)
         if found is NotImplemented:
@@ -184,24 +187,26 @@ class Float(Traced):
         return self._ask(f"round to {digits}", lambda v: round(v, digits))
 
     def __neg__(self) -> Float:
-        formula = self._formula
-        return Float(-self._tensor, Formula(f"-({formula})", lambda n: -formula.compute(n)), self._watch)
+        formula, tensor = self._formula, self._tensor
+        negative = None if tensor is None else -tensor
+        return Float(negative, Formula(f"-({formula})", lambda n: -formula.compute(n)), self._watch)
 
     def __pos__(self) -> Float:
         return self
 
     def __abs__(self) -> Float:
-        formula = self._formula
-        return Float(self._tensor.abs(), Formula(f"abs({formula})", lambda n: abs(formula.compute(n))), self._watch)
+        formula, tensor = self._formula, self._tensor
+        positive = None if tensor is None else tensor.abs()
+        return Float(positive, Formula(f"abs({formula})", lambda n: abs(formula.compute(n))), self._watch)
 
 
-def _exact(value: Any) -> Any:
-    """Arguments with the values of floats."""
+def _exact(value: Any, *, without_tensor: bool = False) -> Any:
+    """Arguments with the values of floats, or of those that have no tensor."""
     if type(value) is Float:
-        return float(value)
+        return value if without_tensor and value._tensor is not None else float(value)
     if type(value) in (list, tuple):
-        return type(value)(_exact(v) for v in value)
-    return {k: _exact(v) for k, v in value.items()} if type(value) is dict else value
+        return type(value)(_exact(v, without_tensor=without_tensor) for v in value)
+    return {k: _exact(v, without_tensor=without_tensor) for k, v in value.items()} if type(value) is dict else value
 
 
 _OPERATORS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
@@ -215,6 +220,7 @@ _COMPARISONS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
 }  # fmt: skip
 _EXACT_OPERATORS = ("add", "sub", "mul", "truediv")
 """Of a 0-dim float64 tensor the very result that Python gives, as IEEE 754 defines it."""
+_DIVISIONS = ("truediv", "mod", "floordiv")
 
 
 def _formula(value: Any) -> Formula:
@@ -227,8 +233,7 @@ def _binary(name: str, first: Any, second: Any) -> Any:
     """Of a float and another number or a tensor."""
     sign, function = {**_OPERATORS, **_COMPARISONS}[name]
     if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
-        tensors = {"truediv": torch.div, "mod": torch.remainder}
-        return Float.__torch_function__(tensors.get(name) or getattr(torch, name), (), (first, second))
+        return _beside_tensor(name, first, second)
     if not all(type(v) in (Float, float, int, bool) for v in (first, second)):
         return NotImplemented
     a, b = _formula(first), _formula(second)
@@ -240,14 +245,29 @@ def _binary(name: str, first: Any, second: Any) -> Any:
 
     if name in _COMPARISONS:
         return watch.ask(text, compute)
-    if name == "truediv" and watch.ask(f"{b} is zero", lambda numbers: b.compute(numbers) == 0):
+    if name in _DIVISIONS and watch.ask(f"{b} is zero", lambda numbers: b.compute(numbers) == 0):
         raise ZeroDivisionError("float division by zero")
     left, right = (v._tensor if type(v) is Float else float(v) for v in (first, second))
-    if name == "pow" and type(second) in (int, float) and second == 2:
-        return Float(left * left, Formula(text, compute), watch)
-    if name not in _EXACT_OPERATORS:
-        return function(_exact(first), _exact(second))
-    return Float(function(left, right), Formula(text, compute), watch)
+    tensor = None
+    if name in _EXACT_OPERATORS and left is not None and right is not None:
+        tensor = function(left, right)
+    elif name == "pow" and left is not None and type(second) in (int, float) and second == 2:
+        tensor = left * left
+    elif type(function(_known(first), _known(second))) is not float:  # a complex power
+        return NotImplemented
+    return Float(tensor, Formula(text, compute), watch)
+
+
+def _known(value: Any) -> Any:
+    """The value of this call, which is not taken for granted."""
+    return value._formula.compute(value._watch.numbers) if type(value) is Float else value
+
+
+def _beside_tensor(name: str, first: Any, second: Any) -> Any:
+    if name == "truediv" and isinstance(second, torch.Tensor):
+        return second.reciprocal() * first  # as torch does
+    named = {"truediv": "div", "mod": "remainder", "floordiv": "floor_divide"}
+    return Float.__torch_function__(getattr(torch, named.get(name, name)), (), (first, second))
 
 
 def _define(name: str) -> None:
@@ -266,10 +286,11 @@ for _name in (*_OPERATORS, *_COMPARISONS):
     _define(_name)
 
 
-# Operators of torch. Each takes what the user gave, of which some is a `Float`, and says NotImplemented to what cannot be
-# shown to be the same with a tensor in its place.
+# Operators of torch. Each takes what the user gave, of which some is a `Float`, and says NotImplemented to what cannot
+# be shown to be the same with a tensor in its place.
 
 _LOW = (torch.bfloat16, torch.float16)
+_SUMS = ("add", "__add__", "__radd__", "sub", "__sub__", "subtract")
 
 
 def _dtype(*values: Any) -> torch.dtype | None:
@@ -287,11 +308,17 @@ def _as(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _arithmetic(function: Any, a: Any, b: Any, **options: Any) -> Any:
-    """``add``, ``sub``, ``mul``, ``div``. In 16 bits torch computes with the whole float in 32 and rounds the result."""
+    """``add``, ``sub``, ``mul``, ``div``.
+
+    In 16 bits torch computes with the whole float in 32 bits and rounds the result, but sums on a CPU round it before.
+    """
     dtype = _dtype(a, b)
     if options or dtype is None or not (isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor)):
         return NotImplemented
     if dtype not in _LOW:
+        return function(_as(a, dtype), _as(b, dtype))
+    tensor = a if isinstance(a, torch.Tensor) else b
+    if tensor.device.type == "cpu" and function.__name__ in _SUMS:
         return function(_as(a, dtype), _as(b, dtype))
     wide = [v.float() if isinstance(v, torch.Tensor) else _as(v, torch.float32) for v in (a, b)]
     return function(*wide).to(dtype)

@@ -63,7 +63,8 @@ def liveness(program: Program, plan: Plan) -> list[Change]:
     """
     if "local" not in program.graph.meta.get("invariants", ()):
         raise PlanError("the program is not a rewritten one; give what compiler.rewrite(program, plan) returns")
-    propagate(program, plan, everything=True)  # passes leave shapes right, but not which tensors share memory
+    if not program.graph.meta.pop("propagated", False):
+        propagate(program, plan, everything=True)  # passes leave shapes right, but not which tensors share memory
     links = plan.cluster.link_for(dict(plan.axes))
     copies = {axis: link.copies for (axis, _), link in zip(plan.axes, links, strict=True) if link.copies}
     return list(_Liveness(program, plan.optimizer, copies, plan.cluster.device.copies).changes())

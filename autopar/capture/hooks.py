@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.slots import HOOK_TABLES, Path, children
+from autopar.capture.slots import HOOK_TABLES, HOOKS, Path, children
 from autopar.capture.writes import Record, build
 from autopar.errors import AutoparError, CaptureError
 from autopar.tree import Leaf
@@ -171,3 +171,15 @@ def without_hooks(module: nn.Module) -> Iterator[None]:
         for table, hooks in zip(tables, before, strict=True):
             table.clear()
             table.update(hooks)
+
+
+@contextlib.contextmanager
+def hooks_undone(model: nn.Module) -> Iterator[None]:
+    """Afterwards, what the hooks of a model refer to, such as lists that they record in, is as it was."""
+    hooks = [h for module in model.modules() for name in HOOKS for h in getattr(module, name).values()]
+    records = [Record.of(hook) for hook in hooks]
+    try:
+        yield
+    finally:
+        for record in records:
+            record.put_back()

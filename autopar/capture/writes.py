@@ -337,6 +337,22 @@ def build(model: nn.Module, skeleton: Any, results: Any) -> Any:
     return made
 
 
+def written_tensors(model: nn.Module, writes: Sequence[Write]) -> dict[int, torch.Tensor]:
+    """The tensors that a call of the model itself has written, by the index of the result that they are."""
+    found: dict[int, torch.Tensor] = {}
+
+    def visit(skeleton: Any, module: str, path: Path) -> None:
+        if isinstance(skeleton, Leaf):
+            found[skeleton.index] = _find(model, module, path)
+        elif isinstance(skeleton, Made):
+            for step, inner in skeleton.items:
+                visit(inner, module, (*path, step))
+
+    for write in writes:
+        visit(write.value, write.module, write.path)
+    return found
+
+
 def _find(model: nn.Module, module: str, path: Path) -> Any:
     value: Any = model.get_submodule(module) if module else model
     for kind, key in path:

@@ -216,7 +216,7 @@ def redistribute(tensor: torch.Tensor, place: Place, placements: Placements) -> 
 
 def in_layout(value: DTensor, type_: TensorType, layout: Layout, place: Place) -> torch.Tensor:
     """A DTensor in the layout of a parameter; a collective call unless it has it already."""
-    if is_everywhere(layout):
+    if lay.is_everywhere(layout):
         return redistribute(value, place, to_placements(type_, layout))
     block = stored_block(full_tensor(value), type_, layout, place.sizes, place.coordinates)
     return of_layout(block, place, type_, layout)

@@ -286,7 +286,9 @@ def _sorted_out(values: Sequence[str]) -> str:
     rows = []
     for value in order:
         ranks = [str(r) for r, v in enumerate(values) if v == value]
-        rows.append(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} {'have' if len(ranks) > 1 else 'has'} {value}")
+        rows.append(
+            f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} {'have' if len(ranks) > 1 else 'has'} {value}"
+        )
     return ", ".join(rows)
 
 

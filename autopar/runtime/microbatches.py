@@ -18,6 +18,7 @@ from torch import fx
 from autopar.accumulate import Totals
 from autopar.draw import current_seed, derive_seed, step_seed
 from autopar.layout import Factor, Layout, TensorType
+from autopar.passes.insert_contiguous import with_contiguous
 from autopar.program import Input, Microbatch, Program, is_steady
 from autopar.rows import common_blocks, join, parts_along, take
 from autopar.runtime.boundary import computed, full_tensor, local_block, to_local
@@ -111,6 +112,12 @@ class MicrobatchStep(Step):
         """The devices that compute the same microbatch, and types on these."""
         return self.place, self.types
 
+    @cached_property
+    def _before(self) -> fx.GraphModule:
+        """What `before` runs, whatever the strides of the batch."""
+        assert self.part.before is not None
+        return with_contiguous(self.part.before).graph
+
     def before(self, batch: Sequence[torch.Tensor], buffers: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """What is computed of the whole batch; a collective call where the batch is not whole on every rank."""
         program = self.part.before
@@ -121,7 +128,7 @@ class MicrobatchStep(Step):
             value = buffers[spec.name] if spec.kind == "buffer" else batch[int(spec.name)]
             arguments.append(full_tensor(value).to(self.place.device) if node.users else None)
         with torch.no_grad(), torch.autocast(self.place.device.type, enabled=False):
-            return list(program.graph(*arguments))
+            return list(self._before(*arguments))
 
     def forward(
         self, parameters: Sequence[torch.Tensor], buffers: dict[str, torch.Tensor], batch: Sequence[torch.Tensor]

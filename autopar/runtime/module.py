@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from autopar import binding, tree
+from autopar._torch_compat import FakeTensor
 from autopar.capture.hooks import replay
 from autopar.capture.slots import OWN as TORCHS
 from autopar.capture.slots import Slots, state_tensors
@@ -26,7 +27,8 @@ from autopar.errors import AutoparError, PlanError
 from autopar.layout import Layout, Replicate, Split, replicated
 from autopar.pipeline.asked import along_with, without_pipeline
 from autopar.plan import Plan
-from autopar.runtime.boundary import Placements, from_local, part_of, plain_type, to_local, to_placements
+from autopar.runtime.boundary import Placements, from_local, full_tensor, part_of, plain_type, to_local, to_placements
+from autopar.runtime.check_first import check_first
 from autopar.runtime.control import FAILURES, NO_SYNC, WAITING
 from autopar.runtime.copies import RESIZING, SAVING, deep_copy, on_a_mesh, refuse_pickling, shallow_copy
 from autopar.runtime.input_gradients import origins, requiring_gradients
@@ -59,7 +61,8 @@ logger = logging.getLogger("autopar")
 
 _OWN = (
     "_original", "_place", "_settings", "_init", "_cache", "_unseen", "_first", "_latest", "_postponed", "_drawn",
-    "_number", "_described", "_away", "_family", "_slots", "_state_dict_hooks", "_load_state_dict_pre_hooks",
+    "_number", "_described", "_away", "_family", "_checked", "_slots", "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
 )  # fmt: skip
 
 
@@ -80,6 +83,7 @@ class ParallelModule(nn.Module):
         self._place, self._settings, self._init = place, settings, init
         self._cache = Kept()
         self._unseen: set[Any] = set()
+        self._checked: set[Any] = set()
         self._first: Specialisation | None = None
         self._latest: Specialisation | None = None
         self._postponed = Postponed(self.named_parameters)
@@ -153,6 +157,7 @@ class ParallelModule(nn.Module):
         name = self._agreed("forward", request)
         found = self._specialised(request)
         self._compare_contents(request, tensors)
+        self._check(found, request, tensors)
         step = found.step
         named = dict(self.named_parameters())
         before = {**state_tensors(self._original), **{n: to_local(named[n]) for n in found.written}}
@@ -187,7 +192,7 @@ class ParallelModule(nn.Module):
         shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
         request = Request(skeleton, shapes, {}, differentiable=requiring_gradients(tensors))
         self._agreed("specialise()", request)
-        self._specialised(request)
+        self._check(self._specialised(request), request, tensors)
 
     @property
     def plan(self) -> Plan:
@@ -292,9 +297,7 @@ class ParallelModule(nn.Module):
             self._described = {key: described(request, key)}  # of one kind at a time: texts are long
         window = ((NO_SYNC, str(self._postponed.active)), (WAITING, self._postponed.described()))
         known = ("what it is captured for", self._cache.which(key, request.skeleton.numbers, self._slots))
-        self._place.meet(
-            f"{what} of {name}", (*self._described[key], known, *window, (FAILURES, control.failures()))
-        )
+        self._place.meet(f"{what} of {name}", (*self._described[key], known, *window, (FAILURES, control.failures())))
         return name
 
     @property
@@ -389,6 +392,17 @@ class ParallelModule(nn.Module):
             part = 0 if self._settings.inputs == "global" else self.data_rank
             compare_contents(contents(plain), part, self._place)
             self._unseen.remove(key)
+
+    def _check(self, found: Specialisation, request: Request, tensors: list[torch.Tensor]) -> None:
+        """With ``check=True``, before the first step of a mode: the plan must compute what the model does."""
+        mode = (tuple(m.training for m in self.modules()), torch.is_grad_enabled(), repr(request.skeleton))
+        if self._settings.require_equal is None or mode in self._checked:
+            return
+        if uninitialised(self._original) or any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
+            return  # an example without values: the first call checks
+        self._checked.add(mode)
+        whole = [full_tensor(self._gatherable(t, request, i)) for i, t in enumerate(tensors)]
+        check_first(self._original, found, request, whole, self._settings, self._types(), self._placements())
 
     def _key(self, request: Request) -> Any:
         device = self._place.device.type

@@ -125,9 +125,7 @@ class Place:
         if self.control is not None:
             self.control.meet(Point(what, details))
 
-    def during(
-        self, what: str, locate: Callable[[BaseException], str] = lambda _: ""
-    ) -> AbstractContextManager[None]:
+    def during(self, what: str, locate: Callable[[BaseException], str] = lambda _: "") -> AbstractContextManager[None]:
         """In place of the error of a collective within, which fails where another rank is gone, one that says so.
 
         Args:

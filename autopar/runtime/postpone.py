@@ -76,6 +76,11 @@ class Postponed:
         for total, value in zip(known.values, values, strict=True):
             total.add_(value)
 
+    @property
+    def any(self) -> bool:
+        """Whether anything waits."""
+        return bool(self._waiting)
+
     def holds(self, step: Any) -> bool:
         """Whether something of a step waits."""
         return any(w.step is step for w in self._waiting)

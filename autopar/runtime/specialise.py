@@ -72,6 +72,8 @@ class Settings:
         inputs: ``global`` or ``local``.
         deterministic: random numbers are those of one device.
         loss: which scalar of the output is the loss.
+        require_equal: ``(model, batch, plan) -> text``, which raises where a plan does not compute what the model does;
+            None: plans are not checked.
     """
 
     toolchain: Toolchain
@@ -84,6 +86,7 @@ class Settings:
     inputs: str
     deterministic: bool = False
     loss: Any = None
+    require_equal: Callable[..., str] | None = None
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,7 @@ def specialise(
         if same_graph(program, other.program):
             return replace(other, program=program)
     plan = place.decide(
-        lambda: _plan(program, request, settings, place, placements).to_dict(), "the plan, which rank 0 searches"
+        lambda: plan_again(program, request, settings, place, placements).to_dict(), "the plan, which rank 0 searches"
     )
     chosen = Plan.from_dict(plan)
     place = refined(place, chosen.axes)
@@ -300,9 +303,10 @@ def compare_contents(digest: str, part: int, place: Place) -> None:
             )
 
 
-def _plan(
+def plan_again(
     program: Program, request: Request, settings: Settings, place: Place, placements: Mapping[str, Placements] | None
 ) -> Plan:
+    """A plan for a request: the given one if it fits, else a search, under the layouts that parameters have."""
     given = settings.plan
     if given is not None and (given.fingerprint == program.fingerprint or (placements is None and program.training)):
         return given  # a wrong fingerprint is reported by the rewriting

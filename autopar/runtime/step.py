@@ -73,6 +73,18 @@ class Step:
         """What runs, parts that reduce gradients by themselves included."""
         return [self.cut.steady, self.cut.forward, self.cut.backward, *self.__dict__.get("_reductions", ())]
 
+    @cached_property
+    def reached(self) -> dict[str, frozenset[int]]:
+        """Of each parameter, the results from which its gradient comes."""
+        found: dict[fx.Node, frozenset[int]] = {}
+        inputs = dict(zip(self.program.placeholders, self.program.inputs, strict=True))
+        for node in self.program.graph.graph.nodes:
+            spec = inputs.get(node)
+            own = frozenset({int(spec.name)}) if spec is not None and spec.kind == "tangent" else frozenset()
+            found[node] = own.union(*(found[a] for a in node.all_input_nodes))
+        described = zip(self.program.outputs, self.program.output_values, strict=True)
+        return {o.name: found[v] for o, v in described if o.kind == "gradient" and v is not None}
+
     @property
     def trains(self) -> bool:
         """Whether there is a backward graph."""
@@ -320,9 +332,13 @@ class _StepFunction(torch.autograd.Function):
         saved = [(tensors if is_tensor else others).pop(0) for is_tensor in ctx.is_tensor]
         ctx.maybe_clear_saved_tensors()
         incoming = {str(i): g for i, g in zip(step.differentiable, gradients, strict=True)}
+        alone = not (ctx.call.postponed.active or ctx.call.postponed.any)
         with ctx.call.during("backward"), step_seed(ctx.seed):  # what is computed again draws the same numbers
             tangents = [step.tangent(name, incoming[name]) for name in step.cut.tangents]
             found, of_batch = step.backward(saved, tangents, ctx.call.postponed)
+        if alone and len(incoming) > 1 and any(g is None for g in incoming.values()):  # as in torch, not 0
+            given = {int(name) for name, gradient in incoming.items() if gradient is not None}
+            found = {name: g for name, g in found.items() if not step.reached[name].isdisjoint(given)}
         asked = ctx.needs_input_grad[1 : 1 + len(ctx.parameters)]
         wrapped = [
             as_gradient(found.pop(name), p, step.types.parameters[name], step.place)

@@ -320,7 +320,7 @@ class _Maker:
             return None
         if self.dims.operators[node].rule.view:
             return self._bytes(variable, "out", 0) * max(
-                self._shown_elements(node) / variable.types["out", 0].numel - 1, 0
+                self._shown_elements(node) / max(variable.types["out", 0].numel, 1) - 1, 0
             )
         shown = [i for i in others if self._is_shown_late(variable.key, i)]
         none = np.zeros(len(variable.cost))

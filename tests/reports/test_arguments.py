@@ -150,7 +150,7 @@ def test_loss_fn_gets_the_batch_as_it_was_passed(batch: Any, seen: Any) -> None:
         given.append(batch)
         return output
 
-    verify(Named(), batch, {}, loss_fn=loss_fn)
+    verify(Named().double(), batch, {}, loss_fn=loss_fn)
     assert type(given[0]) is type(seen)
     assert len(given[0]) == 2
     assert not isinstance(seen, dict) or set(given[0]) == set(seen)
@@ -178,4 +178,5 @@ def test_a_hook_tells_forms_apart() -> None:
     plain, model = pair(Named)
     plain.register_forward_pre_hook(lambda module, args: None)
     assert repr(binding.flatten(plain, (a, b))[1]) != repr(binding.flatten(plain, {"x": a, "y": b})[1])
-    assert repr(binding.flatten(model, (a, b))[1]) == repr(binding.flatten(model, {"x": a, "y": b})[1])
+    bare = model._original
+    assert repr(binding.flatten(bare, (a, b))[1]) == repr(binding.flatten(bare, {"x": a, "y": b})[1])
