@@ -145,6 +145,7 @@ class State:
         assigned: buffers that get a new tensor, where others are written in place.
         counted: places of numbers that the call counts on, and does nothing else with.
         observed: calls of recording hooks, see `autopar.capture.hooks`.
+        checks: of factorizations, see `autopar.capture.intercepts`.
         constants: plain tensors among the attributes are constants of the graph, where else they are buffers.
     """
 
@@ -153,6 +154,7 @@ class State:
     counted: frozenset[tuple[str, Any]] = frozenset()
     constants: bool = False
     observed: tuple[Any, ...] = ()
+    checks: tuple[Any, ...] = ()
 
 
 STATELESS = State()

@@ -183,6 +183,8 @@ class ParallelModule(nn.Module):
             path, _, attribute = name.rpartition(".")
             self._original.get_submodule(path)._buffers[attribute] = value
         whole = _Whole(results)
+        for check in state.checks:
+            check.make(whole)
         apply(self._original, state.writes, whole)
         replay(self._original, state.observed, whole)
 

@@ -105,7 +105,9 @@ class Step:
         arguments = [sources[i.kind](i.name) for i in self.cut.inputs]
         with torch.no_grad(), torch.autocast(self.place.device.type, enabled=False):
             values = list(self.cut.forward(*arguments))
-        outputs, saved = values[: len(self.cut.outputs)], values[len(self.cut.outputs) :]
+        given = {id(a) for a in arguments}  # what the model returns of its inputs is not theirs to write to
+        outputs = [v.clone() if id(v) in given else v for v in values[: len(self.cut.outputs)]]
+        saved = values[len(self.cut.outputs) :]
         for i in self.cut.kept:
             saved[i] = saved[i].clone()
         return self._results(outputs, buffers), saved
