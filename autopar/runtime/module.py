@@ -21,12 +21,12 @@ from autopar.layout import Layout, Replicate, Split, replicated
 from autopar.pipeline.asked import along_with, without_pipeline
 from autopar.plan import Plan
 from autopar.runtime.boundary import Placements, from_local, part_of, plain_type, to_local, to_placements
-from autopar.runtime.control import FAILURES, NO_SYNC, WAITING
 from autopar.runtime.load import load_full, prepare_load, savable
 from autopar.runtime.materialise import Init, materialise, uninitialised
 from autopar.runtime.microbatches import MicrobatchStep
 from autopar.runtime.offload_states import OffloadedStates, offload_states
 from autopar.runtime.place import Place
+from autopar.runtime.points import FAILURES, NO_SYNC, WAITING, Details, described
 from autopar.runtime.postpone import Postponed
 from autopar.runtime.specialise import (
     Request,
@@ -35,7 +35,6 @@ from autopar.runtime.specialise import (
     compare_contents,
     data_layout,
     data_parts,
-    described,
     specialise,
 )
 from autopar.runtime.state import checksum, contents, gathered, slice_replicated
@@ -75,7 +74,7 @@ class ParallelModule(nn.Module):
         if place.control is not None:
             self._number = len(place.control.calls)
             place.control.calls.append(0)
-        self._described: dict[Any, tuple[tuple[str, str], ...]] = {}
+        self._described: dict[Any, Details] = {}
         self._away: OffloadedStates | None = None
         self.register_state_dict_post_hook(_save_hook)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_load_hook)  # type: ignore[no-untyped-call]
@@ -228,12 +227,10 @@ class ParallelModule(nn.Module):
         name = f"call {control.calls[self._number]} of {self._name}"
         key = self._key(request)
         if key not in self._described:
-            self._described = {key: described(request, key)}  # of one kind at a time: texts are long
+            self._described = {key: described(key)}  # of one kind at a time: texts are long
         window = ((NO_SYNC, str(self._postponed.active)), (WAITING, self._postponed.described()))
         known = ("whether it is new", str(key not in self._cache))
-        self._place.meet(
-            f"{what} of {name}", (*self._described[key], known, *window, (FAILURES, control.failures()))
-        )
+        self._place.meet(f"{what} of {name}", (*self._described[key], known, *window, (FAILURES, control.failures())))
         return name
 
     @property
