@@ -29,7 +29,6 @@ from autopar.pipeline.asked import along_with, without_pipeline
 from autopar.plan import Plan
 from autopar.runtime.boundary import Placements, from_local, full_tensor, part_of, plain_type, to_local, to_placements
 from autopar.runtime.check_first import check_first
-from autopar.runtime.control import FAILURES, NO_SYNC, WAITING
 from autopar.runtime.copies import RESIZING, SAVING, deep_copy, on_a_mesh, refuse_pickling, shallow_copy
 from autopar.runtime.input_gradients import origins, requiring_gradients
 from autopar.runtime.kept import Kept
@@ -39,6 +38,7 @@ from autopar.runtime.microbatches import MicrobatchStep
 from autopar.runtime.offload_states import OffloadedStates, offload_states
 from autopar.runtime.optimizer_states import lay_out_states_of
 from autopar.runtime.place import Place
+from autopar.runtime.points import FAILURES, NO_SYNC, WAITING, Details, described
 from autopar.runtime.postpone import Postponed
 from autopar.runtime.specialise import (
     Request,
@@ -47,7 +47,6 @@ from autopar.runtime.specialise import (
     compare_contents,
     data_layout,
     data_parts,
-    described,
     specialise,
 )
 from autopar.runtime.state import checksum, contents, gathered, slice_replicated
@@ -91,7 +90,7 @@ class ParallelModule(nn.Module):
         if place.control is not None:
             self._number = len(place.control.calls)
             place.control.calls.append(0)
-        self._described: dict[Any, tuple[tuple[str, str], ...]] = {}
+        self._described: dict[Any, Details] = {}
         self._away: OffloadedStates | None = None
         self._family: list[weakref.ref[ParallelModule]] = [weakref.ref(self)]
         self.register_state_dict_post_hook(_save_hook)  # type: ignore[no-untyped-call]
@@ -296,7 +295,7 @@ class ParallelModule(nn.Module):
         name = f"call {control.calls[self._number]} of {self._name}"
         key = self._key(request)
         if key not in self._described:
-            self._described = {key: described(request, key)}  # of one kind at a time: texts are long
+            self._described = {key: described(key)}  # of one kind at a time: texts are long
         window = ((NO_SYNC, str(self._postponed.active)), (WAITING, self._postponed.described()))
         known = ("what it is captured for", self._cache.which(key, request.skeleton.numbers, self._slots))
         self._place.meet(f"{what} of {name}", (*self._described[key], known, *window, (FAILURES, control.failures())))

@@ -18,11 +18,11 @@ from autopar.errors import AutoparError
 from autopar.layout import Layout, TensorType
 from autopar.program import GRADIENTS, Output, Program
 from autopar.runtime.boundary import computed, from_local, part_of, stored, to_local, to_placements
-from autopar.runtime.control import FAILURES, NO_SYNC, WAITING
 from autopar.runtime.failing_node import failing_node
 from autopar.runtime.input_gradients import Gradients, Origin
 from autopar.runtime.partition import Cut
 from autopar.runtime.place import Place
+from autopar.runtime.points import FAILURES, NO_SYNC, WAITING
 from autopar.runtime.postpone import Postponed, split_reductions
 from autopar.runtime.staged import home_of, staged
 
@@ -263,7 +263,7 @@ class Call:
     origins: tuple[Origin, ...] = ()
     results: list[torch.Tensor] = field(default_factory=list)
 
-    def agree(self, pass_: str, details: tuple[tuple[str, str], ...] = ()) -> None:
+    def agree(self, pass_: str) -> None:
         """Wait until every rank is about to do the same.
 
         Raises:
@@ -272,7 +272,7 @@ class Call:
         place = self.step.place
         if place.control is not None:
             window = ((NO_SYNC, str(self.postponed.active)), (WAITING, self.postponed.described()))
-            place.meet(f"{pass_} of {self.name}", (*details, *window, (FAILURES, place.control.failures())))
+            place.meet(f"{pass_} of {self.name}", (*window, (FAILURES, place.control.failures())))
 
     def during(self, pass_: str) -> AbstractContextManager[None]:
         """In place of the error of a collective within, one that says which, and what has become of the ranks."""
