@@ -156,7 +156,7 @@ def _is_dropped(dropped: list[str], value: Any, path: str) -> bool:
     old = value is not None and path.endswith("['past_key_values']")  # of transformers before 4.36: tuples of tensors
     if not (old or is_cache(value)):
         return False
-    dropped.append(path.removeprefix(_OUTPUT) or "a cache")
+    dropped.append(path.removeprefix(_OUTPUT).strip("[']") or "a cache")
     return True
 
 
