@@ -218,7 +218,7 @@ def _describe(joint: fx.GraphModule, harness: Harness, aliases: dict[str, str], 
     seen = harness.seen.results
     assert seen is not None
     found = Program(joint, inputs, outputs, forward, seen.skeleton, seen.loss, training, (), aliases)
-    return replace(found, withheld=seen.withheld)
+    return replace(found, withheld=seen.withheld, total=seen.total)
 
 
 def _merge_inputs(joint: fx.GraphModule, aliases: dict[str, str]) -> tuple[Input, ...]:

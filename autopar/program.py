@@ -18,6 +18,7 @@ from autopar._torch_compat import LazyGraphModule
 from autopar.accumulate import accumulate
 from autopar.floats import Guard
 from autopar.origin import block_prefixes, is_backward, module_path, without_indices
+from autopar.outputs import Total
 from autopar.regions import pinned
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -153,6 +154,7 @@ class Program:
         repeat: blocks of the model that are left out; such a program can be planned for, not run.
         part: of the batch that the program computes.
         withheld: results that carry gradients in the model, and not here: only the loss, or only scalars do.
+        total: how the loss is made, where it is a result of the graph and none of the model.
         guards: what the graph takes for granted of the floats of a call.
     """
 
@@ -169,6 +171,7 @@ class Program:
     repeat: Repeat | None = None
     part: Microbatch = WHOLE
     withheld: frozenset[int] = frozenset()
+    total: Total | None = None
     guards: tuple[Guard, ...] = ()
 
     @property
