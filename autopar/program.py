@@ -18,6 +18,7 @@ from autopar._torch_compat import LazyGraphModule
 from autopar.accumulate import accumulate
 from autopar.floats import Guard
 from autopar.origin import block_prefixes, is_backward, module_path, without_indices
+from autopar.outputs import Total
 from autopar.regions import pinned
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -182,6 +183,7 @@ class Program:
         part: of the batch that the program computes.
         state: what a call does to the model.
         withheld: results that carry gradients in the model, and not here: only the loss, or only scalars do.
+        total: how the loss is made, where it is a result of the graph and none of the model.
         guards: what the graph takes for granted of the floats of a call.
     """
 
@@ -199,6 +201,7 @@ class Program:
     part: Microbatch = WHOLE
     state: State = STATELESS
     withheld: frozenset[int] = frozenset()
+    total: Total | None = None
     guards: tuple[Guard, ...] = ()
 
     @property

@@ -205,6 +205,13 @@ def _describe(joint: fx.GraphModule, harness: Harness, training: bool) -> Progra
     for placeholder in [n for n, i in described.items() if i.name in harness.promoted and not n.users]:
         del described[placeholder]
         joint.graph.erase_node(placeholder)
+    def number(result: int) -> int:
+        """Of a result, among those that are no buffers."""
+        return result - sum(i < result for i in seen.assigned)
+
+    described = {
+        n: replace(i, name=str(number(int(i.name)))) if i.kind == "tangent" else i for n, i in described.items()
+    }
     inputs = tuple(described.values())
     for placeholder, spec in described.items():
         value = placeholder.meta["val"]
@@ -230,6 +237,8 @@ def _describe(joint: fx.GraphModule, harness: Harness, training: bool) -> Progra
         if output.kind == "result" and int(output.name) in seen.assigned:
             output = Output("buffer", seen.assigned[int(output.name)])
             kept.pop(output, None)  # what was written in place before is gone
+        elif output.kind == "result":
+            output = Output("result", str(number(int(output.name))))
         (kept if output.kind in ("buffer", "parameter") else rest)[output] = value
     rest = dict(sorted(rest.items(), key=lambda item: _ORDER.index(item[0].kind)))
     node.args = ([*kept.values(), *rest.values()],)
@@ -240,8 +249,9 @@ def _describe(joint: fx.GraphModule, harness: Harness, training: bool) -> Progra
     assigned = frozenset(seen.assigned.values())
     state = State(tuple(seen.writes), assigned, observed=tuple(seen.observed), checks=seen.checks)
     return Program(
-        joint, inputs, outputs, forward, found.skeleton, found.loss, training, (), harness.aliases,
-        withheld=found.withheld, state=state,
+        joint, inputs, outputs, forward, found.skeleton,
+        None if found.loss is None else number(found.loss), training, (), harness.aliases,
+        withheld=frozenset(map(number, found.withheld)), total=found.total, state=state,
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from autopar.runtime.place import Place
 from autopar.runtime.points import FAILURES, NO_SYNC, WAITING
 from autopar.runtime.postpone import Postponed, split_reductions
 from autopar.runtime.staged import home_of, staged
+from autopar.runtime.total import attached
 
 
 @dataclass(frozen=True)
@@ -297,6 +298,9 @@ def run(
         return [step.wrap(i, r) for i, r in enumerate(results)]
     apply: Any = _StepFunction.apply
     outputs = dict(zip(step.differentiable, apply(call, *parameters, *differentiable), strict=True))
+    if (total := step.program.total) is not None:
+        loss = outputs.pop(step.differentiable[0])
+        outputs |= zip(total.parts, attached(loss, call.results, step.program.skeleton, total), strict=True)
     anchor = torch.empty(0, requires_grad=True)
     refuse: Any = _Refusal.apply
     return [
