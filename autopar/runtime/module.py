@@ -402,7 +402,10 @@ class ParallelModule(nn.Module):
         if uninitialised(self._original) or any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
             return  # an example without values: the first call checks
         self._checked.add(mode)
-        whole = [full_tensor(self._gatherable(t, request, i)) for i, t in enumerate(tensors)]
+        given = [
+            t if t.shape == request.shapes[i][0] else self._gatherable(t, request, i) for i, t in enumerate(tensors)
+        ]
+        whole = [full_tensor(t) for t in given]
         check_first(self._original, found, request, whole, self._settings, self._types(), self._placements())
 
     def _key(self, request: Request) -> Any:
