@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 import autopar
 from tests.distributed.launch import WAIT, Ranks, mesh_of
@@ -53,12 +53,14 @@ def adversarial(parallelize: Parallelize) -> Trace:
         real = autoencoder.batch(step)["sample"]
         made = painter(real).sample
         optimizers[1].zero_grad()
-        doubt = F.relu(1 - whole(critic(real))).mean() + F.relu(1 + whole(critic(made.detach()))).mean()
+        doubt = (
+            functional.relu(1 - whole(critic(real))).mean() + functional.relu(1 + whole(critic(made.detach()))).mean()
+        )
         doubt.backward()
         record(trace, f"{step} critic", critic)
         optimizers[1].step()
         optimizers[0].zero_grad()
-        loss = F.mse_loss(whole(made), real) - 0.1 * whole(critic(made)).mean()
+        loss = functional.mse_loss(whole(made), real) - 0.1 * whole(critic(made)).mean()
         loss.backward()
         record(trace, f"{step} painter", painter)
         optimizers[0].step()

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from tests.real_models.vision_library import import_timm
 
@@ -39,7 +39,7 @@ def _timm(make: Callable[[Any], nn.Module], size: int = 32) -> Example:
 
 def _to_classes(output: torch.Tensor, batch: Any) -> torch.Tensor:
     labels = torch.arange(output.shape[0]) % output.shape[-1]
-    return F.cross_entropy(output, labels)
+    return functional.cross_entropy(output, labels)
 
 
 def _disturb(model: nn.Module) -> None:
@@ -212,7 +212,7 @@ def _autoencoder() -> Example:
 
 def _to_next_token(output: Any, batch: Any) -> torch.Tensor:
     """What transformers computes, but in float32."""
-    return F.cross_entropy(output.logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+    return functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
 
 
 def _vq() -> Example:
@@ -278,8 +278,11 @@ class Distilled(nn.Module):
 
 def towards(scores: torch.Tensor, wanted: torch.Tensor, temperature: float = 2.0) -> torch.Tensor:
     """Distance of a student's distribution from its teacher's."""
-    student, teacher = F.log_softmax(scores / temperature, -1), F.log_softmax(wanted / temperature, -1)
-    return F.kl_div(student, teacher, reduction="batchmean", log_target=True) * temperature**2
+    student, teacher = (
+        functional.log_softmax(scores / temperature, -1),
+        functional.log_softmax(wanted / temperature, -1),
+    )
+    return functional.kl_div(student, teacher, reduction="batchmean", log_target=True) * temperature**2
 
 
 def _distilled() -> Example:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 import autopar
 from autopar.search.options import Search
@@ -28,7 +28,7 @@ class Generator(nn.Module):
         self.out = nn.Linear(16, PIXELS)
 
     def forward(self, noise: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.out(F.relu(self.norm(self.up(noise)))))
+        return torch.tanh(self.out(functional.relu(self.norm(self.up(noise)))))
 
 
 class Discriminator(nn.Module):
@@ -41,8 +41,8 @@ class Discriminator(nn.Module):
         self.out = nn.Linear(16, 1)
 
     def forward(self, x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        score = self.out(self.norm(F.leaky_relu(self.down(x), 0.2)))[:, 0]
-        return F.binary_cross_entropy_with_logits(score, real)
+        score = self.out(self.norm(functional.leaky_relu(self.down(x), 0.2)))[:, 0]
+        return functional.binary_cross_entropy_with_logits(score, real)
 
 
 def networks() -> tuple[nn.Module, nn.Module]:
