@@ -106,7 +106,7 @@ def close(a, b):
 
 
 def scale(tensor):
-    values = tensor.abs().double() if not tensor.is_complex() else tensor.abs()
+    values = (tensor if tensor.is_complex() else tensor.double()).abs()
     values = values[torch.isfinite(values)]
     return max(1.0, float(values.max())) if values.numel() else 1.0
 
