@@ -33,9 +33,11 @@ __all__ = [
     "aot_export_joint_with_descriptors",
     "budget_partition",
     "checkpoint_replaced",
+    "compiling",
     "default_partition",
     "dtensor_overloads",
     "get_decompositions",
+    "is_traced",
     "local_shape_of",
     "operator_database",
     "pipeline_runtime",
@@ -46,7 +48,10 @@ __all__ = [
     "storage_id",
     "torch_schedule",
     "traced_graph",
+    "traced_node",
+    "traced_root",
     "tracing",
+    "without_modes",
 ]
 
 
@@ -120,6 +125,55 @@ def traced_graph() -> Any:
 
     mode = get_proxy_mode()
     return None if mode is None else mode.tracer.graph
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of the user's code is one that is being traced, and not one with values."""
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return isinstance(tensor, FunctionalTensor | FakeTensor)
+
+
+def traced_node(tensor: torch.Tensor) -> Any:
+    """The `fx.Node` that computes a tensor of the user's code in the graph that is being traced; None: none does."""
+    from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+    mode = get_proxy_mode()
+    if mode is None:
+        return None
+    inner = tensor.from_functional() if isinstance(tensor, FunctionalTensor) else tensor
+    return get_proxy_slot(inner, mode.tracer, None, lambda found: found.proxy.node)
+
+
+def traced_root() -> Any:
+    """The module that holds the constants of the graph that is being traced."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode = get_proxy_mode()
+    return None if mode is None else getattr(mode.tracer, "root")  # noqa: B009  not every tracer's type has it
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """While it lasts, operators compute with real values, whatever is traced around it."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """While it lasts, `torch.compiler.is_compiling` says yes: models leave out checks that look at values."""
+    import torch.compiler as module
+
+    before = module._is_compiling_flag
+    module._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        module._is_compiling_flag = before
 
 
 def operator_database() -> list[Any]:

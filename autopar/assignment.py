@@ -84,7 +84,8 @@ def assign(program: Program, dims: Dims, plan: Plan, classes: Quotient) -> Assig
                 held.update([value] if name in pinned else [])
     finals = []
     for output in program.outputs:
-        table = {"gradient": plan.parameters, "result": plan.results}.get(output.kind, {})
+        tables = {"gradient": plan.parameters, "parameter": plan.parameters, "result": plan.results}
+        table = tables.get(output.kind, {})
         finals.append(table.get(output.name, whole))
     moves = {value for value, layout in relays.items() if layout != outputs[value]}
     states = _states(program, dims, plan, classes, relays, moves)

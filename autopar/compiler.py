@@ -32,6 +32,7 @@ from autopar.passes.cut_pipeline import cut_pipeline
 from autopar.passes.eliminate_dead_code import eliminate_dead_code
 from autopar.passes.hoist_steady import hoist_steady
 from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.insert_contiguous import insert_contiguous
 from autopar.passes.insert_offload import insert_offload
 from autopar.passes.insert_recompute import insert_recompute
 from autopar.passes.localize_random import localize_random
@@ -70,6 +71,7 @@ PASSES: tuple[Pass, ...] = (
     bucket_collectives,
     eliminate_dead_code,
     scatter_sends,
+    insert_contiguous,
 )
 
 DETERMINISTIC_PASSES: tuple[Pass, ...] = (
@@ -87,6 +89,7 @@ DETERMINISTIC_PASSES: tuple[Pass, ...] = (
     bucket_collectives,
     eliminate_dead_code,
     scatter_sends,
+    insert_contiguous,
 )
 """Instead of `PASSES` where the ranks together draw the very numbers that one device would."""
 

@@ -314,9 +314,9 @@ def _cut(dim: list[int], size: list[int], letters: Sequence[int]) -> list[tuple[
 
 
 def _tie_gradients(factors: _Factors, program: Program, values: dict[Value, list[list[int]]]) -> None:
-    """A gradient has its parameter's dims, a buffer's new value its buffer's, an output its tangent's."""
+    """A gradient and a new value have their parameter's or buffer's dims, an output its tangent's."""
     by_input = {i: n for i, n in zip(program.inputs, program.placeholders, strict=True)}
-    kinds = {"gradient": "parameter", "buffer": "buffer", "result": "tangent"}
+    kinds = {"gradient": "parameter", "parameter": "parameter", "buffer": "buffer", "result": "tangent"}
     named = {(i.kind, i.name): n for i, n in by_input.items()}
     for output, value in zip(program.outputs, program.output_values, strict=True):
         source = named.get((kinds[output.kind], output.name))

@@ -12,6 +12,7 @@ from autopar.blocks import coordinates
 from autopar.collective import GROUP_ARGUMENT, axis_index, c10d
 from autopar.cost.collectives import wire_bytes
 from autopar.draw import generator_states, restore_generators
+from autopar.passes.insert_contiguous import with_contiguous
 from autopar.program import Program, is_steady, map_nodes
 
 aten = torch.ops.aten
@@ -62,8 +63,8 @@ def emulate(
 
 
 def run_whole(program: Program, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Run a program on global tensors, as one device would."""
-    return [v[0] for v in emulate(program, (), (), [[x] for x in inputs])]
+    """Run a program on global tensors, as one device would, whatever their strides."""
+    return [v[0] for v in emulate(with_contiguous(program), (), (), [[x] for x in inputs])]
 
 
 def _groups(where: list[tuple[int, ...]], axis: int) -> list[Group]:

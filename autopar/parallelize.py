@@ -25,7 +25,7 @@ from autopar.plan import Plan
 from autopar.precision import Precision
 from autopar.program import Program
 from autopar.runtime.materialise import Init
-from autopar.runtime.module import ParallelModule
+from autopar.runtime.module import ParallelModule, parallel_module
 from autopar.runtime.place import Place, axes_of, one_device, place_on, refined
 from autopar.runtime.specialise import Settings, Toolchain
 from autopar.runtime.state import distribute_parameters
@@ -101,7 +101,7 @@ def parallelize(
     budget = _budget(place) if memory is None else parse_bytes(memory)
     settings = Settings(toolchain, machine, budget, optimizer, search, given, loss_fn, inputs, alike)
     distribute_parameters(model, place)
-    parallel = ParallelModule(model, place, settings, init)
+    parallel = parallel_module(model, place, settings, init)
     if batch is not None:
         parallel.specialise(batch)
     return parallel

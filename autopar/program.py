@@ -131,6 +131,28 @@ WHOLE = Microbatch()
 """The whole batch at once."""
 
 
+@dataclass(frozen=True)
+class State:
+    """What a call of the model does to the model, besides what the graph says of parameters and buffers.
+
+    Attributes:
+        writes: to its Python state, see `autopar.capture.writes`; their tensors are results of the graph.
+        assigned: buffers that get a new tensor, where others are written in place.
+        counted: places of numbers that the call counts on, and does nothing else with.
+        observed: calls of recording hooks, see `autopar.capture.hooks`.
+        constants: plain tensors among the attributes are constants of the graph, where else they are buffers.
+    """
+
+    writes: tuple[Any, ...] = ()
+    assigned: frozenset[str] = frozenset()
+    counted: frozenset[tuple[str, Any]] = frozenset()
+    constants: bool = False
+    observed: tuple[Any, ...] = ()
+
+
+STATELESS = State()
+
+
 SHORT = 3
 """Blocks of a program that leaves some out: the first, the last, and one that stands for those between them."""
 
@@ -151,6 +173,7 @@ class Program:
         used: shape without padding of the parameters, tangents and results that are padded, by kind and name.
         repeat: blocks of the model that are left out; such a program can be planned for, not run.
         part: of the batch that the program computes.
+        state: what a call does to the model.
     """
 
     graph: fx.GraphModule
@@ -165,6 +188,7 @@ class Program:
     used: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
     repeat: Repeat | None = None
     part: Microbatch = WHOLE
+    state: State = STATELESS
 
     @property
     def microbatches(self) -> int:
@@ -341,6 +365,32 @@ def _call_hash(call: Call) -> str:
 def short_hash(text: str) -> str:
     """Eight hexadecimal digits of a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def same_graph(a: Program, b: Program) -> bool:
+    """Whether two programs compute the same, node by node, constants included; their `State` aside."""
+    if (a.inputs, a.outputs, a.loss, repr(a.skeleton)) != (b.inputs, b.outputs, b.loss, repr(b.skeleton)):
+        return False
+    number: dict[fx.Node, int] = {}
+    mine, other = list(a.graph.graph.nodes), list(b.graph.graph.nodes)
+    for i, nodes in enumerate(zip(mine, other, strict=False)):
+        number.update(dict.fromkeys(nodes, i))
+    return len(mine) == len(other) and all(
+        _node_text(n, number) == _node_text(m, number) and _same_constant(a, n, b, m)
+        for n, m in zip(mine, other, strict=True)
+    )
+
+
+def _node_text(node: fx.Node, number: Mapping[fx.Node, int]) -> str:
+    arguments = map_nodes((node.args, node.kwargs), lambda n: f"%{number[n]}")
+    return f"{node.op} {node.target if node.op == 'call_function' else ''} {arguments!r} {_types(node)!r}"
+
+
+def _same_constant(a: Program, node: fx.Node, b: Program, other: fx.Node) -> bool:
+    if node.op != "get_attr":
+        return True
+    mine, its = getattr(a.graph, str(node.target)), getattr(b.graph, str(other.target))
+    return mine is its or (mine.dtype == its.dtype and torch.equal(mine, its))
 
 
 def copy_graph(module: fx.GraphModule) -> fx.GraphModule:

@@ -18,7 +18,7 @@ from torch import fx
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
 
-from autopar._torch_compat import OpOverload, TorchDispatchMode, checkpoint_replaced, selective_policy, traced_graph
+from autopar._torch_compat import TorchDispatchMode, checkpoint_replaced, selective_policy, traced_graph
 from autopar.origin import is_backward
 
 aten = torch.ops.aten
@@ -46,7 +46,7 @@ class Regions:
     """The regions of a model that is being traced."""
 
     def __init__(self) -> None:
-        self.policies: list[Policy | None] = []  # of each region
+        self.count = 0
         self.open: tuple[int, ...] = ()
 
     @contextlib.contextmanager
@@ -81,27 +81,13 @@ class Regions:
     @contextlib.contextmanager
     def _region(self, policy: Policy | None) -> Iterator[None]:
         outer = self.open
-        self.open = (*outer, len(self.policies))
-        self.policies.append(policy)
+        self.open = (*outer, self.count)
+        self.count += 1
         try:
-            with annotate({PATH: self.open}):
+            with annotate({PATH: self.open}), _Asking(policy) if policy else contextlib.nullcontext():
                 yield
         finally:
             self.open = outer
-
-    def watched(self, module: fx.GraphModule) -> fx.GraphModule:
-        """The exported module, in which operators ask their policies as they are traced again.
-
-        Graphs inside it (what runs under autocast or ``no_grad``) run node by node, or annotations would be lost.
-        """
-        for inner in [m for m in module.modules() if isinstance(m, fx.GraphModule)]:
-            if inner is not module:
-                inner.forward = fx.Interpreter(inner).run
-            for node in inner.graph.nodes:
-                policies = [p for i in _path(node) if (p := self.policies[i]) is not None]
-                if policies and isinstance(node.target, OpOverload):
-                    node.target = _asking(node.target, policies)
-        return module
 
 
 def _path(node: fx.Node) -> tuple[int, ...]:
@@ -128,17 +114,6 @@ def _without_hooks() -> Iterator[None]:
         hooks.__enter__, hooks.__exit__ = before["__enter__"], before["__exit__"]  # type: ignore[method-assign]
 
 
-def _asking(target: OpOverload, policies: Sequence[Policy]) -> Callable[..., Any]:
-    """The operator, whose parts ask the policies as they are traced."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _Asking(policies):
-            return target(*args, **kwargs)
-
-    call.__name__ = call.__qualname__ = str(target)
-    return call
-
-
 class _Asking(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Marks the nodes of every operator with what policies say of it: it sees what they would see in training."""
 
@@ -147,9 +122,9 @@ class _Asking(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Tracing goes on as if it were not there."""
         return True
 
-    def __init__(self, policies: Sequence[Policy]) -> None:
+    def __init__(self, policy: Policy) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.policies = policies
+        self.policy = policy
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and mark what it left in the graph."""
@@ -158,12 +133,12 @@ class _Asking(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         if graph is None or func in SAC_IGNORED_OPS:
             return out
-        found = {_asked(policy, func, out, args, kwargs) for policy in self.policies}
-        saving = next((p for p in _SAVING if p in found), None)
-        for node in reversed(graph.nodes) if saving else ():
+        asked = _asked(self.policy, func, out, args, kwargs)
+        for node in reversed(graph.nodes) if asked in _SAVING else ():
             if node is last:
                 break
-            node.meta["saved"] = saving
+            if node.meta.get("saved") is not _SAVING[0]:  # what a region in this one must save stays saved
+                node.meta["saved"] = asked
         return out
 
 

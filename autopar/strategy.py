@@ -23,6 +23,13 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 Dims = tuple[tuple[str, ...], ...]
 """The letters of one tensor, dim by dim."""
 
+ANY = ""
+ROW_MAJOR = "row-major"
+LAST = "last"
+PAIRS = "pairs"
+MATRIX = "matrix"
+"""What a kernel may ask of an argument's strides, see `Rule.strides` and `autopar.strides`."""
+
 
 @dataclass(frozen=True)
 class Spec:
@@ -93,6 +100,11 @@ class Rule:
         sizes: sizes of letters that shapes alone do not give (two unknown letters in one group).
         padded: letters that may be padded although they are not free or summed over, and how; None: none may.
         zero: whether zero arguments give a zero result; None: where the operator is linear in some of them.
+        strides: what the kernels ask of how tensor arguments lie in memory, in the order of the equation (those left
+            out: nothing), or one for all of them: `ROW_MAJOR`, `LAST` (the last dim's stride is 1), `PAIRS` (so, and
+            the rest is even: what is looked at as complex), `MATRIX` (rows or columns are whole) or `ANY`. An argument
+            that lies otherwise is copied in front. None: nothing for the rules in ``strategies/``, which the oracle
+            runs on every kind of strides; row-major for all others.
     """
 
     equation: str
@@ -109,6 +121,7 @@ class Rule:
     sizes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     padded: Mapping[str, Padding] | None = field(default_factory=lambda: MappingProxyType({}))
     zero: bool | None = None
+    strides: str | tuple[str, ...] | None = None
 
     @cached_property
     def inputs(self) -> tuple[Dims, ...]:
@@ -229,6 +242,23 @@ def rule(*targets: Any) -> Callable[[RuleFunction], RuleFunction]:
 def find_rule(target: Any) -> RuleFunction | None:
     """The rule registered for an operator overload, or None."""
     return _RULES.get(target) or _RULES.get(str(target))
+
+
+def required_strides(target: Any, rule: Rule) -> tuple[str, ...]:
+    """What a call's kernel asks of the strides of each tensor argument.
+
+    Args:
+        target: the operator overload.
+        rule: of the call.
+    """
+    declared = rule.strides
+    if declared is None:
+        function = find_rule(target)
+        foreign = function is not None and not function.__module__.startswith("autopar.strategies")
+        declared = ROW_MAJOR if foreign else ANY
+    if isinstance(declared, str):
+        return (declared,) * len(rule.inputs)
+    return (*declared, *(ANY,) * len(rule.inputs))[: len(rule.inputs)]
 
 
 def registered() -> dict[Any, RuleFunction]:

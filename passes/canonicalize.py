@@ -266,6 +266,14 @@ def _as_copy(graph: fx.Graph, node: fx.Node) -> bool:
     return _forward(node, node.args[1])
 
 
+def _as_number(graph: fx.Graph, node: fx.Node) -> bool:
+    """The conjugate of a number, which autograd asks for where a tensor is multiplied with one, is a constant."""
+    if node.target is not aten._conj.default or isinstance(node.args[0], fx.Node):
+        return False
+    options = {"dtype": _value(node).dtype, "device": _value(node).device}
+    return _become(node, aten.full.default, ([], complex(node.args[0]).conjugate()), options)  # type: ignore[arg-type]
+
+
 def _without_saved(graph: fx.Graph, node: fx.Node) -> bool:
     """Batch norm's backward in evaluation takes no saved statistics, whose shape depends on the device."""
     if node.target is not aten.native_batch_norm_backward.default or node.args[7]:
@@ -275,7 +283,7 @@ def _without_saved(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 _FORMS = (
-    _identity, _as_view, _as_permute, _as_sum, _as_full, _as_slice, _as_cat, _as_repeat, _as_copy, _without_saved,
+    _identity, _as_view, _as_permute, _as_sum, _as_full, _as_slice, _as_cat, _as_repeat, _as_copy, _as_number, _without_saved,
 )  # fmt: skip
 
 

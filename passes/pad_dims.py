@@ -129,7 +129,7 @@ class _Padding:
                 finals.append(None)
                 continue
             wanted: Fills = {}
-            if output.kind == "gradient":
+            if output.kind in ("gradient", "parameter"):
                 wanted = dict.fromkeys(self.native[parameters[output.name], 0], 0.0)
             elif output.kind == "result" and output.name in tangents:
                 wanted = dict.fromkeys(self.paddable(self.dims.type_of(value)), None)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autopar.strategy import Lowering, Rule, Spec, dims, rule
+from autopar.strategy import ANY, LAST, ROW_MAJOR, Lowering, Rule, Spec, dims, rule
 
 aten = torch.ops.aten
 
@@ -17,6 +17,9 @@ BHQD = "b(hg)qd"
 BHKD = "bhkd"
 BHKE = "bhke"
 BHQE = "b(hg)qe"
+
+HEADS_LAST = (LAST,) * 3
+"""Kernels read the elements of a query, a key or a value one after the other."""
 
 
 def _mask(mask: Spec) -> str:
@@ -62,7 +65,7 @@ def _masking(kernel: Any, flops: float) -> Lowering:
 
 def _forward(
     query: Spec, key: Spec, value: Spec, extra: list[str], outputs: str, dropout_p: float, causal: bool,
-    tied: bool = False, masked: Any = None,
+    tied: bool = False, masked: Any = None, strides: tuple[str, ...] = HEADS_LAST,
 ) -> Rule:  # fmt: skip
     """A forward kernel; ``tied``: its queries cannot be split; ``masked``: the kernel that takes any mask."""
     told = causal and masked is not None
@@ -74,12 +77,13 @@ def _forward(
         lower={"q": _masking(masked, _flops(query, key, value, 2.0, False))} if told else {},
         sizes=_sizes(query, key),
         flops=_flops(query, key, value, 2.0, causal),
+        strides=strides,
     )
 
 
 def _backward(
     query: Spec, key: Spec, value: Spec, inputs: list[str], outputs: str, dropout_p: float, causal: bool,
-    tied: bool = False, scaled: Any = (), masked: Any = None,
+    tied: bool = False, scaled: Any = (), masked: Any = None, strides: tuple[str, ...] = (),
 ) -> Rule:  # fmt: skip
     """Its backward kernel."""
     told = causal and masked is not None
@@ -92,6 +96,7 @@ def _backward(
         lower={"q": _masking(masked, _flops(query, key, value, 5.0, False))} if told else {},
         sizes=_sizes(query, key),
         flops=_flops(query, key, value, 5.0, causal),
+        strides=strides,
     )
 
 
@@ -130,7 +135,10 @@ def cpu_backward(
     extra = [] if attn_mask is None else [_mask(attn_mask)]
     inputs = [BHQE, BHQD, BHKD, BHKE, BHQE, "b(hg)q", *extra]
     kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    return _backward(query, key, value, inputs, f"{BHQD},{BHKD},{BHKE}", dropout_p, is_causal, masked=kernel)
+    return _backward(
+        query, key, value, inputs, f"{BHQD},{BHKD},{BHKE}", dropout_p, is_causal, masked=kernel,
+        strides=(ANY, *HEADS_LAST, LAST),
+    )  # fmt: skip
 
 
 @rule(aten._scaled_dot_product_flash_attention.default)
@@ -147,7 +155,9 @@ def flash_backward(grad: Spec, query: Spec, key: Spec, value: Spec, *args: Any, 
     """Its gradients; ``args``: out, logsumexp, cum_seq (2), max_q, max_k, dropout, causal, seed, offset."""
     plain = [text for t in (*args[2:4], *args[8:10]) for text in _plain(t)]
     inputs = [BHQE, BHQD, BHKD, BHKE, BHQE, "b(hg)q", *plain]
-    return _backward(query, key, value, inputs, f"{BHQD},{BHKD},{BHKE}", args[6], args[7], scaled={8: "q"})
+    strides = (LAST, *HEADS_LAST, LAST, ROW_MAJOR)
+    outputs = f"{BHQD},{BHKD},{BHKE}"
+    return _backward(query, key, value, inputs, outputs, args[6], args[7], scaled={8: "q"}, strides=strides)
 
 
 @rule(aten._scaled_dot_product_efficient_attention.default)
@@ -164,7 +174,8 @@ def efficient(
 ) -> Rule:
     """Memory-efficient attention on a GPU; its logsumexp is padded, so queries are not split."""
     extra = [] if attn_bias is None else [_mask(attn_bias)]
-    return _forward(query, key, value, extra, f"{BHQE},b(hg)1,.,.", dropout_p, is_causal, tied=True)
+    strides = (*HEADS_LAST, LAST)
+    return _forward(query, key, value, extra, f"{BHQE},b(hg)1,.,.", dropout_p, is_causal, tied=True, strides=strides)
 
 
 @rule(aten._scaled_dot_product_efficient_attention_backward.default)
@@ -177,7 +188,8 @@ def efficient_backward(
     inputs = [BHQE, BHQD, BHKD, BHKE, *bias, BHQE, "b(hg)1", *plain]
     outputs = [BHQD, BHKD, BHKE, *(bias or ["_"])]
     masked = ",".join(text if wanted else "_" for text, wanted in zip(outputs, args[5], strict=True))
-    return _backward(query, key, value, inputs, masked, args[4], any(args[6:7]), tied=True)
+    strides = (LAST, *HEADS_LAST, *[LAST] * len(bias), LAST, ROW_MAJOR)
+    return _backward(query, key, value, inputs, masked, args[4], any(args[6:7]), tied=True, strides=strides)
 
 
 @rule(aten._scaled_dot_product_cudnn_attention.default)
@@ -194,7 +206,8 @@ def cudnn(
 ) -> Rule:
     """CuDNN's attention."""
     extra = [] if attn_bias is None else [_mask(attn_bias)]
-    return _forward(query, key, value, extra, f"{BHQE},b(hg)q1,_,_,_,_,.,.,_", dropout_p, is_causal)
+    outputs, strides = f"{BHQE},b(hg)q1,_,_,_,_,.,.,_", (*HEADS_LAST, LAST)
+    return _forward(query, key, value, extra, outputs, dropout_p, is_causal, strides=strides)
 
 
 @rule(aten._scaled_dot_product_cudnn_attention_backward.default)
@@ -204,4 +217,8 @@ def cudnn_backward(grad: Spec, query: Spec, key: Spec, value: Spec, *args: Any, 
     plain = [text for t in args[2:4] for text in _plain(t)]
     cumulative = [text for t in args[5:7] for text in _plain(t)]
     inputs = [BHQE, BHQD, BHKD, BHKE, BHQE, "b(hg)q1", *plain, *bias, *cumulative]
-    return _backward(query, key, value, inputs, f"{BHQD},{BHKD},{BHKE}", args[9], args[10], scaled={11: "q"})
+    outputs, strides = (
+        f"{BHQD},{BHKD},{BHKE}",
+        (LAST, *HEADS_LAST, LAST, ROW_MAJOR, *[ANY] * len(plain), *[LAST] * len(bias)),
+    )
+    return _backward(query, key, value, inputs, outputs, args[9], args[10], scaled={11: "q"}, strides=strides)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autopar.strategy import Lowering, Rule, Spec, letters, rule
+from autopar.strategy import ANY, ROW_MAJOR, Lowering, Rule, Spec, letters, rule
 
 aten = torch.ops.aten
 
@@ -175,6 +175,8 @@ def backward(grad: Spec, x: Spec, *args: Any) -> Rule:
     outputs = [text if wanted else "_" for text, wanted in zip((names, CHANNEL, CHANNEL), args[7], strict=True)]
     equation = f"{','.join([names, names, *statistics])}->{','.join(outputs)}"
     free = names.replace(CHANNEL, "")
+    strides = (ANY, ANY, *[ROW_MAJOR] * len(statistics))
     if not args[5]:
-        return Rule(equation, reduce=free, linear=((0,),))
-    return Rule(equation, keep=free, linear=((0,),), lower=_lowered(names, _samples(x).build_backward))
+        return Rule(equation, reduce=free, linear=((0,),), strides=strides)
+    lower = _lowered(names, _samples(x).build_backward)
+    return Rule(equation, keep=free, linear=((0,),), lower=lower, strides=strides)

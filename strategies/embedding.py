@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from autopar.strategy import Lowering, Padding, Rule, Spec, letters, rule
+from autopar.strategy import ANY, ROW_MAJOR, Lowering, Padding, Rule, Spec, letters, rule
 
 aten = torch.ops.aten
 
@@ -73,4 +73,5 @@ def embedding_bag(
 ) -> Rule:
     """Largest elements of rows, by bag (sums and means are decomposed). Columns are free; rows and bags are whole."""
     weights = sum(isinstance(a, Spec) for a in args)
-    return Rule(f"1h,1,1{',1' * weights}->1h,1,1,{'1h' if mode == 2 else '1'}", keep="h")
+    outputs = f"1h,1,1,{'1h' if mode == 2 else '1'}"
+    return Rule(f"1h,1,1{',1' * weights}->{outputs}", keep="h", strides=(ANY, *[ROW_MAJOR] * (2 + weights)))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar.strategy import Rule, Spec, rule
+from autopar.strategy import MATRIX, ROW_MAJOR, Rule, Spec, rule
 
 aten = torch.ops.aten
 
@@ -37,4 +37,7 @@ def torch_grouped_mm(
     blocked = "e" + {(2, 3): "s", (3, 2): "n", (2, 2): "k"}.get((rows.ndim, weight.ndim), "")
     inputs = ",".join([row, column, *["e"] * (ends is not None)])
     flops = 2.0 * rows.shape[-2] * rows.shape[-1] * weight.shape[-1]
-    return Rule(f"{inputs}->{result}", reduce="k", blocked=blocked if ends else "", linear=((0,), (1,)), flops=flops)
+    return Rule(
+        f"{inputs}->{result}", reduce="k", blocked=blocked if ends else "", linear=((0,), (1,)), flops=flops,
+        strides=(MATRIX, MATRIX, *[ROW_MAJOR] * (ends is not None)),
+    )  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autopar.strategy import Rule, Spec, dims, letters, rule
+from autopar.strategy import ANY, ROW_MAJOR, Rule, Spec, dims, letters, rule
 
 aten = torch.ops.aten
 
@@ -15,7 +15,7 @@ FIRST_BATCH_LETTER = 26  # upper case; the equations below have lower case
 Linear = tuple[tuple[int, ...], ...]
 
 
-def batched(equation: str, linear: Linear = ()) -> Callable[..., Rule]:
+def batched(equation: str, linear: Linear = (), strides: str = ANY) -> Callable[..., Rule]:
     """A rule function from the equation of one matrix: batch dims in front, which broadcast, are free."""
     left, right = (side.split(",") for side in equation.split("->"))
     blocked = "".join(dict.fromkeys(c for c in equation if c.isalpha()))
@@ -32,13 +32,15 @@ def batched(equation: str, linear: Linear = ()) -> Callable[..., Rule]:
             inputs.append((dims([c if n != 1 else "" for c, n in aligned]) + own) or ".")
         outputs = [own if own == "_" else (dims(names) + own or ".") for own in right]
         # A matrix of padding may have no decomposition, which raises.
-        return Rule(f"{','.join(inputs)}->{','.join(outputs)}", blocked=blocked, linear=linear, padded=None)
+        return Rule(
+            f"{','.join(inputs)}->{','.join(outputs)}", blocked=blocked, linear=linear, padded=None, strides=strides
+        )
 
     return batched_rule
 
 
 ONE_MATRIX = {
-    "mn->mn": (aten.cholesky, aten.cholesky_inverse, aten.linalg_matrix_exp),
+    "mn->mn": (aten.cholesky, aten.cholesky_inverse),
     "mn->mn,": (aten.linalg_cholesky_ex, aten.linalg_inv_ex),
     "mn->,mn,k": (aten._linalg_det,),
     "mn->,,mn,k": (aten._linalg_slogdet,),
@@ -50,6 +52,7 @@ ONE_MATRIX = {
 for _equation, _ops in ONE_MATRIX.items():
     rule(*(op.default for op in _ops))(batched(_equation))
 
+rule(aten.linalg_matrix_exp.default)(batched("mn->mn", strides=ROW_MAJOR))
 rule(aten._linalg_svd.default)(batched("mn->mk,r,ln"))
 rule(aten.cholesky_solve.default)(lambda b, factor, upper=False: batched("pr,mn->pr", ((0,),))(b, factor))
 rule(aten.linalg_solve_triangular.default)(lambda a, b, **_: batched("mn,pr->pr", ((1,),))(a, b))

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from autopar.strategy import Rule, Spec, letters, rule
+from autopar.strategy import ROW_MAJOR, Rule, Spec, letters, rule
 
 aten = torch.ops.aten
 
@@ -44,7 +44,8 @@ def layer_norm_backward(
     free, inner, statistic = _rows(x, normalized_shape)
     inputs = [free + inner] * 2 + [statistic] * 2 + [inner] * _present(weight, bias)
     outputs = _masked([free + inner, inner, inner], output_mask)
-    return Rule(f"{','.join(inputs)}->{outputs}", reduce=free, blocked=inner, linear=((0,),))
+    strides = (ROW_MAJOR,) * 4
+    return Rule(f"{','.join(inputs)}->{outputs}", reduce=free, blocked=inner, linear=((0,),), strides=strides)
 
 
 def _masked(outputs: Sequence[str], mask: Sequence[bool]) -> str:
@@ -67,7 +68,8 @@ def rms_norm_backward(
     free, inner, statistic = _rows(x, normalized_shape)
     inputs = [free + inner] * 2 + [statistic] + [inner] * _present(weight)
     outputs = _masked([free + inner, inner], output_mask)
-    return Rule(f"{','.join(inputs)}->{outputs}", reduce=free, blocked=inner, linear=((0,),))
+    strides = (ROW_MAJOR,) * 3
+    return Rule(f"{','.join(inputs)}->{outputs}", reduce=free, blocked=inner, linear=((0,),), strides=strides)
 
 
 def _grouped(x: Spec) -> tuple[str, str]:
@@ -87,6 +89,7 @@ def group_norm(x: Spec, weight: Spec | None, bias: Spec | None, *sizes: Any) -> 
         keep="n",
         scaled={3: "n", 4: "g", 6: "g"},
         sizes={"g": sizes[3]},
+        strides=ROW_MAJOR,
     )
 
 
@@ -102,4 +105,5 @@ def group_norm_backward(grad: Spec, x: Spec, mean: Spec, rstd: Spec, weight: Spe
         linear=((0,),),
         scaled={5: "n", 6: "g", 8: "g"},
         sizes={"g": sizes[3]},
+        strides=ROW_MAJOR,
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autopar.strategy import Rule, Spec, dims, letters, rule
+from autopar.strategy import PAIRS, Rule, Spec, dims, letters, rule
 
 aten = torch.ops.aten
 
@@ -307,7 +307,7 @@ def view_as_real(x: Spec) -> Rule:
 def view_as_complex(x: Spec) -> Rule:
     """The last dim as real and imaginary parts."""
     names = letters(x.ndim)
-    return Rule(f"{names}->{names[:-1] or '.'}", blocked=names[-1], linear=ONE, view=True)
+    return Rule(f"{names}->{names[:-1] or '.'}", blocked=names[-1], linear=ONE, view=True, strides=PAIRS)
 
 
 def _diagonal(ndim: int, dim1: int, dim2: int) -> tuple[str, str, str]:

@@ -430,7 +430,7 @@ def test_ignored_labels() -> None:
     torch.testing.assert_close(run_whole(program, values)[0], model(x, y).detach())
 
 
-def test_plain_tensor_attributes_are_constants() -> None:
+def test_plain_tensor_attributes_are_inputs() -> None:
     class Scaled(Scalarless):
         def __init__(self) -> None:
             super().__init__()
@@ -444,8 +444,8 @@ def test_plain_tensor_attributes_are_constants() -> None:
     model, x = Scaled(), torch.randn(8, 8)
     model(x)  # leaves a tensor with a history, which copy.deepcopy refuses
     program = program_of(model, (x,))
-    assert [i.kind for i in program.inputs] == ["parameter", "parameter", "batch", "tangent"]
-    values = [model.linear.weight.detach(), model.linear.bias.detach(), x, torch.ones(())]
+    assert [i.kind for i in program.inputs] == ["parameter", "parameter", "buffer", "batch", "tangent"]
+    values = [model.linear.weight.detach(), model.linear.bias.detach(), model.scale, x, torch.ones(())]
     torch.testing.assert_close(run_whole(program, values)[0], model(x).detach())
     with torch.device("meta"):
         model = Scaled()

@@ -32,7 +32,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "program",
         "handed",
         "naming",
-        "attention",
         "capture",
         "decompose",
         "collective",

@@ -7,7 +7,7 @@ off, and scales them by the incoming gradient of the loss, in which they are lin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -110,7 +110,7 @@ class MicrobatchStep(Step):
         """The devices that compute the same microbatch, and types on these."""
         return self.place, self.types
 
-    def before(self, batch: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    def before(self, batch: Sequence[torch.Tensor], buffers: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """What is computed of the whole batch; a collective call where the batch is not whole on every rank."""
         program = self.part.before
         if program is None:
@@ -123,7 +123,7 @@ class MicrobatchStep(Step):
             return list(program.graph(*arguments))
 
     def forward(
-        self, parameters: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]
+        self, parameters: Sequence[torch.Tensor], buffers: dict[str, torch.Tensor], batch: Sequence[torch.Tensor]
     ) -> tuple[list[Any], list[Any]]:
         """Local results and gradients to be reduced; buffers get their new values in place.
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +16,10 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from autopar import tree
+from autopar.capture.hooks import replay
+from autopar.capture.slots import OWN as TORCHS
+from autopar.capture.slots import Signature, Slots, differences, state_tensors
+from autopar.capture.writes import apply
 from autopar.draw import derive_seed, step_seed
 from autopar.errors import AutoparError, PlanError
 from autopar.layout import Layout, Replicate, Split, replicated
@@ -40,11 +45,16 @@ from autopar.runtime.state import checksum, contents, gathered, slice_replicated
 from autopar.runtime.step import Call, run
 
 CACHED = 16
-"""How many specialisations are kept."""
+"""How many shapes and modes are kept, and for each how many states of the model."""
+
+MANY = 4
+"""States of the model for which a graph has been captured when that is worth a warning."""
+
+logger = logging.getLogger("autopar")
 
 _OWN = (
     "_original", "_place", "_settings", "_init", "_cache", "_unseen", "_first", "_latest", "_postponed", "_drawn",
-    "_away",
+    "_away", "_slots", "_state_dict_hooks", "_load_state_dict_pre_hooks",
 )  # fmt: skip
 
 
@@ -56,15 +66,14 @@ class ParallelModule(nn.Module):
     """
 
     def __init__(self, model: nn.Module, place: Place, settings: Settings, init: Init | None) -> None:
-        super().__init__()
-        self.__dict__["_parameters"] = model._parameters
-        self.__dict__["_buffers"] = model._buffers
-        self.__dict__["_modules"] = model._modules
-        self.__dict__["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
-        self.training = model.training
+        """Torch's tables, hooks included, are the original's own; so is every attribute but those of ``_OWN``."""
+        self.__dict__.update({name: table for name, table in vars(model).items() if name in TORCHS})
+        for name in ("_state_dict_hooks", "_load_state_dict_pre_hooks"):
+            self.__dict__[name] = OrderedDict(self.__dict__[name])
         self.__dict__["_original"] = model
+        self._slots = Slots(model)
         self._place, self._settings, self._init = place, settings, init
-        self._cache: OrderedDict[Any, Specialisation] = OrderedDict()
+        self._cache: OrderedDict[Any, list[_Variant]] = OrderedDict()
         self._unseen: set[Any] = set()
         self._first: Specialisation | None = None
         self._latest: Specialisation | None = None
@@ -72,22 +81,45 @@ class ParallelModule(nn.Module):
         self._drawn = 0
         self._away: OffloadedStates | None = None
         self.register_state_dict_post_hook(_save_hook)  # type: ignore[no-untyped-call]
+        hooks: Any = self._state_dict_hooks
+        hooks.move_to_end(next(reversed(hooks)), last=False)  # before the model's own change names
         self.register_load_state_dict_pre_hook(_load_hook)  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the original model, such as ``config``."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name in _OWN or name.startswith("__") or "_original" not in self.__dict__:
-                raise
-            return getattr(self.__dict__["_original"], name)
+        if name in _OWN or "_original" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.__dict__["_original"], name)
 
-    def train(self, mode: bool = True) -> ParallelModule:
-        """As in `nn.Module`; the next call specialises for the mode if it has not yet."""
-        super().train(mode)
-        self._original.training = mode
-        return self
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Attributes are the original's, so that its forward sees what is set here."""
+        if name in _OWN or isinstance(getattr(type(self), name, None), property):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.__dict__["_original"], name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """As for setting."""
+        if name in _OWN:
+            object.__delattr__(self, name)
+        else:
+            delattr(self.__dict__["_original"], name)
+
+    @property
+    def training(self) -> bool:
+        """The original's mode; the next call specialises for it if it has not yet."""
+        found: bool = self.__dict__["_original"].training
+        return found
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.__dict__["_original"].training = mode
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the original. Hooks of modules inside are part of the graphs; so are its own where ``loss_fn`` is."""
+        if self._settings.loss_fn is not None:
+            return self.forward(*args, **kwargs)
+        return nn.Module.__call__(self, *args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original returns: scalars plain, other tensors as DTensors."""
@@ -102,13 +134,25 @@ class ParallelModule(nn.Module):
         batch = [part_of(t, *step.types.batch[str(i)], self._place) if self._is_whole(t) else to_local(t).contiguous()
                  for i, t in enumerate(tensors) if str(i) in step.types.batch]  # fmt: skip
         named = dict(self.named_parameters())
-        buffers = dict(self.named_buffers(remove_duplicate=False))
+        before = {**state_tensors(self._original), **{n: to_local(named[n]) for n in found.written}}
+        buffers = dict(before)
         if isinstance(step, MicrobatchStep):
             batch += step.before([self._gatherable(t, request, i) for i, t in enumerate(tensors)], buffers)
         call = Call(step, buffers, [t.to(self._place.device) for t in batch], self._postponed)
         with self._random_numbers(found):
             results = run(call, [named[n] for n in step.parameters])
+        self._write_state(found, results, {n: b for n, b in buffers.items() if b is not before[n]})
         return tree.unflatten(found.program.skeleton, results)
+
+    def _write_state(self, found: Specialisation, results: list[Any], assigned: dict[str, torch.Tensor]) -> None:
+        """Do to the original what its forward did to it while it was traced."""
+        state = found.program.state
+        for name, value in assigned.items():
+            path, _, attribute = name.rpartition(".")
+            self._original.get_submodule(path)._buffers[attribute] = value
+        whole = _Whole(results)
+        apply(self._original, state.writes, whole)
+        replay(self._original, state.observed, whole)
 
     def specialise(self, batch: Any) -> None:
         """Decide layouts and build the graphs for a global batch (real, fake or meta tensors) before the first call."""
@@ -235,10 +279,18 @@ class ParallelModule(nn.Module):
 
     def _specialised(self, request: Request) -> Specialisation:
         key = self._key(request)
-        if key in self._cache:
-            self._cache.move_to_end(key)
-            self._latest = self._cache[key]
-            return self._latest
+        known = self._cache.get(key, [])
+        for variant in known:
+            now = self._slots.signature(variant.found.program.state.constants)
+            changed = differences(variant.state, now, variant.found.program.state.counted)
+            if not changed:
+                variant.state = now
+                self._cache.move_to_end(key)
+                self._latest = variant.found
+                return self._latest
+        if known:
+            log = logger.warning if len(known) == MANY else logger.info
+            log("capturing the model again: %s changed since the last call", ", ".join(changed[:3]))
         first = self._first is None
         placements = None if first else self._placements()
         weights = checksum(dict(self.named_parameters())) if first else ""
@@ -247,13 +299,21 @@ class ParallelModule(nn.Module):
             search = without_pipeline(settings.search)
             search = replace(search, pins={**search.pins, **along_with(self._first.plan)})
             settings = replace(settings, search=search)
-        found = specialise(self._original, request, settings, self._place, placements=placements, weights=weights)
+        states = {c: self._slots.signature(c) for c in (False, True)}
+        found = specialise(
+            self._original, request, settings, self._place,
+            placements=placements, weights=weights, known=[v.found for v in known],
+        )  # fmt: skip
         if first:
             self._place = found.place
             self._lay_out(found)
             self._first = found
-        self._latest = self._cache[key] = found
-        self._unseen.add(key)
+        self._latest = found
+        variants = self._cache.setdefault(key, [])
+        variants.append(_Variant(states[found.program.state.constants], found))
+        del variants[:-CACHED]
+        if not known:
+            self._unseen.add(key)
         while len(self._cache) > CACHED:
             self._unseen.discard(self._cache.popitem(last=False)[0])
         return found
@@ -314,6 +374,60 @@ class ParallelModule(nn.Module):
                 'to parallelize(); inputs="local" needs that, since the plan decides how a batch is split'
             )
         return found
+
+
+def parallel_module(model: nn.Module, place: Place, settings: Settings, init: Init | None) -> ParallelModule:
+    """The module that runs a model on a mesh: of a class of its own, which is a subclass of the model's.
+
+    So the model's methods and properties, special ones included, are those of the result: what they do to ``self`` is
+    done to the parallel module, and ``self(...)`` runs on the mesh.
+    """
+    kind: Any = type(model)
+    signature = inspect.signature(model.forward)
+
+    def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+        return ParallelModule.forward(self, *args, **kwargs)
+
+    forward.__doc__ = model.forward.__doc__
+    try:
+        made = type(kind)(
+            kind.__name__, (ParallelModule, kind),
+            {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "forward": _bound(forward, signature)},
+        )  # fmt: skip
+    except TypeError:  # a class that cannot be subclassed so
+        made = ParallelModule
+    parallel: ParallelModule = object.__new__(made)
+    ParallelModule.__init__(parallel, model, place, settings, init)
+    return parallel
+
+
+def _bound(forward: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
+    """The function with the signature of a method: the original's, and ``self`` first."""
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    parameters = list(signature.parameters.values())
+    if any(p.name == "self" for p in parameters):
+        return forward
+    forward.__signature__ = signature.replace(parameters=[own, *parameters])  # type: ignore[attr-defined]
+    return forward
+
+
+@dataclass
+class _Variant:
+    """A specialisation, and the Python state of the model that it is for."""
+
+    state: Signature
+    found: Specialisation
+
+
+class _Whole:
+    """Results as the model's attributes get them: whole tensors."""
+
+    def __init__(self, results: list[Any]) -> None:
+        self._results = results
+
+    def __getitem__(self, index: int) -> Any:
+        found = self._results[index]
+        return found.full_tensor() if isinstance(found, DTensor) else found
 
 
 class _Unhooked(nn.Module):

@@ -63,8 +63,8 @@ def cut(program: Program) -> Cut:
     backward.graph.set_codegen(BoxedCodeGen())
     backward.recompile()
     used = tuple(tangents[n] for n in names if n in tangents)
-    mutated = {o.name for o in outputs if o.kind == "buffer"}
-    taken = {n.name for n, i in described if i.kind == "buffer" and i.name in mutated}
+    written = {(o.kind, o.name) for o in outputs}
+    taken = {n.name for n, i in described if (i.kind, i.name) in written}
     kept = frozenset(i for i, name in enumerate(saved) if name in taken)
     return Cut(forward, backward, inputs, outputs, saved, used, program.outputs[program.forward_outputs :], kept)
 

@@ -153,7 +153,7 @@ class PipelineStep(MicrobatchStep):
         return self.within, self.inner
 
     def forward(
-        self, parameters: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]
+        self, parameters: Sequence[torch.Tensor], buffers: dict[str, torch.Tensor], batch: Sequence[torch.Tensor]
     ) -> tuple[list[Any], list[Any]]:
         """Local results and gradients; buffers get their new values in place."""
         named = dict(zip(self.parameters, map(to_local, parameters), strict=True))

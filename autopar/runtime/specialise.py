@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 
 from autopar import tree
 from autopar._torch_compat import FakeTensorMode
+from autopar.capture.hooks import without_hooks
 from autopar.cluster import Cluster
 from autopar.collective import GROUP_ARGUMENT
 from autopar.dims import analyze
@@ -21,7 +23,7 @@ from autopar.errors import InfeasibleError, PlanError, RankError
 from autopar.layout import Layout, Replicate, Split
 from autopar.pipeline.asked import samples, with_count
 from autopar.plan import Plan
-from autopar.program import Program, draws
+from autopar.program import Program, draws, same_graph
 from autopar.runtime.bind import bind
 from autopar.runtime.boundary import Placements, from_placements
 from autopar.runtime.microbatches import MicrobatchStep, cut_microbatches, whole_type
@@ -122,6 +124,11 @@ class Specialisation:
     seed: int | None = None
     states_away: frozenset[str] = frozenset()
 
+    @property
+    def written(self) -> list[str]:
+        """Parameters that the model itself writes."""
+        return [o.name for o in self.program.outputs if o.kind == "parameter"]
+
 
 def specialise(
     model: nn.Module,
@@ -131,6 +138,7 @@ def specialise(
     *,
     placements: Mapping[str, Placements] | None,
     weights: str = "",
+    known: Sequence[Specialisation] = (),
 ) -> Specialisation:
     """Capture, plan, rewrite, bind and cut; every rank calls it with a batch of the same global shapes.
 
@@ -141,6 +149,7 @@ def specialise(
         place: where this rank is.
         placements: of the parameters, which stay; None: they are decided now.
         weights: a checksum that must be the same on every rank.
+        known: for the same shapes and modes and another state of the model; one whose graph is the same goes on.
 
     Raises:
         RankError: the ranks disagree, or one does not answer.
@@ -148,6 +157,9 @@ def specialise(
     tools = settings.toolchain
     program = place.together(lambda: _capture(model, request, settings, place), "capturing the model")
     _compare(program, request, weights, place)
+    for other in known:
+        if same_graph(program, other.program):
+            return replace(other, program=program)
     plan = place.decide(
         lambda: _plan(program, request, settings, place, placements).to_dict(), "the plan, which rank 0 searches"
     )
@@ -215,7 +227,8 @@ def _capture(model: nn.Module, request: Request, settings: Settings, place: Plac
     with FakeTensorMode(allow_non_fake_inputs=True):
         fakes = [torch.empty(shape, dtype=dtype, device=place.device) for shape, dtype in request.shapes]
     batch = tree.unflatten(request.skeleton, fakes)
-    with plain_parameters(model, place.device):
+    own = nullcontext() if settings.loss_fn is not None else without_hooks(model)  # else the module calls them
+    with plain_parameters(model, place.device), own:
         return settings.toolchain.program_of(model, batch, loss_fn=settings.loss_fn)
 
 

@@ -66,7 +66,7 @@ class Step:
         return self.cut.backward is not None
 
     def forward(
-        self, parameters: Sequence[torch.Tensor], buffers: Mapping[str, torch.Tensor], batch: Sequence[torch.Tensor]
+        self, parameters: Sequence[torch.Tensor], buffers: dict[str, torch.Tensor], batch: Sequence[torch.Tensor]
     ) -> tuple[list[Any], list[Any]]:
         """Local results, and what the backward pass needs; buffers get their new values in place."""
         remaining = iter(parameters)
@@ -86,12 +86,21 @@ class Step:
         return self._results(outputs, buffers), saved
 
     def _results(
-        self, outputs: Sequence[Any], buffers: Mapping[str, torch.Tensor], instead: Mapping[str, torch.Tensor] = {}
+        self, outputs: Sequence[Any], buffers: dict[str, torch.Tensor], instead: Mapping[str, torch.Tensor] = {}
     ) -> list[Any]:
-        """The results among the outputs, some replaced; buffers get their new values in place."""
+        """The results among the outputs, some replaced.
+
+        Buffers, and parameters that the model itself writes, get their new values in place, or a new tensor as the
+        entry of ``buffers`` where the model assigns one.
+        """
         results = []
         for output, value in zip(self.cut.outputs, outputs, strict=True):
-            if output.kind == "buffer":
+            if output.kind == "parameter":
+                type_, layout = self.types.parameters[output.name]
+                buffers[output.name].copy_(stored(value, type_, layout, self.place.coordinates))
+            elif output.name in self.program.state.assigned and output.kind == "buffer":
+                buffers[output.name] = value
+            elif output.kind == "buffer":
                 buffers[output.name].copy_(value)
             else:
                 results.append(instead.get(output.name, value))
@@ -163,7 +172,7 @@ class Call:
     """One call of the module: goes into the autograd function in one piece, and brings the results out."""
 
     step: Step
-    buffers: Mapping[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
     batch: list[torch.Tensor]
     postponed: Postponed
     results: list[torch.Tensor] = field(default_factory=list)

@@ -67,7 +67,7 @@ def _uses(program: Program, key: Mapping[fx.Node, str]) -> Uses:
         if value is None:
             continue
         source, out = producer(value)
-        kind = {"gradient": "parameter", "buffer": "buffer"}.get(output.kind)
+        kind = {"gradient": "parameter", "parameter": "parameter", "buffer": "buffer"}.get(output.kind)
         target = named.get((kind, output.name)) if kind else f"result {output.name}"
         if target is not None:
             uses[key[source], out][target, 0] += 1

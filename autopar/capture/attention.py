@@ -23,8 +23,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
-from autopar._torch_compat import FakeTensor, OpOverload
+from autopar._torch_compat import FakeTensor, OpOverload, traced_graph, traced_node, traced_root, without_modes
 from autopar.program import map_nodes
 
 aten = torch.ops.aten
@@ -41,33 +43,77 @@ _ELEMENTWISE = (
 )  # fmt: skip
 """Elementwise operators that torch does not mark as such."""
 
+_REPEATING: tuple[Any, ...] = (torch.Tensor.__getitem__, torch.Tensor.unsqueeze, torch.unsqueeze)
+_REPEATING += (torch.Tensor.repeat_interleave, torch.repeat_interleave)
+"""Functions that repeating heads by hand begins with; their argument is what is repeated."""
+
 _COPIES = (aten.clone.default, aten.contiguous.default, aten.alias.default)
 _RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 
-def simplify_attention(module: fx.GraphModule) -> None:
-    """Rewrite every `scaled_dot_product_attention` of an exported module that allows it, in place.
+class Attention(TorchFunctionMode):
+    """Rewrites calls of `scaled_dot_product_attention` that allow it, while a model is traced.
 
     A mask goes if nothing but constants makes it and computing it shows that it hides nothing, or what a causal mask
     hides. Repeated heads of keys and values go if there is no mask then, as in Hugging Face's models outside export.
     """
-    for inner in [m for m in module.modules() if isinstance(m, fx.GraphModule)]:
-        known = _Known(inner)
-        for node in inner.graph.nodes:
-            if node.target is aten.scaled_dot_product_attention.default:
-                _drop_mask(node, known)
-                _drop_repetition(node)
-        inner.recompile()
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._known = _Known()
+        self._tensors: dict[fx.Node, torch.Tensor] = {}
 
-def _drop_mask(node: fx.Node, known: _Known) -> None:
-    query, key, value, mask, dropout, causal = _arguments(node)
-    if not isinstance(mask, fx.Node) or causal:
-        return
-    hides = known.hides(mask, query.meta["val"].shape[-2], key.meta["val"].shape[-2])
-    if hides is not None:
-        node.args = (query, key, value, None, dropout, hides == "later")
-        node.kwargs = {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")}
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the function, attention with what its arguments are known to be."""
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            args, kwargs = self._simplified(*args, **kwargs)
+        elif func in _REPEATING and args and (node := traced_node(args[0])) is not None:
+            self._tensors[node] = args[0]
+        return func(*args, **kwargs)
+
+    def _simplified(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **rest: Any,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        graph = traced_graph()
+        if graph is not None and attn_mask is not None and not is_causal:
+            hides = self._hides(attn_mask, query.shape[-2], key.shape[-2])
+            if hides is not None:
+                attn_mask, is_causal = None, hides == "later"
+        if graph is not None and attn_mask is None and not dropout_p and not rest.get("enable_gqa"):
+            apart = self._unrepeated(query, key, value)
+            if apart is not None:
+                (key, value), rest = apart, {**rest, "enable_gqa": True}
+        return (query, key, value), {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, **rest}
+
+    def _hides(self, mask: torch.Tensor, queries: int, keys: int) -> str | None:
+        node = traced_node(mask)
+        if node is None:
+            return None
+        with without_modes():
+            return self._known.hides(node, queries, keys)
+
+    def _unrepeated(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if any(t.ndim != 4 for t in (query, key, value)) or key.shape[1] != value.shape[1]:
+            return None
+        found = []
+        for tensor in (key, value):
+            node = traced_node(tensor)
+            source = None if node is None else _unrepeated(node)
+            if source is None or source[0] not in self._tensors:
+                return None
+            whole = self._tensors[source[0]]
+            found.append(whole.transpose(1, 2) if source[1] else whole)
+        return (found[0], found[1]) if found[0].shape == found[1].shape else None
 
 
 def hidden(mask: torch.Tensor, queries: int, keys: int) -> str | None:
@@ -89,23 +135,6 @@ def hidden(mask: torch.Tensor, queries: int, keys: int) -> str | None:
 def _least(dtype: torch.dtype) -> float:
     """What models add to scores for minus infinity: no score makes up for it."""
     return max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
-
-
-def _drop_repetition(node: fx.Node) -> None:
-    query, key, value, mask, dropout, _ = _arguments(node)
-    if mask is not None or dropout or node.kwargs.get("enable_gqa"):
-        return
-    shapes = [n.meta["val"].shape for n in (query, key, value)]
-    if any(len(shape) != 4 for shape in shapes) or shapes[1] != shapes[2]:
-        return
-    keys, values = _unrepeated(key), _unrepeated(value)
-    if keys is None or values is None:
-        return
-    with node.graph.inserting_before(node):
-        apart = [_heads_first(*found) for found in (keys, values)]
-    if apart[0].meta["val"].shape == apart[1].meta["val"].shape:
-        node.args = (query, *apart, *node.args[3:])
-        node.kwargs = {**{k: v for k, v in node.kwargs.items() if k not in ("key", "value")}, "enable_gqa": True}
 
 
 def _unrepeated(node: fx.Node) -> tuple[fx.Node, bool] | None:
@@ -131,26 +160,14 @@ def _unrepeated(node: fx.Node) -> tuple[fx.Node, bool] | None:
 
 
 def _through(node: fx.Node) -> fx.Node:
-    """What a node is a copy of."""
-    while node.target in _COPIES:
+    """What a node is a copy of, or all of."""
+    while node.target in _COPIES or (node.target is aten.slice.Tensor and _is_whole(node)):
         node = node.all_input_nodes[0]
     return node
 
 
-def _heads_first(source: fx.Node, turned: bool) -> fx.Node:
-    """A tensor with heads before tokens."""
-    if not turned:
-        return source
-    node = source.graph.call_function(aten.transpose.int, (source, 1, 2))
-    node.meta = {**source.meta, "val": source.meta["val"].transpose(1, 2)}
-    return node
-
-
-def _arguments(node: fx.Node) -> list[Any]:
-    """Query, key, value, mask, dropout and whether it is causal."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    return [given.get(name, default) for name, default in zip(names, (None, None, None, None, 0.0, False), strict=True)]
+def _is_whole(node: fx.Node) -> bool:
+    return bool(node.meta["val"].shape == node.all_input_nodes[0].meta["val"].shape)
 
 
 class _Known:
@@ -160,11 +177,9 @@ class _Known:
     of one.
     """
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        self._module = module
+    def __init__(self) -> None:
         self._values: dict[fx.Node, torch.Tensor | None] = {}
         self._hides: dict[tuple[fx.Node, int, int], str | None] = {}
-        self._written = _written(module)
 
     def hides(self, mask: fx.Node, queries: int, keys: int) -> str | None:
         """What a mask is known to hide, see `hidden`."""
@@ -193,13 +208,12 @@ class _Known:
         if not isinstance(target, OpOverload) or not isinstance(node.meta.get("val"), torch.Tensor):
             return False
         chance = torch.Tag.nondeterministic_seeded in target.tags or "empty" in str(target)
-        return not chance and not target._schema.is_mutable and node not in self._written
+        return not chance and not target._schema.is_mutable
 
     def _computed(self, node: fx.Node) -> torch.Tensor | None:
         if node.op == "get_attr":
-            found = _attribute(self._module, node)
+            found = reduce(getattr, str(node.target).split("."), traced_root())
             constant = isinstance(found, torch.Tensor) and not isinstance(found, FakeTensor | torch.nn.Parameter)
-            constant = constant and node not in self._written
             return _narrowed(found) if constant and found.device.type == "cpu" else None
         if not self._is_function(node) or any(self._values[a] is None for a in node.all_input_nodes):
             return None
@@ -221,37 +235,6 @@ class _Known:
         except RuntimeError:  # not on a CPU, or not in this dtype
             return None
         return _narrowed(result.expand(shape) if elementwise else result)
-
-
-def _written(module: fx.GraphModule) -> set[fx.Node]:
-    """Nodes whose memory an operator of the graph may write to: exported graphs have operators in place."""
-    waiting = [a for n in module.graph.nodes if _writes(n, module) for a in n.all_input_nodes]
-    found: set[fx.Node] = set()
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += node.all_input_nodes if _may_share(node) else []
-    return found
-
-
-def _writes(node: fx.Node, module: fx.GraphModule) -> bool:
-    """Whether a node changes an argument; a graph that it runs may."""
-    if isinstance(node.target, OpOverload):
-        return bool(node.target._schema.is_mutable)
-    inner = [m for a in node.all_input_nodes if a.op == "get_attr" for m in [_attribute(module, a)]]
-    return any(_writes(n, m) for m in inner if isinstance(m, fx.GraphModule) for n in m.graph.nodes)
-
-
-def _may_share(node: fx.Node) -> bool:
-    """Whether a result of a node may lie in the memory of an argument."""
-    if not isinstance(node.target, OpOverload):
-        return True
-    return any(r.alias_info is not None for r in node.target._schema.returns)
-
-
-def _attribute(module: fx.GraphModule, node: fx.Node) -> Any:
-    return reduce(getattr, str(node.target).split("."), module)
 
 
 def _is_same(value: torch.Tensor, d: int) -> bool:

@@ -1,0 +1,5 @@
+"""Capture: a model and a batch become one `Program`, the joint forward and backward graph of ATen operators."""
+
+from autopar.capture.export import Batch, Harness, LossFunction, capture
+
+__all__ = ["Batch", "Harness", "LossFunction", "capture"]

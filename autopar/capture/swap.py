@@ -1,0 +1,68 @@
+"""`swapped`: fake tensors in place of a model's own while it is traced, in the model itself.
+
+The model is not copied: what hooks and closures refer to is what is traced. Plain tensors among the attributes take
+part as buffers do, so that the graph has them as inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture.slots import promoted
+
+Fake = Callable[[torch.Tensor, torch.dtype | None], torch.Tensor]
+
+
+@contextmanager
+def swapped(
+    model: nn.Module, fake: Fake, training: bool, compute: torch.dtype | None, promote: bool
+) -> Iterator[list[str]]:
+    """While it lasts, parameters and buffers are fake; shared ones stay shared. Afterwards all is as it was.
+
+    Args:
+        model: is changed and restored.
+        fake: makes a fake tensor of a tensor, in a dtype.
+        training: parameters that require gradients do.
+        compute: dtype of floating parameters.
+        promote: plain tensors among the attributes become buffers.
+
+    Yields:
+        Names of the attributes that have become buffers.
+    """
+    made: dict[int, Any] = {}
+    tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    taken: list[tuple[nn.Module, dict[str, torch.Tensor]]] = []
+    names: list[str] = []
+
+    def of(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            if isinstance(tensor, nn.Parameter):
+                made[id(tensor)] = nn.Parameter(fake(tensor.detach(), compute), tensor.requires_grad and training)
+            else:
+                made[id(tensor)] = fake(tensor.detach(), None)
+        found: torch.Tensor = made[id(tensor)]
+        return found
+
+    for path, module in model.named_modules():
+        for table in (module._parameters, module._buffers):
+            tables.append((table, dict(table)))
+            table.update({name: of(t) for name, t in table.items() if t is not None})
+        attributes = promoted(module) if promote else {}
+        taken.append((module, attributes))
+        names += [f"{path}.{name}" if path else name for name in attributes]
+        for name, tensor in attributes.items():
+            del vars(module)[name]
+            module._buffers[name] = of(tensor)
+    try:
+        yield names
+    finally:
+        for table, before in tables:
+            table.clear()
+            table.update(before)
+        for module, attributes in taken:
+            vars(module).update(attributes)

@@ -1,0 +1,94 @@
+"""insert_contiguous: what a kernel reads as if it lay in one order lies so.
+
+Before::
+
+    turned = aten.permute(x, [0, 2, 1])
+    norm = aten.native_group_norm(turned, w, b, ...)      # reads the storage of x row by row
+
+After::
+
+    turned = aten.permute(x, [0, 2, 1])
+    contiguous = aten.contiguous(turned)                  # a copy, or the tensor itself where it lies so already
+    norm = aten.native_group_norm(contiguous, w, b, ...)
+
+What kernels ask for is in their rules, `autopar.strategy.Rule.strides`. An argument that is known to lie so stays as
+it is, see `autopar.known_strides`. Users of one value share a copy, those of each pass of the step and of each stage
+one of their own, so that the copy is not kept besides the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from autopar.known_strides import has_strides, known_strides, needs_of, tensors_of
+from autopar.origin import inherit_origin, is_backward
+from autopar.plan import Plan
+from autopar.program import Program, copy_graph, is_operator, producer, replace_tensor_arguments, tensor_arguments
+from autopar.propagate import propagate
+from autopar.strides import copier
+
+
+def insert_contiguous(program: Program, plan: Plan) -> Program:
+    """Put a conditional copy in front of every argument that is not known to lie as its kernel asks."""
+    propagate(program, plan, everything=True)
+    if _insert(program.graph, known_strides(program.graph)):
+        propagate(program, plan)
+    return program
+
+
+def insert_contiguous_everywhere(program: Program, plan: Plan) -> Program:
+    """The same as if nothing were known, for graphs whose operators are made to give what strides one likes."""
+    if _insert(program.graph, ()):
+        propagate(program, plan)
+    return program
+
+
+def with_contiguous(program: Program) -> Program:
+    """A copy of a program on whole tensors that runs whatever the strides of its inputs."""
+    graph = copy_graph(program.graph)
+    _insert(graph, ())
+    return replace(program, graph=graph)
+
+
+def _insert(module: fx.GraphModule, known: Collection[fx.Node]) -> bool:
+    """Insert the copies; whether there are any."""
+    made: dict[Any, fx.Node] = {}
+    for node in list(module.graph.nodes):
+        if not is_operator(node):
+            continue
+        needs = needs_of(node)
+        if not any(needs):
+            continue
+        brought = []
+        for value, need in zip(tensors_of(node), needs, strict=True):
+            key = (value, need, is_backward(node), node.meta.get("stage"), node.meta.get("steady"))
+            if not need or has_strides(value, need, known):
+                brought.append(value)
+                continue
+            if key not in made:
+                made[key] = _copy(module.graph, value, need, node)
+            brought.append(made[key])
+        waiting, tensors = iter(brought), set(tensors_of(node))
+        values = [next(waiting) if a in tensors else a for a in tensor_arguments(node)]
+        node.args, node.kwargs = replace_tensor_arguments(node, values)
+    if made:
+        module.recompile()
+    return bool(made)
+
+
+def _copy(graph: fx.Graph, value: fx.Node, need: str, user: fx.Node) -> fx.Node:
+    target, more = copier(need)
+    with graph.inserting_before(user):
+        node = graph.call_function(target, (value, *more))
+    inherit_origin(node, user)
+    source, index = producer(value)
+    if "layouts" in source.meta:
+        layout = source.meta["layouts"][index]
+        node.meta.update(
+            types=(source.meta["types"][index],), layouts=(layout,), relays={}, input_layouts=(layout,), internal=False
+        )
+    return node
