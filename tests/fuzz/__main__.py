@@ -64,12 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tally, end = Tally(), time.monotonic() + 60 * options.minutes
     pool = RankPool(options.timeout) if options.mode == "ranks" else Pool(options.mode, options.jobs)
-    with pool:
+    second = pool if isinstance(pool, RankPool) else Pool(options.mode, 1)
+    with pool, second:
         for case, outcome in pool.run(_cases(options, end)):
             tally.add(case, outcome)
+            _log(case, outcome, folder)
             if outcome.kind in options.shrink:
-                _examine(case, outcome, tally, options, folder)
-            if sum(tally.kinds.values()) % 500 == 0:
+                _examine(case, outcome, tally, options, second)
+            if sum(tally.kinds.values()) % 20 == 0:
                 print(time.strftime("%H:%M:%S"), dict(tally.kinds), flush=True)
                 (folder / "summary.json").write_text(json.dumps(tally.as_dict(), indent=1))
     (folder / "summary.json").write_text(json.dumps(tally.as_dict(), indent=1))
@@ -106,22 +108,29 @@ def _cases(options: argparse.Namespace, end: float) -> Iterator[Case]:
             yield case
 
 
-def _examine(case: Case, outcome: Outcome, tally: Tally, options: argparse.Namespace, folder: Path) -> None:
+def _log(case: Case, outcome: Outcome, folder: Path) -> None:
+    """Keep what is not equal, a line each."""
+    if outcome.kind != "equal":
+        line = {**outcome.as_dict(), "text": outcome.text[-1500:], "features": case.features, "case": case.as_json()}
+        with (folder / "outcomes.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _examine(case: Case, outcome: Outcome, tally: Tally, options: argparse.Namespace, pool: Pool | RankPool) -> None:
     """Shrink a failing case, unless it holds the features of one that was shrunk before."""
     known = tally.known_as(case, outcome)
     if known is not None:
         tally.hits[known] += 1
         return
     last = [outcome]
-    with RankPool(options.timeout) if options.mode == "ranks" else Pool(options.mode, 1) as pool:
 
-        def fails(smaller: Case) -> bool:
-            found = next(iter(pool.run(iter([smaller]))))[1]
-            same = found.kind == outcome.kind and (found.kind == "wrong" or found.detail == outcome.detail)
-            last[:] = [found] if same else last
-            return same
+    def fails(smaller: Case) -> bool:
+        found = list(pool.run(iter([smaller])))[0][1]
+        same = found.kind == outcome.kind and (found.kind == "wrong" or found.detail == outcome.detail)
+        last[:] = [found] if same else last
+        return same
 
-        small = shrunk(case, fails)
+    small = shrunk(case, fails)
     names = frozenset(small.features) - set(PLAIN)
     tally.known.append((outcome.kind, names, small))
     tally.hits[len(tally.known) - 1] += 1
@@ -129,7 +138,7 @@ def _examine(case: Case, outcome: Outcome, tally: Tally, options: argparse.Names
     values = {"axes": axes, "loss_fn": "lambda out, _: value_of(out)" if function else None, "seed": seed,
               "sizes": tuple(axes.values()), "names": tuple(axes), "ranks": 4}  # fmt: skip
     text = script(small, options.mode, **values)
-    path = folder / f"{outcome.kind}-{len(tally.known):03}.py"
+    path = Path(options.folder) / f"{outcome.kind}-{len(tally.known):03}.py"
     note = "\n".join(f"# {line}" for line in [*sorted(names), *last[0].text.splitlines()[-8:]])
     path.write_text(f"{note}\n{text}")
     print(f"{path}: {outcome.kind} {last[0].detail} {sorted(names)}\n    {last[0].text.splitlines()[-1:]}", flush=True)

@@ -195,9 +195,9 @@ def _calls(random: Random, mode: str, blocks: Sequence[Block], alone: bool, even
     count = 3 if alone or changing else random.choice((1, 2, 2, 3))
     calls = [Call(first, step=random.random() < 0.7)]
     for _ in range(count - 1):
-        rows = first if random.random() < 0.8 else random.choice((2, 3, 4, 6))
-        training = random.random() < 0.85
-        gradient = trained or random.random() < 0.9
+        rows = first if random.random() < 0.85 else random.choice((2, 3, 4, 6))
+        training = random.random() < 0.9
+        gradient = trained or random.random() < 0.95
         changes = tuple(i for i in changing if random.random() < 0.6)
         calls.append(Call(rows, training, gradient, random.random() < 0.7, changes))
     return tuple(calls)

@@ -8,11 +8,16 @@ from dataclasses import replace
 from tests.fuzz.case import OPTIMIZERS, Block, Call, Case, sizes_behind
 from tests.fuzz.piece import At
 
-TRIES = 120
+TRIES = 60
 
 
 def shrunk(case: Case, fails: Callable[[Case], bool], tries: int = TRIES) -> Case:
-    """The smallest case found that still fails, by one change at a time."""
+    """The smallest case found that still fails: one feature alone if that does, then by one change at a time."""
+    for alone in _alone(case):
+        tries -= 1
+        if fails(alone):
+            case = alone
+            break
     changed = True
     while changed and tries > 0:
         changed = False
@@ -24,6 +29,26 @@ def shrunk(case: Case, fails: Callable[[Case], bool], tries: int = TRIES) -> Cas
                 case, changed = smaller, True
                 break
     return case
+
+
+def _alone(case: Case) -> Iterator[Case]:
+    """Each feature of a case without the others."""
+    plain = replace(case, signature="positional", output="scalar")
+    for i, block in enumerate(case.blocks):
+        for j in range(len(block.pieces)):
+            alone = plain
+            for a in reversed(range(len(case.blocks))):
+                for b in reversed(range(len(case.blocks[a].pieces))):
+                    alone = alone if (a, b) == (i, j) else _without(alone, a, b if a == i else None)
+                    if a != i:
+                        break
+            if alone != case and _valid(alone):
+                yield alone
+    without = [replace(c, changes=()) for c in case.calls]
+    for kept in (replace(plain, signature=case.signature), replace(plain, output=case.output)):
+        bare = replace(kept, blocks=(), calls=tuple(without))
+        if kept != plain and bare != case:
+            yield bare
 
 
 def smaller_than(case: Case) -> Iterator[Case]:
