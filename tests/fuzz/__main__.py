@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.fuzz.case import BY_NAME, OUTPUT, SIGNATURE, Case, draw
+from tests.fuzz.case import BY_NAME, OUTPUT, SIGNATURE, Case, draw, from_json
 from tests.fuzz.judge import Outcome, plan_of
 from tests.fuzz.ranks import RankPool
 from tests.fuzz.render import script
@@ -91,16 +91,19 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--avoid", nargs="*", default=(), help="features of no case")
     parser.add_argument("--shrink", nargs="*", default=("wrong", "crash"), help="kinds that are shrunk")
     parser.add_argument("--timeout", type=float, default=60, help="seconds of a case on ranks")
+    parser.add_argument("--again", help="an outcomes.jsonl whose cases are run once more, instead of drawn ones")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args(arguments)
 
 
 def _cases(options: argparse.Namespace, end: float) -> Iterator[Case]:
-    drawn = (
-        (draw(options.seed + k, options.mode, (name,)) for name in FEATURES for k in range(options.table))
-        if options.table
-        else (draw(options.seed + k, options.mode, options.only) for k in range(options.count))
-    )
+    drawn: Iterator[Case]
+    if options.again:
+        drawn = (from_json(json.loads(line)["case"]) for line in Path(options.again).read_text().splitlines())
+    elif options.table:
+        drawn = (draw(options.seed + k, options.mode, (name,)) for name in FEATURES for k in range(options.table))
+    else:
+        drawn = (draw(options.seed + k, options.mode, options.only) for k in range(options.count))
     for case in drawn:
         if time.monotonic() > end:
             return
