@@ -11,10 +11,10 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv links demo test test-deep lint format bench
+.PHONY: help .venv links demo test test-deep test-models lint format bench
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "%-11s %s\n", $$1, $$2 }' Makefile
 
 .venv: .venv/.stamp ## build the virtual environment (again, when pyproject.toml or constraints.txt changed)
 
@@ -24,6 +24,11 @@ help: ## list the targets
 	$(PYTHON) -m venv .venv
 	$(PIP) install -q -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) '$(TORCH)'
 	$(PIP) install -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# Libraries of models, which must not touch the torch that is there.
+.venv/.models: .venv/.stamp constraints-models.txt
+	$(PIP) install -q --no-deps -r constraints-models.txt
 	@touch $@
 
 links:
@@ -37,8 +42,11 @@ demo: .venv ## plan, rewrite and check a small model on one machine
 test: lint ## set-up, lint, types and the tests (what the CI runs)
 	$(PYTEST) -m "not deep"
 
-test-deep: lint ## the same with the deep tests and 2000 examples per property
+test-deep: lint .venv/.models ## the same with the deep tests and 2000 examples per property
 	$(PYTEST) -m "deep or not deep" --hypothesis-profile=deep
+
+test-models: .venv/.models ## networks of timm, diffusers and PEFT: planned, verified and trained on 4 processes
+	$(PYTEST) -m "deep or not deep" tests/real_models
 
 lint: .venv links ## ruff, formatting and mypy, changing nothing
 	.venv/bin/ruff check .

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -34,13 +37,17 @@ __all__ = [
     "budget_partition",
     "checkpoint_replaced",
     "compiling",
+    "convert_assigned",
     "default_partition",
     "dtensor_overloads",
     "get_decompositions",
+    "interrupt_gloo",
     "is_traced",
     "local_shape_of",
     "operator_database",
     "pipeline_runtime",
+    "put_around_collectives",
+    "pytree_node",
     "reduce_found_inf_over_every_gradient",
     "refuse_items_of_unreduced",
     "selective_policy",
@@ -52,6 +59,7 @@ __all__ = [
     "traced_root",
     "tracing",
     "without_modes",
+    "without_ordered_effects",
 ]
 
 
@@ -59,6 +67,11 @@ def storage_id(tensor: torch.Tensor) -> int:
     """A number of the memory that a tensor lies in, on the meta device too: views of it have the same."""
     found: int = tensor.untyped_storage()._cdata
     return found
+
+
+def pytree_node(kind: type) -> Any:
+    """How torch's pytrees take an instance of a class apart (``flatten_fn``, ``unflatten_fn``); None: they do not."""
+    return _pytree.SUPPORTED_NODES.get(kind)
 
 
 def aot_export_joint_with_descriptors(*arguments: Any, **options: Any) -> Any:
@@ -131,7 +144,7 @@ def is_traced(tensor: torch.Tensor) -> bool:
     """Whether a tensor of the user's code is one that is being traced, and not one with values."""
     from torch._subclasses.functional_tensor import FunctionalTensor
 
-    return isinstance(tensor, FunctionalTensor | FakeTensor)
+    return isinstance(tensor, FunctionalTensor | FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def traced_node(tensor: torch.Tensor) -> Any:
@@ -161,6 +174,20 @@ def without_modes() -> Iterator[None]:
 
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
+
+
+@contextmanager
+def without_ordered_effects() -> Iterator[None]:
+    """While it lasts, checks of `torch.linalg` are traced as plain operators, not in an order that tokens keep."""
+    import torch._higher_order_ops.effects  # noqa: F401  registers them
+    from torch._library.simple_registry import singleton
+
+    entry: Any = singleton.find("aten::_linalg_check_errors").effect
+    before, entry._effect = entry._effect, None
+    try:
+        yield
+    finally:
+        entry._effect = before
 
 
 @contextmanager
@@ -209,26 +236,49 @@ def reduce_found_inf_over_every_gradient() -> None:
     """Make `torch.amp.GradScaler` skip a step on every rank if a gradient overflows on one.
 
     Torch reduces what it found over the axes on which the first of several DTensor gradients is split, and over no
-    others: where layouts differ, some ranks would skip the step and others take it.
+    others: where layouts differ, or replicas do, some ranks would skip the step and others take it.
     """
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Partial
 
     unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    one_layout = handlers[unscale]
-    if getattr(one_layout, "every_gradient", False):
-        return
 
-    def every_layout(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        gradients, *rest = args
-        alike: dict[Any, list[Any]] = {}
-        for gradient in gradients:
-            alike.setdefault((gradient.device_mesh, gradient.placements), []).append(gradient)
-        for group in alike.values():
-            one_layout(call, (group, *rest), kwargs)
+    def every_gradient(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        gradients, found, scale = args
+        call([g._local_tensor if isinstance(g, DTensor) else g for g in gradients], found, scale, **kwargs)
+        for mesh in dict.fromkeys(g.device_mesh for g in gradients if isinstance(g, DTensor)):
+            own = DTensor.from_local(found, mesh, [Partial("max")] * mesh.ndim, run_check=False)
+            found.copy_(own.full_tensor())
 
-    every_layout.every_gradient = True  # type: ignore[attr-defined]
-    handlers[unscale] = every_layout
+    handlers[unscale] = every_gradient
+
+
+def convert_assigned(convert: Callable[[Any, torch.Tensor, str], torch.Tensor | None]) -> None:
+    """Let ``convert(tensor, value, name)`` say what is assigned to ``.data`` and ``.grad`` of a DTensor.
+
+    Torch takes any tensor of the global shape for ``.data`` and leaves the local tensor, and so the values, as they
+    were; a plain tensor as ``.grad`` fails in the next operator on it, or is taken for this rank's part.
+
+    Args:
+        convert: None for a tensor that is to be assigned as torch does.
+    """
+    from torch.distributed.tensor import DTensor
+
+    data, grad = torch.Tensor.data, torch.Tensor.grad
+
+    def set_data(tensor: Any, value: torch.Tensor) -> None:
+        converted = convert(tensor, value, "data")
+        if converted is None or converted.dtype != tensor.dtype:
+            data.__set__(tensor, value if converted is None else converted)  # type: ignore[attr-defined]
+        if converted is not None:
+            tensor._local_tensor, tensor._spec = converted._local_tensor, converted._spec  # type: ignore[attr-defined]
+
+    def set_grad(tensor: Any, value: torch.Tensor | None) -> None:
+        converted = None if value is None else convert(tensor, value, "grad")
+        grad.__set__(tensor, value if converted is None else converted)  # type: ignore[attr-defined]
+
+    DTensor.data = property(data.__get__, set_data)  # type: ignore[attr-defined, assignment]
+    DTensor.grad = property(grad.__get__, set_grad, grad.__delete__)  # type: ignore[attr-defined, assignment]
 
 
 def refuse_items_of_unreduced() -> None:
@@ -250,6 +300,57 @@ def refuse_items_of_unreduced() -> None:
 
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = item
+
+
+def interrupt_gloo(group: Any) -> None:
+    """End all waits of this process in a process group, if it is Gloo's: its connections are closed for good.
+
+    Gloo closes all connections of a group when one receipt times out; its ``abort()`` does not end waits.
+    """
+    if "cpu:gloo" not in str(torch.distributed.get_backend_config(group)):
+        return
+    backend = group._get_backend(torch.device("cpu"))
+    for other in range(group.size()):
+        if other != group.rank():
+            try:
+                backend.recv([torch.empty(1)], other, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError as e:
+                if "Timed out" in str(e):  # of any other error only the connection to this rank would know
+                    return
+
+
+_UNUSED_TAG = 0x7FFF1234
+"""Of messages that nobody sends."""
+
+
+def put_around_collectives(around: Callable[[str], AbstractContextManager[None]]) -> None:
+    """Have ``around(what)`` entered where torch waits for others: operators of DTensors, and checkpoints.
+
+    Once: a later call changes nothing.
+    """
+    from torch.distributed import _functional_collectives as functional
+    from torch.distributed.checkpoint.utils import _DistWrapper
+
+    def wrapped(original: Callable[..., Any], what: str) -> Callable[..., Any]:
+        @wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            with around(what):
+                return original(*args, **kwargs)
+
+        call.is_put_around = True  # type: ignore[attr-defined]
+        return call
+
+    for owner, names, what in (
+        (functional, ("wait_tensor",), "an operator of DTensors"),
+        (_DistWrapper, ("broadcast_object", "gather_object", "all_gather_object", "scatter_object", "barrier"),
+         "torch.distributed.checkpoint"),
+    ):  # fmt: skip
+        for name in names:
+            original = getattr(owner, name)
+            if not getattr(original, "is_put_around", False):
+                setattr(owner, name, wrapped(original, what))
 
 
 def torch_schedule(name: str, devices: int, microbatches: int, virtual: int) -> list[list[tuple[int, str, int]]]:

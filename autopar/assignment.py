@@ -84,7 +84,10 @@ def assign(program: Program, dims: Dims, plan: Plan, classes: Quotient) -> Assig
                 held.update([value] if name in pinned else [])
     finals = []
     for output in program.outputs:
-        tables = {"gradient": plan.parameters, "parameter": plan.parameters, "result": plan.results}
+        tables = {
+            "gradient": plan.parameters, "parameter": plan.parameters, "input_gradient": plan.batch,
+            "result": plan.results,
+        }  # fmt: skip
         table = tables.get(output.kind, {})
         finals.append(table.get(output.name, whole))
     moves = {value for value, layout in relays.items() if layout != outputs[value]}

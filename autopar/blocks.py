@@ -68,12 +68,32 @@ def block(
     return torch.zeros_like(local) if absent else local.clone()
 
 
+def largest_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest absolute difference of two tensors of one shape; of what is no number or infinite, 0 if both are alike.
+
+    Infinity where one only is, and for different integers.
+    """
+    if not found.numel():
+        return 0.0
+    if found.is_complex() or expected.is_complex():
+        pair = [torch.view_as_real(t.resolve_conj() if t.is_complex() else t + 0j) for t in (found, expected)]
+        return largest_difference(*pair)
+    if not (found.is_floating_point() and expected.is_floating_point()):
+        return 0.0 if torch.equal(found, expected) else math.inf
+    difference = float((found - expected).abs().max())
+    if math.isfinite(difference):
+        return difference
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    rest = torch.where(same, torch.zeros_like(expected), found - expected)
+    return float(rest.abs().nan_to_num(math.inf, math.inf).max())
+
+
 def assemble(
     parts: Sequence[torch.Tensor], type_: TensorType, layout: Layout, sizes: Sequence[int]
 ) -> tuple[torch.Tensor, float]:
     """The full tensor from every rank's block, and the largest difference between copies that should be equal."""
     shape = [f.size for dim in type_.dims for f in dim]
-    full = torch.zeros(shape, dtype=parts[0].dtype)
+    full = torch.zeros(shape, dtype=parts[0].dtype, device=parts[0].device)
     sums: dict[tuple[int, ...], torch.Tensor] = {}
     difference = 0.0
     for where, part in zip(coordinates(sizes), parts, strict=True):
@@ -86,8 +106,5 @@ def assemble(
         view += part.reshape([length for _, length in ranges])
     first = next(iter(sums.values()))
     for other in sums.values():
-        if other.is_floating_point() and other.numel():
-            difference = max(difference, float((other - first).abs().max()))
-        elif not torch.equal(other, first):
-            difference = math.inf
+        difference = max(difference, largest_difference(other, first))
     return first.reshape(type_.shape), difference

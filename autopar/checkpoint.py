@@ -20,8 +20,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
-from autopar.runtime.boundary import redistribute
-from autopar.runtime.load import in_layout, savable
+from autopar.runtime.boundary import in_layout, redistribute
+from autopar.runtime.load import savable
 from autopar.runtime.module import ParallelModule
 
 
@@ -35,11 +35,17 @@ def state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | None = 
     Returns:
         ``{"model": {name: tensor}, "optimizer": {"state": {name: {...}}, "groups": {number: {...}}}}``.
     """
+    with model._together("checkpoint.state_dict()"):
+        return _state_dict(model, optimizer)
+
+
+def _state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     found: dict[str, Any] = {"model": model.state_dict()}
     if optimizer is None:
         return found
     names = _names(model, optimizer)
-    _make_state(optimizer)
+    with model._postponed.set_aside():
+        _make_state(optimizer)
     state: dict[str, dict[str, Any]] = {}
     for parameter, values in optimizer.state.items():
         known = model._types().get(names[parameter])
@@ -58,11 +64,17 @@ def load_state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | No
     Raises:
         AutoparError: the state is of another model or optimizer.
     """
+    with model._together("checkpoint.load_state_dict()"):
+        _load_state_dict(model, optimizer, state)
+
+
+def _load_state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | None, state: dict[str, Any]) -> None:
     model.load_state_dict(state["model"])
     if optimizer is None:
         return
     names = _names(model, optimizer)
-    _make_state(optimizer)
+    with model._postponed.set_aside():
+        _make_state(optimizer)
     saved = state["optimizer"]
     for parameter, values in optimizer.state.items():
         name = names[parameter]

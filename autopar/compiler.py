@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import autopar.strategies  # noqa: F401  registers every rule
-from autopar import cache, tree
+from autopar import binding, cache
 from autopar.abridge import abridge
 from autopar.canonical import canonical
 from autopar.capture import Batch, LossFunction, capture
@@ -24,6 +24,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.extrapolate import peak_of_blocks
 from autopar.in_microbatches import in_microbatches, require_early_backward
 from autopar.liveness import Moment, crowd, moments, peak_memory
+from autopar.outputs import Loss
 from autopar.padded import Measure, best_padded
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.apply_precision import apply_precision
@@ -94,20 +95,34 @@ DETERMINISTIC_PASSES: tuple[Pass, ...] = (
 """Instead of `PASSES` where the ranks together draw the very numbers that one device would."""
 
 
+def captured(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    loss_fn: LossFunction | None = None,
+    loss: Loss = None,
+    training: bool | None = None,
+    precision: Precision | None = None,
+) -> Program:
+    """Capture a model under a precision policy; its graph is as it was traced, not canonical."""
+    compute = None if precision is None else precision.compute
+    program = capture(model, batch, loss_fn=loss_fn, loss=loss, training=training, compute=compute)
+    if precision is None:
+        return program
+    return apply_precision(program, precision, [t.dtype for t in binding.flatten(model, batch)[0]])
+
+
 def program_of(
     model: nn.Module,
     batch: Batch,
     *,
     loss_fn: LossFunction | None = None,
+    loss: Loss = None,
     training: bool | None = None,
     precision: Precision | None = None,
 ) -> Program:
     """Capture a model, under a precision policy, and bring its graph into canonical form."""
-    compute = None if precision is None else precision.compute
-    program = capture(model, batch, loss_fn=loss_fn, training=training, compute=compute)
-    if precision is not None:
-        program = apply_precision(program, precision, [t.dtype for t in tree.flatten(batch, "batch")[0]])
-    program = canonical(program)
+    program = canonical(captured(model, batch, loss_fn=loss_fn, loss=loss, training=training, precision=precision))
     logger.debug("captured %s operators, fingerprint %s", len(program.calls), program.fingerprint)
     return program
 
@@ -117,6 +132,7 @@ def program_to_plan(
     batch: Batch,
     *,
     loss_fn: LossFunction | None = None,
+    loss: Loss = None,
     precision: Precision | None = None,
     search: Search | None = None,
     progress: Progress | None = None,
@@ -125,7 +141,7 @@ def program_to_plan(
     search = search or Search()
 
     def make(model: nn.Module) -> Program:
-        return program_of(model, batch, loss_fn=loss_fn, precision=precision)
+        return program_of(model, batch, loss_fn=loss_fn, loss=loss, precision=precision)
 
     if search.recipe == "random" or not search.tie_layers or search.stage_modules:
         return make(model)
@@ -315,6 +331,7 @@ def plan(
     cluster: Cluster | str | Path,
     axes: Mapping[str, int] | None = None,
     loss_fn: LossFunction | None = None,
+    loss: Loss = None,
     memory: str | float | None = None,
     optimizer: str = "adamw",
     precision: Precision | str | torch.dtype | None = None,
@@ -329,6 +346,7 @@ def plan(
         cluster: a `Cluster`, a preset's name or a TOML file.
         axes: name and size of each mesh axis, outermost first; default: one axis over one innermost group.
         loss_fn: ``loss_fn(output, batch)`` for a model that does not return its loss.
+        loss: which scalar of the output is the loss, as for `autopar.parallelize`.
         memory: budget per device, such as ``"70GiB"``; default: the device's memory less a tenth.
         optimizer: whose state the budget counts: adamw, adam, sgd, sgd-momentum, adagrad.
         precision: a `Precision`, or the dtype to compute in, such as ``"bf16"``; default: the model's own.
@@ -341,7 +359,9 @@ def plan(
     policy = Precision.resolve(precision)
     machine = Cluster.resolve(cluster)
     axes = axes or {"device": machine.group_sizes[0] if machine.group_sizes else 1}
-    program = program_to_plan(model, batch, loss_fn=loss_fn, precision=policy, search=search, progress=progress)
+    program = program_to_plan(
+        model, batch, loss_fn=loss_fn, loss=loss, precision=policy, search=search, progress=progress
+    )
     budget = default_memory(machine) if memory is None else memory
     return solve(
         program, axes, machine, memory=budget, optimizer=optimizer, search=search, progress=progress, factored=True

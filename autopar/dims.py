@@ -16,6 +16,7 @@ from torch import fx
 
 from autopar.discover import discover
 from autopar.errors import InvalidRuleError, MissingRuleError
+from autopar.known_strides import copied_arguments
 from autopar.layout import Factor, TensorType
 from autopar.naming import factor_names
 from autopar.origin import user_line
@@ -48,12 +49,14 @@ class Operator:
         letters: the letters that have the same factors wherever they occur; the others cannot be split.
         inputs: types of the tensor arguments.
         outputs: types of the outputs, None for one that does not exist.
+        copied: numbers of the tensor arguments that do not lie in memory as the kernel asks, and are copied.
     """
 
     rule: Rule
     letters: dict[str, Letter]
     inputs: tuple[TensorType, ...]
     outputs: tuple[TensorType | None, ...]
+    copied: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,9 +105,13 @@ def analyze(program: Program) -> Dims:
     for padded, shape in _used(program):
         types[padded] = replace(types[padded], used=shape)
     shared: dict[Any, Operator] = {}
+    copied = copied_arguments(program)
     return Dims(
         types,
-        {n: _operator(n, call, program.sources[n], expanded, factors.size, types, shared) for n, call in calls.items()},
+        {
+            n: _operator(n, call, program.sources[n], expanded, factors.size, types, copied.get(n, ()), shared)
+            for n, call in calls.items()
+        },
     )
 
 
@@ -249,6 +256,7 @@ def _operator(
     expanded: dict[Value, list[list[int]]],
     size: list[int],
     types: dict[Value, TensorType],
+    copied: tuple[int, ...],
     shared: dict[Any, Operator],
 ) -> Operator:
     """Bind letters to factors, now that all factors are known; calls whose factors coincide alike share the result."""
@@ -259,12 +267,13 @@ def _operator(
             for f in dim:
                 pattern += (number.setdefault(f, len(number)), size[f])
             pattern.append(-1)
-    key = (call, tuple(pattern))
+    key = (call, tuple(pattern), copied)
     if key not in shared:
         occurrences = _occurrences(node, call, sources, expanded)
         inputs = tuple(types[source] for source in sources)
         outputs = tuple(types.get((node, i)) if call.rule.outputs[i] is not None else None for i in range(call.outputs))
-        shared[key] = Operator(call.rule, _letters(call, occurrences, size, inputs, outputs), inputs, outputs)
+        letters = _letters(call, occurrences, size, inputs, outputs)
+        shared[key] = Operator(call.rule, letters, inputs, outputs, copied)
     return shared[key]
 
 
@@ -314,9 +323,12 @@ def _cut(dim: list[int], size: list[int], letters: Sequence[int]) -> list[tuple[
 
 
 def _tie_gradients(factors: _Factors, program: Program, values: dict[Value, list[list[int]]]) -> None:
-    """A gradient and a new value have their parameter's or buffer's dims, an output its tangent's."""
+    """A gradient and a new value have the dims of what they are of, an output its tangent's."""
     by_input = {i: n for i, n in zip(program.inputs, program.placeholders, strict=True)}
-    kinds = {"gradient": "parameter", "parameter": "parameter", "buffer": "buffer", "result": "tangent"}
+    kinds = {
+        "gradient": "parameter", "parameter": "parameter", "input_gradient": "batch", "buffer": "buffer",
+        "result": "tangent",
+    }  # fmt: skip
     named = {(i.kind, i.name): n for i, n in by_input.items()}
     for output, value in zip(program.outputs, program.output_values, strict=True):
         source = named.get((kinds[output.kind], output.name))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,10 +16,14 @@ from autopar.cost.collectives import wire_bytes
 from autopar.draw import generator_states, restore_generators
 from autopar.passes.insert_contiguous import with_contiguous
 from autopar.program import Program, is_steady, map_nodes
+from autopar.strides import random_strides, with_strides
 
 aten = torch.ops.aten
 
 Group = list[int]
+
+Watch = Callable[[fx.Node, list[Any]], None]
+"""``watch(node, values)``: sees what a node has made on every rank."""
 
 
 def emulate(
@@ -26,6 +32,8 @@ def emulate(
     sizes: Sequence[int],
     inputs: Sequence[Sequence[torch.Tensor]],
     shared: dict[fx.Node, list[Any]] | None = None,
+    watch: Watch | None = None,
+    draw: random.Random | None = None,
 ) -> list[list[torch.Tensor | None]]:
     """Run a rewritten program on every rank of a mesh.
 
@@ -35,6 +43,9 @@ def emulate(
         sizes: of the mesh axes.
         inputs: ``inputs[i][rank]``, the local tensors of each placeholder.
         shared: of a step in microbatches, what all of them take: the first fills it, the others compute it no more.
+        watch: called with every operator node and its values on all ranks, in order.
+        draw: gives inputs and what operators make random strides; of a program that takes any
+            (`autopar.passes.insert_contiguous.insert_contiguous_everywhere`). None: they keep their own.
 
     Returns:
         ``outputs[i][rank]``; None for an output that does not exist.
@@ -45,6 +56,8 @@ def emulate(
     where = list(coordinates(sizes))
     groups = {name: _groups(where, axis) for axis, name in enumerate(names)}
     environment: dict[fx.Node, list[Any]] = dict(zip(program.placeholders, map(list, inputs), strict=True))
+    if draw is not None:
+        environment = {node: [random_strides(v, draw) for v in values] for node, values in environment.items()}
     last = _last_uses(program.graph.graph)
     with torch.no_grad():
         for node in program.graph.graph.nodes:
@@ -54,17 +67,34 @@ def emulate(
             elif node.op == "call_function":
                 known = None if shared is None else shared.get(node)
                 environment[node] = known or _step(node, environment, names, where, groups)
+                if draw is not None and not known and node.target not in _KEPT:
+                    environment[node] = [_elsewhere(v, draw) for v in environment[node]]
                 if shared is not None and is_steady(node):
                     shared[node] = environment[node]
+                if watch is not None:
+                    watch(node, environment[node])
             for dead in last.get(node, ()):
                 del environment[dead]
     ranks = range(len(where))
     return [[None if v is None else environment[v][r] for r in ranks] for v in program.output_values]
 
 
-def run_whole(program: Program, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+_KEPT = (aten.contiguous.default, with_strides, operator.getitem)
+"""What gives strides that are asked for, and outputs that have been given theirs."""
+
+
+def _elsewhere(value: Any, draw: random.Random) -> Any:
+    """A tensor, or all of a tuple or list, with random strides."""
+    if isinstance(value, tuple | list):
+        return [_elsewhere(v, draw) for v in value]
+    return random_strides(value, draw) if isinstance(value, torch.Tensor) else value
+
+
+def run_whole(
+    program: Program, inputs: Sequence[torch.Tensor], watch: Watch | None = None
+) -> list[torch.Tensor | None]:
     """Run a program on global tensors, as one device would, whatever their strides."""
-    return [v[0] for v in emulate(with_contiguous(program), (), (), [[x] for x in inputs])]
+    return [v[0] for v in emulate(with_contiguous(program), (), (), [[x] for x in inputs], watch=watch)]
 
 
 def _groups(where: list[tuple[int, ...]], axis: int) -> list[Group]:

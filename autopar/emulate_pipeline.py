@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,13 +21,16 @@ Inputs = Callable[[int], Sequence[Sequence[torch.Tensor]]]
 """``inputs(microbatch)[i][rank]``: the local tensors of each placeholder on the ranks of a stage."""
 
 
-def emulate_pipeline(program: Program, plan: Plan, inputs: Inputs) -> list[list[list[torch.Tensor | None]]]:
+def emulate_pipeline(
+    program: Program, plan: Plan, inputs: Inputs, draw: random.Random | None = None
+) -> list[list[list[torch.Tensor | None]]]:
     """Run a rewritten program in stages.
 
     Args:
         program: as `autopar.compiler.rewrite` returns it, for a plan with stages.
         plan: the plan.
         inputs: what goes in.
+        draw: see `autopar.emulate.emulate`.
 
     Returns:
         ``outputs[microbatch][i][rank]`` on the ranks of a stage that has the output. What does not consist of rows is
@@ -46,7 +50,7 @@ def emulate_pipeline(program: Program, plan: Plan, inputs: Inputs) -> list[list[
         results = tuple(Output("result", str(i)) for i in range(len(piece.gives)))
         part = Program(piece.graph, described, results, len(results), None)
         with step_seed(derive_seed(seed, microbatch)):
-            return emulate(part, inner.axis_names, inner.axis_sizes, values)
+            return emulate(part, inner.axis_names, inner.axis_sizes, values, draw=draw)
 
     def stage_run(stage: int) -> StageRun:
         def source(name: str, microbatch: int) -> Any:

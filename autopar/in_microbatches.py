@@ -11,6 +11,7 @@ from autopar.cluster import Cluster, Link
 from autopar.dims import analyze
 from autopar.errors import InfeasibleError
 from autopar.microbatch import TIME, cut_microbatches
+from autopar.outputs import WHICH
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.eliminate_dead_code import eliminate_dead_code
 from autopar.passes.insert_collectives import insert_collectives
@@ -43,9 +44,22 @@ def require_early_backward(program: Program) -> None:
         InfeasibleError: there is no loss, or it has to be scaled.
     """
     if program.loss is None:
+        carrying = [i.name for i in program.inputs if i.kind == "tangent"]
+        scalars = [o for o, v in program.results if o.name in carrying and v.meta["val"].ndim == 0]
+        if len(scalars) > 1:
+            raise InfeasibleError(
+                f"microbatches and pipelines need one loss, and {len(scalars)} scalars of the model's output carry "
+                f"gradients: say which is the loss, with {WHICH}"
+            )
         raise InfeasibleError(
             "microbatches are added up by the loss, and the model returns none: return it alone or as the only scalar, "
-            "or pass loss_fn=lambda output, batch: ..."
+            f"or pass loss_fn=lambda output, batch: ...; of several scalars name it, with {WHICH}"
+        )
+    if program.input_gradients:
+        raise InfeasibleError(
+            f"batch tensor {min(program.input_gradients)} requires a gradient, which is computed when backward() is "
+            "called, of the whole batch: not in microbatches or a pipeline. Detach it where no gradient is needed, "
+            'leave these out (pins={"microbatches": 1}), or compute what it depends on inside the model'
         )
     if any(v is not None and v.dtype is torch.float16 for n in program.graph.graph.nodes for v in values_of(n)):
         raise InfeasibleError(

@@ -1,9 +1,9 @@
 """What is known of the strides that a graph's tensors have when it runs, and which of its kernels ask for others.
 
-Strides in ``meta["val"]`` are what shape propagation thinks. They are known to be right of what certain operators make:
-those that always lay out new memory row-major, whatever they are given; views of known tensors; and elementwise
-operators on known ones, whose results lie as their arguments do. Inputs are not known: a batch, a parameter that is part
-of another, or one in channels-last order.
+Strides in ``meta["val"]`` are what shape propagation thinks. They are known to be right of what certain operators
+make: those that always lay out new memory row-major, whatever they are given; views of known tensors; and elementwise
+operators on known ones, whose results lie as their arguments do. Inputs are not known: a batch, a parameter that is
+part of another, or one in channels-last order.
 """
 
 from __future__ import annotations
@@ -65,16 +65,19 @@ LAST_RESULTS = frozenset({
 })  # fmt: skip
 """Attention, whose output has its heads' elements together, whatever the rest."""
 
-_FREE = frozenset({aten.contiguous.default})
+_FREE = VIEWS | {aten.contiguous.default, aten.as_strided.default, aten.as_strided_scatter.default}
+"""What takes any strides although it may have no rule; of raw captures, what looks at memory as it is."""
 
 
 def needs_of(node: fx.Node) -> tuple[str, ...]:
     """What a node's kernel asks of the strides of each of its tensor arguments."""
     target = called(node)
-    if not isinstance(target, OpOverload) or target.namespace in ("_c10d_functional", "autopar") or target in _FREE:
+    if not isinstance(target, OpOverload) or target.namespace in ("_c10d_functional", "autopar"):
+        return ()
+    rule = node.meta["operator"].rule if "operator" in node.meta else _local_rule(node, target)
+    if rule is None and target in _FREE:
         return ()
     count = len(tensors_of(node))
-    rule = node.meta["operator"].rule if "operator" in node.meta else _local_rule(node, target)
     if rule is None:
         return (ROW_MAJOR,) * count
     needs = required_strides(target, rule)
@@ -152,8 +155,10 @@ def _is_line(node: fx.Node) -> bool:
     return all(v is None or sum(n != 1 for n in v.shape) <= 1 for v in values_of(node))
 
 
-def has_strides(node: fx.Node, need: str, known: Collection[fx.Node]) -> bool:
-    """Whether a value is known to lie in memory as a kernel asks."""
+def has_strides(node: fx.Node, need: str, known: Collection[fx.Node] | None) -> bool:
+    """Whether a value is known to lie in memory as a kernel asks; of none is where ``known`` is None."""
+    if known is None:
+        return False
     if need == LAST and node.target is operator.getitem:
         source, index = node.args
         if index == 0 and getattr(source, "target", None) in LAST_RESULTS:

@@ -24,7 +24,7 @@ from autopar.liveness import copied_by_convolution
 from autopar.origin import is_backward
 from autopar.plan import Plan
 from autopar.predict import node_seconds
-from autopar.program import Program, Value, producer, tensor_arguments, values_of
+from autopar.program import GRADIENTS, Program, Value, producer, tensor_arguments, values_of
 from autopar.recompute import class_of, ranges
 from autopar.search.lives import Lives, fewest
 from autopar.search.quotient import Quotient
@@ -162,7 +162,7 @@ class _Held:
         """What a device holds while each operator of the backward pass runs."""
         found = Lives()
         kinds = zip(self.program.outputs, self.program.output_values, strict=True)
-        results = {s for o, v in kinds if v is not None and o.kind in ("result", "gradient") for s in _storages(v)}
+        results = {s for o, v in kinds if v is not None and o.kind in ("result", *GRADIENTS) for s in _storages(v)}
         there: dict[int, list[float]] = {s: [0, math.inf] for s in results if self.maker.get(s) in self._forward}
         t = 0
         for node in self.program.sources:

@@ -19,7 +19,7 @@ from autopar.errors import PlanError
 from autopar.host import to_device, to_host
 from autopar.origin import block_of, is_backward, module_path
 from autopar.plan import Plan
-from autopar.program import Program, is_steady, tensor_arguments, values_of
+from autopar.program import GRADIENTS, Program, is_steady, tensor_arguments, values_of
 from autopar.propagate import propagate
 
 aten = torch.ops.aten
@@ -63,7 +63,8 @@ def liveness(program: Program, plan: Plan) -> list[Change]:
     """
     if "local" not in program.graph.meta.get("invariants", ()):
         raise PlanError("the program is not a rewritten one; give what compiler.rewrite(program, plan) returns")
-    propagate(program, plan, everything=True)  # passes leave shapes right, but not which tensors share memory
+    if not program.graph.meta.pop("propagated", False):
+        propagate(program, plan, everything=True)  # passes leave shapes right, but not which tensors share memory
     links = plan.cluster.link_for(dict(plan.axes))
     copies = {axis: link.copies for (axis, _), link in zip(plan.axes, links, strict=True) if link.copies}
     return list(_Liveness(program, plan.optimizer, copies, plan.cluster.device.copies).changes())
@@ -96,7 +97,7 @@ class _Liveness:
                 yield Change(None, True, "optimizer", float(state))
         for output, value in zip(program.outputs, program.output_values, strict=True):
             if value is not None:
-                name = "gradients" if output.kind == "gradient" else "results"
+                name = "gradients" if output.kind in GRADIENTS else "results"
                 kept.setdefault(self._storage(value.meta["val"]), name)
                 if name == "results" and output.name in self.part.results:  # those of the microbatches before
                     yield Change(None, True, name, float(value.meta["val"].nbytes * (self.part.count - 1)))

@@ -9,6 +9,7 @@ way cannot be cut. No mean of means is taken: the sum is that of the whole batch
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -46,6 +47,7 @@ def cut_microbatches(program: Program, local: Program, count: int) -> Program:
     cutter = _Cutter(program, local, count, dict(zip(local.placeholders, local.inputs, strict=True)))
     cutter.sums()
     local.graph.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+    cutter.number()
     cutter.refuse_the_rest()
     return cutter.program()
 
@@ -56,23 +58,23 @@ class _Cutter:
 
     Attributes:
         inputs: what each placeholder stands for; those that are added here, too.
-        fed: the values of the whole program that are computed before, in the order of their placeholders.
+        fed: the values of the whole program that are computed before, by the placeholders that stand for them.
     """
 
     whole: Program
     local: Program
     count: int
     inputs: dict[fx.Node, Input]
-    fed: list[fx.Node] = field(default_factory=list)
+    fed: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def sums(self) -> None:
         """All-reduces become sums over time; what is of the batch alone is given, whole or a microbatch's part."""
         alone = self._of_batch_alone()
         graph = self.local.graph.graph
         for node in list(graph.nodes):
-            if node in alone and (node.target in GROUP_ARGUMENT or node.target is axis_index):
-                end = _end(node)
-                self._feed(_start(end), end)
+            end = _end_of_move(node)
+            if end is not None and ((start := _start(end)) in alone or start in self.fed):
+                self._feed(start, end)
             elif node.target is c10d.all_reduce.default and node.args[1] == "sum":
                 (wait,) = node.users
                 with graph.inserting_after(node.args[0]):  # so that the term lives for a moment only
@@ -95,16 +97,23 @@ class _Cutter:
     def _feed(self, value: fx.Node, end: fx.Node) -> None:
         """Let a new tensor of the batch stand for ``end``: a value of the whole program, or a microbatch's part."""
         names = {n.name: n for n in self.whole.graph.graph.nodes}
-        if value.name not in names:
+        whole = self.fed.get(value) or names.get(value.name)  # what is moved once more, or for the first time
+        if whole is None:
             raise self._refusal(value)
-        number = sum(i.kind == "batch" for i in self.inputs.values())
         graph = self.local.graph.graph
         with graph.inserting_after([n for n in graph.nodes if n.op == "placeholder"][-1]):
             given = graph.placeholder(f"before_{len(self.fed)}")
         given.meta = dict(end.meta)
         end.replace_all_uses_with(given)
-        self.fed.append(names[value.name])
-        self.inputs[given] = Input("batch", str(number))
+        self.fed[given] = whole
+
+    def number(self) -> None:
+        """Let what is computed before, and taken, follow the tensors of the batch."""
+        for given in [n for n in self.fed if not n.users]:  # what is made of it is computed before, too
+            self.local.graph.graph.erase_node(given)
+            del self.fed[given]
+        first = sum(i.kind == "batch" for i in self.inputs.values())
+        self.inputs |= {given: Input("batch", str(first + i)) for i, given in enumerate(self.fed)}
 
     def _leading(self, layout: Layout, node: fx.Node) -> int | None:
         """The dim that is split over time, along its first factor; None: there is none."""
@@ -131,9 +140,7 @@ class _Cutter:
                 raise self._refusal(node)
 
     def _refusal(self, node: fx.Node) -> InfeasibleError:
-        source = node
-        while source.meta.get("internal") and source.all_input_nodes:
-            source = source.all_input_nodes[0]
+        source = _culprit(node)
         return InfeasibleError(
             f"the step cannot be cut into {self.count} microbatches: {source.target} ({source.name}, "
             f"{user_line(source)}) takes something of the whole batch that is no sum over its samples, as batch "
@@ -161,7 +168,7 @@ class _Cutter:
         for note in ("invariants", "axes", "again", "states_away"):
             local.graph.meta.pop(note, None)
         local.graph.recompile()
-        before = _program_of(self.whole, self.fed) if self.fed else None
+        before = _program_of(self.whole, list(self.fed.values())) if self.fed else None
         inputs = tuple(self.inputs[n] for n in local.placeholders)
         return replace(local, inputs=inputs, part=Microbatch(self.count, before, rows, results))
 
@@ -172,16 +179,35 @@ def _fake(value: torch.Tensor, like: FakeTensor) -> torch.Tensor:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=like.device)
 
 
+def _culprit(node: fx.Node) -> fx.Node:
+    """The operator because of which a node is there: that which takes what is gathered, or makes what is reduced."""
+    moved = node.op == "placeholder" or node.target in GROUP_ARGUMENT or node.target is axis_index
+    reduced = node.target in (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)
+    waiting, seen = [node] if moved and not reduced else [], set()
+    while waiting:
+        for user in waiting.pop(0).users:
+            if user.op == "call_function" and "operator" in user.meta:
+                return user
+            if user not in seen and user.op != "output":
+                seen.add(user)
+                waiting.append(user)
+    while node.all_input_nodes and "operator" not in node.meta:
+        node = node.all_input_nodes[0]
+    return node
+
+
 def _start(node: fx.Node) -> fx.Node:
     """The value that is moved, from the last node of the move."""
     (node,) = node.all_input_nodes
-    while "layouts" not in node.meta:
+    while "layouts" not in node.meta and node.target is not operator.getitem:
         node = next(n for n in node.all_input_nodes if n.target is not axis_index)
     return node
 
 
-def _end(node: fx.Node) -> fx.Node:
-    """The last node of the move that a node belongs to."""
+def _end_of_move(node: fx.Node) -> fx.Node | None:
+    """The last node of the move that a collective or an index is of; None: it is of none."""
+    if "moves" not in node.meta or (node.target not in GROUP_ARGUMENT and node.target is not axis_index):
+        return None
     while "layouts" not in node.meta:
         (node,) = node.users
     return node

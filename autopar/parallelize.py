@@ -18,12 +18,14 @@ from autopar.compiler import DETERMINISTIC_PASSES, PASSES, program_of, rewrite, 
 from autopar.cost.memory import parse_bytes
 from autopar.errors import PlanError
 from autopar.in_microbatches import in_microbatches
+from autopar.outputs import Loss
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.pad_dims import pad_dims
 from autopar.pipeline.asked import is_split_for_stages, split_for_stages
 from autopar.plan import Plan
 from autopar.precision import Precision
 from autopar.program import Program
+from autopar.require_equal import require_equal
 from autopar.runtime.materialise import Init
 from autopar.runtime.module import ParallelModule, parallel_module
 from autopar.runtime.place import Place, axes_of, one_device, place_on, refined
@@ -38,6 +40,7 @@ def parallelize(
     batch: Batch | None = None,
     *,
     loss_fn: LossFunction | None = None,
+    loss: Loss = None,
     inputs: str = "global",
     memory: str | float | None = None,
     optimizer: str = "adamw",
@@ -48,6 +51,7 @@ def parallelize(
     search: Search | None = None,
     timeout: float = 600,
     init: Init | None = None,
+    check: bool = False,
 ) -> ParallelModule:
     """Distribute a model over a mesh; every rank calls it with the same model.
 
@@ -59,6 +63,10 @@ def parallelize(
         batch: example of the *global* batch (tuple or dict of real, fake or meta tensors): layouts are decided now.
             Without it they are decided by the first call.
         loss_fn: ``loss_fn(output, batch) -> scalar`` for a model that does not return its loss.
+        loss: which scalar of the output is the loss: a key, attribute or index, a path of these such as
+            ``"losses.total"``, or a function that picks it from the output. Only the loss then carries gradients, which
+            microbatches and stages need. Default: the only scalar that requires a gradient; of several all carry
+            theirs.
         inputs: ``"global"``: each rank passes the whole batch, and its part is sliced; ``"local"``: its own rows,
             see ``data_rank`` and ``data_world_size``. DTensors say it themselves.
         memory: budget per device, such as ``"70GiB"``; default: what the device has, less a margin.
@@ -74,12 +82,18 @@ def parallelize(
         timeout: seconds that a rank waits for the others, in every wait.
         init: for models on the meta device: ``init(name, tensor)`` fills one full CPU tensor in place, the same on
             every rank; or a file or folder of safetensors, of which each rank reads its part.
+        check: before the first step of each mode (training or not), rank 0 runs the plan of all devices in its own
+            process, in float64, and compares with the eager model over two calls: on ``batch`` if it has values, else
+            on the first one; on fewer rows where memory is short. Where not even the model fits, a warning says so.
 
     Raises:
+        VerifyError: the plan does not compute what the model does; names the first difference.
         ValueError: an argument is wrong.
         CaptureError, MissingRuleError, InfeasibleError, PlanError, RankError: see there.
     """
     _check_arguments(model, inputs)
+    if loss is not None and loss_fn is not None:
+        raise ValueError("loss= picks a scalar of the output and loss_fn= makes one: pass one of them")
     policy = Precision.resolve(precision)
     _check_optimizers(model)
     given = Plan.load(plan) if isinstance(plan, str | Path) else plan
@@ -98,8 +112,9 @@ def parallelize(
         partial(program_of, precision=policy), solve, partial(rewrite, passes=passes), _annotate,
         partial(in_microbatches, deterministic=alike),
     )  # fmt: skip
+    same = partial(require_equal, loss_fn=loss_fn, loss=loss, precision=policy) if check else None
     budget = _budget(place) if memory is None else parse_bytes(memory)
-    settings = Settings(toolchain, machine, budget, optimizer, search, given, loss_fn, inputs, alike)
+    settings = Settings(toolchain, machine, budget, optimizer, search, given, loss_fn, inputs, alike, loss, same)
     distribute_parameters(model, place)
     parallel = parallel_module(model, place, settings, init)
     if batch is not None:

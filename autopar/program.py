@@ -16,10 +16,14 @@ from torch import fx
 
 from autopar._torch_compat import LazyGraphModule
 from autopar.accumulate import accumulate
+from autopar.floats import Guard
 from autopar.origin import block_prefixes, is_backward, module_path, without_indices
 from autopar.regions import pinned
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+GRADIENTS = ("gradient", "input_gradient")
+"""Kinds of outputs that the backward pass makes."""
 
 Value = tuple[fx.Node, int]
 """A node that makes tensors, and the number of one of its outputs."""
@@ -40,10 +44,11 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """What an output of the graph is: a ``buffer``'s new value, a ``result`` of the model or a ``gradient``.
+    """What an output of the graph is: a ``buffer``'s new value, a ``result`` of the model, or a gradient.
 
     Attributes:
-        name: of the buffer or parameter; index of the result.
+        kind: ``buffer``, ``result``, ``gradient`` of a parameter, or ``input_gradient`` of a batch tensor.
+        name: of the buffer or parameter; index of the result or of the batch tensor.
     """
 
     kind: str
@@ -140,6 +145,7 @@ class State:
         assigned: buffers that get a new tensor, where others are written in place.
         counted: places of numbers that the call counts on, and does nothing else with.
         observed: calls of recording hooks, see `autopar.capture.hooks`.
+        checks: of factorizations, see `autopar.capture.intercepts`.
         constants: plain tensors among the attributes are constants of the graph, where else they are buffers.
     """
 
@@ -148,6 +154,7 @@ class State:
     counted: frozenset[tuple[str, Any]] = frozenset()
     constants: bool = False
     observed: tuple[Any, ...] = ()
+    checks: tuple[Any, ...] = ()
 
 
 STATELESS = State()
@@ -174,6 +181,8 @@ class Program:
         repeat: blocks of the model that are left out; such a program can be planned for, not run.
         part: of the batch that the program computes.
         state: what a call does to the model.
+        withheld: results that carry gradients in the model, and not here: only the loss, or only scalars do.
+        guards: what the graph takes for granted of the floats of a call.
     """
 
     graph: fx.GraphModule
@@ -189,6 +198,8 @@ class Program:
     repeat: Repeat | None = None
     part: Microbatch = WHOLE
     state: State = STATELESS
+    withheld: frozenset[int] = frozenset()
+    guards: tuple[Guard, ...] = ()
 
     @property
     def microbatches(self) -> int:
@@ -210,6 +221,17 @@ class Program:
         """The node of each output, in the order of ``outputs``; None for a gradient that does not exist."""
         values: Any = self.output_node.args[0]
         return list(values)
+
+    @property
+    def input_gradients(self) -> frozenset[str]:
+        """Batch tensors, by index, that get a gradient."""
+        return frozenset(o.name for o in self.outputs if o.kind == "input_gradient")
+
+    @property
+    def results(self) -> list[tuple[Output, fx.Node]]:
+        """What the model returns, and the nodes that make it."""
+        described = zip(self.outputs, self.output_values, strict=True)
+        return [(o, v) for o, v in described if o.kind == "result" and v is not None]
 
     # What follows is computed once: it holds as long as nobody changes the graph in place (see `compiler.rewrite`).
 

@@ -28,6 +28,8 @@ def run_passes(program: Program, plan: Plan, passes: Sequence[Pass], *, verified
         PassError: a pass left an invalid graph.
     """
     program = replace(program, graph=copy_graph(program.graph))
+    for node in program.graph.graph.nodes:
+        node.meta["whole"] = node.name  # whatever passes make of it: `autopar.first_difference` asks
     done: tuple[str, ...] = ()
     for step in passes:
         try:

@@ -85,7 +85,7 @@ def _calls(call: RuleCall, expanded: bool) -> Iterator[tuple[str, list[torch.Ten
 
 def _expanded(value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """The first of a tensor's elements along one dim, or all, expanded."""
-    longer = [d for d, n in enumerate(value.shape) if n > 1]
+    longer = [d for d, n in enumerate(value.shape) if n > 1] if value.numel() else []
     for d in longer:
         yield f"expanded along {d}", value.narrow(d, 0, 1).expand(value.shape)
     if len(longer) > 1:

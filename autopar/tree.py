@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+import enum
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from autopar._torch_compat import pytree_node
 from autopar.errors import CaptureError
+
+_PLAIN = (
+    type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis), enum.Enum, torch.dtype,
+    torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -19,65 +28,277 @@ class Leaf:
     index: int
 
 
-def flatten(value: Any, what: str = "value") -> tuple[list[torch.Tensor], Any]:
+class Number:
+    """The place of a float that is known when a step runs."""
+
+    def value(self, numbers: Sequence[float]) -> float:
+        """The float, from those of the batch."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class FloatLeaf(Number):
+    """The place of float number ``index``."""
+
+    index: int
+
+    def value(self, numbers: Sequence[float]) -> float:
+        """Its own of these numbers."""
+        return numbers[self.index]
+
+
+class Traced:
+    """What stands for a float while a model is traced; in the skeleton of an output it leaves its place."""
+
+    def leaf(self) -> Number:
+        """The place."""
+        raise NotImplementedError
+
+
+def flatten(
+    value: Any,
+    what: str = "value",
+    *,
+    numbers: list[float] | None = None,
+    shared: bool = False,
+    drop: Callable[[Any, str], bool] | None = None,
+) -> tuple[list[torch.Tensor], Any]:
     """Tensors of ``value`` in order, and its skeleton: the same structure with a `Leaf` for each tensor.
 
+    Args:
+        value: nested sequences, mappings, dataclasses and classes registered with torch's pytrees.
+        what: its name, for errors.
+        numbers: floats of the value are put here and have a `FloatLeaf` in the skeleton; default: they are constants.
+        shared: a tensor that is there twice is one tensor.
+        drop: whether None takes the place of something, given that and its path.
+
     Raises:
-        CaptureError: ``value`` holds something that is no tensor, plain constant, sequence, mapping or dataclass.
+        CaptureError: ``value`` holds something else; names its path.
     """
-    tensors: list[torch.Tensor] = []
-
-    def visit(v: Any, path: str) -> Any:
-        if isinstance(v, torch.Tensor):
-            tensors.append(v)
-            return Leaf(len(tensors) - 1)
-        if v is None or isinstance(v, bool | int | float | str | torch.dtype | torch.device):
-            return v
-        if isinstance(v, tuple) and hasattr(v, "_fields"):
-            return type(v)(*(visit(x, f"{path}.{n}") for n, x in zip(v._fields, v, strict=True)))
-        if isinstance(v, list | tuple):
-            return type(v)(visit(x, f"{path}[{i}]") for i, x in enumerate(v))
-        if isinstance(v, Mapping):
-            return _Record(type(v), {k: visit(x, f"{path}[{k!r}]") for k, x in v.items()})
-        if dataclasses.is_dataclass(v) and not isinstance(v, type):
-            fields = {f.name: getattr(v, f.name) for f in dataclasses.fields(v)}
-            return _Record(type(v), {k: visit(x, f"{path}.{k}") for k, x in fields.items()})
-        raise CaptureError(
-            f"{path} is a {type(v).__name__}, which is no tensor, constant, sequence, mapping or dataclass; "
-            "return or pass one of those"
-        )
-
-    skeleton = visit(value, what)
-    return tensors, skeleton
+    visitor = _Visitor(numbers, shared, drop)
+    return visitor.tensors, visitor.visit(value, what)
 
 
-def unflatten(skeleton: Any, tensors: list[Any] | tuple[Any, ...]) -> Any:
-    """The value whose skeleton and tensors are given."""
+def unflatten(skeleton: Any, tensors: Sequence[Any], numbers: Sequence[float] = ()) -> Any:
+    """The value whose skeleton, tensors and numbers are given."""
     if isinstance(skeleton, Leaf):
         return tensors[skeleton.index]
     if isinstance(skeleton, _Record):
-        return skeleton.rebuild({k: unflatten(v, tensors) for k, v in skeleton.items.items()})
-    if isinstance(skeleton, tuple) and hasattr(skeleton, "_fields"):
-        return type(skeleton)(*(unflatten(v, tensors) for v in skeleton))
-    if isinstance(skeleton, list | tuple):
-        return type(skeleton)(unflatten(v, tensors) for v in skeleton)
-    return skeleton
+        items = {k: unflatten(v, tensors, numbers) for k, v in skeleton.items.items()}
+        return skeleton.rebuild(items, {k: unflatten(v, tensors, numbers) for k, v in skeleton.attributes.items()})
+    if isinstance(skeleton, _Sequence):
+        values = [unflatten(v, tensors, numbers) for v in skeleton.items]
+        return skeleton.rebuild(values, {k: unflatten(v, tensors, numbers) for k, v in skeleton.attributes.items()})
+    if isinstance(skeleton, _Constant):
+        return set(skeleton.value) if type(skeleton.value) is set else skeleton.value
+    if type(skeleton) in (list, tuple):
+        return type(skeleton)(unflatten(v, tensors, numbers) for v in skeleton)
+    return skeleton.value(numbers) if isinstance(skeleton, Number) else skeleton
+
+
+class _Visitor:
+    def __init__(self, numbers: list[float] | None, shared: bool, drop: Callable[[Any, str], bool] | None) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.numbers, self.drop = numbers, drop
+        self.known: dict[int, Leaf] | None = {} if shared else None
+        self.inside: set[int] = set()
+
+    def visit(self, v: Any, path: str) -> Any:
+        """The skeleton of a value."""
+        if self.drop is not None and self.drop(v, path):
+            return None
+        if isinstance(v, torch.Tensor):
+            return self._tensor(v, path)
+        if issubclass(type(v), Traced):
+            return v.leaf()
+        if self.numbers is not None and type(v) is float:
+            self.numbers.append(v)
+            return FloatLeaf(len(self.numbers) - 1)
+        if isinstance(v, _PLAIN):
+            return v
+        if isinstance(v, AbstractSet) or _is_numpy_scalar(v):
+            return self._constant(v, path)
+        if id(v) in self.inside:
+            raise CaptureError(f"{path} contains itself; pass or return what has an end")
+        self.inside.add(id(v))
+        try:
+            return self._container(v, path)
+        finally:
+            self.inside.discard(id(v))
+
+    def _tensor(self, v: torch.Tensor, path: str) -> Leaf:
+        if v.layout is not torch.strided or v.is_nested or v.is_quantized:
+            kind = "nested" if v.is_nested else "quantized" if v.is_quantized else str(v.layout).removeprefix("torch.")
+            remedy = (
+                "torch.nested.to_padded_tensor" if v.is_nested else ".dequantize" if v.is_quantized else ".to_dense"
+            )
+            raise CaptureError(
+                f"{path} is a {kind} tensor; only dense ones are laid out: pass or return {remedy}() of it"
+            )
+        if self.known is not None and id(v) in self.known:
+            return self.known[id(v)]
+        self.tensors.append(v)
+        leaf = Leaf(len(self.tensors) - 1)
+        if self.known is not None:
+            self.known[id(v)] = leaf
+        return leaf
+
+    def _constant(self, v: Any, path: str) -> Any:
+        if isinstance(v, AbstractSet) and any(isinstance(x, torch.Tensor) for x in v):
+            raise CaptureError(f"{path} is a {type(v).__name__} that holds tensors, in no order; take a list or a dict")
+        if isinstance(v, AbstractSet) and not (type(v) in (set, frozenset) and all(_is_constant(x) for x in v)):
+            raise self._unknown(v, path)
+        return _Constant(frozenset(v) if type(v) is frozenset else set(v) if type(v) is set else v)
+
+    def _container(self, v: Any, path: str) -> Any:
+        if isinstance(v, tuple) and hasattr(v, "_fields"):
+            return _Sequence(type(v), [self.visit(x, f"{path}.{n}") for n, x in zip(v._fields, v, strict=True)])
+        if type(v) in (list, tuple):
+            return type(v)([self.visit(x, f"{path}[{i}]") for i, x in enumerate(v)])
+        if isinstance(v, list | tuple):
+            return _Sequence(type(v), [self.visit(x, f"{path}[{i}]") for i, x in enumerate(v)], self._others(v, path))
+        if isinstance(v, Mapping) and not isinstance(v, UserDict):
+            return self._mapping(v, path)
+        if isinstance(v, UserDict) or (dataclasses.is_dataclass(v) and not isinstance(v, type)):
+            return _Record(type(v), {}, self._attributes(v, path))
+        node = pytree_node(type(v))
+        if node is not None:
+            children, context = node.flatten_fn(v)
+            items = [self.visit(x, f"{path}[{i}]") for i, x in enumerate(children)]
+            return _Sequence(type(v), items, make=lambda values: node.unflatten_fn(values, context), context=context)
+        raise self._unknown(v, path)
+
+    def _mapping(self, v: Mapping[Any, Any], path: str) -> Any:
+        items = dict(v)
+        if dataclasses.is_dataclass(v):  # transformers' ModelOutput, whose items are those fields that are not None
+            items = {f.name: getattr(v, f.name) for f in dataclasses.fields(v)} | items
+        found = {k: self.visit(x, f"{path}[{k!r}]") for k, x in items.items()}
+        others = {} if dataclasses.is_dataclass(v) else self._others(v, path)
+        return _Record(type(v), found, others, getattr(v, "default_factory", None), getattr(v, "__dict__", None) is v)
+
+    def _others(self, v: Any, path: str) -> dict[str, Any]:
+        """Attributes of an instance of a subclass of a builtin container."""
+        others = getattr(v, "__dict__", {})
+        return {} if others is v else {k: self.visit(x, f"{path}.{k}") for k, x in others.items()}
+
+    def _attributes(self, v: Any, path: str) -> dict[str, Any]:
+        """Fields of a dataclass and whatever else was set; of a `UserDict` what can be carried, and its data."""
+        names = [f.name for f in dataclasses.fields(v) if hasattr(v, f.name)] if dataclasses.is_dataclass(v) else []
+        names += [n for n in getattr(v, "__dict__", {}) if n not in names]
+        found = {}
+        for name in names:
+            try:
+                found[name] = self.visit(getattr(v, name), path if name == "data" else f"{path}.{name}")
+            except CaptureError:
+                if name == "data" or not isinstance(v, UserDict):
+                    raise  # a tokenizer's own objects in transformers' BatchEncoding are left out
+        return found
+
+    def _unknown(self, v: Any, path: str) -> CaptureError:
+        remedy = "return or pass one of those"
+        if type(v).__module__ == "numpy":
+            remedy = "take torch.from_numpy(...) of it, or its values would become constants of the graph"
+        return CaptureError(
+            f"{path} is a {type(v).__name__}, which is no tensor, constant, sequence, mapping or dataclass; {remedy}"
+        )
+
+
+def _is_constant(v: Any) -> bool:
+    return isinstance(v, _PLAIN) or _is_numpy_scalar(v) or (type(v) is tuple and all(map(_is_constant, v)))
+
+
+def _is_numpy_scalar(v: Any) -> bool:
+    return any(f"{t.__module__}.{t.__qualname__}" == "numpy.generic" for t in type(v).__mro__)
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+@dataclass(frozen=True)
+class _Constant:
+    """A set of constants, or a number of numpy's."""
+
+    value: Any
+
+    def __repr__(self) -> str:
+        inner = sorted(map(repr, self.value)) if isinstance(self.value, AbstractSet) else repr(self.value)
+        return f"{_name(type(self.value))}({inner})"
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """An instance of a subclass of list or tuple, or of a class registered with torch's pytrees."""
+
+    kind: type
+    items: list[Any]
+    attributes: dict[str, Any] = field(default_factory=dict)
+    make: Callable[[list[Any]], Any] | None = None
+    context: Any = None
+
+    def rebuild(self, items: list[Any], attributes: Mapping[str, Any]) -> Any:
+        if self.make is not None:
+            return self.make(items)
+        if hasattr(self.kind, "_make"):
+            return self.kind._make(items)
+        if hasattr(self.kind, "n_sequence_fields") or self.kind is torch.Size:
+            return self.kind(items)
+        if issubclass(self.kind, tuple):
+            made: Any = tuple.__new__(self.kind, items)
+        else:
+            made = self.kind.__new__(self.kind)
+            list.extend(made, items)
+        return _with_attributes(made, attributes)
+
+    def __repr__(self) -> str:
+        return f"{_name(self.kind)}({self.items!r}, {self.attributes!r}, {self.context!r})"
 
 
 @dataclass(frozen=True)
 class _Record:
-    """A mapping or dataclass instance, field by field."""
+    """A mapping, item by item, or an instance of a dataclass, attribute by attribute."""
 
     kind: type
     items: dict[Any, Any]
+    attributes: dict[str, Any] = field(default_factory=dict)
+    factory: Any = None
+    own_dict: bool = False
 
-    def rebuild(self, items: dict[Any, Any]) -> Any:
+    def rebuild(self, items: dict[Any, Any], attributes: Mapping[str, Any]) -> Any:
         if self.kind is dict:
             return items
-        if dataclasses.is_dataclass(self.kind):  # transformers' ModelOutput is a mapping and a dataclass
-            return self.kind(**items)
-        return self.kind(items)
+        if dataclasses.is_dataclass(self.kind) and issubclass(self.kind, Mapping):
+            return self._output(items)
+        if issubclass(self.kind, dict):
+            made: Any = self.kind.__new__(self.kind)
+            if self.own_dict:  # the attributes are the items
+                made.__dict__ = made
+            if isinstance(made, defaultdict):
+                made.default_factory = self.factory
+            put = OrderedDict.__setitem__ if isinstance(made, OrderedDict) else dict.__setitem__
+            for key, value in items.items():
+                put(made, key, value)
+            return _with_attributes(made, attributes)
+        if issubclass(self.kind, Mapping) and not issubclass(self.kind, UserDict):
+            return self.kind(items)  # type: ignore[call-arg]
+        return _with_attributes(object.__new__(self.kind), attributes)
+
+    def _output(self, items: dict[Any, Any]) -> Any:
+        """A `ModelOutput`, whose constructor takes its fields."""
+        fields = {f.name for f in dataclasses.fields(self.kind)}  # type: ignore[arg-type]
+        made = self.kind(**{k: v for k, v in items.items() if k in fields})
+        for key, value in items.items():
+            if key not in fields:
+                made[key] = value
+        return made
 
     def __repr__(self) -> str:
-        inner = ", ".join(f"{k}={v!r}" for k, v in self.items.items())
-        return f"{self.kind.__module__}.{self.kind.__qualname__}({inner})"
+        inner = ", ".join(f"{k!r}={v!r}" for k, v in [*self.items.items(), *self.attributes.items()])
+        factory = f", {getattr(self.factory, '__qualname__', self.factory)}" if self.factory is not None else ""
+        return f"{_name(self.kind)}({inner}{factory})"
+
+
+def _with_attributes(made: Any, attributes: Mapping[str, Any]) -> Any:
+    for name, value in attributes.items():
+        object.__setattr__(made, name, value)  # frozen dataclasses, too
+    return made

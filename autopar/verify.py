@@ -4,32 +4,60 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from autopar import tree
-from autopar.accumulate import Totals
-from autopar.blocks import assemble, block, coordinates, is_zero_outside, without_padding
-from autopar.capture import Batch, Harness, LossFunction
+from autopar import binding
+from autopar.blocks import is_zero_outside, without_padding
+from autopar.canonical import canonical
+from autopar.capture import Batch, LossFunction
+from autopar.capture.slots import state_tensors
 from autopar.cluster import Cluster
-from autopar.compiler import DETERMINISTIC_PASSES, program_of, rewrite, solve
+from autopar.compiler import DETERMINISTIC_PASSES, captured, rewrite, solve
 from autopar.draw import same_numbers
-from autopar.emulate import emulate, run_whole
-from autopar.emulate_pipeline import emulate_pipeline
+from autopar.eager import CALLS, Key, copied
+from autopar.emulate_step import EmulatedStep
 from autopar.errors import VerifyError
-from autopar.float64 import as_dtype
+from autopar.first_difference import (
+    CAPTURE,
+    MICROBATCHES,
+    PIPELINE,
+    REWRITING,
+    FirstDifference,
+    at_attribute,
+    at_output,
+    first_in_canonical_form,
+    first_in_rewriting,
+    tolerance_of,
+)
+from autopar.live_copy import LiveCopy
+from autopar.outputs import Loss
+from autopar.passes.insert_contiguous import insert_contiguous, insert_contiguous_everywhere
 from autopar.plan import Plan
 from autopar.precision import Precision
-from autopar.program import Input, Program
-from autopar.rows import common_blocks, join, take
-from autopar.search.options import MICROBATCHES, OFFLOAD, Search
+from autopar.program import STATELESS, Input, Program, same_graph
+from autopar.reference import (
+    EAGER,
+    Reference,
+    Values,
+    captured_calls,
+    carried,
+    carries,
+    errors_of,
+    in_one_dtype,
+    reference_of,
+    tensor_error,
+)
+from autopar.search.options import MICROBATCHES as COUNT
+from autopar.search.options import OFFLOAD, Search
+from autopar.written import distance
 
-SMALLEST = 1e-6
-"""A tensor's error is relative to its own largest entry, or to this share of the model's largest gradient entry."""
+__all__ = ["EquivalenceReport", "capture_error", "compare", "global_values", "tensor_error", "verify"]
 
 
 @dataclass(frozen=True)
@@ -43,11 +71,15 @@ class EquivalenceReport:
         reference_gradients: the same from the plain model.
         results: full outputs by position.
         reference_results: the same from the plain model.
-        errors: of every tensor by name; replicas that differ count.
-        capture_error: largest difference between the captured graph and the eager model, both in the model's own
-            precision; NaN where they were not compared.
+        errors: of every tensor by name; replicas that differ count. What differs in the second call is there, too, and
+            attributes that the model writes.
+        capture_error: largest difference between the captured graph and the eager model; NaN where they were not
+            compared.
         plan: the plan that was run.
         program: the rewritten program.
+        reference: ``eager``, or ``captured graph`` where the plain model cannot be called in the dtype, or draws other
+            random numbers.
+        note: why the reference is not eager.
     """
 
     loss: torch.Tensor | None
@@ -60,6 +92,9 @@ class EquivalenceReport:
     capture_error: float
     plan: Plan
     program: Program = field(repr=False)
+    reference: str = EAGER
+    note: str = ""
+    locate: Callable[[], FirstDifference | None] = field(default=lambda: None, repr=False, compare=False)
 
     @property
     def max_error(self) -> float:
@@ -71,6 +106,14 @@ class EquivalenceReport:
         """The tensor with the largest error."""
         return max(self.errors, key=lambda n: self.errors[n], default="")
 
+    @functools.cached_property
+    def first_difference(self) -> FirstDifference | None:
+        """The first node whose value differs, with module, line and layouts; None if all is equal up to rounding.
+
+        Both graphs are run once more for it.
+        """
+        return self.locate()
+
 
 def verify(
     model: nn.Module,
@@ -78,37 +121,61 @@ def verify(
     axes: Mapping[str, int],
     *,
     loss_fn: LossFunction | None = None,
+    loss: Loss = None,
     plan: Plan | str | None = None,
     seed: int = 0,
     microbatches: int = 1,
     pins: Mapping[str, Any] | None = None,
     dtype: torch.dtype = torch.float64,
     precision: Precision | str | torch.dtype | None = None,
+    random_strides: bool = False,
 ) -> EquivalenceReport:
-    """Compare a plan's program with the plain model, on an emulated mesh.
+    """Compare a plan's program, on an emulated mesh, with the plain model in eager mode, over two calls in a row.
 
     Args:
         model: with real parameters; it is not changed.
         batch: tuple or dict of real tensors, the global batch.
         axes: name and size of each mesh axis.
         loss_fn: for a model that does not return its loss.
+        loss: which scalar of the output is the loss, as for `autopar.parallelize`.
         plan: what to run; None searches for one, ``"random"`` draws a feasible one.
         microbatches: of the plan that is searched or drawn.
         pins: of the same, see `Search`; they come before ``microbatches``.
         seed: of the random plan and of the tangents of outputs that are no loss.
         dtype: in which everything is computed.
         precision: policy whose casts the program has; they too become ``dtype``.
+        random_strides: give every tensor random strides: what is computed may not depend on how tensors lie in memory.
 
     Raises:
         VerifyError: a parameter or batch tensor holds no data.
     """
     policy = Precision.resolve(precision)
-    program = program_of(model, batch, loss_fn=loss_fn, precision=policy)
-    plan = _plan(program, axes, plan, seed, pins or {MICROBATCHES: microbatches})
-    local = rewrite(program, plan, passes=DETERMINISTIC_PASSES)
+    graph = captured(model, batch, loss_fn=loss_fn, loss=loss, precision=policy)
+    program = canonical(graph)
     values = global_values(program, model, batch, seed)
-    report = compare(program, local, plan, values, dtype)
-    return replace(report, capture_error=capture_error(program, model, batch, loss_fn, values, policy))
+    plan = _plan(program, axes, plan, seed, pins or {COUNT: microbatches})
+    passes = DETERMINISTIC_PASSES
+    if random_strides:
+        passes = tuple(insert_contiguous_everywhere if p is insert_contiguous else p for p in passes)
+    local = rewrite(program, plan, passes=passes)
+    given = in_one_dtype(program, values, dtype)
+    calls = CALLS
+    if graph.state != STATELESS:  # what a call leaves may give the next one a graph of its own
+        made = captured_calls(graph, given, dtype, 1)[0][0].values
+        changed = LiveCopy(model, dtype, graph).call(made)[1]
+        own = None if changed is None else copied(changed, _own_dtype(model))
+        again = own is None or same_graph(
+            graph, captured(own, batch, loss_fn=loss_fn, loss=loss, training=graph.training, precision=policy)
+        )
+        calls = CALLS if again else 1
+    reference = reference_of(model, batch, graph, given, dtype, loss_fn, policy, loss, calls)
+    live = LiveCopy(model, dtype, program)
+    draw = random.Random(seed) if random_strides else None
+    return compare(program, local, plan, values, dtype, reference=reference, graph=graph, live=live, draw=draw)
+
+
+def _own_dtype(model: nn.Module) -> torch.dtype | None:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
 
 
 def capture_error(
@@ -118,42 +185,19 @@ def capture_error(
     loss_fn: LossFunction | None,
     values: Sequence[torch.Tensor],
     policy: Precision | None = None,
+    loss: Loss = None,
 ) -> float:
-    """Largest difference between the captured graph and the eager model, both in the precision of the policy.
+    """Largest difference between a program on one device and the eager model, over two calls in float64.
 
     Raises:
         VerifyError: it is more than rounding.
     """
-    tensors, skeleton = tree.flatten(batch, "batch")
-    harness = Harness(model, skeleton, loss_fn, program.training)
-    state = {f"model.{n}": p.detach().clone().requires_grad_(p.requires_grad) for n, p in model.named_parameters()}
-    state.update({f"model.{n}": b.detach().clone() for n, b in model.named_buffers()})
-    parameters = {f"model.{n}" for n, _ in model.named_parameters()}
-    with torch.set_grad_enabled(program.training), same_numbers(0):
-        seen = {n: _computed(t, policy) if n in parameters else t for n, t in state.items()}
-        results = torch.func.functional_call(harness, seen, tuple(_computed(t, policy) for t in tensors))
-    found = {("result", str(i)): r.detach() for i, r in enumerate(results)}
-    tangents = [v for v, i in zip(values, program.inputs, strict=True) if i.kind == "tangent"]
-    live = [r for r in results if r.requires_grad]
-    if program.training:
-        torch.autograd.backward(live, tangents)
-        found.update({("gradient", n.removeprefix("model.")): t.grad for n, t in state.items() if t.grad is not None})
-    with same_numbers(0):
-        expected = run_whole(program, values)
-    pairs = [(found.get((o.kind, o.name)), e) for o, e in zip(program.outputs, expected, strict=True)]
-    scale = max((float(e.abs().max()) for (k, _), e in found.items() if k == "gradient"), default=0.0)
-    error = max((tensor_error(f, e, 1e3 * scale) for f, e in pairs if f is not None and e is not None), default=0.0)
-    precise = all(t.dtype in (torch.float32, torch.float64) for t in seen.values() if t.is_floating_point())
-    if not error <= (1e-2 if precise else 0.3):
-        raise VerifyError(
-            f"the captured graph differs from the eager model by {error:.2g}: the capture is wrong; report it"
-        )
-    return error
-
-
-def _computed(tensor: torch.Tensor, policy: Precision | None) -> torch.Tensor:
-    """A parameter or batch tensor as the model sees it under a policy."""
-    return tensor if policy is None or not tensor.is_floating_point() else tensor.to(policy.compute)
+    given = in_one_dtype(program, values, torch.float64)
+    reference = reference_of(model, batch, program, given, torch.float64, loss_fn, policy, loss)
+    if reference.capture_errors:
+        difference = at_output(CAPTURE, program, reference.capture_errors)
+        raise VerifyError(f"the capture is wrong; report it: {difference}")
+    return reference.capture_error
 
 
 def _plan(
@@ -177,128 +221,133 @@ def _machine() -> Cluster:
 
 
 def compare(
-    program: Program, local: Program, plan: Plan, values: Sequence[torch.Tensor], dtype: torch.dtype
-) -> EquivalenceReport:
-    """Run a program whole and its rewritten form on an emulated mesh, and compare every output."""
-    values = [v.to(dtype) if v.is_floating_point() else v for v in values]
-    with same_numbers(0):
-        expected = run_whole(as_dtype(program, dtype), values)
-    with same_numbers(0):
-        outputs = _run(program, local, plan, values, dtype)
-    found: dict[tuple[str, str], torch.Tensor] = {}
-    wanted: dict[tuple[str, str], torch.Tensor] = {}
-    replicas: dict[tuple[str, str], float] = {}
-    for spec, full, made in zip(local.outputs, expected, outputs, strict=True):
-        if made is None or full is None:
-            continue
-        key = (spec.kind, spec.name)
-        whole, replicas[key] = made
-        wanted[key], found[key] = full, without_padding(whole, full.shape)
-        if spec.kind == "gradient" and not is_zero_outside(whole, full.shape):
-            replicas[key] = math.inf  # the optimizer would change what is not there
-    return _report(program, local, plan, found, wanted, replicas)
-
-
-def _run(
-    program: Program, local: Program, plan: Plan, values: Sequence[torch.Tensor], dtype: torch.dtype
-) -> list[tuple[torch.Tensor, float] | None]:
-    """Every output of a rewritten program on an emulated mesh, whole, with how far its replicas differ."""
-    inner = plan.inner
-    placed, sizes = as_dtype(local, dtype), inner.axis_sizes
-    part = local.part
-    given = {(i.kind, i.name): v for i, v in zip(program.inputs, values, strict=True)}
-    if part.before is not None:
-        more = run_whole(as_dtype(part.before, dtype), [given[i.kind, i.name] for i in part.before.inputs])
-        first = sum(kind == "batch" for kind, _ in given)
-        given.update({("batch", str(first + i)): v for i, v in enumerate(more) if v is not None})
-    cut = [(dim, inner.batch[name]) for name, dim in part.rows.items()]
-    blocks = common_blocks(cut + [(dim, inner.results[name]) for name, dim in part.results.items()], sizes)
-    totals, last = Totals(), local.output_node.meta
-    shared: dict[fx.Node, list[Any]] = {}
-    types = list(zip(last["input_types"], last["input_layouts"], strict=True))
-
-    @functools.cache
-    def inputs_of(turn: int) -> list[list[torch.Tensor]]:
-        inputs = []
-        for node, spec in zip(local.placeholders, local.inputs, strict=True):
-            value, dim = given[spec.kind, spec.name], part.rows.get(spec.name) if spec.kind == "batch" else None
-            mine = value if dim is None else take(value, dim, blocks, part.count, turn)
-            type_, layout = node.meta["types"][0], node.meta["layouts"][0]
-            inputs.append([block(mine, type_, layout, sizes, where) for where in coordinates(sizes)])
-        return inputs
-
-    def whole_of(outputs: Sequence[Sequence[torch.Tensor | None]]) -> list[tuple[torch.Tensor, float] | None]:
-        return [
-            None
-            if type_ is None or not (there := [p for p in parts if p is not None])
-            else assemble(there, type_, layout, sizes)
-            for parts, (type_, layout) in zip(outputs, types, strict=True)
-        ]
-
-    made: list[list[tuple[torch.Tensor, float] | None]] = []
-    if plan.pipeline is not None:
-        made = [whole_of(outputs) for outputs in emulate_pipeline(placed, plan, inputs_of)]
-    for turn in range(part.count if plan.pipeline is None else 0):
-        with totals.microbatch():
-            made.append(whole_of(emulate(placed, inner.axis_names, sizes, inputs_of(turn), shared)))
-    for i, output in enumerate(local.outputs):
-        found = [m for turns in made if (m := turns[i]) is not None]
-        if output.kind == "result" and output.name in part.results:
-            joined = join([whole for whole, _ in found], part.results[output.name], blocks)
-            made[-1][i] = joined, max(replicas for _, replicas in found)
-    return made[-1]
-
-
-def _report(
     program: Program,
     local: Program,
     plan: Plan,
-    found: Mapping[tuple[str, str], torch.Tensor],
-    wanted: Mapping[tuple[str, str], torch.Tensor],
-    replicas: Mapping[tuple[str, str], float],
+    values: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    *,
+    reference: Reference | None = None,
+    graph: Program | None = None,
+    live: LiveCopy | None = None,
+    draw: random.Random | None = None,
 ) -> EquivalenceReport:
-    scale = max(
-        (float(g.abs().max()) for (kind, _), g in wanted.items() if kind == "gradient" and g.numel()), default=0.0
-    )
-    errors = {}
-    for (kind, name), expected in wanted.items():
-        label = name if kind == "gradient" else f"{kind} {name}"
-        errors[label] = tensor_error(found[kind, name], expected, scale, replicas[kind, name])
+    """Run a rewritten program on an emulated mesh, and compare every output.
 
-    def pick(source: Mapping[tuple[str, str], torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    Args:
+        program: canonical.
+        local: rewritten.
+        plan: for which it was.
+        values: global tensors for every placeholder.
+        dtype: in which everything is computed.
+        reference: the right values; default: those of one call of ``program`` on one device.
+        graph: as captured, if that is known, for what differs from the reference already.
+        draw: gives tensors random strides, see `autopar.emulate.emulate`.
+        live: what the program does to the model's attributes is done to; needed where the reference has some.
+    """
+    given = in_one_dtype(program, values, dtype)
+    if reference is None:
+        reference = Reference(tuple(captured_calls(program, given, dtype, 1)[0]), "canonical graph")
+    step = EmulatedStep(program, local, plan, list(given.values()), dtype, draw)
+    errors: dict[str, float] = {}
+    wrong: dict[Key, float] = {}
+    first: dict[Key, torch.Tensor] = {}
+    for number, expected in enumerate(reference.calls):
+        if number == 0 or carries(program):
+            found, replicas = _found(step)
+            first = first or found
+        suffix = " of the second call" if number else ""
+        for key, error in errors_of(found, expected.values, given, replicas).items():
+            if not number or error > tolerance_of(dtype):
+                errors[_label(key) + suffix] = error
+                wrong.update({key: error} if error > tolerance_of(dtype) else {})
+        written = live.call(found)[0] if live is not None else {}
+        for name, value in expected.written.items():
+            errors[f"attribute {name}{suffix}"] = distance(written.get(name), value)
+        given = carried(given, found, program)
+        step = replace(step, values=list(given.values()))
+    report = _report(program, local, plan, first, reference, errors)
+    start = replace(step, values=list(in_one_dtype(program, values, dtype).values()))
+    return replace(report, locate=functools.partial(_locate, start, graph, reference, wrong, errors))
+
+
+def _label(key: Key) -> str:
+    kind, name = key
+    return name if kind == "gradient" else f"{kind} {name}"
+
+
+def _found(step: EmulatedStep) -> tuple[dict[Key, torch.Tensor], dict[Key, float]]:
+    """What a step on the mesh makes: whole tensors without padding, and how far their replicas differ."""
+    shapes = {
+        (o.kind, o.name): v.meta["val"].shape
+        for o, v in zip(step.program.outputs, step.program.output_values, strict=True)
+        if v is not None
+    }
+    with same_numbers(0):
+        outputs = step.run()
+    found, replicas = {}, {}
+    for spec, made in zip(step.local.outputs, outputs, strict=True):
+        key = (spec.kind, spec.name)
+        if made is None or key not in shapes:
+            continue
+        whole, replicas[key] = made
+        found[key] = without_padding(whole, shapes[key])
+        if spec.kind == "gradient" and not is_zero_outside(whole, shapes[key]):
+            replicas[key] = math.inf  # the optimizer would change what is not there
+    return found, replicas
+
+
+def _report(
+    program: Program, local: Program, plan: Plan, found: Values, reference: Reference, errors: Mapping[str, float]
+) -> EquivalenceReport:
+    wanted = reference.calls[0].values
+
+    def pick(source: Values, kind: str) -> dict[str, torch.Tensor]:
         return {name: value for (k, name), value in source.items() if k == kind}
 
     loss = None if program.loss is None else ("result", str(program.loss))
     return EquivalenceReport(
-        loss=found[loss] if loss else None,
-        reference_loss=wanted[loss] if loss else None,
+        loss=found.get(loss) if loss else None,
+        reference_loss=wanted.get(loss) if loss else None,
         gradients=pick(found, "gradient"),
         reference_gradients=pick(wanted, "gradient"),
         results=pick(found, "result"),
         reference_results=pick(wanted, "result"),
         errors=errors,
-        capture_error=math.nan,
+        capture_error=reference.capture_error,
         plan=plan,
         program=local,
+        reference=reference.kind,
+        note=reference.note,
     )
 
 
-def tensor_error(found: torch.Tensor, expected: torch.Tensor, scale: float, replicas: float = 0.0) -> float:
-    """Largest difference over the tensor's largest entry, or over a share of the largest gradient entry."""
-    if not expected.numel():
-        return 0.0
-    if not expected.is_floating_point():
-        return 0.0 if torch.equal(found, expected) and replicas == 0.0 else float("inf")
-    if bool(torch.isfinite(found).all()) != bool(torch.isfinite(expected).all()):
-        return float("inf")
-    largest = max(float(expected.abs().max()), SMALLEST * scale, 1e-300)
-    return max(float((found - expected).abs().max()), replicas) / largest
+def _locate(
+    step: EmulatedStep,
+    graph: Program | None,
+    reference: Reference,
+    wrong: Mapping[Key, float],
+    errors: Mapping[str, float],
+) -> FirstDifference | None:
+    """The first difference, in the order of the compiler's stages."""
+    if reference.capture_errors and graph is not None:
+        return at_output(CAPTURE, graph, reference.capture_errors)
+    if not wrong:
+        lost = [(n, e) for n, e in errors.items() if n.startswith("attribute ") and e > tolerance_of(step.dtype)]
+        return at_attribute(lost[0][0].removeprefix("attribute "), lost[0][1]) if lost else None
+    given = in_one_dtype(step.program, step.values, step.dtype)
+    found = first_in_canonical_form(graph, step.program, given, step.dtype) if graph is not None else None
+    found = found or first_in_rewriting(step)
+    if found is not None:
+        return found
+    stage = PIPELINE if step.plan.pipeline is not None else MICROBATCHES if step.plan.microbatches > 1 else REWRITING
+    return at_output(stage, step.program, wrong)
 
 
 def global_values(program: Program, model: nn.Module, batch: Batch, seed: int = 0) -> list[torch.Tensor]:
     """Global tensors for every placeholder."""
-    tensors, _ = tree.flatten(batch, "batch")
-    named: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors, _ = binding.flatten(model, batch)
+    named: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **state_tensors(model)}
     generator = torch.Generator().manual_seed(seed)
     values = []
     for node, spec in zip(program.placeholders, program.inputs, strict=True):

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from autopar.candidates import Candidates
 from autopar.cluster import Device
-from autopar.cost.kernels import Work
+from autopar.cost.kernels import Work, stream
 from autopar.dims import Operator
-from autopar.layout import Split, item_bytes
+from autopar.layout import Split, TensorType, item_bytes
 
 Floats = NDArray[np.float64]
 
@@ -27,18 +27,20 @@ class Product(NamedTuple):
     batch: str
 
 
-def operator_work(operator: Operator, chosen: Candidates, sizes: tuple[int, ...]) -> Work:
+def operator_work(operator: Operator, chosen: Candidates, sizes: tuple[int, ...], *, with_copies: bool = True) -> Work:
     """Work of each candidate of an operator on one device; all zero for a view.
 
     Args:
         operator: the bound operator.
         chosen: its candidates.
         sizes: of the mesh axes.
+        with_copies: whether arguments that are copied in front of it count, read and written.
     """
     count = len(chosen.choice)
+    copied = _copied(operator, chosen, sizes) if with_copies else np.zeros(count)
     if operator.rule.view:
-        return Work(*(np.zeros(count) for _ in Work.__dataclass_fields__))
-    moved = _moved(operator, chosen, sizes)
+        return stream(copied)
+    moved = _moved(operator, chosen, sizes) + copied
     parts = _parts(chosen, sizes)
     flops = _flops(operator, parts, count) / _product_of(parts, operator.rule.letters, count)
     shape = [np.zeros(count)] * 4
@@ -113,9 +115,20 @@ def _moved(operator: Operator, chosen: Candidates, sizes: tuple[int, ...]) -> Fl
     total = np.zeros(len(chosen.choice))
     for side, types in (("inputs", operator.inputs), ("outputs", operator.outputs)):
         for i, type_ in enumerate(types):
-            if type_ is None:
-                continue
-            split = np.array([isinstance(getattr(s, side)[i], Split) for s in chosen.strategies])
-            parts = np.where(split[chosen.choice], np.array(sizes), 1).prod(axis=1)
-            total += type_.numel * item_bytes(type_.dtype) / parts
+            if type_ is not None:
+                total += _bytes(type_, side, i, chosen, sizes)
     return total
+
+
+def _copied(operator: Operator, chosen: Candidates, sizes: tuple[int, ...]) -> Floats:
+    total = np.zeros(len(chosen.choice))
+    for i in operator.copied:
+        total += 2 * _bytes(operator.inputs[i], "inputs", i, chosen, sizes)
+    return total
+
+
+def _bytes(type_: TensorType, side: str, i: int, chosen: Candidates, sizes: tuple[int, ...]) -> Floats:
+    """Bytes of a tensor of an operator on one device, under each candidate."""
+    split = np.array([isinstance(getattr(s, side)[i], Split) for s in chosen.strategies])
+    parts = np.where(split[chosen.choice], np.array(sizes), 1).prod(axis=1)
+    return np.asarray(type_.numel * item_bytes(type_.dtype) / parts, dtype=np.float64)

@@ -283,7 +283,8 @@ def _without_saved(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 _FORMS = (
-    _identity, _as_view, _as_permute, _as_sum, _as_full, _as_slice, _as_cat, _as_repeat, _as_copy, _as_number, _without_saved,
+    _identity, _as_view, _as_permute, _as_sum, _as_full, _as_slice, _as_cat, _as_repeat, _as_copy, _as_number,
+    _without_saved,
 )  # fmt: skip
 
 

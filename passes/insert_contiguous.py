@@ -35,14 +35,16 @@ from autopar.strides import copier
 def insert_contiguous(program: Program, plan: Plan) -> Program:
     """Put a conditional copy in front of every argument that is not known to lie as its kernel asks."""
     propagate(program, plan, everything=True)
-    if _insert(program.graph, known_strides(program.graph)):
+    inserted = _insert(program.graph, known_strides(program.graph))
+    if inserted:
         propagate(program, plan)
+    program.graph.meta["propagated"] = not inserted  # what shares memory is known, too
     return program
 
 
 def insert_contiguous_everywhere(program: Program, plan: Plan) -> Program:
     """The same as if nothing were known, for graphs whose operators are made to give what strides one likes."""
-    if _insert(program.graph, ()):
+    if _insert(program.graph, None):
         propagate(program, plan)
     return program
 
@@ -50,11 +52,11 @@ def insert_contiguous_everywhere(program: Program, plan: Plan) -> Program:
 def with_contiguous(program: Program) -> Program:
     """A copy of a program on whole tensors that runs whatever the strides of its inputs."""
     graph = copy_graph(program.graph)
-    _insert(graph, ())
+    _insert(graph, None)
     return replace(program, graph=graph)
 
 
-def _insert(module: fx.GraphModule, known: Collection[fx.Node]) -> bool:
+def _insert(module: fx.GraphModule, known: Collection[fx.Node] | None) -> bool:
     """Insert the copies; whether there are any."""
     made: dict[Any, fx.Node] = {}
     for node in list(module.graph.nodes):

@@ -27,11 +27,12 @@ from torch import fx
 
 from autopar.dims import Dims, Operator, analyze
 from autopar.errors import PlanError
+from autopar.kernel_shapes import with_required_strides
 from autopar.layout import Factor, TensorType
 from autopar.origin import inherit_origin
 from autopar.plan import Plan
 from autopar.program import Program, Value, is_operator, producer, replace_tensor_arguments, tensor_arguments
-from autopar.strategy import find_rule, lengthened, padding_of, vanishes
+from autopar.strategy import Rule, find_rule, lengthened, padding_of, vanishes
 
 aten = torch.ops.aten
 
@@ -205,7 +206,7 @@ class _Padding:
         made.meta = dict(node.meta)
         self.made[node] = made
         if letters:
-            made.meta["val"] = self.compute(made)
+            made.meta["val"] = self.compute(made, operator.rule)
 
     def letters(self, node: fx.Node, operator: Operator) -> dict[str, tuple[int, int]]:
         """Size and padded size of the operator's letters that it can have padded."""
@@ -288,8 +289,10 @@ class _Padding:
             made.meta["reduce_dtype"] = of["reduce_dtype"]
         return made
 
-    def compute(self, node: fx.Node) -> Any:
+    def compute(self, node: fx.Node, rule: Rule | None = None) -> Any:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         target: Any = node.target
+        if rule is not None:
+            args, kwargs = with_required_strides(target, rule, args, kwargs)
         with self.mode, torch.no_grad():
             return target(*args, **kwargs)

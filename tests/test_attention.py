@@ -9,8 +9,8 @@ import torch
 from torch import fx, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from autopar.capture.attention import hidden
 from autopar.capture import capture
+from autopar.capture.attention import hidden
 from autopar.compiler import program_of, rewrite, solve
 from autopar.search.options import Search
 from autopar.verify import compare, global_values, verify

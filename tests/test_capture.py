@@ -365,9 +365,9 @@ def test_structure_of_the_output_is_kept() -> None:
 def test_output_of_an_unknown_kind() -> None:
     class Odd(Scalarless):
         def forward(self, x: torch.Tensor) -> object:
-            return {"out": self.linear(x), "set": {1}}
+            return {"out": self.linear(x), "odd": object()}
 
-    with pytest.raises(CaptureError, match=r"the model's output\['set'\] is a set"):
+    with pytest.raises(CaptureError, match=r"the model's output\['odd'\] is a object"):
         capture(Odd(), (torch.randn(8, 8),))
 
 

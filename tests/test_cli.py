@@ -214,15 +214,21 @@ def test_verify_exits_with_1_when_something_differs(model: str, monkeypatch: pyt
     def worse(*arguments: object, **options: object) -> SimpleNamespace:
         report = original(*arguments, **options)
         errors = {**report.errors, "up.weight": 2e-9, "up.bias": float("nan")}
-        return SimpleNamespace(errors=errors, loss=report.loss, reference_loss=report.reference_loss, plan=report.plan)
+        first = report.first_difference or "aten.mm (node mm)"
+        return SimpleNamespace(
+            errors=errors, loss=report.loss, reference_loss=report.reference_loss, plan=report.plan,
+            reference=report.reference, note=report.note, first_difference=first,
+        )  # fmt: skip
 
     monkeypatch.setattr(module, "verify", worse)
     arguments = ("verify", "--model", f"{model}:make", "--axes", "a=2")
     result = run(*arguments)
     assert result.exit_code == 1
     assert "DIFFERENT: largest error nan (up.bias)" in result.stdout
+    assert "first     aten.mm (node mm)" in result.stdout
     facts = json.loads(run(*arguments, "--json").stdout)
     assert facts["equal"] is False
+    assert (facts["reference"], facts["first_difference"]) == ("eager", "aten.mm (node mm)")
     assert facts["max_error"] == facts["errors"]["up.bias"] == "nan"
     assert facts["errors"]["up.weight"] == 2e-9
 

@@ -33,8 +33,8 @@ def test_every_name_has_a_contract() -> None:
         "StridedShard", "TensorMeta",
         "TorchDispatchMode", "TracingContext", "aot_export_joint_with_descriptors", "budget_partition",
         "checkpoint_replaced", "default_partition", "dtensor_overloads", "get_decompositions", "local_shape_of",
-        "operator_database", "pipeline_runtime", "reduce_found_inf_over_every_gradient", "refuse_items_of_unreduced",
-        "selective_policy", "set_group_timeout",
+        "operator_database", "pipeline_runtime", "pytree_node", "reduce_found_inf_over_every_gradient",
+        "refuse_items_of_unreduced", "selective_policy", "set_group_timeout",
         "storage_id", "torch_schedule", "traced_graph", "tracing",
     }  # fmt: skip
     assert set(compat.__all__) == tested
@@ -377,3 +377,16 @@ def test_the_runtime_of_pipelines_calls_a_stage() -> None:
     rows = [[(0, "F", 0), (1, "F", 0), (1, "I", 0), (0, "B", 0), (1, "W", 0)]]
     compat.pipeline_runtime([Stage(0), Stage(1)], rows, [0, 0], 1)()
     assert calls == [("F", 0), ("handed", 1), ("F", 1), ("I", 1), ("back", 0), ("B", 0), ("W", 1)]
+
+
+def test_classes_registered_with_pytrees() -> None:
+    class Pair:
+        def __init__(self, a: Any, b: Any) -> None:
+            self.a, self.b = a, b
+
+    assert compat.pytree_node(Pair) is None
+    torch.utils._pytree.register_pytree_node(Pair, lambda p: ([p.a], p.b), lambda children, b: Pair(*children, b))
+    node = compat.pytree_node(Pair)
+    children, context = node.flatten_fn(Pair(1, 2))
+    assert (list(children), context) == ([1], 2)
+    assert vars(node.unflatten_fn([3], context)) == {"a": 3, "b": 2}

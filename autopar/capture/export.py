@@ -8,36 +8,30 @@ activations, whatever device they are on.
 from __future__ import annotations
 
 import contextlib
-import logging
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from autopar import tree
+from autopar import binding, floats
 from autopar._torch_compat import FakeTensorMode, aot_export_joint_with_descriptors, compiling
-from autopar.capture.attention import Attention
-from autopar.capture.hooks import Hooks, Observation, observations
-from autopar.capture.origins import Origins, record_origins
-from autopar.capture.slots import Path
+from autopar.capture.harness import Harness, LossFunction
+from autopar.capture.origins import record_origins
 from autopar.capture.swap import swapped
-from autopar.capture.writes import Record, Replay, Write
+from autopar.capture.writes import Record, Replay
 from autopar.decompose import decompositions
 from autopar.errors import CaptureError
 from autopar.handed import mark_handed
-from autopar.program import Input, Output, Program, State
-from autopar.regions import Regions, mark
-
-aten = torch.ops.aten
-logger = logging.getLogger("autopar")
+from autopar.outputs import Loss
+from autopar.program import GRADIENTS, Input, Output, Program, State
+from autopar.regions import mark
 
 Batch = tuple[Any, ...] | list[Any] | dict[str, Any]
-LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
 def capture(
@@ -45,6 +39,7 @@ def capture(
     batch: Batch,
     *,
     loss_fn: LossFunction | None = None,
+    loss: Loss = None,
     training: bool | None = None,
     compute: torch.dtype | None = None,
 ) -> Program:
@@ -54,25 +49,81 @@ def capture(
         model: real, fake or on the meta device; it is not changed.
         batch: positional (tuple or list) or keyword (dict) arguments; real, fake or meta tensors.
         loss_fn: ``loss_fn(output, batch)`` for a model that does not return its loss.
-        training: with a backward pass; default: gradients are enabled and some parameter requires one.
+        loss: which scalar of the output is the loss, see `autopar.outputs`.
+        training: with a backward pass; default: gradients are enabled, and a parameter or batch tensor requires one.
         compute: dtype of floating parameters and batch tensors in the graph; default: their own.
 
     Raises:
         CaptureError: the model cannot be traced, with the user's line and the remedy.
+        TypeError: the batch does not hold the model's arguments.
+        ValueError: ``loss`` and ``loss_fn`` both say what the loss is.
     """
+    if loss is not None and loss_fn is not None:
+        raise ValueError("loss= picks a scalar of the output and loss_fn= makes one: pass one of them")
     if not any(True for _ in model.parameters()):
         raise CaptureError(f"{type(model).__name__} has no parameters: there is nothing to parallelize")
-    wants_gradient = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+    tensors, arguments = binding.flatten(model, batch)
+    wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (*model.parameters(), *tensors))
     training = wants_gradient if training is None else training
-    first: CaptureError | None = None
-    for promote, track in _ATTEMPTS:
-        try:
-            return _captured(model, batch, loss_fn, training, compute, promote, track)
-        except _AgainError as e:
-            first = first or e.error
-        except CaptureError as e:
-            raise first or e from None
-    raise AssertionError("the last attempt is final")
+    asked = _Asked(model, tensors, arguments, loss_fn, loss, training, compute)
+    program: Program = floats.watched(arguments.numbers, asked.captured)
+    return program
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is to be captured."""
+
+    model: nn.Module
+    tensors: list[torch.Tensor]
+    arguments: binding.Arguments
+    loss_fn: LossFunction | None
+    loss: Loss
+    training: bool
+    compute: torch.dtype | None
+
+    def captured(self, watch: floats.Watch) -> Program:
+        """With as few constants as the model allows."""
+        first: CaptureError | None = None
+        for promote, track in _ATTEMPTS:
+            try:
+                return self._attempt(watch, promote, track)
+            except _AgainError as e:
+                first = first or e.error
+            except CaptureError as e:
+                raise first or e from None
+        raise AssertionError("the last attempt is final")
+
+    def _attempt(self, watch: floats.Watch, promote: bool, track: bool) -> Program:
+        model, training = self.model, self.training
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        dtypes = [self.compute] * self.arguments.tensors + [None] * len(self.arguments.numbers)
+        given = zip(self.tensors, dtypes, strict=True)
+        fakes = tuple(_fake_tensor(t, mode, dtype).requires_grad_(t.requires_grad) for t, dtype in given)
+
+        def fake(tensor: torch.Tensor, floating: torch.dtype | None) -> torch.Tensor:
+            return _fake_tensor(tensor, mode, floating)
+
+        with swapped(model, fake, training, self.compute, promote) as (inputs, references):
+            record = Record(model)
+            harness = Harness(
+                model, self.arguments, self.loss_fn, training, self.loss, watch, record, track, inputs, references
+            )
+            try:
+                with torch.set_grad_enabled(training), _quiet():
+                    joint = _trace(harness, fakes)
+                program = _describe(joint, harness, training)
+                mark_handed(program)
+                program = _check_gradients(program, harness, fakes, mode)
+            except CaptureError as e:
+                if (promote and inputs) or (track and harness.seen.numbers):
+                    raise _AgainError(e) from e
+                raise
+            finally:
+                record.put_back()
+        counted = frozenset((w.module, w.path) for w in program.state.writes if isinstance(w.value, Replay))
+        state = replace(program.state, counted=counted, constants=not promote)
+        return replace(program, state=state, guards=watch.guards)
 
 
 _ATTEMPTS = ((True, True), (True, False), (False, False))
@@ -88,181 +139,6 @@ class _AgainError(Exception):
     def __init__(self, error: CaptureError) -> None:
         super().__init__(str(error))
         self.error = error
-
-
-def _captured(
-    model: nn.Module,
-    batch: Batch,
-    loss_fn: LossFunction | None,
-    training: bool,
-    compute: torch.dtype | None,
-    promote: bool,
-    track: bool,
-) -> Program:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    tensors, skeleton = tree.flatten(batch, "batch")
-    fakes = tuple(_fake_tensor(t, mode, compute) for t in tensors)
-    with swapped(model, lambda t, c: _fake_tensor(t, mode, c), training, compute, promote) as inputs:
-        record = Record(model)
-        harness = Harness(model, skeleton, loss_fn, training, record, track, inputs)
-        try:
-            with torch.set_grad_enabled(training), _quiet():
-                joint = _trace(harness, fakes)
-            program = _describe(joint, harness, training)
-            mark_handed(program)
-            program = _check_gradients(program, harness, fakes, mode)
-        except CaptureError as e:
-            if (promote and inputs) or (track and harness.seen.numbers):
-                raise _AgainError(e) from e
-            raise
-        finally:
-            record.put_back()
-    counted = frozenset((w.module, w.path) for w in program.state.writes if isinstance(w.value, Replay))
-    return replace(program, state=replace(program.state, counted=counted, constants=not promote))
-
-
-class Seen:
-    """What the harness learns while it is traced; the tracer would restore plain attributes of a module.
-
-    Attributes:
-        skeleton: of the output.
-        loss: index of the result that is the loss.
-        assigned: buffers that get a new tensor, by the index of the result.
-        writes: to the model's Python state.
-        observed: calls of hooks that record.
-        numbers: places of numbers that change.
-    """
-
-    def __init__(self) -> None:
-        self.skeleton: Any = None
-        self.loss: int | None = None
-        self.assigned: dict[int, str] = {}
-        self.writes: list[Write] = []
-        self.observed: list[Observation] = []
-        self.numbers: list[tuple[str, Path]] | None = None
-
-
-class Harness(nn.Module):
-    """Calls the model on flat tensors and returns flat tensors, the loss made the only differentiable one."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        skeleton: Any,
-        loss_fn: LossFunction | None,
-        training: bool,
-        record: Record | None = None,
-        tracked: bool = False,
-        promoted: Collection[str] = (),
-    ) -> None:
-        """With a ``record`` of the model's state, each call begins with that, and what it changes is returned, too."""
-        super().__init__()
-        self.model = model
-        self.batch_skeleton = skeleton
-        self.loss_fn = loss_fn
-        self.differentiable = training
-        self.seen = Seen()
-        self.record, self.tracked, self.promoted = record, tracked, promoted
-        self.aliases = _aliases(model)
-
-    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
-        """Shared ones under one name always: the tracer would take them for several tensors."""
-        return super().named_parameters(prefix, recurse, True)
-
-    def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
-        """Shared ones under one name."""
-        return super().named_buffers(prefix, recurse, True)
-
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Tensors of the batch to tensors of the output, of buffers that are assigned, and of the state written."""
-        batch = tree.unflatten(self.batch_skeleton, tensors)
-        if self.record is None:
-            return self._selected(self._results(self._call(batch), batch))
-        self.record.put_back()
-        for name, first in self.aliases.items():
-            _put_tensor(self.model, name, _get_tensor(self.model, first))
-        if self.tracked and self.seen.numbers is not None:
-            self.record.track(self.seen.numbers)
-        before = dict(self.model.named_buffers(remove_duplicate=False))
-        origins = Origins(self)
-        hooks = Hooks(self.model)
-        with Regions().recorded(), origins.recorded(), Attention(), hooks.watched():
-            results = self._results(self._call(batch), batch)
-        if self.seen.numbers is None:
-            self.seen.numbers = self.record.numbers()
-        self._add_state(results, before, origins.lines, hooks)
-        return self._selected(results)
-
-    def _call(self, batch: Any) -> Any:
-        return self.model(**batch) if isinstance(batch, dict) else self.model(*batch)
-
-    def _results(self, output: Any, batch: Any) -> list[torch.Tensor]:
-        """Tensors of the output, or the loss that the function makes of it."""
-        if self.loss_fn is not None:
-            output = self.loss_fn(output, batch)
-            if not isinstance(output, torch.Tensor) or output.numel() != 1:
-                raise CaptureError("loss_fn(output, batch) must return a scalar tensor")
-        results, self.seen.skeleton = tree.flatten(_without_cache(output), "the model's output")
-        if not results:
-            raise CaptureError("the model returns no tensor")
-        return results
-
-    def _selected(self, results: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The results, of which scalars alone carry gradients if there are any; the only one is the loss."""
-        scalars = [i for i, r in enumerate(results) if r.ndim == 0 and r.is_floating_point() and r.requires_grad]
-        self.seen.loss = scalars[0] if len(scalars) == 1 else None
-        if self.differentiable and scalars:
-            results = [r if i in scalars else r.detach() for i, r in enumerate(results)]
-        return tuple(results)
-
-    def _add_state(
-        self,
-        results: list[torch.Tensor],
-        before: Mapping[str, torch.Tensor],
-        lines: Mapping[tuple[str, str], str],
-        hooks: Hooks,
-    ) -> None:
-        """Append what the call leaves in the model: new tensors of buffers, and those in other attributes."""
-        assert self.record is not None
-
-        known = {id(r): (i, r) for i, r in enumerate(results)}
-
-        def leaf(tensor: torch.Tensor) -> tree.Leaf:
-            if id(tensor) not in known:
-                known[id(tensor)] = len(results), tensor
-                results.append(tensor.clone())  # it may be one of the inputs
-            return tree.Leaf(known[id(tensor)][0])
-
-        self.seen.assigned = {}
-        self.seen.writes = self.record.writes(leaf, lines)
-        self.seen.observed = observations(hooks, self.record, leaf)
-        assigned = {}
-        for name, old in before.items():
-            path, _, attribute = name.rpartition(".")
-            new = self.model.get_submodule(path)._buffers.get(attribute)
-            if new is old:
-                continue
-            if new is None or not _alike(new, old) or name in self.promoted:
-                value = None if new is None else leaf(new)
-                self.seen.writes.append(Write(path, (("attr", attribute),), value))
-            else:
-                assigned[name] = new.clone()
-        self.seen.assigned = dict(enumerate(assigned, len(results)))
-        results += assigned.values()
-
-
-def _alike(new: torch.Tensor, old: torch.Tensor) -> bool:
-    """Whether a tensor can take a buffer's place in every call to come."""
-    return new.shape == old.shape and new.dtype == old.dtype and not new.requires_grad
-
-
-def _without_cache(output: Any) -> Any:
-    """Drop key-value caches: they are for generation, and no gradient flows through them."""
-    cache = getattr(output, "past_key_values", None)
-    if cache is None or not isinstance(output, dict):
-        return output
-    logger.info("dropped past_key_values from the output of the parallelized model; set use_cache=False to be explicit")
-    return type(output)(**{k: v for k, v in output.items() if k != "past_key_values"})
 
 
 def _fake_tensor(tensor: torch.Tensor, mode: FakeTensorMode, floating: torch.dtype | None = None) -> torch.Tensor:
@@ -299,10 +175,11 @@ def _explain(error: Exception) -> CaptureError:
     ]
     line = f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
     kind = type(error).__name__
-    if "DataDependent" in kind or "data-dependent" in text.lower() or "Could not guard" in text:
+    dynamic = "DataDependent" in kind or "DynamicOutputShape" in kind or "data-dependent" in text.lower()
+    if dynamic or "Could not guard" in text or "_local_scalar_dense" in text:
         return CaptureError(
             f"control flow that depends on data{line}: one graph must serve every batch; "
-            "use torch.where or torch.cond, or move the decision out of the model"
+            "use torch.where or torch.cond, masked sums in place of tensor[mask], or move the decision out of the model"
         )
     if "DeviceMismatch" in kind and "meta" in text:
         return CaptureError(
@@ -319,41 +196,20 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _aliases(model: nn.Module) -> dict[str, str]:
-    """Every further name of a tied parameter or shared buffer, to the first."""
-    first: dict[int, str] = {}
-    aliases: dict[str, str] = {}
-    named = list(model.named_parameters(remove_duplicate=False)) + list(model.named_buffers(remove_duplicate=False))
-    for name, tensor in named:
-        if first.setdefault(id(tensor), name) != name:
-            aliases[name] = first[id(tensor)]
-    return aliases
-
-
-def _table(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    path, _, attribute = name.rpartition(".")
-    module = model.get_submodule(path)
-    return (module._parameters if attribute in module._parameters else module._buffers), attribute
-
-
-def _get_tensor(model: nn.Module, name: str) -> Any:
-    table, attribute = _table(model, name)
-    return table[attribute]
-
-
-def _put_tensor(model: nn.Module, name: str, tensor: Any) -> None:
-    table, attribute = _table(model, name)
-    table[attribute] = tensor
-
-
 def _describe(joint: fx.GraphModule, harness: Harness, training: bool) -> Program:
     """Read inputs and outputs off the descriptors that the tracer left; what the model keeps comes first."""
     seen = harness.seen
+    for placeholder in [n for n in joint.graph.nodes if n.op == "placeholder" and _is_of_mutation(n.meta["desc"])]:
+        _replace_by_zeros(placeholder)
     described = {n: _input(n.meta["desc"]) for n in joint.graph.nodes if n.op == "placeholder"}
     for placeholder in [n for n, i in described.items() if i.name in harness.promoted and not n.users]:
         del described[placeholder]
         joint.graph.erase_node(placeholder)
     inputs = tuple(described.values())
+    for placeholder, spec in described.items():
+        value = placeholder.meta["val"]
+        if spec.kind == "parameter" and value.layout != torch.strided:
+            raise CaptureError(f"parameter {spec.name!r} has layout {value.layout}: make it a dense tensor")
     node = joint.graph.output_node()
     values: Any = node.args[0]
     kept: dict[Output, fx.Node | None] = {}
@@ -362,16 +218,50 @@ def _describe(joint: fx.GraphModule, harness: Harness, training: bool) -> Progra
         if desc is None:  # an input that needs no gradient
             continue
         output = _output(desc)
+        if value is not None and not isinstance(value.meta["val"], torch.Tensor):
+            raise CaptureError(
+                f"the {output.kind} {output.name!r} of the model is a {type(value.meta['val']).__name__}"
+            )
+        if value is not None and value.meta["val"].layout != torch.strided:
+            raise CaptureError(
+                f"the {output.kind} {output.name!r} has layout {value.meta['val'].layout}: sparse gradients cannot be "
+                "reduced; leave sparse=True out (nn.Embedding, F.embedding), which gives the same values"
+            )
         if output.kind == "result" and int(output.name) in seen.assigned:
             output = Output("buffer", seen.assigned[int(output.name)])
             kept.pop(output, None)  # what was written in place before is gone
         (kept if output.kind in ("buffer", "parameter") else rest)[output] = value
+    rest = dict(sorted(rest.items(), key=lambda item: _ORDER.index(item[0].kind)))
     node.args = ([*kept.values(), *rest.values()],)
     outputs = (*kept, *rest)
-    forward = sum(o.kind != "gradient" for o in outputs)
-    loss = seen.loss if training else None
-    state = State(tuple(seen.writes), frozenset(seen.assigned.values()), observed=tuple(seen.observed))
-    return Program(joint, inputs, outputs, forward, seen.skeleton, loss, training, (), harness.aliases, state=state)
+    forward = sum(o.kind not in GRADIENTS for o in outputs)
+    found = seen.results
+    assert found is not None
+    assigned = frozenset(seen.assigned.values())
+    state = State(tuple(seen.writes), assigned, observed=tuple(seen.observed), checks=seen.checks)
+    return Program(
+        joint, inputs, outputs, forward, found.skeleton, found.loss, training, (), harness.aliases,
+        withheld=found.withheld, state=state,
+    )  # fmt: skip
+
+
+def _is_of_mutation(desc: Any) -> bool:
+    """Whether it is the gradient of what the model writes to a parameter in place, which nobody asks for."""
+    return type(desc).__name__ == "TangentAOTInput" and not hasattr(desc.output, "idx")
+
+
+def _replace_by_zeros(node: fx.Node) -> None:
+    value = node.meta["val"]
+    with node.graph.inserting_before(next(n for n in node.graph.nodes if n.op != "placeholder")):
+        options = {"dtype": value.dtype, "device": value.device}
+        zeros = node.graph.call_function(torch.ops.aten.full.default, (list(value.shape), 0), options)
+    zeros.meta = {"val": value, "partitioner_tag": "is_backward"}
+    node.replace_all_uses_with(zeros)
+    node.graph.erase_node(node)
+
+
+_ORDER = ("result", "input_gradient", "gradient")
+"""Of outputs, behind what the model keeps: `no_sync` splits off the gradients of parameters alone."""
 
 
 def _input(desc: Any) -> Input:
@@ -393,7 +283,7 @@ def _output(desc: Any) -> Output:
         return Output("result", str(desc.idx))
     if kind == "GradAOTOutput":
         source = _input(desc.grad_of)
-        return Output("gradient", source.name if source.kind == "parameter" else f"batch {source.name}")
+        return Output("input_gradient" if source.kind == "batch" else "gradient", source.name)
     if kind == "InputMutationAOTOutput":
         source = _input(desc.mutated_input)
         if source.kind in ("buffer", "parameter"):

@@ -132,6 +132,10 @@ class Cutting:
                 up[s].append(node)
         return down, up
 
+    def made(self) -> list[Piece]:
+        """The pieces that have been asked for."""
+        return list(self._pieces.values())
+
     def received(self, stage: int) -> tuple[str, ...]:
         """What a stage receives from the one before it, in order."""
         return tuple(n.name for n in self._crossing[0][stage]) if 0 < stage < self.stages else ()

@@ -37,6 +37,18 @@ class Report(Protocol):
     def plan(self) -> Plan:
         """The plan that was run."""
 
+    @property
+    def reference(self) -> str:
+        """What it was compared with."""
+
+    @property
+    def note(self) -> str:
+        """Why that is not the eager model."""
+
+    @property
+    def first_difference(self) -> object:
+        """Where the first value differs; it is asked where something does, since it takes another run."""
+
 
 def agrees(report: Report, tolerance: float) -> bool:
     """Whether no error is above the tolerance; one that is not a number is."""
@@ -46,12 +58,16 @@ def agrees(report: Report, tolerance: float) -> bool:
 def equivalence_dict(report: Report, tolerance: float) -> dict[str, Any]:
     """Plain data; an error that is not finite is text, which JSON can hold."""
     errors = {name: error if math.isfinite(error) else str(error) for name, error in _sorted(report)}
+    equal = agrees(report, tolerance)
     return {
-        "equal": agrees(report, tolerance),
+        "equal": equal,
         "tolerance": tolerance,
         "max_error": next(iter(errors.values()), 0.0),
         "loss": None if report.loss is None else float(report.loss),
         "reference_loss": None if report.reference_loss is None else float(report.reference_loss),
+        "reference": report.reference,
+        "note": report.note,
+        "first_difference": None if equal or report.first_difference is None else str(report.first_difference),
         "axes": dict(report.plan.axes),
         "errors": errors,
     }
@@ -69,12 +85,15 @@ def equivalence_table(report: Report, tolerance: float, width: int = 100) -> str
     rows = [("axes", f"{axes}, emulated in one process")]
     if report.loss is not None and report.reference_loss is not None:
         rows.append(("loss", f"{float(report.loss):.15g}; plain model {float(report.reference_loss):.15g}"))
+    rows.append(("against", f"{report.reference}; {report.note}" if report.note else report.reference))
     rows.append(("compared", f"{len(found)} tensors; error: largest difference over the tensor's largest entry"))
     if len(found) > LONGEST:
         rows.append(("", f"{len(found) - LONGEST} tensors with smaller errors are left out above; --json has all"))
     worst = f"largest error {found[0][1]:.1e} ({found[0][0]})" if found else "nothing to compare"
-    verdict = "equal" if agrees(report, tolerance) else "DIFFERENT"
-    rows.append(("verdict", f"{verdict}: {worst}, tolerance {tolerance:.1e}"))
+    equal = agrees(report, tolerance)
+    rows.append(("verdict", f"{'equal' if equal else 'DIFFERENT'}: {worst}, tolerance {tolerance:.1e}"))
+    if not equal and report.first_difference is not None:
+        rows.append(("first", str(report.first_difference)))
     return render([table, figures(rows)], width)
 
 

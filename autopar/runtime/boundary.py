@@ -200,7 +200,8 @@ def on_all_stages(tensor: torch.Tensor, type_: TensorType, layout: Layout, place
         ).shape
         local = local.new_empty(shape)
     local = local.contiguous()
-    dist.broadcast(local, group=place.mesh.get_group(axis), group_src=source.index)
+    with place.during("a parameter that one stage holds"):
+        dist.broadcast(local, group=place.mesh.get_group(axis), group_src=source.index)
     return of_layout(local, place, type_, inside)
 
 
@@ -211,6 +212,14 @@ def redistribute(tensor: torch.Tensor, place: Place, placements: Placements) -> 
         return tensor
     with torch.no_grad():
         return tensor.redistribute(place.mesh, placements)
+
+
+def in_layout(value: DTensor, type_: TensorType, layout: Layout, place: Place) -> torch.Tensor:
+    """A DTensor in the layout of a parameter; a collective call unless it has it already."""
+    if lay.is_everywhere(layout):
+        return redistribute(value, place, to_placements(type_, layout))
+    block = stored_block(full_tensor(value), type_, layout, place.sizes, place.coordinates)
+    return of_layout(block, place, type_, layout)
 
 
 def part_of(tensor: torch.Tensor, type_: TensorType, layout: Layout, place: Place) -> torch.Tensor:

@@ -15,13 +15,12 @@ from autopar.layout import Layout, TensorType, is_everywhere, replicated
 from autopar.runtime.boundary import (
     Placements,
     full_tensor,
-    of_layout,
+    in_layout,
     on_all_stages,
     plain_type,
     redistribute,
     stored_block,
     to_local,
-    to_placements,
 )
 from autopar.runtime.place import Place
 from autopar.runtime.state import lay_out
@@ -41,14 +40,6 @@ def savable(tensor: DTensor, known: tuple[TensorType, Layout] | None, place: Pla
     return redistribute(tensor, place, plain_shards(tuple(tensor.placements)))
 
 
-def in_layout(value: DTensor, type_: TensorType, layout: Layout, place: Place) -> torch.Tensor:
-    """A DTensor in the layout of a parameter; a collective call unless it has it already."""
-    if is_everywhere(layout):
-        return redistribute(value, place, to_placements(type_, layout))
-    block = stored_block(full_tensor(value), type_, layout, place.sizes, place.coordinates)
-    return of_layout(block, place, type_, layout)
-
-
 def load_full(
     module: nn.Module, own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], place: Place, types: Types
 ) -> None:
@@ -57,7 +48,8 @@ def load_full(
     Raises:
         AutoparError: names are missing or unexpected, or a shape differs.
     """
-    missing = [n for n in own if n not in state]
+    given = {id(own[n]) for n in state if n in own}  # a file may have a tied parameter under one of its names
+    missing = [n for n in own if n not in state and id(own[n]) not in given]
     unexpected = [n for n in state if n not in own]
     wrong = [n for n in own if n in state and tuple(own[n].shape) != tuple(state[n].shape)]
     if missing or unexpected:
@@ -72,6 +64,8 @@ def load_full(
         )
     with torch.no_grad():
         for name, tensor in own.items():
+            if name not in state:
+                continue
             value = full_tensor(state[name])
             if isinstance(tensor, DTensor):
                 _fill(module, name, tensor, value, place, types)

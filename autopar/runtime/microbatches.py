@@ -18,9 +18,11 @@ from torch import fx
 from autopar.accumulate import Totals
 from autopar.draw import current_seed, derive_seed, step_seed
 from autopar.layout import Factor, Layout, TensorType
+from autopar.passes.insert_contiguous import with_contiguous
 from autopar.program import Input, Microbatch, Program, is_steady
 from autopar.rows import common_blocks, join, parts_along, take
 from autopar.runtime.boundary import computed, full_tensor, local_block, to_local
+from autopar.runtime.input_gradients import Gradients
 from autopar.runtime.partition import Cut
 from autopar.runtime.place import Place
 from autopar.runtime.postpone import Postponed, split_reductions
@@ -110,6 +112,12 @@ class MicrobatchStep(Step):
         """The devices that compute the same microbatch, and types on these."""
         return self.place, self.types
 
+    @cached_property
+    def _before(self) -> fx.GraphModule:
+        """What `before` runs, whatever the strides of the batch."""
+        assert self.part.before is not None
+        return with_contiguous(self.part.before).graph
+
     def before(self, batch: Sequence[torch.Tensor], buffers: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """What is computed of the whole batch; a collective call where the batch is not whole on every rank."""
         program = self.part.before
@@ -120,7 +128,7 @@ class MicrobatchStep(Step):
             value = buffers[spec.name] if spec.kind == "buffer" else batch[int(spec.name)]
             arguments.append(full_tensor(value).to(self.place.device) if node.users else None)
         with torch.no_grad(), torch.autocast(self.place.device.type, enabled=False):
-            return list(program.graph(*arguments))
+            return list(self._before(*arguments))
 
     def forward(
         self, parameters: Sequence[torch.Tensor], buffers: dict[str, torch.Tensor], batch: Sequence[torch.Tensor]
@@ -169,14 +177,14 @@ class MicrobatchStep(Step):
             return []
         return list(self.cut.steady(*(value(i) for i in self.cut.inputs if i.kind in HELD)))
 
-    def backward(self, saved: list[Any], tangents: list[torch.Tensor], postponed: Postponed) -> dict[str, torch.Tensor]:
-        """Local gradients by parameter name; empty while their reduction is postponed."""
+    def backward(self, saved: list[Any], tangents: list[torch.Tensor], postponed: Postponed) -> Gradients:
+        """Local gradients of parameters; none while their reduction is postponed."""
         (scale,) = tangents
         with torch.no_grad(), torch.autocast(self.place.device.type, enabled=False):
             if postponed.active or postponed.holds(self):
                 postponed.add(self, [saved.pop(0) * scale for _ in range(len(saved))])
-                return {} if postponed.active else self._with_postponed({}, postponed)
-            return self._scaled(self._named(self._reductions[1](saved)), scale, postponed)
+                return Gradients({} if postponed.active else self._with_postponed({}, postponed))
+            return Gradients(self._scaled(self._named(self._reductions[1](saved)), scale, postponed))
 
     def _scaled(
         self, given: dict[str, torch.Tensor], scale: torch.Tensor, postponed: Postponed

@@ -5,32 +5,40 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
-from autopar import tree
+from autopar import binding, tree
+from autopar._torch_compat import FakeTensor
 from autopar.capture.hooks import replay
 from autopar.capture.slots import OWN as TORCHS
-from autopar.capture.slots import Signature, Slots, differences, state_tensors
+from autopar.capture.slots import Slots, state_tensors
 from autopar.capture.writes import apply
 from autopar.draw import derive_seed, step_seed
 from autopar.errors import AutoparError, PlanError
 from autopar.layout import Layout, Replicate, Split, replicated
 from autopar.pipeline.asked import along_with, without_pipeline
 from autopar.plan import Plan
-from autopar.runtime.boundary import Placements, from_local, part_of, plain_type, to_local, to_placements
+from autopar.runtime.boundary import Placements, from_local, full_tensor, part_of, plain_type, to_local, to_placements
+from autopar.runtime.check_first import check_first
+from autopar.runtime.copies import RESIZING, SAVING, deep_copy, on_a_mesh, refuse_pickling, shallow_copy
+from autopar.runtime.input_gradients import origins, requiring_gradients
+from autopar.runtime.kept import Kept
 from autopar.runtime.load import load_full, prepare_load, savable
 from autopar.runtime.materialise import Init, materialise, uninitialised
 from autopar.runtime.microbatches import MicrobatchStep
 from autopar.runtime.offload_states import OffloadedStates, offload_states
+from autopar.runtime.optimizer_states import lay_out_states_of
 from autopar.runtime.place import Place
+from autopar.runtime.points import FAILURES, NO_SYNC, WAITING, Details, described
 from autopar.runtime.postpone import Postponed
 from autopar.runtime.specialise import (
     Request,
@@ -42,10 +50,8 @@ from autopar.runtime.specialise import (
     specialise,
 )
 from autopar.runtime.state import checksum, contents, gathered, slice_replicated
-from autopar.runtime.step import Call, run
-
-CACHED = 16
-"""How many shapes and modes are kept, and for each how many states of the model."""
+from autopar.runtime.step import Call, deliver, reduce_postponed, run
+from autopar.runtime.stored import load_into, refuse_strangers
 
 MANY = 4
 """States of the model for which a graph has been captured when that is worth a warning."""
@@ -54,7 +60,8 @@ logger = logging.getLogger("autopar")
 
 _OWN = (
     "_original", "_place", "_settings", "_init", "_cache", "_unseen", "_first", "_latest", "_postponed", "_drawn",
-    "_away", "_slots", "_state_dict_hooks", "_load_state_dict_pre_hooks",
+    "_number", "_described", "_away", "_family", "_checked", "_slots", "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
 )  # fmt: skip
 
 
@@ -73,23 +80,43 @@ class ParallelModule(nn.Module):
         self.__dict__["_original"] = model
         self._slots = Slots(model)
         self._place, self._settings, self._init = place, settings, init
-        self._cache: OrderedDict[Any, list[_Variant]] = OrderedDict()
+        self._cache = Kept()
         self._unseen: set[Any] = set()
+        self._checked: set[Any] = set()
         self._first: Specialisation | None = None
         self._latest: Specialisation | None = None
-        self._postponed = Postponed()
-        self._drawn = 0
+        self._postponed = Postponed(self.named_parameters)
+        self._drawn, self._number = 0, 0
+        if place.control is not None:
+            self._number = len(place.control.calls)
+            place.control.calls.append(0)
+        self._described: dict[Any, Details] = {}
         self._away: OffloadedStates | None = None
+        self._family: list[weakref.ref[ParallelModule]] = [weakref.ref(self)]
         self.register_state_dict_post_hook(_save_hook)  # type: ignore[no-untyped-call]
         hooks: Any = self._state_dict_hooks
         hooks.move_to_end(next(reversed(hooks)), last=False)  # before the model's own change names
         self.register_load_state_dict_pre_hook(_load_hook)  # type: ignore[no-untyped-call]
+        for module in model.modules() if place.mesh is not None else ():
+            module.register_load_state_dict_pre_hook(load_into)  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the original model, such as ``config``."""
         if name in _OWN or "_original" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.__dict__["_original"], name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """Of its own tensors, for averages of weights."""
+        return deep_copy(self, memo)
+
+    def __copy__(self) -> ParallelModule:
+        """With the same tensors."""
+        return shallow_copy(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """An error that says how to save a model."""
+        return refuse_pickling()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes are the original's, so that its forward sees what is set here."""
@@ -123,26 +150,30 @@ class ParallelModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original returns: scalars plain, other tensors as DTensors."""
-        tensors, skeleton = tree.flatten(self._batch(args, kwargs), "batch")
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            i = next(i for i, t in enumerate(tensors) if t.requires_grad)
-            raise ValueError(f"batch tensor {i} requires a gradient, which is not computed: detach it")
+        tensors, skeleton = binding.flatten(self._original, binding.Passed(args, kwargs))
+        refuse_strangers(self._original, self._place, self._types().get)
         request = self._request(tensors, skeleton)
+        name = self._agreed("forward", request)
         found = self._specialised(request)
         self._compare_contents(request, tensors)
+        self._check(found, request, tensors)
         step = found.step
-        batch = [part_of(t, *step.types.batch[str(i)], self._place) if self._is_whole(t) else to_local(t).contiguous()
-                 for i, t in enumerate(tensors) if str(i) in step.types.batch]  # fmt: skip
         named = dict(self.named_parameters())
         before = {**state_tensors(self._original), **{n: to_local(named[n]) for n in found.written}}
         buffers = dict(before)
-        if isinstance(step, MicrobatchStep):
-            batch += step.before([self._gatherable(t, request, i) for i, t in enumerate(tensors)], buffers)
-        call = Call(step, buffers, [t.to(self._place.device) for t in batch], self._postponed)
+        with self._place.during(f"the batch of {name}"):
+            batch = [
+                part_of(t, *step.types.batch[str(i)], self._place) if self._is_whole(t) else to_local(t).contiguous()
+                for i, t in enumerate(tensors) if str(i) in step.types.batch
+            ]  # fmt: skip
+            if isinstance(step, MicrobatchStep):
+                batch += step.before([self._gatherable(t, request, i) for i, t in enumerate(tensors)], buffers)
+        given = origins(tensors, request.differentiable, self._settings.inputs)
+        call = Call(step, buffers, [t.to(self._place.device) for t in batch], self._postponed, name, given)
         with self._random_numbers(found):
-            results = run(call, [named[n] for n in step.parameters])
+            results = run(call, [named[n] for n in step.parameters], [tensors[int(o.name)] for o in given])
         self._write_state(found, results, {n: b for n, b in buffers.items() if b is not before[n]})
-        return tree.unflatten(found.program.skeleton, results)
+        return tree.unflatten(found.program.skeleton, results, skeleton.numbers)
 
     def _write_state(self, found: Specialisation, results: list[Any], assigned: dict[str, torch.Tensor]) -> None:
         """Do to the original what its forward did to it while it was traced."""
@@ -151,14 +182,18 @@ class ParallelModule(nn.Module):
             path, _, attribute = name.rpartition(".")
             self._original.get_submodule(path)._buffers[attribute] = value
         whole = _Whole(results)
+        for check in state.checks:
+            check.make(whole)
         apply(self._original, state.writes, whole)
         replay(self._original, state.observed, whole)
 
     def specialise(self, batch: Any) -> None:
         """Decide layouts and build the graphs for a global batch (real, fake or meta tensors) before the first call."""
-        tensors, skeleton = tree.flatten(batch, "batch")
+        tensors, skeleton = binding.flatten(self._original, batch)
         shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
-        self._specialised(Request(skeleton, shapes, {}))
+        request = Request(skeleton, shapes, {}, differentiable=requiring_gradients(tensors))
+        self._agreed("specialise()", request)
+        self._check(self._specialised(request), request, tensors)
 
     @property
     def plan(self) -> Plan:
@@ -204,7 +239,8 @@ class ParallelModule(nn.Module):
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Plain tensors by original name, as one device would hold them; a collective call."""
         self._require_values()
-        return gathered(nn.Module.state_dict(_Unhooked(self), keep_vars=True), self._types(), self._place)
+        with self._together("full_state_dict()"):
+            return gathered(nn.Module.state_dict(_Unhooked(self), keep_vars=True), self._types(), self._place)
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take values from plain full tensors; every rank keeps its part.
@@ -212,12 +248,16 @@ class ParallelModule(nn.Module):
         Raises:
             AutoparError: names are missing or unexpected, or a shape differs; nothing is changed then.
         """
-        load_full(self, dict(nn.Module.state_dict(_Unhooked(self), keep_vars=True)), state, self._place, self._types())
+        own = dict(nn.Module.state_dict(_Unhooked(self), keep_vars=True))
+        with self._place.during("load_full_state_dict()"):
+            load_full(self, own, state, self._place, self._types())
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Plain gradients by original name, of parameters that have one; a collective call."""
+        self._postponed.refuse(self.parameters(), "full_gradients()")
         found = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
-        return gathered(found, self._types(), self._place)
+        with self._together("full_gradients()"):
+            return gathered(found, self._types(), self._place)
 
     def explain(self, name: str) -> str:
         """Why a parameter lies as it does; what of a module, or an operator, is kept or made again, and why."""
@@ -227,12 +267,53 @@ class ParallelModule(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes within leave gradients unreduced; the next one outside reduces the sum, once."""
+        """Backward passes within leave gradients unreduced; the next one outside reduces the sum, once.
+
+        Until then ``.grad`` lacks them, and an optimizer's step is an error. ``zero_grad`` drops them.
+        """
         before, self._postponed.active = self._postponed.active, True
         try:
             yield
         finally:
             self._postponed.active = before
+
+    def reduce_gradients(self) -> None:
+        """Reduce gradients that wait since `no_sync`, where no backward pass outside follows; a collective call."""
+        with self._together("reduce_gradients()"):
+            deliver(reduce_postponed(self._postponed), self._postponed, self._place)
+
+    def _agreed(self, what: str, request: Request) -> str:
+        """The name of a call on which all ranks agree, before its first collective.
+
+        Raises:
+            RankError: one is about to make another, or none.
+        """
+        control = self._place.control
+        if control is None:
+            return ""
+        control.calls[self._number] += what == "forward"
+        name = f"call {control.calls[self._number]} of {self._name}"
+        key = self._key(request)
+        if key not in self._described:
+            self._described = {key: described(key)}  # of one kind at a time: texts are long
+        window = ((NO_SYNC, str(self._postponed.active)), (WAITING, self._postponed.described()))
+        known = ("what it is captured for", self._cache.which(key, request.skeleton.numbers, self._slots))
+        self._place.meet(f"{what} of {name}", (*self._described[key], known, *window, (FAILURES, control.failures())))
+        return name
+
+    @property
+    def _name(self) -> str:
+        """What messages call the module."""
+        return f"{type(self._original).__name__}" + (f" (module {self._number})" if self._number else "")
+
+    @contextlib.contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """A collective call that all ranks make."""
+        control = self._place.control
+        what = what if control is None else f"{what} behind call {control.calls[self._number]} of {self._name}"
+        self._place.meet(what, ((WAITING, self._postponed.described()),))
+        with self._place.during(what):
+            yield
 
     def _random_numbers(self, found: Specialisation) -> AbstractContextManager[None]:
         """New random numbers for one call, the same on every rank that computes the same."""
@@ -240,12 +321,6 @@ class ParallelModule(nn.Module):
             return contextlib.nullcontext()
         self._drawn += 1
         return step_seed(derive_seed(found.seed, self._drawn))
-
-    def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The batch in the form it was passed in; positional and named arguments together become named ones."""
-        if not (args and kwargs):
-            return kwargs or args
-        return dict(inspect.signature(self._original.forward).bind(*args, **kwargs).arguments)
 
     def _is_whole(self, tensor: torch.Tensor) -> bool:
         return self._settings.inputs == "global" or isinstance(tensor, DTensor)
@@ -268,7 +343,7 @@ class ParallelModule(nn.Module):
                 rows[i] = self._rows() if split else replicated(len(self._place.axes))
             shapes.append((shape, t.dtype))
         layouts = {i: tuple(t.placements) for i, t in enumerate(tensors) if isinstance(t, DTensor)}
-        return Request(skeleton, tuple(shapes), layouts, rows)
+        return Request(skeleton, tuple(shapes), layouts, rows, requiring_gradients(tensors))
 
     def _splits(self, index: int, count: int) -> bool:
         """Whether ranks pass different rows of this batch tensor; position ids of one row, for example, are alike."""
@@ -279,17 +354,13 @@ class ParallelModule(nn.Module):
 
     def _specialised(self, request: Request) -> Specialisation:
         key = self._key(request)
-        known = self._cache.get(key, [])
-        for variant in known:
-            now = self._slots.signature(variant.found.program.state.constants)
-            changed = differences(variant.state, now, variant.found.program.state.counted)
-            if not changed:
-                variant.state = now
-                self._cache.move_to_end(key)
-                self._latest = variant.found
-                return self._latest
-        if known:
-            log = logger.warning if len(known) == MANY else logger.info
+        known = self._cache.find(key, request.skeleton.numbers, self._slots)
+        if known is not None:
+            self._latest = known
+            return known
+        others = self._cache.of(key)
+        if changed := self._cache.changed(key, self._slots):
+            log = logger.warning if len(others) == MANY else logger.info
             log("capturing the model again: %s changed since the last call", ", ".join(changed[:3]))
         first = self._first is None
         placements = None if first else self._placements()
@@ -302,20 +373,14 @@ class ParallelModule(nn.Module):
         states = {c: self._slots.signature(c) for c in (False, True)}
         found = specialise(
             self._original, request, settings, self._place,
-            placements=placements, weights=weights, known=[v.found for v in known],
+            placements=placements, weights=weights, known=others,
         )  # fmt: skip
-        if first:
-            self._place = found.place
-            self._lay_out(found)
-            self._first = found
+        for member in [m() for m in self._family] if first else ():  # copies made before go on like this one
+            if member is not None:
+                member._decide(found)
+        self._cache.add(key, found, states[found.program.state.constants])
         self._latest = found
-        variants = self._cache.setdefault(key, [])
-        variants.append(_Variant(states[found.program.state.constants], found))
-        del variants[:-CACHED]
-        if not known:
-            self._unseen.add(key)
-        while len(self._cache) > CACHED:
-            self._unseen.discard(self._cache.popitem(last=False)[0])
+        self._unseen.add(key)
         return found
 
     def _compare_contents(self, request: Request, tensors: list[torch.Tensor]) -> None:
@@ -329,27 +394,48 @@ class ParallelModule(nn.Module):
             compare_contents(contents(plain), part, self._place)
             self._unseen.remove(key)
 
+    def _check(self, found: Specialisation, request: Request, tensors: list[torch.Tensor]) -> None:
+        """With ``check=True``, before the first step of a mode: the plan must compute what the model does."""
+        mode = (tuple(m.training for m in self.modules()), torch.is_grad_enabled(), repr(request.skeleton))
+        if self._settings.require_equal is None or mode in self._checked:
+            return
+        if uninitialised(self._original) or any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
+            return  # an example without values: the first call checks
+        self._checked.add(mode)
+        whole = [full_tensor(self._gatherable(t, request, i)) for i, t in enumerate(tensors)]
+        check_first(self._original, found, request, whole, self._settings, self._types(), self._placements())
+
     def _key(self, request: Request) -> Any:
         device = self._place.device.type
         modes = tuple(m.training for m in self.modules())
-        parameters = tuple((p.requires_grad, p.dtype) for p in self.parameters())
+        parameters = tuple((p.requires_grad, p.dtype, p.shape) for p in self.parameters())
         autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         layouts = tuple(sorted((i, str(p)) for i, p in request.layouts.items()))
-        return request.shapes, repr(request.skeleton), layouts, modes, parameters, torch.is_grad_enabled(), autocast
+        modes, asked = (modes, torch.is_grad_enabled()), (parameters, request.differentiable)
+        return request.shapes, repr(request.skeleton), layouts, *modes, *asked, autocast
 
     def _placements(self) -> dict[str, Placements]:
         plain = to_placements(plain_type((), torch.float32), replicated(len(self._place.axes)))
         return {n: tuple(p.placements) if isinstance(p, DTensor) else plain for n, p in self.named_parameters()}
 
-    def _lay_out(self, found: Specialisation) -> None:
-        """Keep this rank's part of every parameter, under the first plan."""
+    def _decide(self, found: Specialisation) -> None:
+        """Let the layouts of the parameters be those of a specialisation, if they are not decided yet."""
+        if self._first is not None:
+            return
+        self._place, self._first = found.place, found
         types, named = found.step.types.parameters, dict(self.named_parameters())
-        for name, parameter in named.items():
+        for name, parameter in named.items():  # of which each rank keeps its part
             if not to_local(parameter).is_meta and name in types:
                 slice_replicated(parameter, *types[name], self._place)
         materialise(self._original, self._init, types, found.program.aliases, self._place)
-        if found.states_away:
-            self._away = offload_states([named[name] for name in found.states_away])
+        self._offload_states()
+        if self._place.mesh is not None:
+            lay_out_states_of(named.values())
+
+    def _offload_states(self) -> None:
+        away = () if self._first is None else self._first.states_away
+        named = dict(self.named_parameters())
+        self._away = offload_states([named[name] for name in away]) if away else None
 
     def _types(self) -> Any:
         return {} if self._first is None else self._first.step.types.parameters
@@ -392,13 +478,25 @@ def parallel_module(model: nn.Module, place: Place, settings: Settings, init: In
     try:
         made = type(kind)(
             kind.__name__, (ParallelModule, kind),
-            {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "forward": _bound(forward, signature)},
+            {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "forward": _bound(forward, signature),
+             **{name: _own_method(name) for name in (*SAVING, *RESIZING) if hasattr(kind, name)}},
         )  # fmt: skip
     except TypeError:  # a class that cannot be subclassed so
         made = ParallelModule
     parallel: ParallelModule = object.__new__(made)
     ParallelModule.__init__(parallel, model, place, settings, init)
     return parallel
+
+
+def _own_method(name: str) -> Callable[..., Any]:
+    """A method of the model that must not run on parameters of a mesh."""
+
+    def method(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+        found = getattr(self._original, name)
+        return (found if self._place.mesh is None else on_a_mesh(self, name, found))(*args, **kwargs)
+
+    method.__name__ = name
+    return method
 
 
 def _bound(forward: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
@@ -409,14 +507,6 @@ def _bound(forward: Callable[..., Any], signature: inspect.Signature) -> Callabl
         return forward
     forward.__signature__ = signature.replace(parameters=[own, *parameters])  # type: ignore[attr-defined]
     return forward
-
-
-@dataclass
-class _Variant:
-    """A specialisation, and the Python state of the model that it is for."""
-
-    state: Signature
-    found: Specialisation
 
 
 class _Whole:
@@ -441,11 +531,13 @@ class _Unhooked(nn.Module):
 
 def _save_hook(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     assert isinstance(module, ParallelModule)
-    for name, value in list(state.items()):
-        if name.startswith(prefix) and isinstance(value, DTensor):
-            state[name] = savable(value, module._types().get(name.removeprefix(prefix)), module._place)
+    with module._place.during("state_dict()"):
+        for name, value in list(state.items()):
+            if name.startswith(prefix) and isinstance(value, DTensor):
+                state[name] = savable(value, module._types().get(name.removeprefix(prefix)), module._place)
 
 
 def _load_hook(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     assert isinstance(module, ParallelModule)
-    prepare_load(module, state, prefix, module._place, module._types())
+    with module._place.during("load_state_dict()"):
+        prepare_load(module, state, prefix, module._place, module._types())

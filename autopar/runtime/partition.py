@@ -10,7 +10,7 @@ from torch import fx
 
 from autopar._torch_compat import BoxedCodeGen, FakeTensor, FakeTensorMode, TracingContext, default_partition, tracing
 from autopar.pipeline.positions import forward_nodes
-from autopar.program import Input, Output, Program
+from autopar.program import GRADIENTS, Input, Output, Program
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def cut(program: Program) -> Cut:
     program = _renamed(program)
     inputs = tuple(i for i in program.inputs if i.kind != "tangent")
     outputs = program.outputs[: program.forward_outputs]
-    if not any(o.kind == "gradient" and v is not None for o, v in _described(program)):
+    if not any(o.kind in GRADIENTS and v is not None for o, v in _described(program)):
         return Cut(_forward_only(program), None, inputs, outputs)
     with tracing(TracingContext(_fake_mode(program.graph))):
         forward, backward = default_partition(program.graph, (), num_fwd_outputs=program.forward_outputs)

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import fx
 
 from autopar._torch_compat import pipeline_runtime
 from autopar.draw import current_seed, derive_seed, step_seed
-from autopar.errors import RankError
 from autopar.layout import At, Partial, is_everywhere, is_held
 from autopar.pipeline.pieces import BACKWARD, FORWARD, INPUT, Cutting, Piece, Transfer
 from autopar.pipeline.runner import StageRun, begin, end
@@ -24,6 +24,8 @@ from autopar.pipeline.schedules import Order, device_of, order_of
 from autopar.plan import Plan
 from autopar.program import Output, Program
 from autopar.runtime.boundary import computed, from_local, stored, to_local, to_placements
+from autopar.runtime.control import first_line
+from autopar.runtime.input_gradients import Gradients
 from autopar.runtime.microbatches import MicrobatchStep, cut_microbatches
 from autopar.runtime.partition import Cut
 from autopar.runtime.place import Place
@@ -98,11 +100,13 @@ class Wires:
         try:
             work.wait(self._timeout)
         except RuntimeError as e:
-            raise RankError(
-                f"device {self._line.device} of the pipeline had no answer from device {device} within "
-                f"{self._timeout.total_seconds():g} s: {e}; a rank died or raised an error of its own (see its log), "
-                "or is slow: then raise timeout="
+            raise WireError(
+                f"gloo: device {self._line.device} of the pipeline had no answer from device {device}: {first_line(e)}"
             ) from e
+
+
+class WireError(RuntimeError):
+    """A neighbour in the pipeline does not answer."""
 
 
 def line_of(plan: Plan, place: Place) -> Line:
@@ -152,6 +156,10 @@ class PipelineStep(MicrobatchStep):
     def _within(self) -> tuple[Place, Types]:
         return self.within, self.inner
 
+    def graphs(self) -> list[fx.GraphModule | None]:
+        """As in `Step`, of this device's stages."""
+        return [piece.graph for piece in self.cutting.made()]
+
     def forward(
         self, parameters: Sequence[torch.Tensor], buffers: dict[str, torch.Tensor], batch: Sequence[torch.Tensor]
     ) -> tuple[list[Any], list[Any]]:
@@ -171,7 +179,7 @@ class PipelineStep(MicrobatchStep):
         }
         runs = self._runs(lambda name, index: sources[self._inputs[name].kind](self._inputs[name].name, index))
         exact = torch.autocast(self.place.device.type, enabled=False)
-        with torch.no_grad(), exact, self.place.answered("its part of the step"):
+        with torch.no_grad(), exact:
             begin(self.cutting, runs, self.line.order, self._exchange)
             self._work(runs)
             end(self.cutting, runs, self._exchange)
@@ -194,12 +202,12 @@ class PipelineStep(MicrobatchStep):
         ]
         return self._results(values[:first], buffers), gradients
 
-    def backward(self, saved: list[Any], tangents: list[torch.Tensor], postponed: Postponed) -> dict[str, torch.Tensor]:
-        """Local gradients by parameter name, which the schedule has reduced."""
+    def backward(self, saved: list[Any], tangents: list[torch.Tensor], postponed: Postponed) -> Gradients:
+        """Local gradients of parameters, which the schedule has reduced."""
         given = self._named(saved)
         saved.clear()
         with torch.no_grad():
-            return self._scaled(given, tangents[0], postponed)
+            return Gradients(self._scaled(given, tangents[0], postponed))
 
     def _given(self, name: str, sources: Mapping[str, Callable[..., Any]]) -> Any:
         """An output that is an input; None for a gradient that another device has."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._torch_compat import set_group_timeout
 from autopar.errors import AutoparError, RankError
+from autopar.runtime.control import Control, control_of
+from autopar.runtime.points import Details, Point
 
 T = TypeVar("T")
 
@@ -30,7 +32,7 @@ class Place:
         device: where its tensors live.
         mesh: None for one device without a process group.
         groups: name of the process group along each axis.
-        group: of all ranks of the mesh, for control messages.
+        control: how this rank agrees with the others.
         timeout: seconds that a rank waits for the others.
     """
 
@@ -39,7 +41,7 @@ class Place:
     device: torch.device
     mesh: DeviceMesh | None = None
     groups: dict[str, str] = field(default_factory=dict)
-    group: ProcessGroup | None = None
+    control: Control | None = None
     timeout: float = 600.0
 
     @property
@@ -50,7 +52,7 @@ class Place:
     @property
     def rank(self) -> int:
         """Number of this rank among those of the mesh; 0 solves."""
-        return 0 if self.group is None else dist.get_rank(self.group)
+        return 0 if self.control is None else self.control.rank
 
     @property
     def spans_world(self) -> bool:
@@ -61,20 +63,13 @@ class Place:
         """What every rank has to say about ``what``, in rank order.
 
         Raises:
-            RankError: some rank does not answer.
+            RankError: some rank does not answer, or is at something else.
         """
-        if self.group is None:
-            return [value]
-        found: list[Any] = [None] * dist.get_world_size(self.group)
-        try:
-            dist.all_gather_object(found, value, group=self.group)
-        except (RuntimeError, pickle.PickleError, EOFError) as e:
-            raise RankError(self._silence(what, e)) from e
-        return found
+        return [value] if self.control is None else self.control.gather(value, what)
 
     def decide(self, solve: Callable[[], T], what: str) -> T:
         """What rank 0 finds; if it fails, every rank raises its error."""
-        if self.group is None:
+        if self.control is None:
             return solve()
         answer: list[Any] = [None, None]
         own: Exception | None = None
@@ -83,10 +78,9 @@ class Place:
                 answer[0] = solve()
             except Exception as e:
                 own, answer[1] = e, portable(e)
-        try:
-            dist.broadcast_object_list(answer, group=self.group, group_src=0)
-        except (RuntimeError, pickle.PickleError, EOFError) as e:
-            raise RankError(self._silence(what, e)) from e
+        self.control.meet(Point(what))
+        with self.control.during(what, everyone=True):
+            dist.broadcast_object_list(answer, group=self.control.group, group_src=0)
         if answer[1] is not None:
             raise own or answer[1]
         found: T = answer[0]
@@ -123,25 +117,26 @@ class Place:
         if odd:
             raise RankError(f"{what}: rank {odd[0]} has {values[odd[0]]}, rank 0 has {values[0]}; {remedy}")
 
-    @contextmanager
-    def answered(self, what: str) -> Iterator[None]:
+    def meet(self, what: str, details: Details = ()) -> None:
+        """Wait until every rank is about to do the same; nothing where there is no mesh.
+
+        Raises:
+            RankError: one is not, or does not come.
+        """
+        if self.control is not None:
+            self.control.meet(Point(what, details))
+
+    def during(self, what: str, locate: Callable[[BaseException], str] = lambda _: "") -> AbstractContextManager[None]:
         """In place of the error of a collective within, which fails where another rank is gone, one that says so.
+
+        Args:
+            what: is done.
+            locate: says which collective an error comes from.
 
         Raises:
             RankError: some rank does not answer.
         """
-        try:
-            yield
-        except RuntimeError as e:
-            if not isinstance(e, dist.DistError) and "gloo" not in str(e):  # Gloo's have no type of their own
-                raise
-            raise RankError(self._silence(what, e)) from e
-
-    def _silence(self, what: str, error: Exception) -> str:
-        return (
-            f"no answer from every rank about {what} within {self.timeout:g} s: {error}; "
-            "a rank died, raised an error of its own (see its log) or went elsewhere; raise timeout= if it is slow"
-        )
+        return nullcontext() if self.control is None else self.control.during(what, locate=locate)
 
 
 def portable(error: Exception) -> Exception:
@@ -168,7 +163,9 @@ def refined(place: Place, axes: tuple[tuple[str, int], ...]) -> Place:
     """The place on finer axes of the same mesh; every rank calls it. The same place if they are its own."""
     if axes == place.axes or place.mesh is None:
         return place
-    return place_on(split_mesh(place.mesh, axes), place.timeout)
+    with place.during(f"making axes {dict(axes)} of the mesh"):
+        mesh = split_mesh(place.mesh, axes)
+    return place_on(mesh, place.timeout)
 
 
 def axes_of(mesh: DeviceMesh) -> dict[str, int]:
@@ -205,7 +202,9 @@ def place_on(mesh: DeviceMesh, timeout: float) -> Place:
         device = torch.device("cuda", torch.cuda.current_device())
     named = {n: str(g.group_name) for n, g in zip(names, groups, strict=True)}
     axes = tuple(zip(names, sizes, strict=True))
-    return Place(axes, tuple(coordinate), device, mesh, named, whole, timeout)
+    assert whole is not None
+    control = control_of(whole, groups, timeout)
+    return Place(axes, tuple(coordinate), device, mesh, named, control, timeout)
 
 
 def _check_backend(group: ProcessGroup | None, device_type: str) -> None:

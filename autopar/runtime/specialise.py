@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate as TorchReplicate
 
-from autopar import tree
+from autopar import binding
 from autopar._torch_compat import FakeTensorMode
 from autopar.capture.hooks import without_hooks
 from autopar.cluster import Cluster
@@ -41,7 +41,7 @@ class Toolchain:
     """The compiler, handed in from above.
 
     Attributes:
-        program_of: ``(model, batch, loss_fn=) -> Program``.
+        program_of: ``(model, batch, loss_fn=, loss=) -> Program``.
         solve: ``(program, axes, cluster, memory=, optimizer=, search=, restrictions=, deterministic=, factored=) ->
             Plan``.
         rewrite: ``(program, plan) -> Program`` on local tensors.
@@ -70,6 +70,9 @@ class Settings:
         loss_fn: for models that do not return their loss.
         inputs: ``global`` or ``local``.
         deterministic: random numbers are those of one device.
+        loss: which scalar of the output is the loss.
+        require_equal: ``(model, batch, plan) -> text``, which raises where a plan does not compute what the model does;
+            None: plans are not checked.
     """
 
     toolchain: Toolchain
@@ -81,6 +84,8 @@ class Settings:
     loss_fn: Any
     inputs: str
     deterministic: bool = False
+    loss: Any = None
+    require_equal: Callable[..., str] | None = None
 
 
 @dataclass(frozen=True)
@@ -88,16 +93,18 @@ class Request:
     """What a call looks like.
 
     Attributes:
-        skeleton: of the batch, see `autopar.tree`.
-        shapes: global shape and dtype of each batch tensor.
+        skeleton: of the arguments, with their floats.
+        shapes: global shape and dtype of each batch tensor, and behind them of each float.
         layouts: of batch tensors that lie on the mesh already, as torch's placements.
         rows: layouts of batch tensors of which each rank passes its part, by index.
+        differentiable: batch tensors that require a gradient.
     """
 
-    skeleton: Any
+    skeleton: binding.Arguments
     shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     layouts: Mapping[int, Placements]
     rows: Mapping[int, Layout] = field(default_factory=dict)
+    differentiable: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -161,7 +168,7 @@ def specialise(
         if same_graph(program, other.program):
             return replace(other, program=program)
     plan = place.decide(
-        lambda: _plan(program, request, settings, place, placements).to_dict(), "the plan, which rank 0 searches"
+        lambda: plan_again(program, request, settings, place, placements).to_dict(), "the plan, which rank 0 searches"
     )
     chosen = Plan.from_dict(plan)
     place = refined(place, chosen.axes)
@@ -225,11 +232,14 @@ def collective_order(program: Program) -> str:
 
 def _capture(model: nn.Module, request: Request, settings: Settings, place: Place) -> Program:
     with FakeTensorMode(allow_non_fake_inputs=True):
-        fakes = [torch.empty(shape, dtype=dtype, device=place.device) for shape, dtype in request.shapes]
-    batch = tree.unflatten(request.skeleton, fakes)
+        fakes = [
+            torch.empty(shape, dtype=dtype, device=place.device, requires_grad=i in request.differentiable)
+            for i, (shape, dtype) in enumerate(request.shapes)
+        ]
+    batch = request.skeleton.fill(fakes)
     own = nullcontext() if settings.loss_fn is not None else without_hooks(model)  # else the module calls them
     with plain_parameters(model, place.device), own:
-        return settings.toolchain.program_of(model, batch, loss_fn=settings.loss_fn)
+        return settings.toolchain.program_of(model, batch, loss_fn=settings.loss_fn, loss=settings.loss)
 
 
 def _compare(program: Program, request: Request, weights: str, place: Place) -> None:
@@ -266,9 +276,10 @@ def compare_contents(digest: str, part: int, place: Place) -> None:
             )
 
 
-def _plan(
+def plan_again(
     program: Program, request: Request, settings: Settings, place: Place, placements: Mapping[str, Placements] | None
 ) -> Plan:
+    """A plan for a request: the given one if it fits, else a search, under the layouts that parameters have."""
     given = settings.plan
     if given is not None and (given.fingerprint == program.fingerprint or (placements is None and program.training)):
         return given  # a wrong fingerprint is reported by the rewriting

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from autopar._torch_compat import DTensorSpec, local_shape_of
 from autopar.errors import AutoparError
 from autopar.layout import At, Layout
+from autopar.runtime.control import during_any
 
 aten = torch.ops.aten
 
@@ -147,7 +148,8 @@ def _whole(tensor: StagedTensor) -> DTensor:
     if not _holds(mesh, home):
         local = local.new_empty(local_shape_of(tensor.shape, mesh, placements))
     local = local.contiguous()
-    dist.broadcast(local, group=mesh.get_group(home.axis), group_src=home.coordinate)
+    with during_any("an operator of a parameter that one stage holds"):
+        dist.broadcast(local, group=mesh.get_group(home.axis), group_src=home.coordinate)
     return _like(local, DTensorSpec(mesh, placements, tensor_meta=tensor._spec.tensor_meta))
 
 

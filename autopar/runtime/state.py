@@ -11,21 +11,31 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from autopar._torch_compat import FakeTensorMode, reduce_found_inf_over_every_gradient, refuse_items_of_unreduced
-from autopar.layout import Layout, TensorType
+from autopar._torch_compat import (
+    FakeTensorMode,
+    put_around_collectives,
+    reduce_found_inf_over_every_gradient,
+    refuse_items_of_unreduced,
+)
+from autopar.capture.swap import put_reference, references_of
+from autopar.layout import Layout, TensorType, replicated
 from autopar.runtime.boundary import (
     Placements,
     from_local,
     full_tensor,
     of_layout,
     on_all_stages,
+    plain_type,
     spec_of,
     stored_block,
     to_local,
     to_placements,
 )
+from autopar.runtime.control import during_any
+from autopar.runtime.optimizer_states import install_hook
 from autopar.runtime.place import Place
 from autopar.runtime.staged import home_of, staged
+from autopar.runtime.stored import install_assignments, mark
 
 Types = Mapping[str, tuple[TensorType, Layout]]
 
@@ -39,6 +49,9 @@ def distribute_parameters(model: nn.Module, place: Place) -> None:
         return
     reduce_found_inf_over_every_gradient()
     refuse_items_of_unreduced()
+    put_around_collectives(during_any)
+    install_assignments()
+    install_hook()
     placements = (Replicate(),) * len(place.axes)
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -57,6 +70,7 @@ def _distributed(old: nn.Parameter, place: Place, placements: Placements) -> nn.
     new = nn.Parameter(from_local(local, place, old.shape, placements), requires_grad=old.requires_grad)
     if old.is_meta:
         new._local_tensor = old.detach()  # type: ignore[attr-defined]
+    mark(new, plain_type(old.shape, old.dtype), replicated(len(place.axes)), place)
     if old.grad is not None:
         new.grad = from_local(old.grad.contiguous(), place, old.shape, placements)
     return new
@@ -76,6 +90,7 @@ def lay_out(parameter: torch.Tensor, local: torch.Tensor, type_: TensorType, lay
     parameter._local_tensor = local.requires_grad_(parameter.requires_grad).detach()
     parameter._spec = spec_of(place, type_.stored_shape, local.dtype, placements)
     staged(parameter, home_of(layout))
+    mark(parameter, type_, layout, place)
 
 
 def slice_replicated(parameter: torch.Tensor, type_: TensorType, layout: Layout, place: Place) -> None:
@@ -97,6 +112,7 @@ def plain_parameters(model: nn.Module, device: torch.device) -> Iterator[None]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     made: dict[int, Any] = {}
     restore: list[tuple[dict[str, Any], str, Any]] = []
+    references = references_of(model)
     with mode:
         for module in model.modules():
             for table in (module._parameters, module._buffers):
@@ -109,9 +125,14 @@ def plain_parameters(model: nn.Module, device: torch.device) -> Iterator[None]:
                         made[id(old)] = nn.Parameter(fake, requires_grad=old.requires_grad) if is_parameter else fake
                     restore.append((table, name, old))
                     table[name] = made[id(old)]
+    held = [r for r in references if id(r[2]) in made]
     try:
+        for container, step, original, _ in held:
+            put_reference(container, step, made[id(original)])
         yield
     finally:
+        for container, step, original, _ in held:
+            put_reference(container, step, original)
         for table, name, old in restore:
             table[name] = old
 

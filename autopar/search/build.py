@@ -121,6 +121,8 @@ class _Maker:
         self.sizes = tables.machine.sizes
         self.chains = from_parameters(program) if memory.again == "gathers" else set()
         self.carried = carried(program, classes) if memory.again == "search" else frozenset()
+        inputs, shown = zip(program.placeholders, program.inputs, strict=True), program.input_gradients
+        self.differentiable = {classes.key[n] for n, i in inputs if i.kind == "batch" and i.name in shown}
         outputs = program.output_values[: program.forward_outputs]
         self.returned = {producer(v)[0] for v in outputs if v is not None}  # and held by the caller anyway
         self.stored = stored(program, dims) if memory.activations and not memory.states else frozenset()
@@ -318,7 +320,7 @@ class _Maker:
             return None
         if self.dims.operators[node].rule.view:
             return self._bytes(variable, "out", 0) * max(
-                self._shown_elements(node) / variable.types["out", 0].numel - 1, 0
+                self._shown_elements(node) / max(variable.types["out", 0].numel, 1) - 1, 0
             )
         shown = [i for i in others if self._is_shown_late(variable.key, i)]
         none = np.zeros(len(variable.cost))
@@ -478,7 +480,8 @@ class _Maker:
         if any(w is not None and p != w for pin in pins for p, w in zip(layout, pin, strict=True)):
             return False
         if kind == "batch":
-            return not self.restrictions.data_axes_only or all(p in (Replicate(), Split(0, 0)) for p in layout)
+            data = not self.restrictions.data_axes_only or all(p in (Replicate(), Split(0, 0)) for p in layout)
+            return data and (key not in self.differentiable or is_boundary_layout(type_, layout, self.sizes))
         return is_boundary_layout(type_, layout, self.sizes)
 
 

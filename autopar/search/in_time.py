@@ -37,7 +37,11 @@ def along_samples(program: Program, dims: Dims, classes: Quotient, count: int) -
         node = members[0]
         if node in dims.operators:
             factors = split_factors(node, program, dims)
-            along = frozenset(name for name, factor in factors.items() if id(factor) in samples)
+            # What is lowered asks which part it has, or for the others.
+            lowered = dims.operators[node].rule.lower
+            along = frozenset(
+                n for n, factor in factors.items() if id(factor) in samples and n.partition(".")[0] not in lowered
+            )
             whole = frozenset(s.name for s in strategies(dims.operators[node]) if not s.splits)
             # Other tensors may have dims of the same size that nothing tells apart, such as positions.
             shared = along and node in of_batch

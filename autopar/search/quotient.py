@@ -67,7 +67,8 @@ def _uses(program: Program, key: Mapping[fx.Node, str]) -> Uses:
         if value is None:
             continue
         source, out = producer(value)
-        kind = {"gradient": "parameter", "parameter": "parameter", "buffer": "buffer"}.get(output.kind)
+        kinds = {"gradient": "parameter", "parameter": "parameter", "input_gradient": "batch", "buffer": "buffer"}
+        kind = kinds.get(output.kind)
         target = named.get((kind, output.name)) if kind else f"result {output.name}"
         if target is not None:
             uses[key[source], out][target, 0] += 1

@@ -92,7 +92,8 @@ def random_plan(
                 made[node, 0] = parameters[spec.name] = fixed.get(("parameter", spec.name), drawn)
             elif spec.kind == "batch":
                 options = layouts(dims.type_of(node), sizes, False)
-                drawn = options[choose(len(options))]
+                shown = spec.name in program.input_gradients  # the user sees the gradient
+                drawn = _boundary(dims, node, sizes, choose) if shown else options[choose(len(options))]
                 made[node, 0] = batch[spec.name] = fixed.get(("batch", spec.name), drawn)
             elif spec.kind == "tangent":
                 made[node, 0] = results.get(spec.name, whole)

@@ -134,7 +134,8 @@ class _Emitted:
         operator, names = node.meta["operator"], node.meta["strategy"]
         if (operator, names) not in self.known:
             chosen = candidates(operator, self.machine.sizes, allowed=[[n] for n in names])
-            kernel: Work = operator_work(operator, chosen, self.machine.sizes)
+            # What is copied in front of it has nodes of its own.
+            kernel: Work = operator_work(operator, chosen, self.machine.sizes, with_copies=False)
             seconds = float(kernel_seconds(kernel, arithmetic_dtype(operator, device), device)[0])
             self.known[operator, names] = seconds, bool(kernel.launches[0])
         return self.known[operator, names]

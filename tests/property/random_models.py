@@ -69,6 +69,48 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(b, s, h))
 
 
+class Image(nn.Module):
+    """The sequence as a picture: a group norm and a convolution behind a permutation, or its copy."""
+
+    def __init__(self, groups: int, copied: bool) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(groups, HIDDEN)
+        self.conv = nn.Conv2d(HIDDEN, HIDDEN, 3, padding=1)
+        self.copied = copied
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, h = x.shape
+        picture = x.reshape(b, 2, s // 2, h).permute(0, 3, 1, 2)
+        picture = picture.contiguous() if self.copied else picture
+        return self.conv(F.silu(self.norm(picture))).permute(0, 2, 3, 1).reshape(b, s, h)
+
+
+class Channels(nn.Module):
+    """Fused attention whose projection is a convolution: the elements of a head are not next to each other."""
+
+    def __init__(self, heads: int, copied: bool, causal: bool) -> None:
+        super().__init__()
+        self.qkv = nn.Conv1d(HIDDEN, 3 * HIDDEN, 1)
+        self.heads, self.copied, self.causal = heads, copied, causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, h = x.shape
+        qkv = self.qkv(x.transpose(1, 2)).reshape(b, 3, self.heads, h // self.heads, s).transpose(-1, -2)
+        q, k, v = (qkv.contiguous() if self.copied else qkv).unbind(1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).reshape(b, s, h)
+
+
+class Turned(nn.Module):
+    """A layer on the sequence in front of the batch."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.transpose(0, 1)).transpose(0, 1)
+
+
 class Mix(nn.Module):
     """A linear layer along the sequence: ``[b, s, h] -> [b, h, s] -> ... -> [b, s, h]``."""
 
@@ -132,12 +174,19 @@ def models(draw: st.DrawFn) -> tuple[nn.Module, tuple[Tensor, ...]]:
     )
     attention = st.builds(Attention, st.sampled_from([1, 2, 4]), st.booleans(), st.booleans())
     mixing = st.just(None).map(lambda _: Mix())
+    strided = st.one_of(
+        st.builds(Image, st.sampled_from([1, 2, 4]), st.booleans()),
+        st.builds(Channels, st.sampled_from([1, 2, 4]), st.booleans(), st.booleans()),
+        st.just(None).map(lambda _: Turned(nn.LayerNorm(HIDDEN))),
+    )
     layer = st.one_of(
         plain,
         attention,
         mixing,
+        strided,
         plain.map(Residual),
         attention.map(Residual),
+        strided.map(Residual),
         plain.map(Fold),
         st.builds(Branch, plain, plain),
     )

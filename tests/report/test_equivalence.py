@@ -9,7 +9,10 @@ from tests.report.stand_ins import hand_made_plan
 
 def outcome(errors: dict[str, float]) -> SimpleNamespace:
     loss = torch.tensor(1.25, dtype=torch.float64)
-    return SimpleNamespace(loss=loss, reference_loss=loss, errors=errors, plan=hand_made_plan())
+    return SimpleNamespace(
+        loss=loss, reference_loss=loss, errors=errors, plan=hand_made_plan(), reference="eager", note="",
+        first_difference="aten.mm (node mm)",
+    )  # fmt: skip
 
 
 def test_the_worst_comes_first_and_what_is_left_out_is_counted() -> None:
@@ -35,3 +38,10 @@ def test_the_tolerance_itself_is_still_equal() -> None:
     assert not agrees(outcome({"a": 1.1e-9}), 1e-9)
     assert agrees(outcome({}), 0.0)
     assert "nothing to compare" in equivalence_table(outcome({}), 0.0)
+
+
+def test_the_first_difference_is_named_where_there_is_one() -> None:
+    assert equivalence_dict(outcome({"a": 1.0}), 1e-9)["first_difference"] == "aten.mm (node mm)"
+    assert "first     aten.mm (node mm)" in equivalence_table(outcome({"a": 1.0}), 1e-9)
+    assert equivalence_dict(outcome({"a": 0.0}), 1e-9)["first_difference"] is None
+    assert "aten.mm" not in equivalence_table(outcome({"a": 0.0}), 1e-9)

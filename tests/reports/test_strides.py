@@ -28,7 +28,9 @@ class Views(nn.Module):
 
     def forward(self, *batch: Tensor) -> Tensor:
         result = self.function(self, *batch)
-        return (result * torch.linspace(0.5, 1.5, result.numel(), dtype=result.dtype).view(result.shape)).square().mean()
+        return (
+            (result * torch.linspace(0.5, 1.5, result.numel(), dtype=result.dtype).view(result.shape)).square().mean()
+        )
 
 
 def norm_of_a_permutation(m: Any, x: Tensor) -> Tensor:

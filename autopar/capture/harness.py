@@ -1,0 +1,258 @@
+"""`Harness`: what is traced, a call of the model from flat tensors to flat tensors, what it leaves behind included."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path as File
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from autopar import binding, floats, tree
+from autopar.capture.attention import Attention
+from autopar.capture.hooks import Hooks, Observation, observations
+from autopar.capture.intercepts import Check, Intercepts
+from autopar.capture.origins import Origins
+from autopar.capture.slots import Path
+from autopar.capture.swap import Reference, put_reference
+from autopar.capture.writes import Record, Write
+from autopar.errors import CaptureError
+from autopar.outputs import Loss, Results, results_of
+from autopar.regions import Regions
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+class Seen:
+    """What the harness learns while it is traced; the tracer would restore plain attributes of a module.
+
+    Attributes:
+        results: of the call.
+        assigned: buffers that get a new tensor, by the index of the result.
+        writes: to the model's Python state.
+        observed: calls of hooks that record.
+        checks: of factorizations.
+        numbers: places of numbers that change.
+    """
+
+    def __init__(self) -> None:
+        self.results: Results | None = None
+        self.assigned: dict[int, str] = {}
+        self.writes: list[Write] = []
+        self.observed: list[Observation] = []
+        self.checks: tuple[Check, ...] = ()
+        self.numbers: list[tuple[str, Path]] | None = None
+
+
+class Harness(nn.Module):
+    """Calls the model on flat tensors and returns flat tensors.
+
+    Of these only the loss, or what stands for it, carries gradients.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        arguments: binding.Arguments,
+        loss_fn: LossFunction | None,
+        training: bool,
+        loss: Loss = None,
+        watch: floats.Watch | None = None,
+        record: Record | None = None,
+        tracked: bool = False,
+        promoted: Collection[str] = (),
+        references: Sequence[Reference] = (),
+    ) -> None:
+        """With a ``record`` of the model's state, each call begins with that, and what it changes is returned, too."""
+        super().__init__()
+        self.model = model
+        self.arguments = arguments
+        self.loss_fn, self.loss = loss_fn, loss
+        self.differentiable = training
+        self.watch = watch
+        self.seen = Seen()
+        self.record, self.tracked, self.promoted = record, tracked, promoted
+        self.aliases, self.references = aliases_of(model), references
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
+        """Shared ones under one name always: the tracer would take them for several tensors."""
+        return super().named_parameters(prefix, recurse, True)
+
+    def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
+        """Shared ones under one name."""
+        return super().named_buffers(prefix, recurse, True)
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Tensors of the batch, and behind them its floats, to tensors of the output.
+
+        Behind these are tensors of the state that the call writes, and of buffers that it assigns.
+        """
+        numbers = floats.values_or_stand_ins(self.watch, tensors[self.arguments.tensors :])
+        given = self.arguments.fill(tensors, numbers)
+        if self.record is None:
+            return self._results(self._call(given), None)
+        self.record.put_back()
+        for name, first in self.aliases.items():
+            _put_tensor(self.model, name, _get_tensor(self.model, first))
+        if self.tracked and self.seen.numbers is not None:
+            self.record.track(self.seen.numbers)
+        before = dict(self.model.named_buffers(remove_duplicate=False))
+        origins = Origins(self)
+        hooks, intercepts = Hooks(self.model), Intercepts()
+        with self._traced(origins, hooks, intercepts):
+            output = without_python_draws(lambda: self._call(given))
+        if self.seen.numbers is None:
+            self.seen.numbers = self.record.numbers()
+        return self._results(output, lambda found: self._add_state(found, before, origins.lines, hooks, intercepts))
+
+    @contextlib.contextmanager
+    def _traced(self, origins: Origins, hooks: Hooks, intercepts: Intercepts) -> Iterator[None]:
+        """While it lasts, the model is called as a trace needs it."""
+        parameters = [
+            (container, step, original, name)
+            for container, step, original, name in self.references
+            if put_reference(container, step, _get_tensor(self.model, name))
+        ]
+        try:
+            with Regions().recorded(), origins.recorded(), intercepts.entered(), Attention(), hooks.watched():
+                yield
+        finally:
+            for container, step, original, _ in parameters:
+                put_reference(container, step, original)
+
+    def _call(self, given: binding.Passed) -> Any:
+        """The model's output, or the loss that the function makes of it."""
+        output = self.model(*given.args, **given.kwargs)
+        if self.loss_fn is None:
+            return output
+        loss = self.loss_fn(output, given.batch)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise CaptureError("loss_fn(output, batch) must return a scalar tensor")
+        return loss
+
+    def _results(self, output: Any, more: Callable[[list[torch.Tensor]], None] | None) -> tuple[torch.Tensor, ...]:
+        required = self.model.training
+        found = results_of(output, self.loss, training=self.differentiable, required=required, more=more)
+        self.seen.results = found
+        return found.tensors
+
+    def _add_state(
+        self,
+        results: list[torch.Tensor],
+        before: Mapping[str, torch.Tensor],
+        lines: Mapping[tuple[str, str], str],
+        hooks: Hooks,
+        intercepts: Intercepts,
+    ) -> None:
+        """Append what the call leaves in the model: new tensors of buffers, and those in other attributes."""
+        assert self.record is not None
+        known = {id(r): (i, r) for i, r in enumerate(results)}
+
+        def leaf(tensor: torch.Tensor) -> tree.Leaf:
+            if id(tensor) not in known:
+                known[id(tensor)] = len(results), tensor
+                results.append(tensor.clone())  # it may be one of the inputs
+            return tree.Leaf(known[id(tensor)][0])
+
+        self.seen.writes = self.record.writes(leaf, lines)
+        self.seen.observed = observations(hooks, self.record, leaf)
+        self.seen.checks = intercepts.checks(leaf)
+        assigned = {}
+        for name, old in before.items():
+            new = _get_tensor(self.model, name)
+            if new is old:
+                continue
+            if new is None or not _alike(new, old) or name in self.promoted:
+                path, _, attribute = name.rpartition(".")
+                value = None if new is None else leaf(new)
+                self.seen.writes.append(Write(path, (("attr", attribute),), value))
+            else:
+                assigned[name] = new.clone()
+        self.seen.assigned = dict(enumerate(assigned, len(results)))
+        results += assigned.values()
+
+
+def _alike(new: torch.Tensor, old: torch.Tensor) -> bool:
+    """Whether a tensor can take a buffer's place in every call to come."""
+    return new.shape == old.shape and new.dtype == old.dtype and not new.requires_grad
+
+
+def aliases_of(model: nn.Module) -> dict[str, str]:
+    """Every further name of a tied parameter or shared buffer, to the first."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    named = list(model.named_parameters(remove_duplicate=False)) + list(model.named_buffers(remove_duplicate=False))
+    for name, tensor in named:
+        if first.setdefault(id(tensor), name) != name:
+            aliases[name] = first[id(tensor)]
+    return aliases
+
+
+def _table(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    path, _, attribute = name.rpartition(".")
+    module = model.get_submodule(path)
+    return (module._parameters if attribute in module._parameters else module._buffers), attribute
+
+
+def _get_tensor(model: nn.Module, name: str) -> Any:
+    table, attribute = _table(model, name)
+    return table[attribute]
+
+
+def _put_tensor(model: nn.Module, name: str, tensor: Any) -> None:
+    table, attribute = _table(model, name)
+    table[attribute] = tensor
+
+
+def without_python_draws(call: Callable[[], Any]) -> Any:
+    """The result of a call that must draw no numbers from Python's and numpy's generators.
+
+    Raises:
+        CaptureError: it does; names the line.
+    """
+    before = random.getstate(), np.random.get_state()
+    result = call()
+    after = random.getstate(), np.random.get_state()
+    if before[0] == after[0] and _same_numpy(before[1], after[1]):
+        return result
+    random.setstate(before[0])
+    np.random.set_state(before[1])
+    where = _drawing_line(call)
+    random.setstate(before[0])
+    np.random.set_state(before[1])
+    raise CaptureError(
+        f"the model draws from Python's or numpy's random generator{where}: a graph would repeat the first draw for "
+        "ever; draw with torch (torch.rand, torch.where), or outside and pass what was drawn as an argument"
+    )
+
+
+def _same_numpy(a: Any, b: Any) -> bool:
+    return bool(a[2] == b[2] and np.array_equal(a[1], b[1]))
+
+
+def _drawing_line(call: Callable[[], Any]) -> str:
+    """Where in the user's code a call draws first, found by running it once more."""
+    found: list[str] = []
+    skipped = tuple(str(File(m.__file__ or "").parent) for m in (random, torch, np)) + (str(File(__file__).parent), "<")
+    state = [random.getstate(), np.random.get_state()]
+
+    def watch(frame: Any, event: str, argument: Any) -> Any:
+        now = [random.getstate(), np.random.get_state()]
+        if not found and not (now[0] == state[0] and _same_numpy(now[1], state[1])):
+            while frame is not None and frame.f_code.co_filename.startswith(skipped):
+                frame = frame.f_back
+            found.append(f" at {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "")
+        return watch
+
+    before = sys.gettrace()
+    sys.settrace(watch)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return found[0] if found else ""

@@ -1,0 +1,90 @@
+"""Kernels that read raw storage, on four ranks: what collectives bring lies otherwise than what the model made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from tests.distributed.launch import WAIT, Ranks, mesh_of
+from tests.distributed.models import slow_devices
+
+pytestmark = pytest.mark.distributed
+
+
+class Block(nn.Module):
+    """A block of a UNet: pictures come channels-last, attention looks at their pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(4, 8)
+        self.g = nn.GroupNorm(4, 8)
+        self.c = nn.Conv2d(8, 8, 3, padding=1)
+        self.qkv = nn.Conv1d(8, 24, 1)
+        self.n = nn.GroupNorm(2, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.f(x).permute(0, 3, 1, 2)
+        h = self.c(F.silu(self.g(h)))
+        b, c, *size = h.shape
+        q, k, v = self.qkv(h.flatten(2)).reshape(b, 3, 2, c // 2, -1).transpose(-1, -2).contiguous().unbind(1)
+        y = F.scaled_dot_product_attention(q, k, v).transpose(2, 3).reshape(b, c, *size)
+        return self.n((h + y).transpose(2, 3).contiguous()).square().mul(torch.linspace(0.5, 1.5, size[0])).mean()
+
+
+def block() -> nn.Module:
+    torch.manual_seed(0)
+    return Block().double()
+
+
+def batch_of(step: int) -> torch.Tensor:
+    g = torch.Generator().manual_seed(step)
+    return torch.randn(4, 4, 4, 4, dtype=torch.float64, generator=g)
+
+
+def state_after(model: nn.Module) -> dict[str, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        model(batch_of(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.full_state_dict() if hasattr(model, "full_state_dict") else model.state_dict()
+
+
+def train(rank: int) -> dict[str, float]:
+    from autopar.parallelize import parallelize
+    from autopar.search.options import Search
+
+    expected = state_after(block())
+    found = {}
+    for label, sizes, search in (
+        ("groups", (4,), Search(pins={"g.weight": "S(0)"})),
+        ("random", (2, 2), Search(recipe="random", seed=1)),
+    ):
+        model = parallelize(block(), mesh_of(*sizes), search=search, cluster=slow_devices(), timeout=WAIT)
+        state = state_after(model)
+        assert state.keys() == expected.keys()
+        found[label] = max(float((state[k] - v).abs().max()) for k, v in expected.items())
+    return found
+
+
+def collectives(rank: int) -> list[bool]:
+    """Whether what functional collectives give is row-major, whatever the strides of what they are given."""
+    from torch.distributed._functional_collectives import all_reduce
+
+    group = mesh_of(4).get_group()
+    given = torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1)
+    return [all_reduce(given, "sum", group).is_contiguous()]
+
+
+def test_training_equals_one_device(ranks: Ranks) -> None:
+    for found in ranks.run(train):
+        assert max(found.values()) < 1e-10, found
+
+
+def test_reductions_give_row_major_tensors(ranks: Ranks) -> None:
+    for found in ranks.run(collectives):
+        assert all(found)
