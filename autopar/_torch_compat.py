@@ -59,6 +59,7 @@ __all__ = [
     "traced_root",
     "tracing",
     "without_modes",
+    "without_ordered_effects",
 ]
 
 
@@ -143,7 +144,7 @@ def is_traced(tensor: torch.Tensor) -> bool:
     """Whether a tensor of the user's code is one that is being traced, and not one with values."""
     from torch._subclasses.functional_tensor import FunctionalTensor
 
-    return isinstance(tensor, FunctionalTensor | FakeTensor)
+    return isinstance(tensor, FunctionalTensor | FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def traced_node(tensor: torch.Tensor) -> Any:
@@ -173,6 +174,20 @@ def without_modes() -> Iterator[None]:
 
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
+
+
+@contextmanager
+def without_ordered_effects() -> Iterator[None]:
+    """While it lasts, checks of `torch.linalg` are traced as plain operators, not in an order that tokens keep."""
+    import torch._higher_order_ops.effects  # noqa: F401  registers them
+    from torch._library.simple_registry import singleton
+
+    entry: Any = singleton.find("aten::_linalg_check_errors").effect
+    before, entry._effect = entry._effect, None
+    try:
+        yield
+    finally:
+        entry._effect = before
 
 
 @contextmanager

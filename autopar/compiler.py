@@ -22,7 +22,7 @@ from autopar.crowd import Crowd
 from autopar.dims import analyze
 from autopar.errors import InfeasibleError, PlanError
 from autopar.extrapolate import peak_of_blocks
-from autopar.in_microbatches import in_microbatches, require_early_backward
+from autopar.in_microbatches import hint_of_loss, in_microbatches, require_early_backward
 from autopar.liveness import Moment, crowd, moments, peak_memory
 from autopar.outputs import Loss
 from autopar.padded import Measure, best_padded
@@ -225,8 +225,13 @@ class _Planner:
 
     def _flat(self, search: Search, rival: Rival) -> Plan:
         job = replace(self.job, search=search)
-        if search.microbatches or job.memory is None or search.recipe == "random" or self.program.loss is None:
+        if search.microbatches or job.memory is None or search.recipe == "random":
             return self._beating(self._part(search.microbatches or 1), job, rival)
+        if self.program.loss is None:
+            try:
+                return self._beating(self._part(1), job, rival)
+            except InfeasibleError as e:
+                raise InfeasibleError(f"{e}{hint_of_loss(self.program)}", needed=e.needed, budget=e.budget) from e
         return best_count(lambda count, rival: self._beating(self._part(count), job, rival), rival)
 
     def pipeline(self, factored: bool) -> Plan:

@@ -180,13 +180,17 @@ def _call(
     before = {k: t.detach().clone() for k, t in objects.items()}
     known = state_of(model)
     results = harness(*given)
-    live = [(i, r) for i, r in enumerate(results) if r.requires_grad]
+    numbers = list(range(len(results)))
+    if program.total is not None:  # the last; in the graph, tensors that are left elsewhere come before it
+        assert program.loss is not None
+        numbers[-1] = program.loss
+    live = [(i, r) for i, r in zip(numbers, results, strict=True) if r.requires_grad]
     left = written_tensors(model, program.state.writes)
     live += [(i, t) for i, t in left.items() if i >= len(results) and str(i) in tangents and t.requires_grad]
     if program.training and live:
         ones = [torch.ones_like(r) if str(i) not in tangents else tangents[str(i)].to(r.dtype) for i, r in live]
         torch.autograd.backward([r for _, r in live], ones)
-    values = {("result", str(i)): r.detach().clone() for i, r in enumerate(results)}
+    values = {("result", str(i)): r.detach().clone() for i, r in zip(numbers, results, strict=True)}
     values.update({("gradient", n): p.grad.clone() for n, p in parameters.items() if p.grad is not None})
     values.update({("input_gradient", str(i)): t.grad for i, t in enumerate(given) if t.grad is not None})
     registered = {("buffer", n) for n, _ in model.named_buffers()}

@@ -43,10 +43,13 @@ class MoveEmitter:
 
     def emit(self, local: fx.Node) -> fx.Node:
         """The value in the layout behind the move, from ``local``, in that before it."""
-        apart = reduces(self.move.kind) and sum_dtype(self.type) != self.type.dtype
-        local = self._cast(local, sum_dtype(self.type)) if apart else local
-        result: fx.Node = getattr(self, f"_{self.move.kind}")(local)
-        result = self._cast(result, self.type.dtype) if apart else result
+        if self._parts == 1:  # one device has it all
+            result = self._call(aten.reshape.default, local, self._shape(self.move.target))
+        else:
+            apart = reduces(self.move.kind) and sum_dtype(self.type) != self.type.dtype
+            local = self._cast(local, sum_dtype(self.type)) if apart else local
+            result = getattr(self, f"_{self.move.kind}")(local)
+            result = self._cast(result, self.type.dtype) if apart else result
         result.meta.update(types=(self.type,), layouts=(self.move.target,), relays={}, internal=False)
         return result
 

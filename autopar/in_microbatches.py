@@ -44,12 +44,10 @@ def require_early_backward(program: Program) -> None:
         InfeasibleError: there is no loss, or it has to be scaled.
     """
     if program.loss is None:
-        carrying = [i.name for i in program.inputs if i.kind == "tangent"]
-        scalars = [o for o, v in program.results if o.name in carrying and v.meta["val"].ndim == 0]
-        if len(scalars) > 1:
+        if (count := _losses(program)) > 1:
             raise InfeasibleError(
-                f"microbatches and pipelines need one loss, and {len(scalars)} scalars of the model's output carry "
-                f"gradients: say which is the loss, with {WHICH}"
+                f"microbatches and pipelines need one loss, and {count} scalars of the model's output carry gradients: "
+                f"say which is the loss, with {WHICH}"
             )
         raise InfeasibleError(
             "microbatches are added up by the loss, and the model returns none: return it alone or as the only scalar, "
@@ -66,6 +64,22 @@ def require_early_backward(program: Program) -> None:
             "gradients of microbatches and pipelines are computed before backward() is called, and so before the loss "
             'is scaled, which float16 needs: compute in bfloat16, or leave these out (pins={"microbatches": 1})'
         )
+
+
+def hint_of_loss(program: Program) -> str:
+    """What to do where memory is short and microbatches cannot help, as there are several losses."""
+    count = _losses(program)
+    if count < 2:
+        return ""
+    return (
+        f"; microbatches, which need less, would need one loss, and {count} scalars carry gradients: name it, {WHICH}"
+    )
+
+
+def _losses(program: Program) -> int:
+    """How many scalars of the output carry gradients."""
+    carrying = [i.name for i in program.inputs if i.kind == "tangent"]
+    return sum(o.name in carrying and v.meta["val"].ndim == 0 for o, v in program.results)
 
 
 def in_microbatches(program: Program, count: int, *, deterministic: bool = False) -> Program:

@@ -16,11 +16,24 @@ from autopar.errors import CaptureError
 logger = logging.getLogger("autopar")
 
 Loss = str | int | Callable[[Any], Any] | None
-"""Which scalar of the output is the loss: a key, attribute or path (``losses.total``), an index, or what picks it."""
+"""Which scalar of the output is the loss: a key, attribute or path (``losses.total``), an index, or a function."""
 
 _OUTPUT = "the model's output"
 
-WHICH = 'loss="losses.total" (a key, attribute or index in the output, or a path of them, or a function that picks it)'
+WHICH = 'loss="losses.total" (a key, attribute or index in the output, or a path of them, or a function of it)'
+
+
+@dataclass(frozen=True)
+class Total:
+    """A loss that is no result of the model, but made of some.
+
+    Attributes:
+        function: of the output.
+        parts: indices of the scalars that it is made of.
+    """
+
+    function: Callable[[Any], Any]
+    parts: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -28,16 +41,19 @@ class Results:
     """Results of a graph.
 
     Attributes:
-        tensors: in order; those that carry no gradients in the graph are detached.
+        tensors: in order, and behind them the loss where it is made of some; those that carry no gradients in the graph
+            are detached.
         skeleton: of the output, see `autopar.tree`.
         loss: index of the only result that carries gradients; None if several do, or none is a scalar.
         withheld: indices of results that carry gradients in the model and do not in the graph.
+        total: how the loss is made.
     """
 
     tensors: tuple[torch.Tensor, ...]
     skeleton: Any
     loss: int | None
     withheld: frozenset[int]
+    total: Total | None = None
 
 
 def results_of(
@@ -77,6 +93,9 @@ def results_of(
         return Results(tuple(tensors), skeleton, None, frozenset())
     scalars = [i for i, t in enumerate(tensors) if _is_scalar(t) and t.requires_grad]
     named = None if loss is None else _named(output, tensors, loss, required)
+    if isinstance(named, torch.Tensor):
+        assert callable(loss)
+        return _with_total(tensors, skeleton, loss, scalars)
     chosen = scalars[0] if named is None and own == len(scalars) == 1 else named
     carry = set(range(len(tensors)))
     if chosen is not None:
@@ -91,8 +110,23 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point()
 
 
-def _named(output: Any, tensors: list[torch.Tensor], loss: Loss, required: bool) -> int | None:
-    """The index of the loss; None if it is not there and need not be."""
+def _with_total(
+    tensors: list[torch.Tensor], skeleton: Any, function: Callable[[Any], Any], scalars: list[int]
+) -> Results:
+    """Results and the loss that a function makes of the scalars among them."""
+    total = function(tree.unflatten(skeleton, [t if i in scalars else t.detach() for i, t in enumerate(tensors)]))
+    if not total.requires_grad:
+        raise CaptureError(
+            "the function loss= makes the loss of tensors that are no scalars of the output: pass "
+            "loss_fn=lambda output, batch: ..., whose result is then what the model returns"
+        )
+    withheld = frozenset(i for i, t in enumerate(tensors) if t.requires_grad and i not in scalars)
+    results = (*(t.detach() for t in tensors), total)
+    return Results(results, skeleton, len(tensors), withheld, Total(function, tuple(scalars)))
+
+
+def _named(output: Any, tensors: list[torch.Tensor], loss: Loss, required: bool) -> int | torch.Tensor | None:
+    """The index of the loss, or itself if a function has made it; None if it is not there and need not be."""
     what = f"loss={loss!r}" if not callable(loss) else "the function loss="
     try:
         found = loss(output) if callable(loss) else at(output, loss)
@@ -105,15 +139,10 @@ def _named(output: Any, tensors: list[torch.Tensor], loss: Loss, required: bool)
     if not _is_scalar(found):
         kind = f"tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
         raise CaptureError(f"{what} gives a {kind}, which is no floating scalar; {_scalars(output)}")
-    index = next((i for i, t in enumerate(tensors) if t is found), None)
-    if index is None:
-        raise CaptureError(
-            f"{what} computes a tensor that the model does not return, and so nobody could call backward() on it: "
-            "return it too, or pass loss_fn=lambda output, batch: ..., whose result is then what the model returns"
-        )
     if not found.requires_grad:
         raise CaptureError(f"{what} gives a scalar that requires no gradient; {_scalars(output)}")
-    return index
+    index = next((i for i, t in enumerate(tensors) if t is found), None)
+    return found if index is None else index
 
 
 def at(output: Any, path: Any) -> Any:
@@ -167,7 +196,7 @@ def _is_dropped(dropped: list[str], value: Any, path: str) -> bool:
     old = value is not None and path.endswith("['past_key_values']")  # of transformers before 4.36: tuples of tensors
     if not (old or is_cache(value)):
         return False
-    dropped.append(path.removeprefix(_OUTPUT) or "a cache")
+    dropped.append(path.removeprefix(_OUTPUT).strip("[']") or "a cache")
     return True
 
 

@@ -64,9 +64,9 @@ def parallelize(
             Without it they are decided by the first call.
         loss_fn: ``loss_fn(output, batch) -> scalar`` for a model that does not return its loss.
         loss: which scalar of the output is the loss: a key, attribute or index, a path of these such as
-            ``"losses.total"``, or a function that picks it from the output. Only the loss then carries gradients, which
-            microbatches and stages need. Default: the only scalar that requires a gradient; of several all carry
-            theirs.
+            ``"losses.total"``, or a function that picks it from the output, or makes it of the output's scalars. Only
+            that loss, or a multiple, then has gradients, which microbatches and stages need. Default: the only scalar
+            that requires a gradient; of several all carry theirs.
         inputs: ``"global"``: each rank passes the whole batch, and its part is sliced; ``"local"``: its own rows,
             see ``data_rank`` and ``data_world_size``. DTensors say it themselves.
         memory: budget per device, such as ``"70GiB"``; default: what the device has, less a margin.

@@ -114,9 +114,9 @@ class _Account:
     def move(self, node: fx.Node, kind: str, axis: int, size: float, seconds: float, times: int) -> None:
         """Add one redistribution step, or one all-reduce of a lowering, that is made so many times."""
         self.seconds[node] += seconds * times
-        if kind == "slice":
-            return
         name, n = self.machine.names[axis], self.machine.sizes[axis]
+        if kind == "slice" or n == 1:
+            return
         sent = float(wire_bytes(kind, size, n)) * times
         self.sent[name] += sent
         self.module_sent[module_path(node)][name] += sent

@@ -18,6 +18,7 @@ from autopar._torch_compat import LazyGraphModule
 from autopar.accumulate import accumulate
 from autopar.floats import Guard
 from autopar.origin import block_prefixes, is_backward, module_path, without_indices
+from autopar.outputs import Total
 from autopar.regions import pinned
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -145,6 +146,7 @@ class State:
         assigned: buffers that get a new tensor, where others are written in place.
         counted: places of numbers that the call counts on, and does nothing else with.
         observed: calls of recording hooks, see `autopar.capture.hooks`.
+        checks: of factorizations, see `autopar.capture.intercepts`.
         constants: plain tensors among the attributes are constants of the graph, where else they are buffers.
     """
 
@@ -153,6 +155,7 @@ class State:
     counted: frozenset[tuple[str, Any]] = frozenset()
     constants: bool = False
     observed: tuple[Any, ...] = ()
+    checks: tuple[Any, ...] = ()
 
 
 STATELESS = State()
@@ -180,6 +183,7 @@ class Program:
         part: of the batch that the program computes.
         state: what a call does to the model.
         withheld: results that carry gradients in the model, and not here: only the loss, or only scalars do.
+        total: how the loss is made, where it is a result of the graph and none of the model.
         guards: what the graph takes for granted of the floats of a call.
     """
 
@@ -197,6 +201,7 @@ class Program:
     part: Microbatch = WHOLE
     state: State = STATELESS
     withheld: frozenset[int] = frozenset()
+    total: Total | None = None
     guards: tuple[Guard, ...] = ()
 
     @property

@@ -93,6 +93,8 @@ class Context:
         size /= letter_parts(self.node.meta["strategy"], letters, self.machine.sizes)
         self.reduced += 1
         for a in self.axes:
+            if self.machine.sizes[a] == 1:
+                continue
             node = self.graph.call_function(c10d.all_reduce.default, (x.node, op, self.machine.names[a]))
             node.meta["collective"] = Collective("all_reduce", self.machine.names[a], size)
             x = fx.Proxy(self.graph.call_function(c10d.wait_tensor.default, (node,)), self.tracer)

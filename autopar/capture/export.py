@@ -104,9 +104,11 @@ class _Asked:
         def fake(tensor: torch.Tensor, floating: torch.dtype | None) -> torch.Tensor:
             return _fake_tensor(tensor, mode, floating)
 
-        with swapped(model, fake, training, self.compute, promote) as inputs:
+        with swapped(model, fake, training, self.compute, promote) as (inputs, references):
             record = Record(model)
-            harness = Harness(model, self.arguments, self.loss_fn, training, self.loss, watch, record, track, inputs)
+            harness = Harness(
+                model, self.arguments, self.loss_fn, training, self.loss, watch, record, track, inputs, references
+            )
             try:
                 with torch.set_grad_enabled(training), _quiet():
                     joint = _trace(harness, fakes)
@@ -173,10 +175,11 @@ def _explain(error: Exception) -> CaptureError:
     ]
     line = f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
     kind = type(error).__name__
-    if "DataDependent" in kind or "data-dependent" in text.lower() or "Could not guard" in text:
+    dynamic = "DataDependent" in kind or "DynamicOutputShape" in kind or "data-dependent" in text.lower()
+    if dynamic or "Could not guard" in text or "_local_scalar_dense" in text:
         return CaptureError(
             f"control flow that depends on data{line}: one graph must serve every batch; "
-            "use torch.where or torch.cond, or move the decision out of the model"
+            "use torch.where or torch.cond, masked sums in place of tensor[mask], or move the decision out of the model"
         )
     if "DeviceMismatch" in kind and "meta" in text:
         return CaptureError(
@@ -196,11 +199,24 @@ def _quiet() -> Iterator[None]:
 def _describe(joint: fx.GraphModule, harness: Harness, training: bool) -> Program:
     """Read inputs and outputs off the descriptors that the tracer left; what the model keeps comes first."""
     seen = harness.seen
+    for placeholder in [n for n in joint.graph.nodes if n.op == "placeholder" and _is_of_mutation(n.meta["desc"])]:
+        _replace_by_zeros(placeholder)
     described = {n: _input(n.meta["desc"]) for n in joint.graph.nodes if n.op == "placeholder"}
     for placeholder in [n for n, i in described.items() if i.name in harness.promoted and not n.users]:
         del described[placeholder]
         joint.graph.erase_node(placeholder)
+    def number(result: int) -> int:
+        """Of a result, among those that are no buffers."""
+        return result - sum(i < result for i in seen.assigned)
+
+    described = {
+        n: replace(i, name=str(number(int(i.name)))) if i.kind == "tangent" else i for n, i in described.items()
+    }
     inputs = tuple(described.values())
+    for placeholder, spec in described.items():
+        value = placeholder.meta["val"]
+        if spec.kind == "parameter" and value.layout != torch.strided:
+            raise CaptureError(f"parameter {spec.name!r} has layout {value.layout}: make it a dense tensor")
     node = joint.graph.output_node()
     values: Any = node.args[0]
     kept: dict[Output, fx.Node | None] = {}
@@ -209,9 +225,20 @@ def _describe(joint: fx.GraphModule, harness: Harness, training: bool) -> Progra
         if desc is None:  # an input that needs no gradient
             continue
         output = _output(desc)
+        if value is not None and not isinstance(value.meta["val"], torch.Tensor):
+            raise CaptureError(
+                f"the {output.kind} {output.name!r} of the model is a {type(value.meta['val']).__name__}"
+            )
+        if value is not None and value.meta["val"].layout != torch.strided:
+            raise CaptureError(
+                f"the {output.kind} {output.name!r} has layout {value.meta['val'].layout}: sparse gradients cannot be "
+                "reduced; leave sparse=True out (nn.Embedding, F.embedding), which gives the same values"
+            )
         if output.kind == "result" and int(output.name) in seen.assigned:
             output = Output("buffer", seen.assigned[int(output.name)])
             kept.pop(output, None)  # what was written in place before is gone
+        elif output.kind == "result":
+            output = Output("result", str(number(int(output.name))))
         (kept if output.kind in ("buffer", "parameter") else rest)[output] = value
     rest = dict(sorted(rest.items(), key=lambda item: _ORDER.index(item[0].kind)))
     node.args = ([*kept.values(), *rest.values()],)
@@ -219,11 +246,28 @@ def _describe(joint: fx.GraphModule, harness: Harness, training: bool) -> Progra
     forward = sum(o.kind not in GRADIENTS for o in outputs)
     found = seen.results
     assert found is not None
-    state = State(tuple(seen.writes), frozenset(seen.assigned.values()), observed=tuple(seen.observed))
+    assigned = frozenset(seen.assigned.values())
+    state = State(tuple(seen.writes), assigned, observed=tuple(seen.observed), checks=seen.checks)
     return Program(
-        joint, inputs, outputs, forward, found.skeleton, found.loss, training, (), harness.aliases,
-        withheld=found.withheld, state=state,
+        joint, inputs, outputs, forward, found.skeleton,
+        None if found.loss is None else number(found.loss), training, (), harness.aliases,
+        withheld=frozenset(map(number, found.withheld)), total=found.total, state=state,
     )  # fmt: skip
+
+
+def _is_of_mutation(desc: Any) -> bool:
+    """Whether it is the gradient of what the model writes to a parameter in place, which nobody asks for."""
+    return type(desc).__name__ == "TangentAOTInput" and not hasattr(desc.output, "idx")
+
+
+def _replace_by_zeros(node: fx.Node) -> None:
+    value = node.meta["val"]
+    with node.graph.inserting_before(next(n for n in node.graph.nodes if n.op != "placeholder")):
+        options = {"dtype": value.dtype, "device": value.device}
+        zeros = node.graph.call_function(torch.ops.aten.full.default, (list(value.shape), 0), options)
+    zeros.meta = {"val": value, "partitioner_tag": "is_backward"}
+    node.replace_all_uses_with(zeros)
+    node.graph.erase_node(node)
 
 
 _ORDER = ("result", "input_gradient", "gradient")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path as File
 from typing import Any
 
@@ -15,8 +16,10 @@ from torch import nn
 from autopar import binding, floats, tree
 from autopar.capture.attention import Attention
 from autopar.capture.hooks import Hooks, Observation, observations
+from autopar.capture.intercepts import Check, Intercepts
 from autopar.capture.origins import Origins
 from autopar.capture.slots import Path
+from autopar.capture.swap import Reference, put_reference
 from autopar.capture.writes import Record, Write
 from autopar.errors import CaptureError
 from autopar.outputs import Loss, Results, results_of
@@ -33,6 +36,7 @@ class Seen:
         assigned: buffers that get a new tensor, by the index of the result.
         writes: to the model's Python state.
         observed: calls of hooks that record.
+        checks: of factorizations.
         numbers: places of numbers that change.
     """
 
@@ -41,6 +45,7 @@ class Seen:
         self.assigned: dict[int, str] = {}
         self.writes: list[Write] = []
         self.observed: list[Observation] = []
+        self.checks: tuple[Check, ...] = ()
         self.numbers: list[tuple[str, Path]] | None = None
 
 
@@ -61,6 +66,7 @@ class Harness(nn.Module):
         record: Record | None = None,
         tracked: bool = False,
         promoted: Collection[str] = (),
+        references: Sequence[Reference] = (),
     ) -> None:
         """With a ``record`` of the model's state, each call begins with that, and what it changes is returned, too."""
         super().__init__()
@@ -71,7 +77,7 @@ class Harness(nn.Module):
         self.watch = watch
         self.seen = Seen()
         self.record, self.tracked, self.promoted = record, tracked, promoted
-        self.aliases = aliases_of(model)
+        self.aliases, self.references = aliases_of(model), references
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
         """Shared ones under one name always: the tracer would take them for several tensors."""
@@ -97,12 +103,27 @@ class Harness(nn.Module):
             self.record.track(self.seen.numbers)
         before = dict(self.model.named_buffers(remove_duplicate=False))
         origins = Origins(self)
-        hooks = Hooks(self.model)
-        with Regions().recorded(), origins.recorded(), Attention(), hooks.watched():
+        hooks, intercepts = Hooks(self.model), Intercepts()
+        with self._traced(origins, hooks, intercepts):
             output = without_python_draws(lambda: self._call(given))
         if self.seen.numbers is None:
             self.seen.numbers = self.record.numbers()
-        return self._results(output, lambda found: self._add_state(found, before, origins.lines, hooks))
+        return self._results(output, lambda found: self._add_state(found, before, origins.lines, hooks, intercepts))
+
+    @contextlib.contextmanager
+    def _traced(self, origins: Origins, hooks: Hooks, intercepts: Intercepts) -> Iterator[None]:
+        """While it lasts, the model is called as a trace needs it."""
+        parameters = [
+            (container, step, original, name)
+            for container, step, original, name in self.references
+            if put_reference(container, step, _get_tensor(self.model, name))
+        ]
+        try:
+            with Regions().recorded(), origins.recorded(), intercepts.entered(), Attention(), hooks.watched():
+                yield
+        finally:
+            for container, step, original, _ in parameters:
+                put_reference(container, step, original)
 
     def _call(self, given: binding.Passed) -> Any:
         """The model's output, or the loss that the function makes of it."""
@@ -126,6 +147,7 @@ class Harness(nn.Module):
         before: Mapping[str, torch.Tensor],
         lines: Mapping[tuple[str, str], str],
         hooks: Hooks,
+        intercepts: Intercepts,
     ) -> None:
         """Append what the call leaves in the model: new tensors of buffers, and those in other attributes."""
         assert self.record is not None
@@ -139,6 +161,7 @@ class Harness(nn.Module):
 
         self.seen.writes = self.record.writes(leaf, lines)
         self.seen.observed = observations(hooks, self.record, leaf)
+        self.seen.checks = intercepts.checks(leaf)
         assigned = {}
         for name, old in before.items():
             new = _get_tensor(self.model, name)
@@ -215,18 +238,21 @@ def _same_numpy(a: Any, b: Any) -> bool:
 def _drawing_line(call: Callable[[], Any]) -> str:
     """Where in the user's code a call draws first, found by running it once more."""
     found: list[str] = []
-    generators = (getattr(random, "_inst"), getattr(np.random, "mtrand")._rand)  # noqa: B009  private
-    skipped = (random.__file__, str(File(torch.__file__).parent), str(File(np.__file__).parent))
+    skipped = tuple(str(File(m.__file__ or "").parent) for m in (random, torch, np)) + (str(File(__file__).parent), "<")
+    state = [random.getstate(), np.random.get_state()]
 
-    def watch(frame: Any, event: str, function: Any) -> None:
-        if event == "c_call" and not found and any(getattr(function, "__self__", None) is g for g in generators):
+    def watch(frame: Any, event: str, argument: Any) -> Any:
+        now = [random.getstate(), np.random.get_state()]
+        if not found and not (now[0] == state[0] and _same_numpy(now[1], state[1])):
             while frame is not None and frame.f_code.co_filename.startswith(skipped):
                 frame = frame.f_back
             found.append(f" at {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "")
+        return watch
 
-    sys.setprofile(watch)
+    before = sys.gettrace()
+    sys.settrace(watch)
     try:
         call()
     finally:
-        sys.setprofile(None)
+        sys.settrace(before)
     return found[0] if found else ""

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.slots import HOOK_TABLES, HOOKS, Path, children
+from autopar.capture.slots import HOOK_TABLES, HOOKS, Path, children, own_attributes
 from autopar.capture.writes import Record, build
 from autopar.errors import AutoparError, CaptureError
 from autopar.tree import Leaf
@@ -85,7 +85,7 @@ class Hooks(TorchFunctionMode):
 
     def _of_values(self, hook: Callable[..., Any], module: str, at: Path) -> Callable[..., Any]:
         def watching(*args: Any, **kwargs: Any) -> Any:
-            state, versions, registered = Record.of(hook), _versions(args), self._registered
+            state, versions, registered = Record.of(hook), self._marks(args), self._registered
             try:
                 result = hook(*args, **kwargs)
             except CaptureError:
@@ -96,12 +96,21 @@ class Hooks(TorchFunctionMode):
                 failed = False
             changed = state.has_changed()
             state.put_back()
-            silent = result is None and _versions(args) == versions and self._registered == registered
+            silent = result is None and self._marks(args) == versions and self._registered == registered
             if changed or silent or failed:
                 self.calls.append((module, at, args[1:], result is None))
             return result
 
         return watching
+
+    def _marks(self, args: tuple[Any, ...]) -> list[Any]:
+        """What differs after a hook that computes in place, or leaves something in the model."""
+        found: list[Any] = _versions(args)
+        for module in self._model.modules():
+            tables = (module._parameters, module._buffers)
+            found += [(id(t), t._version) for table in tables for t in table.values() if t is not None]
+            found += map(id, own_attributes(module).values())
+        return found
 
     def _of_gradients(self, hook: Callable[..., Any], module: str, at: Path) -> Callable[..., Any]:
         def watching(*args: Any) -> Any:

@@ -157,6 +157,8 @@ class Slots:
         """Nothing is known yet."""
         self._model = model
         self._known: dict[str, _Seen] = {}
+        self._own: tuple[Any, ...] = ()
+        self._inputs: frozenset[int] = frozenset()
         self._types: dict[type, tuple[tuple[Any, ...], dict[Path, Any]]] = {}
 
     def signature(self, constants: bool = False) -> Signature:
@@ -166,6 +168,9 @@ class Slots:
             constants: plain tensors count by their identity and version, not by their shape alone.
         """
         found: Signature = {}
+        own = [t for m in self._model.modules() for table in (m._parameters, m._buffers) for t in table.values()]
+        if not _same(tuple(own), self._own):
+            self._own, self._inputs, self._known = tuple(own), frozenset(map(id, own)), {}
         for path, module in self._model.named_modules():
             found[path] = self._of(path, module, constants)
             kind = type(module)
@@ -187,6 +192,9 @@ class Slots:
                 described[("attr", name),] = ("input", tuple(value.shape), value.dtype, value.device)
                 continue
             for at, part, text in walk(value, (("attr", name),), seen):
+                if id(part) in self._inputs:
+                    described[at] = "a parameter or buffer", id(part)
+                    continue
                 described[at] = text
                 if isinstance(part, torch.Tensor | np.ndarray | random.Random | np.random.Generator) or (
                     part is not None and children(part) is not None

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.slots import promoted
+from autopar.capture.slots import DEEPEST, Step, children, own_attributes, promoted
+
+Reference = tuple[Any, Step, torch.Tensor, str]
+"""A container and what in it is which parameter or buffer, with its name."""
 
 Fake = Callable[[torch.Tensor, torch.dtype | None], torch.Tensor]
 
@@ -21,7 +24,7 @@ Fake = Callable[[torch.Tensor, torch.dtype | None], torch.Tensor]
 @contextmanager
 def swapped(
     model: nn.Module, fake: Fake, training: bool, compute: torch.dtype | None, promote: bool
-) -> Iterator[list[str]]:
+) -> Iterator[tuple[list[str], list[Reference]]]:
     """While it lasts, parameters and buffers are fake; shared ones stay shared. Afterwards all is as it was.
 
     Args:
@@ -32,7 +35,8 @@ def swapped(
         promote: plain tensors among the attributes become buffers.
 
     Yields:
-        Names of the attributes that have become buffers.
+        Names of the attributes that have become buffers; and where else in attributes the model holds parameters or
+        buffers, such as the list of an ``nn.LSTM``'s weights.
     """
     made: dict[int, Any] = {}
     tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -48,6 +52,7 @@ def swapped(
         found: torch.Tensor = made[id(tensor)]
         return found
 
+    references = references_of(model)
     for path, module in model.named_modules():
         for table in (module._parameters, module._buffers):
             tables.append((table, dict(table)))
@@ -59,10 +64,41 @@ def swapped(
             del vars(module)[name]
             module._buffers[name] = of(tensor)
     try:
-        yield names
+        yield names, references
     finally:
         for table, before in tables:
             table.clear()
             table.update(before)
         for module, attributes in taken:
             vars(module).update(attributes)
+
+
+def references_of(model: nn.Module) -> list[Reference]:
+    """Lists, dicts and objects among the attributes that hold parameters or buffers."""
+    named = {id(t): (n, t) for n, t in [*model.named_buffers(), *model.named_parameters()]}
+    found: list[Reference] = []
+    seen: set[int] = set()
+
+    def visit(container: Any, inner: list[tuple[Step, Any]], depth: int) -> None:
+        for step, value in inner:
+            if id(value) in named and named[id(value)][1] is value:
+                found.append((container, step, value, named[id(value)][0]))
+            elif id(value) not in seen and depth < DEEPEST and not isinstance(value, nn.Module):
+                seen.add(id(value))
+                visit(value, children(value) or [], depth + 1)
+
+    for module in model.modules():
+        visit(module, [(("attr", n), v) for n, v in own_attributes(module).items()], 0)
+    return found
+
+
+def put_reference(container: Any, step: Step, tensor: torch.Tensor) -> bool:
+    """Put a tensor in a container; False: it cannot be changed."""
+    kind, key = step
+    if isinstance(container, list | dict) and kind == "item":
+        container[key] = tensor
+        return True
+    if kind == "attr" and hasattr(container, "__dict__"):
+        vars(container)[key] = tensor
+        return True
+    return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,14 @@ class Made:
 
     kind: Any
     items: tuple[tuple[Step, Any], ...]
+
+
+@dataclass(frozen=True)
+class Own:
+    """A parameter or buffer of the model, or a weak reference to it, as ``nn.LSTM`` keeps them in lists."""
+
+    name: str
+    weak: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,19 @@ class Record:
                 if isinstance(found, list | dict | set | deque):
                     made._visit("", (("global", name),), found, 0)
         return made
+
+    def _owned(self, value: Any) -> Own | None:
+        """What stands for a parameter or buffer, or for a weak reference to one."""
+        weak = isinstance(value, weakref.ref)
+        target = value() if weak else value
+        for module, _, container, _ in self._containers if isinstance(target, torch.Tensor) else ():
+            if not isinstance(container, nn.Module):
+                continue
+            for table in (container._parameters, container._buffers):
+                name = next((n for n, t in table.items() if t is target), None)
+                if name is not None:
+                    return Own(f"{module}.{name}" if module else name, weak)
+        return None
 
     def has_changed(self) -> bool:
         """Whether anything differs."""
@@ -172,7 +194,16 @@ class Record:
                 if step in before and is_same_value(value, before[step]):
                     continue
                 found.append(Write(module, at, value))
-        return found
+        return [w for w in found if not self._is_as_before(w)]
+
+    def _is_as_before(self, write: Write) -> bool:
+        """Whether a new list holds the very parameters that the old one held."""
+        before = next(b for m, p, _, b in self._containers if (m, p) == (write.module, write.path[:-1]))
+        old = before.get(write.path[-1])
+        if not isinstance(write.value, Made) or not isinstance(old, list) or write.value.kind is not list:
+            return False
+        owned = [v for _, v in write.value.items]
+        return len(owned) == len(old) and all(isinstance(o, Own) for o in owned)
 
     def skeleton(
         self, value: Any, leaf: Callable[[torch.Tensor], Leaf], where: str, above: tuple[int, ...] = ()
@@ -185,6 +216,9 @@ class Record:
         if is_tracked(value):
             operations = operations_of(value)
             return value_of(value) if operations is None else Replay(operations)
+        own = self._owned(value)
+        if own is not None:
+            return own
         if isinstance(value, torch.Tensor):
             if is_traced(value):
                 return leaf(value)
@@ -317,6 +351,10 @@ def build(model: nn.Module, skeleton: Any, results: Any) -> Any:
         return results[skeleton.index]
     if isinstance(skeleton, Live):
         return _find(model, skeleton.module, skeleton.path)
+    if isinstance(skeleton, Own):
+        path, _, name = skeleton.name.rpartition(".")
+        found = getattr(model.get_submodule(path), name)
+        return weakref.ref(found) if skeleton.weak else found
     if not isinstance(skeleton, Made):
         return skeleton
     items = [(step, build(model, v, results)) for step, v in skeleton.items]

@@ -2,22 +2,19 @@
 
 Before its first collective each call of a module, forward and backward, reduces one number over the ranks: a hash of
 what the call is. Where all have the same that is all. Where they differ every rank gathers what the others are at, and
-raises the same `RankError`. A rank that does not come has died, ended, failed or is elsewhere: see `autopar.runtime.watch`.
+raises the same `RankError`. A rank that does not come has died, ended, failed or is elsewhere: see
+`autopar.runtime.watch`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pickle
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -27,31 +24,13 @@ from torch.distributed import ProcessGroup
 
 from autopar._torch_compat import interrupt_gloo, set_group_timeout
 from autopar.errors import RankError
+from autopar.runtime.points import Point, difference
 from autopar.runtime.watch import DIED, ENDED, Position, Relay, Watch, connect
 
 T = TypeVar("T")
 
 _OF_COLLECTIVES = ("gloo", "Application timeout caused", "onnection closed", "onnection reset", "roken pipe", "NCCL")
 """Words in errors of collectives, of which Gloo's have no type of their own."""
-
-
-@dataclass(frozen=True)
-class Point:
-    """What a rank is about to do.
-
-    Attributes:
-        what: the call, such as ``forward call 3``.
-        details: name and value of what must be the same on every rank.
-    """
-
-    what: str
-    details: tuple[tuple[str, str], ...] = ()
-
-    @cached_property
-    def number(self) -> int:
-        """A hash, the same in every process."""
-        text = repr((self.what, self.details)).encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
 
 
 class Control:
@@ -123,7 +102,7 @@ class Control:
             everyone = gather_objects((point, self.calls), self.group)
         # So that they are in step where all of them go on.
         self.calls = [max(counts) for counts in zip_longest(*(calls for _, calls in everyone), fillvalue=0)]
-        raise RankError(_difference([p for p, _ in everyone]))
+        raise RankError(difference([p for p, _ in everyone]))
 
     def gather(self, value: T, what: str) -> list[T]:
         """What every rank has to say about ``what``, in rank order.
@@ -246,50 +225,6 @@ def is_of_collective(error: BaseException) -> bool:
 def first_line(error: BaseException) -> str:
     """An error in a line."""
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
-
-
-def _difference(points: Sequence[Point]) -> str:
-    """Which ranks differ from most, and in what."""
-    calls = [p.what for p in points]
-    if len(set(calls)) > 1:
-        return (
-            f"the ranks are at different calls: {_sorted_out(calls)}; every rank must make the same calls in the same "
-            "order: look for a call that depends on the rank, or on data that differ"
-        )
-    for name, _ in points[0].details:
-        values = [dict(p.details).get(name, "nothing") for p in points]
-        if len(set(values)) > 1:
-            return f"{points[0].what}: {name} differs: {_sorted_out(values)}; {_REMEDIES.get(name, _ALIKE)}"
-    return f"{points[0].what}: the ranks describe it differently; use the same version of autopar on every rank"
-
-
-_ALIKE = "every rank must make the same calls in the same order"
-SHAPES, STRUCTURE = "the global shape of the batch", "the batch's structure"
-LAYOUTS, MODE = "the layouts of the batch", "the mode of the modules"
-FROZEN, GRAD, AUTOCAST = "what requires a gradient", "grad mode", "autocast"
-NO_SYNC, WAITING, FAILURES = "no_sync", "what waits since no_sync", "what failed before"
-_REMEDIES = {
-    SHAPES: "pass tensors of equal shapes on every rank (drop_last=True for a sampler)",
-    MODE: "call train() or eval() on every rank",
-    NO_SYNC: "enter no_sync() on every rank, or on none",
-    WAITING: "call backward() and zero_grad() on every rank, or on none",
-    FROZEN: "freeze the same parameters on every rank",
-    FAILURES: "an error that one rank raised and caught leaves it out of step: end it, and start again from a checkpoint",
-}
-"""What to do where ranks differ in something."""
-
-
-def _sorted_out(values: Sequence[str]) -> str:
-    """``rank 1 has b, ranks 0, 2 have a``: those in the minority first."""
-    counts = Counter(values)
-    order = sorted(counts, key=lambda v: (counts[v], -values.index(v)))
-    rows = []
-    for value in order:
-        ranks = [str(r) for r, v in enumerate(values) if v == value]
-        rows.append(
-            f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} {'have' if len(ranks) > 1 else 'has'} {value}"
-        )
-    return ", ".join(rows)
 
 
 _known: dict[tuple[int, ...], tuple[ProcessGroup, Control]] = {}

@@ -29,7 +29,6 @@ from autopar.pipeline.asked import along_with, without_pipeline
 from autopar.plan import Plan
 from autopar.runtime.boundary import Placements, from_local, full_tensor, part_of, plain_type, to_local, to_placements
 from autopar.runtime.check_first import check_first
-from autopar.runtime.control import FAILURES, NO_SYNC, WAITING
 from autopar.runtime.copies import RESIZING, SAVING, deep_copy, on_a_mesh, refuse_pickling, shallow_copy
 from autopar.runtime.input_gradients import origins, requiring_gradients
 from autopar.runtime.kept import Kept
@@ -39,6 +38,7 @@ from autopar.runtime.microbatches import MicrobatchStep
 from autopar.runtime.offload_states import OffloadedStates, offload_states
 from autopar.runtime.optimizer_states import lay_out_states_of
 from autopar.runtime.place import Place
+from autopar.runtime.points import FAILURES, NO_SYNC, WAITING, Details, described
 from autopar.runtime.postpone import Postponed
 from autopar.runtime.specialise import (
     Request,
@@ -47,7 +47,6 @@ from autopar.runtime.specialise import (
     compare_contents,
     data_layout,
     data_parts,
-    described,
     specialise,
 )
 from autopar.runtime.state import checksum, contents, gathered, slice_replicated
@@ -91,7 +90,7 @@ class ParallelModule(nn.Module):
         if place.control is not None:
             self._number = len(place.control.calls)
             place.control.calls.append(0)
-        self._described: dict[Any, tuple[tuple[str, str], ...]] = {}
+        self._described: dict[Any, Details] = {}
         self._away: OffloadedStates | None = None
         self._family: list[weakref.ref[ParallelModule]] = [weakref.ref(self)]
         self.register_state_dict_post_hook(_save_hook)  # type: ignore[no-untyped-call]
@@ -183,6 +182,8 @@ class ParallelModule(nn.Module):
             path, _, attribute = name.rpartition(".")
             self._original.get_submodule(path)._buffers[attribute] = value
         whole = _Whole(results)
+        for check in state.checks:
+            check.make(whole)
         apply(self._original, state.writes, whole)
         replay(self._original, state.observed, whole)
 
@@ -294,7 +295,7 @@ class ParallelModule(nn.Module):
         name = f"call {control.calls[self._number]} of {self._name}"
         key = self._key(request)
         if key not in self._described:
-            self._described = {key: described(request, key)}  # of one kind at a time: texts are long
+            self._described = {key: described(key)}  # of one kind at a time: texts are long
         window = ((NO_SYNC, str(self._postponed.active)), (WAITING, self._postponed.described()))
         known = ("what it is captured for", self._cache.which(key, request.skeleton.numbers, self._slots))
         self._place.meet(f"{what} of {name}", (*self._described[key], known, *window, (FAILURES, control.failures())))
@@ -402,10 +403,10 @@ class ParallelModule(nn.Module):
         if uninitialised(self._original) or any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
             return  # an example without values: the first call checks
         self._checked.add(mode)
-        whole = [
-            full_tensor(self._gatherable(t, request, i)).requires_grad_(i in request.differentiable)
-            for i, t in enumerate(tensors)
+        given = [
+            t if t.shape == request.shapes[i][0] else self._gatherable(t, request, i) for i, t in enumerate(tensors)
         ]
+        whole = [full_tensor(t).requires_grad_(i in request.differentiable) for i, t in enumerate(given)]
         check_first(self._original, found, request, whole, self._settings, self._types(), self._placements())
 
     def _key(self, request: Request) -> Any:

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._torch_compat import set_group_timeout
 from autopar.errors import AutoparError, RankError
-from autopar.runtime.control import Control, Point, control_of
+from autopar.runtime.control import Control, control_of
+from autopar.runtime.points import Details, Point
 
 T = TypeVar("T")
 
@@ -116,7 +117,7 @@ class Place:
         if odd:
             raise RankError(f"{what}: rank {odd[0]} has {values[odd[0]]}, rank 0 has {values[0]}; {remedy}")
 
-    def meet(self, what: str, details: tuple[tuple[str, str], ...] = ()) -> None:
+    def meet(self, what: str, details: Details = ()) -> None:
         """Wait until every rank is about to do the same; nothing where there is no mesh.
 
         Raises:

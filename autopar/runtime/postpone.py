@@ -157,7 +157,10 @@ def _see_zero_grad() -> None:
 
 
 def _subclasses(root: type) -> list[type]:
-    return [root, *(c for child in root.__subclasses__() for c in _subclasses(child))]
+    found = [root]
+    for known in found:  # which grows meanwhile
+        found += known.__subclasses__()
+    return found
 
 
 def _watch_class(owner: type) -> None:

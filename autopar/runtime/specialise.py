@@ -26,7 +26,6 @@ from autopar.plan import Plan
 from autopar.program import Program, draws, same_graph
 from autopar.runtime.bind import bind
 from autopar.runtime.boundary import Placements, from_placements
-from autopar.runtime.control import AUTOCAST, FROZEN, GRAD, LAYOUTS, MODE, SHAPES, STRUCTURE
 from autopar.runtime.microbatches import MicrobatchStep, cut_microbatches, whole_type
 from autopar.runtime.partition import cut
 from autopar.runtime.pipeline import PipelineStep, cut_stages, inside, line_of
@@ -258,32 +257,6 @@ def _compare(program: Program, request: Request, weights: str, place: Place) -> 
         for rank, values in enumerate(everyone):
             if values[i] != everyone[0][i]:
                 raise RankError(f"{what} differs: rank {rank} has {values[i]}, rank 0 has {everyone[0][i]}; {remedy}")
-
-
-def described(request: Request, key: tuple[Any, ...]) -> tuple[tuple[str, str], ...]:
-    """What must be the same on every rank of a call, in words.
-
-    Args:
-        request: the call.
-        key: of its specialisation: shapes, structure, layouts, modes, grad mode, parameters, batch tensors that
-            require a gradient, autocast.
-    """
-    _, skeleton, layouts, modes, grad, parameters, asked, autocast = key
-    shapes = ", ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in request.shapes)
-    on = sum(modes)
-    mode = "train" if on == len(modes) else "eval" if not on else f"{on} of {len(modes)} modules in train"
-    trained = sum(needed for needed, *_ in parameters)
-    of_batch = f", batch tensors {sorted(asked)}" if asked else ""
-    return (
-        (SHAPES, shapes), (STRUCTURE, skeleton[:1000]), (LAYOUTS, str(layouts)), (MODE, _with_digest(mode, modes)),
-        (FROZEN, _with_digest(f"{trained} of {len(parameters)} parameters{of_batch}", parameters)),
-        (GRAD, "on" if grad else "off"),
-        (AUTOCAST, str(autocast[1]) if autocast[0] else "off"),
-    )  # fmt: skip
-
-
-def _with_digest(text: str, value: Any) -> str:
-    return f"{text} (#{hashlib.sha256(repr(value).encode()).hexdigest()[:6]})"
 
 
 def compare_contents(digest: str, part: int, place: Place) -> None:

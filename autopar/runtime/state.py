@@ -17,6 +17,7 @@ from autopar._torch_compat import (
     reduce_found_inf_over_every_gradient,
     refuse_items_of_unreduced,
 )
+from autopar.capture.swap import put_reference, references_of
 from autopar.layout import Layout, TensorType, replicated
 from autopar.runtime.boundary import (
     Placements,
@@ -111,6 +112,7 @@ def plain_parameters(model: nn.Module, device: torch.device) -> Iterator[None]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     made: dict[int, Any] = {}
     restore: list[tuple[dict[str, Any], str, Any]] = []
+    references = references_of(model)
     with mode:
         for module in model.modules():
             for table in (module._parameters, module._buffers):
@@ -123,9 +125,14 @@ def plain_parameters(model: nn.Module, device: torch.device) -> Iterator[None]:
                         made[id(old)] = nn.Parameter(fake, requires_grad=old.requires_grad) if is_parameter else fake
                     restore.append((table, name, old))
                     table[name] = made[id(old)]
+    held = [r for r in references if id(r[2]) in made]
     try:
+        for container, step, original, _ in held:
+            put_reference(container, step, made[id(original)])
         yield
     finally:
+        for container, step, original, _ in held:
+            put_reference(container, step, original)
         for table, name, old in restore:
             table[name] = old
 

@@ -18,13 +18,14 @@ from autopar.errors import AutoparError
 from autopar.layout import Layout, TensorType
 from autopar.program import GRADIENTS, Output, Program
 from autopar.runtime.boundary import computed, from_local, part_of, stored, to_local, to_placements
-from autopar.runtime.control import FAILURES, NO_SYNC, WAITING
 from autopar.runtime.failing_node import failing_node
 from autopar.runtime.input_gradients import Gradients, Origin
 from autopar.runtime.partition import Cut
 from autopar.runtime.place import Place
+from autopar.runtime.points import FAILURES, NO_SYNC, WAITING
 from autopar.runtime.postpone import Postponed, split_reductions
 from autopar.runtime.staged import home_of, staged
+from autopar.runtime.total import attached
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,9 @@ class Step:
         arguments = [sources[i.kind](i.name) for i in self.cut.inputs]
         with torch.no_grad(), torch.autocast(self.place.device.type, enabled=False):
             values = list(self.cut.forward(*arguments))
-        outputs, saved = values[: len(self.cut.outputs)], values[len(self.cut.outputs) :]
+        given = {id(a) for a in arguments}  # what the model returns of its inputs is not theirs to write to
+        outputs = [v.clone() if id(v) in given else v for v in values[: len(self.cut.outputs)]]
+        saved = values[len(self.cut.outputs) :]
         for i in self.cut.kept:
             saved[i] = saved[i].clone()
         return self._results(outputs, buffers), saved
@@ -261,7 +264,7 @@ class Call:
     origins: tuple[Origin, ...] = ()
     results: list[torch.Tensor] = field(default_factory=list)
 
-    def agree(self, pass_: str, details: tuple[tuple[str, str], ...] = ()) -> None:
+    def agree(self, pass_: str) -> None:
         """Wait until every rank is about to do the same.
 
         Raises:
@@ -270,7 +273,7 @@ class Call:
         place = self.step.place
         if place.control is not None:
             window = ((NO_SYNC, str(self.postponed.active)), (WAITING, self.postponed.described()))
-            place.meet(f"{pass_} of {self.name}", (*details, *window, (FAILURES, place.control.failures())))
+            place.meet(f"{pass_} of {self.name}", (*window, (FAILURES, place.control.failures())))
 
     def during(self, pass_: str) -> AbstractContextManager[None]:
         """In place of the error of a collective within, one that says which, and what has become of the ranks."""
@@ -295,6 +298,9 @@ def run(
         return [step.wrap(i, r) for i, r in enumerate(results)]
     apply: Any = _StepFunction.apply
     outputs = dict(zip(step.differentiable, apply(call, *parameters, *differentiable), strict=True))
+    if (total := step.program.total) is not None:
+        loss = outputs.pop(step.differentiable[0])
+        outputs |= zip(total.parts, attached(loss, call.results, step.program.skeleton, total), strict=True)
     anchor = torch.empty(0, requires_grad=True)
     refuse: Any = _Refusal.apply
     return [

@@ -1,4 +1,4 @@
-"""Ranks that end, fail, are late or are killed while others wait: these end with an error that says which, and where."""
+"""Ranks that end, fail, are late or are killed while others wait: these end with an error that says so."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def fail(rank: int, pass_: str, everywhere: bool) -> list[tuple[str, float]]:
         return original(*args)
 
     graph.forward = failing
-    return [error_of(lambda: model(**mlp_batch(i))["loss"].backward()) for i in (1, 2)]
+    return [error_of(lambda i=i: model(**mlp_batch(i))["loss"].backward()) for i in (1, 2)]
 
 
 @pytest.mark.parametrize("pass_", ["forward", "backward"])

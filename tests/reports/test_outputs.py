@@ -139,12 +139,41 @@ def test_one_tensor_twice_is_one_loss() -> None:
         ("h", r"loss='h' gives a tensor of shape \(6, 4\).*'losses.fit', 'losses.small', 'logit_scale'"),
         ("seen", r"loss='seen' gives a scalar that requires no gradient"),
         ("n", r"loss='n' gives a int"),
-        (lambda out: out["h"].mean(), r"computes a tensor that the model does not return.*loss_fn="),
+        (lambda out: out["h"].mean(), r"tensors that are no scalars of the output.*loss_fn="),
+        (lambda out: out["none"], r"the function loss=: the model's output has no such entry \('none'\)"),
     ],
 )
 def test_a_wrong_loss_is_named(loss: Any, text: str) -> None:
     with pytest.raises(CaptureError, match=text):
         pair(Several(), loss=loss)[1](x)
+
+
+def weighted(out: Any) -> torch.Tensor:
+    fit: torch.Tensor = out["losses"]["fit"] + 0.5 * out["losses"]["small"]
+    return fit
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_loss_that_a_function_makes(microbatches: int) -> None:
+    search = Search(pins={"microbatches": microbatches})
+    plain, model = pair(Several(), loss=weighted, search=search)
+    compare(plain, model, weighted, x)
+    compare(plain, model, lambda out: -3 * out["losses"]["fit"] - 1.5 * out["losses"]["small"], x)
+    assert model.plan.microbatches == microbatches
+    out = model(x)
+    same(out["logit_scale"].detach(), plain(x)["logit_scale"].detach())
+    for other in (out["losses"]["small"], weighted(out) + out["logit_scale"]):
+        with pytest.raises(AutoparError, match=r"only a multiple of that loss has a gradient.*leave loss= out"):
+            other.backward()
+    with pytest.raises(AutoparError, match="only the loss carries gradients"):
+        out["h"].sum().backward()
+
+
+def test_a_loss_that_a_function_multiplies() -> None:
+    plain, model = pair(Several(), loss=lambda out: out["losses"]["fit"] * out["logit_scale"])
+    compare(plain, model, lambda out: out["logit_scale"] * out["losses"]["fit"], x)
+    report = verify(Several().double(), (x,), {"a": 2}, loss=weighted, plan="random")
+    assert max(report.max_error, report.capture_error) < 1e-9
 
 
 def test_loss_and_loss_fn() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,8 +14,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from autopar.cluster import Cluster
+from autopar.compiler import DETERMINISTIC_PASSES, program_of, rewrite
+from autopar.dims import analyze
 from autopar.parallelize import parallelize
-from autopar.verify import verify
+from autopar.passes.insert_contiguous import insert_contiguous, insert_contiguous_everywhere
+from autopar.program import Program
+from autopar.search.random_plan import random_plan
+from autopar.verify import compare, global_values, verify
 
 BOUND = 1e-10
 
@@ -106,6 +115,15 @@ def gradient_of_a_sum(m: Any, x: Tensor) -> Tensor:
     return m.g(m.f(x)).sum(2)[:, :4] + m.n(m.f(x)).sum(1)
 
 
+def block_of_a_unet(m: Any, x: Tensor) -> Tensor:
+    """Pictures come channels-last, attention looks at their pixels, and each norm at what the other has left."""
+    h = m.c(F.silu(m.g(m.f(x).permute(0, 3, 1, 2))))
+    b, c, *size = h.shape
+    q, k, v = m.qkv(h.flatten(2)).reshape(b, 3, 2, c // 2, -1).transpose(-1, -2).contiguous().unbind(1)
+    y = F.scaled_dot_product_attention(q, k, v).transpose(2, 3).reshape(b, c, *size)
+    return m.n((h + y).transpose(2, 3).contiguous())
+
+
 def linear(*sizes: int, bias: bool = True) -> nn.Module:
     return nn.Linear(*sizes, bias=bias)
 
@@ -117,6 +135,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "block behind a permutation": (
         lambda: Views(block_behind_a_permutation, f=linear(4, 8), g=nn.GroupNorm(4, 8),
                       c=nn.Conv2d(8, 8, 3, padding=1)), (2, 4, 6, 4)),
+    "block of a unet": (
+        lambda: Views(block_of_a_unet, f=linear(4, 8), g=nn.GroupNorm(4, 8), c=nn.Conv2d(8, 8, 3, padding=1),
+                      qkv=nn.Conv1d(8, 24, 1), n=nn.GroupNorm(2, 8)), (2, 4, 4, 4)),
     "attention of channels": (lambda: Views(attention_of_channels, f=nn.Conv1d(8, 24, 1)), (2, 8, 6)),
     "attention of chunks": (
         lambda: Views(attention_of_chunks, f=linear(8, 24), o=linear(8, 8)), (2, 8, 6)),
@@ -156,32 +177,115 @@ def errors(expected: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, f
     return {n: float((found[n] - t).abs().max()) / scale for n, t in expected.items()}
 
 
+def one_device(model: nn.Module, *batch: Tensor) -> dict[str, Tensor]:
+    """The same of what `parallelize` gives for one device."""
+    loss = model(*batch)
+    loss.backward()
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **found, **{n: b for n, b in model.named_buffers() if b.is_floating_point()}}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_one_device(name: str) -> None:
     model, x = make(name)
     expected = eager(model, x)
-    parallel = parallelize(copy.deepcopy(model), None)
-    loss = parallel(x)
-    loss.backward()
-    found = {"loss": loss.detach(), **{n: p.grad for n, p in parallel.named_parameters() if p.grad is not None}}
-    found |= {n: b for n, b in parallel.named_buffers() if b.is_floating_point()}
-    assert max(errors(expected, found).values()) < BOUND
+    assert max(errors(expected, one_device(parallelize(copy.deepcopy(model), None), x)).values()) < BOUND
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_random_plans(name: str) -> None:
+@cache
+def captured(name: str) -> tuple[Program, Any, list[Tensor], dict[str, Tensor]]:
     model, x = make(name)
-    expected = eager(model, x)
-    for seed, axes in enumerate(({"a": 2}, {"a": 2, "b": 2}, {"a": 2})):
-        report = verify(model, (x,), axes, plan="random", seed=seed)
-        assert report.max_error < BOUND, (seed, report.worst)
-        found = {"loss": report.loss, **report.gradients}
-        wanted = {n: t for n, t in expected.items() if n in found}
-        assert max(errors(wanted, found).values()) < BOUND
+    program = program_of(model, (x,))
+    return program, analyze(program), global_values(program, model, (x,)), eager(model, x)
+
+
+def check_plan(name: str, axes: dict[str, int], seed: int, strided: bool) -> None:
+    """A random plan computes what eager does; ``strided``: whatever strides tensors have."""
+    program, dims, values, expected = captured(name)
+    plan = random_plan(program, dims, axes, Cluster.preset("cpu"), seed, again=True, away=True)
+    plan = replace(plan, fingerprint=program.fingerprint)
+    passes = DETERMINISTIC_PASSES
+    if strided:
+        passes = tuple(insert_contiguous_everywhere if p is insert_contiguous else p for p in passes)
+    local = rewrite(program, plan, passes=passes)
+    report = compare(program, local, plan, values, torch.float64, random.Random(seed) if strided else None)
+    assert report.max_error < BOUND, (seed, report.worst)
+    found = {"loss": report.loss, **report.gradients}
+    wanted = {n: t for n, t in expected.items() if n in found}
+    assert max(errors(wanted, found).values()) < BOUND
+
+
+OFTEN = ("group norm of a permutation", "block of a unet", "rotation", "batch norm of a permutation")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.deep) for n in CASES])
+@pytest.mark.parametrize("strided", [False, True])
+def test_random_plans(name: str, strided: bool) -> None:
+    for seed, axes in enumerate(({"a": 2}, {"a": 2, "b": 2})):
+        check_plan(name, axes, seed, strided)
 
 
 def test_a_split_group_norm_reads_what_a_collective_brings() -> None:
     model, x = make("block behind a permutation")
     expected = eager(model, x)
     report = verify(model, (x,), {"a": 2}, pins={"g.weight": "S(0)"})
+    assert max(errors(expected, {"loss": report.loss, **report.gradients}).values()) < BOUND
+
+
+def test_verify_gives_random_strides() -> None:
+    model, x = make("block behind a permutation")
+    report = verify(model, (x,), {"a": 2}, plan="random", microbatches=2, random_strides=True)
+    assert report.max_error < BOUND
+
+
+def strided(x: Tensor, kind: int) -> Tensor:
+    """The same batch in other places of memory."""
+    if kind == 1:
+        return x.to(memory_format=torch.channels_last)
+    if kind == 2:
+        return x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+    return x.repeat_interleave(2, 3)[..., ::2] if kind == 3 else x
+
+
+def picture(m: Any, x: Tensor) -> Tensor:
+    return m.n(m.g(x) + m.c(x).transpose(2, 3))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_batches_and_parameters_lie_as_they_like(layout: torch.memory_format) -> None:
+    """The first batch is planned for; later ones of the same shape lie otherwise."""
+    torch.manual_seed(0)
+    model = Views(picture, g=nn.GroupNorm(2, 4), c=nn.Conv2d(4, 4, 3, padding=1), n=nn.LayerNorm(4)).double()
+    model = model.to(memory_format=layout)
+    model.n.weight = nn.Parameter(torch.randn(4, 2, dtype=torch.float64)[:, 1])  # eager's group norm misreads its own
+    parallel = parallelize(copy.deepcopy(model), None)
+    x = torch.randn(2, 4, 4, 4, dtype=torch.float64)
+    for kind in (0, 1, 2, 3):
+        parallel.zero_grad()
+        found = one_device(parallel, strided(x, kind))
+        assert max(errors(eager(model, strided(x, kind)), found).values()) < BOUND, kind
+
+
+@torch.library.custom_op("strides_report::raw", mutates_args=())
+def raw(x: Tensor) -> Tensor:
+    """Three times a tensor whose storage is read row by row, whatever its strides: what careless kernels do."""
+    strides = torch.empty(x.shape, device="meta").stride()
+    return 3 * x.as_strided(x.shape, strides, x.storage_offset())
+
+
+@raw.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+raw.register_autograd(lambda ctx, grad: raw(grad.contiguous()))
+
+
+def test_an_operator_without_a_rule_is_given_row_major_tensors() -> None:
+    torch.manual_seed(0)
+    model = Views(lambda m, x: raw(m.f(x).transpose(1, 2).contiguous()).transpose(1, 2), f=linear(4, 4)).double()
+    x = torch.randn(2, 6, 4, dtype=torch.float64)
+    expected = eager(model, x)
+    assert max(errors(expected, one_device(parallelize(copy.deepcopy(model), None), x)).values()) < BOUND
+    report = verify(model, (x,), {"a": 2}, plan="random", random_strides=True)
     assert max(errors(expected, {"loss": report.loss, **report.gradients}).values()) < BOUND

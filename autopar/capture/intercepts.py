@@ -1,0 +1,158 @@
+"""Calls of torch that a trace would lose or refuse, done in a way that it records.
+
+* ``parameter.data = value`` writes to the parameter, so that functionalization sees it.
+* ``torch.cond`` computes both branches and takes one, with the gradients of the other cut off.
+* Checks of ``torch.linalg`` for singular matrices become results, which are looked at after every step.
+* A tensor that requires a gradient, but is no parameter of the model, is refused: its gradient would be lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from autopar._torch_compat import TorchDispatchMode, is_traced, without_ordered_effects
+from autopar.capture.origins import user_frame
+from autopar.errors import CaptureError
+from autopar.tree import Leaf
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_CHECK = torch.ops.aten._linalg_check_errors.default
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check of a factorization that is made after a step.
+
+    Attributes:
+        info: what the factorization says of each matrix.
+        function: whose error it is.
+        is_matrix: there is one matrix.
+    """
+
+    info: Leaf
+    function: str
+    is_matrix: bool
+
+    def make(self, results: Any) -> None:
+        """Raise torch's own error if a matrix is singular.
+
+        Raises:
+            torch.linalg.LinAlgError: one is.
+        """
+        _CHECK(results[self.info.index], self.function, is_matrix=self.is_matrix)
+
+
+class Intercepts(TorchFunctionMode):
+    """Changes calls of torch while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checked: list[tuple[torch.Tensor, str, bool]] = []
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """While it lasts, calls are changed."""
+        cond = torch.cond
+        torch.cond = _cond
+        try:
+            with without_ordered_effects(), _Checks(self.checked), self:
+                yield
+        finally:
+            torch.cond = cond
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Write data through, refuse strangers."""
+        if func.__name__ == "__set__" and func == _SET_DATA:
+            return _set_data(*args)
+        if torch.is_grad_enabled():
+            _refuse_strangers(args)
+        return func(*args, **(kwargs or {}))
+
+    def checks(self, leaf: Callable[[torch.Tensor], Leaf]) -> tuple[Check, ...]:
+        """What is to be looked at after a step."""
+        return tuple(Check(leaf(info), function, is_matrix) for info, function, is_matrix in self.checked)
+
+
+class _Checks(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, found: list[tuple[torch.Tensor, str, bool]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = found
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Tracing goes on as if it were not there."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _CHECK:
+            self.found.append((args[0], args[1], bool((kwargs or {}).get("is_matrix"))))
+            return None
+        return func(*args, **(kwargs or {}))
+
+
+def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    if not is_traced(tensor):
+        _SET_DATA(tensor, value)
+        return
+    if tensor.shape != value.shape or tensor.dtype != value.dtype:
+        file, line = user_frame()
+        raise CaptureError(
+            f".data of a tensor of shape {list(tensor.shape)} and {tensor.dtype} is set to one of {list(value.shape)} "
+            f"and {value.dtype} in forward, at {file}:{line}: shapes and dtypes must stay as they are; do that outside "
+            "of the model, before parallelize()"
+        )
+    with torch.no_grad():
+        tensor.detach().copy_(value.detach())
+
+
+def _refuse_strangers(args: Sequence[Any]) -> None:
+    for value in args:
+        if isinstance(value, list | tuple):
+            _refuse_strangers(value)
+        elif isinstance(value, torch.Tensor) and not is_traced(value) and value.requires_grad:
+            file, line = user_frame()
+            raise CaptureError(
+                f"a tensor of shape {list(value.shape)} that requires a gradient and is no parameter of the model, at "
+                f"{file}:{line}: its gradient would be lost; register it (nn.Parameter as an attribute, the module as "
+                "a submodule, nn.ModuleList in place of a list), pass it as an argument, or detach() it"
+            )
+
+
+class _Masked(torch.autograd.Function):
+    """A tensor whose gradient is 0 where another branch was taken, even if what comes back is not a number."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(taken)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (taken,) = ctx.saved_tensors
+        return torch.where(taken, gradient, torch.zeros_like(gradient)), None
+
+
+def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()) -> Any:
+    """``torch.cond`` without control flow."""
+    if isinstance(pred, bool):
+        return (true_fn if pred else false_fn)(*operands)
+    taken = pred.reshape(())
+    made = []
+    for function, own in ((true_fn, taken), (false_fn, ~taken)):
+        masked = pytree.tree_map_only(torch.Tensor, lambda t, own=own: _mask(t, own), tuple(operands))
+        made.append(pytree.tree_flatten(function(*masked)))
+    (ones, spec), (others, _) = made
+    chosen = [torch.where(taken, a, b) if isinstance(a, torch.Tensor) else a for a, b in zip(ones, others, strict=True)]
+    return pytree.tree_unflatten(chosen, spec)
+
+
+def _mask(tensor: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
+    masked: torch.Tensor = _Masked.apply(tensor, taken) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
+    return masked

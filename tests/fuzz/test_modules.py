@@ -1,0 +1,112 @@
+"""Random modules compute what eager PyTorch does, or say why they cannot: never something else, never a raw error."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fuzz.case import BY_NAME, GROUPS, PLACES, Block, Case, draw, from_json, sizes_behind
+from tests.fuzz.judge import Outcome, judge
+from tests.fuzz.piece import At
+from tests.fuzz.render import script, source
+from tests.fuzz.shrink import shrunk, smaller_than
+
+ONE = 60
+"""Modules on one device in `make test`, and with random plans half as many."""
+
+CHUNK = 20
+
+DEEP_ONE, DEEP_PLANS = 4000, 1000
+
+OPEN: frozenset[str] = frozenset()
+"""Features with bugs that are known and not fixed yet."""
+
+
+def cases(mode: str, first: int, count: int) -> Iterator[Case]:
+    """The first cases of a mode from a seed on, without those of open bugs."""
+    drawn = (draw(seed, mode) for seed in range(first, first + count))
+    return (case for case in drawn if not OPEN & set(case.features))
+
+
+def check(mode: str, first: int, count: int) -> None:
+    kinds: Counter[str] = Counter()
+    for case in cases(mode, first, count):
+        outcome = judge(case, mode)
+        kinds[outcome.kind] += 1
+        assert outcome.kind not in ("wrong", "crash", "invalid"), told(case, mode, outcome)
+    assert kinds["equal"] >= 0.6 * kinds.total(), kinds
+
+
+def told(case: Case, mode: str, outcome: Outcome) -> str:
+    """What a failing case says: the way to its small script, and what it is."""
+    return f"{outcome.kind}: {outcome.text}\n{case.as_json()} in mode {mode}:\n{source(case)}"
+
+
+def chunks(count: int, near: int) -> list[object]:
+    """Starts of chunks, those behind ``near`` for the deep suite."""
+    return [pytest.param(s, marks=() if s < near else pytest.mark.deep) for s in range(0, count, CHUNK)]
+
+
+@pytest.mark.parametrize("first", chunks(DEEP_ONE, ONE))
+def test_modules_on_one_device(first: int) -> None:
+    check("one", first, CHUNK)
+
+
+@pytest.mark.parametrize("first", chunks(DEEP_PLANS, ONE // 2))
+def test_modules_under_random_plans(first: int) -> None:
+    check("plans", first, CHUNK)
+
+
+def test_a_case_is_given_by_its_seed_and_by_its_text() -> None:
+    for seed in range(50):
+        case = draw(seed)
+        assert case == draw(seed) == from_json(case.as_json())
+        assert source(case) == source(from_json(case.as_json()))
+
+
+def test_every_feature_is_drawn_and_has_a_program() -> None:
+    assert sum(len(group) for group in GROUPS.values()) == len(BY_NAME), "two pieces share a name"
+    for name in BY_NAME:
+        compile(script(draw(0, "one", (name,))), name, "exec")
+
+
+def test_a_wrong_module_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient that is off by a part in a million in one feature of many is found, and the feature named."""
+    from tests.fuzz import prelude
+
+    record = prelude.record_state
+    case = draw(0, "one", ("mlp", "layer norm", "softmax", "tied weights"))
+
+    def off(log: dict[str, object], tag: str, model: object) -> None:
+        record(log, tag, model)
+        if type(model).__name__ == "ParallelModule" and holds(case_now[0]):
+            key = next(k for k in log if "gradient" in k)
+            log[key] = log[key] * (1 + 1e-6)  # type: ignore[operator]
+
+    def holds(case: Case) -> bool:
+        return "softmax" in case.features
+
+    case_now = [case]
+    monkeypatch.setattr(prelude, "record_state", off)
+
+    def fails(smaller: Case) -> bool:
+        case_now[0] = smaller
+        return judge(smaller).kind == "wrong"
+
+    assert fails(case)
+    small = shrunk(case, fails)
+    assert [n for b in small.blocks for n, _ in b.pieces] == ["softmax"]
+    assert len(small.calls) == 1
+
+
+def test_smaller_cases_are_valid() -> None:
+    for seed in range(100):
+        for smaller in smaller_than(draw(seed)):
+            at: At | None = At(smaller.length, smaller.channels)
+            for block in smaller.blocks:
+                assert at is not None and block.place in PLACES and isinstance(block, Block)
+                at = sizes_behind(block, at)
+            assert at is not None
+            source(smaller)
