@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing
+import threading
 from collections.abc import Generator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,10 +35,12 @@ def test_every_name_has_a_contract() -> None:
         "BoxedCodeGen", "DTensorSpec", "FakeTensor", "FakeTensorMode", "LazyGraphModule", "OpOverload",
         "StridedShard", "TensorMeta",
         "TorchDispatchMode", "TracingContext", "aot_export_joint_with_descriptors", "budget_partition",
-        "checkpoint_replaced", "default_partition", "dtensor_overloads", "get_decompositions", "local_shape_of",
-        "operator_database", "pipeline_runtime", "pytree_node", "reduce_found_inf_over_every_gradient",
+        "checkpoint_replaced", "compiling", "convert_assigned", "default_partition", "dtensor_overloads",
+        "get_decompositions", "interrupt_gloo", "is_traced", "local_shape_of", "operator_database", "pipeline_runtime",
+        "put_around_collectives", "pytree_node", "reduce_found_inf_over_every_gradient",
         "refuse_items_of_unreduced", "selective_policy", "set_group_timeout",
-        "storage_id", "torch_schedule", "traced_graph", "tracing",
+        "storage_id", "torch_schedule", "traced_graph", "traced_node", "traced_root", "tracing", "without_modes",
+        "without_ordered_effects",
     }  # fmt: skip
     assert set(compat.__all__) == tested
 
@@ -295,6 +300,62 @@ def test_strided_shard() -> None:
 
 def test_group_timeout(fake_group: object) -> None:
     assert callable(compat.set_group_timeout)
+
+
+def _wait_in_vain(rank: int, store: str, ended: Any) -> None:
+    """Wait for a message that nobody sends, in two ways, until another thread ends the wait."""
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(store, 2))
+    group = dist.group.WORLD
+    dist.barrier()
+    if rank == 0:
+        threading.Timer(0.5, compat.interrupt_gloo, (group,)).start()
+        with pytest.raises(RuntimeError):
+            dist.recv(torch.empty(1), src=1)
+        with pytest.raises(RuntimeError):  # and none is waited for again
+            dist.all_reduce(torch.ones(1))
+        ended.put(True)
+    else:
+        ended.get(timeout=60)
+
+
+@pytest.mark.distributed
+def test_waits_of_gloo_end(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ended, one = context.Queue(), str(tmp_path / "store")
+    processes = [context.Process(target=_wait_in_vain, args=(r, one, ended), daemon=True) for r in range(2)]
+    for process in processes:
+        process.start()
+    try:
+        processes[1].join(120)
+        assert processes[1].exitcode == 0
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def test_what_is_put_around_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits of DTensors and of checkpoints go through these names, which torch looks up when it calls them."""
+    from torch.distributed import _functional_collectives as functional
+    from torch.distributed.checkpoint.utils import _DistWrapper
+
+    own = ("gather_object", "scatter_object", "broadcast_object", "all_gather_object", "barrier")
+    for owner, name in [(functional, "wait_tensor"), *((_DistWrapper, name) for name in own)]:
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, getattr(original, "__wrapped__", original))
+    entered: list[str] = []
+
+    @contextlib.contextmanager
+    def around(what: str) -> Generator[None]:
+        entered.append(what)
+        yield
+
+    for _ in range(2):
+        compat.put_around_collectives(around)
+    waited = functional.AsyncCollectiveTensor(torch.ones(2)) + 1
+    assert float(waited.sum()) == 4 and entered == ["an operator of DTensors"]
+    alone = _DistWrapper(None, False, 0)
+    assert alone.all_reduce("a step", lambda: 2, sum) == 2
+    assert entered[1:] == ["torch.distributed.checkpoint"] * 2
 
 
 def test_overflow_is_looked_for_in_gradients_of_every_layout(monkeypatch: pytest.MonkeyPatch) -> None:

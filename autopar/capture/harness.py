@@ -78,6 +78,7 @@ class Harness(nn.Module):
         self.seen = Seen()
         self.record, self.tracked, self.promoted = record, tracked, promoted
         self.aliases, self.references = aliases_of(model), references
+        self.parameter_names = {name for name, _ in model.named_parameters()}
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
         """Shared ones under one name always: the tracer would take them for several tensors."""
@@ -173,6 +174,15 @@ class Harness(nn.Module):
                 self.seen.writes.append(Write(path, (("attr", attribute),), value))
             else:
                 assigned[name] = new.clone()
+        for name, new in self.model.named_buffers(remove_duplicate=False):
+            if name not in before:  # registered as None, or in forward
+                path, _, attribute = name.rpartition(".")
+                self.seen.writes.append(Write(path, (("attr", attribute),), leaf(new)))
+        made = {name for name, _ in self.model.named_parameters()} - self.parameter_names
+        if made:
+            raise CaptureError(
+                f"the model makes parameter {min(made)!r} in forward: call the model once before parallelize()"
+            )
         self.seen.assigned = dict(enumerate(assigned, len(results)))
         results += assigned.values()
 
