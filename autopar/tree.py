@@ -169,11 +169,12 @@ class _Visitor:
         raise self._unknown(v, path)
 
     def _mapping(self, v: Mapping[Any, Any], path: str) -> Any:
-        items = dict(v)
-        if dataclasses.is_dataclass(v):  # transformers' ModelOutput, whose items are those fields that are not None
-            items = {f.name: getattr(v, f.name) for f in dataclasses.fields(v)} | items
+        # Of transformers' ModelOutput the items are those fields that are not None.
+        kind: Any = type(v)
+        fields = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+        items = {name: getattr(v, name) for name in fields} | dict(v)
         found = {k: self.visit(x, f"{path}[{k!r}]") for k, x in items.items()}
-        others = {} if dataclasses.is_dataclass(v) else self._others(v, path)
+        others = {} if fields else self._others(v, path)
         return _Record(type(v), found, others, getattr(v, "default_factory", None), getattr(v, "__dict__", None) is v)
 
     def _others(self, v: Any, path: str) -> dict[str, Any]:
@@ -285,7 +286,7 @@ class _Record:
 
     def _output(self, items: dict[Any, Any]) -> Any:
         """A `ModelOutput`, whose constructor takes its fields."""
-        fields = {f.name for f in dataclasses.fields(self.kind)}  # type: ignore[arg-type]
+        fields = {f.name for f in dataclasses.fields(self.kind)}
         made = self.kind(**{k: v for k, v in items.items() if k in fields})
         for key, value in items.items():
             if key not in fields:
