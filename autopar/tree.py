@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import decimal
 import enum
+import fractions
+import pathlib
+import uuid
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,7 +23,8 @@ from autopar.errors import CaptureError
 
 _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis), enum.Enum, torch.dtype,
-    torch.device, torch.layout, torch.memory_format,
+    torch.device, torch.layout, torch.memory_format, pathlib.PurePath, uuid.UUID, decimal.Decimal, fractions.Fraction,
+    datetime.date, datetime.time, datetime.timedelta,
 )  # fmt: skip
 
 
@@ -159,7 +166,7 @@ class _Visitor:
             return _Sequence(type(v), [self.visit(x, f"{path}[{i}]") for i, x in enumerate(v)], self._others(v, path))
         if isinstance(v, Mapping) and not isinstance(v, UserDict):
             return self._mapping(v, path)
-        if isinstance(v, UserDict) or (dataclasses.is_dataclass(v) and not isinstance(v, type)):
+        if isinstance(v, UserDict | SimpleNamespace) or (dataclasses.is_dataclass(v) and not isinstance(v, type)):
             return _Record(type(v), {}, self._attributes(v, path))
         node = pytree_node(type(v))
         if node is not None:
@@ -173,6 +180,8 @@ class _Visitor:
         kind: Any = type(v)
         fields = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
         items = {name: getattr(v, name) for name in fields} | dict(v)
+        if any(isinstance(k, torch.Tensor) for k in items):
+            raise CaptureError(f"{path} has a tensor as a key; take a list of pairs")
         found = {k: self.visit(x, f"{path}[{k!r}]") for k, x in items.items()}
         others = {} if fields else self._others(v, path)
         return _Record(type(v), found, others, getattr(v, "default_factory", None), getattr(v, "__dict__", None) is v)
@@ -196,7 +205,7 @@ class _Visitor:
         return found
 
     def _unknown(self, v: Any, path: str) -> CaptureError:
-        remedy = "return or pass one of those"
+        remedy = "return or pass one of those, or register the class with torch.utils._pytree.register_pytree_node"
         if type(v).__module__ == "numpy":
             remedy = "take torch.from_numpy(...) of it, or its values would become constants of the graph"
         return CaptureError(
@@ -280,6 +289,8 @@ class _Record:
             for key, value in items.items():
                 put(made, key, value)
             return _with_attributes(made, attributes)
+        if issubclass(self.kind, SimpleNamespace):
+            return self.kind(**attributes)
         if issubclass(self.kind, Mapping) and not issubclass(self.kind, UserDict):
             return self.kind(items)  # type: ignore[call-arg]
         return _with_attributes(object.__new__(self.kind), attributes)
