@@ -33,7 +33,7 @@ def make(target: OpOverload, args: Any, kwargs: Any) -> Any:
     known = _made.get(key)
     if known is not None:
         return known[0](map(_blank, known[1])) if known[0] else _blank(known[1][0])
-    result = target(*args, **kwargs)
+    result = _shapes_of(target, args, kwargs)
     if len(_made) >= MOST_KNOWN:
         _made.clear()
     several = type(result) if isinstance(result, list | tuple) else None
@@ -41,6 +41,20 @@ def make(target: OpOverload, args: Any, kwargs: Any) -> Any:
     if several in (None, list, tuple) and _all_new(_tensors([args, kwargs]), made):
         _made[key] = (several, tuple(map(_described, made)))
     return result
+
+
+def _shapes_of(target: OpOverload, args: Any, kwargs: Any) -> Any:
+    """What a call returns, also of batch norm of one value a channel.
+
+    That has no unbiased variance, and the operator refuses it. A device may hold one value of many: what is emitted in
+    the operator's place takes the variance of the whole batch.
+    """
+    try:
+        return target(*args, **kwargs)
+    except ZeroDivisionError:
+        x = args[0]
+        result = target(torch.cat([x, x]), *args[1:], **kwargs)
+        return (torch.empty_like(x), *result[1:])
 
 
 def with_required_strides(target: Any, rule: Rule, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -42,6 +42,16 @@ def lowered(program: Program) -> int:
     return sum(n.meta["collective"].kind == "all_reduce" and n.meta["collective"].bytes == 16 for n in nodes)
 
 
+def test_one_value_a_channel_on_each_device() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
+    batch = (torch.randn(4, 6, dtype=torch.float64),)
+    report = autopar.verify(model, batch, AXES, loss_fn=lambda y, _: y.square().mean(), plan="random", seed=2)
+    forward = next(names for key, names in report.plan.choices.items() if "batch_norm_legit" in key)
+    assert forward == ("a.0", "a.0")
+    assert report.max_error < 1e-9, report.worst
+
+
 @pytest.mark.parametrize(
     ("settings", "seeds"),
     [({}, 1), ({"affine": False}, 1), pytest.param({"track_running_stats": False}, 2, marks=pytest.mark.deep)],

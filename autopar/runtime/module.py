@@ -396,7 +396,8 @@ class ParallelModule(nn.Module):
 
     def _check(self, found: Specialisation, request: Request, tensors: list[torch.Tensor]) -> None:
         """With ``check=True``, before the first step of a mode: the plan must compute what the model does."""
-        mode = (tuple(m.training for m in self.modules()), torch.is_grad_enabled(), repr(request.skeleton))
+        grads = torch.is_grad_enabled(), request.differentiable
+        mode = (tuple(m.training for m in self.modules()), grads, repr(request.skeleton))
         if self._settings.require_equal is None or mode in self._checked:
             return
         if uninitialised(self._original) or any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
@@ -405,7 +406,7 @@ class ParallelModule(nn.Module):
         given = [
             t if t.shape == request.shapes[i][0] else self._gatherable(t, request, i) for i, t in enumerate(tensors)
         ]
-        whole = [full_tensor(t) for t in given]
+        whole = [full_tensor(t).requires_grad_(i in request.differentiable) for i, t in enumerate(given)]
         check_first(self._original, found, request, whole, self._settings, self._types(), self._placements())
 
     def _key(self, request: Request) -> Any:
@@ -414,8 +415,8 @@ class ParallelModule(nn.Module):
         parameters = tuple((p.requires_grad, p.dtype, p.shape) for p in self.parameters())
         autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         layouts = tuple(sorted((i, str(p)) for i, p in request.layouts.items()))
-        modes, asked = (modes, torch.is_grad_enabled()), (parameters, request.differentiable)
-        return request.shapes, repr(request.skeleton), layouts, *modes, *asked, autocast
+        required = parameters, request.differentiable
+        return request.shapes, repr(request.skeleton), layouts, modes, torch.is_grad_enabled(), *required, autocast
 
     def _placements(self) -> dict[str, Placements]:
         plain = to_placements(plain_type((), torch.float32), replicated(len(self._place.axes)))

@@ -226,6 +226,15 @@ def test_an_integer_beside_and_a_tensor_that_is_not_used() -> None:
     torch.testing.assert_close(x.grad, torch.autograd.grad(plain(x, unused, at), x)[0])
 
 
+def test_the_check_before_the_first_step_has_them() -> None:
+    _, plain = networks()
+    model = autopar.parallelize(copy.deepcopy(plain), None, check=True)
+    batch = tensors(0)
+    x = batch["x"].requires_grad_()
+    (found,) = torch.autograd.grad(model(x, batch["real"]), x)
+    torch.testing.assert_close(found, torch.autograd.grad(plain(x, batch["real"]), x)[0])
+
+
 def test_microbatches_are_refused() -> None:
     _, plain = networks()
     model = autopar.parallelize(plain, None, search=Search(pins={"microbatches": 2}))
