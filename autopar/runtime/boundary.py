@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from autopar import layout as lay
 from autopar._torch_compat import DTensorSpec, StridedShard, TensorMeta
 from autopar.blocks import with_padding, without_padding
-from autopar.layout import Layout, TensorType
+from autopar.layout import Layout, TensorType, is_everywhere
 from autopar.runtime.place import Place
 from autopar.runtime.staged import home_of, staged
 from autopar.search.restrict import is_uneven

@@ -17,8 +17,17 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch_compat import convert_assigned
 from autopar.errors import AutoparError
-from autopar.layout import Layout, TensorType
-from autopar.runtime.boundary import Placements, full_tensor, in_layout, of_layout, stored_block, to_local, to_placements
+from autopar.layout import Layout, TensorType, replicated
+from autopar.runtime.boundary import (
+    Placements,
+    full_tensor,
+    in_layout,
+    of_layout,
+    plain_type,
+    stored_block,
+    to_local,
+    to_placements,
+)
 from autopar.runtime.place import Place
 from autopar.runtime.staged import Home, StagedTensor, home_of
 
@@ -149,8 +158,9 @@ def refuse_strangers(model: nn.Module, place: Place, known: Callable[[str], tupl
         stored, own = stored_as(parameter), known(name)
         if stored is not None and (own is None or tuple(parameter.shape) == own[0].stored_shape):
             continue
-        if stored is None and own is not None and Stored(*own, place).holds(parameter):
-            mark(parameter, *own, place)  # made of one that was there
+        whole = (plain_type(parameter.shape, parameter.dtype), replicated(len(place.axes)))
+        if stored is None and Stored(*(own or whole), place).holds(parameter):
+            mark(parameter, *(own or whole), place)  # made of one that was there, as `module.half()` does
             continue
         kind = "as a plain tensor" if not isinstance(parameter, DTensor) else f"of shape {list(parameter.shape)}"
         raise AutoparError(
