@@ -17,7 +17,9 @@ from autopar.errors import AutoparError
 from tests.reports.changes import CHANGES, PLAIN, Pair, batch, noise, outcome
 
 
-@pytest.mark.parametrize("name", [*(pytest.param(n, marks=pytest.mark.deep) for n in PLAIN), *sorted({*CHANGES} - {*PLAIN})])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(n, marks=pytest.mark.deep) for n in PLAIN), *sorted({*CHANGES} - {*PLAIN})]
+)
 def test_what_is_done_to_a_model_is_what_eager_does(name: str) -> None:
     assert outcome(name, None, {}, 1) < 1e-12
 
