@@ -55,6 +55,9 @@ def test_modules_and_parameters_may_be_replaced_and_resized_on_one_device() -> N
         model.encoder = nn.Sequential(nn.Linear(8, 24), nn.GELU(), nn.Linear(24, 8)).double()
         model.fc.register_parameter("bias", None)
     pair.optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in pair.both]
+    pair.train(1)
+    for model in pair.both:
+        model.encoder[1] = nn.Tanh()
     pair.train(2)
     assert pair.apart() < 1e-12
 
