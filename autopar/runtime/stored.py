@@ -116,8 +116,8 @@ def load_into(module: nn.Module, state: dict[str, Any], prefix: str, metadata: d
     for name, parameter in module._parameters.items():
         value = state.get(prefix + name)
         stored = None if parameter is None else stored_as(parameter)
-        if parameter is None or stored is None or not _fits(value, parameter):
-            continue
+        if parameter is None or stored is None or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+            continue  # torch reports what is missing or of another shape
         with torch.no_grad():
             if not _is_alias(value, parameter):
                 _take(parameter, stored.part(value.detach()))
@@ -125,11 +125,6 @@ def load_into(module: nn.Module, state: dict[str, Any], prefix: str, metadata: d
             state[prefix + name] = nn.Parameter(taken, parameter.requires_grad) if assign else taken
         if assign:
             mark(state[prefix + name], stored.type, stored.layout, stored.place)
-
-
-def _fits(value: Any, parameter: torch.Tensor) -> bool:
-    """Torch reports what is missing or of another shape."""
-    return isinstance(value, torch.Tensor) and tuple(value.shape) == tuple(parameter.shape)
 
 
 def _is_alias(value: torch.Tensor, parameter: torch.Tensor) -> bool:
