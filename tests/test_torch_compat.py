@@ -8,7 +8,6 @@ import multiprocessing
 import threading
 from collections.abc import Generator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -358,24 +357,46 @@ def test_what_is_put_around_collectives(monkeypatch: pytest.MonkeyPatch) -> None
     assert entered[1:] == ["torch.distributed.checkpoint"] * 2
 
 
-def test_overflow_is_looked_for_in_gradients_of_every_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's handler is there, takes gradients of one layout, and is put inside ours once."""
+def test_overflow_is_looked_for_in_gradients_of_every_layout(fake_group: object) -> None:
+    """Torch lets a handler take the place of its own, which reduces over the axes that split the first gradient."""
     unscale = aten._amp_foreach_non_finite_check_and_unscale_.default
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    assert callable(handlers[unscale])
-    calls: list[tuple[list[str], float]] = []
+    assert callable(DTensor._op_dispatcher._custom_op_handlers[unscale])
+    compat.reduce_found_inf_over_every_gradient()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    gradients = [DTensor.from_local(torch.ones(2), mesh, [p], run_check=False) for p in (Replicate(), Shard(0))]
+    for value, expected in ((4.0, 0.0), (float("inf"), 1.0)):
+        gradients[1].to_local().fill_(value)
+        found = torch.zeros(1)
+        unscale(gradients, found, torch.full((1,), 0.5))
+        assert float(found) == expected
+    assert gradients[0].to_local().tolist() == [0.25, 0.25]
 
-    def one_layout(call: object, args: tuple[list[SimpleNamespace], float], kwargs: dict[str, object]) -> None:
-        assert len({g.placements for g in args[0]}) == 1
-        calls.append(([g.name for g in args[0]], args[1]))
 
-    monkeypatch.setitem(handlers, unscale, one_layout)
-    for _ in range(2):
-        compat.reduce_found_inf_over_every_gradient()
-    layouts = {"a": Shard(0), "b": Replicate(), "c": Shard(0)}
-    gradients = [SimpleNamespace(name=n, device_mesh="mesh", placements=(p,)) for n, p in layouts.items()]
-    handlers[unscale](unscale, (gradients, 0.5), {})
-    assert calls == [(["a", "c"], 0.5), (["b"], 0.5)]
+def test_what_is_assigned_to_a_dtensor_is_converted(fake_group: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Properties of a class of Python come before those of the class of tensors; others stay as torch's."""
+    for name in ("data", "grad"):  # whatever has been put there before is back afterwards
+        monkeypatch.setattr(DTensor, name, getattr(DTensor, name))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+
+    def parameter(value: float) -> nn.Parameter:
+        return nn.Parameter(DTensor.from_local(torch.full((2, 2), value), mesh, [Shard(0)], run_check=False))
+
+    ours, other = parameter(0.0), parameter(0.0)
+
+    def convert(tensor: object, value: torch.Tensor, what: str) -> torch.Tensor | None:
+        return parameter(float(value[0, 0]) + len(what)).detach() if tensor is ours else None
+
+    compat.convert_assigned(convert)
+    ours.data = torch.ones(4, 2)
+    assert float(ours.to_local()[0, 0]) == 5
+    ours.grad = torch.ones(4, 2)
+    assert isinstance(ours.grad, DTensor)
+    assert float(ours.grad.to_local()[0, 0]) == 5
+    ours.grad = None
+    assert ours.grad is None
+    other.data, other.grad = parameter(2.0).detach(), parameter(3.0).detach()
+    assert float(other.grad.to_local()[0, 0]) == 3
+    assert float(other.to_local()[0, 0]) == 0  # torch's: what `convert_assigned` is for
 
 
 def test_items_of_what_is_not_reduced_are_refused(fake_group: object) -> None:

@@ -411,8 +411,8 @@ class ParallelModule(nn.Module):
 
     def _key(self, request: Request) -> Any:
         device = self._place.device.type
-        modes = tuple(m.training for m in self.modules())
-        parameters = tuple((p.requires_grad, p.dtype, p.shape) for p in self.parameters())
+        modes = tuple((type(m), m.training) for m in self.modules())  # which may have been replaced
+        parameters = tuple((n, p.requires_grad, p.dtype, p.shape) for n, p in self.named_parameters())
         autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         layouts = tuple(sorted((i, str(p)) for i, p in request.layouts.items()))
         required = parameters, request.differentiable
