@@ -253,7 +253,7 @@ def _same_numpy(a: Any, b: Any) -> bool:
 def _drawing_line(call: Callable[[], Any]) -> str:
     """Where in the user's code a call draws first, found by running it once more."""
     found: list[str] = []
-    skipped = tuple(str(File(m.__file__ or "").parent) for m in (random, torch, np)) + (str(File(__file__).parent), "<")
+    skipped = (*(str(File(m.__file__ or "").parent) for m in (random, torch, np)), str(File(__file__).parent), "<")
     state = [random.getstate(), np.random.get_state()]
 
     def watch(frame: Any, event: str, argument: Any) -> Any:
