@@ -264,21 +264,22 @@ def convert_assigned(convert: Callable[[Any, torch.Tensor, str], torch.Tensor | 
     """
     from torch.distributed.tensor import DTensor
 
-    data, grad = torch.Tensor.data, torch.Tensor.grad
+    data: Any = torch.Tensor.data
+    grad: Any = torch.Tensor.grad
 
     def set_data(tensor: Any, value: torch.Tensor) -> None:
         converted = convert(tensor, value, "data")
         if converted is None or converted.dtype != tensor.dtype:
-            data.__set__(tensor, value if converted is None else converted)  # type: ignore[attr-defined]
+            data.__set__(tensor, value if converted is None else converted)
         if converted is not None:
             tensor._local_tensor, tensor._spec = converted._local_tensor, converted._spec  # type: ignore[attr-defined]
 
     def set_grad(tensor: Any, value: torch.Tensor | None) -> None:
         converted = None if value is None else convert(tensor, value, "grad")
-        grad.__set__(tensor, value if converted is None else converted)  # type: ignore[attr-defined]
+        grad.__set__(tensor, value if converted is None else converted)
 
-    DTensor.data = property(data.__get__, set_data)  # type: ignore[attr-defined, assignment]
-    DTensor.grad = property(grad.__get__, set_grad, grad.__delete__)  # type: ignore[attr-defined, assignment]
+    DTensor.data = property(data.__get__, set_data)  # type: ignore[assignment]
+    DTensor.grad = property(grad.__get__, set_grad, grad.__delete__)  # type: ignore[assignment]
 
 
 def refuse_items_of_unreduced() -> None:

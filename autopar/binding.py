@@ -117,7 +117,7 @@ def bind(model: nn.Module, batch: Any) -> tuple[list[torch.Tensor], Arguments]:
     given = range(len(args))
     positional = tuple((order[i], None) if i < len(order) else (rest, i - len(order)) for i in given)
     own = {n for n, p in signature.parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    named = {k: (k, None) if k in own else (more, k) for k in kwargs}
+    named: dict[str, tuple[str, str | None]] = {k: (k, None) if k in own else (more, k) for k in kwargs}
     numbers: list[float] = []
     tensors, skeleton = tree.flatten(values, "batch", numbers=numbers)
     hooked = bool(model._forward_hooks or model._forward_pre_hooks)

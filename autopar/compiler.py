@@ -231,7 +231,10 @@ class _Planner:
             try:
                 return self._beating(self._part(1), job, rival)
             except InfeasibleError as e:
-                raise InfeasibleError(f"{e}{hint_of_loss(self.program)}", needed=e.needed, budget=e.budget) from e
+                hint = hint_of_loss(self.program)
+                if not hint:
+                    raise
+                raise InfeasibleError(f"{e}{hint}", needed=e.needed, budget=e.budget, least=e.least) from e
         return best_count(lambda count, rival: self._beating(self._part(count), job, rival), rival)
 
     def pipeline(self, factored: bool) -> Plan:

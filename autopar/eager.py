@@ -54,14 +54,14 @@ class EagerCall:
         return sum(kind == "result" for kind, _ in self.values)
 
 
-class _InDtype(TorchDispatchMode):
+class _InDtype(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Every floating cast, creation and constant is in one dtype, as `autopar.float64.as_dtype` makes them in graphs.
 
     Models hide casts to float32, whose rounding would be larger than the errors that are looked for.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.dtype = dtype
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -219,7 +219,7 @@ def copied(model: nn.Module, dtype: torch.dtype | None, *, buffers: bool = True)
     for p in model.parameters():
         new = nn.Parameter(in_dtype(p.detach(), dtype).clone(), requires_grad=p.requires_grad)
         for hook in (p._backward_hooks or {}).values():
-            new.register_hook(hook)
+            new.register_hook(hook)  # type: ignore[no-untyped-call]
         memo[id(p)] = new
     for t in [*model.buffers(), *_tensors([vars(m) for m in model.modules()])]:
         if id(t) not in memo:

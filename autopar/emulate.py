@@ -125,7 +125,7 @@ def _step(
     where: list[tuple[int, ...]],
     groups: dict[str, list[Group]],
 ) -> list[Any]:
-    target: Any = node.target
+    target: Any = _OF_VALUES.get(node.target, node.target)
     argument: Any = node.args[0] if node.args else None
     if target is axis_index:
         axis = list(names).index(str(argument))
@@ -146,6 +146,13 @@ def _step(
         except Exception as e:
             raise RuntimeError(f"node {node.name} ({target}) failed on rank {rank}: {e}") from e
     return results
+
+
+_OF_VALUES: dict[Any, Any] = {
+    aten.view.default: aten.reshape.default,
+    aten._unsafe_view.default: aten.reshape.default,
+}
+"""A captured graph has views that were possible on fake tensors, whose strides a kernel's results need not have."""
 
 
 def _all_reduce(node: fx.Node, values: list[torch.Tensor], groups: list[Group]) -> list[torch.Tensor]:

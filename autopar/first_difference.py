@@ -176,7 +176,7 @@ def _difference(
     for argument in tensor_arguments(node) if not _is_move(node) else ():
         source, i = argument.args if argument.target is operator.getitem else (argument, 0)
         if "layouts" in source.meta:  # type: ignore[union-attr]
-            inputs.append(text(source, i, source.meta["layouts"][i]))  # type: ignore[arg-type,index,union-attr]
+            inputs.append(text(source, i, source.meta["layouts"][i]))  # type: ignore[arg-type,union-attr]
     called = f"{_collective(node)}of {original.target}" if _is_move(node) else str(original.target)
     return FirstDifference(
         REWRITING, original.name, called, module_path(original), _line(original), is_backward(node), error,

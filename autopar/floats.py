@@ -13,13 +13,15 @@ import operator
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from autopar.float_operators import FUNCTIONS
 from autopar.tree import Number, Traced
 
 Compute = Callable[[Sequence[float]], Any]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class Watch:
         return made
 
 
-def watched(numbers: Sequence[float], make: Callable[[Watch], Any]) -> Any:
+def watched(numbers: Sequence[float], make: Callable[[Watch], Result]) -> Result:
     """What is made of floats that are inputs; where that fails, of constants."""
     try:
         return make(Watch(numbers))
@@ -116,11 +118,11 @@ class Float(Traced):
     Where Python's result and that of a tensor could differ, as for powers, there is no tensor.
     """
 
-    __slots__ = ("_formula", "_tensor", "_watch")
+    __slots__ = ("_formula", "_watch", "tensor")
     __array_ufunc__ = None  # numpy's operators do not take it for an object
 
     def __init__(self, tensor: torch.Tensor | None, formula: Formula, watch: Watch) -> None:
-        self._tensor, self._formula, self._watch = tensor, formula, watch
+        self.tensor, self._formula, self._watch = tensor, formula, watch
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -131,7 +133,7 @@ class Float(Traced):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """As with a Python float; what has no form with a tensor in its place gets the value."""
         args, kwargs = _exact(args, without_tensor=True), _exact(kwargs or {}, without_tensor=True)
-        with_tensor = _FUNCTIONS.get(function.__name__)
+        with_tensor = FUNCTIONS.get(function.__name__)
         found = NotImplemented if with_tensor is None else with_tensor(function, *args, **kwargs)
         if found is NotImplemented:
             return function(*_exact(args), **_exact(kwargs))
@@ -187,7 +189,7 @@ class Float(Traced):
         return self._ask(f"round to {digits}", lambda v: round(v, digits))
 
     def __neg__(self) -> Float:
-        formula, tensor = self._formula, self._tensor
+        formula, tensor = self._formula, self.tensor
         negative = None if tensor is None else -tensor
         return Float(negative, Formula(f"-({formula})", lambda n: -formula.compute(n)), self._watch)
 
@@ -195,7 +197,7 @@ class Float(Traced):
         return self
 
     def __abs__(self) -> Float:
-        formula, tensor = self._formula, self._tensor
+        formula, tensor = self._formula, self.tensor
         positive = None if tensor is None else tensor.abs()
         return Float(positive, Formula(f"abs({formula})", lambda n: abs(formula.compute(n))), self._watch)
 
@@ -203,7 +205,7 @@ class Float(Traced):
 def _exact(value: Any, *, without_tensor: bool = False) -> Any:
     """Arguments with the values of floats, or of those that have no tensor."""
     if type(value) is Float:
-        return value if without_tensor and value._tensor is not None else float(value)
+        return value if without_tensor and value.tensor is not None else float(value)
     if type(value) in (list, tuple):
         return type(value)(_exact(v, without_tensor=without_tensor) for v in value)
     return {k: _exact(v, without_tensor=without_tensor) for k, v in value.items()} if type(value) is dict else value
@@ -247,7 +249,7 @@ def _binary(name: str, first: Any, second: Any) -> Any:
         return watch.ask(text, compute)
     if name in _DIVISIONS and watch.ask(f"{b} is zero", lambda numbers: b.compute(numbers) == 0):
         raise ZeroDivisionError("float division by zero")
-    left, right = (v._tensor if type(v) is Float else float(v) for v in (first, second))
+    left, right = (v.tensor if type(v) is Float else float(v) for v in (first, second))
     tensor = None
     if name in _EXACT_OPERATORS and left is not None and right is not None:
         tensor = function(left, right)
@@ -284,127 +286,3 @@ def _define(name: str) -> None:
 
 for _name in (*_OPERATORS, *_COMPARISONS):
     _define(_name)
-
-
-# Operators of torch. Each takes what the user gave, of which some is a `Float`, and says NotImplemented to what cannot
-# be shown to be the same with a tensor in its place.
-
-_LOW = (torch.bfloat16, torch.float16)
-_SUMS = ("add", "__add__", "__radd__", "sub", "__sub__", "subtract")
-
-
-def _dtype(*values: Any) -> torch.dtype | None:
-    """What torch promotes tensors to beside a Python float; None: not a floating dtype of the usual ones."""
-    tensors = [v for v in values if isinstance(v, torch.Tensor)]
-    found = (
-        torch.result_type(tensors[0], 1.0) if len(tensors) == 1 else torch.get_default_dtype() if not tensors else None
-    )
-    return found if found in (torch.float32, torch.float64, *_LOW) else None
-
-
-def _as(value: Any, dtype: torch.dtype) -> Any:
-    """A float as a tensor of a dtype; other arguments as they are."""
-    return value._tensor.to(dtype) if type(value) is Float else value
-
-
-def _arithmetic(function: Any, a: Any, b: Any, **options: Any) -> Any:
-    """``add``, ``sub``, ``mul``, ``div``.
-
-    In 16 bits torch computes with the whole float in 32 bits and rounds the result, but sums on a CPU round it before.
-    """
-    dtype = _dtype(a, b)
-    if options or dtype is None or not (isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor)):
-        return NotImplemented
-    if dtype not in _LOW:
-        return function(_as(a, dtype), _as(b, dtype))
-    tensor = a if isinstance(a, torch.Tensor) else b
-    if tensor.device.type == "cpu" and function.__name__ in _SUMS:
-        return function(_as(a, dtype), _as(b, dtype))
-    wide = [v.float() if isinstance(v, torch.Tensor) else _as(v, torch.float32) for v in (a, b)]
-    return function(*wide).to(dtype)
-
-
-def _reversed(function: Any, a: Any, b: Any, **options: Any) -> Any:
-    return _arithmetic(torch.sub, b, a, **options)
-
-
-def _in_place(function: Any, a: Any, b: Any, **options: Any) -> Any:
-    plain = isinstance(a, torch.Tensor) and a.dtype in (torch.float32, torch.float64) and type(b) is Float
-    return function(a, _as(b, a.dtype)) if plain and not options else NotImplemented
-
-
-def _of_tensors(function: Any, a: Any, b: Any, **options: Any) -> Any:
-    """Powers and comparisons."""
-    dtype = _dtype(a, b)
-    if options or dtype in (None, *_LOW) or not (isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor)):
-        return NotImplemented
-    assert dtype is not None
-    if function.__name__ == "pow" and not all(v.is_floating_point() for v in (a, b) if isinstance(v, torch.Tensor)):
-        return NotImplemented
-    return function(_as(a, dtype), _as(b, dtype))
-
-
-def _where(function: Any, condition: Any, a: Any = None, b: Any = None, **options: Any) -> Any:
-    dtype = _dtype(a, b)
-    if options or dtype is None or a is None or b is None or function is torch.Tensor.where:
-        return NotImplemented
-    return function(condition, _as(a, dtype), _as(b, dtype))
-
-
-def _masked_fill(function: Any, x: Any, mask: Any, value: Any) -> Any:
-    return function(x, mask, _as(value, x.dtype)) if x.is_floating_point() else NotImplemented
-
-
-def _clamp(function: Any, x: Any, min: Any = None, max: Any = None) -> Any:
-    if type(x) is Float or x.dtype not in (torch.float32, torch.float64):
-        return NotImplemented
-    bounds = [
-        torch.full((), v, dtype=x.dtype, device=x.device) if isinstance(v, int | float) and type(v) is not Float else v
-        for v in (min, max)
-    ]
-    if any(type(v) is not Float and v is not None and v.dtype != x.dtype for v in bounds):
-        return NotImplemented
-    low, high = (_as(v, x.dtype) for v in bounds)
-    return torch.clamp(x, low, high)
-
-
-def _clamp_min(function: Any, x: Any, min: Any) -> Any:
-    return _clamp(function, x, min=min)
-
-
-def _clamp_max(function: Any, x: Any, max: Any) -> Any:
-    return _clamp(function, x, max=max)
-
-
-def _lerp(function: Any, start: Any, end: Any, weight: Any) -> Any:
-    same = isinstance(end, torch.Tensor) and start.dtype == end.dtype in (torch.float32, torch.float64)
-    return function(start, end, _as(weight, start.dtype)) if same else NotImplemented
-
-
-def _full_like(function: Any, x: Any, value: Any, **options: Any) -> Any:
-    if options or not x.is_floating_point():
-        return NotImplemented
-    return torch.ones_like(x) * _as(value, x.dtype)
-
-
-def _full(function: Any, size: Any, value: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
-    dtype = torch.get_default_dtype() if dtype is None else dtype
-    if options or not dtype.is_floating_point or type(value) is not Float or any(type(n) is Float for n in size):
-        return NotImplemented
-    return torch.ones(size, dtype=dtype, device=device) * value._tensor.to(dtype)
-
-
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide"), _arithmetic),
-    **dict.fromkeys(("__add__", "__radd__", "__sub__", "__mul__", "__rmul__", "__truediv__", "__div__"), _arithmetic),
-    **dict.fromkeys(("rsub", "__rsub__"), _reversed),
-    **dict.fromkeys(("add_", "sub_", "mul_", "div_", "multiply_", "divide_", "subtract_"), _in_place),
-    **dict.fromkeys(("__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "fill_"), _in_place),
-    **dict.fromkeys(("lt", "le", "gt", "ge", "eq", "ne", "less", "greater", "pow", "__pow__"), _of_tensors),
-    **dict.fromkeys(("where",), _where),
-    **dict.fromkeys(("masked_fill", "masked_fill_"), _masked_fill),
-    **dict.fromkeys(("clamp", "clip"), _clamp),
-    "clamp_min": _clamp_min, "clamp_max": _clamp_max, "lerp": _lerp, "lerp_": _lerp, "full_like": _full_like,
-    "full": _full,
-}  # fmt: skip
-"""By the names of torch's functions and methods."""

@@ -81,7 +81,7 @@ def with_required_strides(target: Any, rule: Rule, args: Any, kwargs: Mapping[st
             return value
         return meet(value, waiting.pop(0))
 
-    found, named = fx.node.map_aggregate((tuple(args), dict(kwargs)), met)  # type: ignore[misc]
+    found, named = fx.node.map_aggregate((tuple(args), dict(kwargs)), met)
     return found, named
 
 

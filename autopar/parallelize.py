@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture import Batch, LossFunction
+from autopar.capture.swap import refuse_scripted
 from autopar.cluster import Cluster
 from autopar.compiler import DETERMINISTIC_PASSES, PASSES, program_of, rewrite, solve
 from autopar.cost.memory import parse_bytes
@@ -133,6 +134,7 @@ def _check_arguments(model: nn.Module, inputs: str) -> None:
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to parallelize")
     if inputs not in ("global", "local"):
         raise ValueError(f'inputs={inputs!r}: expected "global" (ranks pass the whole batch) or "local" (their part)')
+    refuse_scripted(model)
     hooked = [n for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
     if hooked:
         raise ValueError(f"parameter {hooked[0]!r} has hooks, which would be lost; register them after parallelize()")

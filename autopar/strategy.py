@@ -104,7 +104,7 @@ class Rule:
             out: nothing), or one for all of them: `ROW_MAJOR`, `LAST` (the last dim's stride is 1), `PAIRS` (so, and
             the rest is even: what is looked at as complex), `MATRIX` (rows or columns are whole) or `ANY`. An argument
             that lies otherwise is copied in front. None: nothing for the rules in ``strategies/``, which the oracle
-            runs on every kind of strides; row-major for all others.
+            runs on every kind of strides; row-major for all others, discovered ones among them.
     """
 
     equation: str
@@ -254,8 +254,8 @@ def required_strides(target: Any, rule: Rule) -> tuple[str, ...]:
     declared = rule.strides
     if declared is None:
         function = find_rule(target)
-        foreign = function is not None and not function.__module__.startswith("autopar.strategies")
-        declared = ROW_MAJOR if foreign else ANY
+        proven = function is not None and function.__module__.startswith("autopar.strategies")
+        declared = ANY if proven else ROW_MAJOR
     if isinstance(declared, str):
         return (declared,) * len(rule.inputs)
     return (*declared, *(ANY,) * len(rule.inputs))[: len(rule.inputs)]

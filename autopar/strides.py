@@ -88,7 +88,8 @@ def other_strides(value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 def permuted(value: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     """The same tensor with its dims in another order in memory."""
-    back = [list(order).index(d) for d in range(value.ndim)]
+    order = list(order)
+    back = [order.index(d) for d in range(value.ndim)]
     return value.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
 
 
@@ -130,7 +131,8 @@ def random_strides(value: torch.Tensor, draw: random.Random) -> torch.Tensor:
 
 def _within(value: torch.Tensor, dim: int, kind: int) -> torch.Tensor:
     """The same tensor as a part of a larger one along a dim, its order of dims kept."""
-    order = sorted(range(value.ndim), key=lambda d: (-value.stride(d), d))
+    strides = value.stride()
+    order = sorted(range(value.ndim), key=lambda d: (-strides[d], d))
     inner = value.permute(order)
     made = (stepped, windowed)[kind](inner, order.index(dim))
     return made.permute([order.index(d) for d in range(value.ndim)])

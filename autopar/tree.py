@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import decimal
 import enum
+import fractions
+import pathlib
+import uuid
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,7 +23,8 @@ from autopar.errors import CaptureError
 
 _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis), enum.Enum, torch.dtype,
-    torch.device, torch.layout, torch.memory_format,
+    torch.device, torch.layout, torch.memory_format, pathlib.PurePath, uuid.UUID, decimal.Decimal, fractions.Fraction,
+    datetime.date, datetime.time, datetime.timedelta,
 )  # fmt: skip
 
 
@@ -159,7 +166,7 @@ class _Visitor:
             return _Sequence(type(v), [self.visit(x, f"{path}[{i}]") for i, x in enumerate(v)], self._others(v, path))
         if isinstance(v, Mapping) and not isinstance(v, UserDict):
             return self._mapping(v, path)
-        if isinstance(v, UserDict) or (dataclasses.is_dataclass(v) and not isinstance(v, type)):
+        if isinstance(v, UserDict | SimpleNamespace) or (dataclasses.is_dataclass(v) and not isinstance(v, type)):
             return _Record(type(v), {}, self._attributes(v, path))
         node = pytree_node(type(v))
         if node is not None:
@@ -169,11 +176,14 @@ class _Visitor:
         raise self._unknown(v, path)
 
     def _mapping(self, v: Mapping[Any, Any], path: str) -> Any:
-        items = dict(v)
-        if dataclasses.is_dataclass(v):  # transformers' ModelOutput, whose items are those fields that are not None
-            items = {f.name: getattr(v, f.name) for f in dataclasses.fields(v)} | items
+        # Of transformers' ModelOutput the items are those fields that are not None.
+        kind: Any = type(v)
+        fields = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+        items = {name: getattr(v, name) for name in fields} | dict(v)
+        if any(isinstance(k, torch.Tensor) for k in items):
+            raise CaptureError(f"{path} has a tensor as a key; take a list of pairs")
         found = {k: self.visit(x, f"{path}[{k!r}]") for k, x in items.items()}
-        others = {} if dataclasses.is_dataclass(v) else self._others(v, path)
+        others = {} if fields else self._others(v, path)
         return _Record(type(v), found, others, getattr(v, "default_factory", None), getattr(v, "__dict__", None) is v)
 
     def _others(self, v: Any, path: str) -> dict[str, Any]:
@@ -195,7 +205,7 @@ class _Visitor:
         return found
 
     def _unknown(self, v: Any, path: str) -> CaptureError:
-        remedy = "return or pass one of those"
+        remedy = "return or pass one of those, or register the class with torch.utils._pytree.register_pytree_node"
         if type(v).__module__ == "numpy":
             remedy = "take torch.from_numpy(...) of it, or its values would become constants of the graph"
         return CaptureError(
@@ -279,13 +289,15 @@ class _Record:
             for key, value in items.items():
                 put(made, key, value)
             return _with_attributes(made, attributes)
+        if issubclass(self.kind, SimpleNamespace):
+            return self.kind(**attributes)
         if issubclass(self.kind, Mapping) and not issubclass(self.kind, UserDict):
             return self.kind(items)  # type: ignore[call-arg]
         return _with_attributes(object.__new__(self.kind), attributes)
 
     def _output(self, items: dict[Any, Any]) -> Any:
         """A `ModelOutput`, whose constructor takes its fields."""
-        fields = {f.name for f in dataclasses.fields(self.kind)}  # type: ignore[arg-type]
+        fields = {f.name for f in dataclasses.fields(self.kind)}
         made = self.kind(**{k: v for k, v in items.items() if k in fields})
         for key, value in items.items():
             if key not in fields:

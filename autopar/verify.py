@@ -365,8 +365,8 @@ def _value(
 ) -> torch.Tensor:
     if spec.kind == "tangent":
         if program.loss is not None:
-            return torch.ones(fake.shape, dtype=fake.dtype)
-        return torch.randn(fake.shape, dtype=torch.float64, generator=generator).to(fake.dtype)
+            return torch.ones(fake.shape, dtype=fake.dtype, device=fake.device)
+        return torch.randn(fake.shape, dtype=torch.float64, generator=generator).to(fake.device, fake.dtype)
     value = tensors[int(spec.name)] if spec.kind == "batch" else named[spec.name]
     if value.device.type == "meta":
         raise VerifyError(

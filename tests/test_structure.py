@@ -15,7 +15,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("layout", "cluster", "blocks", "precision"),
     ("_torch_compat",),
-    ("draw", "accumulate", "host", "tree", "floats", "binding", "outputs"),
+    ("draw", "accumulate", "host", "tree", "floats", "float_operators", "binding", "outputs"),
     ("strategy", "rule_call", "strides", "oracle", "padding_oracle", "random_oracle", "strides_oracle"),
     ("strategies",),
     ("findings", "trial", "isolate", "discover"),

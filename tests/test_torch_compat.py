@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing
+import threading
 from collections.abc import Generator
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,10 +34,12 @@ def test_every_name_has_a_contract() -> None:
         "BoxedCodeGen", "DTensorSpec", "FakeTensor", "FakeTensorMode", "LazyGraphModule", "OpOverload",
         "StridedShard", "TensorMeta",
         "TorchDispatchMode", "TracingContext", "aot_export_joint_with_descriptors", "budget_partition",
-        "checkpoint_replaced", "default_partition", "dtensor_overloads", "get_decompositions", "local_shape_of",
-        "operator_database", "pipeline_runtime", "pytree_node", "reduce_found_inf_over_every_gradient",
+        "checkpoint_replaced", "compiling", "convert_assigned", "default_partition", "dtensor_overloads",
+        "get_decompositions", "interrupt_gloo", "is_traced", "local_shape_of", "operator_database", "pipeline_runtime",
+        "put_around_collectives", "pytree_node", "reduce_found_inf_over_every_gradient",
         "refuse_items_of_unreduced", "selective_policy", "set_group_timeout",
-        "storage_id", "torch_schedule", "traced_graph", "tracing",
+        "storage_id", "torch_schedule", "traced_graph", "traced_node", "traced_root", "tracing", "without_modes",
+        "without_ordered_effects",
     }  # fmt: skip
     assert set(compat.__all__) == tested
 
@@ -297,24 +301,102 @@ def test_group_timeout(fake_group: object) -> None:
     assert callable(compat.set_group_timeout)
 
 
-def test_overflow_is_looked_for_in_gradients_of_every_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's handler is there, takes gradients of one layout, and is put inside ours once."""
-    unscale = aten._amp_foreach_non_finite_check_and_unscale_.default
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    assert callable(handlers[unscale])
-    calls: list[tuple[list[str], float]] = []
+def _wait_in_vain(rank: int, store: str, ended: Any) -> None:
+    """Wait for a message that nobody sends, in two ways, until another thread ends the wait."""
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(store, 2))
+    group = dist.group.WORLD
+    dist.barrier()
+    if rank == 0:
+        threading.Timer(0.5, compat.interrupt_gloo, (group,)).start()
+        with pytest.raises(RuntimeError):
+            dist.recv(torch.empty(1), src=1)
+        with pytest.raises(RuntimeError):  # and none is waited for again
+            dist.all_reduce(torch.ones(1))
+        ended.put(True)
+    else:
+        ended.get(timeout=60)
 
-    def one_layout(call: object, args: tuple[list[SimpleNamespace], float], kwargs: dict[str, object]) -> None:
-        assert len({g.placements for g in args[0]}) == 1
-        calls.append(([g.name for g in args[0]], args[1]))
 
-    monkeypatch.setitem(handlers, unscale, one_layout)
+@pytest.mark.distributed
+def test_waits_of_gloo_end(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ended, one = context.Queue(), str(tmp_path / "store")
+    processes = [context.Process(target=_wait_in_vain, args=(r, one, ended), daemon=True) for r in range(2)]
+    for process in processes:
+        process.start()
+    try:
+        processes[1].join(120)
+        assert processes[1].exitcode == 0
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def test_what_is_put_around_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits of DTensors and of checkpoints go through these names, which torch looks up when it calls them."""
+    from torch.distributed import _functional_collectives as functional
+    from torch.distributed.checkpoint.utils import _DistWrapper
+
+    own = ("gather_object", "scatter_object", "broadcast_object", "all_gather_object", "barrier")
+    for owner, name in [(functional, "wait_tensor"), *((_DistWrapper, name) for name in own)]:
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, getattr(original, "__wrapped__", original))
+    entered: list[str] = []
+
+    @contextlib.contextmanager
+    def around(what: str) -> Generator[None]:
+        entered.append(what)
+        yield
+
     for _ in range(2):
-        compat.reduce_found_inf_over_every_gradient()
-    layouts = {"a": Shard(0), "b": Replicate(), "c": Shard(0)}
-    gradients = [SimpleNamespace(name=n, device_mesh="mesh", placements=(p,)) for n, p in layouts.items()]
-    handlers[unscale](unscale, (gradients, 0.5), {})
-    assert calls == [(["a", "c"], 0.5), (["b"], 0.5)]
+        compat.put_around_collectives(around)
+    waited = functional.AsyncCollectiveTensor(torch.ones(2)) + 1
+    assert float(waited.sum()) == 4 and entered == ["an operator of DTensors"]
+    alone = _DistWrapper(None, False, 0)
+    assert alone.all_reduce("a step", lambda: 2, sum) == 2
+    assert entered[1:] == ["torch.distributed.checkpoint"] * 2
+
+
+def test_overflow_is_looked_for_in_gradients_of_every_layout(fake_group: object) -> None:
+    """Torch lets a handler take the place of its own, which reduces over the axes that split the first gradient."""
+    unscale = aten._amp_foreach_non_finite_check_and_unscale_.default
+    assert callable(DTensor._op_dispatcher._custom_op_handlers[unscale])
+    compat.reduce_found_inf_over_every_gradient()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+    gradients = [DTensor.from_local(torch.ones(2), mesh, [p], run_check=False) for p in (Replicate(), Shard(0))]
+    for value, expected in ((4.0, 0.0), (float("inf"), 1.0)):
+        gradients[1].to_local().fill_(value)
+        found = torch.zeros(1)
+        unscale(gradients, found, torch.full((1,), 0.5))
+        assert float(found) == expected
+    assert gradients[0].to_local().tolist() == [0.25, 0.25]
+
+
+def test_what_is_assigned_to_a_dtensor_is_converted(fake_group: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Properties of a class of Python come before those of the class of tensors; others stay as torch's."""
+    for name in ("data", "grad"):  # whatever has been put there before is back afterwards
+        monkeypatch.setattr(DTensor, name, getattr(DTensor, name))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+
+    def parameter(value: float) -> nn.Parameter:
+        return nn.Parameter(DTensor.from_local(torch.full((2, 2), value), mesh, [Shard(0)], run_check=False))
+
+    ours, other = parameter(0.0), parameter(0.0)
+
+    def convert(tensor: object, value: torch.Tensor, what: str) -> torch.Tensor | None:
+        return parameter(float(value[0, 0]) + len(what)).detach() if tensor is ours else None
+
+    compat.convert_assigned(convert)
+    ours.data = torch.ones(4, 2)
+    assert float(ours.to_local()[0, 0]) == 5
+    ours.grad = torch.ones(4, 2)
+    assert isinstance(ours.grad, DTensor)
+    assert float(ours.grad.to_local()[0, 0]) == 5
+    ours.grad = None
+    assert ours.grad is None
+    other.data, other.grad = parameter(2.0).detach(), parameter(3.0).detach()
+    assert float(other.grad.to_local()[0, 0]) == 3
+    assert float(other.to_local()[0, 0]) == 0  # torch's: what `convert_assigned` is for
 
 
 def test_items_of_what_is_not_reduced_are_refused(fake_group: object) -> None:

@@ -22,7 +22,7 @@ from autopar import binding, floats
 from autopar._torch_compat import FakeTensorMode, aot_export_joint_with_descriptors, compiling
 from autopar.capture.harness import Harness, LossFunction
 from autopar.capture.origins import record_origins
-from autopar.capture.swap import swapped
+from autopar.capture.swap import refuse_scripted, swapped
 from autopar.capture.writes import Record, Replay
 from autopar.decompose import decompositions
 from autopar.errors import CaptureError
@@ -63,6 +63,7 @@ def capture(
     if not any(True for _ in model.parameters()):
         raise CaptureError(f"{type(model).__name__} has no parameters: there is nothing to parallelize")
     tensors, arguments = binding.flatten(model, batch)
+    refuse_scripted(model)
     wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (*model.parameters(), *tensors))
     training = wants_gradient if training is None else training
     asked = _Asked(model, tensors, arguments, loss_fn, loss, training, compute)

@@ -78,6 +78,8 @@ class Harness(nn.Module):
         self.seen = Seen()
         self.record, self.tracked, self.promoted = record, tracked, promoted
         self.aliases, self.references = aliases_of(model), references
+        self.parameter_names = {name for name, _ in model.named_parameters()}
+        self.tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
         """Shared ones under one name always: the tracer would take them for several tensors."""
@@ -97,18 +99,22 @@ class Harness(nn.Module):
         if self.record is None:
             return self._results(self._call(given), None)
         self.record.put_back()
+        for table, before in self.tables:  # of an earlier call; those that are there have been put in place
+            for name in [n for n in table if before.get(n) is None]:
+                table.pop(name)
+            table.update({n: None for n, b in before.items() if b is None})
         for name, first in self.aliases.items():
             _put_tensor(self.model, name, _get_tensor(self.model, first))
         if self.tracked and self.seen.numbers is not None:
             self.record.track(self.seen.numbers)
-        before = dict(self.model.named_buffers(remove_duplicate=False))
+        known = dict(self.model.named_buffers(remove_duplicate=False))
         origins = Origins(self)
         hooks, intercepts = Hooks(self.model), Intercepts()
         with self._traced(origins, hooks, intercepts):
             output = without_python_draws(lambda: self._call(given))
         if self.seen.numbers is None:
             self.seen.numbers = self.record.numbers()
-        return self._results(output, lambda found: self._add_state(found, before, origins.lines, hooks, intercepts))
+        return self._results(output, lambda found: self._add_state(found, known, origins.lines, hooks, intercepts))
 
     @contextlib.contextmanager
     def _traced(self, origins: Origins, hooks: Hooks, intercepts: Intercepts) -> Iterator[None]:
@@ -173,6 +179,15 @@ class Harness(nn.Module):
                 self.seen.writes.append(Write(path, (("attr", attribute),), value))
             else:
                 assigned[name] = new.clone()
+        for name, new in self.model.named_buffers(remove_duplicate=False):
+            if name not in before:  # registered as None, or in forward
+                path, _, attribute = name.rpartition(".")
+                self.seen.writes.append(Write(path, (("attr", attribute),), leaf(new)))
+        made = {name for name, _ in self.model.named_parameters()} - self.parameter_names
+        if made:
+            raise CaptureError(
+                f"the model makes parameter {min(made)!r} in forward: call the model once before parallelize()"
+            )
         self.seen.assigned = dict(enumerate(assigned, len(results)))
         results += assigned.values()
 
@@ -238,7 +253,7 @@ def _same_numpy(a: Any, b: Any) -> bool:
 def _drawing_line(call: Callable[[], Any]) -> str:
     """Where in the user's code a call draws first, found by running it once more."""
     found: list[str] = []
-    skipped = tuple(str(File(m.__file__ or "").parent) for m in (random, torch, np)) + (str(File(__file__).parent), "<")
+    skipped = (*(str(File(m.__file__ or "").parent) for m in (random, torch, np)), str(File(__file__).parent), "<")
     state = [random.getstate(), np.random.get_state()]
 
     def watch(frame: Any, event: str, argument: Any) -> Any:

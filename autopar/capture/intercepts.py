@@ -146,8 +146,9 @@ def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], 
     taken = pred.reshape(())
     made = []
     for function, own in ((true_fn, taken), (false_fn, ~taken)):
-        masked = pytree.tree_map_only(torch.Tensor, lambda t, own=own: _mask(t, own), tuple(operands))
-        made.append(pytree.tree_flatten(function(*masked)))
+        given, spec = pytree.tree_flatten(tuple(operands))
+        masked = [_mask(value, own) if isinstance(value, torch.Tensor) else value for value in given]
+        made.append(pytree.tree_flatten(function(*pytree.tree_unflatten(masked, spec))))
     (ones, spec), (others, _) = made
     chosen = [torch.where(taken, a, b) if isinstance(a, torch.Tensor) else a for a, b in zip(ones, others, strict=True)]
     return pytree.tree_unflatten(chosen, spec)

@@ -179,12 +179,14 @@ class Slots:
         return found
 
     def _of(self, path: str, module: nn.Module, constants: bool) -> dict[Path, Any]:
-        values = (*vars(module).values(), *(v for name in HOOKS for v in getattr(module, name).values()))
+        buffers = tuple((n, None if b is None else (b.shape, b.dtype)) for n, b in module._buffers.items())
+        values = (*vars(module).values(), *(v for name in HOOKS for v in getattr(module, name).values()), *buffers)
         known = self._known.get(path)
         if known is not None and _same(known.values, values) and all(_same(c, _contents(v)) for v, c in known.inner):
             return known.described
         inputs = () if constants else promoted(module)
         described: dict[Path, Any] = {(("attr", "training"),): module.training}
+        described.update({(("attr", name),): ("buffer", kind) for name, kind in buffers})
         inner: list[tuple[Any, tuple[Any, ...]]] = []
         seen: set[int] = set()
         for name, value in own_attributes(module).items():

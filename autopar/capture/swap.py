@@ -14,11 +14,26 @@ import torch
 from torch import nn
 
 from autopar.capture.slots import DEEPEST, Step, children, own_attributes, promoted
+from autopar.errors import CaptureError
 
 Reference = tuple[Any, Step, torch.Tensor, str]
 """A container and what in it is which parameter or buffer, with its name."""
 
 Fake = Callable[[torch.Tensor, torch.dtype | None], torch.Tensor]
+
+
+def refuse_scripted(model: nn.Module) -> None:
+    """Scripted modules are no Python that can be traced.
+
+    Raises:
+        CaptureError: there is one; names it.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"module {name or type(model).__name__!r} is scripted (torch.jit.script or trace), which cannot be "
+                "traced; use the module that was scripted"
+            )
 
 
 @contextmanager

@@ -81,6 +81,7 @@ def check_first(
     _, rows = data_layout(found.program, found.plan)
 
     def check() -> str:
+        assert settings.require_equal is not None
         with _plain(model, state):
             if room.rows == rows:
                 return settings.require_equal(model, request.skeleton.fill(list(batch)), found.plan)
@@ -107,6 +108,7 @@ def _on_fewer(
     placements: Mapping[str, Placements],
 ) -> str:
     """The check on the first rows of a batch, of a plan for such a batch with the same parameter layouts."""
+    assert settings.require_equal is not None
     cut = [t[:fewer] if t.ndim and t.shape[0] == rows else t for t in batch]
     shapes = tuple((tuple(t.shape), t.dtype) for t in cut)
     smaller = request.skeleton.fill(cut)

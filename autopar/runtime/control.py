@@ -116,39 +116,43 @@ class Control:
 
     @contextmanager
     def during(
-        self, what: str, *, everyone: bool = False, locate: Callable[[BaseException], str] = lambda _: ""
+        self,
+        what: str,
+        *,
+        everyone: bool = False,
+        in_step: bool = True,
+        locate: Callable[[BaseException], str] = lambda _: "",
     ) -> Iterator[None]:
         """Within, this rank may wait for others.
 
         Args:
             what: it does.
             everyone: whether that needs every rank.
+            in_step: whether this rank is out of step with the others if it alone fails at it.
             locate: says which collective an error comes from.
 
         Raises:
             RankError: in place of the error of a collective.
         """
         self._check(what)
-        before, start = self.watch.position, time.monotonic()
-        self.watch.position = Position(what, start, True, everyone)
+        start = time.monotonic()
+        watch, before = self.watch, self.watch.enter(Position(what, start, True, everyone))
         try:
             yield
         except RankError as e:
             self._stop(str(e))
             raise
-        except (RuntimeError, pickle.PickleError, EOFError) as e:
-            if isinstance(e, RuntimeError) and not (self.broken or self.watch.gone() or is_of_collective(e)):
-                self.watch.fail(f"{what}, {type(e).__name__}", f"{what}: {type(e).__name__}: {e}")
+        except Exception as e:
+            of_others = self.broken or self.watch.gone() or is_of_collective(e)
+            if not isinstance(e, RuntimeError | pickle.PickleError | EOFError) or not of_others:
+                if in_step:
+                    self.watch.fail(f"{what}, {type(e).__name__}", f"{what}: {type(e).__name__}: {e}")
                 raise
             error = RankError(self._explanation(what + locate(e), e, time.monotonic() - start))
             self._stop(str(error))
             raise error from e
-        except Exception as e:
-            self.watch.fail(f"{what}, {type(e).__name__}", f"{what}: {type(e).__name__}: {e}")
-            raise
         finally:
-            inside = before.inside
-            self.watch.position = before if inside else Position(what, time.monotonic(), False)
+            watch.leave(before)
 
     def failures(self) -> str:
         """What this rank has failed at, which must have happened to all: else they are out of step."""
@@ -161,7 +165,7 @@ class Control:
             interrupt_gloo(group)
 
     def _check(self, what: str) -> None:
-        if self.watch.position.inside:
+        if self.watch.is_inside:
             return
         gone = self.watch.gone()
         if self.broken or any(news.kind == DIED for news in gone.values()):
@@ -218,8 +222,10 @@ def gather_objects(value: T, group: ProcessGroup) -> list[T]:
 
 
 def is_of_collective(error: BaseException) -> bool:
-    """Whether an error is one of a collective that failed."""
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in _OF_COLLECTIVES)
+    """Whether an error is one of a collective that failed, or came with another message than was expected."""
+    return isinstance(error, dist.DistError | pickle.PickleError | EOFError) or any(
+        word in str(error) for word in _OF_COLLECTIVES
+    )
 
 
 def first_line(error: BaseException) -> str:
@@ -251,5 +257,5 @@ def during_any(what: str) -> Iterator[None]:
     if not alive:
         yield
         return
-    with max(alive, key=lambda c: c.size).during(what):
+    with max(alive, key=lambda c: c.size).during(what, in_step=False):
         yield

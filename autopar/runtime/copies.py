@@ -90,7 +90,7 @@ def _plain(module: ParallelModule, *, keep: bool) -> Iterator[None]:
     types, made = module._types(), {}
     for name, parameter in module.named_parameters():
         known = types.get(name)
-        whole = full_tensor(on_all_stages(parameter, *known, module._place) if known else parameter)
+        whole = full_tensor(on_all_stages(parameter, known[0], known[1], module._place) if known else parameter)
         if keep:
             made[id(parameter)] = nn.Parameter(whole.cpu(), parameter.requires_grad)
     tables = [m._parameters for m in module.modules()] if keep else []

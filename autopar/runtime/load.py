@@ -55,7 +55,7 @@ def load_full(
     if missing or unexpected:
         raise AutoparError(
             f"the state dict does not fit: missing {_some(missing)}, unexpected {_some(unexpected)}; "
-            "it must have the names of the original model's state_dict(), tied ones included"
+            "it must have the names of the original model's state_dict(), of tied parameters at least one"
         )
     if wrong:
         n = wrong[0]

@@ -249,7 +249,7 @@ class ParallelModule(nn.Module):
             AutoparError: names are missing or unexpected, or a shape differs; nothing is changed then.
         """
         own = dict(nn.Module.state_dict(_Unhooked(self), keep_vars=True))
-        with self._place.during("load_full_state_dict()"):
+        with self._place.during("load_full_state_dict()", in_step=False):
             load_full(self, own, state, self._place, self._types())
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
@@ -411,8 +411,8 @@ class ParallelModule(nn.Module):
 
     def _key(self, request: Request) -> Any:
         device = self._place.device.type
-        modes = tuple(m.training for m in self.modules())
-        parameters = tuple((p.requires_grad, p.dtype, p.shape) for p in self.parameters())
+        modes = tuple((type(m), m.training) for m in self.modules())  # which may have been replaced
+        parameters = tuple((n, p.requires_grad, p.dtype, p.shape) for n, p in self.named_parameters())
         autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         layouts = tuple(sorted((i, str(p)) for i, p in request.layouts.items()))
         required = parameters, request.differentiable
@@ -535,7 +535,7 @@ class _Unhooked(nn.Module):
 
 def _save_hook(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     assert isinstance(module, ParallelModule)
-    with module._place.during("state_dict()"):
+    with module._place.during("state_dict()", in_step=False):
         for name, value in list(state.items()):
             if name.startswith(prefix) and isinstance(value, DTensor):
                 state[name] = savable(value, module._types().get(name.removeprefix(prefix)), module._place)
@@ -543,5 +543,5 @@ def _save_hook(module: nn.Module, state: dict[str, Any], prefix: str, metadata: 
 
 def _load_hook(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     assert isinstance(module, ParallelModule)
-    with module._place.during("load_state_dict()"):
+    with module._place.during("load_state_dict()", in_step=False):
         prepare_load(module, state, prefix, module._place, module._types())

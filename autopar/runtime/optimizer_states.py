@@ -18,6 +18,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar.runtime.stored import Stored, stored_as
 
+_SCALARS = ("step", "mu_product", "eta", "mu")
+"""State of torch's optimizers that is a plain scalar, of whatever parameter."""
+
 _installed: list[Any] = []
 
 
@@ -37,7 +40,7 @@ def lay_out_state(optimizer: Optimizer) -> None:
 
 def _lay_out(parameter: torch.Tensor, state: dict[str, Any], stored: Stored) -> None:
     for name, value in state.items():
-        if isinstance(value, torch.Tensor) and value.ndim and value.shape == parameter.shape:
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape and (value.ndim or name not in _SCALARS):
             with torch.no_grad():
                 state[name] = stored.part(value)
 

@@ -126,17 +126,20 @@ class Place:
         if self.control is not None:
             self.control.meet(Point(what, details))
 
-    def during(self, what: str, locate: Callable[[BaseException], str] = lambda _: "") -> AbstractContextManager[None]:
+    def during(
+        self, what: str, locate: Callable[[BaseException], str] = lambda _: "", *, in_step: bool = True
+    ) -> AbstractContextManager[None]:
         """In place of the error of a collective within, which fails where another rank is gone, one that says so.
 
         Args:
             what: is done.
             locate: says which collective an error comes from.
+            in_step: whether this rank is out of step with the others if it alone fails at it.
 
         Raises:
             RankError: some rank does not answer.
         """
-        return nullcontext() if self.control is None else self.control.during(what, locate=locate)
+        return nullcontext() if self.control is None else self.control.during(what, in_step=in_step, locate=locate)
 
 
 def portable(error: Exception) -> Exception:

@@ -17,12 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch_compat import convert_assigned
 from autopar.errors import AutoparError
-from autopar.layout import Layout, TensorType
+from autopar.layout import Layout, TensorType, replicated
 from autopar.runtime.boundary import (
     Placements,
     full_tensor,
     in_layout,
     of_layout,
+    plain_type,
     stored_block,
     to_local,
     to_placements,
@@ -115,8 +116,8 @@ def load_into(module: nn.Module, state: dict[str, Any], prefix: str, metadata: d
     for name, parameter in module._parameters.items():
         value = state.get(prefix + name)
         stored = None if parameter is None else stored_as(parameter)
-        if parameter is None or stored is None or not _fits(value, parameter):
-            continue
+        if parameter is None or stored is None or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+            continue  # torch reports what is missing or of another shape
         with torch.no_grad():
             if not _is_alias(value, parameter):
                 _take(parameter, stored.part(value.detach()))
@@ -124,11 +125,6 @@ def load_into(module: nn.Module, state: dict[str, Any], prefix: str, metadata: d
             state[prefix + name] = nn.Parameter(taken, parameter.requires_grad) if assign else taken
         if assign:
             mark(state[prefix + name], stored.type, stored.layout, stored.place)
-
-
-def _fits(value: Any, parameter: torch.Tensor) -> bool:
-    """Torch reports what is missing or of another shape."""
-    return isinstance(value, torch.Tensor) and tuple(value.shape) == tuple(parameter.shape)
 
 
 def _is_alias(value: torch.Tensor, parameter: torch.Tensor) -> bool:
@@ -157,8 +153,9 @@ def refuse_strangers(model: nn.Module, place: Place, known: Callable[[str], tupl
         stored, own = stored_as(parameter), known(name)
         if stored is not None and (own is None or tuple(parameter.shape) == own[0].stored_shape):
             continue
-        if stored is None and own is not None and Stored(*own, place).holds(parameter):
-            mark(parameter, *own, place)  # made of one that was there
+        whole = (plain_type(parameter.shape, parameter.dtype), replicated(len(place.axes)))
+        if stored is None and Stored(*(own or whole), place).holds(parameter):
+            mark(parameter, *(own or whole), place)  # made of one that was there, as `module.half()` does
             continue
         kind = "as a plain tensor" if not isinstance(parameter, DTensor) else f"of shape {list(parameter.shape)}"
         raise AutoparError(

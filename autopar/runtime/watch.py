@@ -77,7 +77,7 @@ class Watch:
     Attributes:
         news: of other ranks.
         own: what this rank failed at, which the others know.
-        position: where this rank is.
+        position: where this rank is, or was last.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class Watch:
         """
         self.rank, self.news, self.own = rank, dict[int, News](), list[str]()
         self.position = Position("the start", time.monotonic(), False)
+        self._inside: dict[int, Position] = {}  # by thread: checkpoints may be saved in one of their own
         self._answers: dict[int, str] = {}
         self._changed = threading.Condition()
         self._connection, self._interrupt, self._relay = connection, interrupt, relay
@@ -104,7 +105,7 @@ class Watch:
         if connection is not None:
             threading.Thread(target=self._listen, name="autopar-watch", daemon=True).start()
             multiprocessing.util.Finalize(None, _weakly(self, Watch.close), exitpriority=100)
-            os.register_at_fork(after_in_child=_weakly(self, Watch.leave))
+            os.register_at_fork(after_in_child=_weakly(self, Watch.forget))
 
     def close(self) -> None:
         """Say that this process ends by itself."""
@@ -113,7 +114,7 @@ class Watch:
         if self._relay is not None:
             self._relay.said.wait(1.0)  # which ends with this process
 
-    def leave(self) -> None:
+    def forget(self) -> None:
         """In a forked process, which must not keep the connection open when its parent dies."""
         if self._connection is not None:
             os.close(self._connection.detach())
@@ -123,6 +124,24 @@ class Watch:
         """Say that this rank failed in the middle of a step, which the others may wait in."""
         self.own.append(key)
         self._say({FAILED: text[:2000], "key": key})
+
+    def enter(self, position: Position) -> Position | None:
+        """This thread may wait for others from now on; where it was before, to be given to `leave`."""
+        before = self._inside.get(threading.get_ident())
+        self._inside[threading.get_ident()] = self.position = position
+        return before
+
+    def leave(self, before: Position | None) -> None:
+        """It no longer does, or goes on with what it was at."""
+        own = self._inside.pop(threading.get_ident())
+        if before is not None:
+            self._inside[threading.get_ident()] = before
+        self.position = before or Position(own.what, time.monotonic(), False)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread is at something."""
+        return threading.get_ident() in self._inside
 
     def gone(self) -> dict[int, News]:
         """Ranks that will make no further call."""
@@ -196,16 +215,16 @@ class Watch:
 
     def _end_waits(self) -> None:
         """End a wait that is in vain."""
-        position, now = self.position, time.monotonic()
-        if not position.inside:
-            return
+        if any(self._in_vain(position) for position in list(self._inside.values())):
+            self._interrupt()
+
+    def _in_vain(self, position: Position) -> bool:
         for news in self.bad().values():
-            if now - max(news.at, position.since) < PATIENCE[news.kind]:
-                continue
             if news.kind == ENDED and not position.everyone:
                 continue  # it may have given all that is needed; where it has not, its connections tell
-            self._interrupt()
-            return
+            if time.monotonic() - max(news.at, position.since) >= PATIENCE[news.kind]:
+                return True
+        return False
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class Complex(nn.Module):
         self.f = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.f(x).transpose(1, 2).unflatten(-1, (-1, 2)).clone()
+        h = self.f(x).transpose(1, 2).unflatten(-1, (-1, 2)).contiguous()
         return torch.view_as_real(torch.view_as_complex(h).exp()).square().mean()
 
 

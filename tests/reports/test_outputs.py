@@ -8,6 +8,8 @@ import logging
 import re
 from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -121,6 +123,20 @@ def test_the_loss_by_index_path_and_attribute(loss: Any, make: Any, read: Any) -
     compare(plain, model, read, x)
 
 
+@pytest.mark.parametrize("which", ["parameter", "batch"])
+def test_what_goes_in_comes_out(which: str) -> None:
+    """A parameter is one of the scalars, and what is returned is of the batch."""
+
+    class Returns(Several):
+        def forward(self, x: torch.Tensor) -> Any:
+            out = super().forward(x)
+            return out | ({"given": self.logit_scale} if which == "parameter" else {"given": x, "view": x[:2]})
+
+    plain, model = pair(Returns())
+    compare(plain, model, lambda out: out["losses"]["fit"] * (2 + out["given"].sum()), x)
+    same(dict(model(x))["given"].detach(), dict(plain(x))["given"].detach())
+
+
 def test_one_tensor_twice_is_one_loss() -> None:
     plain, model = pair(Several(lambda f: (f["losses"]["fit"], {"loss": f["losses"]["fit"], "h": f["h"]})))
     compare(plain, model, lambda out: out[0] + 2 * out[1]["loss"], x)
@@ -189,6 +205,8 @@ def test_microbatches_need_one_loss() -> None:
         pair(Several(), search=search)[1](x)
     plain, model = pair(Several(), search=search, loss="losses.fit")
     compare(plain, model, lambda out: out["losses"]["fit"], x)
+    with pytest.raises(InfeasibleError, match="would need one loss, and 3 scalars carry gradients: name it, loss="):
+        pair(Several(), memory=100)[1](x)
     assert model.plan.microbatches == 2
     torch.testing.assert_close(model(x)["losses"]["small"], plain(x)["losses"]["small"])
 
@@ -361,10 +379,12 @@ STRUCTURES: dict[str, Any] = {
     "attributes": lambda h: Attributes(a=h),
     "list": rows,
     "user": lambda h: UserDict(a=h),
+    "namespace": lambda h: SimpleNamespace(a=h, b=[h * 2]),
     "sizes": lambda h: {"t": h, "s": torch.Size([2, 3]), "max": h.max(0)},
     "constants": lambda h: {
         "t": h, "e": Color.RED, "s": "text", "b": b"x", "z": 1j, "set": {1, "a"}, "f": frozenset({2}),
         "n": np.float32(2), "none": None, "dtype": torch.float16, "slice": slice(1, 2), "range": range(3), "bool": True,
+        "path": Path("a"),
     },
 }  # fmt: skip
 
@@ -404,7 +424,7 @@ def same(a: Any, b: Any) -> None:
         for v, w in zip(a, b, strict=True):
             same(v, w)
         assert getattr(a, "note", None) == getattr(b, "note", None)
-    elif isinstance(a, Registered | Frozen):
+    elif isinstance(a, Registered | Frozen | SimpleNamespace):
         for name in vars(a):
             same(getattr(a, name), getattr(b, name))
     else:
@@ -430,6 +450,7 @@ def test_structures_go_in_and_come_out(name: str) -> None:
     ("value", "text"),
     [
         ({"a": [np.zeros(3)]}, r"batch\['given'\]\['a'\]\[0\] is a ndarray.*torch.from_numpy"),
+        ({x: 1}, r"batch\['given'\] has a tensor as a key"),
         ({"a": {torch.ones(1)}}, r"batch\['given'\]\['a'\] is a set that holds tensors.*list or a dict"),
         ([x.to_sparse()], r"batch\['given'\]\[0\] is a sparse_coo tensor.*to_dense"),
         ([object()], r"batch\['given'\]\[0\] is a object.*pass one of those"),

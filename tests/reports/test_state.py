@@ -1,0 +1,269 @@
+"""What a model keeps and changes by itself: buffers, parameters, Python attributes, over several calls, as in eager."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from autopar import parallelize, verify
+from autopar.errors import CaptureError
+
+D = torch.float64
+BOUND = 1e-12
+
+
+class Inner(nn.Module):
+    """Buffers that are assigned and written through ``.data``, a plain tensor, numbers and a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(4, 4, dtype=D)
+        self.register_buffer("center", torch.zeros(4, dtype=D))
+        self.register_buffer("scale", torch.ones(4, dtype=D))
+        self.ema = torch.zeros(4, dtype=D)
+        self.calls, self.average, self.seen = 0, 0.0, []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.f(x)
+        self.center = 0.9 * self.center + h.detach().mean(0)
+        self.scale.data.mul_(0.5).add_(h.detach().abs().mean(0))
+        self.ema.mul_(0.9).add_(h.detach().mean(0))
+        self.calls += 1
+        self.average = 0.5 * self.average + 1
+        self.seen.append(h.detach().mean())
+        return (h - self.center) / (1 + self.scale) + self.ema
+
+
+class Stateful(nn.Module):
+    """Also a momentum encoder, an auxiliary loss, and settings that are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.f, self.inner = nn.Linear(4, 4, dtype=D), Inner()
+        self.slow = nn.Linear(4, 4, dtype=D).requires_grad_(False)
+        self.beta, self.options, self.auxiliary = 1.0, {"double": True}, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for slow, fast in zip(self.slow.parameters(), self.f.parameters(), strict=True):
+                slow.mul_(0.9).add_(fast, alpha=0.1)
+            self.slow.bias.data = self.slow.bias.data * 0.5
+        h = self.inner(self.f(x)) + self.slow(x)
+        self.auxiliary = h.square().mean() * self.beta
+        return (h * 2 if self.options["double"] else h).square().mean()
+
+
+def inputs(seed: int) -> torch.Tensor:
+    return torch.randn(6, 4, dtype=D, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_same(model: nn.Module, plain: nn.Module) -> None:
+    for table in ("named_parameters", "named_buffers"):
+        for (name, a), (_, b) in zip(getattr(model, table)(), getattr(plain, table)(), strict=True):
+            torch.testing.assert_close(a, b, rtol=BOUND, atol=BOUND, msg=name)
+            assert (a.grad is None) == (b.grad is None), name
+            if b.grad is not None:
+                torch.testing.assert_close(a.grad, b.grad, rtol=BOUND, atol=BOUND, msg=name)
+
+
+def test_state_over_several_calls() -> None:
+    """Settings change between calls, on the model and on the returned module; the loop adds the auxiliary loss."""
+    plain = Stateful()
+    model = parallelize(copy.deepcopy(plain), None)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    for step in range(5):
+        for m, optimizer in zip((model, plain), optimizers, strict=True):
+            if step == 2:
+                m.beta = 2.0
+            if step == 3:
+                m.options["double"] = False
+            optimizer.zero_grad()
+            loss = m(inputs(step)) + m.auxiliary
+            loss.backward()
+            optimizer.step()
+        assert_same(model, plain)
+        for name in ("calls", "average"):
+            assert getattr(model.inner, name) == getattr(plain.inner, name)
+        torch.testing.assert_close(torch.stack(model.inner.seen), torch.stack(plain.inner.seen))
+        torch.testing.assert_close(model.inner.ema, plain.inner.ema)
+
+
+def test_verify_compares_what_calls_leave() -> None:
+    report = verify(Stateful(), (inputs(0),), {"a": 2}, plan="random", seed=1)
+    assert report.max_error < BOUND
+    assert {"attribute auxiliary", "attribute inner.calls", "buffer inner.center", "parameter slow.bias"} <= {
+        *report.errors
+    }
+
+
+class Reading(nn.Module):
+    """A function of the model and the input."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], **attributes: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.f = nn.Linear(4, 4, dtype=D)
+        self.function = function
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self, x).square().mean()
+
+
+class Settings:
+    """Plain data."""
+
+    def __init__(self) -> None:
+        self.power, self.names = 2, ["a"]
+
+
+factor = 1.5
+
+CHANGES: dict[str, tuple[nn.Module, Callable[[Any], object]]] = {
+    "number": (Reading(lambda m, x: m.f(x) * m.beta, beta=1.0), lambda m: setattr(m, "beta", 3.0)),
+    "flag": (Reading(lambda m, x: m.f(x) * (2 if m.flag else 3), flag=True), lambda m: setattr(m, "flag", False)),
+    "object": (Reading(lambda m, x: m.f(x) ** m.s.power, s=Settings()), lambda m: setattr(m.s, "power", 3)),
+    "list": (Reading(lambda m, x: m.f(x) * len(m.s.names), s=Settings()), lambda m: m.s.names.append("b")),
+    "tensor": (Reading(lambda m, x: m.f(x) + m.t, t=torch.ones(4, dtype=D)), lambda m: m.t.mul_(3)),
+    "new tensor": (
+        Reading(lambda m, x: m.f(x) + m.t, t=torch.ones(4, dtype=D)),
+        lambda m: setattr(m, "t", torch.zeros(4, dtype=D)),
+    ),
+    "module's setting": (
+        Reading(lambda m, x: m.d(m.f(x)), d=nn.LeakyReLU(0.1)),
+        lambda m: setattr(m.d, "negative_slope", 0.7),
+    ),
+    "momentum": (
+        Reading(lambda m, x: m.b(m.f(x)), b=nn.BatchNorm1d(4, dtype=D)),
+        lambda m: setattr(m.b, "momentum", 0.9),
+    ),
+    "method": (Reading(lambda m, x: m.f(x)), lambda m: setattr(m, "function", lambda m, x: m.f(x) * 2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_seen(name: str) -> None:
+    original, change = CHANGES[name]
+    plain, model = copy.deepcopy(original), parallelize(copy.deepcopy(original), None)
+    for step in range(4):
+        if step == 2:
+            change(plain)
+            change(model)
+        losses = []
+        for m in (plain, model):
+            m.zero_grad()
+            losses.append(m(inputs(step)))
+            losses[-1].backward()
+        torch.testing.assert_close(losses[1], losses[0])
+        assert_same(model, plain)
+
+
+def test_a_tensor_that_decides_is_an_error() -> None:
+    model = Reading(lambda m, x: m.f(x) * (2 if m.t.sum() > 1 else 3), t=torch.ones(4, dtype=D))
+    with pytest.raises(CaptureError, match=r"depends on data at .*test_state\.py:\d+"):
+        parallelize(model, None)(inputs(0))
+
+
+def test_a_counter_needs_one_graph() -> None:
+    class Counting(Reading):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls = self.calls + 1
+            return super().forward(x)
+
+    model = parallelize(Counting(lambda m, x: m.f(x), calls=0), None)
+    for step in range(4):
+        model(inputs(step))
+    assert model.calls == 4
+    model.calls = 0
+    model(inputs(0))
+    assert model.calls == 1
+    assert len(model._cache) == 1
+
+
+def test_a_counter_that_decides_has_a_graph_for_each_value() -> None:
+    class Deciding(Reading):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(x) * (2 if self.calls % 2 else 3)
+
+    plain = Deciding(lambda m, x: m.f(x), calls=0)
+    model = parallelize(copy.deepcopy(plain), None)
+    for step in range(4):
+        torch.testing.assert_close(model(inputs(step)), plain(inputs(step)))
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["python", "numpy"])
+def test_draws_of_python_are_an_error(draw: Callable[[], float]) -> None:
+    with pytest.raises(CaptureError, match=r"random generator at .*test_state\.py:\d+: a graph would repeat"):
+        parallelize(Reading(lambda m, x: m.f(x) * draw()), None)(inputs(0))
+
+
+def test_what_cannot_be_written_again() -> None:
+    def store(m: Any, x: torch.Tensor) -> torch.Tensor:
+        m.last = (h for h in [m.f(x)])
+        return m.f(x)
+
+    with pytest.raises(CaptureError, match=r"sets last, assigned at .*test_state\.py:\d+ to a generator"):
+        parallelize(Reading(store, last=None), None)(inputs(0))
+
+
+def test_tensors_of_a_stranger() -> None:
+    outside = nn.Linear(4, 4, dtype=D)
+    with pytest.raises(CaptureError, match=r"requires a gradient and is no parameter of the model, at .*test_state"):
+        parallelize(Reading(lambda m, x: m.f(outside(x))), None)(inputs(0))
+
+
+class Methods(nn.Sequential):
+    """Methods of its own, some of which torch calls."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4, dtype=D), nn.BatchNorm1d(4, dtype=D))
+        self.frozen = True
+
+    def train(self, mode: bool = True) -> Methods:
+        super().train(mode)
+        if self.frozen:
+            self[1].eval()
+        return self
+
+    def get_extra_state(self) -> dict[str, bool]:
+        return {"frozen": self.frozen}
+
+    def set_extra_state(self, state: dict[str, bool]) -> None:
+        self.frozen = state["frozen"]
+
+    def loss_of(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).square().mean()
+
+
+def test_methods_are_the_models_own() -> None:
+    plain = Methods()
+    model = parallelize(copy.deepcopy(plain), None)
+    assert isinstance(model, Methods)
+    assert len(model) == 2
+    assert model[1] is model._modules["1"]
+    for m in (plain, model):
+        m.train()
+        m.loss_of(inputs(0)).backward()
+    assert not model[1].training
+    assert_same(model, plain)
+    state = model.state_dict()
+    assert state["_extra_state"] == {"frozen": True}
+    model.frozen = False
+    model.load_state_dict(state)
+    assert model.frozen
+    plain.frozen = False
+    model.frozen = False
+    for m in (plain, model):
+        m.train()
+        m.loss_of(inputs(1))
+    assert_same(model, plain)
