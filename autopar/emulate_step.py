@@ -14,7 +14,7 @@ from autopar.accumulate import Totals
 from autopar.blocks import assemble, block, coordinates
 from autopar.emulate import Watch, emulate, run_whole
 from autopar.emulate_pipeline import emulate_pipeline
-from autopar.float64 import as_dtype
+from autopar.float64 import as_dtype, default_dtype
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.rows import common_blocks, join, take
@@ -52,7 +52,8 @@ class EmulatedStep:
         given = {(i.kind, i.name): v for i, v in zip(self.program.inputs, self.values, strict=True)}
         before = self.local.part.before
         if before is not None:
-            more = run_whole(as_dtype(before, self.dtype), [given[i.kind, i.name] for i in before.inputs])
+            with default_dtype(self.dtype):
+                more = run_whole(as_dtype(before, self.dtype), [given[i.kind, i.name] for i in before.inputs])
             first = sum(kind == "batch" for kind, _ in given)
             given.update({("batch", str(first + i)): v for i, v in enumerate(more) if v is not None})
         return given
@@ -87,9 +88,9 @@ class EmulatedStep:
             return self.run_flat()
         placed = as_dtype(self.local, self.dtype)
         inputs = functools.cache(self.local_inputs)
-        return self._joined(
-            [self._whole(outputs) for outputs in emulate_pipeline(placed, self.plan, inputs, self.draw)]
-        )
+        with default_dtype(self.dtype):  # of quotients of whole numbers
+            made = emulate_pipeline(placed, self.plan, inputs, self.draw)
+        return self._joined([self._whole(outputs) for outputs in made])
 
     def run_flat(self, watches: Watches = lambda turn: None) -> list[Whole | None]:
         """The same, stages or not: all devices of a stage run the whole graph."""
@@ -100,7 +101,7 @@ class EmulatedStep:
         for turn in range(self.local.part.count):
             watch = watches(turn)
             seen = None if watch is None else _renamed(watch, own)
-            with totals.microbatch():
+            with totals.microbatch(), default_dtype(self.dtype):
                 inputs = self.local_inputs(turn)
                 outputs = emulate(placed, inner.axis_names, inner.axis_sizes, inputs, shared, seen, self.draw)
                 made.append(self._whole(outputs))

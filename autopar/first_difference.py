@@ -277,7 +277,7 @@ def first_in_canonical_form(
             raise _FoundError(at_node(CANONICAL, node, error))
 
     try:
-        with same_numbers(0):
+        with same_numbers(0), default_dtype(dtype):
             run_whole(as_dtype(program, dtype), [values[i.kind, i.name] for i in program.inputs], watch)
     except _FoundError as e:
         return e.difference
