@@ -47,7 +47,6 @@ def _state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | None) 
     with model._autopar.postponed.set_aside():
         _make_state(optimizer)
     state: dict[str, dict[str, Any]] = {}
-    place = model._autopar.place
     for parameter, values in optimizer.state.items():
         known = model._autopar.types().get(names[parameter])
         state[names[parameter]] = {

@@ -256,9 +256,7 @@ def _save_hook(module: nn.Module, state: dict[str, Any], prefix: str, metadata: 
     with place.during("state_dict()", in_step=False):
         for name, value in list(state.items()):
             if name.startswith(prefix) and isinstance(value, DTensor):
-                state[name] = savable(
-                    value, module._autopar.types().get(name.removeprefix(prefix)), module._autopar.place
-                )
+                state[name] = savable(value, types.get(name.removeprefix(prefix)), place)
 
 
 def _load_hook(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
