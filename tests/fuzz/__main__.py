@@ -53,7 +53,9 @@ class Tally:
             "outcomes": dict(self.kinds),
             "seconds of workers": round(self.seconds, 1),
             "details": {k: dict(c.most_common(60)) for k, c in self.details.items()},
-            "shrunk": [{"kind": k, "features": sorted(n), "cases": self.hits[i]} for i, (k, n, _) in enumerate(self.known)],
+            "shrunk": [
+                {"kind": k, "features": sorted(n), "cases": self.hits[i]} for i, (k, n, _) in enumerate(self.known)
+            ],
             "features": rows,
         }
 

@@ -61,7 +61,7 @@ REGIONS = (
     Piece("autocast", "with torch.autocast('cpu', dtype=torch.bfloat16):\n    PPy = self.PPl(h)\nh = h + PPy.to(h.dtype)",
           "self.PPl = nn.Linear(CC, CC)"),
     Piece("autocast off", "with torch.autocast('cpu', enabled=False):\n    h = self.PPl(h)", "self.PPl = nn.Linear(CC, CC)"),
-    Piece("cond", "h = torch.cond(h.sum() > 0, lambda x: x.sin(), lambda x: x * 2, (h,))"),
+    Piece("cond", "h = torch.cond(h.square().sum() > 1.0, lambda x: x.sin(), lambda x: x * 2, (h,))"),
     Piece("gradient penalty", "PPz = h if h.requires_grad else h.detach().requires_grad_()\n"
           "PPg, = torch.autograd.grad(self.PPl(PPz).tanh().sum(), PPz, create_graph=True)\n"
           "h = h + PPg.square().sum()", "self.PPl = nn.Linear(CC, 1)", trained=True),

@@ -109,5 +109,3 @@ def scale(tensor):
     values = (tensor if tensor.is_complex() else tensor.double()).abs()
     values = values[torch.isfinite(values)]
     return max(1.0, float(values.max())) if values.numel() else 1.0
-
-
