@@ -53,7 +53,9 @@ class Tally:
             "outcomes": dict(self.kinds),
             "seconds of workers": round(self.seconds, 1),
             "details": {k: dict(c.most_common(60)) for k, c in self.details.items()},
-            "shrunk": [{"kind": k, "features": sorted(n), "cases": self.hits[i]} for i, (k, n, _) in enumerate(self.known)],
+            "shrunk": [
+                {"kind": k, "features": sorted(n), "cases": self.hits[i]} for i, (k, n, _) in enumerate(self.known)
+            ],
             "features": rows,
         }
 
@@ -128,7 +130,7 @@ def _examine(case: Case, outcome: Outcome, tally: Tally, options: argparse.Names
     last = [outcome]
 
     def fails(smaller: Case) -> bool:
-        found = list(pool.run(iter([smaller])))[0][1]
+        ((_, found),) = pool.run(iter([smaller]))
         same = found.kind == outcome.kind and (found.kind == "wrong" or found.detail == outcome.detail)
         last[:] = [found] if same else last
         return same

@@ -118,7 +118,9 @@ def compared(program: types.ModuleType, expected: dict[str, Any], found: dict[st
         return Outcome("equal")
     if prelude.differences(expected, eager(program, shaken=True), BOUND / 10):
         return Outcome("ill", text=wrong[0])
-    kind = re.sub(r"call \d+: |\[.*|:type.*| of .*", "", wrong[0].split(": only")[0].split(": differs")[0].split(": eager")[0])
+    kind = re.sub(
+        r"call \d+: |\[.*|:type.*| of .*", "", wrong[0].split(": only")[0].split(": differs")[0].split(": eager")[0]
+    )
     return Outcome("wrong", kind.split(" ")[0], "\n".join(wrong[:8]))
 
 
@@ -161,7 +163,9 @@ def _first_gradients(program: types.ModuleType, shaken: bool = False) -> dict[st
         _shake(model)
     prelude.seed(0)
     program.value_of(model(**batch) if isinstance(batch, dict) else model(*batch)).backward()
-    return {n: p.grad.to_dense() if p.grad.is_sparse else p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {
+        n: p.grad.to_dense() if p.grad.is_sparse else p.grad for n, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def explained(error: BaseException) -> Outcome:

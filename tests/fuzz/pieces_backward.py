@@ -94,8 +94,7 @@ class PPFn(torch.autograd.Function):
             "x, w, k",
             "ctx.save_for_backward(x, w)\nctx.k = k\nreturn x * w, x + w * k",
             "ga, gb",
-            "x, w = ctx.saved_tensors\n"
-            "return ga * w * 0.5 + gb, (ga * x + gb * ctx.k * 2).sum((0, 1)), None",
+            "x, w = ctx.saved_tensors\nreturn ga * w * 0.5 + gb, (ga * x + gb * ctx.k * 2).sum((0, 1)), None",
         ),
     ),
     Piece(
@@ -158,9 +157,7 @@ class PPOuter(torch.autograd.Function):
         "double backward of a function",
         "PPz = self.PPl(h)\nPPg, = torch.autograd.grad(PPFn.apply(PPz).sum(), PPz, create_graph=True)\nh = h + PPg",
         init="self.PPl = nn.Linear(CC, CC)",
-        top=function(
-            "x", "ctx.save_for_backward(x)\nreturn x ** 3", "g", "(x,) = ctx.saved_tensors\nreturn g * x * x"
-        ),
+        top=function("x", "ctx.save_for_backward(x)\nreturn x ** 3", "g", "(x,) = ctx.saved_tensors\nreturn g * x * x"),
         trained=True,
     ),
     Piece("detached straight through", "h = h + (torch.round(h) - h).detach() * 0.5"),

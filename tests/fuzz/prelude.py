@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["F", "checkpoint", "nn", "types"]
+__all__ = ["F", "checkpoint", "collections", "nn", "types"]  # for what follows
 torch.set_num_threads(1)
 
 
@@ -109,5 +109,3 @@ def scale(tensor):
     values = (tensor if tensor.is_complex() else tensor.double()).abs()
     values = values[torch.isfinite(values)]
     return max(1.0, float(values.max())) if values.numel() else 1.0
-
-

@@ -1,4 +1,4 @@
-"""The Python source of a case: definitions, ``build()``, ``batch()`` and the training loop ``drive(model, original)``."""
+"""The Python source of a case: definitions, ``build()``, ``batch()`` and the loop ``drive(model, original)``."""
 
 from __future__ import annotations
 
@@ -76,8 +76,15 @@ def source(case: Case) -> str:
     init += "\nself.scale = nn.Parameter(torch.tensor(0.3))" if "self.scale" in output.finish else ""
     init += "\nself.register_buffer('seen', torch.ones(2))" if "self.seen" in output.finish else ""
     keep = "h0 = h\n" if "h0" in output.finish else ""
-    forward = "\n".join([signature.take, keep + "h = self.first(h)", *(b.call for b in bodies), "h = self.last(h)", output.finish])
-    tops = [signature.top, output.top, *(t for b in bodies for t in b.top), _module("Model", init, signature.parameters, forward)]
+    forward = "\n".join(
+        [signature.take, keep + "h = self.first(h)", *(b.call for b in bodies), "h = self.last(h)", output.finish]
+    )
+    tops = [
+        signature.top,
+        output.top,
+        *(t for b in bodies for t in b.top),
+        _module("Model", init, signature.parameters, forward),
+    ]
     loss = output.loss if output.loss != "loss" else "loss_of(out)"
     functions = [
         f"def build():\n{STEP}seed({case.seed})\n{STEP}return Model().double()",
