@@ -35,7 +35,7 @@ def state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | None = 
     Returns:
         ``{"model": {name: tensor}, "optimizer": {"state": {name: {...}}, "groups": {number: {...}}}}``.
     """
-    with model._together("checkpoint.state_dict()"):
+    with model._autopar.together("checkpoint.state_dict()"):
         return _state_dict(model, optimizer)
 
 
@@ -44,13 +44,15 @@ def _state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | None) 
     if optimizer is None:
         return found
     names = _names(model, optimizer)
-    with model._postponed.set_aside():
+    with model._autopar.postponed.set_aside():
         _make_state(optimizer)
     state: dict[str, dict[str, Any]] = {}
     for parameter, values in optimizer.state.items():
-        known = model._types().get(names[parameter])
+        known = model._autopar.types().get(names[parameter])
         state[names[parameter]] = {
-            k: savable(v, known if v.shape == parameter.shape else None, model._place) if isinstance(v, DTensor) else v
+            k: savable(v, known if v.shape == parameter.shape else None, model._autopar.place)
+            if isinstance(v, DTensor)
+            else v
             for k, v in values.items()
         }
     groups = {str(i): {k: v for k, v in g.items() if k != "params"} for i, g in enumerate(optimizer.param_groups)}
@@ -64,7 +66,7 @@ def load_state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | No
     Raises:
         AutoparError: the state is of another model or optimizer.
     """
-    with model._together("checkpoint.load_state_dict()"):
+    with model._autopar.together("checkpoint.load_state_dict()"):
         _load_state_dict(model, optimizer, state)
 
 
@@ -73,7 +75,7 @@ def _load_state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | N
     if optimizer is None:
         return
     names = _names(model, optimizer)
-    with model._postponed.set_aside():
+    with model._autopar.postponed.set_aside():
         _make_state(optimizer)
     saved = state["optimizer"]
     for parameter, values in optimizer.state.items():
@@ -85,12 +87,12 @@ def _load_state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | N
         for key, value in saved["state"][name].items():
             if isinstance(value, DTensor):
                 assert isinstance(parameter, DTensor)
-                own, known = values.get(key), model._types().get(name)
+                own, known = values.get(key), model._autopar.types().get(name)
                 target = tuple(own.placements) if isinstance(own, DTensor) else tuple(parameter.placements)
                 if known is not None and value.shape == parameter.shape:
-                    values[key] = in_layout(value, known[0], known[1], model._place)
+                    values[key] = in_layout(value, known[0], known[1], model._autopar.place)
                 else:
-                    values[key] = redistribute(value, model._place, target)
+                    values[key] = redistribute(value, model._autopar.place, target)
             else:
                 values[key] = value
     for i, group in enumerate(optimizer.param_groups):

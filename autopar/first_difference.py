@@ -95,8 +95,8 @@ class _FoundError(Exception):
 def tolerance_of(dtype: torch.dtype) -> float:
     """Largest relative error that rounding explains in a dtype: 1e-9 in float64.
 
-    Rounding is largest in gradients that cancel out, such as those of biases in front of batch norm, which count relative
-    to a millionth of the largest gradient.
+    Rounding is largest in gradients that cancel out, such as those of biases in front of batch norm, which count
+    relative to a small share of the largest gradient.
     """
     return float(torch.finfo(dtype).eps ** 0.575)
 

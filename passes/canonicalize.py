@@ -266,10 +266,15 @@ def _as_copy(graph: fx.Graph, node: fx.Node) -> bool:
     return _forward(node, node.args[1])
 
 
-def _as_number(graph: fx.Graph, node: fx.Node) -> bool:
-    """The conjugate of a number, which autograd asks for where a tensor is multiplied with one, is a constant."""
-    if node.target is not aten._conj.default or isinstance(node.args[0], fx.Node):
+def _as_conjugate(graph: fx.Graph, node: fx.Node) -> bool:
+    """Conjugates are computed: a view that is marked as one lets some kernels down, and its copies have been dropped.
+
+    That of a number, which autograd asks for where a tensor is multiplied with one, is a constant.
+    """
+    if node.target is not aten._conj.default:
         return False
+    if isinstance(node.args[0], fx.Node):
+        return _become(node, aten._conj_physical.default, (node.args[0],))
     options = {"dtype": _value(node).dtype, "device": _value(node).device}
     return _become(node, aten.full.default, ([], complex(node.args[0]).conjugate()), options)  # type: ignore[arg-type]
 
@@ -283,7 +288,7 @@ def _without_saved(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 _FORMS = (
-    _identity, _as_view, _as_permute, _as_sum, _as_full, _as_slice, _as_cat, _as_repeat, _as_copy, _as_number,
+    _identity, _as_view, _as_permute, _as_sum, _as_full, _as_slice, _as_cat, _as_repeat, _as_copy, _as_conjugate,
     _without_saved,
 )  # fmt: skip
 

@@ -22,6 +22,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from autopar.known_strides import has_strides, known_strides, needs_of, tensors_of
@@ -53,6 +54,10 @@ def with_contiguous(program: Program) -> Program:
     """A copy of a program on whole tensors that runs whatever the strides of its inputs."""
     graph = copy_graph(program.graph)
     _insert(graph, None)
+    for node in graph.graph.nodes:
+        if node.target is torch.ops.aten.view.default:  # of strides that it was traced with, such as attention's result
+            node.target = torch.ops.aten.reshape.default
+    graph.recompile()
     return replace(program, graph=graph)
 
 

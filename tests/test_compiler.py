@@ -43,7 +43,7 @@ def test_passes_in_order() -> None:
     assert [p.__name__ for p in PASSES] == [
         "pad_dims", "annotate_layouts", "insert_recompute", "hoist_steady", "insert_collectives", "localize_shapes",
         "localize_random", "lower_operators", "cut_pipeline", "insert_offload", "bucket_collectives",
-        "eliminate_dead_code", "scatter_sends",
+        "eliminate_dead_code", "scatter_sends", "insert_contiguous",
     ]  # fmt: skip
 
 

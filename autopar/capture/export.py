@@ -206,6 +206,7 @@ def _describe(joint: fx.GraphModule, harness: Harness, training: bool) -> Progra
     for placeholder in [n for n, i in described.items() if i.name in harness.promoted and not n.users]:
         del described[placeholder]
         joint.graph.erase_node(placeholder)
+
     def number(result: int) -> int:
         """Of a result, among those that are no buffers."""
         return result - sum(i < result for i in seen.assigned)

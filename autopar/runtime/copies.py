@@ -29,16 +29,17 @@ RESIZING = ("resize_token_embeddings", "resize_position_embeddings")
 
 def deep_copy(module: ParallelModule, memo: dict[int, Any]) -> ParallelModule:
     """A copy with tensors of its own. Plans, graphs and process groups do not change: the two share them."""
-    for shared in (module._place, module._settings, module._init, module._family, module._first, module._latest):
+    old = module._autopar
+    for shared in (old.place, old.settings, old.init, old.family, old.first, old.latest):
         memo[id(shared)] = shared
     new = memo[id(module)] = object.__new__(type(module))
-    memo[id(module._cache)] = module._cache.copy()
-    memo[id(module._postponed)] = Postponed(new.named_parameters)  # no gradient of the copy waits
-    memo[id(module._away)] = memo[id(module._slots)] = None
+    memo[id(old.cache)] = old.cache.copy()
+    memo[id(old.postponed)] = Postponed(new.named_parameters)  # no gradient of the copy waits
+    memo[id(old.away)] = memo[id(old.slots)] = None
     new.__dict__.update(copy.deepcopy(module.__dict__, memo))
-    new._slots = Slots(new._original)
-    new._family.append(weakref.ref(new))
-    new._offload_states()
+    new._autopar.slots = Slots(new._autopar.original)
+    new._autopar.family.append(weakref.ref(new._autopar))
+    new._autopar.offload_states()
     return new
 
 
@@ -78,19 +79,20 @@ def _save(module: ParallelModule, name: str, method: Callable[..., Any], *args: 
     given = kwargs.get("state_dict")
     if given is not None:
         kwargs["state_dict"] = {k: full_tensor(v) if isinstance(v, DTensor) else v for k, v in given.items()}
-    writes = module._place.rank == 0
+    place = module._autopar.place
+    writes = place.rank == 0
     with _plain(module, keep=writes):
-        return module._place.together(lambda: method(*args, **kwargs) if writes else None, f"{name}() of rank 0")
+        return place.together(lambda: method(*args, **kwargs) if writes else None, f"{name}() of rank 0")
 
 
 @contextmanager
 def _plain(module: ParallelModule, *, keep: bool) -> Iterator[None]:
     """Whole plain parameters in place of DTensors, on ranks that ``keep`` them; a collective call."""
-    module._require_values()
-    types, made = module._types(), {}
+    module._autopar.require_values()
+    types, made = module._autopar.types(), {}
     for name, parameter in module.named_parameters():
         known = types.get(name)
-        whole = full_tensor(on_all_stages(parameter, known[0], known[1], module._place) if known else parameter)
+        whole = full_tensor(on_all_stages(parameter, known[0], known[1], module._autopar.place) if known else parameter)
         if keep:
             made[id(parameter)] = nn.Parameter(whole.cpu(), parameter.requires_grad)
     tables = [m._parameters for m in module.modules()] if keep else []

@@ -56,9 +56,9 @@ def described(key: tuple[Any, ...]) -> Details:
     """
     given, skeleton, layouts, modes, grad, parameters, asked, autocast = key
     shapes = ", ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in given)
-    on = sum(modes)
+    on = sum(training for _, training in modes)
     mode = "train" if on == len(modes) else "eval" if not on else f"{on} of {len(modes)} modules in train"
-    trained = sum(needed for needed, *_ in parameters)
+    trained = sum(needed for _, needed, *_ in parameters)
     of_batch = f", batch tensors {sorted(asked)}" if asked else ""
     return (
         (SHAPES, shapes),

@@ -56,7 +56,7 @@ def annealed(rank: int, microbatches: int) -> tuple[float, int, str]:
         worst = max(worst, *(float((gradients[n] - p.grad).abs().max()) for n, p in reference.named_parameters()))
     with pytest.raises(TypeError) as error:
         model(x, alpha=0.5)
-    return worst, len(model._cache), str(error.value)
+    return worst, len(model._autopar.cache), str(error.value)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

@@ -46,7 +46,7 @@ def dtype(model: Any, odd: bool) -> None:
 
 def structure(model: Any, odd: bool) -> None:
     batch = mlp_batch(0)
-    model(batch["x"], batch["y"]) if odd else model(**batch)
+    model(x=batch["x"], y=(batch["y"],)) if odd else model(**batch)
 
 
 def frozen(model: Any, odd: bool) -> None:

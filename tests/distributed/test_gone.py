@@ -66,7 +66,7 @@ def test_a_process_that_has_ended(ranks: Ranks) -> None:
 def fail(rank: int, pass_: str, everywhere: bool) -> list[tuple[str, float]]:
     """Errors of a step in which one rank fails, and of the next."""
     model = trained()
-    cut = model._latest.step.cut
+    cut = model._autopar.latest.step.cut
     graph = cut.forward if pass_ == "forward" else cut.backward
     original = graph.forward
 

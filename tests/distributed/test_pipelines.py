@@ -64,12 +64,12 @@ def train(rank: int, name: str, sizes: tuple[int, ...], pins: dict[str, Any], in
 
 def require_apart(parallel: Any, found: dict[str, Any]) -> None:
     """Results that are no scalars take memory on the devices of one stage only."""
-    layouts = [parallel._latest.plan.results[str(i)] for i in range(len(parallel._latest.plan.results))]
+    layouts = [parallel._autopar.latest.plan.results[str(i)] for i in range(len(parallel._autopar.latest.plan.results))]
     results = [v for v in tree.flatten(found, "results")[0]]
     assert len(results) == len(layouts)
     for value, layout in zip(results, layouts, strict=True):
         assert is_everywhere(layout) == (not value.ndim)
-        if value.ndim and not is_held(layout, parallel._place.coordinates):
+        if value.ndim and not is_held(layout, parallel._autopar.place.coordinates):
             assert value.to_local().untyped_storage().nbytes() == value.element_size()
 
 
@@ -338,7 +338,7 @@ def fail(rank: int) -> str:
         def broken(*_: Any) -> Any:
             raise RuntimeError("out of memory, say")
 
-        step = parallel._latest.step
+        step = parallel._autopar.latest.step
         step.cutting.piece(2, "F").graph.forward = broken
     try:
         parallel(**batch)

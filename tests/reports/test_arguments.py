@@ -107,10 +107,10 @@ def test_one_call_in_two_forms_is_one_graph() -> None:
     check(plain, model, a, b)
     check(plain, model, y=b, x=a)
     check(plain, model, a, y=b)
-    assert len(model._cache) == 1
+    assert len(model._autopar.cache) == 1
     check(plain, model, a, b, c)
     check(plain, model, mask=c, y=b, x=a)
-    assert len(model._cache) == 2
+    assert len(model._autopar.cache) == 2
 
 
 def test_a_decorator_takes_an_argument_of_its_own() -> None:
@@ -178,5 +178,5 @@ def test_a_hook_tells_forms_apart() -> None:
     plain, model = pair(Named)
     plain.register_forward_pre_hook(lambda module, args: None)
     assert repr(binding.flatten(plain, (a, b))[1]) != repr(binding.flatten(plain, {"x": a, "y": b})[1])
-    bare = model._original
+    bare = model._autopar.original
     assert repr(binding.flatten(bare, (a, b))[1]) == repr(binding.flatten(bare, {"x": a, "y": b})[1])

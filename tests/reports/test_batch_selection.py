@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.compiler import program_of, solve
 from autopar.errors import InfeasibleError
 from autopar.parallelize import parallelize
 from autopar.search.options import Search
@@ -103,7 +104,7 @@ def test_random_plans_of_the_whole_batch(name: str) -> None:
     report = verify(model, (rows(),), {"a": 2}, plan="random", seed=2)
     loss = model(rows())
     loss.backward()
-    assert float((report.loss - loss).abs()) < 1e-12
+    torch.testing.assert_close(report.loss, loss.detach(), rtol=1e-12, atol=1e-12)
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(report.gradients[key], parameter.grad, rtol=1e-9, atol=1e-12)
 
@@ -125,14 +126,14 @@ def test_mixtral_plans_where_memory_binds() -> None:
 
     ids = torch.randint(0, 32, (8, 32), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "labels": ids}
-    free = parallelize(mixtral(), None, batch, cluster="h100")
-    budget = 0.7 * sum(free.plan.predicted.peak_bytes.values())
-    model: Any = parallelize(mixtral(), None, batch, cluster="h100", memory=budget)
-    assert sum(model.plan.predicted.peak_bytes.values()) <= budget
+    program = program_of(mixtral(), batch)
+    budget = 0.7 * sum(solve(program, {"a": 2}, "h100", memory="1GiB").predicted.peak_bytes.values())
+    plan = solve(program, {"a": 2}, "h100", memory=budget)
+    assert sum(plan.predicted.peak_bytes.values()) <= budget
+    report = verify(mixtral(), batch, {"a": 2}, plan=plan)
     plain = mixtral()
-    for m in (plain, model):
-        m(**batch).loss.backward()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
+    plain(**batch).loss.backward()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(report.gradients[name].float(), parameter.grad, rtol=1e-3, atol=1e-5)
     with pytest.raises(InfeasibleError, match="takes something of the whole batch"):
-        parallelize(mixtral(), None, batch, cluster="h100", search=Search(pins={"microbatches": 2}))
+        solve(program, {"a": 2}, "h100", search=Search(pins={"microbatches": 2}))

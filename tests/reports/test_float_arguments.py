@@ -115,7 +115,7 @@ def test_one_graph_serves_every_value(name: str) -> None:
     plain, model = made(ONE_GRAPH[name])
     for alpha in VALUES:
         check(plain, model, x, alpha)
-    assert len(model._cache) == 1
+    assert len(model._autopar.cache) == 1
 
 
 @pytest.mark.parametrize("name", GUARDED)
@@ -124,7 +124,7 @@ def test_what_asks_for_the_value_gets_it(name: str) -> None:
     plain, model = made(use)
     for alpha in (*VALUES, *VALUES):
         check(plain, model, x, alpha)
-    assert len(model._cache) == graphs
+    assert len(model._autopar.cache) == graphs
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -145,14 +145,14 @@ def test_bfloat16_stays() -> None:
     plain, model = made(lambda h, a: h * a + h.mean() * a, torch.bfloat16)
     for alpha in VALUES:
         check(plain, model, x.bfloat16(), alpha, rtol=2e-2, atol=1e-3)
-    assert len(model._cache) == 1
+    assert len(model._autopar.cache) == 1
 
 
 def test_zero_infinity_and_nan() -> None:
     plain, model = made(lambda h, a: h * a + a)
     for alpha in (0.0, -0.0, math.inf):
         check(plain, model, x, alpha)
-    assert len(model._cache) == 1
+    assert len(model._autopar.cache) == 1
     assert model(x, math.nan).isnan()
     plain, model = made(lambda h, a: h * (1 / a))
     check(plain, model, x, 0.5)
@@ -178,7 +178,7 @@ def test_floats_of_a_nested_batch_and_of_the_output() -> None:
         expected, found = plain(x, {"a": a, "b": [2 * a, 1]}), model(x, {"a": a, "b": [2 * a, 1]})
         torch.testing.assert_close(found["loss"], expected["loss"])
         assert [found[k] for k in ("a", "rest", "n")] == [expected[k] for k in ("a", "rest", "n")]
-    assert len(model._cache) == 1
+    assert len(model._autopar.cache) == 1
 
 
 def test_emulated() -> None:

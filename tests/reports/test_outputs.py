@@ -140,7 +140,7 @@ def test_what_goes_in_comes_out(which: str) -> None:
 def test_one_tensor_twice_is_one_loss() -> None:
     plain, model = pair(Several(lambda f: (f["losses"]["fit"], {"loss": f["losses"]["fit"], "h": f["h"]})))
     compare(plain, model, lambda out: out[0] + 2 * out[1]["loss"], x)
-    assert model._latest.program.loss == 0
+    assert model._autopar.latest.program.loss == 0
     found = model(x)
     assert found[0] is found[1]["loss"]
 
@@ -303,7 +303,7 @@ def test_a_cache_that_is_passed() -> None:
     from transformers.cache_utils import DynamicCache
 
     model = parallelize(HoldsCache(lambda loss, h: loss), None)
-    model._original.forward = lambda x, cache=None: model._original.f(x).sum()
+    model._autopar.original.forward = lambda x, cache=None: model._autopar.original.f(x).sum()
     with pytest.raises(CaptureError, match=r"batch\['cache'\] is a DynamicCache"):
         model(x, cache=DynamicCache())
 

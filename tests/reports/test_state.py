@@ -186,7 +186,7 @@ def test_a_counter_needs_one_graph() -> None:
     model.calls = 0
     model(inputs(0))
     assert model.calls == 1
-    assert len(model._cache) == 1
+    assert len(model._autopar.cache) == 1
 
 
 def test_a_counter_that_decides_has_a_graph_for_each_value() -> None:

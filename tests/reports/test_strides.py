@@ -90,7 +90,8 @@ def rotation(m: Any, x: Tensor) -> Tensor:
 
 def conjugates(m: Any, x: Tensor) -> Tensor:
     pairs = torch.view_as_complex(m.f(x).transpose(1, 2).unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(pairs.conj().resolve_conj() * (1 + 2j) + pairs)
+    seen = torch.view_as_real(pairs.conj().resolve_conj())
+    return seen + torch.view_as_real(pairs.conj() * (1 + 2j) + pairs)
 
 
 def complex_of_a_slice(m: Any, x: Tensor) -> Tensor:

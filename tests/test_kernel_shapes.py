@@ -1,4 +1,4 @@
-"""`autopar.propagate`: what is known of an operator is what it would compute."""
+"""`autopar.kernel_shapes`: what is known of an operator is what it would compute."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar import propagate
+from autopar import kernel_shapes
 from autopar._torch_compat import OpOverload, storage_id
 
 aten = torch.ops.aten
@@ -41,7 +41,7 @@ def test_what_is_known_is_what_would_be_computed(target: OpOverload, args: Any, 
     expected = target(*args, **kwargs)
     ids = {storage_id(a) for a in args if isinstance(a, torch.Tensor)}
     for _ in range(2):
-        found = propagate._known(target, args, kwargs)
+        found = kernel_shapes.make(target, args, kwargs)
         assert same(found, expected)
         for x, y in zip(*(v if isinstance(v, list | tuple) else [v] for v in (found, expected)), strict=True):
             assert (storage_id(x) in ids) == (storage_id(y) in ids)
@@ -51,8 +51,8 @@ def test_what_is_known_is_what_would_be_computed(target: OpOverload, args: Any, 
 def test_arguments_that_differ_are_told_apart() -> None:
     for dtype in (torch.float32, torch.float64):
         for kept in (False, True):
-            assert propagate._known(aten.sum.dim_IntList, (meta(2, 3, dtype=dtype), [1], kept), {}).dtype is dtype
-    assert propagate._known(aten.sum.dim_IntList, (meta(2, 3), [1], True), {}).shape == (2, 1)
-    assert propagate._known(aten.sum.dim_IntList, (meta(2, 3), [1], 0), {}).shape == (2,)
-    first, second = (propagate._known(aten.neg.default, (meta(2),), {}) for _ in range(2))
+            assert kernel_shapes.make(aten.sum.dim_IntList, (meta(2, 3, dtype=dtype), [1], kept), {}).dtype is dtype
+    assert kernel_shapes.make(aten.sum.dim_IntList, (meta(2, 3), [1], True), {}).shape == (2, 1)
+    assert kernel_shapes.make(aten.sum.dim_IntList, (meta(2, 3), [1], 0), {}).shape == (2,)
+    first, second = (kernel_shapes.make(aten.neg.default, (meta(2),), {}) for _ in range(2))
     assert storage_id(first) != storage_id(second)
