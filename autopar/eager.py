@@ -18,6 +18,7 @@ from autopar import binding
 from autopar._torch_compat import TorchDispatchMode
 from autopar.capture import Batch, Harness, LossFunction
 from autopar.capture.hooks import hooks_undone
+from autopar.capture.intercepts import branches_taken
 from autopar.capture.slots import state_tensors
 from autopar.capture.writes import written_tensors
 from autopar.draw import generator_states, same_numbers
@@ -160,7 +161,7 @@ def eager_calls(
                 _leaf(in_dtype(t.detach(), dtype or (compute if i < arguments.tensors else None)).clone(), t)
                 for i, t in enumerate(tensors)
             ]
-            with same_numbers(0), hooks_undone(own):
+            with same_numbers(0), hooks_undone(own), branches_taken():
                 made.append(_call(harness, given, tangents, program))
     return made
 

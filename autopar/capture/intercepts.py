@@ -154,6 +154,17 @@ def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], 
     return pytree.tree_unflatten(chosen, spec)
 
 
+@contextlib.contextmanager
+def branches_taken() -> Iterator[None]:
+    """While it lasts, ``torch.cond`` runs the branch that is taken, as it does without a compiler, under any mode."""
+    cond = torch.cond
+    torch.cond = lambda pred, true_fn, false_fn, operands=(): (true_fn if bool(pred) else false_fn)(*operands)
+    try:
+        yield
+    finally:
+        torch.cond = cond
+
+
 def _mask(tensor: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
     masked: torch.Tensor = _Masked.apply(tensor, taken) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
     return masked

@@ -130,7 +130,7 @@ def _examine(case: Case, outcome: Outcome, tally: Tally, options: argparse.Names
     last = [outcome]
 
     def fails(smaller: Case) -> bool:
-        found = list(pool.run(iter([smaller])))[0][1]
+        ((_, found),) = pool.run(iter([smaller]))
         same = found.kind == outcome.kind and (found.kind == "wrong" or found.detail == outcome.detail)
         last[:] = [found] if same else last
         return same

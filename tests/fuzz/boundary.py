@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from random import Random
 
 from tests.fuzz.piece import Piece
 
@@ -130,7 +129,7 @@ SIGNATURES = (
 
 DATACLASS = "@dataclasses.dataclass\nclass Result:\n    loss: torch.Tensor\n    h: torch.Tensor\n    note: str = 'none'"
 RESULT = "Result = collections.namedtuple('Result', ('loss', 'h'))"
-DIFFERENT = "one = {0}\ntwo = h.abs().mean()\n".format(PLAIN)
+DIFFERENT = f"one = {PLAIN}\ntwo = h.abs().mean()\n"
 
 OUTPUTS = (
     Output("scalar", f"return {PLAIN}", "out"),

@@ -1,7 +1,7 @@
 """`Piece`: one feature of a random module, as the text that it adds to a program.
 
-In every text ``PP`` is the piece's own prefix, ``CC`` and ``SS`` are the channels and the length of the activation ``h``
-of shape ``[rows, SS, CC]``, ``MM`` is the path of the module that holds it, and ``<<a|b>>`` is one of the two.
+In every text ``PP`` is the piece's own prefix, ``CC`` and ``SS`` are the channels and the length of the activation
+``h`` of shape ``[rows, SS, CC]``, ``MM`` is the path of the module that holds it, and ``<<a|b>>`` is one of the two.
 """
 
 from __future__ import annotations

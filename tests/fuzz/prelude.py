@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["F", "checkpoint", "nn", "types"]
+__all__ = ["F", "checkpoint", "collections", "nn", "types"]  # for what follows
 torch.set_num_threads(1)
 
 

@@ -1,4 +1,4 @@
-"""The Python source of a case: definitions, ``build()``, ``batch()`` and the training loop ``drive(model, original)``."""
+"""The Python source of a case: definitions, ``build()``, ``batch()`` and the loop ``drive(model, original)``."""
 
 from __future__ import annotations
 
