@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import hashlib
+import operator
 import random
 import types
 from collections import deque
@@ -139,15 +140,27 @@ def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a module's state was described as, and the values that it was read from, which must not be freed."""
+    """What a module's state was described as.
+
+    Attributes:
+        values: of its attributes and hooks, which are kept, so that no new object can have the same identity.
+        buffers: shapes and dtypes.
+        containers: what is in its attributes that can change, with what is in that.
+        leaves: tensors, arrays and generators, with what describes them.
+        described: the result.
+    """
 
     values: tuple[Any, ...]
-    inner: tuple[tuple[Any, tuple[Any, ...]], ...]
+    buffers: tuple[Any, ...]
+    containers: tuple[tuple[Any, tuple[Any, ...]], ...]
+    leaves: tuple[tuple[Any, Any], ...]
     described: dict[Path, Any]
 
 
 Signature = dict[str, dict[Path, Any]]
 """State by the path of the module and the path in it."""
+
+_MUTABLE = (torch.Tensor, np.ndarray, random.Random, np.random.Generator)
 
 
 class Slots:
@@ -156,10 +169,10 @@ class Slots:
     def __init__(self, model: nn.Module) -> None:
         """Nothing is known yet."""
         self._model = model
-        self._known: dict[str, _Seen] = {}
-        self._own: tuple[Any, ...] = ()
+        self._known: dict[tuple[str, bool], _Seen] = {}
+        self._parameters: tuple[Any, ...] = ()
         self._inputs: frozenset[int] = frozenset()
-        self._types: dict[type, tuple[tuple[Any, ...], dict[Path, Any]]] = {}
+        self._classes: dict[type, _Class] = {}
 
     def signature(self, constants: bool = False) -> Signature:
         """The state of every module now; entries that have not changed are the same objects.
@@ -168,27 +181,37 @@ class Slots:
             constants: plain tensors count by their identity and version, not by their shape alone.
         """
         found: Signature = {}
-        own = [t for m in self._model.modules() for table in (m._parameters, m._buffers) for t in table.values()]
-        if not _same(tuple(own), self._own):
-            self._own, self._inputs, self._known = tuple(own), frozenset(map(id, own)), {}
-        for path, module in self._model.named_modules():
-            found[path] = self._of(path, module, constants)
+        modules = list(self._model.named_modules())
+        own = tuple(t for _, m in modules for t in m._parameters.values())
+        if not _same(own, self._parameters):
+            buffers = [t for _, m in modules for t in m._buffers.values()]
+            self._parameters, self._inputs, self._known = own, frozenset(map(id, (*own, *buffers))), {}
+        contents: dict[int, tuple[Any, ...]] = {}
+        for path, module in modules:
+            found[path] = self._of(path, module, constants, contents)
             kind = type(module)
-            if kind not in self._types or not kind.__module__.startswith("torch."):
-                found[f"class {kind.__qualname__}"] = self._of_class(kind)
+            if kind not in self._classes:
+                self._classes[kind] = _Class(kind)
+            name = f"class {kind.__qualname__}"
+            if name not in found:
+                found[name] = self._classes[kind].described()
         return found
 
-    def _of(self, path: str, module: nn.Module, constants: bool) -> dict[Path, Any]:
+    def _of(
+        self, path: str, module: nn.Module, constants: bool, contents: dict[int, tuple[Any, ...]]
+    ) -> dict[Path, Any]:
         buffers = tuple((n, None if b is None else (b.shape, b.dtype)) for n, b in module._buffers.items())
-        values = (*vars(module).values(), *(v for name in HOOKS for v in getattr(module, name).values()), *buffers)
-        known = self._known.get(path)
-        if known is not None and _same(known.values, values) and all(_same(c, _contents(v)) for v, c in known.inner):
-            return known.described
+        hooks = [v for name in HOOKS for v in getattr(module, name).values()]
+        values = (*vars(module).values(), *hooks)
+        known = self._known.get((path, constants))
+        if known is not None and _same(known.values, values) and known.buffers == buffers:
+            inside = all(_same(c, _contents(v, contents)) for v, c in known.containers)
+            if inside and all(describe(v) == d for v, d in known.leaves):
+                return known.described
         inputs = () if constants else promoted(module)
         described: dict[Path, Any] = {(("attr", "training"),): module.training}
         described.update({(("attr", name),): ("buffer", kind) for name, kind in buffers})
-        inner: list[tuple[Any, tuple[Any, ...]]] = []
-        seen: set[int] = set()
+        containers, leaves, seen = [], [], set[int]()
         for name, value in own_attributes(module).items():
             if name in inputs:
                 described[("attr", name),] = ("input", tuple(value.shape), value.dtype, value.device)
@@ -198,43 +221,54 @@ class Slots:
                     described[at] = "a parameter or buffer", id(part)
                     continue
                 described[at] = text
-                if isinstance(part, torch.Tensor | np.ndarray | random.Random | np.random.Generator) or (
-                    part is not None and children(part) is not None
-                ):
-                    inner.append((part, _contents(part)))
+                if isinstance(part, _MUTABLE):
+                    leaves.append((part, text))
+                elif part is not None and children(part) is not None:
+                    containers.append((part, _contents(part, contents)))
         for name in HOOKS:
             for number, hook in getattr(module, name).items():
                 described[("attr", name), ("item", number)] = id(hook)
-        self._known[path] = _Seen(values, tuple(inner), described)
+        self._known[path, constants] = _Seen(values, buffers, tuple(containers), tuple(leaves), described)
         return described
 
-    def _of_class(self, kind: type) -> dict[Path, Any]:
-        """Simple attributes of the user's classes, and simple globals that their methods name."""
-        classes = [c for c in kind.__mro__ if not c.__module__.startswith(("torch.", "builtins"))]
-        values: dict[Path, Any] = {}
-        for c in classes:
+
+class _Class:
+    """Simple attributes of a class, and simple globals that its methods name: where they are, and their state."""
+
+    def __init__(self, kind: type) -> None:
+        self._places: list[tuple[Mapping[str, Any], str, Path]] = []
+        for c in kind.__mro__:
+            if c.__module__.startswith(("torch.", "builtins")):
+                continue
             for name, value in vars(c).items():
                 if isinstance(value, SIMPLE) and not name.startswith("__"):
-                    values[(("attr", c.__qualname__), ("attr", name))] = value
+                    self._places.append((vars(c), name, (("attr", c.__qualname__), ("attr", name))))
                 if isinstance(value, types.FunctionType):
-                    named = ((n, value.__globals__.get(n, len)) for n in value.__code__.co_names)
-                    values.update({(("global", n),): v for n, v in named if isinstance(v, SIMPLE)})
-        current = tuple(values.values())
-        known = self._types.get(kind)
-        if known is not None and _same(known[0], current):
-            return known[1]
-        described = {at: describe(v) for at, v in values.items()}
-        self._types[kind] = (current, described)
-        return described
+                    scope = value.__globals__
+                    named = [n for n in value.__code__.co_names if isinstance(scope.get(n, len), SIMPLE)]
+                    self._places += [(scope, n, (("global", n),)) for n in named]
+        self._values: tuple[Any, ...] | None = None
+        self._described: dict[Path, Any] = {}
+
+    def described(self) -> dict[Path, Any]:
+        """The state; the same object while nothing has changed."""
+        values = tuple([scope.get(name) for scope, name, _ in self._places])
+        if self._values is None or not _same(values, self._values):
+            self._values = values
+            self._described = {at: describe(v) for (_, _, at), v in zip(self._places, values, strict=True)}
+        return self._described
 
 
-def _contents(value: Any) -> tuple[Any, ...]:
-    inner = children(value)
-    return (describe(value),) if inner is None else tuple(v for _, v in inner)
+def _contents(value: Any, known: dict[int, tuple[Any, ...]]) -> tuple[Any, ...]:
+    """What a container holds."""
+    if id(value) not in known:
+        known[id(value)] = tuple([v for _, v in children(value) or ()])
+    return known[id(value)]
 
 
 def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    return len(a) == len(b) and all(x is y or (type(x) is tuple and x == y) for x, y in zip(a, b, strict=True))
+    """Whether two tuples hold the same objects."""
+    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 def differences(a: Signature, b: Signature, ignored: frozenset[tuple[str, Path]] = frozenset()) -> list[str]:
