@@ -17,6 +17,10 @@ from autopar.redistribute import Machine, Move, moved_bytes, reduces, sum_dtype
 aten = torch.ops.aten
 
 
+_WIRE = {"complex64": torch.float32, "complex128": torch.float64, "bool": torch.uint8, "int16": torch.uint8}
+"""What numbers are sent as that Gloo does not take as they are."""
+
+
 @dataclass(frozen=True)
 class MoveEmitter:
     """Emits a move where its graph inserts nodes.
@@ -72,11 +76,16 @@ class MoveEmitter:
         node.kwargs = {"dtype": getattr(torch, dtype)}
         return node
 
-    def _communicate(self, target: Any, *args: Any) -> fx.Node:
-        node = self._call(target, *args, self._axis)
+    def _communicate(self, target: Any, local: fx.Node, *args: Any) -> fx.Node:
+        """A collective of a contiguous tensor of one dim at least, sent as numbers that every backend takes."""
+        wire = _WIRE.get(self.type.dtype)
+        wire = None if reduces(self.move.kind) and not self.type.dtype.startswith("complex") else wire
+        local = self._call(aten.view.dtype, local, wire) if wire else local
+        node = self._call(target, local, *args, self._axis)
         size = moved_bytes(self.type, self.move, self.machine.sizes)
         node.meta["collective"] = Collective(self.move.kind, self._axis, size, gradient=self.gradient)
-        return self._call(c10d.wait_tensor.default, node)
+        received = self._call(c10d.wait_tensor.default, node)
+        return self._call(aten.view.dtype, received, getattr(torch, self.type.dtype)) if wire else received
 
     def _sides(self, layout: Layout, position: Split) -> tuple[int, int, int]:
         """Local elements before, in and behind the factor at a position."""
@@ -119,6 +128,9 @@ class MoveEmitter:
         return self._call(aten.reshape.default, mine, self._shape(self.move.target))
 
     def _all_reduce(self, local: fx.Node) -> fx.Node:
+        if self.type.dtype.startswith("complex"):
+            total = self._communicate(c10d.all_reduce.default, self._contiguous(local, [-1]), "sum")
+            return self._call(aten.reshape.default, total, self._shape(self.move.target))
         return self._communicate(c10d.all_reduce.default, local, "sum")
 
     def _all_to_all(self, local: fx.Node) -> fx.Node:

@@ -97,7 +97,7 @@ class Harness(nn.Module):
         numbers = floats.values_or_stand_ins(self.watch, tensors[self.arguments.tensors :])
         given = self.arguments.fill(tensors, numbers)
         if self.record is None:
-            return self._results(self._call(given), None)
+            return self._results(self._call(given), tensors, None)
         self.record.put_back()
         for table, before in self.tables:  # of an earlier call; those that are there have been put in place
             for name in [n for n in table if before.get(n) is None]:
@@ -114,7 +114,9 @@ class Harness(nn.Module):
             output = without_python_draws(lambda: self._call(given))
         if self.seen.numbers is None:
             self.seen.numbers = self.record.numbers()
-        return self._results(output, lambda found: self._add_state(found, known, origins.lines, hooks, intercepts))
+        return self._results(
+            output, tensors, lambda found: self._add_state(found, known, origins.lines, hooks, intercepts)
+        )
 
     @contextlib.contextmanager
     def _traced(self, origins: Origins, hooks: Hooks, intercepts: Intercepts) -> Iterator[None]:
@@ -141,11 +143,17 @@ class Harness(nn.Module):
             raise CaptureError("loss_fn(output, batch) must return a scalar tensor")
         return loss
 
-    def _results(self, output: Any, more: Callable[[list[torch.Tensor]], None] | None) -> tuple[torch.Tensor, ...]:
+    def _results(
+        self, output: Any, given: Sequence[torch.Tensor], more: Callable[[list[torch.Tensor]], None] | None
+    ) -> tuple[torch.Tensor, ...]:
         required = self.model.training
         found = results_of(output, self.loss, training=self.differentiable, required=required, more=more)
         self.seen.results = found
-        return found.tensors
+        if self.record is None:
+            return found.tensors
+        # The tracer takes what shows an input for nothing new, and gives it no gradient.
+        inputs = {id(t) for t in (*self.model.parameters(), *self.model.buffers(), *given)}
+        return tuple(t.clone() if t._is_view() or id(t) in inputs else t for t in found.tensors)
 
     def _add_state(
         self,

@@ -16,9 +16,11 @@ _ALIKE = "every rank must make the same calls in the same order"
 SHAPES, STRUCTURE = "the global shape of the batch", "the batch's structure"
 LAYOUTS, MODE = "the layouts of the batch", "the mode of the modules"
 FROZEN, GRAD, AUTOCAST = "what requires a gradient", "grad mode", "autocast"
+MODEL = "the model"
 NO_SYNC, WAITING, FAILURES = "no_sync", "what waits since no_sync", "what failed before"
 _REMEDIES = {
     SHAPES: "pass tensors of equal shapes on every rank (drop_last=True for a sampler)",
+    MODEL: "build the same model on every rank",
     MODE: "call train() or eval() on every rank",
     NO_SYNC: "enter no_sync() on every rank, or on none",
     WAITING: "call backward() and zero_grad() on every rank, or on none",
@@ -58,14 +60,16 @@ def described(key: tuple[Any, ...]) -> Details:
     shapes = ", ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in given)
     on = sum(training for _, training in modes)
     mode = "train" if on == len(modes) else "eval" if not on else f"{on} of {len(modes)} modules in train"
-    trained = sum(needed for _, needed, *_ in parameters)
+    trained = [needed for _, needed, *_ in parameters]
+    model = [(name, *rest) for name, _, *rest in parameters], [kind.__qualname__ for kind, _ in modes]
     of_batch = f", batch tensors {sorted(asked)}" if asked else ""
     return (
         (SHAPES, shapes),
         (STRUCTURE, skeleton[:1000]),
         (LAYOUTS, str(layouts)),
-        (MODE, _with_digest(mode, modes)),
-        (FROZEN, _with_digest(f"{trained} of {len(parameters)} parameters{of_batch}", parameters)),
+        (MODEL, _with_digest(f"{len(parameters)} parameters in {len(modes)} modules", model)),
+        (MODE, _with_digest(mode, [training for _, training in modes])),
+        (FROZEN, _with_digest(f"{sum(trained)} of {len(parameters)} parameters{of_batch}", trained)),
         (GRAD, "on" if grad else "off"),
         (AUTOCAST, str(autocast[1]) if autocast[0] else "off"),
     )

@@ -36,7 +36,7 @@ def test_a_copy_shares_what_does_not_change() -> None:
     assert copied.plan is pair.parallel.plan
     assert copied.fc.weight is copied.table.weight
     assert copied.fc.weight.data_ptr() != pair.parallel.fc.weight.data_ptr()
-    assert copied._original.fc is copied.fc
+    assert copied._autopar.original.fc is copied.fc
     assert copy.copy(pair.parallel).fc is pair.parallel.fc
 
 
