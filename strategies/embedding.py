@@ -37,6 +37,13 @@ def embedding(
     )
 
 
+@rule(aten.embedding_renorm.default)
+def embedding_renorm(weight: Spec, indices: Spec, max_norm: float, norm_type: float) -> Rule:
+    """Rows that tokens name are scaled down where they are longer: all tokens and whole rows decide."""
+    tokens = letters(indices.ndim)
+    return Rule(f"vh,{tokens or '.'}->vh", blocked=f"vh{tokens}", padded=None)
+
+
 def _build_backward(
     context: Any, grad: Any, indices: Any, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
 ) -> Any:

@@ -158,6 +158,7 @@ def embedding() -> Iterator[Sample]:
     for indices in (integer(8, 2, 4), integer(8, 4), integer(8)):
         yield call(aten.embedding.default, table, indices)
     bags = integer(8, 6), torch.tensor([0, 2, 2, 5])
+    yield call(aten.embedding_renorm.default, table * 4, indices, 0.5, 2.0)
     for op in (aten._embedding_bag, aten._embedding_bag_forward_only):
         yield call(op.default, table, *bags, False, 2)
     yield call(aten._embedding_bag.default, table, *bags, False, 0, False, x(6))
