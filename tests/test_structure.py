@@ -97,6 +97,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "module",
         "parallelize",
         "first_difference",
+        "live_copy",
         "reference",
         "verify",
         "require_equal",

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from autopar import tree
 from autopar._torch_compat import TorchDispatchMode, is_traced, without_ordered_effects
 from autopar.capture.origins import user_frame
 from autopar.errors import CaptureError
@@ -144,14 +144,13 @@ def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], 
     if isinstance(pred, bool):
         return (true_fn if pred else false_fn)(*operands)
     taken = pred.reshape(())
+    tensors, skeleton = tree.flatten(tuple(operands), "the operands of torch.cond")
     made = []
     for function, own in ((true_fn, taken), (false_fn, ~taken)):
-        given, spec = pytree.tree_flatten(tuple(operands))
-        masked = [_mask(value, own) if isinstance(value, torch.Tensor) else value for value in given]
-        made.append(pytree.tree_flatten(function(*pytree.tree_unflatten(masked, spec))))
-    (ones, spec), (others, _) = made
-    chosen = [torch.where(taken, a, b) if isinstance(a, torch.Tensor) else a for a, b in zip(ones, others, strict=True)]
-    return pytree.tree_unflatten(chosen, spec)
+        masked = [_mask(tensor, own) for tensor in tensors]
+        made.append(tree.flatten(function(*tree.unflatten(skeleton, masked)), "what a branch of torch.cond returns"))
+    (ones, kind), (others, _) = made
+    return tree.unflatten(kind, [torch.where(taken, a, b) for a, b in zip(ones, others, strict=True)])
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ from tests.fuzz.judge import Outcome
 from tests.fuzz.ranks import on_rank
 from tests.fuzz.render import source
 
-CHUNK = 10
-SHORT, DEEP = 10, 300
+CHUNK = 5
+SHORT, DEEP = 5, 300
 
 
 @pytest.mark.distributed

@@ -209,7 +209,7 @@ def check_plan(name: str, axes: dict[str, int], seed: int, strided: bool) -> Non
     if strided:
         passes = tuple(insert_contiguous_everywhere if p is insert_contiguous else p for p in passes)
     local = rewrite(program, plan, passes=passes)
-    report = compare(program, local, plan, values, torch.float64, random.Random(seed) if strided else None)
+    report = compare(program, local, plan, values, torch.float64, draw=random.Random(seed) if strided else None)
     assert report.max_error < BOUND, (seed, report.worst)
     found = {"loss": report.loss, **report.gradients}
     wanted = {n: t for n, t in expected.items() if n in found}
