@@ -17,8 +17,8 @@ from autopar.redistribute import Machine, Move, moved_bytes, reduces, sum_dtype
 aten = torch.ops.aten
 
 
-_WIRE = {"complex64": torch.float32, "complex128": torch.float64, "bool": torch.uint8, "int16": torch.uint8}
-"""What numbers are sent as that Gloo does not take as they are."""
+_WIRE = {"bool": "uint8", "int16": "int32"}
+"""What numbers are sent as that Gloo does not take as they are; complex ones are sent as pairs."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,22 @@ class MoveEmitter:
 
     def _communicate(self, target: Any, local: fx.Node, *args: Any) -> fx.Node:
         """A collective of a contiguous tensor of one dim at least, sent as numbers that every backend takes."""
-        wire = _WIRE.get(self.type.dtype)
-        wire = None if reduces(self.move.kind) and not self.type.dtype.startswith("complex") else wire
-        local = self._call(aten.view.dtype, local, wire) if wire else local
+        wire = None if reduces(self.move.kind) else _WIRE.get(self.type.dtype)
+        pairs = self.type.dtype.startswith("complex")
+        local = self._cast(local, wire) if wire else self._as_pairs(local) if pairs else local
         node = self._call(target, local, *args, self._axis)
         size = moved_bytes(self.type, self.move, self.machine.sizes)
         node.meta["collective"] = Collective(self.move.kind, self._axis, size, gradient=self.gradient)
         received = self._call(c10d.wait_tensor.default, node)
-        return self._call(aten.view.dtype, received, getattr(torch, self.type.dtype)) if wire else received
+        return self._cast(received, self.type.dtype) if wire else self._from_pairs(received) if pairs else received
+
+    def _as_pairs(self, local: fx.Node) -> fx.Node:
+        """Complex numbers as real ones, twice as many along the last dim."""
+        pairs = self._call(aten.flatten.using_ints, self._call(aten.view_as_real.default, local), -2, -1)
+        return self._call(aten.contiguous.default, pairs)
+
+    def _from_pairs(self, received: fx.Node) -> fx.Node:
+        return self._call(aten.view_as_complex.default, self._call(aten.unflatten.int, received, -1, [-1, 2]))
 
     def _sides(self, layout: Layout, position: Split) -> tuple[int, int, int]:
         """Local elements before, in and behind the factor at a position."""
