@@ -227,6 +227,13 @@ def _describe(joint: fx.GraphModule, harness: Harness, training: bool) -> Progra
         if desc is None:  # an input that needs no gradient
             continue
         output = _output(desc)
+        if output.kind == "gradient" and _input(desc.grad_of).kind == "buffer":
+            if value is not None:
+                raise CaptureError(
+                    f"{output.name!r} is no parameter, and requires a gradient, which would be lost: make it an "
+                    "nn.Parameter, or detach() it where it is kept from an earlier call"
+                )
+            continue
         if value is not None and not isinstance(value.meta["val"], torch.Tensor):
             raise CaptureError(
                 f"the {output.kind} {output.name!r} of the model is a {type(value.meta['val']).__name__}"

@@ -63,7 +63,7 @@ def swapped(
             if isinstance(tensor, nn.Parameter):
                 made[id(tensor)] = nn.Parameter(fake(tensor.detach(), compute), tensor.requires_grad and training)
             else:
-                made[id(tensor)] = fake(tensor.detach(), None)
+                made[id(tensor)] = fake(tensor.detach(), None).requires_grad_(tensor.requires_grad and training)
         found: torch.Tensor = made[id(tensor)]
         return found
 

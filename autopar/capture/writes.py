@@ -211,7 +211,7 @@ class Record:
         """A value in which tensors of the call are leaves.
 
         Raises:
-            CaptureError: it holds something that cannot be made again; ``where`` says what it is.
+            CaptureError: it holds something that cannot be rebuilt; ``where`` says what it is.
         """
         if is_tracked(value):
             operations = operations_of(value)

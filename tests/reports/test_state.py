@@ -222,6 +222,38 @@ def test_tensors_of_a_stranger() -> None:
         parallelize(Reading(lambda m, x: m.f(outside(x))), None)(inputs(0))
 
 
+def test_gradients_of_attributes_that_are_no_parameters() -> None:
+    weight = torch.ones(4, dtype=D, requires_grad=True)
+    with pytest.raises(CaptureError, match=r"'w' is no parameter, and requires a gradient.*nn\.Parameter"):
+        parallelize(Reading(lambda m, x: m.f(x) * m.w, w=weight), None)(inputs(0))
+
+
+def test_a_tensor_kept_with_its_history() -> None:
+    """It may be read without gradients; through it there are none, where eager refuses a second backward pass."""
+
+    def looking(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = m.f(x) if m.last is None else m.f(x) + m.last.detach()
+        m.last = y.mean()
+        return y
+
+    def going_back(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = m.f(x) if m.last is None else m.f(x) + m.last
+        m.last = y.mean()
+        return y
+
+    plain = Reading(looking, last=None)
+    model = parallelize(copy.deepcopy(plain), None)
+    for step in range(3):
+        for m in (plain, model):
+            m.zero_grad()
+            m(inputs(step)).backward()
+        assert_same(model, plain)
+    model = parallelize(Reading(going_back, last=None), None)
+    model(inputs(0)).backward()
+    with pytest.raises(CaptureError, match="'last' is no parameter, and requires a gradient"):
+        model(inputs(1))
+
+
 class Methods(nn.Sequential):
     """Methods of its own, some of which torch calls."""
 
