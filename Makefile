@@ -37,7 +37,7 @@ links:
 	done
 
 demo: .venv ## plan, rewrite and check a small model on one machine
-	.venv/bin/python -m autopar.demo
+	.venv/bin/python -m autopar.cli.demo
 
 test: lint ## set-up, lint, types and the tests (what the CI runs)
 	$(PYTEST) -m "not deep"

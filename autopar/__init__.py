@@ -4,8 +4,9 @@
 computes what one device would; ``autopar.verify`` proves it on an emulated mesh, in one process.
 """
 
-from autopar.cluster import Cluster
+from autopar import _former_paths
 from autopar.compiler import plan
+from autopar.costs.cluster import Cluster
 from autopar.errors import (
     AutoparError,
     CaptureError,
@@ -19,12 +20,14 @@ from autopar.errors import (
     RankError,
     VerifyError,
 )
+from autopar.ir.plan import Plan
+from autopar.ir.precision import Precision
 from autopar.parallelize import parallelize
-from autopar.plan import Plan
-from autopar.precision import Precision
+from autopar.rules.rule import Lowering, Rule, Spec, rule
 from autopar.search.options import Search
-from autopar.strategy import Lowering, Rule, Spec, rule
-from autopar.verify import EquivalenceReport, verify
+from autopar.verify.verify import EquivalenceReport, verify
+
+_former_paths.install()
 
 __version__ = "0.1.0"
 

@@ -20,9 +20,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
-from autopar.runtime.boundary import in_layout, redistribute
-from autopar.runtime.load import savable
-from autopar.runtime.module import ParallelModule
+from autopar.module.parallel_module import ParallelModule
+from autopar.runtime.dtensor import in_layout, redistribute
+from autopar.runtime.state.state_dict import savable
 
 
 def state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:

@@ -12,87 +12,38 @@ import torch
 from torch import nn
 
 import autopar.strategies  # noqa: F401  registers every rule
-from autopar import binding, cache
-from autopar.abridge import abridge
-from autopar.canonical import canonical
 from autopar.capture import Batch, LossFunction, capture
-from autopar.cluster import Cluster
-from autopar.cost.memory import parse_bytes
-from autopar.crowd import Crowd
-from autopar.dims import analyze
+from autopar.capture.repeat import abridge
+from autopar.costs.cluster import Cluster
+from autopar.costs.memory import parse_bytes
 from autopar.errors import InfeasibleError, PlanError
-from autopar.extrapolate import peak_of_blocks
-from autopar.in_microbatches import hint_of_loss, in_microbatches, require_early_backward
-from autopar.liveness import Moment, crowd, moments, peak_memory
-from autopar.outputs import Loss
-from autopar.padded import Measure, best_padded
-from autopar.passes.annotate_layouts import annotate_layouts
-from autopar.passes.apply_precision import apply_precision
-from autopar.passes.bucket_collectives import bucket_collectives
-from autopar.passes.cut_pipeline import cut_pipeline
-from autopar.passes.eliminate_dead_code import eliminate_dead_code
-from autopar.passes.hoist_steady import hoist_steady
-from autopar.passes.insert_collectives import insert_collectives
-from autopar.passes.insert_contiguous import insert_contiguous
-from autopar.passes.insert_offload import insert_offload
-from autopar.passes.insert_recompute import insert_recompute
-from autopar.passes.localize_random import localize_random
-from autopar.passes.localize_shapes import localize_shapes
-from autopar.passes.lower_operators import lower_operators
-from autopar.passes.pad_dims import pad_dims
-from autopar.passes.replay_random import replay_random
-from autopar.passes.replicate_random import replicate_random
-from autopar.passes.scatter_sends import scatter_sends
-from autopar.pipeline.table import as_text
-from autopar.pipelines import Works, best_pipeline, least_seconds
-from autopar.plan import INTERRUPTED, TIME_LIMIT, Plan
-from autopar.precision import Precision
-from autopar.program import Program
-from autopar.recompute import uniform
-from autopar.run_passes import Pass, collector_paused, run_passes
-from autopar.search.counts import best_count
+from autopar.ir.plan import INTERRUPTED, TIME_LIMIT, Plan
+from autopar.ir.precision import Precision
+from autopar.ir.program import Program
+from autopar.ir.signature import binding
+from autopar.ir.signature.outputs import Loss
+from autopar.memory.deep_models import peak_of_blocks
+from autopar.memory.liveness import Moment, crowd, moments, peak_memory
+from autopar.memory.peak_snapshot import Crowd
+from autopar.memory.recompute import uniform
+from autopar.passes import PASSES, Pass, collector_paused, run_passes
+from autopar.passes.canonicalize import canonical
+from autopar.passes.canonicalize.precision import apply_precision
+from autopar.passes.pipeline.assign_stages import cut_pipeline
+from autopar.passes.rng.replicate import replicate_random
+from autopar.pipeline.custom_schedule import as_text
+from autopar.search import cache
+from autopar.search.budget.cutoff import NOBODY, Rival
+from autopar.search.formulation.pins import Restrictions
+from autopar.search.microbatch.count import best_count
+from autopar.search.microbatch.split import hint_of_loss, in_microbatches, require_early_backward
 from autopar.search.options import OFFLOAD, SCHEDULE, Job, Peak, Progress, Search, silent
-from autopar.search.quotient import Quotient, quotient
-from autopar.search.restrict import Restrictions
-from autopar.search.rival import NOBODY, Rival
+from autopar.search.padding import Measure, best_padded
+from autopar.search.pipeline.branch_and_bound import Works, best_pipeline, least_seconds
+from autopar.sharding.dims import analyze
+from autopar.sharding.layer_classes import Quotient, quotient
 
 logger = logging.getLogger("autopar")
-
-PASSES: tuple[Pass, ...] = (
-    pad_dims,
-    annotate_layouts,
-    insert_recompute,
-    hoist_steady,
-    insert_collectives,
-    localize_shapes,
-    localize_random,
-    lower_operators,
-    cut_pipeline,
-    insert_offload,
-    bucket_collectives,
-    eliminate_dead_code,
-    scatter_sends,
-    insert_contiguous,
-)
-
-DETERMINISTIC_PASSES: tuple[Pass, ...] = (
-    pad_dims,
-    annotate_layouts,
-    insert_recompute,
-    hoist_steady,
-    replicate_random,
-    insert_collectives,
-    localize_shapes,
-    replay_random,
-    lower_operators,
-    cut_pipeline,
-    insert_offload,
-    bucket_collectives,
-    eliminate_dead_code,
-    scatter_sends,
-    insert_contiguous,
-)
-"""Instead of `PASSES` where the ranks together draw the very numbers that one device would."""
 
 
 def captured(
@@ -170,7 +121,7 @@ def solve(
     """Analyze a program, enumerate candidates and search; the plan carries its prediction and certificate.
 
     Where memory is short, this is done for several numbers of microbatches, unless one is pinned. A plan that was found
-    before is read, see `autopar.cache`; one whose search did not end by itself is not kept.
+    before is read, see `autopar.search.cache`; one whose search did not end by itself is not kept.
 
     Args:
         program: of the whole batch.

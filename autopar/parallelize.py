@@ -14,25 +14,26 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture import Batch, LossFunction
 from autopar.capture.swap import refuse_scripted
-from autopar.cluster import Cluster
-from autopar.compiler import DETERMINISTIC_PASSES, PASSES, program_of, rewrite, solve
-from autopar.cost.memory import parse_bytes
+from autopar.compiler import program_of, rewrite, solve
+from autopar.costs.cluster import Cluster
+from autopar.costs.memory import parse_bytes
 from autopar.errors import PlanError
-from autopar.in_microbatches import in_microbatches
-from autopar.outputs import Loss
+from autopar.ir.plan import Plan
+from autopar.ir.precision import Precision
+from autopar.ir.program import Program
+from autopar.ir.signature.outputs import Loss
+from autopar.module.parallel_module import ParallelModule, parallel_module
+from autopar.passes import DETERMINISTIC_PASSES, PASSES
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.pad_dims import pad_dims
-from autopar.pipeline.asked import is_split_for_stages, split_for_stages
-from autopar.plan import Plan
-from autopar.precision import Precision
-from autopar.program import Program
-from autopar.require_equal import require_equal
-from autopar.runtime.materialise import Init
-from autopar.runtime.module import ParallelModule, parallel_module
-from autopar.runtime.place import Place, axes_of, one_device, place_on, refined
-from autopar.runtime.specialise import Settings, Toolchain
-from autopar.runtime.state import distribute_parameters
+from autopar.runtime.mesh import Place, axes_of, one_device, place_on, refined
+from autopar.runtime.state.materialize import Init
+from autopar.runtime.state.parameters import distribute_parameters
+from autopar.search.microbatch.split import in_microbatches
 from autopar.search.options import Search
+from autopar.search.pipeline.space import is_split_for_stages, split_for_stages
+from autopar.specialize import Settings, Toolchain
+from autopar.verify.require_equal import require_equal
 
 
 def parallelize(

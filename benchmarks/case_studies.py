@@ -54,10 +54,10 @@ def measure(case: str, time_limit: float, save: Path | None, flat: bool) -> dict
     """Search a case."""
     import torch
 
-    from autopar.cluster import Cluster
-    from autopar.comparison import compare_recipes
     from autopar.compiler import default_memory, program_to_plan, solve
-    from autopar.precision import Precision
+    from autopar.costs.cluster import Cluster
+    from autopar.explain.recipes import compare_recipes
+    from autopar.ir.precision import Precision
     from autopar.search.options import Search
 
     torch.set_num_threads(1)
@@ -145,7 +145,7 @@ def published(folder: Path) -> dict[str, Any]:
     """The row of GPT 39.1B: measured, and as the cost model predicts it."""
     from gpt import GPT, batch_of
 
-    from autopar.hybrid import predict_hybrid
+    from autopar.explain.hybrid.predict import predict_hybrid
 
     table = json.loads((folder / "published" / "megatron_ptdp_table1.json").read_text())
     row = next(dict(zip(table["columns"], r, strict=True)) for r in table["rows"] if r[0] == 39.1)

@@ -32,10 +32,10 @@ sys.path.insert(0, str(ROOT))
 import numpy as np  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
 
-from autopar.cluster import Cluster  # noqa: E402
-from autopar.redistribute import Machine  # noqa: E402
-from autopar.step import Part, Spent, spend_each  # noqa: E402
-from autopar.training import Stages, Training, simulated_seconds, stages_of, step_seconds  # noqa: E402
+from autopar.costs.cluster import Cluster  # noqa: E402
+from autopar.explain.hybrid.layer_profile import Part, Spent, spend_each  # noqa: E402
+from autopar.explain.hybrid.training_step import Stages, Training, simulated_seconds, stages_of, step_seconds  # noqa: E402
+from autopar.sharding.redistribute import Machine  # noqa: E402
 
 Floats = NDArray[np.float64]
 
@@ -167,9 +167,9 @@ def capture(rows: Iterable[Row], file: Path | None, workers: int) -> Steps:
 
 def _capture(job: tuple[tuple[int, ...], list[int]]) -> Steps:
     from autopar.compiler import program_of, solve
-    from autopar.dims import analyze
+    from autopar.explain.hybrid.layer_profile import step_of
     from autopar.search.options import Search
-    from autopar.step import step_of
+    from autopar.sharding.dims import analyze
     from benchmarks.gpt import GPT, batch_of
 
     (hidden, heads, sequence, microbatch, vocabulary, fused), ranks = job

@@ -27,20 +27,20 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import fx  # noqa: E402
 
-from autopar.blocks import block  # noqa: E402
-from autopar.cluster import Cluster  # noqa: E402
-from autopar.collective import axis_index, c10d  # noqa: E402
 from autopar.compiler import peak_of, program_of, rewrite, solve  # noqa: E402
-from autopar.cost.memory import format_bytes  # noqa: E402
+from autopar.costs.cluster import Cluster  # noqa: E402
+from autopar.costs.memory import format_bytes  # noqa: E402
 from autopar.errors import InfeasibleError  # noqa: E402
-from autopar.host import to_device, to_host  # noqa: E402
-from autopar.layout import Replicate  # noqa: E402
-from autopar.liveness import moments  # noqa: E402
-from autopar.plan import Plan  # noqa: E402
-from autopar.program import Program, map_nodes  # noqa: E402
-from autopar.recompute import class_of  # noqa: E402
+from autopar.ir.layout import Replicate  # noqa: E402
+from autopar.ir.ops.collectives import axis_index, c10d  # noqa: E402
+from autopar.ir.ops.host import to_device, to_host  # noqa: E402
+from autopar.ir.plan import Plan  # noqa: E402
+from autopar.ir.program import Program, map_nodes  # noqa: E402
+from autopar.ir.shards import block  # noqa: E402
+from autopar.memory.liveness import moments  # noqa: E402
+from autopar.memory.recompute import class_of  # noqa: E402
 from autopar.search.options import Search  # noqa: E402
-from autopar.verify import global_values  # noqa: E402
+from autopar.verify.verify import global_values  # noqa: E402
 from benchmarks.allocated import peak_allocated  # noqa: E402
 from benchmarks.least_memory import least  # noqa: E402
 from benchmarks.memory_models import MODELS  # noqa: E402

@@ -4,8 +4,8 @@ Everything is split over all devices, but for what the operator that runs takes 
 counts that takes the least, such as with a gathered weight. While an operator of the backward pass runs there are the
 parameters with their state; what the backward pass has made and takes later; results that the caller gets; and what the
 operator takes and makes, with what its library copies. Of what the forward pass made there is what must be, see
-`autopar.search.lives`, whichever of it is kept. It leaves out what moves take, and what is held while the forward pass
-runs or values are made again.
+`autopar.search.budget.live_ranges`, whichever of it is kept. It leaves out what moves take, and what is held while the
+forward pass runs or values are made again.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 
 from torch import fx
 
-from autopar.candidates import candidates, combine, split_parts
-from autopar.dims import Dims, analyze
-from autopar.layout import Layout
-from autopar.liveness import copied_by_convolution
-from autopar.origin import is_backward
-from autopar.program import Program, tensor_arguments, values_of
-from autopar.search.counted import carried
+from autopar.ir.graph import is_backward
+from autopar.ir.layout import Layout
+from autopar.ir.program import Program, tensor_arguments, values_of
+from autopar.memory.liveness import copied_by_convolution
+from autopar.search.budget.live_ranges import Lives, fewest
 from autopar.search.find import state_bytes
-from autopar.search.lives import Lives, fewest
-from autopar.search.quotient import quotient
+from autopar.search.formulation.memory_model import carried
+from autopar.sharding.candidates import candidates, combine, split_parts
+from autopar.sharding.dims import Dims, analyze
+from autopar.sharding.layer_classes import quotient
 
 Storage = Any
 
@@ -37,7 +37,7 @@ def least(program: Program, axes: Mapping[str, int], *, away: bool = False, copi
         program: of the whole batch, without blocks left out.
         axes: of the mesh.
         away: whether optimizer state may lie on the host, and what is kept until an operator takes it.
-        copies: of the device, see `autopar.cluster.Device`.
+        copies: of the device, see `autopar.costs.cluster.Device`.
     """
     lives = lives_of(program, tuple(axes.values()), away=away, copies=copies)
     bound = max(lives.base) if away else fewest(lives)[0]

@@ -141,8 +141,8 @@ def contenders(folder: Path, rank: int, options: dict[str, Any]) -> dict[str, Ca
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
+    from autopar.ir.plan import Plan
     from autopar.parallelize import parallelize
-    from autopar.plan import Plan
     from benchmarks.memory_models import llama
 
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("device",))

@@ -150,8 +150,8 @@ def _steps(model: Any, batch: Any) -> Iterator[dict[str, Any]]:
 
     from autopar import Cluster, Search
     from autopar.compiler import program_of, rewrite, solve
-    from autopar.program import operators
-    from autopar.verify import capture_error, compare, global_values
+    from autopar.ir.program import operators
+    from autopar.verify.verify import capture_error, compare, global_values
 
     start = time.perf_counter()
     program = program_of(model, batch)

@@ -106,10 +106,10 @@ def measure(case: str, time_limit: float, whole: bool, check: bool) -> dict[str,
     import torch
 
     from autopar.compiler import program_of, program_to_plan, solve
-    from autopar.dims import analyze
-    from autopar.program import operators
+    from autopar.ir.program import operators
     from autopar.search.options import Search
-    from autopar.search.quotient import quotient
+    from autopar.sharding.dims import analyze
+    from autopar.sharding.layer_classes import quotient
 
     torch.set_num_threads(1)
     name, *rest = case.split()

@@ -178,8 +178,8 @@ def plan_all(folder: Path, cluster: Path) -> None:
     """Every model under the search and every recipe; what does not apply is left out."""
     import torch
 
-    from autopar.cluster import Cluster
     from autopar.compiler import program_of, solve
+    from autopar.costs.cluster import Cluster
     from autopar.errors import AutoparError
     from autopar.search.options import Search
 

@@ -3,10 +3,10 @@
 Reads ``published`` (a folder of data given by ``--data``; without it there is nothing to do): the steps of Table 1 of
 PTD-P (arXiv 2104.04473), the steps, times of a layer and activations of "Reducing Activation Recomputation"
 (2205.05198), and the bubbles of "Zero Bubble Pipeline Parallelism" (2401.10241). Steps are predicted by
-`autopar.hybrid.predict_hybrid`, as ``autopar plan --recipe megatron`` does, of `benchmarks/gpt.py`; nothing is fitted
-to them. They are predicted twice: with the kernels of the graph, and without the passes over memory that the fused
-kernels of Megatron save (PTD-P, section 4.2). Activations are what the graph of a layer keeps alive. The paper's
-selective recomputation is set beside what the search finds for the memory that it takes.
+`autopar.explain.hybrid.predict.predict_hybrid`, as ``autopar plan --recipe megatron`` does, of `benchmarks/gpt.py`;
+nothing is fitted to them. They are predicted twice: with the kernels of the graph, and without the passes over memory
+that the fused kernels of Megatron save (PTD-P, section 4.2). Activations are what the graph of a layer keeps alive. The
+paper's selective recomputation is set beside what the search finds for the memory that it takes.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from torch import fx  # noqa: E402
 
-from autopar.assignment import machine_of  # noqa: E402
-from autopar.cluster import Cluster  # noqa: E402
 from autopar.compiler import peak_of, program_of, program_to_plan, solve  # noqa: E402
-from autopar.dims import Dims, analyze  # noqa: E402
-from autopar.hybrid import predict_hybrid  # noqa: E402
-from autopar.origin import is_backward, module_path  # noqa: E402
-from autopar.plan import EVERY  # noqa: E402
-from autopar.predict import predict  # noqa: E402
-from autopar.program import Program  # noqa: E402
-from autopar.recompute import class_of  # noqa: E402
-from autopar.redistribute import Machine  # noqa: E402
+from autopar.costs.cluster import Cluster  # noqa: E402
+from autopar.explain.hybrid.layer_profile import Part, spend_each, step_of  # noqa: E402
+from autopar.explain.hybrid.predict import predict_hybrid  # noqa: E402
+from autopar.ir.graph import is_backward, module_path  # noqa: E402
+from autopar.ir.plan import EVERY  # noqa: E402
+from autopar.ir.program import Program  # noqa: E402
+from autopar.memory.recompute import class_of  # noqa: E402
 from autopar.search.options import Search  # noqa: E402
-from autopar.search.quotient import quotient  # noqa: E402
+from autopar.search.predict import predict  # noqa: E402
+from autopar.sharding.assignment import machine_of  # noqa: E402
+from autopar.sharding.dims import Dims, analyze  # noqa: E402
+from autopar.sharding.layer_classes import quotient  # noqa: E402
+from autopar.sharding.redistribute import Machine  # noqa: E402
 from autopar.simulate import order, pipeline, simulate  # noqa: E402
-from autopar.step import Part, spend_each, step_of  # noqa: E402
 from benchmarks.gpt import GPT, batch_of  # noqa: E402
 
 SEQUENCE, VOCABULARY = 2048, 51200
@@ -223,7 +223,7 @@ def activations(formulas: Mapping[str, str]) -> Iterator[Row]:
 def selective(cluster: Cluster) -> Iterator[Row]:
     """The choice of the paper, as a plan of the search's space, and what the search finds for as much memory.
 
-    It makes attention's core again: what has the sequence twice, see `autopar.step.Part.again`.
+    It makes attention's core again: what has the sequence twice, see `autopar.explain.hybrid.layer_profile.Part.again`.
     """
     hidden, heads, layers = SHAPES[22]
     program = program_to_plan(GPT(hidden, heads, layers, SEQUENCE, VOCABULARY), batch_of(4, SEQUENCE))

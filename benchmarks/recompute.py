@@ -23,19 +23,19 @@ from torch.utils.flop_counter import flop_registry
 
 import autopar.strategies  # noqa: F401  registers every rule
 from autopar._torch_compat import TracingContext, budget_partition, storage_id, tracing
-from autopar.canonical import canonical
 from autopar.capture import capture
-from autopar.cluster import Cluster, Device, Link
 from autopar.compiler import rewrite
-from autopar.dims import analyze
+from autopar.costs.cluster import Cluster, Device, Link
 from autopar.errors import InfeasibleError
-from autopar.origin import is_backward, module_path
-from autopar.plan import EVERY, Plan
-from autopar.program import Program, copy_graph, is_operator, producer, tensor_arguments, values_of
-from autopar.propagate import propagate
+from autopar.ir.graph import is_backward, module_path
+from autopar.ir.plan import EVERY, Plan
+from autopar.ir.program import Program, copy_graph, is_operator, producer, tensor_arguments, values_of
+from autopar.passes.canonicalize import canonical
+from autopar.rules.shapes.local_shapes import propagate
 from autopar.search.find import find_plan, state_bytes
 from autopar.search.options import Job, Search
-from autopar.search.quotient import quotient
+from autopar.sharding.dims import analyze
+from autopar.sharding.layer_classes import quotient
 
 SOLVERS = ("dp", "greedy", "ilp")
 BUDGETS = (0.5, 0.2)

@@ -128,7 +128,10 @@ def measure() -> dict[str, Any]:
             "graph": graph_hash(rewrite(program, plan).graph.graph),
             "seconds": seconds,
         }
-        print(f"{name:<28} {plan.certificate.objective:.6g} s, gap {plan.certificate.gap:.2%}, {seconds:.1f} s", flush=True)
+        print(
+            f"{name:<28} {plan.certificate.objective:.6g} s, gap {plan.certificate.gap:.2%}, {seconds:.1f} s",
+            flush=True,
+        )
     return found
 
 

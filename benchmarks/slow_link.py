@@ -37,8 +37,8 @@ def plan_all(folder: Path, cluster: Path) -> None:
     """The model under the search, with stages and without, and under every recipe."""
     import torch
 
-    from autopar.cluster import Cluster
     from autopar.compiler import program_of, solve
+    from autopar.costs.cluster import Cluster
     from autopar.errors import AutoparError
     from autopar.search.options import Search
 

@@ -1,1 +1,113 @@
-"""Graph rewrites, one file a pass, each named after its function."""
+"""The rewriting as a list: `PASSES`, one file a pass, and `run_passes`, which checks the graph after each."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from autopar.errors import PassError
+from autopar.ir.check import check
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program, copy_graph
+from autopar.passes.annotate_layouts import annotate_layouts
+from autopar.passes.bucket_collectives import bucket_collectives
+from autopar.passes.eliminate_dead_code import eliminate_dead_code
+from autopar.passes.hoist_invariants import hoist_steady
+from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.insert_contiguous import insert_contiguous
+from autopar.passes.insert_offload import insert_offload
+from autopar.passes.insert_recompute import insert_recompute
+from autopar.passes.localize_shapes import localize_shapes
+from autopar.passes.lower_operators import lower_operators
+from autopar.passes.pad_dims import pad_dims
+from autopar.passes.pipeline.assign_stages import cut_pipeline
+from autopar.passes.pipeline.scatter_sends import scatter_sends
+from autopar.passes.rng.localize import localize_random
+from autopar.passes.rng.replay import replay_random
+from autopar.passes.rng.replicate import replicate_random
+
+Pass = Callable[[Program, Plan], Program]
+
+PASSES: tuple[Pass, ...] = (
+    pad_dims,
+    annotate_layouts,
+    insert_recompute,
+    hoist_steady,
+    insert_collectives,
+    localize_shapes,
+    localize_random,
+    lower_operators,
+    cut_pipeline,
+    insert_offload,
+    bucket_collectives,
+    eliminate_dead_code,
+    scatter_sends,
+    insert_contiguous,
+)
+
+DETERMINISTIC_PASSES: tuple[Pass, ...] = (
+    pad_dims,
+    annotate_layouts,
+    insert_recompute,
+    hoist_steady,
+    replicate_random,
+    insert_collectives,
+    localize_shapes,
+    replay_random,
+    lower_operators,
+    cut_pipeline,
+    insert_offload,
+    bucket_collectives,
+    eliminate_dead_code,
+    scatter_sends,
+    insert_contiguous,
+)
+"""Instead of `PASSES` where the ranks together draw the very numbers that one device would."""
+
+
+def run_passes(program: Program, plan: Plan, passes: Sequence[Pass], *, verified: bool = True) -> Program:
+    """Run passes on a copy of the graph.
+
+    Args:
+        program: stays as it is.
+        plan: what the passes follow.
+        passes: in their order.
+        verified: whether the graph is checked after each; one that is only measured need not be.
+
+    Raises:
+        PassError: a pass left an invalid graph.
+    """
+    program = replace(program, graph=copy_graph(program.graph))
+    for node in program.graph.graph.nodes:
+        node.meta["whole"] = node.name  # whatever passes make of it: `autopar.verify.first_difference` asks
+    done: tuple[str, ...] = ()
+    for step in passes:
+        try:
+            program = replace(step(program, plan))  # a new value: it may have changed the graph in place
+            if verified:
+                check(program, plan)
+        except (AssertionError, RuntimeError, ValueError, TypeError) as e:
+            raise PassError(step.__name__, done, str(e)) from e
+        done = (*done, step.__name__)
+    return program
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause the cyclic garbage collector: it would scan a captured graph's millions of objects over and over.
+
+    Meanwhile what there was before is left out of `gc.collect`, which is fast enough to call now and then.
+    """
+    enabled, own = gc.isenabled(), gc.get_freeze_count() == 0
+    gc.disable()
+    if own:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if own:
+            gc.unfreeze()
+        if enabled:
+            gc.enable()

@@ -11,11 +11,11 @@ After (the graph computes the same; ``meta`` holds)::
 
 from __future__ import annotations
 
-from autopar.assignment import Assignment, assign
-from autopar.dims import analyze
-from autopar.plan import Plan
-from autopar.program import Program, is_operator, producer
-from autopar.search.quotient import quotient
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program, is_operator, producer
+from autopar.sharding.assignment import Assignment, assign
+from autopar.sharding.dims import analyze
+from autopar.sharding.layer_classes import quotient
 
 
 def annotate_layouts(program: Program, plan: Plan) -> Program:

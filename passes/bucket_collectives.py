@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.assignment import machine_of
-from autopar.collective import Collective, c10d
-from autopar.origin import inherit_origin
-from autopar.plan import Plan
-from autopar.program import Program
-from autopar.propagate import propagate
-from autopar.redistribute import Machine
+from autopar.ir.graph import inherit_origin
+from autopar.ir.ops.collectives import Collective, c10d
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.rules.shapes.local_shapes import propagate
+from autopar.sharding.assignment import machine_of
+from autopar.sharding.redistribute import Machine
 
 aten = torch.ops.aten
 

@@ -11,8 +11,8 @@ After::
 
 from __future__ import annotations
 
-from autopar.plan import Plan
-from autopar.program import Program, draws
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program, draws
 
 
 def eliminate_dead_code(program: Program, plan: Plan) -> Program:

@@ -23,12 +23,12 @@ import operator
 
 from torch import fx
 
-from autopar.assignment import machine_of
-from autopar.emit_move import MoveEmitter
-from autopar.layout import Layout
-from autopar.plan import Plan
-from autopar.program import Program, is_operator, is_steady, producer, replace_tensor_arguments, tensor_arguments
-from autopar.redistribute import Tables
+from autopar.ir.layout import Layout
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program, is_operator, is_steady, producer, replace_tensor_arguments, tensor_arguments
+from autopar.sharding.assignment import machine_of
+from autopar.sharding.emit import MoveEmitter
+from autopar.sharding.redistribute import Tables
 
 
 def insert_collectives(program: Program, plan: Plan) -> Program:

@@ -11,9 +11,9 @@ After::
     contiguous = aten.contiguous(turned)                  # a copy, or the tensor itself where it lies so already
     norm = aten.native_group_norm(contiguous, w, b, ...)
 
-What kernels ask for is in their rules, `autopar.strategy.Rule.strides`. An argument that is known to lie so stays as
-it is, see `autopar.known_strides`. Users of one value share a copy, those of each pass of the step and of each stage
-one of their own, so that the copy is not kept besides the value.
+What kernels ask for is in their rules, `autopar.rules.rule.Rule.strides`. An argument that is known to lie so stays as
+it is, see `autopar.rules.shapes.known_strides`. Users of one value share a copy, those of each pass of the step and of
+each stage one of their own, so that the copy is not kept besides the value.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.known_strides import has_strides, known_strides, needs_of, tensors_of
-from autopar.origin import inherit_origin, is_backward
-from autopar.plan import Plan
-from autopar.program import Program, copy_graph, is_operator, producer, replace_tensor_arguments, tensor_arguments
-from autopar.propagate import propagate
-from autopar.strides import copier
+from autopar.ir.graph import inherit_origin, is_backward
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program, copy_graph, is_operator, producer, replace_tensor_arguments, tensor_arguments
+from autopar.rules.shapes.known_strides import has_strides, known_strides, needs_of, tensors_of
+from autopar.rules.shapes.local_shapes import propagate
+from autopar.rules.strides import copier
 
 
 def insert_contiguous(program: Program, plan: Plan) -> Program:

@@ -21,11 +21,11 @@ from typing import Any
 
 from torch import fx
 
-from autopar.host import to_device, to_host
-from autopar.origin import inherit_origin, is_backward
-from autopar.plan import Plan
-from autopar.program import Program, producer
-from autopar.propagate import propagate
+from autopar.ir.graph import inherit_origin, is_backward
+from autopar.ir.ops.host import to_device, to_host
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program, producer
+from autopar.rules.shapes.local_shapes import propagate
 
 
 def insert_offload(program: Program, plan: Plan) -> Program:

@@ -22,10 +22,10 @@ from functools import cache
 import torch
 from torch import fx
 
-from autopar.origin import inherit_origin, is_backward
-from autopar.plan import Plan
-from autopar.program import Program, draws, is_operator, map_nodes, producer
-from autopar.recompute import Again
+from autopar.ir.graph import inherit_origin, is_backward
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program, draws, is_operator, map_nodes, producer
+from autopar.memory.recompute import Again
 
 aten = torch.ops.aten
 

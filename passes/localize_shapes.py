@@ -16,12 +16,12 @@ from typing import Any
 
 from torch import fx
 
-from autopar.candidates import letter_parts
-from autopar.dims import Operator
-from autopar.layout import local_shape
-from autopar.plan import Plan
-from autopar.program import Program, is_operator
-from autopar.propagate import propagate
+from autopar.ir.layout import local_shape
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program, is_operator
+from autopar.rules.shapes.local_shapes import propagate
+from autopar.sharding.candidates import letter_parts
+from autopar.sharding.dims import Operator
 
 
 def localize_shapes(program: Program, plan: Plan) -> Program:

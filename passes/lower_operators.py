@@ -18,15 +18,15 @@ from typing import Any
 
 from torch import fx
 
-from autopar.assignment import machine_of
-from autopar.candidates import letter_parts, lowered_bytes, strategies
-from autopar.collective import Collective, axis_index, c10d
-from autopar.dims import Operator
-from autopar.origin import inherit_origin
-from autopar.plan import Plan
-from autopar.program import Program, is_operator, map_nodes, producer
-from autopar.propagate import propagate
-from autopar.redistribute import Machine
+from autopar.ir.graph import inherit_origin
+from autopar.ir.ops.collectives import Collective, axis_index, c10d
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program, is_operator, map_nodes, producer
+from autopar.rules.shapes.local_shapes import propagate
+from autopar.sharding.assignment import machine_of
+from autopar.sharding.candidates import letter_parts, lowered_bytes, strategies
+from autopar.sharding.dims import Operator
+from autopar.sharding.redistribute import Machine
 
 
 def lower_operators(program: Program, plan: Plan) -> Program:
@@ -56,7 +56,7 @@ def lowered_letters(operator: Operator, names: tuple[str, ...]) -> list[str]:
 
 @dataclass
 class Context:
-    """What a lowering may ask; see `autopar.strategy.Lowering`."""
+    """What a lowering may ask; see `autopar.rules.rule.Lowering`."""
 
     graph: fx.Graph
     tracer: Any

@@ -11,7 +11,7 @@ After::
     outside = aten.ge(aten.arange(12), 10)
     loss = aten._log_softmax(aten.masked_fill(logits, outside, -inf), 1, False)
 
-The padding goes through every operator that stays right with it (`autopar.strategy.padding_of`); what an operator
+The padding goes through every operator that stays right with it (`autopar.rules.rule.padding_of`); what an operator
 needs there is filled in. Any other operator gets its arguments without padding (`aten.narrow`), and its results are
 padded again where that is wanted (`aten.pad`). Parameters and gradients cross the boundary of the step without it.
 """
@@ -25,14 +25,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.dims import Dims, Operator, analyze
 from autopar.errors import PlanError
-from autopar.kernel_shapes import with_required_strides
-from autopar.layout import Factor, TensorType
-from autopar.origin import inherit_origin
-from autopar.plan import Plan
-from autopar.program import Program, Value, is_operator, producer, replace_tensor_arguments, tensor_arguments
-from autopar.strategy import Rule, find_rule, lengthened, padding_of, vanishes
+from autopar.ir.graph import inherit_origin
+from autopar.ir.layout import Factor, TensorType
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program, Value, is_operator, producer, replace_tensor_arguments, tensor_arguments
+from autopar.rules.rule import Rule, find_rule, lengthened, padding_of, vanishes
+from autopar.rules.shapes.kernel_shapes import with_required_strides
+from autopar.sharding.dims import Dims, Operator, analyze
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autopar.strategy import ANY, LAST, ROW_MAJOR, Lowering, Rule, Spec, dims, rule
+from autopar.rules.rule import ANY, LAST, ROW_MAJOR, Lowering, Rule, Spec, dims, rule
 
 aten = torch.ops.aten
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from autopar.strategy import ANY, ROW_MAJOR, Lowering, Padding, Rule, Spec, letters, rule
+from autopar.rules.rule import ANY, ROW_MAJOR, Lowering, Padding, Rule, Spec, letters, rule
 
 aten = torch.ops.aten
 

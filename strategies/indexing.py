@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autopar.strategy import Lowering, Padding, Rule, Spec, dims, letters, rule
+from autopar.rules.rule import Lowering, Padding, Rule, Spec, dims, letters, rule
 
 aten = torch.ops.aten
 

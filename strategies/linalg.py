@@ -1,12 +1,12 @@
 """Decompositions and solvers: matrices of a batch are independent, a matrix is not split."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from autopar.strategy import ANY, ROW_MAJOR, Rule, Spec, dims, letters, rule
+from autopar.rules.rule import ANY, ROW_MAJOR, Rule, Spec, dims, letters, rule
 
 aten = torch.ops.aten
 
@@ -84,3 +84,34 @@ def cross(a: Spec, b: Spec, *, dim: int = -1) -> Rule:
     names = letters(a.ndim)
     inputs = [dims([c if n == m else "" for c, n, m in zip(names, t.shape, sizes, strict=True)]) for t in (a, b)]
     return Rule(f"{','.join(inputs)}->{names}", blocked=names[dim], linear=((0,), (1,)))
+
+
+aten = torch.ops.aten
+
+
+def _transform(x: Spec, transformed: Sequence[int], changes: bool) -> Rule:
+    """``changes``: the last transformed dim has another length afterwards."""
+    names = list(letters(x.ndim))
+    last, fresh = transformed[-1] % x.ndim, letters(1, x.ndim)
+    right = [fresh if changes and d == last else c for d, c in enumerate(names)]
+    blocked = "".join(names[d % x.ndim] for d in transformed) + (fresh if changes else "")
+    # No Partial: a sum of complex numbers over devices is not supported by every backend.
+    return Rule(f"{dims(names)}->{dims(right)}", blocked=blocked)
+
+
+@rule(aten._fft_r2c.default)
+def real_to_complex(x: Spec, dim: Sequence[int], normalization: int, onesided: bool) -> Rule:
+    """Of real numbers; only half of the last dim is computed if ``onesided``."""
+    return _transform(x, dim, onesided)
+
+
+@rule(aten._fft_c2r.default)
+def complex_to_real(x: Spec, dim: Sequence[int], normalization: int, last_dim_size: int) -> Rule:
+    """Its inverse, from half of the last dim."""
+    return _transform(x, dim, changes=True)
+
+
+@rule(aten._fft_c2c.default)
+def complex_to_complex(x: Spec, dim: Sequence[int], normalization: int, forward: bool) -> Rule:
+    """Of complex numbers, either way."""
+    return _transform(x, dim, changes=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autopar.strategy import Lowering, Padding, Rule, Spec, letters, rule
+from autopar.rules.rule import Lowering, Padding, Rule, Spec, letters, rule
 
 aten = torch.ops.aten
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from autopar.strategy import Rule, Spec, dims, letters, rule
+import autopar.ir.ops.accumulate  # noqa: F401  defines the operator
+from autopar.rules.rule import Rule, Spec, dims, letters, rule
 
 aten = torch.ops.aten
 
@@ -153,3 +154,10 @@ for _op in (aten.deg2rad, aten.rad2deg, aten.real, aten.imag, aten._conj, aten._
     rule(_op.default)(pointwise(_always(FIRST)))
 rule(aten.complex.default)(pointwise(_always(((0, 1),))))
 rule(aten._prelu_kernel.default)(pointwise(_always(())))
+
+
+@rule(torch.ops.autopar.accumulate.default)
+def accumulate(term: Spec) -> Rule:
+    """A sum of sums over devices is the same in either order."""
+    names = letters(term.ndim) or "."
+    return Rule(f"{names}->{names}", linear=((0,),))

@@ -3,12 +3,13 @@
 Means are sums divided by the global count before rules are asked.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from autopar.strategy import Dim, Rule, Spec, dims, letters, rule, whole_equation
+from autopar.rules.rule import Dim, Lowering, Rule, Spec, dims, kept_letters, letters, rule, whole_dims, whole_equation
 
 aten = torch.ops.aten
 
@@ -100,3 +101,160 @@ def count_nonzero(x: Spec, dim: Dim = None) -> Rule:
     """How many are not zero: counts of parts add up."""
     equation, reduced = whole_equation(x, dim, keepdim=False)
     return Rule(equation, reduce=reduced)
+
+
+aten = torch.ops.aten
+
+
+def _variance(x: Spec, dim: Dim, correction: float, keepdim: bool, *, root: bool) -> Rule:
+    """Two passes, the mean first, since squares less the mean's would cancel."""
+    equation, reduced = whole_equation(x, dim, keepdim)
+    if not (x.dtype.is_floating_point and x.ndim):
+        return Rule(equation, blocked=reduced)
+    along = list(whole_dims(x, dim))
+    count = math.prod(x.shape[d] for d in along)
+    half = x.dtype in (torch.float16, torch.bfloat16)
+
+    def build(context: Any, x: Any, *_: Any, **__: Any) -> Any:
+        wide = aten._to_copy.default(x, dtype=torch.float32) if half else x
+        mean = aten.div.Scalar(context.all_reduce(aten.sum.dim_IntList(wide, along, True), "sum"), count)
+        centred = aten.sub.Tensor(wide, mean)
+        squares = aten.sum.dim_IntList(aten.mul.Tensor(centred, centred), along, keepdim)
+        result = aten.div.Scalar(context.all_reduce(squares, "sum"), max(count - correction, 0.0))
+        result = aten.sqrt.default(result) if root else result
+        return aten._to_copy.default(result, dtype=spec.dtype) if half else result
+
+    spec = x
+    return Rule(equation, keep=reduced, lower=dict.fromkeys(reduced, Lowering(build, (kept_letters(equation),) * 2)))
+
+
+def _corrected(root: bool) -> Callable[..., Rule]:
+    def moment(x: Spec, dim: Dim = None, *, correction: float | None = None, keepdim: bool = False) -> Rule:
+        return _variance(x, dim, 1 if correction is None else correction, keepdim, root=root)
+
+    return moment
+
+
+def _unbiased(root: bool) -> Callable[..., Rule]:
+    def moment(x: Spec, dim: Dim, unbiased: bool = True, keepdim: bool = False) -> Rule:
+        return _variance(x, dim, int(unbiased), keepdim, root=root)
+
+    return moment
+
+
+for _op, _root in ((aten.var, False), (aten.std, True)):
+    rule(_op.correction)(_corrected(_root))
+    rule(_op.dim)(_unbiased(_root))
+
+
+@rule(torch.ops.prims.var.default)
+def primitive_variance(x: Spec, dim: Dim, correction: float = 1) -> Rule:
+    """What torch's decomposition of ``var_mean`` has for the variance."""
+    return _variance(x, dim, correction, False, root=False)
+
+
+def _norm(target: Any) -> Callable[..., Rule]:
+    """Norms of parts, divided by the largest of them so that no power overflows: ``m * sum((n / m)**p)**(1/p)``."""
+
+    def norm(
+        x: Spec, order: Any = 2, dim: Dim = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    ) -> Rule:
+        equation, reduced = whole_equation(x, dim, keepdim)
+        power = 2.0 if order is None else float(order)
+
+        def build(context: Any, *args: Any, **kwargs: Any) -> Any:
+            part = target(*args, **kwargs)
+            if power == 0:
+                return context.all_reduce(part, "sum")
+            largest = context.all_reduce(part, "max")
+            usable = aten.logical_and.default(aten.gt.Scalar(largest, 0), aten.lt.Scalar(largest, math.inf))
+            scale = aten.masked_fill.Scalar(largest, aten.logical_not.default(usable), 1.0)
+            powers = aten.pow.Tensor_Scalar(aten.div.Tensor(part, scale), power)
+            total = context.all_reduce(powers, "sum")
+            return aten.mul.Tensor(aten.pow.Tensor_Scalar(total, 1 / power), scale)
+
+        if math.isinf(power) or not x.ndim:
+            return Rule(equation, blocked=reduced)
+        kept = (kept_letters(equation),) * (1 if power == 0 else 2)
+        return Rule(equation, keep=reduced, lower=dict.fromkeys(reduced, Lowering(build, kept)))
+
+    return norm
+
+
+for _overload in (aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim, aten.norm.Scalar):
+    rule(_overload)(_norm(_overload))
+
+
+aten = torch.ops.aten
+
+
+def _looks(x: Spec, dim: Dim, keepdim: bool, build: Callable[..., Any] | None, reductions: int) -> Rule:
+    """A whole look along ``dim``, by ``build`` where it is split; it reduces ``reductions`` tensors like the output."""
+    equation, reduced = whole_equation(x, dim, keepdim)
+    if build is None:
+        return Rule(equation, blocked=reduced)
+    lowering = Lowering(build, (kept_letters(equation),) * reductions)
+    return Rule(equation, keep=reduced, lower=dict.fromkeys(reduced, lowering))
+
+
+def _negated(x: Any, floating: bool) -> Any:
+    """What turns the order of numbers around; bits do it for every integer, the least of all and unsigned ones too."""
+    return aten.neg.default(x) if floating else aten.bitwise_not.default(x)
+
+
+def _extremum(target: Any, x: Spec, dim: Dim, keepdim: bool, *, least: bool) -> Rule:
+    floating = x.dtype.is_floating_point
+
+    def build(context: Any, *args: Any, **kwargs: Any) -> Any:
+        found = target(*args, **kwargs)
+        whole = context.all_reduce(_negated(found, floating) if least else found, "max")
+        whole = _negated(whole, floating) if least else whole
+        if not floating:
+            return whole
+        # A maximum over devices may drop what is no number; one device would not.
+        lost = context.all_reduce(aten._to_copy.default(aten.isnan.default(found), dtype=x.dtype), "max")
+        return aten.masked_fill.Scalar(whole, aten.gt.Scalar(lost, 0), float("nan"))
+
+    return _looks(x, dim, keepdim, None if x.dtype == torch.bool else build, 2 if floating else 1)
+
+
+rule(aten.amax.default)(lambda x, dim=None, keepdim=False: _extremum(aten.amax.default, x, dim, keepdim, least=False))
+rule(aten.amin.default)(lambda x, dim=None, keepdim=False: _extremum(aten.amin.default, x, dim, keepdim, least=True))
+rule(aten.max.default)(lambda x: _extremum(aten.max.default, x, None, False, least=False))
+rule(aten.min.default)(lambda x: _extremum(aten.min.default, x, None, False, least=True))
+
+
+def _found(target: Any, every: bool) -> Callable[..., Rule]:
+    """``any`` and ``all``: maxima and minima of zeros and ones."""
+
+    def build(context: Any, *args: Any, **kwargs: Any) -> Any:
+        found = target(*args, **kwargs)
+        votes = aten._to_copy.default(aten.logical_not.default(found) if every else found, dtype=torch.int32)
+        some = aten.ne.Scalar(context.all_reduce(votes, "max"), 0)
+        return aten.logical_not.default(some) if every else some
+
+    def look(x: Spec, dim: Dim = None, keepdim: bool = False) -> Rule:
+        return _looks(x, dim, keepdim, None if x.dtype == torch.uint8 else build, 1)  # bytes give bytes
+
+    return look
+
+
+for _op, _every in ((aten.any, False), (aten.all, True)):
+    for _overload in (_op.default, _op.dim, _op.dims):
+        rule(_overload)(_found(_overload, _every))
+
+
+@rule(aten.logsumexp.default)
+def logsumexp(x: Spec, dim: Dim, keepdim: bool = False) -> Rule:
+    """``log(sum(exp(x - m))) + m`` with the maximum ``m``, or zero for ``m`` where that is infinite."""
+
+    def build(context: Any, x: Any, dim: Any, keepdim: bool = False) -> Any:
+        along = list(dim) if isinstance(dim, list | tuple) else [dim]
+        largest = context.all_reduce(aten.amax.default(x, along, True), "max")
+        largest = aten.masked_fill.Scalar(largest, aten.isinf.default(largest), 0.0)
+        exponential = aten.exp.default(aten.sub.Tensor(x, largest))
+        total = context.all_reduce(aten.sum.dim_IntList(exponential, along, keepdim), "sum")
+        shift = largest if keepdim else aten.sum.dim_IntList(largest, along, False)
+        return aten.add.Tensor(aten.log.default(total), shift)
+
+    return _looks(x, dim, keepdim, build if x.dtype.is_floating_point and x.ndim else None, 2)

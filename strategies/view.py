@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autopar.strategy import PAIRS, Rule, Spec, dims, letters, rule
+from autopar.rules.rule import PAIRS, Rule, Spec, dims, letters, rule
 
 aten = torch.ops.aten
 

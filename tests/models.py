@@ -17,9 +17,9 @@ from torch import nn
 import autopar.strategies  # noqa: F401  registers every rule
 from autopar.capture import capture
 from autopar.compiler import program_of
-from autopar.dims import Dims, analyze
-from autopar.program import Program
-from autopar.verify import global_values
+from autopar.ir.program import Program
+from autopar.sharding.dims import Dims, analyze
+from autopar.verify.verify import global_values
 
 Tensors = dict[str, torch.Tensor]
 

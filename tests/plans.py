@@ -10,16 +10,16 @@ import torch
 from torch import fx, nn
 
 import autopar.strategies  # noqa: F401  registers every rule
-from autopar.candidates import Strategy, combine, strategies
-from autopar.cluster import Cluster
-from autopar.collective import Collective
 from autopar.compiler import program_of
-from autopar.dims import Dims, Operator, analyze
-from autopar.layout import Layout, Partial, Replicate, Split, describe, divides, parse_placement, replicated
-from autopar.plan import Certificate, Plan
-from autopar.program import Input, Program, is_operator, producer, tensor_arguments
+from autopar.costs.cluster import Cluster
+from autopar.ir.layout import Layout, Partial, Replicate, Split, describe, divides, parse_placement, replicated
+from autopar.ir.ops.collectives import Collective
+from autopar.ir.plan import Certificate, Plan
+from autopar.ir.program import Input, Program, is_operator, producer, tensor_arguments
 from autopar.search.padding import padded_shapes
-from autopar.search.quotient import quotient
+from autopar.sharding.candidates import Strategy, combine, strategies
+from autopar.sharding.dims import Dims, Operator, analyze
+from autopar.sharding.layer_classes import quotient
 
 NOTHING = Certificate(0.0, 0.0, "written by hand", "none")
 

@@ -11,24 +11,25 @@ import torch
 from torch import fx
 
 import autopar
-from autopar.cluster import Cluster, Device, Link
-from autopar.collective import GROUP_ARGUMENT, axis_index, c10d
-from autopar.compiler import DETERMINISTIC_PASSES, PASSES, plan, program_of, rewrite, solve
-from autopar.dims import Dims
-from autopar.emulate import census
+from autopar.compiler import plan, program_of, rewrite, solve
+from autopar.costs.cluster import Cluster, Device, Link
 from autopar.errors import PassError, PlanError
-from autopar.layout import Partial, Replicate, Split
+from autopar.ir.layout import Partial, Replicate, Split
+from autopar.ir.ops.collectives import GROUP_ARGUMENT, axis_index, c10d
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.passes import DETERMINISTIC_PASSES, PASSES
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.bucket_collectives import bucket_collectives
-from autopar.passes.canonicalize import canonicalize
-from autopar.passes.canonicalize_random import canonicalize_random
+from autopar.passes.canonicalize.operators import canonicalize
+from autopar.passes.canonicalize.rng import canonicalize_random
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.localize_shapes import localize_shapes
-from autopar.plan import Plan
-from autopar.predict import predict
-from autopar.program import Program
+from autopar.search.predict import predict
 from autopar.search.random_plan import random_plan
-from autopar.verify import compare
+from autopar.sharding.dims import Dims
+from autopar.verify.emulate import census
+from autopar.verify.verify import compare
 from tests import models
 from tests.plans import follow_plan, hand_plan, show, tiny
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 from typer.testing import CliRunner
 
-from autopar import cli, strategy
+from autopar import cli
+from autopar.rules import rule as strategy
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

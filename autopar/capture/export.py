@@ -18,18 +18,18 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar import binding, floats
 from autopar._torch_compat import FakeTensorMode, aot_export_joint_with_descriptors, compiling
+from autopar.capture.decompositions import decompositions
 from autopar.capture.harness import Harness, LossFunction
 from autopar.capture.origins import record_origins
+from autopar.capture.state.writes import Record, Replay
 from autopar.capture.swap import refuse_scripted, swapped
-from autopar.capture.writes import Record, Replay
-from autopar.decompose import decompositions
 from autopar.errors import CaptureError
-from autopar.handed import mark_handed
-from autopar.outputs import Loss
-from autopar.program import GRADIENTS, Input, Output, Program, State
-from autopar.regions import mark
+from autopar.ir.checkpoint_regions import mark
+from autopar.ir.module_outputs import mark_handed
+from autopar.ir.program import GRADIENTS, Input, Output, Program, State
+from autopar.ir.signature import binding, floats
+from autopar.ir.signature.outputs import Loss
 
 Batch = tuple[Any, ...] | list[Any] | dict[str, Any]
 
@@ -49,7 +49,7 @@ def capture(
         model: real, fake or on the meta device; it is not changed.
         batch: positional (tuple or list) or keyword (dict) arguments; real, fake or meta tensors.
         loss_fn: ``loss_fn(output, batch)`` for a model that does not return its loss.
-        loss: which scalar of the output is the loss, see `autopar.outputs`.
+        loss: which scalar of the output is the loss, see `autopar.ir.signature.outputs`.
         training: with a backward pass; default: gradients are enabled, and a parameter or batch tensor requires one.
         compute: dtype of floating parameters and batch tensors in the graph; default: their own.
 

@@ -13,17 +13,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from autopar import binding, floats, tree
 from autopar.capture.attention import Attention
-from autopar.capture.hooks import Hooks, Observation, observations
 from autopar.capture.intercepts import Check, Intercepts
 from autopar.capture.origins import Origins
-from autopar.capture.slots import Path
+from autopar.capture.state.hooks import Hooks, Observation, observations
+from autopar.capture.state.slots import Path
+from autopar.capture.state.writes import Record, Write
 from autopar.capture.swap import Reference, put_reference
-from autopar.capture.writes import Record, Write
 from autopar.errors import CaptureError
-from autopar.outputs import Loss, Results, results_of
-from autopar.regions import Regions
+from autopar.ir.checkpoint_regions import Regions
+from autopar.ir.signature import binding, floats, pytree
+from autopar.ir.signature.outputs import Loss, Results, results_of
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -167,11 +167,11 @@ class Harness(nn.Module):
         assert self.record is not None
         known = {id(r): (i, r) for i, r in enumerate(results)}
 
-        def leaf(tensor: torch.Tensor) -> tree.Leaf:
+        def leaf(tensor: torch.Tensor) -> pytree.Leaf:
             if id(tensor) not in known:
                 known[id(tensor)] = len(results), tensor
                 results.append(tensor.clone())  # it may be one of the inputs
-            return tree.Leaf(known[id(tensor)][0])
+            return pytree.Leaf(known[id(tensor)][0])
 
         self.seen.writes = self.record.writes(leaf, lines)
         self.seen.observed = observations(hooks, self.record, leaf)

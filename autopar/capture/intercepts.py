@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autopar import tree
 from autopar._torch_compat import TorchDispatchMode, is_traced, without_ordered_effects
 from autopar.capture.origins import user_frame
 from autopar.errors import CaptureError
-from autopar.tree import Leaf
+from autopar.ir.signature import pytree
+from autopar.ir.signature.pytree import Leaf
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _CHECK = torch.ops.aten._linalg_check_errors.default
@@ -144,13 +144,15 @@ def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], 
     if isinstance(pred, bool):
         return (true_fn if pred else false_fn)(*operands)
     taken = pred.reshape(())
-    tensors, skeleton = tree.flatten(tuple(operands), "the operands of torch.cond")
+    tensors, skeleton = pytree.flatten(tuple(operands), "the operands of torch.cond")
     made = []
     for function, own in ((true_fn, taken), (false_fn, ~taken)):
         masked = [_mask(tensor, own) for tensor in tensors]
-        made.append(tree.flatten(function(*tree.unflatten(skeleton, masked)), "what a branch of torch.cond returns"))
+        made.append(
+            pytree.flatten(function(*pytree.unflatten(skeleton, masked)), "what a branch of torch.cond returns")
+        )
     (ones, kind), (others, _) = made
-    return tree.unflatten(kind, [torch.where(taken, a, b) for a, b in zip(ones, others, strict=True)])
+    return pytree.unflatten(kind, [torch.where(taken, a, b) for a, b in zip(ones, others, strict=True)])
 
 
 @contextlib.contextmanager

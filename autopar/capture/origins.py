@@ -20,7 +20,7 @@ from torch import fx, nn
 from torch.fx.traceback import annotate
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.tracked import is_tracked, plain
+from autopar.capture.state.tracked import is_tracked, plain
 
 STACK, LINE = "autopar_stack", "autopar_line"
 """Annotations of a traced node: (path, call) of each module that it runs in, outermost first; (file, line)."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.slots import DEEPEST, Step, children, own_attributes, promoted
+from autopar.capture.state.slots import DEEPEST, Step, children, own_attributes, promoted
 from autopar.errors import CaptureError
 
 Reference = tuple[Any, Step, torch.Tensor, str]

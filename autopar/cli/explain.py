@@ -54,15 +54,15 @@ def explain_command(
     with clear_errors(debug):
         sizes = parse_axes(axes)
         task = load_task(model)
-        from autopar.cluster import Cluster
         from autopar.compiler import default_memory, program_to_plan, solve
-        from autopar.in_microbatches import in_microbatches
-        from autopar.keeping import keeping, named
-        from autopar.precision import Precision
-        from autopar.question import alternatives, ask, handed_layout, layout_in, lies, parse_wanted, tensor_of
-        from autopar.report.keeping import keeping_dict, keeping_table
-        from autopar.report.progress import SearchProgress
-        from autopar.report.question import answers_dict, answers_table
+        from autopar.costs.cluster import Cluster
+        from autopar.explain.activations import keeping, named
+        from autopar.explain.tables.activations import keeping_dict, keeping_table
+        from autopar.explain.tables.progress import SearchProgress
+        from autopar.explain.tables.why_not import answers_dict, answers_table
+        from autopar.explain.why_not import alternatives, ask, handed_layout, layout_in, lies, parse_wanted, tensor_of
+        from autopar.ir.precision import Precision
+        from autopar.search.microbatch.split import in_microbatches
         from autopar.search.options import Search
 
         wanted = parse_wanted(why_not, sizes) if why_not else None
@@ -100,8 +100,8 @@ def diff_command(
 ) -> None:
     """Compare two plans: figures, layouts and where time goes; exit code 1 if they differ."""
     with clear_errors(debug):
-        from autopar.plan import Plan
-        from autopar.report.difference import difference, difference_table
+        from autopar.explain.tables.difference import difference, difference_table
+        from autopar.ir.plan import Plan
 
         plans = Plan.load(first), Plan.load(second)
         found = difference(*plans)

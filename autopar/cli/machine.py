@@ -40,7 +40,7 @@ def calibrate_command(
 ) -> None:
     """Measure kernels and collectives of the devices at hand, and write the cluster that fits them."""
     with clear_errors(debug):
-        from autopar.cluster import FLOAT_DTYPES
+        from autopar.costs.cluster import FLOAT_DTYPES
 
         names = tuple(name.strip() for name in dtypes.split(","))
         for name in names:
@@ -48,10 +48,10 @@ def calibrate_command(
                 raise ValueError(f"--dtypes {dtypes!r}: {name!r} is none of {', '.join(FLOAT_DTYPES)}")
         check_target("--save", save)
         check_target("--plot", plot)
-        from autopar.calibrate import Settings, calibrate
-        from autopar.calibrate.fit import predicted_seconds
-        from autopar.report.calibration import calibration_dict, calibration_plot, calibration_table
-        from autopar.report.progress import counted
+        from autopar.costs.calibrate import Settings, calibrate
+        from autopar.costs.calibrate.fit import predicted_seconds
+        from autopar.explain.tables.calibration import calibration_dict, calibration_plot, calibration_table
+        from autopar.explain.tables.progress import counted
 
         share = threads or max(1, (os.cpu_count() or 1) // ranks)
         settings = Settings(names, groups=_numbers("--groups", groups), threads=share, timeout=timeout)
@@ -87,7 +87,7 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
 def doctor_command(as_json: Json = False, debug: Debug = False) -> None:
     """Say what this machine has of what autopar uses, what is missing, and how to get it."""
     with clear_errors(debug):
-        from autopar.report.doctor import doctor_table, examine
+        from autopar.explain.tables.doctor import doctor_table, examine
 
         facts = examine()
         typer.echo(json.dumps(facts, indent=1) if as_json else doctor_table(facts))
@@ -108,8 +108,8 @@ def ops_command(
         if coverage:
             _print_coverage(only, workers, as_json)
             return
-        from autopar.operators import list_rules
-        from autopar.report.operators import operators_table
+        from autopar.explain.rules import list_rules
+        from autopar.explain.tables.rules import operators_table
 
         task = load_task(model) if model else None
         rows = list_rules(task and (task.model, task.batch, task.loss_fn), only)
@@ -118,9 +118,9 @@ def ops_command(
 
 def _print_coverage(only: str, workers: int, as_json: bool) -> None:
     """Exit code 1 if the oracle refutes a rule."""
-    from autopar.coverage.run import cover, figures_of
-    from autopar.report.operators import coverage_table
-    from autopar.report.progress import counted
+    from autopar.explain.tables.progress import counted
+    from autopar.explain.tables.rules import coverage_table
+    from autopar.verify.coverage.run import cover, figures_of
 
     with counted("operators") as tick:
         figures = figures_of(cover(only, workers=workers, tick=tick))

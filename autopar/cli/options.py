@@ -123,7 +123,7 @@ def parse_pins(texts: Sequence[str] | None, axes: Mapping[str, int]) -> dict[str
     >>> parse_pins(["*.mlp=S(1)@gpu", "batch.0=S(0)@node,R@gpu"], {"node": 2, "gpu": 8})
     {'*.mlp': {'node': None, 'gpu': 'S(1)'}, 'batch.0': {'node': 'S(0)', 'gpu': 'R'}}
     """
-    from autopar.question import parse_wanted
+    from autopar.explain.why_not import parse_wanted
 
     found: dict[str, Any] = {}
     for text in texts or ():

@@ -76,7 +76,7 @@ def plan_command(
         check_target("--save", save)
         check_target("--report", report)
         task = load_task(model)
-        from autopar.hybrid import STAGE_NAMES
+        from autopar.explain.hybrid.predict import STAGE_NAMES
 
         by_hand = microbatch is not None or recompute != "none"
         pipelined = schedule is not None or virtual is not None
@@ -98,11 +98,11 @@ def plan_command(
                 time_limit=time_limit,
             )
             return
-        from autopar.comparison import plan_and_compare
-        from autopar.plan import INTERRUPTED
-        from autopar.precision import Precision
-        from autopar.report.comparison import comparison_list, comparison_table
-        from autopar.report.progress import SearchProgress
+        from autopar.explain.recipes import plan_and_compare
+        from autopar.explain.tables.progress import SearchProgress
+        from autopar.explain.tables.recipes import comparison_list, comparison_table
+        from autopar.ir.plan import INTERRUPTED
+        from autopar.ir.precision import Precision
         from autopar.search.options import Search
 
         if stages is not None and by_hand:
@@ -144,9 +144,9 @@ def _write_report(
     file: Path, task: Task, found: Any, beside: Any, memory: str | None, precision: Any, search: Any
 ) -> None:
     from autopar.compiler import default_memory
-    from autopar.cost.memory import parse_bytes
-    from autopar.page import report_page
-    from autopar.report.progress import counted
+    from autopar.costs.memory import parse_bytes
+    from autopar.explain.html import report_page
+    from autopar.explain.tables.progress import counted
 
     budget = default_memory(found.cluster) if memory is None else parse_bytes(memory)
     own = {"loss_fn": task.loss_fn, "precision": precision, "search": search}
@@ -169,7 +169,7 @@ def _check_hybrid(
     Raises:
         ValueError: names the option and the remedy.
     """
-    from autopar.hybrid import RECIPES
+    from autopar.explain.hybrid.predict import RECIPES
 
     if recipe not in RECIPES:
         raise ValueError(
@@ -189,10 +189,10 @@ def _check_hybrid(
 
 
 def _print_hybrid(task: Task, as_json: bool, *, precision: str | None, **options: Any) -> None:
-    from autopar.hybrid import predict_hybrid
-    from autopar.precision import Precision
-    from autopar.report.hybrid import hybrid_table
-    from autopar.report.progress import SearchProgress
+    from autopar.explain.hybrid.predict import predict_hybrid
+    from autopar.explain.tables.hybrid import hybrid_table
+    from autopar.explain.tables.progress import SearchProgress
+    from autopar.ir.precision import Precision
 
     policy = Precision.resolve(precision)
     with SearchProgress() as progress:

@@ -65,13 +65,13 @@ def simulate_command(
 def _simulated_plan(task: Task, file: Path, precision: str | None) -> tuple[Any, dict[str, Any], str]:
     """A timeline of a plan's step, its figures and its table."""
     from autopar.compiler import program_of, rewrite
-    from autopar.durations import plan_tasks
-    from autopar.plan import Plan
-    from autopar.precision import Precision
-    from autopar.report.progress import SearchProgress
-    from autopar.report.simulation import step_table
+    from autopar.explain.tables.progress import SearchProgress
+    from autopar.explain.tables.simulation import step_table
+    from autopar.ir.plan import Plan
+    from autopar.ir.precision import Precision
+    from autopar.search.pipeline.stage_times import plan_tasks
     from autopar.simulate import simulate
-    from autopar.simulate.emitted import emitted, step_facts
+    from autopar.simulate.graph_tasks import emitted, step_facts
 
     plan = Plan.load(file)
     with SearchProgress():
@@ -96,7 +96,7 @@ def _simulated_pipeline(
         if value is None or not 0 <= value < math.inf:
             raise ValueError(f"{option} {'is missing' if value is None else value}: give milliseconds, 0 or more")
         seconds.append(value / 1e3)
-    from autopar.pipeline.table import as_text, is_table
+    from autopar.pipeline.custom_schedule import as_text, is_table
     from autopar.simulate import order, pipeline, simulate
 
     text = as_text(schedule)
@@ -111,7 +111,7 @@ def _told(
     timeline: Any, schedule: str, stages: int, microbatches: int, virtual: int
 ) -> tuple[Any, dict[str, Any], str]:
     """A timeline of a pipeline, its figures and its table."""
-    from autopar.report.simulation import pipeline_table
+    from autopar.explain.tables.simulation import pipeline_table
 
     numbers = {"stages": stages, "microbatches": microbatches, "virtual": virtual}
     facts: dict[str, Any] = {"schedule": schedule, **numbers, **timeline.to_dict()}

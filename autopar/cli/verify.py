@@ -48,9 +48,9 @@ def verify_command(
         if not tolerance >= 0:
             raise ValueError(f"--tolerance must be a number that is not negative, got {tolerance}")
         task = load_task(model)
-        from autopar.plan import Plan
-        from autopar.report.equivalence import agrees, equivalence_dict, equivalence_table
-        from autopar.verify import verify
+        from autopar.explain.tables.equivalence import agrees, equivalence_dict, equivalence_table
+        from autopar.ir.plan import Plan
+        from autopar.verify.verify import verify
 
         chosen = plan if plan in (None, "random") else Plan.load(str(plan))
         pins = pipeline_pins(stages, schedule, virtual, stage_axis)

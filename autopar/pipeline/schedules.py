@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from autopar._torch_compat import torch_schedule
-from autopar.pipeline.table import checked, is_table, parse, text_of
-from autopar.plan import Plan
+from autopar.ir.plan import Plan
+from autopar.pipeline.custom_schedule import checked, is_table, parse, text_of
 
 Kind = Literal["F", "B", "I", "W"]
 
@@ -79,7 +79,7 @@ def order(schedule: str, stages: int, microbatches: int, virtual: int = 1) -> Or
     with the weights, so that no device holds more than ``stages`` microbatches.
 
     Args:
-        schedule: a key of `SCHEDULES`, or the text of a table, see `autopar.pipeline.table`.
+        schedule: a key of `SCHEDULES`, or the text of a table, see `autopar.pipeline.custom_schedule`.
         stages: of the pipeline: its devices.
         microbatches: of a step.
         virtual: stages on each device.

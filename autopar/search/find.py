@@ -9,28 +9,28 @@ from dataclasses import replace
 
 import torch
 
-from autopar.candidates import strategies
-from autopar.cluster import Cluster
-from autopar.cost.memory import optimizer_state_bytes
-from autopar.dims import Dims
+from autopar.costs.cluster import Cluster
+from autopar.costs.memory import optimizer_state_bytes
 from autopar.errors import InfeasibleError
-from autopar.layout import Layout, item_bytes
-from autopar.plan import EVERY, INTERRUPTED, TIME_LIMIT, Certificate, Plan
-from autopar.program import Program
-from autopar.redistribute import Machine, Tables
-from autopar.search.axes import bound_by_axes
-from autopar.search.budget import Task, plan_by_axes, plan_within
-from autopar.search.build import Built, build
-from autopar.search.certify import Claim
-from autopar.search.counted import Memory
-from autopar.search.duals import examine, require_cost
-from autopar.search.interrupt import requested
-from autopar.search.minimise import Limits
-from autopar.search.mix import Mix
+from autopar.ir.layout import Layout, item_bytes
+from autopar.ir.plan import EVERY, INTERRUPTED, TIME_LIMIT, Certificate, Plan
+from autopar.ir.program import Program
+from autopar.search.axis_by_axis import bound_by_axes
+from autopar.search.budget.within_budget import Task, plan_by_axes, plan_within
+from autopar.search.formulation.build import Built, build
+from autopar.search.formulation.memory_model import Memory
+from autopar.search.formulation.pins import Restrictions
+from autopar.search.formulation.recipes import roles_of
 from autopar.search.options import Held, Job, Search
-from autopar.search.quotient import Quotient, quotient
-from autopar.search.recipes import roles_of
-from autopar.search.restrict import Restrictions
+from autopar.search.solver.certify import Claim
+from autopar.search.solver.duals import examine, require_cost
+from autopar.search.solver.interrupt import requested
+from autopar.search.solver.layer_mix import Mix
+from autopar.search.solver.minimize import Limits
+from autopar.sharding.candidates import strategies
+from autopar.sharding.dims import Dims
+from autopar.sharding.layer_classes import Quotient, quotient
+from autopar.sharding.redistribute import Machine, Tables
 
 EXACT_AXES = 2
 """Meshes of up to this many axes are solved as one problem; larger ones axis by axis, with the gap stated."""

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.cluster import Cluster
-from autopar.crowd import Crowd
-from autopar.plan import Plan
-from autopar.search.counted import WHOLE, Share
-from autopar.search.recipes import GATHERS_ONCE, check_recipe
-from autopar.search.restrict import Restrictions
-from autopar.search.rival import NOBODY, Rival
+from autopar.costs.cluster import Cluster
+from autopar.ir.plan import Plan
+from autopar.memory.peak_snapshot import Crowd
+from autopar.search.budget.cutoff import NOBODY, Rival
+from autopar.search.formulation.memory_model import WHOLE, Share
+from autopar.search.formulation.pins import Restrictions
+from autopar.search.formulation.recipes import GATHERS_ONCE, check_recipe
 
 Held = Callable[[Plan], Mapping[str, float]]
 """Bytes by category at the moment when a device holds the most under a plan."""
@@ -49,7 +49,7 @@ class Search:
     Attributes:
         time_limit: seconds for the solver; where it searches without padding and with it, each has half of them. Each
             number of microbatches has its own, and so has every pipeline; after five such limits no more are tried.
-            Where nothing fits, as long again may go into making lean plans leaner, see `autopar.leaner`.
+            Where nothing fits, as long again may go into making lean plans leaner, see `autopar.search.budget.repair`.
         gap: relative gap at which to stop.
         pins: layouts decided by hand: name or pattern of parameters, ``batch.0``, ``result.0`` or modules (for what
             they hand on) to one placement an axis, as text (``("R", "S(0)")``), torch placements or a dict by axis
@@ -65,20 +65,21 @@ class Search:
             of that size), with a list of modules for one whose later stages begin there, or with ``"search"`` for any
             pipeline or none, whichever is faster (without this pin, none). ``schedule`` is one of
             `autopar.pipeline.schedules.SCHEDULES`, or a table by hand, as rows of actions or a CSV file, see
-            `autopar.pipeline.table`; ``virtual`` how many stages each device has; without them, and without
+            `autopar.pipeline.custom_schedule`; ``virtual`` how many stages each device has; without them, and without
             ``microbatches``, these are searched, too.
-        recipe: layouts by the name of a kind of parallelism, see `autopar.search.recipes`; the search decides only what
-            the recipe leaves open. ``"random"`` draws a feasible plan, for tests (budgets are not looked at).
+        recipe: layouts by the name of a kind of parallelism, see `autopar.search.formulation.recipes`; the search
+            decides only what the recipe leaves open. ``"random"`` draws a feasible plan, for tests (budgets are not
+            looked at).
         roles: what axes are for, by name: ``data``, ``optimizer``, ``shard``, ``tensor`` or ``sequence``, see
-            `autopar.search.roles`. Without a recipe, axes that are not named are searched; ``"megatron"`` takes roles,
-            too.
+            `autopar.search.formulation.axis_roles`. Without a recipe, axes that are not named are searched;
+            ``"megatron"`` takes roles, too.
         seed: of the random plan.
         tie_layers: repeated layers are laid out alike; False searches each on its own.
         padding: parameters whose dims an axis does not divide, such as a vocabulary of 50257, may be padded on the
             devices where that is faster; False: only where a pin splits them.
         check: the lower bound is verified afterwards, apart from the search, see `Certificate.checked`. May take as
             long as ``time_limit`` again.
-        cache: a plan that was found before, for all the same, is read and not searched, see `autopar.cache`.
+        cache: a plan that was found before, for all the same, is read and not searched, see `autopar.search.cache`.
     """
 
     time_limit: float = 60.0

@@ -12,16 +12,15 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
-from autopar.candidates import REPLICATE, Strategy, layouts, strategies
-from autopar.cluster import Cluster
-from autopar.dims import Dims, Operator
-from autopar.layout import Layout, Partial, Replicate, divides, replicated
-from autopar.origin import is_backward
-from autopar.plan import EVERY, Certificate, Plan
-from autopar.program import Program, Value, is_operator, values_of
-from autopar.regions import SAVED
-from autopar.search.quotient import quotient
-from autopar.search.restrict import is_boundary_layout
+from autopar.costs.cluster import Cluster
+from autopar.ir.checkpoint_regions import SAVED
+from autopar.ir.graph import is_backward
+from autopar.ir.layout import Layout, Partial, Replicate, divides, is_boundary_layout, replicated
+from autopar.ir.plan import EVERY, Certificate, Plan
+from autopar.ir.program import Program, Value, is_operator, values_of
+from autopar.sharding.candidates import REPLICATE, Strategy, layouts, strategies
+from autopar.sharding.dims import Dims, Operator
+from autopar.sharding.layer_classes import quotient
 
 Choose = Callable[[int], int]
 """``choose(n)``: a number below ``n``."""

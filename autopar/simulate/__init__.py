@@ -2,7 +2,7 @@
 
 from autopar.pipeline.schedules import SCHEDULES, Action, Order, order
 from autopar.simulate.engine import simulate
-from autopar.simulate.pipeline import pipeline
+from autopar.simulate.pipeline_tasks import pipeline
 from autopar.simulate.tasks import COMMUNICATION, COMPUTE, Task
 from autopar.simulate.timeline import Timeline
 from autopar.simulate.trace import chrome_trace

@@ -11,7 +11,7 @@ from torch import nn
 
 def slow_devices() -> Any:
     """A cluster on which it pays to split even the smallest computation."""
-    from autopar.cluster import Cluster
+    from autopar.costs.cluster import Cluster
 
     cpu = Cluster.preset("cpu")
     device = replace(cpu.device, flops=dict.fromkeys(cpu.device.flops, 1e6), bandwidth=1e6, launch=1e-12)

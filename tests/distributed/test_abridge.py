@@ -18,7 +18,7 @@ STEPS = 3
 
 
 def doubled() -> tuple[Any, dict[str, torch.Tensor]]:
-    from tests.test_abridge import deep
+    from tests.capture.test_repeat import deep
 
     model, batch = deep(5)
     return model.double(), {"x": batch["x"].double(), "target": batch["target"]}

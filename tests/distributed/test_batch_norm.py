@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import slow_devices
-from tests.test_batch_norm import Normal, batch_of
+from tests.strategies.test_batch_norm import Normal, batch_of
 
 pytestmark = pytest.mark.distributed
 

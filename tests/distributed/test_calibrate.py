@@ -16,7 +16,7 @@ SIZES = (1024, 65536)
 
 
 def measured(rank: int, local: int) -> list[Any]:
-    from autopar.calibrate.collectives import measure_collectives
+    from autopar.costs.calibrate.collectives import measure_collectives
 
     before = os.environ["LOCAL_WORLD_SIZE"]
     os.environ["LOCAL_WORLD_SIZE"] = str(local)
@@ -28,7 +28,7 @@ def measured(rank: int, local: int) -> list[Any]:
 
 @pytest.mark.parametrize(("local", "levels"), [(2, [0, 1]), (4, [0]), (1, [1])])
 def test_every_collective_on_every_level(ranks: Ranks, local: int, levels: list[int]) -> None:
-    from autopar.calibrate.collectives import KINDS
+    from autopar.costs.calibrate.collectives import KINDS
 
     every = ranks.run(measured, local)
     assert all(found == every[0] for found in every)  # seconds of the slowest, on all of them

@@ -11,9 +11,8 @@ pytestmark = pytest.mark.distributed
 
 
 def every_layout(rank: int) -> int:
-    from autopar.candidates import layouts
-    from autopar.layout import Factor, Partial, TensorType, divides
-    from autopar.runtime.boundary import (
+    from autopar.ir.layout import Factor, Partial, TensorType, divides
+    from autopar.runtime.dtensor import (
         from_local,
         from_placements,
         full_tensor,
@@ -23,9 +22,10 @@ def every_layout(rank: int) -> int:
         to_local,
         to_placements,
     )  # fmt: skip
-    from autopar.runtime.load import plain_shards
-    from autopar.runtime.place import place_on
-    from autopar.search.restrict import is_boundary_layout
+    from autopar.runtime.mesh import place_on
+    from autopar.runtime.state.state_dict import plain_shards
+    from autopar.search.formulation.pins import is_boundary_layout
+    from autopar.sharding.candidates import layouts
 
     place = place_on(mesh_of(2, 2), 30)
     type_ = TensorType("float64", ((Factor("three", 4), Factor("heads", 4), Factor("head", 2)), (Factor("hidden", 8),)))

@@ -17,7 +17,7 @@ def train(rank: int, name: str, seed: int) -> tuple[float, bool]:
     """The largest difference of any loss, gradient or parameter in some steps, and whether the plan was changed."""
     from autopar.compiler import program_of
     from autopar.parallelize import parallelize
-    from tests.test_leaner import lean_random_plan
+    from tests.search.budget.test_repair import lean_random_plan
 
     (plain, batches), (model, _) = make(name), make(name)
     program = program_of(model, batches(0))

@@ -56,7 +56,7 @@ def clip(rank: int, count: int) -> float:
     """The largest difference of a gradient after clipping, where one value is the gradient of two parameters."""
     from autopar.parallelize import parallelize
     from autopar.search.options import Search
-    from tests.test_microbatch import Shared
+    from tests.search.microbatch.test_rewrite import Shared
 
     torch.manual_seed(0)
     x = torch.randn(16, 8, dtype=torch.float64)
@@ -90,13 +90,13 @@ def gathers(rank: int, every: bool) -> tuple[int, int, int, float]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from autopar.compiler import program_of, solve
-    from autopar.dims import analyze
-    from autopar.in_microbatches import in_microbatches
-    from autopar.layout import Replicate
+    from autopar.ir.layout import Replicate
+    from autopar.ir.plan import EVERY
     from autopar.parallelize import parallelize
-    from autopar.plan import EVERY
-    from autopar.predict import predict
+    from autopar.search.microbatch.split import in_microbatches
     from autopar.search.options import Search
+    from autopar.search.predict import predict
+    from autopar.sharding.dims import analyze
     from tests import models
 
     class Counts(TorchDispatchMode):

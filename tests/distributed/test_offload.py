@@ -23,7 +23,7 @@ def linked() -> Any:
 
 def train(rank: int, microbatches: int) -> tuple[float, int, int]:
     """Largest difference of a step, tensors that are sent, and those of the optimizer on the host in the end."""
-    from autopar.host import to_host
+    from autopar.ir.ops.host import to_host
     from autopar.parallelize import parallelize
     from autopar.search.options import Search
 

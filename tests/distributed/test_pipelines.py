@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from autopar import tree
-from autopar.layout import is_everywhere, is_held
+from autopar.ir.layout import is_everywhere, is_held
+from autopar.ir.signature import pytree
 from autopar.pipeline.schedules import SCHEDULES
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.steps import follow
-from tests.pipeline.test_table import BENT
+from tests.pipeline.test_custom_schedule import BENT
 
 pytestmark = pytest.mark.distributed
 
@@ -65,7 +65,7 @@ def train(rank: int, name: str, sizes: tuple[int, ...], pins: dict[str, Any], in
 def require_apart(parallel: Any, found: dict[str, Any]) -> None:
     """Results that are no scalars take memory on the devices of one stage only."""
     layouts = [parallel._autopar.latest.plan.results[str(i)] for i in range(len(parallel._autopar.latest.plan.results))]
-    results = [v for v in tree.flatten(found, "results")[0]]
+    results = [v for v in pytree.flatten(found, "results")[0]]
     assert len(results) == len(layouts)
     for value, layout in zip(results, layouts, strict=True):
         assert is_everywhere(layout) == (not value.ndim)
@@ -144,10 +144,10 @@ def test_a_plan_whose_stages_take_a_factor_of_an_axis(ranks: Ranks) -> None:
 def under_way(rank: int, schedule: str) -> int:
     """How many microbatches this device's stages hold at most, in a step."""
     from autopar.parallelize import parallelize
-    from autopar.pipeline.runner import StageRun
+    from autopar.pipeline.executor import StageRun
     from autopar.search.options import Search
-    from tests.pipeline.test_memory import COUNT, VIRTUAL
     from tests.pipeline.test_pipelines import example
+    from tests.search.pipeline.test_stage_memory import COUNT, VIRTUAL
 
     model, batch = example("cnn")
     pins = {"stages": 2, "virtual": VIRTUAL[schedule], "microbatches": COUNT, "schedule": schedule}
@@ -167,10 +167,10 @@ def under_way(rank: int, schedule: str) -> int:
     return most[0]
 
 
-@pytest.mark.deep  # tests/pipeline/test_memory.py emulates them
+@pytest.mark.deep  # tests/search/pipeline/test_stage_memory.py emulates them
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_microbatches_under_way(ranks: Ranks, schedule: str) -> None:
-    from tests.pipeline.test_memory import under_way as expected
+    from tests.search.pipeline.test_stage_memory import under_way as expected
 
     found = ranks.run(under_way, schedule)
     assert found == [expected(schedule, device) for device in (0, 0, 1, 1)]
@@ -180,8 +180,8 @@ def sends_parts(rank: int) -> tuple[float, Any]:
     """How far three steps of Megatron's layouts are from one device's, and where the plan sends parts."""
     from autopar.parallelize import parallelize
     from autopar.search.options import Search
-    from tests.passes.test_scatter_sends import SLOW, residual
-    from tests.pipeline.test_search import machine
+    from tests.passes.pipeline.test_scatter_sends import SLOW, residual
+    from tests.search.pipeline.test_branch_and_bound import machine
 
     (plain, batch), (model, _) = residual(), residual()
     model, plain, rows = model.double(), plain.double(), {"x": batch["x"].double()}
@@ -208,7 +208,7 @@ def chosen(rank: int, recipe: str | None, seed: int, sizes: tuple[int, ...] = (2
     """How far three steps are from one device's, the last of fewer samples; and the pipeline, which nobody named."""
     from autopar.parallelize import parallelize
     from autopar.search.options import Search
-    from tests.pipeline.test_search import Deep, machine
+    from tests.search.pipeline.test_branch_and_bound import Deep, machine
 
     model, plain = Deep().double(), Deep().double()
     pins = {"stages": "search" if recipe is None else 2, "recompute": "search"}
@@ -231,7 +231,7 @@ def apart(rank: int) -> float:
     """How far three steps are from one device's, where alike layers of two stages lie in other ways."""
     from autopar.parallelize import parallelize
     from autopar.search.options import Search
-    from tests.pipeline.test_search import Deep, layouts_by_stage
+    from tests.search.pipeline.test_branch_and_bound import Deep, layouts_by_stage
 
     model, plain = Deep().double(), Deep().double()
     search = Search(pins=layouts_by_stage(), tie_layers=False)

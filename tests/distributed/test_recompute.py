@@ -14,7 +14,7 @@ from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import make, slow_devices
 from tests.distributed.steps import TOLERANCE
 from tests.distributed.test_reductions import train
-from tests.test_reductions import Moments
+from tests.verify.test_reductions import Moments
 
 pytestmark = pytest.mark.distributed
 
@@ -50,9 +50,9 @@ def dropped(rank: int, deterministic: bool) -> list[float]:
     """Losses and a sum of gradients of a model with dropout: kept masks, then masks that are drawn again."""
     from dataclasses import replace
 
+    from autopar.ir.plan import EVERY
+    from autopar.ir.program import draws
     from autopar.parallelize import parallelize
-    from autopar.plan import EVERY
-    from autopar.program import draws
     from tests.passes.test_insert_recompute import Dropped
 
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ from torch import nn
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 from tests.distributed.models import slow_devices
 from tests.distributed.steps import TOLERANCE, follow
-from tests.test_reductions import Bags, Moments, batch_of
+from tests.verify.test_reductions import Bags, Moments, batch_of
 
 pytestmark = pytest.mark.distributed
 

@@ -6,7 +6,7 @@ import pytest
 
 from autopar.compiler import rewrite
 from autopar.errors import PlanError
-from autopar.layout import Partial, Replicate, Split
+from autopar.ir.layout import Partial, Replicate, Split
 from autopar.passes.annotate_layouts import annotate_layouts
 from tests.plans import hand_plan, layout, show, tiny
 

@@ -7,18 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autopar.cluster import Device, Link
-from autopar.collective import Collective, c10d
-from autopar.compiler import PASSES, rewrite
-from autopar.dims import Dims
-from autopar.emulate import census
+from autopar.compiler import rewrite
+from autopar.costs.cluster import Device, Link
+from autopar.ir.ops.collectives import Collective, c10d
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.passes import PASSES
 from autopar.passes import bucket_collectives as bucketing
 from autopar.passes.bucket_collectives import bucket_collectives
-from autopar.plan import Plan
-from autopar.predict import predict
-from autopar.program import Program
-from autopar.redistribute import Machine
-from autopar.verify import compare
+from autopar.search.predict import predict
+from autopar.sharding.dims import Dims
+from autopar.sharding.redistribute import Machine
+from autopar.verify.emulate import census
+from autopar.verify.verify import compare
 from tests import models
 from tests.plans import follow_plan, show, tiny
 

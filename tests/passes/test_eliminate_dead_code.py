@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from autopar.compiler import PASSES, rewrite
+from autopar.compiler import rewrite
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.passes import PASSES
 from autopar.passes.eliminate_dead_code import eliminate_dead_code
-from autopar.plan import Plan
-from autopar.program import Program
 from tests.plans import hand_plan, show, tiny
 
 
@@ -16,7 +17,7 @@ def test_before_and_after() -> None:
     def litter(program: Program, plan: Plan) -> Program:
         import torch
 
-        from autopar.collective import axis_index
+        from autopar.ir.ops.collectives import axis_index
 
         graph = program.graph.graph
         mm = next(n for n in graph.nodes if n.name == "mm")

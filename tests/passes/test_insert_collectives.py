@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from autopar.collective import Collective
 from autopar.compiler import rewrite, solve
+from autopar.ir.ops.collectives import Collective
+from autopar.ir.program import Program
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.program import Program
 from autopar.search.options import Search
-from autopar.verify import compare
+from autopar.verify.verify import compare
 from tests import models
 from tests.plans import follow_plan, hand_plan, show, tiny
 

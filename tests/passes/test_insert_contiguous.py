@@ -10,18 +10,19 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-import autopar.emulate
-from autopar.cluster import Cluster
-from autopar.compiler import DETERMINISTIC_PASSES, program_of, rewrite
-from autopar.dims import analyze
-from autopar.known_strides import known_strides
-from autopar.liveness import liveness
+import autopar.verify.emulate
+from autopar.compiler import program_of, rewrite
+from autopar.costs.cluster import Cluster
+from autopar.ir.program import Program
+from autopar.memory.liveness import liveness
+from autopar.passes import DETERMINISTIC_PASSES
 from autopar.passes.insert_contiguous import insert_contiguous, insert_contiguous_everywhere
-from autopar.program import Program
+from autopar.rules.shapes.known_strides import known_strides
+from autopar.rules.strides import with_strides
 from autopar.search.random_plan import random_plan
-from autopar.simulate.emitted import node_seconds
-from autopar.strides import with_strides
-from autopar.verify import compare, global_values
+from autopar.sharding.dims import analyze
+from autopar.simulate.graph_tasks import node_seconds
+from autopar.verify.verify import compare, global_values
 from tests import models as zoo
 
 aten = torch.ops.aten
@@ -119,7 +120,7 @@ def test_what_is_known_of_strides_is_so(name: str, monkeypatch: pytest.MonkeyPat
         program, _, values = zoo.captured(name)
     local, plan = rewritten(program)
     known = {n.name: n.meta["val"] for n in known_strides(local.graph)}
-    step, checked = autopar.emulate._step, []
+    step, checked = autopar.verify.emulate._step, []
 
     def watched(node, environment, *rest):
         results = step(node, environment, *rest)
@@ -132,7 +133,7 @@ def test_what_is_known_of_strides_is_so(name: str, monkeypatch: pytest.MonkeyPat
             checked.append(node)
         return results
 
-    monkeypatch.setattr(autopar.emulate, "_step", watched)
+    monkeypatch.setattr(autopar.verify.emulate, "_step", watched)
     report = compare(program, local, plan, values, torch.float64)
     assert report.max_error < 1e-10
     assert len(checked) > 10

@@ -10,25 +10,26 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from autopar.cluster import Cluster
-from autopar.compiler import DETERMINISTIC_PASSES, PASSES, program_of, rewrite, solve
-from autopar.dims import analyze
-from autopar.draw import step_seed
-from autopar.emulate import emulate
+from autopar.compiler import program_of, rewrite, solve
+from autopar.costs.cluster import Cluster
 from autopar.errors import PassError
-from autopar.host import to_device, to_host
-from autopar.in_microbatches import in_microbatches
-from autopar.liveness import moments, peak_memory
-from autopar.origin import is_backward
-from autopar.plan import EVERY, Plan
-from autopar.predict import predict
-from autopar.program import Program
-from autopar.runtime.bind import bind
-from autopar.runtime.partition import cut
+from autopar.ir.graph import is_backward
+from autopar.ir.ops.host import to_device, to_host
+from autopar.ir.ops.random import step_seed
+from autopar.ir.plan import EVERY, Plan
+from autopar.ir.program import Program
+from autopar.memory.liveness import moments, peak_memory
+from autopar.passes import DETERMINISTIC_PASSES, PASSES
+from autopar.runtime.step.bind import bind
+from autopar.runtime.step.partition import cut
+from autopar.search.microbatch.split import in_microbatches
 from autopar.search.options import Search
-from autopar.search.quotient import quotient
-from autopar.simulate.emitted import emitted
-from autopar.verify import compare, global_values
+from autopar.search.predict import predict
+from autopar.sharding.dims import analyze
+from autopar.sharding.layer_classes import quotient
+from autopar.simulate.graph_tasks import emitted
+from autopar.verify.emulate import emulate
+from autopar.verify.verify import compare, global_values
 from tests.passes.test_insert_recompute import Dropped
 
 AXES = {"a": 2}

@@ -9,21 +9,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.cluster import Cluster
-from autopar.compiler import DETERMINISTIC_PASSES, PASSES, program_of, rewrite, solve
-from autopar.dims import analyze
-from autopar.draw import seeded, step_seed
-from autopar.emulate import census, emulate
-from autopar.origin import is_backward
-from autopar.passes import replay_random
-from autopar.plan import EVERY, Plan
-from autopar.predict import predict
-from autopar.program import Program
-from autopar.runtime.bind import bind
-from autopar.runtime.partition import cut
+from autopar.compiler import program_of, rewrite, solve
+from autopar.costs.cluster import Cluster
+from autopar.ir.graph import is_backward
+from autopar.ir.ops.random import seeded, step_seed
+from autopar.ir.plan import EVERY, Plan
+from autopar.ir.program import Program
+from autopar.passes import DETERMINISTIC_PASSES, PASSES
+from autopar.passes.rng import replay as replay_random
+from autopar.runtime.step.bind import bind
+from autopar.runtime.step.partition import cut
 from autopar.search.options import Search
-from autopar.search.quotient import quotient
-from autopar.verify import compare, global_values
+from autopar.search.predict import predict
+from autopar.sharding.dims import analyze
+from autopar.sharding.layer_classes import quotient
+from autopar.verify.emulate import census, emulate
+from autopar.verify.verify import compare, global_values
 
 AXES = {"a": 2}
 

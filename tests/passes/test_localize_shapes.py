@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from autopar.candidates import letter_parts, strategies
-from autopar.compiler import PASSES, program_of, rewrite
+from autopar.compiler import program_of, rewrite
+from autopar.ir.program import Program
+from autopar.passes import PASSES
 from autopar.passes.localize_shapes import localize_shapes
-from autopar.program import Program
+from autopar.sharding.candidates import letter_parts, strategies
 from tests import models
 from tests.plans import hand_plan, show
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.compiler import PASSES, program_of, rewrite
-from autopar.dims import analyze
-from autopar.emulate import census
+from autopar.compiler import program_of, rewrite
+from autopar.passes import PASSES
 from autopar.passes.lower_operators import lower_operators, lowered_letters
-from autopar.verify import compare, global_values
+from autopar.sharding.dims import analyze
+from autopar.verify.emulate import census
+from autopar.verify.verify import compare, global_values
 from tests.plans import hand_plan, show
 
 UNTIL = PASSES[: PASSES.index(lower_operators) + 1]

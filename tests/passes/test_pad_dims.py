@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.blocks import is_zero_outside, with_padding, without_padding
-from autopar.cluster import Cluster
 from autopar.compiler import program_of, rewrite
-from autopar.dims import analyze
-from autopar.emulate import run_whole
+from autopar.costs.cluster import Cluster
 from autopar.errors import PlanError
-from autopar.float64 import as_dtype
+from autopar.ir.precision import Precision
+from autopar.ir.program import Program
+from autopar.ir.shards import is_zero_outside, with_padding, without_padding
 from autopar.passes.pad_dims import pad
-from autopar.precision import Precision
-from autopar.program import Program
 from autopar.search.random_plan import random_plan
-from autopar.verify import compare, global_values
+from autopar.sharding.dims import analyze
+from autopar.verify.emulate import run_whole
+from autopar.verify.float64 import as_dtype
+from autopar.verify.verify import compare, global_values
 from tests import models as zoo
 from tests.plans import random_padding
 

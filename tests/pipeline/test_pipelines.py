@@ -10,19 +10,20 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.accumulate import accumulate
-from autopar.cluster import Cluster
-from autopar.compiler import DETERMINISTIC_PASSES, program_of, rewrite, solve
+from autopar.compiler import program_of, rewrite, solve
+from autopar.costs.cluster import Cluster
 from autopar.errors import InfeasibleError
-from autopar.host import to_host
-from autopar.origin import is_backward, module_path
-from autopar.pipeline.pieces import BACKWARD, FORWARD, INPUT, WEIGHT, Cutting
-from autopar.pipeline.runner import StageRun
-from autopar.plan import Plan
-from autopar.precision import Precision
-from autopar.program import Program
+from autopar.ir.graph import is_backward, module_path
+from autopar.ir.ops.accumulate import accumulate
+from autopar.ir.ops.host import to_host
+from autopar.ir.plan import Plan
+from autopar.ir.precision import Precision
+from autopar.ir.program import Program
+from autopar.passes import DETERMINISTIC_PASSES
+from autopar.pipeline.executor import StageRun
+from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, INPUT, WEIGHT, Cutting
 from autopar.search.options import Search
-from autopar.verify import EquivalenceReport, compare, global_values
+from autopar.verify.verify import EquivalenceReport, compare, global_values
 from tests import models as zoo
 from tests.pipeline import models as hard
 

@@ -12,15 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from autopar.cluster import Cluster
-from autopar.compiler import DETERMINISTIC_PASSES, program_of, rewrite
-from autopar.dims import Dims, analyze
+from autopar.compiler import program_of, rewrite
+from autopar.costs.cluster import Cluster
 from autopar.errors import InfeasibleError
-from autopar.in_microbatches import in_microbatches
+from autopar.ir.program import Program
+from autopar.passes import DETERMINISTIC_PASSES
 from autopar.passes.pad_dims import pad
-from autopar.program import Program
+from autopar.search.microbatch.split import in_microbatches
 from autopar.search.random_plan import random_plan
-from autopar.verify import compare, global_values
+from autopar.sharding.dims import Dims, analyze
+from autopar.verify.verify import compare, global_values
 from tests import models as zoo
 from tests.plans import random_padding
 from tests.property.random_models import models
@@ -79,7 +80,7 @@ def test_many_random_plans_of_a_small_model(axes: dict[str, int], seed: int) -> 
 
 
 SHORT = ("cnn", "gpt2")
-"""`tests/test_verify.py` has a random plan of others."""
+"""`tests/verify/test_verify.py` has a random plan of others."""
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from autopar import binding
+from autopar.ir.signature import binding
 from autopar.parallelize import parallelize
-from autopar.verify import verify
+from autopar.verify.verify import verify
 
 
 class Mixed(nn.Module):

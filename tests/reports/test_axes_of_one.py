@@ -9,9 +9,9 @@ import torch
 
 from autopar.compiler import program_of, rewrite, solve
 from autopar.parallelize import parallelize
+from autopar.search.formulation.recipes import RECIPES
 from autopar.search.options import Search
-from autopar.search.recipes import RECIPES
-from autopar.verify import verify
+from autopar.verify.verify import verify
 from tests.distributed.models import mlp, mlp_batch
 
 SEARCHES = [

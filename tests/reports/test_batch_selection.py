@@ -13,7 +13,7 @@ from autopar.compiler import program_of, solve
 from autopar.errors import InfeasibleError
 from autopar.parallelize import parallelize
 from autopar.search.options import Search
-from autopar.verify import verify
+from autopar.verify.verify import verify
 
 ROWS = torch.tensor([5, 3, 1, 7, 0, 2, 4, 6])
 

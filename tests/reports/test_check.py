@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import autopar
 from autopar import compiler
 from autopar.errors import VerifyError
-from autopar.runtime import check_first
+from autopar.module import check_first
 from autopar.search.options import Search
 
 X = torch.linspace(-1, 1, 64).view(8, 8).sin()
@@ -128,7 +128,7 @@ def test_microbatches_and_precision_are_checked_as_they_run(log: pytest.LogCaptu
 
 
 def test_what_cannot_be_checked_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    from autopar import require_equal
+    from autopar.verify import require_equal
 
     def fails(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("no kernel")

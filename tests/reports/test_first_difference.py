@@ -9,17 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar import strategy
-from autopar.collective import c10d
-from autopar.compiler import DETERMINISTIC_PASSES, program_of, solve
-from autopar.first_difference import first_in_rewriting
+from autopar.compiler import program_of, solve
+from autopar.ir.ops.collectives import c10d
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.passes import DETERMINISTIC_PASSES
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.plan import Plan
-from autopar.program import Program
+from autopar.rules import rule as strategy
+from autopar.rules.rule import Rule, Spec
 from autopar.search.options import Search
-from autopar.strategy import Rule, Spec
+from autopar.verify.first_difference import first_in_rewriting
 from tests.plans import follow_plan
-from tests.test_verify import tiny_models_pay
+from tests.verify.test_verify import tiny_models_pay
 
 module = importlib.import_module("autopar.verify")  # `autopar.verify` is the function
 aten = torch.ops.aten

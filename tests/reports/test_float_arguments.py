@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from autopar import floats
+from autopar.ir.signature import floats
 from autopar.parallelize import parallelize
 from autopar.search.options import Search
-from autopar.verify import verify
+from autopar.verify.verify import verify
 
 Use = Callable[[torch.Tensor, Any], torch.Tensor]
 

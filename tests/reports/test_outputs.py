@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from autopar.errors import AutoparError, CaptureError, InfeasibleError
-from autopar.outputs import at
+from autopar.ir.signature.outputs import at
 from autopar.parallelize import parallelize
 from autopar.search.options import Search
-from autopar.verify import verify
+from autopar.verify.verify import verify
 
 x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 

@@ -14,14 +14,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from autopar.cluster import Cluster
-from autopar.compiler import DETERMINISTIC_PASSES, program_of, rewrite
-from autopar.dims import analyze
+from autopar.compiler import program_of, rewrite
+from autopar.costs.cluster import Cluster
+from autopar.ir.program import Program
 from autopar.parallelize import parallelize
+from autopar.passes import DETERMINISTIC_PASSES
 from autopar.passes.insert_contiguous import insert_contiguous, insert_contiguous_everywhere
-from autopar.program import Program
 from autopar.search.random_plan import random_plan
-from autopar.verify import compare, global_values, verify
+from autopar.sharding.dims import analyze
+from autopar.verify.verify import compare, global_values, verify
 
 BOUND = 1e-10
 

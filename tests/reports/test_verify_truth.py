@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.reference import CAPTURED, EAGER
+from autopar.verify.reference import CAPTURED, EAGER
 
 module = importlib.import_module("autopar.verify")  # `autopar.verify` is the function
 X = torch.linspace(-1, 1, 32).view(4, 8).sin()

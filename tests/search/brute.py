@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from autopar.search.problem import Edge, Node, Problem, evaluate
+from autopar.search.solver.problem import Edge, Node, Problem, evaluate
 
 
 def random_problem(seed: int, nodes: int, density: float, scale: float, forbid: float, heavy: float) -> Problem:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.search.problem import Edge, Node, Problem
+from autopar.search.solver.problem import Edge, Node, Problem
 
 SIZES = {"b": 64, "s": 4096, "t": 4096, "d": 4096, "h": 32, "e": 128, "f": 14336, "v": 128256}
 MESH = (32, 8)

@@ -6,7 +6,7 @@ import pytest
 
 import autopar
 from autopar import Search
-from autopar.layout import Split
+from autopar.ir.layout import Split
 from tests import models as zoo
 
 

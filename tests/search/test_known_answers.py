@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Cluster, InfeasibleError, Plan, Search
-from autopar.cluster import Link
-from autopar.layout import Replicate, Split
+from autopar.costs.cluster import Link
+from autopar.ir.layout import Replicate, Split
 
 HIDDEN, FFN, BLOCKS = 4096, 16384, 2
 

@@ -14,13 +14,13 @@ from torch import fx, nn
 import autopar
 from autopar.compiler import program_of, rewrite, solve
 from autopar.errors import InfeasibleError
-from autopar.handed import find_handed, handed_on
+from autopar.ir.module_outputs import find_handed, handed_on
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program, Value, copy_graph, producer, values_of
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.plan import Plan
-from autopar.program import Program, Value, copy_graph, producer, values_of
 from autopar.search.options import Search
-from autopar.verify import compare
+from autopar.verify.verify import compare
 from tests import models
 from tests.plans import layout
 

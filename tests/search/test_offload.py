@@ -10,16 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.cluster import Cluster
-from autopar.compiler import DETERMINISTIC_PASSES, program_of, rewrite, solve
+from autopar.compiler import program_of, rewrite, solve
+from autopar.costs.cluster import Cluster
 from autopar.errors import InfeasibleError
-from autopar.host import to_host
-from autopar.keeping import keeping
-from autopar.plan import Plan
-from autopar.program import Program
-from autopar.report.keeping import keeping_dict, keeping_table
+from autopar.explain.activations import keeping
+from autopar.explain.tables.activations import keeping_dict, keeping_table
+from autopar.ir.ops.host import to_host
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.passes import DETERMINISTIC_PASSES
 from autopar.search.options import Search
-from autopar.verify import compare, global_values
+from autopar.verify.verify import compare, global_values
 from tests.distributed.models import slow_devices
 
 AXES = {"a": 2}

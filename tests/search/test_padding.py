@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import padded
 from autopar.compiler import program_of, solve
-from autopar.dims import Dims, analyze
 from autopar.errors import InfeasibleError
-from autopar.layout import Factor, Replicate, Split
-from autopar.plan import Plan
-from autopar.program import Program
+from autopar.ir.layout import Factor, Replicate, Split
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.search import padding as padded
 from autopar.search.find import find_plan
 from autopar.search.options import Job, Search
 from autopar.search.padding import padded_size, paddings
+from autopar.sharding.dims import Dims, analyze
 from tests.passes.test_pad_dims import BATCH, Tokens
-from tests.search.test_quotient import FAST
+from tests.sharding.test_layer_classes import FAST
 
 
 def captured() -> Program:

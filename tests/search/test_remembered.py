@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.cluster import Cluster
-from autopar.plan import Certificate, Plan
-from autopar.search.budget import Task, _remembered
-from autopar.search.build import Built
-from autopar.search.frontier import Frontier
-from autopar.search.minimise import Limits
-from autopar.search.mix import Mix
+from autopar.costs.cluster import Cluster
+from autopar.ir.plan import Certificate, Plan
+from autopar.search.budget.pareto import Frontier
+from autopar.search.budget.within_budget import Task, _remembered
+from autopar.search.formulation.build import Built
 from autopar.search.options import Job
-from autopar.search.problem import Node, Problem
+from autopar.search.solver.layer_mix import Mix
+from autopar.search.solver.minimize import Limits
+from autopar.search.solver.problem import Node, Problem
 from tests.plans import hand_plan, tiny
 
 COST, ROW = (1.0, 2.0, 4.0, 8.0), (40.0, 30.0, 20.0, 10.0)

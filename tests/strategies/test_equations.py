@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InvalidRuleError
-from autopar.oracle import check_rule
+from autopar.rules.oracle.sharding import check_rule
+from autopar.rules.rule import Rule, Spec, dims, letter_sizes, letters, registered, rule
 from autopar.strategies import attention, indexing, pointwise, view
-from autopar.strategy import Rule, Spec, dims, letter_sizes, letters, registered, rule
 
 aten = torch.ops.aten
 

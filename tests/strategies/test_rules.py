@@ -8,11 +8,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 import autopar.strategies  # noqa: F401
-from autopar.oracle import check_rule
-from autopar.padding_oracle import check_padding
-from autopar.random_oracle import check_random
-from autopar.rule_call import rule_of
-from autopar.strategy import letter_sizes, registered
+from autopar.rules.oracle.call import rule_of
+from autopar.rules.oracle.padding import check_padding
+from autopar.rules.oracle.randomness import check_random
+from autopar.rules.oracle.sharding import check_rule
+from autopar.rules.rule import letter_sizes, registered
 from tests.strategies.proven import FILE, counts
 from tests.strategies.sample import Sample
 from tests.strategies.samples import all_samples

@@ -1,0 +1,85 @@
+"""`abridge`: the program of a deep model, captured from a model with fewer of its alike blocks.
+
+Two and three blocks are captured. What the third adds to the graph is what every further one would add, if it adds just
+the operators of the block in the middle and nothing changes elsewhere, which is checked.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from autopar.capture.fewer_layers import shorten
+from autopar.errors import AutoparError
+from autopar.ir.graph import module_path
+from autopar.ir.program import SHORT, Program, Repeat
+from autopar.sharding.dims import analyze
+from autopar.sharding.layer_classes import quotient
+
+logger = logging.getLogger("autopar")
+
+
+def abridge(
+    model: nn.Module,
+    make: Callable[[nn.Module], Program],
+    pins: Iterable[str] = (),
+    say: Callable[[str], None] = logger.info,
+) -> Program:
+    """The program of a model; where its blocks are proven alike, one of three blocks that knows of the others.
+
+    Args:
+        model: the whole model.
+        make: captures a model.
+        pins: names or patterns of tensors and modules whose layout is decided; they must not tell blocks apart.
+        say: is told what is captured, and why.
+    """
+    short = shorten(model, SHORT)
+    reason = short.reason or _told_apart(model, short.path, pins)
+    if not reason:
+        assert short.layers is not None
+        say(f"capturing {SHORT} of the {short.layers} blocks of {short.path}")
+        try:
+            three, two = make(short.model), make(shorten(model, SHORT - 1).model)
+        except AutoparError as e:  # the whole model fails in the same way, or it does not
+            reason = f"three blocks alone fail: {e}"
+        else:
+            reason = _differs(three, two, short.path)
+            if not reason:
+                return replace(three, repeat=Repeat(short.path, short.layers, two))
+    say(f"capturing the whole model: {reason}")
+    return make(model)
+
+
+def _told_apart(model: nn.Module, path: str, pins: Iterable[str]) -> str:
+    """A pin that holds for some blocks only."""
+    alike: dict[str, list[str]] = defaultdict(list)
+    for name in (name for named in (model.named_parameters(), model.named_modules()) for name, _ in named):
+        if name.startswith(f"{path}."):
+            alike[name.removeprefix(f"{path}.").partition(".")[2]].append(name)
+    for pattern in pins:
+        for names in alike.values():
+            if len({fnmatchcase(name, pattern.partition(":")[0]) for name in names}) > 1:
+                return f"the pin {pattern!r} holds for some blocks only"
+    return ""
+
+
+def _differs(three: Program, two: Program, path: str) -> str:
+    """Why the third block does not stand for further ones; empty: it does."""
+    classes, less = (quotient(p, analyze(p)) for p in (three, two))
+    if classes.members.keys() != less.members.keys() or not two.structure.keys() <= three.structure.keys():
+        return "with two blocks there are other operators than with three"
+    owner = {n: f"{module_path(n)}." for n in three.sources if module_path(n)}
+    inputs = zip(three.placeholders, three.inputs, strict=True)
+    owner.update({n: i.name for n, i in inputs if i.kind in ("parameter", "buffer")})
+    for key, nodes in classes.members.items():
+        if any(n in owner for n in nodes):  # sums of gradients belong to no module
+            added = len(nodes) - len(less.members[key])
+            expected = sum(owner[n].startswith(f"{path}.1.") for n in nodes)
+            if added != expected:
+                return f"a block adds {added} of {key}, of which the one in the middle has {expected}"
+    return ""

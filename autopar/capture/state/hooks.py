@@ -1,0 +1,194 @@
+"""Hooks of a model's modules and tensors, while it is traced and afterwards.
+
+A hook that returns something else, or computes in place, is part of the graph. One that records what it sees must see
+values: it is undone after the trace, and called after every step with whole tensors. What a hook records of gradients
+is nowhere in the forward pass: that is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from autopar.capture.state.slots import HOOK_TABLES, HOOKS, Path, children, own_attributes
+from autopar.capture.state.writes import Record, build
+from autopar.errors import AutoparError, CaptureError
+from autopar.ir.signature.pytree import Leaf
+
+Skeleton = Any
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A call of a hook that records.
+
+    Attributes:
+        module: path of the hook's module.
+        path: of the hook in the module.
+        arguments: skeleton of what it is called with besides the module.
+        silent: it returned nothing while it was traced.
+    """
+
+    module: str
+    path: Path
+    arguments: Skeleton
+    silent: bool
+
+
+class Hooks(TorchFunctionMode):
+    """Watches the hooks of a model while it is entered."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """``model``: whose submodules' hooks are watched."""
+        super().__init__()
+        self._model = model
+        self._registered = 0
+        self.calls: list[tuple[str, Path, tuple[Any, ...], bool]] = []
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """While it lasts, hooks are called through what watches them; gradients' hooks until the trace has ended."""
+        put: list[tuple[dict[Any, Any], Any, Any, Any]] = []
+        for name, module in self._model.named_modules():
+            for table in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+                hooks = getattr(module, table)
+                for number, hook in list(hooks.items()):
+                    at: Path = (("attr", table), ("item", number))
+                    make = self._of_gradients if "backward" in table else self._of_values
+                    hooks[number] = make(hook, name, at)
+                    put.append((hooks, number, hook, hooks[number]))
+        try:
+            with self:
+                yield
+        finally:
+            for hooks, number, hook, wrapper in put:
+                if hooks.get(number) is wrapper:
+                    hooks[number] = hook
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Watch what is registered on tensors."""
+        if func is torch.Tensor.register_hook:
+            self._registered += 1
+            args = (args[0], self._of_gradients(args[1], "a tensor", ()), *args[2:])
+        if func is torch.Tensor.retain_grad:
+            raise CaptureError(
+                "retain_grad() of a tensor in forward: gradients of intermediate tensors are not kept; return the "
+                "tensor and differentiate outside, or register a hook that returns a gradient"
+            )
+        return func(*args, **(kwargs or {}))
+
+    def _of_values(self, hook: Callable[..., Any], module: str, at: Path) -> Callable[..., Any]:
+        def watching(*args: Any, **kwargs: Any) -> Any:
+            state, versions, registered = Record.of(hook), self._marks(args), self._registered
+            try:
+                result = hook(*args, **kwargs)
+            except CaptureError:
+                raise
+            except Exception:  # it looks at values, which there are none of yet
+                result, failed = None, True
+            else:
+                failed = False
+            changed = state.has_changed()
+            state.put_back()
+            silent = result is None and self._marks(args) == versions and self._registered == registered
+            if changed or silent or failed:
+                self.calls.append((module, at, args[1:], result is None))
+            return result
+
+        return watching
+
+    def _marks(self, args: tuple[Any, ...]) -> list[Any]:
+        """What differs after a hook that computes in place, or leaves something in the model."""
+        found: list[Any] = _versions(args)
+        for module in self._model.modules():
+            tables = (module._parameters, module._buffers)
+            found += [(id(t), t._version) for table in tables for t in table.values() if t is not None]
+            found += map(id, own_attributes(module).values())
+        return found
+
+    def _of_gradients(self, hook: Callable[..., Any], module: str, at: Path) -> Callable[..., Any]:
+        def watching(*args: Any) -> Any:
+            state, versions = Record.of(hook), _versions(args)
+            result = hook(*args)
+            changed = state.has_changed()
+            state.put_back()
+            if changed or (result is None and _versions(args) == versions):
+                raise CaptureError(
+                    f"the backward hook {_title(hook)} of {module or 'the model'} records gradients or returns "
+                    "nothing: gradients inside the model have no values while it is traced; return the new gradient "
+                    "and do nothing else, or read model.full_gradients() after the backward pass"
+                )
+            return result
+
+        return watching
+
+
+def _title(hook: Any) -> str:
+    code = getattr(hook, "__code__", None)
+    where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+    return f"{getattr(hook, '__qualname__', hook)}{where}"
+
+
+def _versions(value: Any) -> list[int]:
+    """How often each tensor in a hook's arguments has been written to."""
+    if isinstance(value, torch.Tensor):
+        return [value._version]
+    inner = None if isinstance(value, nn.Module) else children(value)
+    return [v for _, part in inner or () for v in _versions(part)]
+
+
+def observations(hooks: Hooks, record: Record, leaf: Callable[[torch.Tensor], Leaf]) -> list[Observation]:
+    """The calls to make after every step."""
+    return [
+        Observation(module, at, tuple(record.skeleton(a, leaf, "what a hook sees") for a in arguments), silent)
+        for module, at, arguments, silent in hooks.calls
+    ]
+
+
+def replay(model: nn.Module, calls: Sequence[Observation], results: Any) -> None:
+    """Call recording hooks with values."""
+    for call in calls:
+        module = model.get_submodule(call.module)
+        (_, table), (_, number) = call.path
+        hook = getattr(module, table).get(number)
+        if hook is not None:  # else it has been removed in the meantime
+            with torch.no_grad():
+                returned = hook(module, *(build(model, a, results) for a in call.arguments))
+            if returned is not None and call.silent:
+                raise AutoparError(
+                    f"the hook {_title(hook)} of {call.module or 'the model'} returns something that depends on the "
+                    "values it sees, which no graph can: return None, or compute with tensors alone"
+                )
+
+
+@contextlib.contextmanager
+def without_hooks(module: nn.Module) -> Iterator[None]:
+    """While it lasts, a module has no hooks of its own; those of the modules in it stay."""
+    tables = [getattr(module, name) for name in HOOK_TABLES]
+    before = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, before, strict=True):
+            table.clear()
+            table.update(hooks)
+
+
+@contextlib.contextmanager
+def hooks_undone(model: nn.Module) -> Iterator[None]:
+    """Afterwards, what the hooks of a model refer to, such as lists that they record in, is as it was."""
+    hooks = [h for module in model.modules() for name in HOOKS for h in getattr(module, name).values()]
+    records = [Record.of(hook) for hook in hooks]
+    try:
+        yield
+    finally:
+        for record in records:
+            record.put_back()

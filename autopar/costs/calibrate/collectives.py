@@ -1,0 +1,146 @@
+"""Time collectives over sizes, on every level of links that the processes at hand span."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar.costs.calibrate.kernels import Tick
+from autopar.costs.calibrate.sample import Sample
+from autopar.costs.collectives import COLLECTIVES
+from autopar.errors import RankError
+
+c10d = torch.ops._c10d_functional
+
+SIZES = tuple(4**i for i in range(5, 14))
+"""Bytes: from a kilobyte, where latency decides, to 64 MiB, where bandwidth does."""
+
+LONG = 2.0
+"""Seconds of one call after which larger sizes are left out: they would say the same."""
+
+RUNS = 5
+"""Of each collective; the median counts."""
+
+KINDS = tuple(COLLECTIVES)
+
+CROWDED = 1 << 20
+"""Bytes from which sums of groups are timed that share the cards of a node: what they lose is bandwidth."""
+
+
+def measure_collectives(
+    device: torch.device,
+    *,
+    groups: Sequence[int] = (),
+    sizes: Sequence[int] = SIZES,
+    runs: int = RUNS,
+    tick: Tick | None = None,
+) -> list[Sample]:
+    """Time every collective of the initialised process group, which every rank calls with the same arguments.
+
+    Neighbours in a node form groups of level 0. Of several nodes, the processes with the same place in each form groups
+    of level 1, all of which communicate at once; and so on for racks of nodes. If a node has four processes or more,
+    sums of groups with two in each node are timed as well, which share the node's cards.
+
+    Args:
+        device: of this rank's tensors.
+        groups: processes in a node, in a rack and so on, as `Cluster.group_sizes`; default: those of a node, by
+            ``LOCAL_WORLD_SIZE``, as torchrun sets it.
+        sizes: bytes.
+        runs: of each collective.
+        tick: called with ``(done, total, name)``.
+
+    Returns:
+        The same samples on every rank: seconds of the slowest.
+
+    Raises:
+        RankError: the processes are not as many in each group.
+    """
+    world = dist.get_world_size()
+    shape = _levels(world, groups or (int(os.environ.get("LOCAL_WORLD_SIZE", world)),))
+    names = tuple(f"level {i}" for i in range(len(shape)))
+    mesh = init_device_mesh(device.type, shape[::-1], mesh_dim_names=names[::-1])
+    found: list[Sample] = []
+    asked = [(kind, level, 0, mesh.get_group(names[level])) for level in range(len(shape)) if shape[level] > 1
+             for kind in KINDS]  # fmt: skip
+    half = shape[0] // 2
+    if math.prod(shape[1:]) > 1 and half > 1 and not shape[0] % 2:
+        ranks = torch.arange(world).reshape(-1, half).t().contiguous()
+        asked.append(("all_reduce", 1, half, DeviceMesh(device.type, ranks).get_group(1)))
+    for kind, level, stride, group in asked:
+        members = group.size()
+        for size in sizes:
+            if stride and size < CROWDED:
+                continue
+            count = max(1, size // 4 // members) * members
+            seconds = _seconds(_collective(kind, count, members, device, group), runs, device)
+            found.append(Sample(kind, "float32", (4 * count, members), seconds, level, stride))
+            if tick is not None:
+                tick(len(found), len(asked) * len(sizes), str(found[-1]))
+            if seconds > LONG:  # of the slowest rank, the same on all
+                break
+    return found
+
+
+def _levels(world: int, groups: Sequence[int]) -> tuple[int, ...]:
+    """How many members a group of each level has, innermost first."""
+    shape, inner = [], 1
+    for size in (*groups, world):
+        if size % inner or size < inner:
+            what = f"{world} processes" if size == world else f"groups of {size}"
+            raise RankError(f"{what} are not made of groups of {inner}; start the same number on every node")
+        shape.append(size // inner)
+        inner = size
+    return tuple(shape)
+
+
+def _collective(kind: str, count: int, members: int, device: torch.device, group: Any) -> Callable[[], object]:
+    """A call of a collective on ``count`` float32 elements, counted as `autopar.costs.collectives` does.
+
+    The functional ones that rewritten graphs have: their results are new tensors, which takes time as well.
+    """
+    whole = torch.ones(count, device=device)
+    part = torch.ones(count // members, device=device)
+    parts = [count // members] * members
+    name = group.group_name
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "all_gather": lambda: c10d.all_gather_into_tensor(part, members, name),
+        "reduce_scatter": lambda: c10d.reduce_scatter_tensor(whole, "sum", members, name),
+        "all_reduce": lambda: c10d.all_reduce(whole, "max", name),
+        "all_to_all": lambda: c10d.all_to_all_single(whole, parts, parts, name),
+        "broadcast": lambda: c10d.broadcast(whole, 0, name),
+    }
+    return lambda: c10d.wait_tensor(calls[kind]())
+
+
+def _seconds(run: Callable[[], object], runs: int, device: torch.device) -> float:
+    """Median of several runs, of the slowest rank; ranks start each together."""
+    times = torch.zeros(runs, dtype=torch.float64, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of names that older torch has, and newer torch renames
+        return _timed(run, times, device)
+
+
+def _timed(run: Callable[[], object], times: torch.Tensor, device: torch.device) -> float:
+    run()  # the first one sets connections up
+    for i in range(len(times)):
+        dist.barrier()
+        _wait(device)
+        start = time.perf_counter()
+        run()
+        _wait(device)
+        times[i] = time.perf_counter() - start
+    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    return float(times.median())
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

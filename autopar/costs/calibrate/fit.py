@@ -1,0 +1,194 @@
+"""Fit a device and its links to samples: the figures under which the cost model's own formulas say what was timed."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from autopar.costs.calibrate.sample import Sample
+from autopar.costs.cluster import Cluster, Device, Link
+from autopar.costs.collectives import COLLECTIVES
+from autopar.costs.flops import attention_flops
+from autopar.costs.kernels import Work, kernel_seconds, product, stream
+
+Floats = NDArray[np.float64]
+
+
+def fit_device(samples: Sequence[Sample], *, name: str, memory: float, units: int = 1) -> Device:
+    """The device whose kernels take the times of the samples, as nearly as may be.
+
+    Rates, bandwidth and launch are fitted as they are reached, so that efficiency and streaming are 1; on a device of
+    several units the depth of the ramp is fitted, too. What counts is the ratio of predicted to measured seconds;
+    outliers count less (least squares with a soft absolute loss, from the fastest of each kind).
+
+    Args:
+        samples: kernels; a dtype without matrix products gets no rate.
+        name: of the device.
+        memory: its bytes.
+        units: processors that work on a tile each, such as streaming multiprocessors; 1 on a CPU.
+
+    Raises:
+        ValueError: there are no products or no copies, or scipy is missing.
+    """
+    products = [s for s in samples if s.kind == "matmul"]
+    copies = [s for s in samples if s.kind == "copy"]
+    if not products or not copies:
+        raise ValueError("a device is fitted to matrix products and copies; measure both")
+    dtypes = tuple(dict.fromkeys(s.dtype for s in products))
+    fastest = {d: max(_flops(s) / s.seconds for s in products if s.dtype == d) for d in dtypes}
+    bandwidth = max(s.sizes[0] / s.seconds for s in copies)
+    launch = min(s.seconds for s in samples)
+    start = Device(name, fastest, memory, bandwidth, launch, units=units, ramp=64.0 if units > 1 else 0.0)
+
+    def device(logs: Floats) -> Device:
+        values = [float(v) for v in np.exp(logs)]
+        ramp = values.pop() if units > 1 else 0.0
+        return replace(
+            start, bandwidth=values[0], launch=values[1], flops=dict(zip(dtypes, values[2:], strict=True)), ramp=ramp
+        )
+
+    first = [bandwidth, launch, *fastest.values(), *([start.ramp] if units > 1 else [])]
+    used = [s for s in samples if s.dtype in dtypes or s.kind == "copy"]
+    return device(_least_squares(lambda logs: _ratios(used, kernels_seconds(used, device(logs))), first))
+
+
+def fit_link(
+    samples: Sequence[Sample],
+    *,
+    name: str,
+    launch: float = 0.0,
+    algorithms: tuple[str, ...] = ("ring",),
+    copies: float = 0.0,
+) -> Link:
+    """The link whose collectives take the times of the samples.
+
+    Args:
+        samples: collectives of one level.
+        name: of the link.
+        launch: seconds that each costs besides, as `Device.launch` says.
+        algorithms: that the library has.
+        copies: that it makes.
+
+    Raises:
+        ValueError: there are no samples, or scipy is missing.
+    """
+    if not samples:
+        raise ValueError("a link is fitted to collectives; there are none")
+    largest = max(samples, key=lambda s: s.sizes[0])
+    first = [largest.sizes[0] / largest.seconds, min(s.seconds / s.sizes[1] for s in samples)]
+
+    def link(logs: Floats) -> Link:
+        bandwidth, latency = (float(v) for v in np.exp(logs))
+        return Link(name, bandwidth, latency, algorithms, copies)
+
+    return link(_least_squares(lambda logs: _ratios(samples, collectives_seconds(samples, link(logs), launch)), first))
+
+
+def fit_contention(samples: Sequence[Sample], cluster: Cluster) -> float:
+    """How much groups that share the cards of a node get in each other's way, see `Link.contention`.
+
+    Args:
+        samples: collectives of such groups.
+        cluster: with everything else fitted.
+
+    Raises:
+        ValueError: scipy is missing.
+    """
+    require_scipy()
+    from scipy.optimize import minimize_scalar
+
+    def loss(contention: float) -> float:
+        near, far, *others = cluster.links
+        links = (near, replace(far, contention=contention), *others)
+        seconds = predicted_seconds(samples, cluster.device, links, cluster.group_sizes)
+        return float(np.abs(_ratios(samples, seconds)).sum())
+
+    return float(minimize_scalar(loss, bounds=(0.0, 4.0), method="bounded").x)
+
+
+def predicted_seconds(
+    samples: Sequence[Sample], device: Device, links: Sequence[Link], groups: Sequence[int] = ()
+) -> Floats:
+    """What the cost model says of each sample.
+
+    Args:
+        samples: kernels and collectives.
+        device: that runs them.
+        links: of each level.
+        groups: as `Cluster.group_sizes`, where samples have a stride.
+    """
+    found = np.zeros(len(samples))
+    for i, sample in enumerate(samples):
+        if sample.stride:
+            axes = {"members": sample.sizes[1], "between": sample.stride}
+            link = Cluster("measured", device, tuple(links), tuple(groups)).link_for(axes)[0]
+            found[i] = collectives_seconds([sample], link, device.launch)[0]
+        elif sample.kind in COLLECTIVES:
+            found[i] = collectives_seconds([sample], links[sample.level], device.launch)[0]
+        else:
+            found[i] = kernels_seconds([sample], device)[0]
+    return found
+
+
+def kernels_seconds(samples: Sequence[Sample], device: Device) -> Floats:
+    """What the cost model says of kernels."""
+    some = next(iter(device.flops))  # a copy computes nothing, at any rate
+    dtypes = [some if s.kind == "copy" else s.dtype for s in samples]
+    found = np.zeros(len(samples))
+    for dtype in dict.fromkeys(dtypes):
+        chosen = [i for i, d in enumerate(dtypes) if d == dtype]
+        work = Work.join([_work(samples[i]) for i in chosen])
+        found[chosen] = kernel_seconds(work, dtype, device)
+    return found
+
+
+def collectives_seconds(samples: Sequence[Sample], link: Link, launch: float) -> Floats:
+    """What the cost model says of collectives over one link."""
+    return np.array([launch + float(COLLECTIVES[s.kind](s.sizes[0], s.sizes[1], link)) for s in samples])
+
+
+def _work(sample: Sample) -> Work:
+    if sample.kind == "copy":
+        return stream(sample.sizes[0])
+    item = getattr(torch, sample.dtype).itemsize
+    if sample.kind == "matmul":
+        batch, rows, columns, depth = sample.sizes
+        return product(rows, columns, depth, batch, item)
+    batch, heads, positions, head = sample.sizes
+    # The search counts it as one kernel, which is no product.
+    fused = stream(4 * item * batch * heads * positions * head)
+    return replace(fused, flops=np.array([float(attention_flops(batch, heads, positions, positions, head))]))
+
+
+def _flops(sample: Sample) -> float:
+    return float(_work(sample).flops[0])
+
+
+def _ratios(samples: Sequence[Sample], seconds: Floats) -> Floats:
+    return np.asarray(np.log(seconds) - np.log([s.seconds for s in samples]), dtype=np.float64)
+
+
+def require_scipy() -> None:
+    """Complain before anything is measured, not after it.
+
+    Raises:
+        ValueError: scipy is missing.
+    """
+    if importlib.util.find_spec("scipy") is None:
+        raise ValueError("fitting needs scipy: pip install 'autopar[calibrate]'")
+
+
+def _least_squares(residuals: Callable[[Floats], Floats], first: Sequence[float]) -> Any:
+    """Logarithms of the parameters that make the residuals least."""
+    require_scipy()
+    from scipy.optimize import least_squares
+
+    start = np.log(np.array(first))
+    bounds = (start - np.log(1e3), start + np.log(1e3))
+    return least_squares(residuals, start, bounds=bounds, loss="soft_l1", f_scale=0.1, diff_step=1e-3).x

@@ -1,0 +1,130 @@
+"""Time kernels on one device: matrix products, attention and copies, over sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.nn import functional
+from torch.utils.benchmark import Timer
+
+from autopar.costs.calibrate.sample import Sample
+
+Tick = Callable[[int, int, str], None]
+
+ENOUGH = 0.05
+"""Seconds that the runs of one kernel take together, at least."""
+
+CALLS, HELD = 64, 2**26
+"""How many results are held at once, and how many bytes, of kernels whose results are not larger."""
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Sizes of what is timed.
+
+    Attributes:
+        products: batch, rows, columns and depth.
+        attentions: batch, heads, positions and size of a head.
+        copies: elements.
+    """
+
+    products: tuple[tuple[int, int, int, int], ...]
+    attentions: tuple[tuple[int, int, int, int], ...]
+    copies: tuple[int, ...]
+
+
+SMALL = Kernels(
+    (
+        *((1, n, n, n) for n in (16, 64, 128, 256, 512, 1024)),
+        *((1, 512, 512, depth) for depth in (8, 64, 2048)),
+        *((1, 64, 2048, 512), (1, 1000, 1000, 250)),
+        *((16, 128, 128, 64), (64, 64, 64, 64)),
+    ),
+    ((1, 4, 128, 32), (2, 8, 256, 64)),
+    tuple(4**i for i in range(3, 13)),
+)
+"""For a CPU: from what a launch takes to more than caches hold."""
+
+LARGE = Kernels(
+    (
+        *((1, n, n, n) for n in (256, 512, 1024, 2048, 4096, 8192)),
+        *((1, 4096, 4096, depth) for depth in (64, 256, 1024)),
+        *((1, 2048, 12288, 1536), (1, 4104, 4104, 1000), (1, 4096, 50257, 1024)),
+        *((64, 1024, 1024, 128), (128, 2048, 2048, 64)),
+    ),
+    ((1, 16, 1024, 128), (4, 32, 2048, 128)),
+    tuple(4**i for i in range(3, 15)),
+)
+"""For a GPU: waves, depths that are short, sizes that are not aligned."""
+
+
+def measure_kernels(
+    device: torch.device,
+    dtypes: Sequence[torch.dtype],
+    chosen: Kernels | None = None,
+    *,
+    enough: float = ENOUGH,
+    together: Callable[[float], float] = float,
+    tick: Tick | None = None,
+) -> list[Sample]:
+    """Time every kernel in every dtype, with as many threads as torch uses now.
+
+    Args:
+        device: where.
+        dtypes: in which.
+        chosen: sizes; default: those for such a device.
+        enough: seconds that the runs of each take together, at least.
+        together: seconds of all processes from those of this one, where several measure at once.
+        tick: called with ``(done, total, name)``.
+    """
+    chosen = chosen or (SMALL if device.type == "cpu" else LARGE)
+    total = len(dtypes) * (len(chosen.products) + len(chosen.attentions)) + len(chosen.copies)
+    found: list[Sample] = []
+    for kind, dtype, sizes, run in _kernels(device, dtypes, chosen):
+        seconds = together(_seconds(run, enough))
+        found.append(Sample(kind, str(dtype).removeprefix("torch."), sizes, seconds))
+        if tick is not None:
+            tick(len(found), total, str(found[-1]))
+    return found
+
+
+def _kernels(
+    device: torch.device, dtypes: Sequence[torch.dtype], chosen: Kernels
+) -> Iterator[tuple[str, torch.dtype, tuple[int, ...], Callable[[], torch.Tensor]]]:
+    """Kind, dtype, sizes and a call of each kernel; its tensors live until the next one."""
+    for dtype in dtypes:
+        for batch, rows, columns, depth in chosen.products:
+            shape = (batch,) if batch > 1 else ()
+            a = torch.randn(*shape, rows, depth, device=device, dtype=dtype)
+            b = torch.randn(*shape, depth, columns, device=device, dtype=dtype)
+            yield (
+                "matmul",
+                dtype,
+                (batch, rows, columns, depth),
+                partial((aten.bmm if shape else aten.mm).default, a, b),
+            )
+        for sizes in chosen.attentions:
+            q, k, v = (torch.randn(*sizes, device=device, dtype=dtype) for _ in range(3))
+            yield "attention", dtype, sizes, partial(functional.scaled_dot_product_attention, q, k, v)
+    for count in chosen.copies:
+        source = torch.randn(count, device=device)
+        yield "copy", torch.float32, (2 * 4 * count,), partial(aten.clone.default, source)
+
+
+def _seconds(run: Callable[[], torch.Tensor], enough: float) -> float:
+    """Mean seconds of a call; torch's timer waits for the device.
+
+    The mean, since processes that share cores take turns of milliseconds: most calls see nothing of it, some wait long.
+    As in a step, operators are called by their overloads, and what several return is held and then given back together:
+    the memory that the next ones write to is new.
+    """
+    calls = max(1, min(CALLS, HELD // max(run().nbytes, 1)))
+    timer = Timer(
+        "[run() for _ in range(calls)]", globals={"run": run, "calls": calls}, num_threads=torch.get_num_threads()
+    )
+    return float(timer.blocked_autorange(min_run_time=enough).mean) / calls

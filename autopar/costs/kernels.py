@@ -1,0 +1,138 @@
+"""Seconds of kernels whose shape matters: tiles, waves and small depths, which a flat share of the peak misses.
+
+A matrix product is computed tile by tile. Sizes that tiles do not divide are rounded up (tile quantisation), tiles
+that do not fill the device's units leave some of them idle in the last wave (wave quantisation), and each tile has a
+start and an end during which its unit multiplies nothing (NVIDIA, "Matrix Multiplication Background User's Guide").
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from autopar.costs.cluster import Device
+
+Array = NDArray[np.float64]
+
+TILES = (
+    (256, 128, 1.0),
+    (128, 256, 1.0),
+    (128, 128, 0.95),
+    (128, 64, 0.8),
+    (64, 128, 0.8),
+    (64, 64, 0.6),
+)
+"""Rows and columns of the tiles that libraries choose from (the guide's list), and the rate of each relative to the
+largest: a small tile loads more per multiplication. The rates are assumed; a calibration fits what they scale."""
+
+ALIGNED, UNALIGNED = 8, 0.5
+"""Tensor cores load 16 bytes at once: sizes that are not a multiple of 8 elements of 2 bytes fall back to slower
+kernels (the same guide, section 4.1). The rate is fitted: 50257 words cost twice what 50304 do."""
+
+BATCHED = 0.5
+"""Rate of batched products relative to single ones: theirs is attention's, of transposed views. Fitted, too."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Kernels, one an element of the arrays: what each does on one device.
+
+    Attributes:
+        flops: operations.
+        moved: bytes read from and written to the device's memory.
+        rows: of a matrix product's result; 0 where the kernel is none.
+        columns: of its result.
+        depth: what is summed over.
+        batch: how many products.
+        launches: kernels that the host launches; 0 for a view.
+    """
+
+    flops: Array
+    moved: Array
+    rows: Array
+    columns: Array
+    depth: Array
+    batch: Array
+    launches: Array
+
+    def take(self, index: ArrayLike) -> Work:
+        """The kernels with these numbers."""
+        chosen = np.asarray(index)
+        return Work(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
+
+    @staticmethod
+    def join(parts: list[Work]) -> Work:
+        """All kernels of the parts, in order."""
+        return Work(*(np.concatenate([getattr(p, name) for p in parts]) for name in Work.__dataclass_fields__))
+
+
+def stream(moved: ArrayLike) -> Work:
+    """Kernels that move data and compute next to nothing."""
+    size = np.atleast_1d(np.asarray(moved, dtype=np.float64))
+    none = np.zeros_like(size)
+    return Work(none, size, none, none, none, none, np.where(size > 0, 1.0, 0.0))
+
+
+def product(rows: ArrayLike, columns: ArrayLike, depth: ArrayLike, batch: ArrayLike = 1, item: float = 2) -> Work:
+    """Matrix products ``batch`` times ``[rows, depth] @ [depth, columns]``.
+
+    Args:
+        rows: of the result.
+        columns: of the result.
+        depth: what is summed over.
+        batch: how many.
+        item: bytes of an element.
+    """
+    m, n, k, b = np.broadcast_arrays(
+        *(np.atleast_1d(np.asarray(x, dtype=np.float64)) for x in (rows, columns, depth, batch))
+    )
+    return Work(2 * b * m * n * k, item * b * (m * k + k * n + m * n), m, n, k, b, np.ones_like(m))
+
+
+def busy_seconds(work: Work, dtype: str, device: Device) -> Array:
+    """Seconds during which each kernel keeps a device busy, its launch not counted.
+
+    A matrix product takes the best of `TILES`, and no less than its memory traffic; every other kernel is bound by
+    arithmetic or by traffic (S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model
+    for multicore architectures", 2009).
+
+    Args:
+        work: the kernels.
+        dtype: of the arithmetic.
+        device: peak, efficiency, units, ramp, bandwidth and streaming count.
+
+    Raises:
+        ValueError: the device states no peak for this dtype.
+    """
+    rate = device.peak(dtype) * device.efficiency
+    arithmetic = work.flops / rate
+    products = work.rows > 0
+    if device.units > 1 and np.any(products):
+        arithmetic = np.where(products, _tiled(work, rate, device), arithmetic)
+    return np.maximum(arithmetic, work.moved / (device.bandwidth * device.streaming))
+
+
+def kernel_seconds(work: Work, dtype: str, device: Device) -> Array:
+    """Seconds that each kernel takes on a device: busy, and the pause that a launch costs; 0 for one that does nothing.
+
+    >>> toy = Device("toy", {"float32": 100.0}, memory=1.0, bandwidth=10.0, launch=0.5)
+    >>> kernel_seconds(stream([10, 0]), "float32", toy).tolist()
+    [1.5, 0.0]
+    """
+    busy = busy_seconds(work, dtype, device)
+    return np.where(busy > 0, busy + work.launches * device.launch, 0.0)
+
+
+def _tiled(work: Work, rate: float, device: Device) -> Array:
+    aligned = (work.rows % ALIGNED == 0) & (work.columns % ALIGNED == 0) & (work.depth % ALIGNED == 0)
+    rates = np.where(aligned, 1.0, UNALIGNED) * np.where(work.batch > 1, BATCHED, 1.0) * rate
+    best = np.full(work.rows.shape, math.inf)
+    for rows, columns, relative in TILES:
+        tiles = work.batch * np.ceil(work.rows / rows) * np.ceil(work.columns / columns)
+        waves = np.ceil(tiles / device.units)
+        multiplied = 2.0 * rows * columns * (work.depth + device.ramp) * device.units * waves
+        best = np.minimum(best, multiplied / (rates * relative))
+    return best

@@ -1,0 +1,345 @@
+"""`step_of`: what one step of a plan does on one device, part by part, kernel by kernel.
+
+The model falls into *parts*: each numbered block (``layers.3``), and what comes before and after them. A part's forward
+and backward are kernels and collectives whose sizes are known; what they cost is asked of a machine later, so that the
+same step can be costed on many.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import fx
+
+from autopar.costs.cluster import Device
+from autopar.costs.collectives import collective_seconds
+from autopar.costs.kernels import Work, busy_seconds
+from autopar.ir.graph import block_of, is_backward, module_path
+from autopar.ir.layout import Replicate, item_bytes
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program, Value
+from autopar.sharding.assignment import Assignment, all_moves, assign, machine_of
+from autopar.sharding.candidates import candidates, letter_parts, lowered_bytes, split_parts
+from autopar.sharding.dims import Dims, Operator
+from autopar.sharding.layer_classes import Quotient, quotient
+from autopar.sharding.operator_cost import arithmetic_dtype, operator_work
+from autopar.sharding.redistribute import Machine, Tables, moved_bytes
+
+Floats = NDArray[np.float64]
+
+BEFORE, AFTER = "before the blocks", "after the blocks"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of one device: its kind, its axis, and the bytes by which it is charged."""
+
+    kind: str
+    axis: int
+    size: float
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What one device does in one pass over a part.
+
+    Attributes:
+        kernels: by the dtype that they compute in.
+        collectives: in order.
+    """
+
+    kernels: Mapping[str, Work] = field(default_factory=dict)
+    collectives: tuple[Collective, ...] = ()
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of the model's modules.
+
+    Attributes:
+        name: a block's path, or `BEFORE` or `AFTER`.
+        forward: of one microbatch.
+        backward: of one microbatch.
+        parameters: elements of the parameters on one device, by bytes of an element.
+        saved: bytes that the forward keeps for the backward.
+        handed: bytes of the values that the next part takes from this one.
+        again: what selective recomputation does before the backward: it makes the values again that have a factor
+            twice, such as attention's scores, which are large and cheap (V. Korthikanti et al., "Reducing Activation
+            Recomputation in Large Transformer Models", 2022, section 5).
+        spared: how many of the saved bytes these values are.
+        alike: of the bytes handed on, how many all devices of an axis have alike, by axis.
+    """
+
+    name: str
+    forward: Activity
+    backward: Activity
+    parameters: Mapping[int, float]
+    saved: float
+    handed: float
+    again: Activity = field(default_factory=Activity)
+    spared: float = 0.0
+    alike: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of an activity: of the device, of the host that launches its kernels, and of communication by axis."""
+
+    device: float
+    host: float
+    communication: tuple[float, ...]
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds that pass: device and communication in turns, or the host's where it is slower."""
+        return max(self.device + sum(self.communication), self.host)
+
+    def scaled(self, times: float) -> Spent:
+        """As often."""
+        return Spent(self.device * times, self.host * times, tuple(c * times for c in self.communication))
+
+    def __add__(self, other: Spent) -> Spent:
+        """Both, one after the other."""
+        both = zip(self.communication, other.communication, strict=True)
+        return Spent(self.device + other.device, self.host + other.host, tuple(a + b for a, b in both))
+
+
+def spend(activity: Activity, machine: Machine) -> Spent:
+    """What an activity costs on a machine."""
+    return spend_each([activity], [machine])[0]
+
+
+def spend_each(activities: Sequence[Activity], machines: Sequence[Machine]) -> list[Spent]:
+    """What each activity costs on its machine; all machines have the same device."""
+    device = machines[0].device
+    busy, launches = _sums(activities, device)
+    found = []
+    for activity, machine, seconds, count in zip(activities, machines, busy, launches, strict=True):
+        communication = [0.0] * len(machine.sizes)
+        for c in activity.collectives:
+            ranks, link = machine.sizes[c.axis], machine.links[c.axis]
+            communication[c.axis] += float(collective_seconds(c.kind, c.size, ranks, link)) + device.launch
+            count += ranks > 1
+        found.append(Spent(float(seconds), float(count) * device.host, tuple(communication)))
+    return found
+
+
+def _sums(activities: Sequence[Activity], device: Device) -> tuple[Floats, Floats]:
+    """Busy seconds with launches, and launches, of each activity: the kernels of all of them at once."""
+    busy, launches = np.zeros(len(activities)), np.zeros(len(activities))
+    parts: dict[str, list[tuple[int, Work]]] = defaultdict(list)
+    for number, activity in enumerate(activities):
+        for dtype, work in activity.kernels.items():
+            parts[dtype].append((number, work))
+    for dtype, found in parts.items():
+        work = Work.join([w for _, w in found])
+        owner = np.repeat([n for n, _ in found], [len(w.flops) for _, w in found])
+        seconds = busy_seconds(work, dtype, device) + work.launches * device.launch
+        busy += np.bincount(owner, weights=seconds, minlength=len(activities))
+        launches += np.bincount(owner, weights=work.launches, minlength=len(activities))
+    return busy, launches
+
+
+def step_of(program: Program, dims: Dims, plan: Plan) -> tuple[Part, ...]:
+    """The parts of a program under a plan, in the order of the forward pass.
+
+    Args:
+        program: one microbatch's forward and backward.
+        dims: its dimension analysis.
+        plan: layouts.
+    """
+    classes = quotient(program, dims)
+    return _Parts(program, dims, plan, classes).parts()
+
+
+class _Parts:
+    """Sorts a program's nodes into parts."""
+
+    def __init__(self, program: Program, dims: Dims, plan: Plan, classes: Quotient) -> None:
+        self.program, self.dims = program, dims
+        self.machine = machine_of(plan)
+        self.assignment: Assignment = assign(program, dims, plan, classes)
+        self.names = _part_names(program)
+        self.constants = _constants(program, dims)
+
+    def parts(self) -> tuple[Part, ...]:
+        order = [BEFORE, *dict.fromkeys(n for n in self.names.values() if n not in (BEFORE, AFTER)), AFTER]
+        work = self._kernels()
+        moves = self._moves()
+        nodes: dict[tuple[str, bool], list[fx.Node]] = defaultdict(list)
+        for node in dict.fromkeys((*work, *moves)):
+            nodes[self._place(node)].append(node)
+        kept = self._kept()
+        large = {value for value in kept if self._squared(value)}
+        again = self._again(large)
+        parameters, saved, spared = self._parameters(), self._sizes(kept), self._sizes(large)
+        handed = self._handed(order)
+
+        def activity(chosen: Iterable[fx.Node]) -> Activity:
+            by_dtype: dict[str, list[Work]] = defaultdict(list)
+            collectives: list[Collective] = []
+            for node in chosen:
+                if node in work:
+                    by_dtype[arithmetic_dtype(self.dims.operators[node], self.machine.device)].append(work[node])
+                collectives += moves.get(node, ())
+            return Activity({dtype: Work.join(parts) for dtype, parts in by_dtype.items()}, tuple(collectives))
+
+        return tuple(
+            Part(
+                name,
+                activity(nodes[name, False]),
+                activity(nodes[name, True]),
+                parameters[name],
+                saved[name],
+                sum(map(self._bytes, handed[name])),
+                activity(n for n in nodes[name, False] if n in again),
+                spared[name],
+                self._alike(handed[name]),
+            )
+            for name in order
+        )
+
+    def _kernels(self) -> dict[fx.Node, Work]:
+        known: dict[tuple[Operator, tuple[str, ...]], Work] = {}
+        found = {}
+        for node, names in self.assignment.strategies.items():
+            operator = self.dims.operators[node]
+            key = (operator, names)
+            if key not in known:
+                one = candidates(operator, self.machine.sizes, allowed=[[n] for n in names])
+                known[key] = operator_work(operator, one, self.machine.sizes).take([0])
+            found[node] = known[key]
+        return found
+
+    def _moves(self) -> dict[fx.Node, list[Collective]]:
+        """Collectives of each node: of its results, and of its lowering."""
+        found: dict[fx.Node, list[Collective]] = defaultdict(list)
+        tables = Tables(self.machine)
+        moves = all_moves(self.program, self.dims, self.assignment, tables)
+        for (node, out), steps in moves.items():
+            for move, _ in steps:
+                size = moved_bytes(self.dims.types[node, out], move, self.machine.sizes)
+                if move.kind != "slice":
+                    found[node].append(Collective(move.kind, move.axis, size))
+        for node, names in self.assignment.strategies.items():
+            operator = self.dims.operators[node]
+            for axis, name in enumerate(names):
+                letter = name.partition(".")[0]
+                for letters, size in lowered_bytes(operator, letter) if letter in operator.rule.lower else ():
+                    local = size / letter_parts(names, letters, self.machine.sizes)
+                    found[node].append(Collective("all_reduce", axis, local))
+        return found
+
+    def _place(self, node: fx.Node) -> tuple[str, bool]:
+        return self.names.get(node, BEFORE), is_backward(node)
+
+    def _bytes(self, value: Value) -> float:
+        type_ = self.dims.types[value]
+        return type_.numel * item_bytes(type_.dtype) / split_parts(self.assignment.outputs[value], self.machine.sizes)
+
+    def _parameters(self) -> dict[str, dict[int, float]]:
+        found: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+        users = {
+            source: node for node in reversed(list(self.program.sources)) for source, _ in self.program.sources[node]
+        }
+        for node, spec in zip(self.program.placeholders, self.program.inputs, strict=True):
+            if spec.kind == "parameter":
+                item = item_bytes(self.dims.types[node, 0].dtype)
+                part = self.names[users[node]] if node in users else BEFORE
+                found[part][item] += self._bytes((node, 0)) / item
+        return defaultdict(dict, {name: dict(sizes) for name, sizes in found.items()})
+
+    def _kept(self) -> dict[Value, None]:
+        """The forward's values that the backward takes, each storage once, in order."""
+        kept: dict[Value, None] = {}
+        for node, sources in self.program.sources.items():
+            for source in sources if is_backward(node) else ():
+                stored = self._stored(source)
+                if stored[0] in self.names and not is_backward(stored[0]):
+                    kept[stored] = None
+        return kept
+
+    def _sizes(self, values: Iterable[Value]) -> dict[str, float]:
+        """Bytes of values, by the part that makes them."""
+        found: dict[str, float] = defaultdict(float)
+        for value in values:
+            found[self.names[value[0]]] += self._bytes(value)
+        return found
+
+    def _squared(self, value: Value) -> bool:
+        """Whether a value has a factor twice; what is the same for all blocks, such as a mask, does not count."""
+        factors = [id(f) for dim in self.dims.types[value].dims for f in dim]
+        return len(set(factors)) < len(factors) and value[0] not in self.constants
+
+    def _again(self, values: set[Value]) -> set[fx.Node]:
+        """The nodes that make values again, from others which have no factor twice."""
+        found: set[fx.Node] = set()
+        waiting = list(values)
+        while waiting:
+            node = waiting.pop()[0]
+            if node in found:
+                continue
+            found.add(node)
+            waiting += [s for s in self.program.sources[node] if s[0] in self.names and self._squared(s)]
+        return found
+
+    def _stored(self, value: Value) -> Value:
+        """The value whose memory a view shows."""
+        while value[0] in self.dims.operators and self.dims.operators[value[0]].rule.view:
+            value = self.program.sources[value[0]][0]
+        return value
+
+    def _handed(self, order: list[str]) -> dict[str, dict[Value, None]]:
+        """Each part's forward values that the next part's forward takes."""
+        following = dict(pairwise(order))
+        handed: dict[str, dict[Value, None]] = defaultdict(dict)
+        for node, sources in self.program.sources.items():
+            for source in () if is_backward(node) else sources:
+                stored = self._stored(source)
+                part = self.names.get(stored[0])
+                constant = stored[0] in self.constants  # each stage makes its own
+                if part is not None and self.names[node] == following.get(part) and not constant:
+                    handed[part][stored] = None
+        return handed
+
+    def _alike(self, values: Iterable[Value]) -> tuple[float, ...]:
+        """Bytes of the values that all devices of an axis have alike, by axis."""
+        layouts = [(self._bytes(value), self.assignment.outputs[value]) for value in values]
+        axes = range(len(self.machine.sizes))
+        return tuple(sum(size for size, layout in layouts if layout[axis] == Replicate()) for axis in axes)
+
+
+def _part_names(program: Program) -> dict[fx.Node, str]:
+    """The part of every operator node: by its module; without one, that of the node before it."""
+    blocks = program.blocks
+    found: dict[fx.Node, str] = {}
+    seen, current = False, BEFORE
+    backward = False
+    for node in program.sources:
+        if is_backward(node) and not backward:
+            backward, current = True, AFTER
+        block = block_of(module_path(node), blocks)
+        if block is not None:
+            current, seen = block, True
+        elif not backward:
+            current = AFTER if seen else BEFORE
+        elif module_path(node):
+            current = next(
+                (found[n] for n in found if not is_backward(n) and module_path(n) == module_path(node)), current
+            )
+        found[node] = current
+    return found
+
+
+def _constants(program: Program, dims: Dims) -> set[fx.Node]:
+    """Nodes whose values are the same in every step: they come from no input and no generator."""
+    found: set[fx.Node] = set()
+    for node, sources in program.sources.items():
+        if not dims.operators[node].rule.random and all(source in found for source, _ in sources):
+            found.add(node)
+    return found

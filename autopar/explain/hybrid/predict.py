@@ -1,0 +1,242 @@
+"""`predict_hybrid`: a hand-made plan of data, tensor and pipeline ranks, costed and simulated before it can be run.
+
+Of the model, one microbatch is captured and laid out over the tensor axis by a recipe, ``megatron`` by default. Its
+parts become the stages of a pipeline (`autopar.explain.hybrid.training_step`), whose schedule the event simulator runs.
+Data ranks sum gradients once a step, after the last microbatch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture import Batch, LossFunction
+from autopar.capture.fewer_layers import shorten
+from autopar.compiler import default_memory, program_of, solve
+from autopar.costs.cluster import Cluster
+from autopar.costs.memory import format_bytes, optimizer_state_bytes, parse_bytes
+from autopar.errors import CaptureError, InfeasibleError
+from autopar.explain.hybrid.layer_profile import AFTER, BEFORE, Part, step_of
+from autopar.explain.hybrid.training_step import MASTER, Training, run_parts, simulated, stage_parts, stages_of
+from autopar.ir.precision import Precision
+from autopar.ir.program import Program
+from autopar.ir.signature import pytree
+from autopar.search.formulation.recipes import DATA_NAMES, TENSOR_NAMES
+from autopar.search.options import Progress, Search
+from autopar.sharding.assignment import machine_of
+from autopar.sharding.dims import analyze
+from autopar.simulate import order
+
+logger = logging.getLogger("autopar")
+
+STAGE_NAMES = ("stage", "pp", "pipeline")
+
+RECIPES = ("megatron", "megatron-sequence")
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """What one training step of a hybrid plan is predicted to take.
+
+    Attributes:
+        step_seconds: of everything.
+        pipeline_seconds: of all microbatches on all stages.
+        reduce_seconds: of the sum of gradients over the data ranks.
+        update_seconds: of the optimizer, with the norm of the gradients.
+        bubble: share of the pipeline's time in which a stage waits, on average.
+        microbatches: of one data rank.
+        forward_seconds: of a microbatch on each stage.
+        backward_seconds: of a microbatch on each stage, recomputation included.
+        memory_bytes: of the stage that needs most, by category.
+    """
+
+    step_seconds: float
+    pipeline_seconds: float
+    reduce_seconds: float
+    update_seconds: float
+    bubble: float
+    microbatches: int
+    forward_seconds: tuple[float, ...]
+    backward_seconds: tuple[float, ...]
+    memory_bytes: Mapping[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def predict_hybrid(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    cluster: Cluster | str,
+    axes: Mapping[str, int],
+    microbatch: int | None = None,
+    schedule: str = "1f1b",
+    recompute: str = "none",
+    virtual: int = 1,
+    recipe: str = "megatron",
+    memory: str | float | None = None,
+    loss_fn: LossFunction | None = None,
+    optimizer: str = "adamw",
+    precision: Precision | None = None,
+    time_limit: float = 60.0,
+    progress: Progress | None = None,
+) -> Hybrid:
+    """Predict a training step.
+
+    Args:
+        model: real, fake or on the meta device, with numbered blocks.
+        batch: example of the global batch; samples lie along the first dim of its first tensor.
+        cluster: a `Cluster`, a preset's name or a TOML file.
+        axes: sizes by name: data ranks (``dp``), stages (``pp``) and tensor ranks (``tp``); the tensor axis joins
+            neighbours, and stages are furthest apart.
+        microbatch: samples of a microbatch; default: all of a data rank's.
+        schedule: one of `autopar.simulate.SCHEDULES`.
+        recompute: ``"none"``, ``"selective"`` or ``"full"``, see `autopar.explain.hybrid.training_step.Training`.
+        virtual: runs of blocks on each stage, for ``schedule="interleaved"``.
+        recipe: of the tensor axis, one of `RECIPES`.
+        memory: budget per device; default: the device's memory less a tenth.
+        loss_fn: ``loss_fn(output, batch)`` for a model that does not return its loss.
+        optimizer: whose state is kept and updated.
+        precision: as for `autopar.plan`.
+        time_limit: seconds for the solver, which decides what the recipe leaves open.
+        progress: called with ``(phase, incumbent, bound)``.
+
+    Raises:
+        ValueError: an axis has no known name, or sizes do not divide; says which and what would.
+        InfeasibleError: the fullest stage needs more than the budget.
+    """
+    sizes = _axis_sizes(axes)
+    machine_cluster = Cluster.resolve(cluster)
+    own, microbatches = _microbatch(batch, sizes["data"], microbatch)
+    training = Training(None, sizes["stage"], microbatches, sizes["data"], recompute, optimizer, virtual)
+    order(schedule, training.stages, microbatches, virtual)  # refuses what there is not, before the model is captured
+    program, layers = _captured(model, own, loss_fn, precision)
+    training = replace(training, layers=layers)
+    dims = analyze(program)
+    search = Search(recipe=recipe if sizes["tensor"] > 1 else None, padding=False, time_limit=time_limit)
+    tensor = {"tensor": sizes["tensor"]}
+    plan = solve(program, tensor, machine_cluster, optimizer=optimizer, search=search, progress=progress)
+    parts = step_of(program, dims, plan)
+    stages = stages_of(parts, machine_cluster, machine_of(plan), training)
+    kept = _kept(parts, training)
+    timeline = simulated(stages, microbatches, schedule, kept, virtual)
+    held = [sum(timeline.peak_memory(d).values()) for d in range(sizes["stage"])]
+    memory_by_stage = [{**_state(parts, training, d), "activations": held[d]} for d in range(sizes["stage"])]
+    fullest = max(memory_by_stage, key=lambda m: sum(m.values()))
+    _check_budget(fullest, machine_cluster, memory, recompute)
+    pipeline_seconds = timeline.step_seconds
+    return Hybrid(
+        pipeline_seconds + stages.reduce + stages.update,
+        pipeline_seconds,
+        stages.reduce,
+        stages.update,
+        timeline.mean_bubble,
+        microbatches,
+        tuple(stages.forward.tolist()),
+        tuple(stages.backward.tolist()),
+        fullest,
+    )
+
+
+def _captured(
+    model: nn.Module, batch: Batch, loss_fn: LossFunction | None, precision: Precision | None
+) -> tuple[Program, int | None]:
+    """The program of two layers and how many there are, or that of the whole model and None."""
+    short = shorten(model)
+    if short.layers is None:
+        logger.info("captured whole, layer by layer: %s", short.reason)
+    try:
+        return program_of(short.model, batch, loss_fn=loss_fn, precision=precision), short.layers
+    except CaptureError as e:
+        if short.layers is None:
+            raise
+        logger.info("captured whole, layer by layer: two layers alone fail: %s", e)
+    return program_of(model, batch, loss_fn=loss_fn, precision=precision), None
+
+
+def _check_budget(needed: Mapping[str, float], cluster: Cluster, memory: str | float | None, recompute: str) -> None:
+    budget = default_memory(cluster) if memory is None else float(parse_bytes(memory))
+    total = sum(needed.values())
+    if total > budget:
+        largest = max(needed, key=lambda name: needed[name])
+        remedy = "take smaller microbatches or more stages or tensor ranks"
+        if largest == "activations" and recompute != "full":
+            remedy = 'recompute="full", or smaller microbatches'
+        raise InfeasibleError(
+            f"the fullest stage needs {format_bytes(total)} a device, {format_bytes(total - budget)} more than the "
+            f"budget of {format_bytes(budget)}; most of it is {largest} ({format_bytes(needed[largest])}): {remedy}",
+            needed=total,
+            budget=budget,
+        )
+
+
+def _axis_sizes(axes: Mapping[str, int]) -> dict[str, int]:
+    found = {"stage": 1, "data": 1, "tensor": 1}
+    for name, size in axes.items():
+        roles = {"stage": STAGE_NAMES, "data": DATA_NAMES, "tensor": TENSOR_NAMES}
+        role = next((r for r, names in roles.items() if name in names), None)
+        if role is None:
+            known = ", ".join(n for names in roles.values() for n in names)
+            raise ValueError(f"axis {name!r} of a hybrid plan has no known role; name axes {known}")
+        found[role] *= size
+    return found
+
+
+def _microbatch(batch: Batch, data: int, size: int | None) -> tuple[Batch, int]:
+    """One microbatch, without values, and how many a data rank has."""
+    tensors, skeleton = pytree.flatten(batch, "batch")
+    if not tensors or not tensors[0].ndim:
+        raise ValueError(
+            "the batch does not begin with a tensor of samples; put one along whose first dim they lie first"
+        )
+    samples = int(tensors[0].shape[0])
+    if samples % data:
+        raise ValueError(
+            f"{samples} samples do not divide over {data} data ranks; take a batch of a multiple of {data}"
+        )
+    size = samples // data if size is None else size
+    if size < 1 or samples // data % size:
+        raise ValueError(
+            f"microbatches of {size} do not divide the {samples // data} samples of a data rank; take a divisor"
+        )
+    own = [
+        torch.empty((size, *t.shape[1:]), dtype=t.dtype, device="meta") if t.ndim and t.shape[0] == samples else t
+        for t in tensors
+    ]
+    return pytree.unflatten(skeleton, own), samples // data // size
+
+
+def _kept(parts: tuple[Part, ...], training: Training) -> list[float]:
+    """Bytes that a microbatch keeps in each run of blocks."""
+    found = []
+    for run in range(training.runs):
+        members = run_parts(parts, training, run)
+        found.append(sum(count * (part.saved - _made_again(part, training)) for part, count in members))
+    return found
+
+
+def _made_again(part: Part, training: Training) -> float:
+    """Bytes of what a part saves that are made again before its backward; a block keeps what it is handed."""
+    if part.name in (BEFORE, AFTER):
+        return 0.0
+    return {"none": 0.0, "selective": part.spared, "full": part.saved - part.handed}[training.recompute]
+
+
+def _state(parts: tuple[Part, ...], training: Training, stage: int) -> dict[str, float]:
+    """Bytes of parameters, gradients and optimizer state of a stage, and of the block that is being recomputed."""
+    memory = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "recomputed": 0.0}
+    for part, count in stage_parts(parts, training, stage):
+        for item, elements in part.parameters.items():
+            master = MASTER if item < MASTER else 0
+            memory["parameters"] += count * elements * item
+            memory["gradients"] += count * elements * item
+            memory["optimizer"] += count * elements * (optimizer_state_bytes(training.optimizer, 1, MASTER) + master)
+        memory["recomputed"] = max(memory["recomputed"], _made_again(part, training))
+    return memory

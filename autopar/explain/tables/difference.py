@@ -1,0 +1,180 @@
+"""What is different between two plans: figures, layouts and modules, as plain data and as tables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autopar.costs.memory import format_bytes
+from autopar.ir.layout import Layout
+from autopar.ir.plan import Plan
+from autopar.ir.plan_table import figures, format_seconds, render
+
+MODULES = 12
+"""Modules whose time or traffic differs that the table shows, the largest differences first."""
+
+_KINDS = {"parameters": "parameter", "batch": "batch", "results": "result"}
+
+
+def difference(first: Plan, second: Plan) -> dict[str, Any]:
+    """Pairs, of the first plan and the second, of everything in which they differ.
+
+    Returns:
+        ``same`` (whether both lay out and compute everything alike, on the same mesh), ``about`` (axes, cluster,
+        optimizer, graph), ``figures`` (seconds and bytes, always all of them), ``layouts`` (alike names of repeated
+        blocks joined), ``operators`` (how many classes of operators are split otherwise) and ``modules``.
+    """
+    about = {key: pair for key, pair in _about(first, second).items() if pair[0] != pair[1]}
+    layouts = _layouts(first, second)
+    operators = _operators(first, second)
+    return {
+        "same": not (about or layouts or operators),
+        "about": about,
+        "figures": _figures(first, second),
+        "layouts": layouts,
+        "operators": operators,
+        "modules": _modules(first, second),
+    }
+
+
+def difference_table(first: Plan, second: Plan, names: tuple[str, str], width: int = 100) -> str:
+    """The same as text, at most ``width`` columns wide; the plans go by ``names``."""
+    found = difference(first, second)
+    parts: list[RenderableType] = []
+    if found["about"]:
+        parts.append(_pairs("planned for", names, ((key, *pair) for key, pair in found["about"].items())))
+    parts.append(_pairs("", names, _figure_rows(found["figures"]), "right"))
+    if found["layouts"]:
+        rows = ((_counted(row), *(_placements(each) for each in row["layouts"])) for row in found["layouts"])
+        parts.append(_pairs("laid out otherwise", names, rows))
+    if found["modules"]:
+        parts.append(_module_table(found["modules"], names))
+    count = found["operators"]
+    verdict = "the same layouts" if found["same"] else f"{count} classes of operators split otherwise"
+    verdict = "not compared: the plans are for different graphs" if count is None else verdict
+    return render([*parts, figures([("", ""), ("operators", verdict)])], width)
+
+
+def _about(first: Plan, second: Plan) -> dict[str, tuple[str, str]]:
+    def facts(plan: Plan) -> dict[str, str]:
+        return {
+            "axes": ", ".join(f"{name}={size}" for name, size in plan.axes),
+            "cluster": f"{plan.cluster.name} ({plan.cluster.fingerprint()})",
+            "optimizer": plan.optimizer,
+            "graph": plan.fingerprint,
+            "stages": str(len(plan.stages)),
+        }
+
+    return {key: (value, facts(second)[key]) for key, value in facts(first).items()}
+
+
+def _figures(first: Plan, second: Plan) -> dict[str, Any]:
+    both = (first, second)
+    axes = dict.fromkeys((*first.axis_names, *second.axis_names))
+    return {
+        "step_seconds": [plan.predicted.step_seconds for plan in both],
+        "compute_seconds": [plan.predicted.compute_seconds for plan in both],
+        "lower_bound": [plan.certificate.lower_bound for plan in both],
+        "memory_bytes": [sum(plan.predicted.memory_bytes.values()) for plan in both],
+        "communication_bytes": {
+            axis: [plan.predicted.communication_bytes.get(axis, 0.0) for plan in both] for axis in axes
+        },
+    }
+
+
+def _layouts(first: Plan, second: Plan) -> list[dict[str, Any]]:
+    """Tensors whose layouts differ, those of repeated blocks together where their layouts are."""
+    joined: dict[tuple[str, str, str], list[str]] = {}
+    for field, kind in _KINDS.items():
+        here, there = getattr(first, field), getattr(second, field)
+        for name in dict.fromkeys((*here, *there)):
+            pair = (_text(first, here.get(name), name), _text(second, there.get(name), name))
+            if pair[0] != pair[1]:
+                full = name if kind == "parameter" else f"{kind}.{name}"
+                key = re.sub(r"(?<=\.)\d+(?=\.)", "*", full) if kind == "parameter" else full
+                joined.setdefault((key, *pair), []).append(full)
+    return [
+        {"name": key if len(names) > 1 else names[0], "instances": len(names), "layouts": pair}
+        for (key, *pair), names in joined.items()
+    ]
+
+
+def _text(plan: Plan, layout: Layout | None, name: str) -> str:
+    """One placement for each axis, and the padded shape; empty for a tensor that the plan has not."""
+    if layout is None:
+        return ""
+    padded = "x".join(map(str, plan.padding.get(name, ())))
+    placements = " ".join(f"{p}@{axis}" for p, axis in zip(layout, plan.axis_names, strict=True))
+    return placements + (f" padded to {padded}" if padded else "")
+
+
+def _operators(first: Plan, second: Plan) -> int | None:
+    """Classes of operators that are split otherwise, or handed on in another layout; None for two graphs."""
+    if first.fingerprint != second.fingerprint:
+        return None
+    changed = {
+        name.rpartition(" ")[0] if table is first.relays else name
+        for table, other in ((first.choices, second.choices), (first.relays, second.relays))
+        for name in {**table, **other}
+        if table.get(name) != other.get(name)
+    }
+    return len(changed)
+
+
+def _modules(first: Plan, second: Plan) -> list[dict[str, Any]]:
+    """Modules whose time or traffic differs, the largest difference first."""
+    tables = [{row.path: row for row in plan.modules} for plan in (first, second)]
+    found: list[dict[str, Any]] = []
+    for path in dict.fromkeys(path for table in tables for path in table):
+        rows = [table.get(path) for table in tables]
+        seconds = [row.seconds if row else 0.0 for row in rows]
+        sent = [sum(row.communication_bytes.values()) if row else 0.0 for row in rows]
+        if abs(seconds[0] - seconds[1]) > 1e-9 * max(seconds) or sent[0] != sent[1]:
+            instances = max(row.instances for row in rows if row)
+            found.append({"path": path, "instances": instances, "seconds": seconds, "communication_bytes": sent})
+    return sorted(found, key=lambda row: -abs(row["seconds"][0] - row["seconds"][1]))
+
+
+def _figure_rows(values: Mapping[str, Any]) -> Iterable[Sequence[str]]:
+    for key, name in (("step_seconds", "predicted step"), ("compute_seconds", "compute"), ("lower_bound", "bound")):
+        yield (name, *map(format_seconds, values[key]))
+    for axis, pair in values["communication_bytes"].items():
+        yield (f"sent along {axis}", *map(format_bytes, pair))
+    yield ("memory a device", *map(format_bytes, values["memory_bytes"]))
+
+
+def _pairs(title: str, names: Sequence[str], rows: Iterable[Sequence[str]], justify: Any = "left") -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table.add_column(title, overflow="fold")
+    for name in names:
+        table.add_column(name, justify=justify, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _module_table(modules: Sequence[Mapping[str, Any]], names: tuple[str, str]) -> Table:
+    rows = []
+    for row in modules[:MODULES]:
+        both = zip(row["seconds"], row["communication_bytes"], strict=True)
+        cells = (f"{format_seconds(seconds)}, sends {format_bytes(sent)}" for seconds, sent in both)
+        rows.append((_counted({**row, "name": row["path"] or "(model)"}), *cells))
+    table = _pairs("where time differs", names, rows, "right")
+    if len(modules) > MODULES:
+        table.caption = Text(f"and {len(modules) - MODULES} more modules", style="none")
+    return table
+
+
+def _counted(row: Mapping[str, Any]) -> str:
+    name: str = row["name"]
+    return name + (f" x{row['instances']}" if row["instances"] > 1 else "")
+
+
+def _placements(text: str) -> str:
+    return text or "(not there)"

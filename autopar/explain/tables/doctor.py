@@ -1,0 +1,113 @@
+"""What this machine has of what autopar uses, what is missing, and how to get it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from typing import Any
+
+import torch
+import torch.distributed
+from rich.console import RenderableType
+
+from autopar.costs.cluster import PRESETS, Cluster
+from autopar.costs.memory import format_bytes
+from autopar.ir.plan_table import figures, render
+
+REQUIRED = ("torch", "highspy", "networkx", "numpy", "rich", "safetensors", "sympy", "typer")
+OPTIONAL = {"scipy": "`autopar calibrate`", "transformers": "the demo and the benchmarks"}
+OLDEST_TORCH = (2, 11)
+
+
+def examine() -> dict[str, Any]:
+    """Facts as plain data; ``missing`` lists what is not there, each with its remedy."""
+    facts: dict[str, Any] = {
+        "autopar": _version("autopar") or "not installed (run from its sources)",
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in (*REQUIRED, *OPTIONAL)},
+        "devices": _devices(),
+        "backends": _backends(),
+        "cores": os.cpu_count() or 1,
+        "usable_cores": _usable_cores(),
+        "threads": torch.get_num_threads(),
+        "presets": list(PRESETS),
+    }
+    return {**facts, "missing": _missing(facts)}
+
+
+def doctor_table(facts: dict[str, Any], width: int = 100) -> str:
+    """The facts as plain text."""
+    packages = ", ".join(f"{name} {version or 'missing'}" for name, version in facts["packages"].items())
+    devices = [f"{d['name']}, {format_bytes(d['memory'])}" for d in facts["devices"]]
+    rows = [
+        ("autopar", facts["autopar"]),
+        ("python", f"{facts['python']} on {facts['platform']}"),
+        ("packages", packages),
+        ("GPUs", "; ".join(devices) or "none: models run on the CPU"),
+        ("backends", ", ".join(facts["backends"]) or "none: models run in one process"),
+        ("cores", f"{facts['usable_cores']} of {facts['cores']} usable; {facts['threads']} intra-op threads"),
+        *((f"preset {name}", _preset(name)) for name in facts["presets"]),
+    ]
+    parts: list[RenderableType] = [figures(rows), ""]
+    missing = facts["missing"] or ["nothing"]
+    parts.append(figures(("missing" if i == 0 else "", text) for i, text in enumerate(missing)))
+    return render(parts, width)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown version" if package != "autopar" and importlib.util.find_spec(package) else None
+
+
+def _devices() -> list[dict[str, Any]]:
+    if not torch.cuda.is_available():
+        return []
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [{"name": p.name, "memory": p.total_memory} for p in found]
+
+
+def _backends() -> list[str]:
+    distributed = torch.distributed
+    if not distributed.is_available():
+        return []
+    checks = {
+        "gloo": distributed.is_gloo_available,
+        "nccl": distributed.is_nccl_available,
+        "mpi": distributed.is_mpi_available,
+        "xccl": distributed.is_xccl_available,
+    }
+    return [name for name, available in checks.items() if available()]
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _preset(name: str) -> str:
+    cluster = Cluster.preset(name)
+    groups = f", groups of {', '.join(map(str, cluster.group_sizes))}" if cluster.group_sizes else ""
+    links = " and ".join(link.name for link in cluster.links)
+    return f"{cluster.device.name}, {format_bytes(cluster.device.memory)}, {links}{groups}"
+
+
+def _missing(facts: dict[str, Any]) -> list[str]:
+    """One line for each thing that is not there."""
+    found = []
+    versions = facts["packages"]
+    found += [f"{name}: pip install {name}" for name in REQUIRED if versions[name] is None]
+    found += [f"{name}, for {use}: pip install {name}" for name, use in OPTIONAL.items() if versions[name] is None]
+    release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if release < OLDEST_TORCH:
+        found.append(f"torch 2.11 or newer (this is {torch.__version__}): pip install --upgrade torch")
+    if not facts["backends"]:
+        found.append("torch.distributed: install a build of torch that has it, such as those on pytorch.org")
+    if facts["devices"] and "nccl" not in facts["backends"]:
+        found.append("NCCL, for GPUs: install a CUDA build of torch, see pytorch.org")
+    if not facts["devices"]:
+        found.append("a GPU: not needed to plan, to verify or for the demo")
+    return found

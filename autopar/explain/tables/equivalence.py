@@ -1,0 +1,102 @@
+"""The outcome of `autopar.verify` as a table and as plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from autopar.ir.plan import Plan
+from autopar.ir.plan_table import figures, render
+
+LONGEST = 30
+"""Rows of the table; the largest errors come first, and what is left out is counted."""
+
+
+class Report(Protocol):
+    """What is read of an `autopar.verify.verify.EquivalenceReport`."""
+
+    @property
+    def loss(self) -> torch.Tensor | None:
+        """Of the distributed program."""
+
+    @property
+    def reference_loss(self) -> torch.Tensor | None:
+        """Of the plain model."""
+
+    @property
+    def errors(self) -> Mapping[str, float]:
+        """Of every tensor by name."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that was run."""
+
+    @property
+    def reference(self) -> str:
+        """What it was compared with."""
+
+    @property
+    def note(self) -> str:
+        """Why that is not the eager model."""
+
+    @property
+    def first_difference(self) -> object:
+        """Where the first value differs; it is asked where something does, since it takes another run."""
+
+
+def agrees(report: Report, tolerance: float) -> bool:
+    """Whether no error is above the tolerance; one that is not a number is."""
+    return all(error <= tolerance for error in report.errors.values())
+
+
+def equivalence_dict(report: Report, tolerance: float) -> dict[str, Any]:
+    """Plain data; an error that is not finite is text, which JSON can hold."""
+    errors = {name: error if math.isfinite(error) else str(error) for name, error in _sorted(report)}
+    equal = agrees(report, tolerance)
+    return {
+        "equal": equal,
+        "tolerance": tolerance,
+        "max_error": next(iter(errors.values()), 0.0),
+        "loss": None if report.loss is None else float(report.loss),
+        "reference_loss": None if report.reference_loss is None else float(report.reference_loss),
+        "reference": report.reference,
+        "note": report.note,
+        "first_difference": None if equal or report.first_difference is None else str(report.first_difference),
+        "axes": dict(report.plan.axes),
+        "errors": errors,
+    }
+
+
+def equivalence_table(report: Report, tolerance: float, width: int = 100) -> str:
+    """The largest errors and the verdict as plain text, at most ``width`` columns wide."""
+    found = _sorted(report)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table.add_column("tensor: a parameter's gradient, or a result", overflow="fold")
+    table.add_column("error", justify="right", no_wrap=True)
+    for name, error in found[:LONGEST]:
+        table.add_row(Text(name), Text(f"{error:.1e}"))
+    axes = ", ".join(f"{name}={size}" for name, size in report.plan.axes)
+    rows = [("axes", f"{axes}, emulated in one process")]
+    if report.loss is not None and report.reference_loss is not None:
+        rows.append(("loss", f"{float(report.loss):.15g}; plain model {float(report.reference_loss):.15g}"))
+    rows.append(("against", f"{report.reference}; {report.note}" if report.note else report.reference))
+    rows.append(("compared", f"{len(found)} tensors; error: largest difference over the tensor's largest entry"))
+    if len(found) > LONGEST:
+        rows.append(("", f"{len(found) - LONGEST} tensors with smaller errors are left out above; --json has all"))
+    worst = f"largest error {found[0][1]:.1e} ({found[0][0]})" if found else "nothing to compare"
+    equal = agrees(report, tolerance)
+    rows.append(("verdict", f"{'equal' if equal else 'DIFFERENT'}: {worst}, tolerance {tolerance:.1e}"))
+    if not equal and report.first_difference is not None:
+        rows.append(("first", str(report.first_difference)))
+    return render([table, figures(rows)], width)
+
+
+def _sorted(report: Report) -> list[tuple[str, float]]:
+    """Names and errors, the worst first; what is not a number is worse than any number."""
+    return sorted(report.errors.items(), key=lambda item: (not math.isnan(item[1]), -item[1], item[0]))

@@ -1,0 +1,187 @@
+"""`ask`: what a plan would cost if a tensor lay otherwise, and what stands against it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.compiler import solve
+from autopar.errors import InfeasibleError
+from autopar.explain.recipes import reason_of
+from autopar.ir.layout import Layout, Split
+from autopar.ir.module_outputs import handed_on
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program, values_of
+from autopar.passes.pad_dims import pad
+from autopar.search.formulation.pins import read_placement
+from autopar.search.options import Progress, Search
+from autopar.sharding.assignment import assign
+from autopar.sharding.dims import analyze
+from autopar.sharding.layer_classes import quotient
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The best plan in which a tensor has a placement.
+
+    Attributes:
+        wanted: placement by axis; the other axes are searched.
+        plan: with it; None if there is none.
+        reason: what blocks it.
+    """
+
+    wanted: Mapping[str, str]
+    plan: Plan | None
+    reason: str = ""
+
+
+def ask(
+    program: Program,
+    found: Plan,
+    name: str,
+    wanted: Mapping[str, str],
+    *,
+    memory: str | float | None = None,
+    search: Search | None = None,
+    progress: Progress | None = None,
+) -> Answer:
+    """Solve again with a placement pinned.
+
+    Args:
+        program: canonical program that the plan is of.
+        found: the plan.
+        name: a parameter, ``batch.N``, ``result.N`` or a module, for what it hands on; layers that are laid out alike
+            follow.
+        wanted: placement of it by axis; axes that are not named are searched.
+        memory: budget per device.
+        search: how the plan was searched.
+        progress: called with ``(phase, incumbent, bound)``.
+
+    Raises:
+        ValueError: no such tensor, axis or placement.
+    """
+    search = search or Search()
+    ndim = tensor_of(program, name)[1]
+    for axis, text in wanted.items():
+        if axis not in found.axis_names:
+            raise ValueError(f"axis {axis!r} is not one of the mesh's: {', '.join(found.axis_names)}")
+        placement = read_placement(name, text)
+        if isinstance(placement, Split) and placement.dim >= ndim:
+            raise ValueError(f"{name} has {ndim} dims; {text} splits dim {placement.dim}, counted from 0")
+    name = program.aliases.get(name, name)
+    names = program.repeat.alike(name) if program.repeat else (name,)
+    pins: dict[str, Any] = {**search.pins, **{n: [wanted.get(axis) for axis in found.axis_names] for n in names}}
+    try:
+        plan = solve(
+            program,
+            dict(found.axes),
+            found.cluster,
+            memory=memory,
+            optimizer=found.optimizer,
+            search=replace(search, pins=pins),
+            progress=progress,
+        )
+    except (InfeasibleError, ValueError) as e:  # too little memory, or sizes that do not divide
+        return Answer(dict(wanted), None, reason_of(e))
+    return Answer(dict(wanted), plan)
+
+
+def tensor_of(program: Program, name: str) -> tuple[str, int]:
+    """A parameter's own name (not an alias), ``batch.N``, ``result.N`` or a module, and its number of dims.
+
+    Raises:
+        ValueError: there is no such tensor; names some that there are.
+    """
+    own = program.aliases.get(name, name)
+    known = {**_modules(program), **_tensors(program)}
+    if own not in known:
+        close = difflib.get_close_matches(own, known, n=3) or list(known)[:3]
+        raise ValueError(
+            f"no parameter, batch.N, result.N or module that hands on one tensor is called {name!r}; there are "
+            f"{', '.join(close)}, ..."
+        )
+    return own, known[own]
+
+
+def lies(program: Program, name: str) -> bool:
+    """Whether a name is that of a tensor with a layout of its own: a parameter, ``batch.N`` or ``result.N``."""
+    return program.aliases.get(name, name) in _tensors(program)
+
+
+def _tensors(program: Program) -> dict[str, int]:
+    """Dims of every parameter, ``batch.N`` and ``result.N``."""
+    known = {}
+    for node, spec in zip(program.placeholders, program.inputs, strict=True):
+        if spec.kind in ("parameter", "batch"):
+            names = program.repeat.names(spec.name) if program.repeat else (spec.name,)
+            ndim = node.meta["val"].ndim
+            known.update({n if spec.kind == "parameter" else f"batch.{n}": ndim for n in names})
+    for output, value in zip(program.outputs, program.output_values, strict=True):
+        if output.kind == "result" and value is not None:
+            known[f"result.{output.name}"] = value.meta["val"].ndim
+    return known
+
+
+def _modules(program: Program) -> dict[str, int]:
+    """Dims of what modules hand on; of several tensors each has its number behind the name."""
+    known = {}
+    for name, rows in handed_on(program).items():
+        (node, index), mark = rows[0]
+        value = values_of(node)[index]
+        assert value is not None
+        names = program.repeat.names(name) if program.repeat else (name,)
+        known.update(dict.fromkeys(names, value.ndim if mark.shape is None else len(mark.shape)))
+    return known
+
+
+def handed_layout(part: Program, plan: Plan, name: str) -> Layout:
+    """In which a plan hands on what a module makes, as it lies in the graph.
+
+    Args:
+        part: the program that the plan is of; of one microbatch.
+        plan: of it.
+        name: see `tensor_of`.
+    """
+    padded = pad(part, plan.padding)
+    dims = analyze(padded)
+    assignment = assign(padded, dims, plan, quotient(padded, dims))
+    own = padded.repeat.alike(name)[0] if padded.repeat else name
+    value = min(handed_on(padded)[own], key=lambda row: row[1].shape is not None)[0]
+    return assignment.relays.get(value, assignment.outputs[value])
+
+
+def layout_in(plan: Plan, name: str) -> Layout:
+    """Of a parameter, ``batch.N`` or ``result.N``."""
+    kind, _, number = name.partition(".")
+    table = {"batch": plan.batch, "result": plan.results}.get(kind) if name not in plan.parameters else None
+    return plan.parameters[name] if table is None else table[number]
+
+
+def alternatives(program: Program, found: Plan, name: str) -> list[dict[str, str]]:
+    """Every other placement of a tensor on one axis, axis by axis; of a dim of several factors the first."""
+    own, ndim = tensor_of(program, name)
+    options = ("R", *(f"S({dim}.0)" for dim in range(ndim)))
+    chosen = zip(found.axis_names, layout_in(found, own), strict=True)
+    return [{axis: option} for axis, placement in chosen for option in options if str(placement) != option]
+
+
+def parse_wanted(text: str, axes: Iterable[str]) -> dict[str, str]:
+    """Placements by axis from ``Shard(1)@gpu``; the axis may be left out where there is one.
+
+    Raises:
+        ValueError: a part is not PLACEMENT@AXIS.
+
+    >>> parse_wanted("Shard(1)@gpu, R@node", ["node", "gpu"])
+    {'gpu': 'Shard(1)', 'node': 'R'}
+    """
+    axes = list(axes)
+    wanted: dict[str, str] = {}
+    for part in text.split(","):
+        placement, _, axis = (piece.strip() for piece in part.partition("@"))
+        axis = axis or (axes[0] if len(axes) == 1 else "")
+        if not placement or not axis:
+            raise ValueError(f"{text!r}: {part.strip()!r} is not PLACEMENT@AXIS; write for example Shard(1)@{axes[-1]}")
+        wanted[axis] = placement
+    return wanted

@@ -1,0 +1,86 @@
+"""The graph checker: what holds after each pass. Its invariants grow as passes add them."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from autopar.ir.layout import local_shape
+from autopar.ir.ops.host import to_device, to_host
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program, is_operator, is_steady, producer, tensor_arguments, values_of
+
+
+def check(program: Program, plan: Plan) -> None:
+    """Check a program between passes.
+
+    The invariants that hold by now are named in ``graph.meta["invariants"]``: ``layouts`` (every tensor has one),
+    ``placed`` (every argument lies as its user takes it, so no Partial meets a nonlinear operator), ``local`` (local
+    shapes are what the layouts say).
+
+    Raises:
+        ValueError: an invariant is broken; names the node.
+        RuntimeError: the graph is malformed.
+    """
+    program.graph.graph.lint()
+    holds = program.graph.meta.get("invariants", ())
+    for node in program.graph.graph.nodes:
+        _check_host(node)
+        if "layouts" in holds:
+            _check_layouts(node)
+            _check_steady(node)
+        if "placed" in holds:
+            _check_placed(node)
+        if "local" in holds:
+            _check_local(node, plan)
+
+
+def _check_layouts(node: fx.Node) -> None:
+    if node.meta.get("internal") or not (is_operator(node) or node.op == "placeholder"):
+        return
+    if "layouts" not in node.meta:
+        raise ValueError(f"node {node.name} has no layout")
+
+
+def _check_host(node: fx.Node) -> None:
+    away = [a for a in node.all_input_nodes if a.target is to_host] if node.target is not to_device else []
+    if away:
+        raise ValueError(f"node {node.name} takes {away[0]}, which is in the memory of the host")
+
+
+def _check_steady(node: fx.Node) -> None:
+    varying = [a for a in node.all_input_nodes if not is_steady(a)] if is_steady(node) else []
+    if varying:
+        raise ValueError(f"node {node.name} runs before the first microbatch and takes {varying[0]}, which is of one")
+
+
+def _check_placed(node: fx.Node) -> None:
+    if "input_layouts" not in node.meta:
+        return
+    values = tensor_arguments(node) if node.op != "output" else [v for v in node.args[0] if v is not None]  # type: ignore[union-attr]
+    wanted = node.meta["input_layouts"]
+    if node.op == "output":
+        wanted = [w for w, v in zip(wanted, node.args[0], strict=True) if v is not None]  # type: ignore[arg-type]
+    for value, layout in zip(values, wanted, strict=True):
+        source, index = producer(value)  # type: ignore[arg-type]
+        if "layouts" not in source.meta:
+            raise ValueError(f"node {node.name} takes {value}, which has no layout: it is inside a move")
+        if source.meta["layouts"][index] != layout:
+            raise ValueError(
+                f"node {node.name} takes {value} as ({', '.join(map(str, layout))}), "
+                f"and it lies as ({', '.join(map(str, source.meta['layouts'][index]))})"
+            )
+
+
+def _check_local(node: fx.Node, plan: Plan) -> None:
+    if "layouts" not in node.meta or node.op == "output":
+        return
+    used = {user.args[1] for user in node.users if user.target is operator.getitem}
+    values = values_of(node)
+    for i, (value, type_, layout) in enumerate(zip(values, node.meta["types"], node.meta["layouts"], strict=False)):
+        if type_ is None or value is None or (len(values) > 1 and i not in used):
+            continue  # kernels shape outputs that nobody uses as they please
+        expected = local_shape(type_, layout, plan.axis_sizes)
+        if tuple(value.shape) != expected:
+            raise ValueError(f"node {node.name} computes a local tensor of shape {tuple(value.shape)}, not {expected}")

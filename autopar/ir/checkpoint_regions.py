@@ -1,0 +1,206 @@
+"""Regions of a model that `torch.utils.checkpoint` wants to compute again in the backward pass, and its policies.
+
+While a model is traced, `checkpoint` runs its function once, and what happens in it carries the number of the region;
+torch hands that on to the backward pass. So a node of the graph knows its region, and whether a policy saves it, and
+`pinned` says what that means for the search.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.traceback import annotate, preserve_node_meta
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
+
+from autopar._torch_compat import TorchDispatchMode, checkpoint_replaced, selective_policy, traced_graph
+from autopar.ir.graph import is_backward
+
+aten = torch.ops.aten
+logger = logging.getLogger("autopar")
+
+PATH = "autopar_regions"
+"""Annotation of a traced node: numbers of the regions it is in, outermost first."""
+
+AGAIN, SAVED = "made again", "saved"
+"""What the model asks of an operator's results, see `pinned`."""
+
+Policy = Callable[..., Any]
+
+_SAVING = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+_OFFLOADING = {CheckpointPolicy.MUST_CPU_OFFLOAD: _SAVING[0], CheckpointPolicy.PREFER_CPU_OFFLOAD: _SAVING[1]}
+
+_ATTENTION = tuple(
+    getattr(aten, f"_scaled_dot_product_{kind}").default
+    for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+)
+"""One operator under names that depend on the device: a policy that saves one of them saves what is there instead."""
+
+
+class Regions:
+    """The regions of a model that is being traced."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.open: tuple[int, ...] = ()
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """While it lasts, checkpointed functions run once and are annotated, by whatever name they are called."""
+        with checkpoint_replaced(self._reentrant, self._other), preserve_node_meta(), _without_hooks():
+            yield
+
+    def _reentrant(self, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+            with self._region(None):
+                return function(*args)
+        if torch.is_grad_enabled():
+            logger.warning(
+                "no input of a function under checkpoint(use_reentrant=True) requires a gradient: as in torch, its "
+                "parameters get none; pass use_reentrant=False"
+            )
+        with torch.no_grad():
+            return function(*args)
+
+    def _other(
+        self, function: Callable[..., Any], preserve: bool, context_fn: Callable[[], Any], *rest: Any, **kwargs: Any
+    ) -> Generator[None]:
+        if not torch.is_grad_enabled():
+            yield
+            return
+        context, _ = context_fn()
+        policy = selective_policy(context)
+        with self._region(policy), contextlib.nullcontext() if policy else context:
+            yield
+
+    @contextlib.contextmanager
+    def _region(self, policy: Policy | None) -> Iterator[None]:
+        outer = self.open
+        self.open = (*outer, self.count)
+        self.count += 1
+        try:
+            with annotate({PATH: self.open}), _Asking(policy) if policy else contextlib.nullcontext():
+                yield
+        finally:
+            self.open = outer
+
+
+def _path(node: fx.Node) -> tuple[int, ...]:
+    found: tuple[int, ...] = (node.meta.get("custom") or {}).get(PATH, ())
+    return found
+
+
+@contextlib.contextmanager
+def _without_hooks() -> Iterator[None]:
+    """No hooks on saved tensors, such as `save_on_cpu`: a graph keeps what it keeps on its device."""
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    before = {name: getattr(hooks, name) for name in ("__enter__", "__exit__")}
+
+    def enter(self: Any) -> None:
+        logger.warning("%s is left out: what is kept for the backward pass stays on its device", type(self).__name__)
+
+    def leave(self: Any, *error: Any) -> None:
+        """Nothing was entered."""
+
+    hooks.__enter__, hooks.__exit__ = enter, leave  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        hooks.__enter__, hooks.__exit__ = before["__enter__"], before["__exit__"]  # type: ignore[method-assign]
+
+
+class _Asking(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Marks the nodes of every operator with what policies say of it: it sees what they would see in training."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Tracing goes on as if it were not there."""
+        return True
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.policy = policy
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator and mark what it left in the graph."""
+        kwargs, graph = kwargs or {}, traced_graph()
+        last = next(iter(reversed(graph.nodes)), None) if graph is not None else None
+        out = func(*args, **kwargs)
+        if graph is None or func in SAC_IGNORED_OPS:
+            return out
+        asked = _asked(self.policy, func, out, args, kwargs)
+        for node in reversed(graph.nodes) if asked in _SAVING else ():
+            if node is last:
+                break
+            if node.meta.get("saved") is not _SAVING[0]:  # what a region in this one must save stays saved
+                node.meta["saved"] = asked
+        return out
+
+
+def _asked(policy: Policy, func: Any, out: Any, args: Any, kwargs: Any) -> CheckpointPolicy:
+    """What a policy says of an operator; of attention, whether it saves that under any name."""
+    answers: list[CheckpointPolicy] = []
+    for each in _ATTENTION if func in _ATTENTION else (func,):
+        said = policy(SelectiveCheckpointContext(is_recompute=False, op_output=out), each, *args, **kwargs)
+        if isinstance(said, bool):
+            said = CheckpointPolicy.MUST_SAVE if said else CheckpointPolicy.PREFER_RECOMPUTE
+        if said in _OFFLOADING:
+            logger.warning("%s of %s: it is kept on its device, there is no offload yet", said, each)
+            said = _OFFLOADING[said]
+        answers.append(said)
+    return CheckpointPolicy(min(answer.value for answer in answers))
+
+
+def mark(graph: fx.Graph) -> None:
+    """Give every node of the joint graph the number of the outermost region it is in, as ``region``."""
+    for node in graph.nodes:
+        if path := _path(node):
+            node.meta["region"] = path[0]
+
+
+def pinned(sources: Mapping[fx.Node, Sequence[tuple[fx.Node, int]]]) -> dict[fx.Node, str]:
+    """What the model's regions decide for operators of the forward pass.
+
+    `SAVED`: a policy must save the result, so it is not made again. `AGAIN`: the result is not kept, as nothing but the
+    region's own backward pass takes it. What leaves a region for the backward pass of others, or for another region
+    that runs again, is kept by torch, too, and is left to the search, as is what a policy prefers to save.
+
+    Args:
+        sources: the values that each operator takes, in program order.
+    """
+    if not any("region" in node.meta for node in sources):
+        return {}
+    users: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node, values in sources.items():
+        for source, _ in values:
+            users[source].append(node)
+    takers: dict[fx.Node, set[int | None]] = {}
+    for node in reversed(list(sources)):
+        found = takers[node] = set()
+        for user in users[node]:
+            region = user.meta.get("region")
+            if is_backward(user) or region is not None:
+                found.add(region)
+            if not is_backward(user) and _is_view(user):
+                found |= takers[user]
+    pins: dict[fx.Node, str] = {}
+    for node in sources:
+        region, saved = node.meta.get("region"), node.meta.get("saved")
+        if region is None or is_backward(node):
+            continue
+        if saved is CheckpointPolicy.MUST_SAVE:
+            pins[node] = SAVED
+        elif saved is None and takers[node] <= {region}:
+            pins[node] = AGAIN
+    return pins
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether the result shows its argument's memory."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)

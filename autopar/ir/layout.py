@@ -1,0 +1,226 @@
+"""Placements and layouts: how a tensor lies on a mesh, in factors of its dims.
+
+A tensor dim is an ordered product of *factors* (``[(batch seq), hidden]``). A layout says, for each mesh axis, whether
+the tensor is replicated, a partial result that still has to be reduced, or split along one factor of one dim. Axes
+that split the same factor nest in mesh order: the first axis is the outermost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ITEM_BYTES = {
+    "float64": 8,
+    "int64": 8,
+    "complex64": 8,
+    "float32": 4,
+    "int32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int16": 2,
+}
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element; one byte for bool and eight-bit types."""
+    return ITEM_BYTES.get(dtype, 1)
+
+
+@dataclass(frozen=True, order=True)
+class Factor:
+    """An irreducible dimension of the program, such as batch 256 or head 128."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """A global tensor: its dtype's name and its dims as products of factors; a dim of size 1 has no factor.
+
+    Attributes:
+        dtype: name of the dtype.
+        dims: factors of each dim.
+        reduce: name of the dtype in which ``Partial`` terms are added up; empty for its own.
+        used: sizes of a parameter or result without its padding, see `autopar.passes.pad_dims`; empty: not padded.
+    """
+
+    dtype: str
+    dims: tuple[tuple[Factor, ...], ...]
+    reduce: str = ""
+    used: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global sizes."""
+        return tuple(math.prod(f.size for f in dim) for dim in self.dims)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Global sizes without padding: what the user sees."""
+        return self.used or self.shape
+
+    @property
+    def numel(self) -> int:
+        """Global number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def positions(self) -> tuple[tuple[int, int], ...]:
+        """Every ``(dim, index of the factor in that dim)``, in order: where a split can be."""
+        return tuple((d, j) for d, dim in enumerate(self.dims) for j in range(len(dim)))
+
+    def __str__(self) -> str:
+        """``float32[(batch:4 seq:16), hidden:64]``."""
+        dims = (" ".join(f"{f.name}:{f.size}" for f in dim) for dim in self.dims)
+        parts = [f"({d})" if " " in d else d or "1" for d in dims]
+        return f"{self.dtype}[{', '.join(parts)}]"
+
+
+@dataclass(frozen=True, order=True)
+class Replicate:
+    """Every device along the axis holds the whole tensor."""
+
+    def __str__(self) -> str:
+        """``R``."""
+        return "R"
+
+
+@dataclass(frozen=True, order=True)
+class Partial:
+    """Every device along the axis holds a term; ``op`` over the axis gives the tensor."""
+
+    op: str = "sum"
+
+    def __str__(self) -> str:
+        """``P(sum)``."""
+        return f"P({self.op})"
+
+
+@dataclass(frozen=True, order=True)
+class Split:
+    """Each device along the axis holds one block of factor number ``factor`` of dim ``dim``."""
+
+    dim: int
+    factor: int = 0
+
+    def __str__(self) -> str:
+        """``S(0.1)``: dim 0, factor 1."""
+        return f"S({self.dim}.{self.factor})"
+
+
+@dataclass(frozen=True, order=True)
+class At:
+    """Only the devices at coordinate ``index`` along the axis hold the tensor: those of a pipeline's stage."""
+
+    index: int
+
+    def __str__(self) -> str:
+        """``@1``."""
+        return f"@{self.index}"
+
+
+Placement = Replicate | Partial | Split | At
+Layout = tuple[Placement, ...]
+
+
+def is_held(layout: Layout, coordinates: Sequence[int]) -> bool:
+    """Whether the device at ``coordinates`` holds a part of a tensor, and not another stage's devices."""
+    return all(p.index == i for p, i in zip(layout, coordinates, strict=True) if isinstance(p, At))
+
+
+def is_everywhere(layout: Layout) -> bool:
+    """Whether devices of every stage hold a part of the tensor."""
+    return not any(isinstance(p, At) for p in layout)
+
+
+def replicated(axes: int) -> Layout:
+    """The layout that replicates on each of ``axes`` mesh axes."""
+    return (Replicate(),) * axes
+
+
+def parse_placement(text: str) -> Placement:
+    """Inverse of ``str(placement)``; raises ValueError on anything else."""
+    if text == "R":
+        return Replicate()
+    if text.startswith("P(") and text.endswith(")"):
+        return Partial(text[2:-1])
+    if text.startswith("S(") and text.endswith(")"):
+        dim, _, factor = text[2:-1].partition(".")
+        return Split(int(dim), int(factor or 0))
+    if text.startswith("@"):
+        return At(int(text[1:]))
+    raise ValueError(f"not a placement: {text!r}; expected R, P(sum), S(dim.factor) or @stage")
+
+
+def factor_parts(layout: Layout, sizes: Sequence[int]) -> dict[tuple[int, int], int]:
+    """How many parts each split ``(dim, factor)`` position is cut into under ``layout`` on axes of ``sizes``."""
+    parts: dict[tuple[int, int], int] = {}
+    for placement, n in zip(layout, sizes, strict=True):
+        if isinstance(placement, Split):
+            key = (placement.dim, placement.factor)
+            parts[key] = parts.get(key, 1) * n
+    return parts
+
+
+def divides(type_: TensorType, layout: Layout, sizes: Sequence[int]) -> bool:
+    """Whether every split of ``layout`` is into equal blocks of whole elements."""
+    return all(
+        d < len(type_.dims) and j < len(type_.dims[d]) and type_.dims[d][j].size % parts == 0
+        for (d, j), parts in factor_parts(layout, sizes).items()
+    )
+
+
+def local_dims(type_: TensorType, layout: Layout, sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Local size of every factor of every dim."""
+    parts = factor_parts(layout, sizes)
+    return tuple(tuple(f.size // parts.get((d, j), 1) for j, f in enumerate(dim)) for d, dim in enumerate(type_.dims))
+
+
+def local_shape(type_: TensorType, layout: Layout, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Shape of the block that one device holds."""
+    return tuple(math.prod(dim) for dim in local_dims(type_, layout, sizes))
+
+
+def describe(type_: TensorType, layout: Layout, axes: Sequence[str]) -> str:
+    """A layout for people: ``bf16[batch{node}, hidden{gpu}] +sum{gpu}``, axes in braces behind what they split."""
+    split: dict[tuple[int, int], list[str]] = {}
+    partial: dict[str, list[str]] = {}
+    for placement, axis in zip(layout, axes, strict=True):
+        if isinstance(placement, Split):
+            split.setdefault((placement.dim, placement.factor), []).append(axis)
+        if isinstance(placement, Partial):
+            partial.setdefault(placement.op, []).append(axis)
+    dims = []
+    for d, dim in enumerate(type_.dims):
+        names = [f.name + ("{" + ",".join(split[d, j]) + "}" if (d, j) in split else "") for j, f in enumerate(dim)]
+        dims.append(f"({' '.join(names)})" if len(names) > 1 else "".join(names) or "1")
+    short = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}.get(type_.dtype, type_.dtype)
+    sums = "".join(f" +{op}{{{','.join(names)}}}" for op, names in partial.items())
+    return f"{short}[{', '.join(dims)}]{sums}"
+
+
+def is_uneven(type_: TensorType, layout: Layout, sizes: Sequence[int]) -> bool:
+    """Whether the layout does not divide, but would if dims were padded: one axis a dim, which is one factor."""
+    if any(isinstance(p, Split) and (p.dim, p.factor) not in type_.positions for p in layout):
+        return False
+    uneven = [(d, parts) for (d, j), parts in factor_parts(layout, sizes).items() if type_.dims[d][j].size % parts]
+    along = [p.dim for p in layout if isinstance(p, Split)]
+    return bool(uneven) and all(len(type_.dims[d]) == 1 and along.count(d) == 1 for d, _ in uneven)
+
+
+def is_boundary_layout(type_: TensorType, layout: Layout, sizes: Sequence[int]) -> bool:
+    """Whether torch's placements express the layout of a parameter or output.
+
+    ``Shard`` says the leading factor of a dim, along any number of axes; ``_StridedShard`` another one, along one axis.
+    A padded dim is split along one axis, into just the parts that ``Shard`` makes of the dim without its padding.
+    """
+    for d, (used, size) in enumerate(zip(type_.stored_shape, type_.shape, strict=True)):
+        splits = [(p, n) for p, n in zip(layout, sizes, strict=True) if isinstance(p, Split) and p.dim == d]
+        if len({p for p, _ in splits}) > 1 or (len(splits) > 1 and splits[0][0].factor > 0):
+            return False
+        if used != size and splits and (len(splits) > 1 or size // splits[0][1] != -(-used // splits[0][1])):
+            return False
+    return True

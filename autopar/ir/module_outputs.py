@@ -1,0 +1,169 @@
+"""What modules hand on: the tensors that a module returns, found in the graph by its name.
+
+A captured graph knows of each operator in which modules it ran. What is made in a module and taken outside of it is
+what the module hands on. This is read off the graph as it was captured, and marked there: later passes join what is
+computed twice, and views of views.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from autopar.ir.graph import is_backward, module_calls
+from autopar.ir.layout import Placement, Split, TensorType
+from autopar.ir.program import Program, Value, producer
+
+MARKS = "handed"
+"""Marks of a node, in its ``meta``."""
+
+_RESHAPE = torch.ops.aten.reshape.default
+
+
+class Mark(NamedTuple):
+    """Of a tensor that a module hands on.
+
+    Attributes:
+        module: its name.
+        call: of the module, where it is called several times.
+        number: of the tensor, among all that the call hands on.
+        shape: in which the module hands it on, where the node has the same elements in another one.
+    """
+
+    module: str
+    call: str
+    number: int
+    shape: tuple[int, ...] | None = None
+
+
+def mark_handed(program: Program) -> None:
+    """Mark what modules hand on, in a graph as it was captured."""
+    order = {node: i for i, node in enumerate(program.graph.graph.nodes)}
+    for (module, call), values in _leaving(program).items():
+        for number, node in enumerate(sorted(values, key=order.__getitem__)):
+            node.meta[MARKS] = (*node.meta.get(MARKS, ()), Mark(module, call, number))
+
+
+def _leaving(program: Program) -> dict[tuple[str, str], set[fx.Node]]:
+    """Of each call of a module, what forward operators outside take, or the caller of the model."""
+    found: dict[tuple[str, str], set[fx.Node]] = defaultdict(set)
+    for user, value in _taken(program):
+        inside = () if user is None else module_calls(user)
+        for call in module_calls(value):
+            if call not in inside:
+                found[call].add(value)
+    return found
+
+
+def _taken(program: Program) -> Iterator[tuple[fx.Node | None, fx.Node]]:
+    """Values that forward operators take, with who does; None for the caller of the model."""
+    for node in program.sources:
+        if not is_backward(node):
+            yield from ((node, value) for value in node.all_input_nodes)
+    for output, value in zip(program.outputs, program.output_values, strict=True):
+        if output.kind == "result" and value is not None:
+            yield None, value
+
+
+def pass_on(node: fx.Node, to: fx.Node) -> None:
+    """Mark what stands for a node from now on."""
+    if MARKS in node.meta:
+        to.meta[MARKS] = tuple(dict.fromkeys((*to.meta.get(MARKS, ()), *node.meta[MARKS])))
+
+
+def mark_viewed(graph: fx.Graph) -> None:
+    """Mark what modules make and hand on as a reshape of it: others may take it without that."""
+    for node in graph.nodes:
+        source = node.args[0] if node.target is _RESHAPE else None
+        if isinstance(source, fx.Node):
+            calls, shape = module_calls(source), tuple(node.meta["val"].shape)
+            own = [m._replace(shape=shape) for m in node.meta.get(MARKS, ()) if (m.module, m.call) in calls]
+            if own:
+                source.meta[MARKS] = (*source.meta.get(MARKS, ()), *own)
+
+
+def handed_on(program: Program) -> dict[str, list[tuple[Value, Mark]]]:
+    """What stands for each tensor that a module hands on, in all of its calls, by the module's name.
+
+    Of several tensors each has its number behind the name: ``layers.0.attn:1``.
+    """
+    key = ("handed_on",)
+    if key not in program.memo:
+        found: dict[tuple[str, int], list[tuple[Value, Mark]]] = defaultdict(list)
+        for node in program.graph.graph.nodes:
+            value = producer(node)
+            for mark in node.meta.get(MARKS, ()) if value[0] in program.sources and not is_backward(node) else ():
+                found[mark.module, mark.number].append((value, mark))
+        several = {module for module, number in found if number}
+        program.memo[key] = {f"{m}:{i}" if m in several else m: found[m, i] for m, i in sorted(found)}
+    named: dict[str, list[tuple[Value, Mark]]] = program.memo[key]
+    return named
+
+
+def find_handed(program: Program, pattern: str) -> list[str]:
+    """Names of what modules hand on that a name or pattern is for: of modules within one another the outermost.
+
+    Raises:
+        ValueError: a module hands on several tensors, and the pattern has no number.
+    """
+    wanted, _, number = pattern.partition(":")
+    found = [name for name in handed_on(program) if fnmatchcase(name.partition(":")[0], wanted)]
+    modules = {name.partition(":")[0] for name in found}
+    outer = [name for name in found if modules.isdisjoint(_around(name))]
+    several = [name for name in outer if ":" in name]
+    if several and not number:
+        module = several[0].partition(":")[0]
+        names = ", ".join(n for n in several if n.partition(":")[0] == module)
+        raise ValueError(f"module {module} hands on several tensors; name one: {names}")
+    return [name for name in outer if number in ("", name.partition(":")[2] or "0")]
+
+
+def _around(name: str) -> list[str]:
+    """The modules that a module is in."""
+    parts = name.partition(":")[0].split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts))]
+
+
+def as_lies(placement: Placement | None, type_: TensorType, mark: Mark, ways: int = 1) -> Placement | None:
+    """A placement of what a module hands on as one of what stands for it.
+
+    Args:
+        placement: in terms of the shape that the module hands on.
+        type_: of what stands for it.
+        mark: of it.
+        ways: into how many microbatches the shape is cut by now.
+
+    Raises:
+        ValueError: the one is no placement of the other.
+    """
+    if mark.shape is None or not isinstance(placement, Split):
+        return placement
+    positions = _positions(mark.shape, type_, ways)
+    if placement.dim >= len(positions) or placement.factor >= len(positions[placement.dim]):
+        raise ValueError(f"{placement} is no placement of the shape {list(mark.shape)}")
+    return positions[placement.dim][placement.factor]
+
+
+def _positions(shape: Sequence[int], type_: TensorType, ways: int) -> list[list[Split]]:
+    """For each dim of a shape its factors, as positions in a type with the same elements."""
+    options = [shape] + [[n // ways if d == i else n for i, n in enumerate(shape)] for d in range(len(shape))]
+    for option in options:
+        factors = [(Split(d, j), factor.size) for d, dim in enumerate(type_.dims) for j, factor in enumerate(dim)]
+        found: list[list[Split]] = []
+        for size in option:
+            found.append([])
+            while size > 1 and factors and size % factors[0][1] == 0:
+                position, n = factors.pop(0)
+                found[-1].append(position)
+                size //= n
+            if size > 1:
+                break
+        else:
+            if not factors:
+                return found
+    raise ValueError(f"the shape {list(shape)} does not fit {type_}")

@@ -1,0 +1,63 @@
+"""Sums over the microbatches of a step: the operator that stands for one in a graph, and what adds up as graphs run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+# Kept: the operator goes when the library does.
+_library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("accumulate(Tensor term) -> Tensor")
+
+
+class Totals:
+    """What has been added up so far in a step.
+
+    Each microbatch makes the same calls of ``autopar.ir.ops.accumulate`` in the same order, and each returns the sum of
+    its terms up to now.
+
+    Attributes:
+        sums: of each call.
+    """
+
+    def __init__(self) -> None:
+        """Nothing has been added up."""
+        self.sums: list[torch.Tensor] = []
+        self._next = 0
+
+    def add(self, term: torch.Tensor) -> torch.Tensor:
+        """The sum with one more term."""
+        if self._next == len(self.sums):
+            self.sums.append(term.clone())
+        else:
+            self.sums[self._next].add_(term)
+        self._next += 1
+        return self.sums[self._next - 1]
+
+    @contextmanager
+    def microbatch(self) -> Iterator[None]:
+        """Within, one microbatch runs."""
+        self._next = 0
+        token = _totals.set(self)
+        try:
+            yield
+        finally:
+            _totals.reset(token)
+
+
+_totals: ContextVar[Totals | None] = ContextVar("autopar_totals", default=None)
+
+
+def _accumulate(term: torch.Tensor) -> torch.Tensor:
+    """The sum over the microbatches that have run, this one included; outside of a step there is one."""
+    totals = _totals.get()
+    return term.clone() if totals is None or term.device.type == "meta" else totals.add(term)
+
+
+_library.impl("accumulate", _accumulate, "CompositeExplicitAutograd")
+
+accumulate = torch.ops.autopar.accumulate.default

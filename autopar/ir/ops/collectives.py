@@ -1,0 +1,48 @@
+"""What a rewritten graph communicates with: torch's functional collectives, named by mesh axis, and the axis's index.
+
+A rewritten graph is the same on every rank. Where it would name a process group it names a mesh axis, and where it
+needs the rank it has an `axis_index` node; `autopar.runtime.step.bind` puts in the rank's own, the emulator runs all
+ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+c10d = torch.ops._c10d_functional
+
+
+def axis_index(axis: str) -> int:
+    """This device's coordinate along a mesh axis; 0 where there is no mesh, as in shape propagation."""
+    del axis
+    return 0
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What a communication node is, for the census: ``meta["collective"]``.
+
+    Attributes:
+        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce`` or ``all_to_all``.
+        axis: name of the mesh axis.
+        bytes: size by which it is charged, see `autopar.costs.collectives`.
+        members: how many redistributions it carries (more than one in a bucket).
+        gradient: whether its only purpose is to bring a gradient into its parameter's layout.
+    """
+
+    kind: str
+    axis: str
+    bytes: float
+    members: int = 1
+    gradient: bool = False
+
+
+GROUP_ARGUMENT = {
+    c10d.all_reduce.default: 2,
+    c10d.all_gather_into_tensor.default: 2,
+    c10d.reduce_scatter_tensor.default: 3,
+    c10d.all_to_all_single.default: 3,
+}
+"""Position of the group's name (here: the axis's) among the arguments of each collective."""

@@ -1,0 +1,350 @@
+"""`Plan`: a layout for every tensor of a model on a mesh, what it is predicted to cost, and how good it is.
+
+A plan is data: readable, versioned JSON keyed by parameter and operator class, with fingerprints of what it is for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from autopar.costs.cluster import Cluster
+from autopar.errors import PlanError
+from autopar.ir.layout import Layout, parse_placement
+
+VERSION = 1
+
+TIME_LIMIT, INTERRUPTED = "time limit", "interrupted"
+"""Methods of certificates whose search did not end by itself."""
+
+LEANER = "leaner"
+"""Method of a certificate whose plan was changed after the search, see `autopar.search.budget.repair`."""
+
+Ranges = Mapping[str, tuple[tuple[int, int], ...]]
+"""Members of classes, in the model's order, as ranges ``(start, stop)``."""
+
+EACH = "each "
+"""In front of a relay in a plan's ``recompute``: each operator of the backward pass moves the value for itself."""
+
+EVERY = ((0, 2**31),)
+"""A range of all members of a class, however many there are."""
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """How far from the best a plan can be.
+
+    Attributes:
+        objective: predicted seconds of one step, as the search counts them.
+        lower_bound: no plan of ``space`` costs less under the same cost model.
+        space: the set of plans that the bound speaks of.
+        method: what closed the search.
+        memory_price: seconds of a step that a byte more a device saves, while the increase is small; 0 where the budget
+            does not bind, or where that is not known (`LEANER`).
+        checked: a lower bound on the same plans that was verified apart from the search, from duals and by sums that
+            are rounded down; None where that was not asked for, or of a plan that was changed since (`LEANER`).
+    """
+
+    objective: float
+    lower_bound: float
+    space: str
+    method: str
+    memory_price: float = 0.0
+    checked: float | None = None
+
+    @property
+    def binds(self) -> bool:
+        """Whether with more memory there would be faster plans."""
+        return self.memory_price > 0 or self.method == LEANER
+
+    @property
+    def gap(self) -> float:
+        """Relative distance between objective and lower bound."""
+        return max(0.0, (self.objective - self.lower_bound) / max(self.objective, 1e-300))
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What one step costs on each device.
+
+    Attributes:
+        step_seconds: compute, communication and copies to the host and back, nothing overlapped.
+        compute_seconds: the part that is compute.
+        memory_bytes: by category: parameters, gradients, optimizer, buffers.
+        peak_bytes: by category, at the moment when the rewritten graph holds the most, see `autopar.memory.liveness`;
+            empty where no budget was set.
+        communication_bytes: bytes that a device sends, by axis.
+        collectives: how many, by axis and kind.
+        host_seconds: copies to the memory of the host and back.
+        host_bytes: what a device has in the memory of the host, at most.
+    """
+
+    step_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    memory_bytes: Mapping[str, float] = field(default_factory=dict)
+    communication_bytes: Mapping[str, float] = field(default_factory=dict)
+    collectives: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    peak_bytes: Mapping[str, float] = field(default_factory=dict)
+    host_seconds: float = 0.0
+    host_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """One line of the plan's table: all instances of a repeated module together."""
+
+    path: str
+    instances: int
+    layouts: Mapping[str, str]
+    seconds: float
+    communication_bytes: Mapping[str, float]
+    memory_bytes: float
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pipeline stage: modules that run on the same devices. A plan without a pipeline has one."""
+
+    modules: tuple[str, ...]
+
+
+_WHOLE = (Stage(("",)),)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How the stages of a plan run.
+
+    Attributes:
+        axis: the mesh axis along which the stages lie.
+        schedule: in which order each device works on its microbatches: a name, see `autopar.pipeline.schedules`, or the
+            text of a table, see `autopar.pipeline.custom_schedule`.
+    """
+
+    axis: str
+    schedule: str
+
+    @property
+    def order(self) -> str:
+        """The schedule in a few words."""
+        return "a table by hand" if "\n" in self.schedule else self.schedule
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Between which stages each device sends a part only, see `passes/pipeline/scatter_sends.py`.
+
+    Attributes:
+        axis: along which they send, whose link says what is faster.
+        behind: the stages of which the next one is on other devices.
+    """
+
+    axis: str
+    behind: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout for every tensor.
+
+    Attributes:
+        axes: name and size of each mesh axis, outermost first.
+        cluster: what it was planned for; redistribution takes the paths that are cheapest there.
+        parameters: layout of each parameter (and of its gradient and optimizer state).
+        batch: layout of each batch tensor, by position.
+        results: layout of each output tensor, by position.
+        choices: strategy of each operator class on each axis.
+        relays: layout in which a value is handed to its users, where that is not the one it was made in.
+        held: those of ``relays`` that hold for every user, even one that takes the value as it was made: pinned layouts
+            of what modules hand on.
+        optimizer: whose state the memory counts.
+        fingerprint: of the captured graph.
+        torch: version of torch that captured it.
+        recompute: what the backward pass makes again instead of keeping it: operator classes, and relays (``relay
+            CLASS OUTPUT``), which are moved again, and once for each user where they are not to wait (``each relay
+            CLASS OUTPUT``, besides); of each the ranges ``(start, stop)`` of members, in the model's order. What comes
+            from parameters alone and is not here is made once for all microbatches.
+        offload: what lies on the host: results of operator classes, and relays, from the forward pass to the backward
+            pass; and the optimizer state of parameter classes (``parameter NAME``) but for the optimizer's step. In the
+            form of ``recompute``.
+        microbatches: how many parts of the batch a step computes one after the other, see
+            `autopar.search.microbatch.rewrite`; the layouts of batch and results are those of one, and what is computed
+            of the whole batch before has numbers behind those of the batch.
+        stages: in the order of the forward pass.
+        pipeline: how the stages run; None where there is one. Parameters are then of a stage's devices only, see
+            `autopar.ir.layout.At`, and everything else is alike on all of them.
+        scatter: where stages send in parts what that is faster for; None: they send all as it is.
+        padding: padded shape of each parameter that has dims which would not divide, see `autopar.passes.pad_dims`.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    cluster: Cluster
+    parameters: Mapping[str, Layout]
+    batch: Mapping[str, Layout]
+    results: Mapping[str, Layout]
+    choices: Mapping[str, tuple[str, ...]]
+    relays: Mapping[str, Layout]
+    optimizer: str
+    fingerprint: str
+    torch: str
+    certificate: Certificate
+    predicted: Predicted = field(default_factory=Predicted)
+    modules: tuple[ModuleRow, ...] = ()
+    stages: tuple[Stage, ...] = _WHOLE
+    padding: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    recompute: Ranges = field(default_factory=dict)
+    offload: Ranges = field(default_factory=dict)
+    microbatches: int = 1
+    pipeline: Pipeline | None = None
+    scatter: Scatter | None = None
+    held: tuple[str, ...] = ()
+
+    @property
+    def inner(self) -> Plan:
+        """The plan of the devices of any one stage, for the whole model."""
+        if self.pipeline is None:
+            return self
+        axis = self.axis_names.index(self.pipeline.axis)
+
+        def drop(rows: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+            return {name: row[:axis] + row[axis + 1 :] for name, row in rows.items()}
+
+        return replace(
+            self,
+            axes=self.axes[:axis] + self.axes[axis + 1 :],
+            parameters=drop(self.parameters),
+            batch=drop(self.batch),
+            results=drop(self.results),
+            relays=drop(self.relays),
+            choices=drop(self.choices),
+            pipeline=None,
+        )
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """Names of the mesh axes."""
+        return tuple(n for n, _ in self.axes)
+
+    @property
+    def axis_sizes(self) -> tuple[int, ...]:
+        """Sizes of the mesh axes."""
+        return tuple(n for _, n in self.axes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as `save` writes it."""
+        data: dict[str, Any] = {"autopar_plan": VERSION, "torch": self.torch, "fingerprint": self.fingerprint}
+        data["axes"] = dict(self.axes)
+        data["optimizer"] = self.optimizer
+        data["cluster"] = self.cluster.to_toml()
+        for name in _LAYOUTS:
+            data[name] = {k: [str(p) for p in v] for k, v in getattr(self, name).items()}
+        data["choices"] = {k: list(v) for k, v in self.choices.items()}
+        data["microbatches"] = self.microbatches
+        data["certificate"] = {**asdict(self.certificate), "gap": self.certificate.gap}
+        data["predicted"] = asdict(self.predicted)
+        data["modules"] = [asdict(m) for m in self.modules]
+        data["stages"] = [list(s.modules) for s in self.stages]
+        data["pipeline"] = None if self.pipeline is None else asdict(self.pipeline)
+        data["scatter"] = None if self.scatter is None else asdict(self.scatter)
+        data["held"] = list(self.held)
+        data["padding"] = {name: list(shape) for name, shape in self.padding.items()}
+        for name in ("recompute", "offload"):
+            data[name] = {key: [list(r) for r in ranges] for key, ranges in getattr(self, name).items()}
+        return data
+
+    def save(self, path: str | Path) -> None:
+        """Write readable JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read what `save` wrote.
+
+        Raises:
+            PlanError: the file is missing, corrupt or of another version; names the file and the reason.
+        """
+        try:
+            return Plan.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except OSError as e:
+            raise PlanError(f"cannot read plan file {path}: {e.strerror}") from e
+        except ValueError as e:
+            raise PlanError(f"plan file {path} is corrupt: {e}; save it again with Plan.save") from e
+        except PlanError as e:
+            raise PlanError(f"plan file {path}: {e}") from e
+
+    @staticmethod
+    def from_dict(data: Any) -> Plan:
+        """Inverse of `to_dict`.
+
+        Raises:
+            PlanError: a key is missing or wrong, or the version is another one.
+        """
+        if not isinstance(data, dict) or "autopar_plan" not in data:
+            raise PlanError("this is no plan of autopar; save one with Plan.save or `autopar plan --save`")
+        if data["autopar_plan"] != VERSION:
+            raise PlanError(f"version {data['autopar_plan']} of the format, this autopar reads {VERSION}; plan again")
+        try:
+            return _parse(data)
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            raise PlanError(f"corrupt: {type(e).__name__}: {e}; save it again with Plan.save") from e
+
+    def summary(self) -> str:
+        """A table for people."""
+        from autopar.ir.plan_table import plan_table
+
+        return plan_table(self)
+
+    def __str__(self) -> str:
+        """The same as `summary`."""
+        return self.summary()
+
+
+_LAYOUTS = ("parameters", "batch", "results", "relays")
+
+
+def _layout(texts: list[str]) -> Layout:
+    return tuple(parse_placement(t) for t in texts)
+
+
+def _ranges(data: Mapping[str, Any]) -> Ranges:
+    return {str(name): tuple((int(start), int(stop)) for start, stop in ranges) for name, ranges in data.items()}
+
+
+def _scatter(data: Mapping[str, Any] | None) -> Scatter | None:
+    return None if data is None else Scatter(str(data["axis"]), tuple(map(int, data["behind"])))
+
+
+def _parse(data: dict[str, Any]) -> Plan:
+    axes = tuple((str(n), int(size)) for n, size in data["axes"].items())
+    layouts = {name: {k: _layout(v) for k, v in data[name].items()} for name in _LAYOUTS}
+    wrong = [f"{name} {k}" for name in _LAYOUTS for k, v in layouts[name].items() if len(v) != len(axes)]
+    wrong += [f"choices {k}" for k, v in data["choices"].items() if len(v) != len(axes)]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} does not have one placement for each of {len(axes)} axes")
+    microbatches = int(data.get("microbatches", 1))
+    if microbatches < 1:
+        raise ValueError(f"{microbatches} microbatches; a step has at least one")
+    certificate = {k: v for k, v in data["certificate"].items() if k != "gap"}
+    return Plan(
+        axes=axes,
+        cluster=Cluster.from_toml(data["cluster"]),
+        **layouts,
+        choices={k: tuple(v) for k, v in data["choices"].items()},
+        optimizer=str(data["optimizer"]),
+        fingerprint=str(data["fingerprint"]),
+        torch=str(data["torch"]),
+        microbatches=microbatches,
+        certificate=Certificate(**certificate),
+        predicted=Predicted(**data["predicted"]),
+        modules=tuple(ModuleRow(**m) for m in data["modules"]),
+        stages=tuple(Stage(tuple(s)) for s in data["stages"]),
+        pipeline=None if data.get("pipeline") is None else Pipeline(**data["pipeline"]),
+        scatter=_scatter(data.get("scatter")),
+        padding={str(name): tuple(map(int, shape)) for name, shape in data.get("padding", {}).items()},
+        held=tuple(str(name) for name in data.get("held", ())),
+        recompute=_ranges(data.get("recompute", {})),
+        offload=_ranges(data.get("offload", {})),
+    )

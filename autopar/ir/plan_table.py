@@ -1,0 +1,220 @@
+"""A plan as text for people: where tensors lie, what a step costs, and how good the plan can be said to be."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from autopar.costs.memory import format_bytes
+from autopar.ir.plan import EACH, Certificate, ModuleRow, Plan
+
+METHODS = {
+    "fold": "exact elimination",
+    "messages": "message passing and reduced costs",
+    "ilp": "integer linear program",
+    "multiplier": "memory priced by a multiplier",
+    "time limit": "stopped by the time limit",
+    "interrupted": "stopped by Ctrl-C",
+    "prices": "memory priced, exactly at each price; blocks mixed between two prices",
+    "axis by axis": "one or two axes at a time, bounded axis by axis",
+}
+"""What closed a search, in words; a method that is not here is printed as it is."""
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "buffers")
+
+LISTED = 4
+"""Modules that are named of a stage."""
+
+PADDED = 4
+"""Padded parameters that are named."""
+
+LEGEND = "{axis}: split over that axis; +sum{axis}: still to be summed; xN: N alike, figures of all"
+
+
+def plan_table(plan: Plan, width: int = 100) -> str:
+    """The plan as plain text, at most ``width`` columns wide.
+
+    Args:
+        plan: with or without a prediction; what was not predicted is left out.
+        width: columns; from 60 on nothing is lost, long layouts are folded.
+    """
+    parts: list[RenderableType] = [_header(plan)]
+    if plan.modules:
+        parts.append(_modules(plan))
+    if plan.predicted.step_seconds:
+        parts.append(_totals(plan))
+    parts.append(_certificate(plan.certificate))
+    return render(parts, width)
+
+
+def render(parts: Iterable[RenderableType], width: int) -> str:
+    """Rich renderables as plain text without colours or trailing spaces."""
+    buffer = io.StringIO()
+    console = Console(file=buffer, width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    for part in parts:
+        console.print(part)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()).strip("\n")
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration for people, with three digits.
+
+    >>> format_seconds(0.0123), format_seconds(4.2e-5), format_seconds(0)
+    ('12.3 ms', '42 us', '0 s')
+    """
+    if seconds == 0 or not math.isfinite(seconds):
+        return f"{seconds:g} s"
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= 0.9995 * scale:
+            return f"{float(f'{seconds / scale:.3g}'):g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
+
+
+def format_share(share: float) -> str:
+    """A share in per cent; never rounded to zero.
+
+    >>> format_share(0.0123), format_share(0.00001), format_share(0)
+    ('1.23%', '0.001%', '0%')
+    """
+    return f"{float(f'{100 * share:.3g}'):g}%" if share >= 1e-7 or share == 0 else "less than 0.00001%"
+
+
+def figures(rows: Iterable[tuple[str, str]]) -> Table:
+    """Two columns, a name and its value; long values are folded."""
+    grid = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in rows:
+        grid.add_row(Text(name), Text(value))
+    return grid
+
+
+def _header(plan: Plan) -> RenderableType:
+    links = plan.cluster.link_for(dict(plan.axes))
+    devices = math.prod(plan.axis_sizes)
+    axes = ", ".join(f"{name}={size}" for name, size in plan.axes) or "none"
+    over = ", ".join(f"{name} over {link.name}" for (name, _), link in zip(plan.axes, links, strict=True))
+    rows = [
+        ("axes", f"{axes} ({devices} device{'s' if devices != 1 else ''})"),
+        ("cluster", f"{plan.cluster.name}: {plan.cluster.device.name}" + (f"; {over}" if over else "")),
+        ("optimizer", plan.optimizer),
+    ]
+    if plan.pipeline is not None:
+        parts = ", each device sends a part of what those of its stage all have" if plan.scatter else ""
+        said = f"{len(plan.stages)} along axis {plan.pipeline.axis}, schedule {plan.pipeline.order}{parts}"
+        rows.append(("stages", said))
+        for number, stage in enumerate(plan.stages):
+            first, others = ", ".join(m or "(model)" for m in stage.modules[:LISTED]), len(stage.modules) - LISTED
+            rows.append((f"  stage {number}", first + (f" and {others} more" if others > 0 else "")))
+    if plan.padding:
+        some = [f"{name} to {'x'.join(map(str, shape))}" for name, shape in plan.padding.items()][:PADDED]
+        more = len(plan.padding) - len(some)
+        rows.append(("padded", ", ".join(some) + (f" and {more} more" if more else "")))
+    return figures(rows)
+
+
+def _modules(plan: Plan) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, caption_justify="left")
+    table.add_column("module and its layouts", overflow="fold")
+    table.add_column("time", justify="right", no_wrap=True)
+    table.add_column("sent by a device", justify="right", no_wrap=True)
+    table.add_column("parameters", justify="right", no_wrap=True)
+    for row in plan.modules:
+        layouts = Padding(figures(row.layouts.items()), (0, 0, 0, 2))
+        name = Group(Text(_path(row), overflow="fold"), *([layouts] if row.layouts else []))
+        sent = _traffic(row.communication_bytes, plan.axis_names)
+        table.add_row(name, *map(Text, (format_seconds(row.seconds), sent, format_bytes(row.memory_bytes))))
+    table.caption = Text(LEGEND, style="none")
+    return table
+
+
+def _path(row: ModuleRow) -> str:
+    return (row.path or "(model)") + (f" x{row.instances}" if row.instances > 1 else "")
+
+
+def _traffic(by_axis: Mapping[str, float], axes: Sequence[str]) -> str:
+    return "\n".join(f"{axis} {format_bytes(by_axis[axis])}" for axis in axes if by_axis.get(axis)) or "-"
+
+
+def _totals(plan: Plan) -> RenderableType:
+    """Figures of a whole step on one device; a table with a row for each axis, and memory by category."""
+    predicted = plan.predicted
+    communication = max(0.0, predicted.step_seconds - predicted.compute_seconds - predicted.host_seconds)
+    split = f"compute {format_seconds(predicted.compute_seconds)}, communication {format_seconds(communication)}"
+    split += f", copies to the host and back {format_seconds(predicted.host_seconds)}" if predicted.host_seconds else ""
+    rows = [("predicted step", f"{format_seconds(predicted.step_seconds)}: {split}, nothing overlapped")]
+    for name, size in plan.axes:
+        sent = format_bytes(predicted.communication_bytes.get(name, 0.0))
+        counts = predicted.collectives.get(name, {})
+        kinds = ", ".join(f"{count} {kind.replace('_', '-')}" for kind, count in counts.items() if count)
+        rows.append((f"axis {name} ({size})", f"{sent} sent by each device; {kinds or 'no collectives'}"))
+    memory = predicted.memory_bytes
+    order = [name for name in CATEGORIES if name in memory] + [name for name in memory if name not in CATEGORIES]
+    each = ", ".join(f"{name} {format_bytes(memory[name])}" for name in order)
+    rows.append(("memory a device", f"{format_bytes(sum(memory.values()))}: {each}" if each else "not predicted"))
+    peak = sorted(predicted.peak_bytes.items(), key=lambda held: -held[1])
+    if peak:
+        each = ", ".join(f"{name} {format_bytes(size)}" for name, size in peak if size)
+        rows.append(("peak in a step", f"{format_bytes(sum(size for _, size in peak))}: {each}"))
+    if plan.certificate.memory_price > 0:
+        rows.append(("price of memory", price_text(plan)))
+    if plan.microbatches > 1:
+        rows.append(("microbatches", f"{plan.microbatches} parts of the batch one after the other, gradients added up"))
+    if plan.offload:
+        states = sum(name.startswith("parameter ") for name in plan.offload)
+        kinds = f"{len(plan.offload) - states} kinds of values until the backward pass"
+        kinds += f", optimizer state of {states} kinds of parameters" if states else ""
+        rows.append(("on the host", f"{format_bytes(predicted.host_bytes)} of a device: {kinds}"))
+    if plan.recompute:
+        moved = sum(name.startswith("relay ") for name in plan.recompute)
+        apart = sum(name.startswith(EACH) for name in plan.recompute)
+        kinds = f"{len(plan.recompute) - moved - apart} kinds of operators computed, {moved} kinds of values moved"
+        kinds += f" ({apart} of them for each user)" if apart else ""
+        rows.append(("in the backward", f"{kinds} again instead of kept"))
+    return figures([("", ""), *rows])
+
+
+def price_text(plan: Plan) -> str:
+    """What a little more memory would save: a GiB, or less where that is more than an eighth of what is held."""
+    held, size = sum(plan.predicted.peak_bytes.values()), 2.0**30
+    while size > held / 8 and size > 1:
+        size /= 8
+    saved = plan.certificate.memory_price * size
+    share = format_share(saved / max(plan.predicted.step_seconds, 1e-300))
+    return f"{format_bytes(size)} more a device would save about {format_seconds(saved)} a step ({share})"
+
+
+def _checked(certificate: Certificate) -> str:
+    verified = certificate.checked or 0.0
+    distance = max(0.0, certificate.objective - verified) / max(certificate.objective, 1e-300)
+    return (
+        f"{format_seconds(verified)}: verified from duals, apart from the search; the objective is at most "
+        f"{format_share(distance)} above"
+    )
+
+
+def _certificate(certificate: Certificate) -> RenderableType:
+    gap, bound = certificate.gap, format_seconds(certificate.lower_bound)
+    meaning = (
+        f"no plan of the space below is predicted to take less than {bound} under the same costs"
+        if certificate.lower_bound > 0
+        else "no lower bound was proved"
+    )
+    return figures(
+        [
+            ("", ""),
+            ("objective", f"{format_seconds(certificate.objective)} a step, as the search counts"),
+            ("lower bound", f"{bound}: {meaning}"),
+            ("gap", format_share(gap)),
+            *([("checked", _checked(certificate))] if certificate.checked is not None else []),
+            ("space", certificate.space),
+            ("method", METHODS.get(certificate.method, certificate.method)),
+        ]
+    )

@@ -1,0 +1,499 @@
+"""`Program`: one step of a model as one graph of ATen operators on global tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar._torch_compat import LazyGraphModule
+from autopar.ir.checkpoint_regions import pinned
+from autopar.ir.graph import block_prefixes, is_backward, module_path, without_indices
+from autopar.ir.ops.accumulate import accumulate
+from autopar.ir.signature.floats import Guard
+from autopar.ir.signature.outputs import Total
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+GRADIENTS = ("gradient", "input_gradient")
+"""Kinds of outputs that the backward pass makes."""
+
+Value = tuple[fx.Node, int]
+"""A node that makes tensors, and the number of one of its outputs."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """What a placeholder of the graph stands for.
+
+    Attributes:
+        kind: ``parameter``, ``buffer``, ``batch`` or ``tangent``.
+        name: qualified name of a parameter or buffer; index of a batch tensor or of the output of a tangent.
+    """
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Output:
+    """What an output of the graph is: a ``buffer``'s new value, a ``result`` of the model, or a gradient.
+
+    Attributes:
+        kind: ``buffer``, ``result``, ``gradient`` of a parameter, or ``input_gradient`` of a batch tensor.
+        name: of the buffer or parameter; index of the result or of the batch tensor.
+    """
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """An operator call, whichever tensors it takes; calls that are alike are one object.
+
+    Attributes:
+        target: the operator overload.
+        arguments: text of the arguments that are not tensors.
+        inputs: shape and dtype of each tensor argument.
+        outputs: of each output; None for one that does not exist.
+    """
+
+    target: Any
+    arguments: str
+    inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    outputs: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """What a program leaves out of a model: it has three of the model's blocks, which are alike.
+
+    Every count of the whole model's graph is what three blocks have, and for each further one the difference between
+    three and two.
+
+    Attributes:
+        path: of the list of blocks, such as ``model.layers``.
+        blocks: how many the model has.
+        shorter: the program of two blocks.
+    """
+
+    path: str
+    blocks: int
+    shorter: Program
+
+    def extrapolate(self, three: Any, two: Any) -> Any:
+        """A number of the whole model, or a mapping to numbers, from those of three and of two blocks; absent is 0."""
+        if isinstance(three, Mapping):
+            return {k: self.extrapolate(v, two.get(k, {} if isinstance(v, Mapping) else 0)) for k, v in three.items()}
+        return three + (self.blocks - SHORT) * (three - two)
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """The model's tensors (or modules) that one of the program stands for: the middle block's for all between."""
+        number, rest = self._place(name)
+        numbers = {0: (0,), 1: range(1, self.blocks - 1), 2: (self.blocks - 1,)}.get(number, ())
+        return tuple(f"{self.path}.{i}{rest}" for i in numbers) or (name,)
+
+    def alike(self, name: str) -> tuple[str, ...]:
+        """The program's tensors (or modules) that stand for the one of this name and those of the blocks like its."""
+        number, rest = self._place(name)
+        return tuple(f"{self.path}.{i}{rest}" for i in range(SHORT)) if 0 <= number < self.blocks else (name,)
+
+    def _place(self, name: str) -> tuple[int, str]:
+        """The block of a name, -1 for none, and what follows."""
+        found = re.fullmatch(rf"{re.escape(self.path)}\.(\d+)([.:].*)?", name)
+        return (int(found[1]), found[2] or "") if found else (-1, "")
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What the program of one microbatch takes and gives, see `autopar.search.microbatch.rewrite`.
+
+    What it accumulates is the sum over all microbatches, and what is made of sums is made once.
+
+    Attributes:
+        count: how many make up the batch.
+        before: program of what is computed of the whole batch before, whose results are the last tensors of the
+            microbatch's batch; None: there is nothing.
+        rows: dim of the batch tensors of which a microbatch takes its rows, by name; it takes the others whole.
+        results: dim along which a result consists of the rows of all microbatches, by name.
+    """
+
+    count: int = 1
+    before: Program | None = None
+    rows: Mapping[str, int] = field(default_factory=dict)
+    results: Mapping[str, int] = field(default_factory=dict)
+
+
+WHOLE = Microbatch()
+"""The whole batch at once."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What a call of the model does to the model, besides what the graph says of parameters and buffers.
+
+    Attributes:
+        writes: to its Python state, see `autopar.capture.state.writes`; their tensors are results of the graph.
+        assigned: buffers that get a new tensor, where others are written in place.
+        counted: places of numbers that the call counts on, and does nothing else with.
+        observed: calls of recording hooks, see `autopar.capture.state.hooks`.
+        checks: of factorizations, see `autopar.capture.intercepts`.
+        constants: plain tensors among the attributes are constants of the graph, where else they are buffers.
+    """
+
+    writes: tuple[Any, ...] = ()
+    assigned: frozenset[str] = frozenset()
+    counted: frozenset[tuple[str, Any]] = frozenset()
+    constants: bool = False
+    observed: tuple[Any, ...] = ()
+    checks: tuple[Any, ...] = ()
+
+
+STATELESS = State()
+
+
+SHORT = 3
+"""Blocks of a program that leaves some out: the first, the last, and one that stands for those between them."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A captured step: the joint forward and backward graph, and what goes in and out.
+
+    Attributes:
+        graph: joint graph; call_function nodes on ATen overloads, ``meta["val"]`` a fake tensor.
+        inputs: one for each placeholder.
+        outputs: one for each output; those of the forward pass come first.
+        forward_outputs: how many outputs belong to the forward pass (buffers, then results).
+        skeleton: structure of the model's output, see `autopar.ir.signature.pytree`.
+        loss: index of the result that is the loss; None if the outputs carry gradients.
+        unused: parameters that require a gradient and, in the plain model too, get none.
+        aliases: every further name of a tied parameter or shared buffer, to the name that stands for it.
+        used: shape without padding of the parameters, tangents and results that are padded, by kind and name.
+        repeat: blocks of the model that are left out; such a program can be planned for, not run.
+        part: of the batch that the program computes.
+        state: what a call does to the model.
+        withheld: results that carry gradients in the model, and not here: only the loss, or only scalars do.
+        total: how the loss is made, where it is a result of the graph and none of the model.
+        guards: what the graph takes for granted of the floats of a call.
+    """
+
+    graph: fx.GraphModule
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    forward_outputs: int
+    skeleton: Any
+    loss: int | None = None
+    training: bool = True
+    unused: tuple[str, ...] = ()
+    aliases: dict[str, str] = field(default_factory=dict)
+    used: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
+    repeat: Repeat | None = None
+    part: Microbatch = WHOLE
+    state: State = STATELESS
+    withheld: frozenset[int] = frozenset()
+    total: Total | None = None
+    guards: tuple[Guard, ...] = ()
+
+    @property
+    def microbatches(self) -> int:
+        """How often the program runs in a step."""
+        return self.part.count
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """Placeholder nodes, in the order of ``inputs``."""
+        return [n for n in self.graph.graph.nodes if n.op == "placeholder"]
+
+    @property
+    def output_node(self) -> fx.Node:
+        """The graph's output node."""
+        return self.graph.graph.output_node()
+
+    @property
+    def output_values(self) -> list[fx.Node | None]:
+        """The node of each output, in the order of ``outputs``; None for a gradient that does not exist."""
+        values: Any = self.output_node.args[0]
+        return list(values)
+
+    @property
+    def input_gradients(self) -> frozenset[str]:
+        """Batch tensors, by index, that get a gradient."""
+        return frozenset(o.name for o in self.outputs if o.kind == "input_gradient")
+
+    @property
+    def results(self) -> list[tuple[Output, fx.Node]]:
+        """What the model returns, and the nodes that make it."""
+        described = zip(self.outputs, self.output_values, strict=True)
+        return [(o, v) for o, v in described if o.kind == "result" and v is not None]
+
+    # What follows is computed once: it holds as long as nobody changes the graph in place (see `compiler.rewrite`).
+
+    @cached_property
+    def memo(self) -> dict[Any, Any]:
+        """Results of functions of the program, by their names and other arguments."""
+        return {}
+
+    @cached_property
+    def sources(self) -> dict[fx.Node, tuple[Value, ...]]:
+        """The values that each operator takes, in the order of its `tensor_arguments`."""
+        return {n: tuple(producer(a) for a in tensor_arguments(n)) for n in operators(self.graph.graph)}
+
+    @cached_property
+    def once(self) -> frozenset[fx.Node]:
+        """Nodes that take a sum over the microbatches, or what is made of one: they run once a step."""
+        found: set[fx.Node] = set()
+        for node in self.graph.graph.nodes:
+            if node.op != "output" and any(a.target is accumulate or a in found for a in node.all_input_nodes):
+                found.add(node)
+        return frozenset(found)
+
+    @cached_property
+    def alone(self) -> frozenset[fx.Node]:
+        """What is the same in all microbatches: parameters, buffers, constants, and forward operators on these.
+
+        Random operators are not, nor is what the model's own checkpointing decides on. Where there is one microbatch,
+        nothing is.
+        """
+        if self.part.count == 1:
+            return frozenset()
+        inputs = zip(self.placeholders, self.inputs, strict=True)
+        found = {n for n, i in inputs if i.kind in ("parameter", "buffer")}
+        found.update(n for n in self.graph.graph.nodes if n.op == "get_attr")
+        for node, sources in self.sources.items():
+            random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+            varies = random or node.target is accumulate or is_backward(node) or node in self.pins
+            if not varies and all(source in found for source, _ in sources):
+                found.add(node)
+        return frozenset(found)
+
+    def runs(self, node: fx.Node) -> int:
+        """How often an operator runs in a step."""
+        return 1 if node in self.once or is_steady(node) else self.part.count
+
+    def moves(self, node: fx.Node) -> int:
+        """How often what a node makes is moved in a step; of a sum, what is added up last."""
+        return 1 if node.target is accumulate else self.runs(node)
+
+    @cached_property
+    def calls(self) -> dict[fx.Node, Call]:
+        """What each operator node calls."""
+        types = {n: _types(n) for n in self.graph.graph.nodes}
+        known: dict[Any, Call] = {}
+        found = {}
+        for node, sources in self.sources.items():
+            inputs = tuple(types[source][i] for source, i in sources)
+            key = (node.target, static_arguments(node), inputs, types[node])
+            found[node] = known.get(key) or known.setdefault(key, Call(*key))
+        return found
+
+    @cached_property
+    def pins(self) -> dict[fx.Node, str]:
+        """What the model's own checkpointing decides for forward operators, see `autopar.ir.checkpoint_regions`."""
+        return pinned(self.sources)
+
+    @cached_property
+    def blocks(self) -> frozenset[str]:
+        """Names of the modules that repeat, such as ``layers.3``."""
+        return block_prefixes(i.name for i in self.inputs if i.kind == "parameter")
+
+    @cached_property
+    def structure(self) -> Counter[str]:
+        """How often each input, operator call (with the calls that its arguments come from) and output occurs.
+
+        Numbers of repeated blocks are left out, and so are names of nodes.
+        """
+        key = tied_keys(self, _call_text, lambda n: short_hash(repr(_types(n))))
+        found = Counter(k for n, k in key.items() if n not in self.sources)
+        found.update(f"{key[n]} of {[(key[m], i) for m, i in values]}" for n, values in self.sources.items())
+        for output, value in zip(self.outputs, self.output_values, strict=True):
+            made = (key[producer(value)[0]], producer(value)[1]) if value is not None else None
+            found[f"{output.kind} {without_indices(output.name, self.blocks)} of {made}"] += 1
+        return found
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of operators, arguments, shapes and dtypes, of parameter names, and of nothing else."""
+        counts: dict[str, int] = self.structure
+        if self.repeat is not None:
+            counts = self.repeat.extrapolate(counts, self.repeat.shorter.structure)
+        return hashlib.sha256(repr(sorted(counts.items())).encode()).hexdigest()[:16]
+
+
+def tied_keys(
+    program: Program, describe: Callable[[Program, fx.Node], tuple[str, str]], describe_tensor: Callable[[fx.Node], str]
+) -> dict[fx.Node, str]:
+    """A text for every placeholder, constant and operator node; the same for nodes of repeated modules that are alike.
+
+    Those are the same operator call, by number, in the same module, indices of repeated blocks removed, of which the
+    model's checkpointing asks the same. Nodes without a module (sums of gradients, constants) are alike when their
+    arguments are.
+
+    Args:
+        program: the program.
+        describe: an operator's name, and whatever else makes calls differ.
+        describe_tensor: what makes placeholders and constants differ besides their names.
+    """
+    key: dict[fx.Node, str] = {}
+    count: dict[tuple[str, str], int] = defaultdict(int)
+    inputs = dict(zip(program.placeholders, program.inputs, strict=True))
+    for node in program.graph.graph.nodes:
+        if node.op == "placeholder":
+            spec = inputs[node]
+            named = spec.kind in ("parameter", "buffer")
+            name = without_indices(spec.name, program.blocks) if named else spec.name
+            key[node] = f"{spec.kind} {name} {describe_tensor(node)}"
+        elif node.op == "get_attr":
+            key[node] = f"constant {describe_tensor(node)}".rstrip()
+        elif node in program.sources:
+            path = module_path(node)
+            name, detail = describe(program, node)
+            detail = f"{detail} {program.pins[node]}" if node in program.pins else detail
+            phase = "backward" if is_backward(node) else "forward"
+            if path:
+                call = f"{phase} {name} {detail}"
+                number = count[path, call]
+                count[path, call] += 1
+                key[node] = f"{without_indices(path, program.blocks)}: {call} #{number}"
+            else:
+                arguments = "|".join(_shallow(source, key) for source in program.sources[node])
+                key[node] = f": {phase} {name} {short_hash(detail + arguments)}"
+    return key
+
+
+def _shallow(value: Value, key: dict[fx.Node, str]) -> str:
+    """A node as an argument: its class if it has a module, else its operator only, or sums would count their depth."""
+    node, output = value
+    if node.op == "call_function" and not module_path(node):
+        return f"{node.target}{output}"
+    return f"{key[node]}{output}"
+
+
+def _call_text(program: Program, node: fx.Node) -> tuple[str, str]:
+    return str(node.target), _call_hash(program.calls[node])
+
+
+@lru_cache(maxsize=4096)
+def _call_hash(call: Call) -> str:
+    return short_hash(f"{call.arguments} {call.inputs} {call.outputs}")
+
+
+def short_hash(text: str) -> str:
+    """Eight hexadecimal digits of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def same_graph(a: Program, b: Program) -> bool:
+    """Whether two programs compute the same, node by node, constants included; their `State` aside."""
+    if (a.inputs, a.outputs, a.loss, repr(a.skeleton)) != (b.inputs, b.outputs, b.loss, repr(b.skeleton)):
+        return False
+    number: dict[fx.Node, int] = {}
+    mine, other = list(a.graph.graph.nodes), list(b.graph.graph.nodes)
+    for i, nodes in enumerate(zip(mine, other, strict=False)):
+        number.update(dict.fromkeys(nodes, i))
+    return len(mine) == len(other) and all(
+        _node_text(n, number) == _node_text(m, number) and _same_constant(a, n, b, m)
+        for n, m in zip(mine, other, strict=True)
+    )
+
+
+def _node_text(node: fx.Node, number: Mapping[fx.Node, int]) -> str:
+    arguments = map_nodes((node.args, node.kwargs), lambda n: f"%{number[n]}")
+    return f"{node.op} {node.target if node.op == 'call_function' else ''} {arguments!r} {_types(node)!r}"
+
+
+def _same_constant(a: Program, node: fx.Node, b: Program, other: fx.Node) -> bool:
+    if node.op != "get_attr":
+        return True
+    mine, its = getattr(a.graph, str(node.target)), getattr(b.graph, str(other.target))
+    return mine is its or (mine.dtype == its.dtype and torch.equal(mine, its))
+
+
+def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
+    """The same module on a graph of its own; fake tensors and constants are shared."""
+    graph = fx.Graph()
+    environment: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(module.graph, environment))
+    graph.output_node().meta = dict(module.graph.output_node().meta)
+    for old, new in environment.items():
+        new.meta = dict(old.meta)
+    copied = LazyGraphModule(module, graph)  # most copies are looked at and never run
+    copied.meta = dict(module.meta)
+    return copied
+
+
+def map_nodes(value: Any, function: Callable[[fx.Node], Any]) -> Any:
+    """``value`` with ``function`` applied to every node in it; lists, tuples and dicts keep their structure."""
+    return fx.map_arg(value, function)
+
+
+def tensor_arguments(node: fx.Node) -> list[fx.Node]:
+    """The node's arguments that are tensors, in order of appearance among args and kwargs, lists flattened."""
+    found: list[fx.Node] = []
+    map_nodes((node.args, node.kwargs), found.append)
+    return found
+
+
+def replace_tensor_arguments(node: fx.Node, values: list[Any]) -> Arguments:
+    """``(args, kwargs)`` of the node with its tensor arguments, in order, replaced by ``values``."""
+    remaining = iter(values)
+    args, kwargs = map_nodes((node.args, node.kwargs), lambda _: next(remaining))
+    return args, kwargs
+
+
+def producer(node: fx.Node) -> tuple[fx.Node, int]:
+    """The operator node and the number of its output that a value is; looks through getitem."""
+    if node.op == "call_function" and node.target is operator.getitem:
+        source, index = node.args
+        assert isinstance(source, fx.Node)
+        assert isinstance(index, int)
+        return source, index
+    return node, 0
+
+
+def values_of(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
+    """Fake tensors of the node's outputs; None for one that does not exist."""
+    value = node.meta.get("val")
+    if isinstance(value, tuple | list):
+        return tuple(v if isinstance(v, torch.Tensor) else None for v in value)
+    return (value if isinstance(value, torch.Tensor) else None,)
+
+
+def is_steady(node: fx.Node) -> bool:
+    """Whether a node of a rewritten graph runs once a step, before the first microbatch, see `autopar.memory.hoist`."""
+    return bool(node.meta.get("steady"))
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether the node, which has been annotated, takes numbers from a random generator."""
+    operator_ = node.meta.get("operator")
+    return operator_ is not None and bool(operator_.rule.random)
+
+
+def is_operator(node: fx.Node) -> bool:
+    """Whether the node computes tensors by an operator (getitem belongs to its producer)."""
+    return node.op == "call_function" and node.target is not operator.getitem
+
+
+def operators(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Operator nodes in order."""
+    return (n for n in graph.nodes if is_operator(n))
+
+
+def static_arguments(node: fx.Node) -> str:
+    """Text of the node's arguments that are not tensors; the same for equal calls in every process, on any device."""
+    args, kwargs = map_nodes((node.args, node.kwargs), lambda _: "%")
+    return f"{args!r}{sorted((k, v) for k, v in kwargs.items() if k not in ('device', 'pin_memory'))!r}"
+
+
+def _types(node: fx.Node) -> tuple[Any, ...]:
+    return tuple(None if v is None else (tuple(map(int, v.shape)), v.dtype) for v in values_of(node))

@@ -1,0 +1,1 @@
+"""How a call's arguments and a model's outputs map to the flat inputs and outputs of a graph."""

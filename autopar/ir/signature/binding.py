@@ -1,0 +1,175 @@
+"""Arguments of a call, bound to the parameters of a model's ``forward`` as Python binds them.
+
+A call is known by what each parameter gets: ``model(x, y)`` and ``model(y=y, x=x)`` are one, and share graph and plan.
+Tensors are numbered in the order of the parameters, and floats come behind them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from inspect import Parameter, Signature
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.ir.signature import pytree
+
+_ANY = Signature([Parameter("args", Parameter.VAR_POSITIONAL), Parameter("kwargs", Parameter.VAR_KEYWORD)])
+
+
+@dataclass(frozen=True)
+class Passed:
+    """Arguments in the form in which they are passed.
+
+    Attributes:
+        args: positional ones.
+        kwargs: named ones.
+        bound: by the name of the parameter that each went to, what ``**kwargs`` took under its own names.
+        kind: class of a batch that holds one of these alone.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    bound: Mapping[str, Any] = field(default_factory=dict)
+    kind: type = tuple
+
+    @property
+    def batch(self) -> Any:
+        """As ``loss_fn`` gets it: a tuple or a dict, and a dict of all names if there are both."""
+        if self.args and self.kwargs:
+            return dict(self.bound)
+        if not self.kwargs:
+            return self.kind(self.args) if self.kind in (tuple, list) else self.args
+        return self.kwargs
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Skeleton of the arguments of a call; its text is the same for calls that mean the same.
+
+    Attributes:
+        values: skeletons by the name of the parameter that has them, in order, see `autopar.ir.signature.pytree`.
+        positional: for each positional argument its parameter, and its place in ``*args`` if it went there.
+        named: for each named one its parameter, and its key in ``**kwargs`` if it went there.
+        kind: class of a batch that held only positional or only named ones.
+        tensors: how many there are; behind them a graph takes the floats.
+        numbers: the floats of this call.
+        told_apart: the form in which arguments are passed matters, as to a hook.
+    """
+
+    values: dict[str, Any]
+    positional: tuple[tuple[str, int | None], ...]
+    named: dict[str, tuple[str, str | None]]
+    kind: type
+    tensors: int
+    numbers: tuple[float, ...] = ()
+    told_apart: bool = False
+
+    def fill(self, tensors: Sequence[Any], numbers: Sequence[float] | None = None) -> Passed:
+        """The arguments, given the tensors, behind which there may be others; by default with this call's floats."""
+        numbers = self.numbers if numbers is None else numbers
+        values = {name: pytree.unflatten(v, tensors, numbers) for name, v in self.values.items()}
+        args = [values[name] if i is None else values[name][i] for name, i in self.positional]
+        kwargs = {k: values[name] if key is None else values[name][key] for k, (name, key) in self.named.items()}
+        extra = next((name for name, key in self.named.values() if key is not None), None)
+        bound = {k: v for k, v in values.items() if k != extra} | ({} if extra is None else values[extra])
+        return Passed(tuple(args), kwargs, bound, self.kind)
+
+    def __repr__(self) -> str:
+        form = f", {len(self.positional)} positional, {list(self.named)}" if self.told_apart else ""
+        return f"{self.values!r}{form}"
+
+
+def passed(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and named arguments that a batch stands for.
+
+    Raises:
+        ValueError: it is neither a tuple, a list nor a mapping.
+    """
+    if isinstance(batch, Passed):
+        return batch.args, batch.kwargs
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, tuple | list):
+        return tuple(batch), {}
+    raise ValueError(
+        f"the batch is a {type(batch).__name__}; pass a tuple of positional arguments, such as (x,), or a dict of "
+        "named ones"
+    )
+
+
+def bind(model: nn.Module, batch: Any) -> tuple[list[torch.Tensor], Arguments]:
+    """Tensors of a batch in order, and the skeleton of the arguments, with the floats.
+
+    Raises:
+        TypeError: the arguments are not those of ``model.forward``; it is Python's own.
+        ValueError: the batch is no batch.
+        CaptureError: an argument cannot be taken apart; names its path.
+    """
+    args, kwargs = passed(batch)
+    signature, values = _bound(model, args, kwargs)
+    kinds = {p.kind: name for name, p in signature.parameters.items()}
+    order = [n for n, p in signature.parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    rest, more = kinds.get(Parameter.VAR_POSITIONAL, ""), kinds.get(Parameter.VAR_KEYWORD, "")
+    given = range(len(args))
+    positional = tuple((order[i], None) if i < len(order) else (rest, i - len(order)) for i in given)
+    own = {n for n, p in signature.parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    named: dict[str, tuple[str, str | None]] = {k: (k, None) if k in own else (more, k) for k in kwargs}
+    numbers: list[float] = []
+    tensors, skeleton = pytree.flatten(values, "batch", numbers=numbers)
+    hooked = bool(model._forward_hooks or model._forward_pre_hooks)
+    kind = type(batch) if isinstance(batch, tuple | list) else tuple
+    return tensors, Arguments(skeleton.items, positional, named, kind, len(tensors), tuple(numbers), hooked)
+
+
+def flatten(model: nn.Module, batch: Any) -> tuple[list[torch.Tensor], Arguments]:
+    """Everything of a batch that a graph takes: its tensors, then its floats as tensors; and the skeleton."""
+    tensors, arguments = bind(model, batch)
+    return tensors + [as_tensor(n) for n in arguments.numbers], arguments
+
+
+def as_tensor(number: float) -> torch.Tensor:
+    """A float as a tensor of the same precision."""
+    return torch.tensor(number, dtype=torch.float64)
+
+
+def _bound(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, dict[str, Any]]:
+    signature = _signature(model, True)
+    try:
+        return signature, signature.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        # A decorator may take arguments of its own.
+        outer = _signature(model, False)
+        try:
+            return outer, outer.bind(*args, **kwargs).arguments
+        except TypeError:
+            _raise_as_python(model, signature, args, kwargs)
+            raise error from None
+
+
+def _signature(model: nn.Module, follow_wrapped: bool) -> Signature:
+    try:
+        return inspect.signature(model.forward, follow_wrapped=follow_wrapped)
+    except (TypeError, ValueError):  # a scripted module's
+        return _ANY
+
+
+def _raise_as_python(model: nn.Module, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Call an empty function with this signature: `inspect` words its errors otherwise than Python."""
+    own = Parameter("self", Parameter.POSITIONAL_ONLY)
+    while own.name in signature.parameters:
+        own = own.replace(name=f"{own.name}_")
+    parameters = [own, *signature.parameters.values()]
+    if not any(p.kind is p.POSITIONAL_ONLY for p in parameters[1:]):
+        parameters[0] = own.replace(kind=Parameter.POSITIONAL_OR_KEYWORD)
+    bare = [
+        p.replace(annotation=Parameter.empty, default=p.default if p.default is p.empty else None) for p in parameters
+    ]
+    scope: dict[str, Any] = {}
+    exec(f"def forward{Signature(bare)}: pass", scope)
+    function = inspect.unwrap(getattr(model.forward, "__func__", model.forward))
+    scope["forward"].__qualname__ = getattr(function, "__qualname__", "forward")
+    scope["forward"](model, *args, **kwargs)

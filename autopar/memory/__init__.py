@@ -1,0 +1,1 @@
+"""What a device holds over a step: which activations are saved, recomputed or offloaded; liveness and peak."""

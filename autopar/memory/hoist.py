@@ -1,0 +1,59 @@
+"""What all microbatches of a step share: values of parameters and constants alone that the plan keeps.
+
+They are computed and moved once, before the first microbatch, and held to the end of the step: a gathered parameter
+lives for a step. What the plan does not keep is made anew in each microbatch: a gather for a microbatch, or for a use.
+
+To keep a gathered parameter from the forward to the backward pass of each microbatch, and to gather it again for the
+next, is left out: microbatches run one after the other, so it takes as much memory at the peak, and more time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.ir.program import Program, Value
+
+
+@dataclass(frozen=True)
+class Steady:
+    """What runs once a step, before the first microbatch.
+
+    Attributes:
+        nodes: operators.
+        relays: values that are moved for all their users.
+    """
+
+    nodes: frozenset[fx.Node] = frozenset()
+    relays: frozenset[Value] = frozenset()
+
+
+NEVER = Steady()
+
+
+def steady(
+    program: Program, relayed: Collection[Value], operators: Collection[fx.Node], relays: Collection[Value]
+) -> Steady:
+    """What is not made again, and what that is made from.
+
+    Args:
+        program: of one microbatch, nothing in it repeated yet.
+        relayed: values that the forward pass brings to one layout for all their users.
+        operators: forward operators whose results are not kept.
+        relays: of the values that are relayed, those whose moved form is not kept.
+    """
+    moved = {value for value in relayed if value[0] in program.alone and value not in relays}
+    waiting = [n for n in program.sources if n in program.alone and n not in operators]
+    waiting += [node for node, _ in moved]
+    nodes: set[fx.Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in nodes or node not in program.sources:
+            continue
+        nodes.add(node)
+        for source in program.sources[node]:
+            waiting.append(source[0])
+            moved.update({source} if source in relayed else ())
+    return Steady(frozenset(nodes), frozenset(moved))

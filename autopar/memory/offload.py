@@ -1,0 +1,52 @@
+"""What lies on the host: of the forward pass until the backward pass takes it, and optimizer state between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.ir.graph import is_backward
+from autopar.ir.program import Program, Value
+from autopar.memory.recompute import Again
+
+
+@dataclass(frozen=True)
+class Away:
+    """What goes to the host as it is made, and comes back for the backward pass or the optimizer's step.
+
+    Attributes:
+        made: values, in the layout in which they are made.
+        moved: values, in the layout that they are brought to for all their users.
+        states: names of the parameters whose optimizer state lies there between the optimizer's steps.
+    """
+
+    made: frozenset[Value] = frozenset()
+    moved: frozenset[Value] = frozenset()
+    states: frozenset[str] = frozenset()
+
+
+HERE = Away()
+
+
+def away(
+    program: Program, operators: Collection[fx.Node], relays: Collection[Value], again: Again, moves: Collection[Value]
+) -> Away:
+    """What goes to the host, of all that may: only what the backward pass takes, and does not make again.
+
+    Args:
+        program: the program, nothing in it repeated yet.
+        operators: forward operators whose results may lie there.
+        relays: values that may, in the form in which all their users get them.
+        again: what the backward pass makes or moves again.
+        moves: values for which that form is another than the one in which they are made, and of the forward pass.
+    """
+    if not operators and not relays:
+        return HERE
+    late = {n for n in program.sources if is_backward(n)} | again.nodes
+    taken = {value for node in late for value in program.sources[node]}
+    held = {value for value in moves if value not in again.values}  # the moved form is kept
+    sent = {value for value in relays if value in taken and value not in again.values}
+    made = {v for v in taken - held if v[0] in operators and v[0] not in again.nodes}
+    return Away(frozenset(made | (sent - held)), frozenset(sent & held))

@@ -1,0 +1,1 @@
+"""The module that the user trains, and the session behind it."""

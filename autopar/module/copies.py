@@ -1,0 +1,106 @@
+"""A `ParallelModule` copied, for averages of weights, and written to files, which need plain tensors."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar.capture.state.slots import Slots
+from autopar.errors import AutoparError
+from autopar.runtime.dtensor import full_tensor, on_all_stages
+from autopar.runtime.step.no_sync import Postponed
+
+if TYPE_CHECKING:
+    from autopar.module.parallel_module import ParallelModule
+
+SAVING = ("save_pretrained", "push_to_hub")
+"""Methods of models that write their tensors to files."""
+
+RESIZING = ("resize_token_embeddings", "resize_position_embeddings")
+"""Methods of models that put other parameters in place of theirs."""
+
+
+def deep_copy(module: ParallelModule, memo: dict[int, Any]) -> ParallelModule:
+    """A copy with tensors of its own. Plans, graphs and process groups do not change: the two share them."""
+    old = module._autopar
+    for shared in (old.place, old.settings, old.init, old.family, old.first, old.latest):
+        memo[id(shared)] = shared
+    new = memo[id(module)] = object.__new__(type(module))
+    memo[id(old.cache)] = old.cache.copy()
+    memo[id(old.postponed)] = Postponed(new.named_parameters)  # no gradient of the copy waits
+    memo[id(old.away)] = memo[id(old.slots)] = None
+    new.__dict__.update(copy.deepcopy(module.__dict__, memo))
+    new._autopar.slots = Slots(new._autopar.original)
+    new._autopar.family.append(weakref.ref(new._autopar))
+    new._autopar.offload_states()
+    return new
+
+
+def shallow_copy(module: ParallelModule) -> ParallelModule:
+    """Another object with the same tables, as of any module."""
+    new: ParallelModule = object.__new__(type(module))
+    new.__dict__.update(module.__dict__)
+    return new
+
+
+def refuse_pickling() -> None:
+    """A file that holds a parallelized model would be of use to no other process.
+
+    Raises:
+        AutoparError: always.
+    """
+    raise AutoparError(
+        "a parallelized model cannot be pickled: it holds process groups, graphs and this rank's part of the tensors. "
+        "Save torch.save(model.full_state_dict(), path), where every rank calls full_state_dict() and one rank saves, "
+        "or autopar.checkpoint.state_dict(model, optimizer) with torch.distributed.checkpoint; then build the model "
+        "anew, parallelize() it, and load_full_state_dict() or autopar.checkpoint.load_state_dict()"
+    )
+
+
+def on_a_mesh(module: ParallelModule, name: str, found: Any) -> Any:
+    """An attribute of the original model, for a model on a mesh: its parameters are not what the method expects."""
+    if name in RESIZING:
+        raise AutoparError(
+            f"{name}() puts plain parameters in place of those on the mesh: call it before parallelize(), or build "
+            "the resized model anew, parallelize() that, and load values with load_full_state_dict()"
+        )
+    return functools.wraps(found)(functools.partial(_save, module, name, found)) if name in SAVING else found
+
+
+def _save(module: ParallelModule, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Rank 0 writes what one device would; every rank calls it, as a collective call."""
+    given = kwargs.get("state_dict")
+    if given is not None:
+        kwargs["state_dict"] = {k: full_tensor(v) if isinstance(v, DTensor) else v for k, v in given.items()}
+    place = module._autopar.place
+    writes = place.rank == 0
+    with _plain(module, keep=writes):
+        return place.together(lambda: method(*args, **kwargs) if writes else None, f"{name}() of rank 0")
+
+
+@contextmanager
+def _plain(module: ParallelModule, *, keep: bool) -> Iterator[None]:
+    """Whole plain parameters in place of DTensors, on ranks that ``keep`` them; a collective call."""
+    module._autopar.require_values()
+    types, made = module._autopar.types(), {}
+    for name, parameter in module.named_parameters():
+        known = types.get(name)
+        whole = full_tensor(on_all_stages(parameter, known[0], known[1], module._autopar.place) if known else parameter)
+        if keep:
+            made[id(parameter)] = nn.Parameter(whole.cpu(), parameter.requires_grad)
+    tables = [m._parameters for m in module.modules()] if keep else []
+    swapped = [(table, name, old) for table in tables for name, old in table.items() if old is not None]
+    try:
+        for table, name, old in swapped:
+            table[name] = made[id(old)]
+        yield
+    finally:
+        for table, name, old in swapped:
+            table[name] = old

@@ -1,0 +1,265 @@
+"""`ParallelModule`: the model that the user trains, on a mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.tensor import DTensor
+
+from autopar.capture.state.slots import OWN as TORCHS
+from autopar.ir.plan import Plan
+from autopar.module.copies import RESIZING, SAVING, deep_copy, on_a_mesh, refuse_pickling, shallow_copy
+from autopar.module.session import Session
+from autopar.runtime.mesh import Place
+from autopar.runtime.state.materialize import Init
+from autopar.runtime.state.parameters import gathered
+from autopar.runtime.state.state_dict import load_full, prepare_load, savable
+from autopar.runtime.state.storage import load_into
+from autopar.runtime.step.step import deliver, reduce_postponed
+from autopar.specialize import Settings
+
+_OWN = ("_autopar", "_state_dict_hooks", "_load_state_dict_pre_hooks")
+"""Attributes that are not the original's."""
+
+
+class ParallelModule(nn.Module):
+    """A model whose parameters lie on a mesh and whose steps run as rewritten graphs.
+
+    Parameters are `DTensor`s under the original names (plain tensors where there is no mesh), so optimizers, clipping
+    and state dicts work as usual. The first call decides how they lie, unless `autopar.parallelize` was given a batch.
+    """
+
+    _autopar: Session
+
+    def __init__(self, model: nn.Module, place: Place, settings: Settings, init: Init | None) -> None:
+        """Torch's tables, hooks included, are the original's own; so is every attribute but those of ``_OWN``."""
+        self.__dict__.update({name: table for name, table in vars(model).items() if name in TORCHS})
+        for name in ("_state_dict_hooks", "_load_state_dict_pre_hooks"):
+            self.__dict__[name] = OrderedDict(self.__dict__[name])
+        self.__dict__["_autopar"] = Session(model, place, settings, init)
+        self.register_state_dict_post_hook(_save_hook)  # type: ignore[no-untyped-call]
+        hooks: Any = self._state_dict_hooks
+        hooks.move_to_end(next(reversed(hooks)), last=False)  # before the model's own change names
+        self.register_load_state_dict_pre_hook(_load_hook)  # type: ignore[no-untyped-call]
+        for module in model.modules() if place.mesh is not None else ():
+            module.register_load_state_dict_pre_hook(load_into)  # type: ignore[no-untyped-call]
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of the original model, such as ``config``."""
+        if name in _OWN:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._autopar.original, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """Of its own tensors, for averages of weights."""
+        return deep_copy(self, memo)
+
+    def __copy__(self) -> ParallelModule:
+        """With the same tensors."""
+        return shallow_copy(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """An error that says how to save a model."""
+        return refuse_pickling()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Attributes are the original's, so that its forward sees what is set here."""
+        if name in _OWN or isinstance(getattr(type(self), name, None), property):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._autopar.original, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """As for setting."""
+        if name in _OWN:
+            object.__delattr__(self, name)
+        else:
+            delattr(self._autopar.original, name)
+
+    @property
+    def training(self) -> bool:
+        """The original's mode; the next call specialises for it if it has not yet."""
+        found: bool = self._autopar.original.training
+        return found
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self._autopar.original.training = mode
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the original. Hooks of modules inside are part of the graphs; so are its own where ``loss_fn`` is."""
+        if self._autopar.settings.loss_fn is not None:
+            return self.forward(*args, **kwargs)
+        return nn.Module.__call__(self, *args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the original returns: scalars plain, other tensors as DTensors."""
+        return self._autopar.call(args, kwargs)
+
+    def specialise(self, batch: Any) -> None:
+        """Decide layouts and build the graphs for a global batch (real, fake or meta tensors) before the first call."""
+        self._autopar.specialise(batch)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the parameters' layouts: that of the first specialisation."""
+        return self._autopar.plan
+
+    @property
+    def logical_graph(self) -> fx.GraphModule:
+        """The latest specialisation's graph on global tensors, with layouts."""
+        session = self._autopar
+        found = session.known(session.latest)
+        return session.settings.toolchain.annotate(found.program, found.plan).graph
+
+    @property
+    def forward_graph(self) -> fx.GraphModule:
+        """The latest specialisation's forward graph on this rank's tensors."""
+        return self._autopar.known(self._autopar.latest).step.cut.forward
+
+    @property
+    def backward_graph(self) -> fx.GraphModule | None:
+        """Its backward graph; None if it does not train."""
+        return self._autopar.known(self._autopar.latest).step.cut.backward
+
+    @property
+    def steady_graph(self) -> fx.GraphModule | None:
+        """What runs before its first microbatch, for all of them; None if nothing does."""
+        return self._autopar.known(self._autopar.latest).step.cut.steady
+
+    @property
+    def data_world_size(self) -> int:
+        """Into how many parts the rows of a batch are split: ``num_replicas`` of a sampler."""
+        return self._autopar.data_world_size
+
+    @property
+    def data_rank(self) -> int:
+        """Which part this rank takes: ``rank`` of a sampler."""
+        return self._autopar.data_rank
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Plain tensors by original name, as one device would hold them; a collective call."""
+        session = self._autopar
+        session.require_values()
+        with session.together("full_state_dict()"):
+            return gathered(nn.Module.state_dict(_Unhooked(self), keep_vars=True), session.types(), session.place)
+
+    def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take values from plain full tensors; every rank keeps its part.
+
+        Raises:
+            AutoparError: names are missing or unexpected, or a shape differs; nothing is changed then.
+        """
+        session, own = self._autopar, dict(nn.Module.state_dict(_Unhooked(self), keep_vars=True))
+        with session.place.during("load_full_state_dict()", in_step=False):
+            load_full(self, own, state, session.place, session.types())
+
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        """Plain gradients by original name, of parameters that have one; a collective call."""
+        session = self._autopar
+        session.postponed.refuse(self.parameters(), "full_gradients()")
+        found = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
+        with session.together("full_gradients()"):
+            return gathered(found, session.types(), session.place)
+
+    def explain(self, name: str) -> str:
+        """Why a parameter lies as it does; what of a module, or an operator, is saved or recomputed, and why."""
+        from autopar.explain.parameters import explain
+
+        return explain(self._autopar.known(self._autopar.first), name)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes within leave gradients unreduced; the next one outside reduces the sum, once.
+
+        Until then ``.grad`` lacks them, and an optimizer's step is an error. ``zero_grad`` drops them.
+        """
+        postponed = self._autopar.postponed
+        before, postponed.active = postponed.active, True
+        try:
+            yield
+        finally:
+            postponed.active = before
+
+    def reduce_gradients(self) -> None:
+        """Reduce gradients that wait since `no_sync`, where no backward pass outside follows; a collective call."""
+        session = self._autopar
+        with session.together("reduce_gradients()"):
+            deliver(reduce_postponed(session.postponed), session.postponed, session.place)
+
+
+def parallel_module(model: nn.Module, place: Place, settings: Settings, init: Init | None) -> ParallelModule:
+    """The module that runs a model on a mesh: of a class of its own, which is a subclass of the model's.
+
+    So the model's methods and properties, special ones included, are those of the result: what they do to ``self`` is
+    done to the parallel module, and ``self(...)`` runs on the mesh.
+    """
+    kind: Any = type(model)
+    signature = inspect.signature(model.forward)
+
+    def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+        return ParallelModule.forward(self, *args, **kwargs)
+
+    forward.__doc__ = model.forward.__doc__
+    try:
+        made = type(kind)(
+            kind.__name__, (ParallelModule, kind),
+            {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "forward": _bound(forward, signature),
+             **{name: _own_method(name) for name in (*SAVING, *RESIZING) if hasattr(kind, name)}},
+        )  # fmt: skip
+    except TypeError:  # a class that cannot be subclassed so
+        made = ParallelModule
+    parallel: ParallelModule = object.__new__(made)
+    ParallelModule.__init__(parallel, model, place, settings, init)
+    return parallel
+
+
+def _own_method(name: str) -> Callable[..., Any]:
+    """A method of the model that must not run on parameters of a mesh."""
+
+    def method(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+        found = getattr(self._autopar.original, name)
+        return (found if self._autopar.place.mesh is None else on_a_mesh(self, name, found))(*args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+def _bound(forward: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
+    """The function with the signature of a method: the original's, and ``self`` first."""
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    parameters = list(signature.parameters.values())
+    if any(p.name == "self" for p in parameters):
+        return forward
+    forward.__signature__ = signature.replace(parameters=[own, *parameters])  # type: ignore[attr-defined]
+    return forward
+
+
+class _Unhooked(nn.Module):
+    """The same tables without the hooks."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[table] = module.__dict__[table]
+
+
+def _save_hook(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    assert isinstance(module, ParallelModule)
+    types, place = module._autopar.types(), module._autopar.place
+    with place.during("state_dict()", in_step=False):
+        for name, value in list(state.items()):
+            if name.startswith(prefix) and isinstance(value, DTensor):
+                state[name] = savable(value, types.get(name.removeprefix(prefix)), place)
+
+
+def _load_hook(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    assert isinstance(module, ParallelModule)
+    with module._autopar.place.during("load_state_dict()", in_step=False):
+        prepare_load(module, state, prefix, module._autopar.place, module._autopar.types())

@@ -1,0 +1,362 @@
+"""`Session`: what runs behind a `ParallelModule`: from a call to a step, in agreement with the other ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar._torch_compat import FakeTensor
+from autopar.capture.state.hooks import replay
+from autopar.capture.state.slots import Slots, state_tensors
+from autopar.capture.state.writes import apply
+from autopar.errors import AutoparError, PlanError
+from autopar.ir.layout import Layout, Replicate, Split, replicated
+from autopar.ir.ops.random import derive_seed, step_seed
+from autopar.ir.plan import Plan
+from autopar.ir.signature import binding, pytree
+from autopar.module.check_first import check_first
+from autopar.module.specialization_cache import Kept
+from autopar.runtime.agreement.points import FAILURES, NO_SYNC, WAITING, Details, described
+from autopar.runtime.dtensor import Placements, from_local, full_tensor, part_of, plain_type, to_local, to_placements
+from autopar.runtime.mesh import Place
+from autopar.runtime.state.materialize import Init, materialise, uninitialised
+from autopar.runtime.state.optimizer_layouts import lay_out_states_of
+from autopar.runtime.state.optimizer_offload import OffloadedStates
+from autopar.runtime.state.optimizer_offload import offload_states as offload
+from autopar.runtime.state.parameters import checksum, contents, slice_replicated
+from autopar.runtime.state.storage import refuse_strangers
+from autopar.runtime.step.input_gradients import origins, requiring_gradients
+from autopar.runtime.step.microbatch_step import MicrobatchStep
+from autopar.runtime.step.no_sync import Postponed
+from autopar.runtime.step.step import Call, run
+from autopar.search.pipeline.space import along_with, without_pipeline
+from autopar.specialize import (
+    Request,
+    Settings,
+    Specialisation,
+    compare_contents,
+    data_layout,
+    data_parts,
+    specialise,
+)
+
+MANY = 4
+"""States of the model for which a graph has been captured when that is worth a warning."""
+
+logger = logging.getLogger("autopar")
+
+
+class Session:
+    """A model on a mesh.
+
+    Attributes:
+        original: the user's model, with parameters on the mesh.
+        place: where this rank is.
+        settings: what the user asked for.
+        init: of parameters on the meta device.
+        slots: the Python state of the model.
+        cache: specialisations.
+        unseen: keys of those whose batches have not been compared.
+        checked: modes that have been verified.
+        first: the specialisation that decided how parameters lie.
+        latest: the one that ran last.
+        postponed: gradients that wait since `no_sync`.
+        drawn: how many calls drew random numbers.
+        number: among the parallel modules of the mesh.
+        described: the key of the latest call, in words.
+        away: optimizer state on the host.
+        family: this and its copies.
+    """
+
+    def __init__(self, model: nn.Module, place: Place, settings: Settings, init: Init | None) -> None:
+        self.original, self.place, self.settings, self.init = model, place, settings, init
+        self.slots = Slots(model)
+        self.cache = Kept()
+        self.unseen: set[Any] = set()
+        self.checked: set[Any] = set()
+        self.first: Specialisation | None = None
+        self.latest: Specialisation | None = None
+        self.postponed = Postponed(model.named_parameters)
+        self.drawn, self.number = 0, 0
+        if place.control is not None:
+            self.number = len(place.control.calls)
+            place.control.calls.append(0)
+        self.described: dict[Any, Details] = {}
+        self.away: OffloadedStates | None = None
+        self.family: list[weakref.ref[Session]] = [weakref.ref(self)]
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the original returns: scalars plain, other tensors as DTensors."""
+        tensors, skeleton = binding.flatten(self.original, binding.Passed(args, kwargs))
+        refuse_strangers(self.original, self.place, self.types().get)
+        request = self._request(tensors, skeleton)
+        name = self.agreed("forward", request)
+        found = self._specialised(request)
+        self._compare_contents(request, tensors)
+        self._check(found, request, tensors)
+        step = found.step
+        named = dict(self.original.named_parameters())
+        before = {**state_tensors(self.original), **{n: to_local(named[n]) for n in found.written}}
+        buffers = dict(before)
+        with self.place.during(f"the batch of {name}"):
+            batch = [
+                part_of(t, *step.types.batch[str(i)], self.place) if self._is_whole(t) else to_local(t).contiguous()
+                for i, t in enumerate(tensors) if str(i) in step.types.batch
+            ]  # fmt: skip
+            if isinstance(step, MicrobatchStep):
+                batch += step.before([self._gatherable(t, request, i) for i, t in enumerate(tensors)], buffers)
+        given = origins(tensors, request.differentiable, self.settings.inputs)
+        call = Call(step, buffers, [t.to(self.place.device) for t in batch], self.postponed, name, given)
+        with self._random_numbers(found):
+            results = run(call, [named[n] for n in step.parameters], [tensors[int(o.name)] for o in given])
+        self._write_state(found, results, {n: b for n, b in buffers.items() if b is not before[n]})
+        return pytree.unflatten(found.program.skeleton, results, skeleton.numbers)
+
+    def _write_state(self, found: Specialisation, results: list[Any], assigned: dict[str, torch.Tensor]) -> None:
+        """Do to the original what its forward did to it while it was traced."""
+        state = found.program.state
+        for name, value in assigned.items():
+            path, _, attribute = name.rpartition(".")
+            self.original.get_submodule(path)._buffers[attribute] = value
+        whole = _Whole(results)
+        for check in state.checks:
+            check.make(whole)
+        apply(self.original, state.writes, whole)
+        replay(self.original, state.observed, whole)
+
+    def specialise(self, batch: Any) -> None:
+        """Decide layouts and build the graphs for a global batch (real, fake or meta tensors) before the first call."""
+        tensors, skeleton = binding.flatten(self.original, batch)
+        shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
+        request = Request(skeleton, shapes, {}, differentiable=requiring_gradients(tensors))
+        self.agreed("specialise()", request)
+        self._check(self._specialised(request), request, tensors)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the parameters' layouts: that of the first specialisation."""
+        if self.first is None and self.settings.plan is not None:
+            return self.settings.plan
+        return self.known(self.first).plan
+
+    @property
+    def data_world_size(self) -> int:
+        """Into how many parts the rows of a batch are split: ``num_replicas`` of a sampler."""
+        return data_parts(self._rows(), self.place.sizes)
+
+    @property
+    def data_rank(self) -> int:
+        """Which part this rank takes: ``rank`` of a sampler."""
+        index = 0
+        for placement, n, coordinate in zip(self._rows(), self.place.sizes, self.place.coordinates, strict=True):
+            index = index * n + coordinate if placement == Split(0, 0) else index
+        return index
+
+    def agreed(self, what: str, request: Request) -> str:
+        """The name of a call on which all ranks agree, before its first collective.
+
+        Raises:
+            RankError: one is about to make another, or none.
+        """
+        control = self.place.control
+        if control is None:
+            return ""
+        control.calls[self.number] += what == "forward"
+        name = f"call {control.calls[self.number]} of {self.name}"
+        key = self._key(request)
+        if key not in self.described:
+            self.described = {key: described(key)}  # of one kind at a time: texts are long
+        window = ((NO_SYNC, str(self.postponed.active)), (WAITING, self.postponed.described()))
+        known = ("what it is captured for", self.cache.which(key, request.skeleton.numbers, self.slots))
+        self.place.meet(f"{what} of {name}", (*self.described[key], known, *window, (FAILURES, control.failures())))
+        return name
+
+    @property
+    def name(self) -> str:
+        """What messages call the module."""
+        return f"{type(self.original).__name__}" + (f" (module {self.number})" if self.number else "")
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """A collective call that all ranks make."""
+        control = self.place.control
+        what = what if control is None else f"{what} behind call {control.calls[self.number]} of {self.name}"
+        self.place.meet(what, ((WAITING, self.postponed.described()),))
+        with self.place.during(what):
+            yield
+
+    def _random_numbers(self, found: Specialisation) -> AbstractContextManager[None]:
+        """New random numbers for one call, the same on every rank that computes the same."""
+        if found.seed is None:
+            return contextlib.nullcontext()
+        self.drawn += 1
+        return step_seed(derive_seed(found.seed, self.drawn))
+
+    def _is_whole(self, tensor: torch.Tensor) -> bool:
+        return self.settings.inputs == "global" or isinstance(tensor, DTensor)
+
+    def _gatherable(self, tensor: torch.Tensor, request: Request, index: int) -> torch.Tensor:
+        """A batch tensor that is whole, or a DTensor."""
+        if self._is_whole(tensor):
+            return tensor
+        shape, dtype = request.shapes[index]
+        placements = to_placements(plain_type(shape, dtype), request.rows[index])
+        return from_local(tensor.to(self.place.device), self.place, shape, placements)
+
+    def _request(self, tensors: list[torch.Tensor], skeleton: Any) -> Request:
+        shapes, rows = [], {}
+        for i, t in enumerate(tensors):
+            shape = tuple(t.shape)
+            if not self._is_whole(t):
+                split = bool(shape) and self._splits(i, len(tensors))
+                shape = (shape[0] * self.data_world_size, *shape[1:]) if split else shape
+                rows[i] = self._rows() if split else replicated(len(self.place.axes))
+            shapes.append((shape, t.dtype))
+        layouts = {i: tuple(t.placements) for i, t in enumerate(tensors) if isinstance(t, DTensor)}
+        return Request(skeleton, tuple(shapes), layouts, rows, requiring_gradients(tensors))
+
+    def _splits(self, index: int, count: int) -> bool:
+        """Whether ranks pass different rows of this batch tensor; position ids of one row, for example, are alike."""
+        layouts = self.plan.batch
+        if len(layouts) != count or str(index) not in layouts:
+            return True
+        return any(p == Split(0, 0) for p in layouts[str(index)])
+
+    def _specialised(self, request: Request) -> Specialisation:
+        key = self._key(request)
+        known = self.cache.find(key, request.skeleton.numbers, self.slots)
+        if known is not None:
+            self.latest = known
+            return known
+        others = self.cache.of(key)
+        if changed := self.cache.changed(key, self.slots):
+            log = logger.warning if len(others) == MANY else logger.info
+            log("capturing the model again: %s changed since the last call", ", ".join(changed[:3]))
+        first = self.first is None
+        placements = None if first else self._placements()
+        weights = checksum(dict(self.original.named_parameters())) if first else ""
+        settings = self.settings
+        if self.first is not None:
+            search = without_pipeline(settings.search)
+            search = replace(search, pins={**search.pins, **along_with(self.first.plan)})
+            settings = replace(settings, search=search)
+        states = {c: self.slots.signature(c) for c in (False, True)}
+        found = specialise(
+            self.original, request, settings, self.place,
+            placements=placements, weights=weights, known=others,
+        )  # fmt: skip
+        for member in [m() for m in self.family] if first else ():  # copies made before go on like this one
+            if member is not None:
+                member.decide(found)
+        self.cache.add(key, found, states[found.program.state.constants])
+        self.latest = found
+        self.unseen.add(key)
+        return found
+
+    def _compare_contents(self, request: Request, tensors: list[torch.Tensor]) -> None:
+        """Before the first batch of a kind: ranks that take the same part must be given the same."""
+        if not self.unseen:
+            return
+        key = self._key(request)
+        if key in self.unseen:
+            plain = [t for t in tensors if not isinstance(t, DTensor)]
+            part = 0 if self.settings.inputs == "global" else self.data_rank
+            compare_contents(contents(plain), part, self.place)
+            self.unseen.remove(key)
+
+    def _check(self, found: Specialisation, request: Request, tensors: list[torch.Tensor]) -> None:
+        """With ``check=True``, before the first step of a mode: the plan must compute what the model does."""
+        grads = torch.is_grad_enabled(), request.differentiable
+        mode = (tuple(m.training for m in self.original.modules()), grads, repr(request.skeleton))
+        if self.settings.require_equal is None or mode in self.checked:
+            return
+        if uninitialised(self.original) or any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
+            return  # an example without values: the first call checks
+        self.checked.add(mode)
+        given = [
+            t if t.shape == request.shapes[i][0] else self._gatherable(t, request, i) for i, t in enumerate(tensors)
+        ]
+        whole = [full_tensor(t).requires_grad_(i in request.differentiable) for i, t in enumerate(given)]
+        check_first(self.original, found, request, whole, self.settings, self.types(), self._placements())
+
+    def _key(self, request: Request) -> Any:
+        device = self.place.device.type
+        modes = tuple((type(m), m.training) for m in self.original.modules())  # which may have been replaced
+        parameters = tuple((n, p.requires_grad, p.dtype, p.shape) for n, p in self.original.named_parameters())
+        autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        layouts = tuple(sorted((i, str(p)) for i, p in request.layouts.items()))
+        required = parameters, request.differentiable
+        return request.shapes, repr(request.skeleton), layouts, modes, torch.is_grad_enabled(), *required, autocast
+
+    def _placements(self) -> dict[str, Placements]:
+        plain = to_placements(plain_type((), torch.float32), replicated(len(self.place.axes)))
+        return {
+            n: tuple(p.placements) if isinstance(p, DTensor) else plain for n, p in self.original.named_parameters()
+        }
+
+    def decide(self, found: Specialisation) -> None:
+        """Let the layouts of the parameters be those of a specialisation, if they are not decided yet."""
+        if self.first is not None:
+            return
+        self.place, self.first = found.place, found
+        types, named = found.step.types.parameters, dict(self.original.named_parameters())
+        for name, parameter in named.items():  # of which each rank keeps its part
+            if not to_local(parameter).is_meta and name in types:
+                slice_replicated(parameter, *types[name], self.place)
+        materialise(self.original, self.init, types, found.program.aliases, self.place)
+        self.offload_states()
+        if self.place.mesh is not None:
+            lay_out_states_of(named.values())
+
+    def offload_states(self) -> None:
+        """Have optimizer state on the host where the plan says so."""
+        away = () if self.first is None else self.first.states_away
+        named = dict(self.original.named_parameters())
+        self.away = offload([named[name] for name in away]) if away else None
+
+    def types(self) -> Any:
+        """Type and layout of each parameter; empty before they are decided."""
+        return {} if self.first is None else self.first.step.types.parameters
+
+    def require_values(self) -> None:
+        """Refuse what needs values while some parameter is on the meta device."""
+        missing = uninitialised(self.original)
+        if missing:
+            raise AutoparError(f"{missing[0]!r} is on the meta device and has no values; pass init= to parallelize()")
+
+    def _rows(self) -> Layout:
+        if self.first is None:
+            plan = self.known(None).plan if self.settings.plan is None else self.settings.plan
+            whole = replicated(len(self.place.axes))
+            found = [tuple(p if p == Split(0, 0) else Replicate() for p in v) for v in plan.batch.values()]
+            return max(found, key=lambda v: data_parts(v, self.place.sizes), default=whole)
+        return data_layout(self.first.program, self.first.plan)[0]
+
+    def known(self, found: Specialisation | None) -> Specialisation:
+        """A specialisation that must be there by now."""
+        if found is None:
+            raise PlanError(
+                "there is no plan yet: call the model once, or pass batch= (an example of the global batch) or plan= "
+                'to parallelize(); inputs="local" needs that, since the plan decides how a batch is split'
+            )
+        return found
+
+
+class _Whole:
+    """Results as the model's attributes get them: whole tensors."""
+
+    def __init__(self, results: list[Any]) -> None:
+        self._results = results
+
+    def __getitem__(self, index: int) -> Any:
+        found = self._results[index]
+        return found.full_tensor() if isinstance(found, DTensor) else found

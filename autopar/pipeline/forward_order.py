@@ -1,0 +1,122 @@
+"""Where in the forward pass a node belongs: the line along which a pipeline is cut.
+
+Forward nodes lie in the order of the graph; what is computed of parameters alone, such as their casts, comes first in
+the graph and lies where it is used. A node of the backward pass lies where the forward node lies that it
+differentiates; what autograd adds up lies where the terms meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import fx
+
+from autopar.ir.graph import module_path
+from autopar.ir.program import Program, is_steady
+
+
+def forward_nodes(program: Program) -> set[fx.Node]:
+    """What forward outputs and forward-tagged nodes are computed from, and these nodes."""
+    after: set[fx.Node] = {n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "tangent"}
+    for node in program.graph.graph.nodes:
+        if any(a in after for a in node.all_input_nodes):
+            after.add(node)
+    tagged = [n for n in program.graph.graph.nodes if n.meta.get("partitioner_tag") == "is_forward" and n not in after]
+    waiting = [*tagged, *(v for v in program.output_values[: program.forward_outputs] if v is not None)]
+    found: set[fx.Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node not in found and node.op != "output":
+            found.add(node)
+            waiting.extend(node.all_input_nodes)
+    return found
+
+
+def positions(program: Program, forward: set[fx.Node]) -> dict[fx.Node, int]:
+    """Position of every operator along the forward pass."""
+    calls = [n for n in program.graph.graph.nodes if n.op == "call_function"]
+    found = {n: i for i, n in enumerate(_in_order(program, forward))}
+    last = len(found) - 1
+    by_number: dict[tuple[str, int | None], int] = {}
+    by_path: dict[str, int] = {}
+    for node, i in found.items():
+        if "seq_nr" in node.meta:
+            by_number.setdefault((module_path(node), node.meta["seq_nr"]), i)
+        by_path[module_path(node)] = i
+    for node in reversed(calls):
+        if node in forward and node not in found:
+            found[node] = min((found[u] for u in node.users if u in found), default=last)
+    late = [n for n in calls if n not in forward]
+    for node in late:
+        path = module_path(node)
+        terms = [found[a] for a in node.all_input_nodes if a in found and a not in forward]
+        if _has_stack(node):
+            found[node] = by_number.get((path, node.meta.get("seq_nr")), by_path.get(path, last))
+        elif terms:
+            found[node] = min(terms)
+    for node in reversed(late):
+        if node not in found:  # for others to come
+            found[node] = max((found[u] for u in node.users if u in found), default=last)
+    return found
+
+
+def _has_stack(node: fx.Node) -> bool:
+    return bool(node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack"))
+
+
+def starts(program: Program, forward: set[fx.Node]) -> dict[str, int]:
+    """Position of the first operator of every module, by path; the model itself is ``""``."""
+    found: dict[str, int] = {}
+    for position, path in _paths(program, forward):
+        found.setdefault(path, position)
+    return found
+
+
+def ends(program: Program, forward: set[fx.Node]) -> dict[str, int]:
+    """The position behind the last operator of every module, by path."""
+    return {path: position + 1 for position, path in _paths(program, forward)}
+
+
+def _paths(program: Program, forward: set[fx.Node]) -> Iterator[tuple[int, str]]:
+    """Position of every forward operator and each module that it is in, the outermost first."""
+    for position, node in enumerate(_in_order(program, forward)):
+        parts = module_path(node).split(".") if module_path(node) else []
+        for length in range(len(parts) + 1):
+            yield position, ".".join(parts[:length])
+
+
+def _in_order(program: Program, forward: set[fx.Node]) -> Iterator[fx.Node]:
+    """The forward operators that have a position of their own: not what is computed of parameters and buffers alone."""
+    kinds = zip(program.placeholders, program.inputs, strict=True)
+    apart = {n for n, i in kinds if i.kind in ("parameter", "buffer")}
+    for node in program.graph.graph.nodes:
+        if node.op != "call_function" or node not in forward:
+            continue
+        if is_steady(node) or (node.all_input_nodes and apart.issuperset(node.all_input_nodes)):
+            apart.add(node)
+        else:
+            yield node
+
+
+def cuts_at(program: Program, forward: set[fx.Node], modules: Sequence[str]) -> list[int]:
+    """Positions at which the stages after the first begin.
+
+    Args:
+        program: the program.
+        forward: its forward nodes.
+        modules: the first module of each of these stages.
+
+    Raises:
+        ValueError: a module does not exist or computes nothing, or the modules are not in the order of the forward
+            pass.
+    """
+    first = starts(program, forward)
+    unknown = [m for m in modules if m not in first]
+    if unknown:
+        raise ValueError(f"a stage begins at {unknown[0]!r}, which is no module of the model that computes anything")
+    cuts = [first[m] for m in modules]
+    if sorted({0, *cuts}) != [0, *cuts]:
+        raise ValueError(
+            f"stages begin at {', '.join(modules)}, which is not the order in which the model computes them"
+        )
+    return cuts

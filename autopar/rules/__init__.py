@@ -1,0 +1,1 @@
+"""The rule language: one equation an operator. `strategies/` holds the rules."""

@@ -1,0 +1,1 @@
+"""Oracles: they prove a rule by running it on shards."""

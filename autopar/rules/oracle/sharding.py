@@ -1,0 +1,370 @@
+"""The oracle: a rule is true if sharding, running and reassembling gives what the operator gives.
+
+Every strategy of a rule, alone and two at a time on a mesh of two axes, is run on real tensors: inputs are cut (or
+written as a sum of random terms), each rank runs the operator (or its lowering) on its part with local sizes, and the
+outputs are put together and compared with the operator on the whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autopar.errors import InvalidRuleError
+from autopar.rules.oracle.call import RuleCall, Tensors, Tree, compare, map_tensors, outputs_of, wide
+from autopar.rules.rule import Dims, Rule
+
+Rank = tuple[int, ...]
+_Tolerance = tuple[str, float]
+
+
+@dataclass(frozen=True)
+class AxisStrategy:
+    """What one mesh axis does: split ``letter``, or pass ``Partial`` through in the inputs ``partial``."""
+
+    letter: str = ""
+    partial: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return self.letter or f"linear{list(self.partial)}"
+
+
+def check_rule(
+    target: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    parts: int = 2,
+    rtol: float = 1e-9,
+    pairs: bool = True,
+    rule: Rule | None = None,
+    run: Callable[..., Any] | None = None,
+) -> list[str]:
+    """Prove every strategy of the operator's rule on one call; returns them as text: ``"m: S,R->S"``.
+
+    Args:
+        target: an operator overload.
+        args: its positional arguments, floating tensors in float64.
+        kwargs: its keyword arguments.
+        parts: how many devices an axis has.
+        rtol: largest difference, relative to the largest entry of the tensor (at least 1).
+        pairs: also check two strategies at once, on a mesh of two axes.
+        rule: check this rule instead of the registered one.
+        run: computes the operator, where it has no kernel itself.
+
+    Raises:
+        InvalidRuleError: the equation does not fit the shapes, or a strategy is false.
+    """
+    call = _SplitCall.make(target, args, kwargs, rule, run)
+    proven = []
+    for count in (1, 2) if pairs else (1,):
+        for chosen in itertools.combinations_with_replacement(_strategies(call.rule), count):
+            if not call.exists(chosen, parts):
+                continue
+            try:
+                call.check(chosen, parts, rtol)
+            except InvalidRuleError:
+                raise
+            except Exception as error:
+                where = f"{target} ({call.rule.equation}), {_join(chosen)}"
+                raise InvalidRuleError(f"{where}: the local run fails: {error}") from error
+            proven.append(f"{_join(chosen)}: {call.describe(chosen)}")
+    return proven
+
+
+def _join(chosen: Sequence[AxisStrategy]) -> str:
+    return " x ".join(map(str, chosen))
+
+
+def _split(chosen: Sequence[AxisStrategy], parts: int) -> dict[str, int]:
+    """Into how many parts each letter is cut."""
+    letters = [s.letter for s in chosen if s.letter]
+    return {c: parts ** letters.count(c) for c in letters}
+
+
+def _strategies(rule: Rule) -> list[AxisStrategy]:
+    free = [AxisStrategy(letter=c) for c in rule.letters if c not in rule.blocked]
+    return free + [AxisStrategy(partial=s) for s in rule.linear]
+
+
+class _SplitCall(RuleCall):
+    """A call, split over mesh axes."""
+
+    def placement(self, strategy: AxisStrategy, output: int) -> str | None:
+        """``S``, ``P`` or ``R``: how an output lies along an axis; None if the strategy does not exist."""
+        dims = self.rule.outputs[output]
+        if strategy.partial:
+            return "P"
+        if any(strategy.letter in dim for dim in dims or ()):
+            return "S"
+        return "P" if strategy.letter in self.rule.reduce else "R" if strategy.letter in self.rule.keep else None
+
+    def input_placement(self, strategy: AxisStrategy, i: int) -> str:
+        """``S``, ``P`` or ``R``: how an input lies along an axis."""
+        if i in strategy.partial:
+            return "P"
+        return "S" if any(strategy.letter in dim for dim in self.rule.inputs[i]) and strategy.letter else "R"
+
+    def exists(self, chosen: Sequence[AxisStrategy], parts: int) -> bool:
+        """Whether sizes divide, every output has a layout, and one lowering at most is needed."""
+        present = [j for j, t in enumerate(self.outputs) if t is not None]
+        divided = all(self.sizes[c] % n == 0 for c, n in _split(chosen, parts).items())
+        lowerings = {id(self.rule.lower[s.letter]) for s in chosen if s.letter in self.rule.lower}
+        return divided and len(lowerings) <= 1 and all(self.placement(s, j) for s in chosen for j in present)
+
+    def describe(self, chosen: Sequence[AxisStrategy]) -> str:
+        """``S,R->S``, with one letter for each axis: ``SR,RS->SP``."""
+        left = ("".join(self.input_placement(s, i) for s in chosen) for i in range(len(self.inputs)))
+        present = [j for j, t in enumerate(self.outputs) if t is not None]
+        right = ("".join(self.placement(s, j) or "" for s in chosen) for j in present)
+        return f"{','.join(left)}->{','.join(right)}"
+
+    def check(self, chosen: Sequence[AxisStrategy], parts: int, rtol: float) -> None:
+        """Shard, run, reassemble, compare."""
+        ranks = list(itertools.product(range(parts), repeat=len(chosen)))
+        scattered = [self._scatter(i, chosen, parts) for i in range(len(self.inputs))]
+        split = dict.fromkeys(self.rule.letters, 1) | _split(chosen, parts)
+        local = {r: self._arguments([s[r] for s in scattered], split) for r in ranks}
+        results = self._run(chosen, parts, local)
+        for j, expected in enumerate(self.outputs):
+            if expected is None:
+                continue
+            pieces = {r: outputs[j] for r, outputs in results.items()}
+            where = f"{self.target} ({self.rule.equation}), {_join(chosen)}: {self.describe(chosen)}, output {j}"
+            actual = self._gather(j, chosen, parts, pieces, (where, rtol), ())
+            if self.has_values:
+                summed = any(self.placement(s, j) == "P" for s in chosen)
+                rounded = max(0.0 if t is None else _largest(t) for t in pieces.values()) if summed else 0.0
+                _compare(actual.reshape(expected.shape), expected, rtol, where, rounded)
+
+    def _local_sizes(self, split: Mapping[str, int]) -> dict[str, int]:
+        return {c: n // split.get(c, 1) for c, n in self.sizes.items()}
+
+    def _scatter(self, i: int, chosen: Sequence[AxisStrategy], parts: int) -> dict[Rank, torch.Tensor]:
+        """The local tensor of input ``i`` on every rank."""
+        dims, x = self.rule.inputs[i], self.inputs[i]
+        generator = torch.Generator().manual_seed(0x5EED + i)
+        blocks: dict[Rank, torch.Tensor] = {(): x.reshape(_fine(dims, self.sizes, tuple(x.shape)))}
+        for strategy in chosen:
+            kind = self.input_placement(strategy, i)
+            whole, blocks = blocks, {}
+            for rank, block in whole.items():
+                cut: Sequence[torch.Tensor] = (block,) * parts
+                if kind == "S":
+                    cut = block.chunk(parts, _position(dims, strategy.letter))
+                if kind == "P":
+                    cut = _terms(block, parts, generator)
+                blocks |= {(*rank, k): piece for k, piece in enumerate(cut)}
+        shape = _coarse(dims, self.sizes, _split(chosen, parts), tuple(x.shape))
+        return {rank: _alone(block.reshape(shape)) for rank, block in blocks.items()}
+
+    def _arguments(self, tensors: Sequence[torch.Tensor], split: Mapping[str, int]) -> Tree:
+        """The call's arguments on one rank: local tensors, local sizes."""
+        remaining = iter(tensors)
+        args, kwargs = map_tensors(self.arguments, lambda _: next(remaining))
+        values: dict[int | str, Any] = dict([*enumerate(args), *kwargs.items()])
+        for key, letters in self.rule.scaled.items():
+            if key in values:
+                values[key] = _scale(values[key], math.prod(split[c] for c in letters))
+        first, whole = self.rule.outputs[0], self.outputs[0]
+        for position in self.rule.shapes:
+            if first is not None and whole is not None:
+                values[position] = list(_coarse(first, self.sizes, split, tuple(whole.shape)))
+        return tuple(values[i] for i in range(len(args))), {k: values[k] for k in kwargs}
+
+    def _run(self, chosen: Sequence[AxisStrategy], parts: int, local: Mapping[Rank, Tree]) -> dict[Rank, Tensors]:
+        """Each rank's outputs; with a lowering all ranks run in lock step, one thread each."""
+        lowered = [k for k, s in enumerate(chosen) if s.letter in self.rule.lower]
+        if not lowered:
+            return {r: outputs_of(self.rule, self.run(*a, **k)) for r, (a, k) in local.items()}
+        build = self.rule.lower[chosen[lowered[0]].letter].build
+        local_sizes = self._local_sizes(_split(chosen, parts))
+        meetings: dict[Rank, _Meeting] = {}
+        contexts = {}
+        for r in local:
+            others = tuple(i for k, i in enumerate(r) if k not in lowered)
+            meeting = meetings.setdefault(others, _Meeting(parts ** len(lowered)))
+            index = 0
+            for k in lowered:
+                index = index * parts + r[k]
+            contexts[r] = OracleContext(index, meeting.parts, meeting, local_sizes, self.sizes)
+        return {r: outputs_of(self.rule, y) for r, y in _lock_step(build, contexts, local, meetings.values()).items()}
+
+    def _gather(
+        self,
+        j: int,
+        chosen: Sequence[AxisStrategy],
+        parts: int,
+        pieces: Mapping[Rank, Any],
+        tolerance: _Tolerance,
+        rank: Rank,
+    ) -> torch.Tensor:
+        """Output ``j`` put together over the axes from number ``len(rank)`` on, letter by letter."""
+        dims, expected = self.rule.outputs[j], self.outputs[j]
+        assert dims is not None and expected is not None
+        where, rtol = tolerance
+        if len(rank) == len(chosen):
+            piece: torch.Tensor | None = pieces[rank]
+            split = _split(chosen, parts)
+            shape = _coarse(dims, self.sizes, split, tuple(expected.shape))
+            if piece is None or tuple(piece.shape) != shape or piece.dtype != expected.dtype:
+                got = None if piece is None else (tuple(piece.shape), piece.dtype)
+                raise InvalidRuleError(f"{where}: local output is {got}, expected {(shape, expected.dtype)}")
+            return piece.reshape(_fine(dims, self._local_sizes(split), shape))
+        strategy = chosen[len(rank)]
+        blocks = [self._gather(j, chosen, parts, pieces, tolerance, (*rank, k)) for k in range(parts)]
+        kind = self.placement(strategy, j)
+        if kind == "S":
+            return torch.cat(blocks, _position(dims, strategy.letter))
+        if kind == "R":
+            for other in blocks[1:]:
+                if self.has_values:
+                    _compare(other, blocks[0], rtol, f"{where}, replicas")
+            return blocks[0]
+        if expected.dtype == torch.bool:
+            raise InvalidRuleError(f"{where}: a boolean output cannot be partial")
+        return torch.stack(blocks).sum(0)
+
+
+@dataclass
+class _Meeting:
+    """Where the ranks of one split meet to reduce."""
+
+    parts: int
+    slots: dict[int, torch.Tensor] = field(default_factory=dict)
+    barrier: threading.Barrier = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.parts, timeout=60)
+
+
+@dataclass(frozen=True)
+class OracleContext:
+    """What a `Lowering` sees of its device, for ranks that are threads."""
+
+    index: int
+    parts: int
+    meeting: _Meeting
+    local: Mapping[str, int]
+    whole: Mapping[str, int]
+
+    def axis_index(self) -> int:
+        """This device's number along the split."""
+        return self.index
+
+    def local_size(self, letter: str) -> int:
+        """Size of a letter on this device."""
+        return self.local[letter]
+
+    def global_size(self, letter: str) -> int:
+        """Size of a letter in the whole."""
+        return self.whole[letter]
+
+    def all_reduce(self, x: torch.Tensor, op: str) -> torch.Tensor:
+        """Sum or maximum over the devices of the split."""
+        self.meeting.slots[self.index] = x
+        self.meeting.barrier.wait()
+        stacked = torch.stack([self.meeting.slots[i] for i in range(self.parts)])
+        self.meeting.barrier.wait()
+        return {"sum": lambda: stacked.sum(0), "max": lambda: stacked.amax(0)}[op]()
+
+
+def _lock_step(
+    build: Callable[..., Any],
+    contexts: Mapping[Rank, OracleContext],
+    local: Mapping[Rank, Tree],
+    meetings: Any,
+) -> dict[Rank, Any]:
+    results: dict[Rank, Any] = {}
+    errors: list[Exception] = []
+
+    def run(rank: Rank) -> None:
+        args, kwargs = local[rank]
+        try:
+            results[rank] = build(contexts[rank], *args, **kwargs)
+        except Exception as error:
+            errors.append(error)
+            for meeting in meetings:
+                meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in contexts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    return results
+
+
+def _letters(dims: Dims, shape: tuple[int, ...]) -> Iterator[tuple[str, int]]:
+    """Letters in order, with ``""`` and its size for a dim without."""
+    for dim, size in zip(dims, shape, strict=True):
+        yield from ((c, 0) for c in dim) if dim else [("", size)]
+
+
+def _fine(dims: Dims, sizes: Mapping[str, int], shape: tuple[int, ...]) -> list[int]:
+    """The shape with a dim of its own for every letter."""
+    return [sizes[c] if c else n for c, n in _letters(dims, shape)]
+
+
+def _coarse(dims: Dims, sizes: Mapping[str, int], split: Mapping[str, int], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The local shape."""
+    return tuple(
+        math.prod(sizes[c] // split.get(c, 1) for c in dim) if dim else n for dim, n in zip(dims, shape, strict=True)
+    )
+
+
+def _position(dims: Dims, letter: str) -> int:
+    """Where a letter's own dim is in the fine shape."""
+    return [c for c, _ in _letters(dims, (0,) * len(dims))].index(letter)
+
+
+def _alone(block: torch.Tensor) -> torch.Tensor:
+    """A copy that shares no storage with other parts; what a kernel reads behind its end is not a number."""
+    if not (block.is_floating_point() or block.is_complex()):
+        return block.clone(memory_format=torch.contiguous_format)
+    room = block.new_full((2 * block.numel() + 1,), math.nan)
+    own = room[: block.numel()].view(block.shape)
+    return own.copy_(block)
+
+
+def _terms(x: torch.Tensor, parts: int, generator: torch.Generator) -> list[torch.Tensor]:
+    """Random tensors that add up to ``x``."""
+    if x.dtype == torch.bool:
+        raise InvalidRuleError("a boolean input cannot be partial; leave it out of linear")
+    kind = x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.float64
+    terms = [(9 * torch.randn(x.shape, dtype=kind, generator=generator)).to(x.dtype) for _ in range(parts - 1)]
+    return [*terms, x - sum(terms)]
+
+
+def _scale(value: Any, parts: int) -> Any:
+    """A local number of elements; of every entry of a list."""
+    if value is None or isinstance(value, (list, tuple)):
+        return value and [_scale(v, parts) for v in value]
+    if value % parts:
+        raise InvalidRuleError(f"a size argument of {value} cannot be cut into {parts} parts")
+    return value // parts
+
+
+def _largest(x: torch.Tensor) -> float:
+    """The largest magnitude among finite entries; 0 where there are none."""
+    whole = wide(x)
+    finite = whole[whole.isfinite()].abs()
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def _compare(actual: torch.Tensor, expected: torch.Tensor, rtol: float, where: str, rounded: float = 0.0) -> None:
+    """Compare relative to the largest entry: where terms cancel, small entries carry the rounding of large ones.
+
+    ``rounded``: the largest of the terms, which may be larger than their sum.
+    """
+    if expected.dtype.is_floating_point or expected.dtype.is_complex:
+        rtol = max(rtol, 16 * torch.finfo(expected.dtype).eps)
+    compare(actual, expected, where, rtol=0.0, atol=rtol * max(1.0, rounded, _largest(expected)))

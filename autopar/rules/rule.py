@@ -1,0 +1,347 @@
+"""The rule language: one equation an operator, from which every way to split it follows.
+
+A rule names each dim of the operator's tensors by *letters*. ``"mk,kn->mn"`` is a matrix product; ``"(ab)c->abc"`` is a
+view that splits the first dim; ``1`` is a dim of size one or one that is broadcast. On one mesh axis every letter
+offers a strategy: split it wherever it occurs; an output without it is ``Partial`` if the rule *reduces* the letter.
+Rules are pure: they see the call's arguments (tensors as `Spec`) and nothing of meshes, costs or graphs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+from autopar.errors import InvalidRuleError
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+Dims = tuple[tuple[str, ...], ...]
+"""The letters of one tensor, dim by dim."""
+
+ANY = ""
+ROW_MAJOR = "row-major"
+LAST = "last"
+PAIRS = "pairs"
+MATRIX = "matrix"
+"""What a kernel may ask of an argument's strides, see `Rule.strides` and `autopar.rules.strides`."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a rule sees of a tensor argument: global shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: Any = None
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """Other code than the operator's own, for one letter split over some axes, or for several that share the object.
+
+    Attributes:
+        build: ``build(context, *args, **kwargs)`` emits the local code with `torch.ops.aten` calls on graph proxies.
+            ``args`` are the operator's own arguments, tensors replaced by local proxies, sizes already local.
+            ``context.axis_index()`` is this device's number along the split, ``context.parts`` how many there are,
+            ``context.all_reduce(x, op)`` sums (or takes the maximum) over the devices of the split.
+            It returns the output, or a tuple of all outputs with None for one that does not exist, or the result of
+            an operator that has the same outputs.
+        all_reduces: the letters of each tensor that ``build`` all-reduces, for its cost: ``("n", "n")``.
+        together: at some point all arguments are there and at least as many bytes besides as the outputs have.
+        flops: operations of all devices together; None: as many as the operator's own.
+    """
+
+    build: Callable[..., Any]
+    all_reduces: tuple[str, ...] = ()
+    together: bool = False
+    flops: float | None = None
+
+
+@dataclass(frozen=True)
+class Padding:
+    """What lies behind the last element of a letter that is longer than it need be, so that the result is right.
+
+    Attributes:
+        inputs: what each tensor argument that has the letter must hold there; None, or left out: anything.
+        output: what the outputs that have the letter hold there then; None: anything.
+    """
+
+    inputs: tuple[float | None, ...] = ()
+    output: float | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How an operator's tensors share dims, and what may be split.
+
+    Attributes:
+        equation: tensor arguments (in the order in which they appear among args and kwargs, lists flattened, absent
+            ones left out) and outputs, comma separated: ``"mk,kn->mn"``. ``_`` is an output that does not exist.
+        reduce: letters summed over; an output without a split letter of these is ``Partial("sum")``.
+        keep: letters whose split leaves the outputs without them replicated (complete on every device).
+        blocked: letters along which the operator cannot be split.
+        linear: sets of tensor arguments in which the operator is jointly linear, the others being held fixed:
+            ``Partial`` in exactly these arguments passes through to every output.
+        shapes: positions of arguments that are the shape of output 0; made local when the output is split.
+        scaled: argument (position, or name) that is a number of elements along some letters: ``{1: "r"}``.
+        lower: letters whose split needs other code.
+        flops: floating point operations of the whole operator; None counts memory traffic only.
+        view: the operator moves no data.
+        random: the outputs are random; the operator takes numbers from a generator.
+        sizes: sizes of letters that shapes alone do not give (two unknown letters in one group).
+        padded: letters that may be padded although they are not free or summed over, and how; None: none may.
+        zero: whether zero arguments give a zero result; None: where the operator is linear in some of them.
+        strides: what the kernels ask of how tensor arguments lie in memory, in the order of the equation (those left
+            out: nothing), or one for all of them: `ROW_MAJOR`, `LAST` (the last dim's stride is 1), `PAIRS` (so, and
+            the rest is even: what is looked at as complex), `MATRIX` (rows or columns are whole) or `ANY`. An argument
+            that lies otherwise is copied in front. None: nothing for the rules in ``strategies/``, which the oracle
+            runs on every kind of strides; row-major for all others, discovered ones among them.
+    """
+
+    equation: str
+    reduce: str = ""
+    keep: str = ""
+    blocked: str = ""
+    linear: tuple[tuple[int, ...], ...] = ()
+    shapes: tuple[int, ...] = ()
+    scaled: Mapping[int | str, str] = field(default_factory=lambda: MappingProxyType({}))
+    lower: Mapping[str, Lowering] = field(default_factory=lambda: MappingProxyType({}))
+    flops: float = 0.0
+    view: bool = False
+    random: bool = False
+    sizes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    padded: Mapping[str, Padding] | None = field(default_factory=lambda: MappingProxyType({}))
+    zero: bool | None = None
+    strides: str | tuple[str, ...] | None = None
+
+    @cached_property
+    def inputs(self) -> tuple[Dims, ...]:
+        """Letters of every tensor argument."""
+        return _parse_side(self.equation.partition("->")[0])
+
+    @cached_property
+    def outputs(self) -> tuple[Dims | None, ...]:
+        """Letters of every output; None for one that does not exist."""
+        right = self.equation.partition("->")[2]
+        return tuple(None if part == "_" else _parse_tensor(part) for part in right.split(","))
+
+    @cached_property
+    def letters(self) -> tuple[str, ...]:
+        """Every letter, in order of first appearance."""
+        seen = dict.fromkeys(c for c in self.equation if c.isalpha())
+        return tuple(seen)
+
+
+def padding_of(rule: Rule, letter: str) -> Padding | None:
+    """What a letter's padding must hold; None if the letter cannot be padded.
+
+    A letter that every output has is free: its elements do not see each other. One that is summed over needs zeros in
+    every argument that has it, if the operator is linear in some that all have it.
+    """
+    if rule.padded is None:
+        return None
+    if letter in rule.padded:
+        return rule.padded[letter]
+    if rule.random or letter in rule.blocked or letter in rule.keep or letter in rule.lower:
+        return None
+    if all(_has(letter, t) for t in rule.outputs if t is not None):
+        return Padding()
+    summed = letter in rule.reduce and vanishes(rule, letter)
+    return Padding((0.0,) * len(rule.inputs)) if summed else None
+
+
+def vanishes(rule: Rule, letter: str) -> bool:
+    """Whether zeros in every argument that has the letter make the result zero."""
+    if rule.zero is not None:
+        return rule.zero and all(_has(letter, t) for t in rule.inputs)
+    return any(s and all(_has(letter, rule.inputs[i]) for i in s) for s in rule.linear)
+
+
+def lengthened(
+    rule: Rule,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    shape: Sequence[int],
+    letters: Mapping[str, tuple[int, int]],
+) -> tuple[list[Any], dict[str, Any]]:
+    """A call's arguments with sizes made longer.
+
+    Args:
+        rule: of the call.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        shape: new shape of output 0.
+        letters: size and new size of each letter that gets longer.
+    """
+    found, named = list(args), dict(kwargs)
+    for position in rule.shapes:
+        found[position] = list(shape)
+    for key, counted in rule.scaled.items():
+        old, new = (math.prod(letters[c][k] for c in counted if c in letters) for k in (0, 1))
+        if isinstance(key, int) and key < len(found):
+            found[key] = _scaled(found[key], old, new)
+        elif str(key) in named:
+            named[str(key)] = _scaled(named[str(key)], old, new)
+    return found, named
+
+
+def _scaled(value: Any, old: int, new: int) -> Any:
+    return [_scaled(v, old, new) for v in value] if isinstance(value, list | tuple) else value // old * new
+
+
+def _has(letter: str, tensor: Dims) -> bool:
+    return any(letter in dim for dim in tensor)
+
+
+def _parse_side(text: str) -> tuple[Dims, ...]:
+    return tuple(_parse_tensor(part) for part in text.split(",")) if text != "" else ()
+
+
+def _parse_tensor(text: str) -> Dims:
+    text = text.replace(".", "")
+    if not re.fullmatch(r"(?:\([A-Za-z]*\)|[A-Za-z1])*", text):
+        raise InvalidRuleError(f"cannot read {text!r} in a rule's equation; write dims as letters, (groups) or 1")
+    dims = re.findall(r"\([A-Za-z]*\)|[A-Za-z1]", text)
+    return tuple(tuple(c for c in dim if c.isalpha()) for dim in dims)
+
+
+RuleFunction = Callable[..., Rule]
+
+_RULES: dict[Any, RuleFunction] = {}
+
+
+def rule(*targets: Any) -> Callable[[RuleFunction], RuleFunction]:
+    """Register the decorated function as the rule of each operator overload in ``targets``.
+
+    The function takes the operator's own arguments, tensors replaced by `Spec`, and returns a `Rule`. A target may be
+    a name, ``"library.operator.overload"``, where the library need not be imported.
+
+    Raises:
+        InvalidRuleError: an operator already has a rule.
+    """
+
+    def register(function: RuleFunction) -> RuleFunction:
+        for target in targets:
+            if target in _RULES:
+                raise InvalidRuleError(f"{target} already has a rule: {_RULES[target].__module__}")
+            _RULES[target] = function
+        return function
+
+    return register
+
+
+def find_rule(target: Any) -> RuleFunction | None:
+    """The rule registered for an operator overload, or None."""
+    return _RULES.get(target) or _RULES.get(str(target))
+
+
+def required_strides(target: Any, rule: Rule) -> tuple[str, ...]:
+    """What a call's kernel asks of the strides of each tensor argument.
+
+    Args:
+        target: the operator overload.
+        rule: of the call.
+    """
+    declared = rule.strides
+    if declared is None:
+        function = find_rule(target)
+        proven = function is not None and function.__module__.startswith("autopar.strategies")
+        declared = ANY if proven else ROW_MAJOR
+    if isinstance(declared, str):
+        return (declared,) * len(rule.inputs)
+    return (*declared, *(ANY,) * len(rule.inputs))[: len(rule.inputs)]
+
+
+def registered() -> dict[Any, RuleFunction]:
+    """Every registered rule, by operator, in order of registration."""
+    return dict(_RULES)
+
+
+def letters(count: int, start: int = 0) -> str:
+    """``count`` letters from the ``start``-th on, for operators on any number of dims."""
+    if start + count > len(LETTERS):
+        raise InvalidRuleError(f"a rule needs {start + count} letters; at most {len(LETTERS)} exist")
+    return LETTERS[start : start + count]
+
+
+def dims(parts: list[str] | tuple[str, ...]) -> str:
+    """One tensor of an equation from the letters of each dim: ``["ab", "c", ""]`` is ``"(ab)c1"``."""
+    return "".join(p if len(p) == 1 else f"({p})" if p else "1" for p in parts)
+
+
+Dim = int | Sequence[int] | None
+
+
+def whole_dims(x: Spec, dim: Dim) -> tuple[int, ...]:
+    """The dims that a reduction's ``dim`` names; None and ``[]`` name all of them."""
+    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
+        return tuple(range(x.ndim))
+    return tuple(d % x.ndim for d in ((dim,) if isinstance(dim, int) else dim)) if x.ndim else ()
+
+
+def whole_equation(x: Spec, dim: Dim, keepdim: bool, outputs: int = 1) -> tuple[str, str]:
+    """The equation of a reduction over ``dim``, and the letters that it reduces."""
+    reduced = whole_dims(x, dim)
+    names = letters(x.ndim)
+    left = [c if d not in reduced else "" for d, c in enumerate(names) if keepdim or d not in reduced]
+    right = ",".join([dims(left) or "."] * outputs)
+    return f"{names or '.'}->{right}", "".join(names[d] for d in reduced)
+
+
+def kept_letters(equation: str) -> str:
+    """The letters of the one output of a reduction.
+
+    >>> kept_letters("abc->a1c")
+    'ac'
+    """
+    return "".join(c for c in equation.partition("->")[2] if c.isalpha())
+
+
+def letter_sizes(
+    rule: Rule, inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...] | None]
+) -> dict[str, int]:
+    """The size of every letter, from the global shapes of tensor arguments and outputs.
+
+    Raises:
+        InvalidRuleError: the equation does not fit the shapes, or leaves a letter without a size.
+    """
+    sizes = dict(rule.sizes)
+    pairs = [
+        (dim, size)
+        for sides, shapes in ((rule.inputs, inputs), (rule.outputs, outputs))
+        for dims_, shape in _zip(rule, sides, shapes)
+        for dim, size in _zip(rule, dims_, shape)
+    ]
+    pending = pairs
+    while pending:
+        unknown = [(dim, size) for dim, size in pending if sum(c not in sizes for c in dim) > 1]
+        for dim, size in pending:
+            missing = [c for c in dim if c not in sizes]
+            known = math.prod(sizes[c] for c in dim if c in sizes)
+            if len(missing) == 1 and known and size % known == 0:
+                sizes[missing[0]] = size // known
+        if len(unknown) == len(pending):
+            raise InvalidRuleError(f"{rule.equation}: letters {unknown[0][0]} have no size; give Rule(sizes=...)")
+        pending = unknown
+    for dim, size in pairs:
+        if dim and math.prod(sizes.get(c, -1) for c in dim) != size:
+            raise InvalidRuleError(f"{rule.equation} does not fit shapes {list(inputs)} -> {list(outputs)}")
+    return sizes
+
+
+def _zip(rule: Rule, left: Sequence[Any], right: Sequence[Any] | None) -> list[tuple[Any, Any]]:
+    """Pairs of an equation's part and what it describes; absent outputs are passed over."""
+    if left is None or right is None:
+        return []
+    if len(left) != len(right):
+        raise InvalidRuleError(f"{rule.equation}: {len(left)} parts for {len(right)} ({left} for {right})")
+    return list(zip(left, right, strict=True))

@@ -1,0 +1,1 @@
+"""Shapes and strides that kernels give and ask for."""

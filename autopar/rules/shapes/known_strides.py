@@ -1,0 +1,220 @@
+"""What is known of the strides that a graph's tensors have when it runs, and which of its kernels ask for others.
+
+Strides in ``meta["val"]`` are what shape propagation thinks. They are known to be right of what certain operators
+make: those that always lay out new memory row-major, whatever they are given; views of known tensors; and elementwise
+operators on known ones, whose results lie as their arguments do. Inputs are not known: a batch, a parameter that is
+part of another, or one in channels-last order.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar._torch_compat import OpOverload
+from autopar.errors import InvalidRuleError
+from autopar.ir.ops.collectives import c10d
+from autopar.ir.ops.host import to_device, to_host
+from autopar.ir.program import Program, map_nodes, producer, tensor_arguments, values_of
+from autopar.rules.rule import ANY, LAST, ROW_MAJOR, Rule, Spec, find_rule, required_strides
+from autopar.rules.shapes.kernel_shapes import called, make, with_required_strides
+from autopar.rules.strides import meets
+
+aten = torch.ops.aten
+
+ROW_MAJOR_RESULTS = frozenset({
+    aten.contiguous.default, aten.mm.default, aten.bmm.default, aten.embedding.default,
+    aten.embedding_dense_backward.default, aten.sum.dim_IntList, aten.amax.default, aten.amin.default,
+    aten.argmax.default, aten.argmin.default, aten._softmax.default, aten._log_softmax.default,
+    aten._softmax_backward_data.default, aten._log_softmax_backward_data.default, aten.native_layer_norm.default,
+    aten.native_layer_norm_backward.default, aten._fused_rms_norm.default, aten.cumsum.default, aten.gather.default,
+    aten.index_select.default, aten.scatter.value, aten.scatter.src, aten.scatter_add.default,
+    aten.select_backward.default, aten.slice_backward.default, aten.masked_fill.Scalar, aten.masked_fill.Tensor,
+    aten.stack.default, aten.topk.default, aten.tril.default, aten.triu.default, aten.full.default, aten.zeros.default,
+    aten.ones.default, aten.arange.default, aten.arange.start, aten.arange.start_step, aten.scalar_tensor.default,
+    aten.eye.default, c10d.all_reduce.default, c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default,
+    c10d.all_to_all_single.default,
+})  # fmt: skip
+"""Operators that make new memory, row-major, whatever the strides of their arguments; the oracle's tests show it."""
+
+VIEWS = frozenset({
+    aten.reshape.default, aten.view.default, aten.permute.default, aten.expand.default, aten.select.int,
+    aten.slice.Tensor, aten.narrow.default, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int,
+    aten.alias.default, aten.detach.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
+    aten.view_as_real.default, aten.view_as_complex.default, aten.diagonal.default, aten.unfold.default,
+    c10d.wait_tensor.default, operator.getitem,
+})  # fmt: skip
+"""Operators that show their argument's memory, or copy what cannot be shown, which its strides decide."""
+
+ELEMENTWISE = frozenset({aten.clone.default, aten._to_copy.default})
+"""Operators that lie as their arguments do, besides those with torch's tag."""
+
+OTHERWISE = frozenset({
+    aten.native_dropout_backward.default, aten.div.Tensor_mode, aten.pow.Scalar, aten.copysign.Tensor,
+    aten.logit_backward.default, aten.rrelu_with_noise_backward.default,
+})  # fmt: skip
+"""Elementwise operators whose results lie otherwise than propagation thinks, seen by running them."""
+
+LAST_RESULTS = frozenset({
+    aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default,
+})  # fmt: skip
+"""Attention, whose output has its heads' elements together, whatever the rest."""
+
+_FREE = VIEWS | {aten.contiguous.default, aten.as_strided.default, aten.as_strided_scatter.default}
+"""What takes any strides although it may have no rule; of raw captures, what looks at memory as it is."""
+
+
+def needs_of(node: fx.Node) -> tuple[str, ...]:
+    """What a node's kernel asks of the strides of each of its tensor arguments."""
+    target = called(node)
+    if not isinstance(target, OpOverload) or target.namespace in ("_c10d_functional", "autopar"):
+        return ()
+    rule = node.meta["operator"].rule if "operator" in node.meta else _local_rule(node, target)
+    if rule is None and target in _FREE:
+        return ()
+    count = len(tensors_of(node))
+    if rule is None:
+        return (ROW_MAJOR,) * count
+    needs = required_strides(target, rule)
+    return (*(ANY,) * (count - len(needs)), *needs)  # a random operator may be told its generator's state first
+
+
+def tensors_of(node: fx.Node) -> list[fx.Node]:
+    """The arguments of a node of a rewritten graph that are tensors, and no numbers of this device."""
+    return [a for a in tensor_arguments(node) if _tensor(a) is not None]
+
+
+def _tensor(node: fx.Node) -> torch.Tensor | None:
+    source, index = producer(node)
+    return values_of(source)[index]
+
+
+def _local_rule(node: fx.Node, target: OpOverload) -> Rule | None:
+    """The rule of a call that a pass has made; None if there is none."""
+    function = find_rule(target)
+    if function is None:
+        return None
+    args, kwargs = map_nodes((node.args, node.kwargs), _spec)
+    try:
+        return function(*args, **kwargs)
+    except (InvalidRuleError, TypeError, ValueError, IndexError, ArithmeticError):
+        return None
+
+
+def _spec(node: fx.Node) -> Any:
+    value = _tensor(node)
+    return node.meta.get("val") if value is None else Spec(tuple(int(n) for n in value.shape), value.dtype)
+
+
+def known_strides(graph: fx.GraphModule) -> frozenset[fx.Node]:
+    """The nodes whose results have the strides of ``meta["val"]`` when the graph runs."""
+    found: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            constant = getattr(graph, str(node.target))
+            known = isinstance(constant, torch.Tensor) and constant.is_contiguous()
+        else:
+            known = node.op == "call_function" and _is_known(node, found)
+        if known:
+            found.add(node)
+    return frozenset(found)
+
+
+def _is_known(node: fx.Node, known: Collection[fx.Node]) -> bool:
+    if node.target in ROW_MAJOR_RESULTS:
+        return _row_major(node)
+    arguments = tensors_of(node)
+    if node.target in (to_host, to_device):
+        return arguments[0] in known and _row_major(arguments[0])
+    if any(_crosses(a, node) and not _row_major(a) for a in arguments):
+        return False  # what is sent arrives row-major
+    if node.target in VIEWS:
+        return all(a in known for a in arguments)
+    elementwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in ELEMENTWISE
+    if not elementwise or node.target in OTHERWISE:
+        return False
+    return all(a in known or _is_line(a) for a in arguments)
+
+
+def _row_major(node: fx.Node) -> bool:
+    return all(v is None or v.is_contiguous() for v in values_of(node))
+
+
+def _crosses(value: fx.Node, user: fx.Node) -> bool:
+    """Whether a value goes from one stage of a pipeline to another."""
+    return value.meta.get("stage", user.meta.get("stage")) != user.meta.get("stage")
+
+
+def _is_line(node: fx.Node) -> bool:
+    """Whether a tensor has one dim at most: how it lies does not decide how what is computed from it does."""
+    return all(v is None or sum(n != 1 for n in v.shape) <= 1 for v in values_of(node))
+
+
+def has_strides(node: fx.Node, need: str, known: Collection[fx.Node] | None) -> bool:
+    """Whether a value is known to lie in memory as a kernel asks; of none is where ``known`` is None."""
+    if known is None:
+        return False
+    if need == LAST and node.target is operator.getitem:
+        source, index = node.args
+        if index == 0 and getattr(source, "target", None) in LAST_RESULTS:
+            return True
+    value = node.meta["val"]
+    return node in known and isinstance(value, torch.Tensor) and meets(value, need)
+
+
+def copied_arguments(program: Program) -> Mapping[fx.Node, tuple[int, ...]]:
+    """The arguments of each operator that will most likely be copied, by number, on one device.
+
+    Inputs are taken to be row-major.
+
+    Args:
+        program: canonical program; its strides in ``meta["val"]`` are not looked at, as they are those of the capture.
+    """
+    key = "copied_arguments"
+    if key not in program.memo:
+        program.memo[key] = _copied_arguments(program)
+    found: Mapping[fx.Node, tuple[int, ...]] = program.memo[key]
+    return found
+
+
+def _copied_arguments(program: Program) -> dict[fx.Node, tuple[int, ...]]:
+    needs = {node: needs_of(node) for node in program.sources}
+    if not any(any(n) for n in needs.values()):
+        return {}
+    found: dict[fx.Node, tuple[int, ...]] = {}
+    values: dict[fx.Node, Any] = {}
+    for node in program.graph.graph.nodes:
+        if node.op == "output":
+            continue
+        if node in needs:
+            pairs = zip(tensors_of(node), needs[node], strict=False)
+            copied = tuple(i for i, (a, need) in enumerate(pairs) if not meets(values[a], need))
+            if copied:
+                found[node] = copied
+        values[node] = _value(node, values)
+    return found
+
+
+def _value(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """A node's tensors on the meta device."""
+    if node.op == "call_function":
+        args, kwargs = map_nodes((node.args, node.kwargs), values.__getitem__)
+        if node.target is operator.getitem:
+            return args[0][args[1]]
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        target: Any = node.target
+        try:
+            with torch.no_grad():
+                rule = _local_rule(node, target)
+                args, kwargs = with_required_strides(target, rule, args, kwargs) if rule else (args, kwargs)
+                return make(target, args, kwargs)
+        except Exception:  # a kernel that has no shapes of its own, such as a user's
+            pass
+    made = [None if v is None else torch.empty(v.shape, dtype=v.dtype, device="meta") for v in values_of(node)]
+    return made if isinstance(node.meta.get("val"), tuple | list) else made[0]

@@ -1,0 +1,45 @@
+"""Shape propagation: shapes and dtypes that every node of a rewritten graph computes on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar._torch_compat import OpOverload
+from autopar.ir.layout import local_shape
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program, map_nodes
+from autopar.rules.shapes.kernel_shapes import called, make, with_required_strides
+
+
+def propagate(program: Program, plan: Plan, *, everything: bool = False) -> None:
+    """Set ``meta["val"]`` to the local tensor, on the meta device: of every node, or of nodes that have none yet.
+
+    Raises:
+        RuntimeError: a node does not accept its local arguments; names the node.
+    """
+    with torch.no_grad():
+        for node in program.graph.graph.nodes:
+            if node.op != "output" and (everything or "val" not in node.meta):
+                node.meta["val"] = _run(program.graph, node, plan)
+
+
+def _run(module: fx.GraphModule, node: fx.Node, plan: Plan) -> Any:
+    if node.op == "placeholder":
+        shape = local_shape(node.meta["types"][0], node.meta["layouts"][0], plan.axis_sizes)
+        return torch.empty(shape, dtype=node.meta["val"].dtype, device="meta")
+    if node.op == "get_attr":
+        constant = getattr(module, str(node.target))
+        return torch.empty(constant.shape, dtype=constant.dtype, device="meta")
+    args, kwargs = map_nodes((node.args, node.kwargs), lambda n: n.meta["val"])
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": torch.device("meta")}
+    target: Any = node.target
+    if "operator" in node.meta:
+        args, kwargs = with_required_strides(called(node), node.meta["operator"].rule, args, kwargs)
+    try:
+        return make(target, args, kwargs) if isinstance(target, OpOverload) else target(*args, **kwargs)
+    except Exception as e:
+        raise RuntimeError(f"node {node.name} ({node.target}) does not accept its local arguments: {e}") from e

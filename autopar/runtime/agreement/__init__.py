@@ -1,0 +1,1 @@
+"""Ranks agree on what they do next, and hear of each other's failures."""

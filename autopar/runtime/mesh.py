@@ -1,0 +1,219 @@
+"""`Place`: where this process is on a mesh, and how it talks to the others there."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar._torch_compat import set_group_timeout
+from autopar.errors import AutoparError, RankError
+from autopar.runtime.agreement.control import Control, control_of
+from autopar.runtime.agreement.points import Details, Point
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process's place.
+
+    Attributes:
+        axes: name and size of each mesh axis, outermost first.
+        coordinates: this rank's, one for each axis.
+        device: where its tensors live.
+        mesh: None for one device without a process group.
+        groups: name of the process group along each axis.
+        control: how this rank agrees with the others.
+        timeout: seconds that a rank waits for the others.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    coordinates: tuple[int, ...]
+    device: torch.device
+    mesh: DeviceMesh | None = None
+    groups: dict[str, str] = field(default_factory=dict)
+    control: Control | None = None
+    timeout: float = 600.0
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Size of each axis."""
+        return tuple(n for _, n in self.axes)
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank among those of the mesh; 0 solves."""
+        return 0 if self.control is None else self.control.rank
+
+    @property
+    def spans_world(self) -> bool:
+        """Whether all processes are on the mesh, so that it can be split into finer axes."""
+        return self.mesh is not None and self.mesh.size() == dist.get_world_size()
+
+    def gather(self, value: T, what: str) -> list[T]:
+        """What every rank has to say about ``what``, in rank order.
+
+        Raises:
+            RankError: some rank does not answer, or is at something else.
+        """
+        return [value] if self.control is None else self.control.gather(value, what)
+
+    def decide(self, solve: Callable[[], T], what: str) -> T:
+        """What rank 0 finds; if it fails, every rank raises its error."""
+        if self.control is None:
+            return solve()
+        answer: list[Any] = [None, None]
+        own: Exception | None = None
+        if self.rank == 0:
+            try:
+                answer[0] = solve()
+            except Exception as e:
+                own, answer[1] = e, portable(e)
+        self.control.meet(Point(what))
+        with self.control.during(what, everyone=True):
+            dist.broadcast_object_list(answer, group=self.control.group, group_src=0)
+        if answer[1] is not None:
+            raise own or answer[1]
+        found: T = answer[0]
+        return found
+
+    def together(self, work: Callable[[], T], what: str) -> T:
+        """Run ``work`` on every rank; if it fails on one, it fails on all, so that none waits for it.
+
+        Raises:
+            RankError: it failed on another rank only.
+        """
+        result: T | None = None
+        own: Exception | None = None
+        try:
+            result = work()
+        except Exception as e:
+            own = e
+        errors = self.gather(None if own is None else f"{type(own).__name__}: {own}", what)
+        if own is not None:
+            raise own
+        for rank, error in enumerate(errors):
+            if error is not None:
+                raise RankError(f"rank {rank} failed at {what}: {error}")
+        return result  # type: ignore[return-value]
+
+    def agree(self, value: Hashable, what: str, remedy: str) -> None:
+        """Check that every rank has the same ``value``.
+
+        Raises:
+            RankError: they differ; names the ranks.
+        """
+        values = self.gather(value, what)
+        odd = [r for r, v in enumerate(values) if v != values[0]]
+        if odd:
+            raise RankError(f"{what}: rank {odd[0]} has {values[odd[0]]}, rank 0 has {values[0]}; {remedy}")
+
+    def meet(self, what: str, details: Details = ()) -> None:
+        """Wait until every rank is about to do the same; nothing where there is no mesh.
+
+        Raises:
+            RankError: one is not, or does not come.
+        """
+        if self.control is not None:
+            self.control.meet(Point(what, details))
+
+    def during(
+        self, what: str, locate: Callable[[BaseException], str] = lambda _: "", *, in_step: bool = True
+    ) -> AbstractContextManager[None]:
+        """In place of the error of a collective within, which fails where another rank is gone, one that says so.
+
+        Args:
+            what: is done.
+            locate: says which collective an error comes from.
+            in_step: whether this rank is out of step with the others if it alone fails at it.
+
+        Raises:
+            RankError: some rank does not answer.
+        """
+        return nullcontext() if self.control is None else self.control.during(what, in_step=in_step, locate=locate)
+
+
+def portable(error: Exception) -> Exception:
+    """The error itself if it survives pickling, else one that says the same."""
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        return AutoparError(f"{type(error).__name__}: {error}")
+
+
+def one_device(device: torch.device) -> Place:
+    """The place of a process that is alone."""
+    return Place((("device", 1),), (0,), device)
+
+
+def split_mesh(mesh: DeviceMesh, axes: Sequence[tuple[str, int]]) -> DeviceMesh:
+    """The same ranks on finer axes; every rank calls it, for process groups are made."""
+    ranks = mesh.mesh.reshape([n for _, n in axes])
+    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=tuple(name for name, _ in axes))
+
+
+def refined(place: Place, axes: tuple[tuple[str, int], ...]) -> Place:
+    """The place on finer axes of the same mesh; every rank calls it. The same place if they are its own."""
+    if axes == place.axes or place.mesh is None:
+        return place
+    with place.during(f"making axes {dict(axes)} of the mesh"):
+        mesh = split_mesh(place.mesh, axes)
+    return place_on(mesh, place.timeout)
+
+
+def axes_of(mesh: DeviceMesh) -> dict[str, int]:
+    """Name and size of each axis of a mesh."""
+    names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(len(mesh.shape)))
+    return dict(zip(names, mesh.shape, strict=True))
+
+
+def place_on(mesh: DeviceMesh, timeout: float) -> Place:
+    """This rank's place on a mesh; ``timeout`` is set on the mesh's process groups.
+
+    Raises:
+        ValueError: no process group, a backend that does not fit the device, or a mesh of another size than the world.
+    """
+    if not dist.is_initialized():
+        raise ValueError("no process group: call torch.distributed.init_process_group() first, or pass mesh=None")
+    names, sizes = zip(*axes_of(mesh).items(), strict=True)
+    world = dist.get_world_size()
+    if len(sizes) > 1 and mesh.size() != world:
+        raise ValueError(
+            f"the mesh has {mesh.size()} ranks and the world {world}; a mesh of several axes must span the world: "
+            f"start {mesh.size()} processes, or make the mesh with init_device_mesh of sizes whose product is {world}"
+        )
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh}; call parallelize on the mesh's ranks only")
+    groups = [mesh.get_group(i) for i in range(len(sizes))]
+    whole = groups[0] if len(sizes) == 1 else dist.group.WORLD
+    for group in (*groups, whole):
+        _check_backend(group, mesh.device_type)
+        set_group_timeout(timedelta(seconds=timeout), group)
+    device = torch.device(mesh.device_type)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    named = {n: str(g.group_name) for n, g in zip(names, groups, strict=True)}
+    axes = tuple(zip(names, sizes, strict=True))
+    assert whole is not None
+    control = control_of(whole, groups, timeout)
+    return Place(axes, tuple(coordinate), device, mesh, named, control, timeout)
+
+
+def _check_backend(group: ProcessGroup | None, device_type: str) -> None:
+    backends = dist.get_backend_config(group)
+    if f"{device_type}:" not in str(backends):
+        raise ValueError(
+            f"the process group's backend ({backends}) does not serve {device_type} tensors, as the mesh needs; "
+            f'use init_process_group("{"nccl" if device_type == "cuda" else "gloo"}") or a mesh of another device type'
+        )

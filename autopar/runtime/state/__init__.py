@@ -1,0 +1,1 @@
+"""Parameters, buffers and optimizer state on a mesh."""

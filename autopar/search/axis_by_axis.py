@@ -1,0 +1,149 @@
+"""Three axes and more: solve axis by axis, never the full product, and bound the whole from below by its axes.
+
+With the others held fixed, the layouts on two axes are an exact problem; solving these in turn until nothing improves
+is block coordinate descent. The lower bound is a sum over axes. A plan's moves, projected on one axis, are
+moves of that axis, and no tensor is smaller than split along all the others. Compute that is split over a set of axes
+takes ``T / N * prod(n_a, a not split)``, at least ``T / N * (1 + sum(n_a - 1, a not split))``: a sum over axes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from autopar.ir.program import Program
+from autopar.search.budget.lagrangian import solve
+from autopar.search.formulation.build import Built, build
+from autopar.search.formulation.memory_model import Memory
+from autopar.search.formulation.pins import Restrictions
+from autopar.search.solver.certify import Claim
+from autopar.search.solver.minimize import Limits
+from autopar.search.solver.problem import Node, Problem, Solution
+from autopar.sharding.candidates import candidates
+from autopar.sharding.dims import Dims
+from autopar.sharding.layer_classes import Quotient
+from autopar.sharding.operator_cost import operator_seconds
+from autopar.sharding.redistribute import Machine, Tables
+
+Make = Callable[[Restrictions], Built]
+Progress = Callable[[str, float, float], None]
+
+
+def descend(
+    make: Make,
+    restrictions: Restrictions,
+    tables: Tables,
+    memory: float | None,
+    gap: float,
+    time_limit: float,
+    progress: Progress | None,
+) -> tuple[Built, Solution]:
+    """Block coordinate descent over axes, from everything replicated.
+
+    Raises:
+        InfeasibleError: the last axis cannot bring memory under the budget.
+    """
+    limits = Limits(gap, time.monotonic() + time_limit)
+    machine = tables.machine
+    count = len(machine.sizes)
+    fixed: dict[str, tuple[Any, ...]] = {}
+    best: tuple[Built, Solution] | None = None
+    # Fast links first: they carry the traffic that cannot be avoided.
+    order = sorted(range(count), key=lambda a: (-machine.links[a].bandwidth, a))
+    remaining = float(np.prod(machine.sizes))
+    for axis in order:
+        remaining /= machine.sizes[axis]
+        budget = None if memory is None else memory * remaining
+        best = _solve_block(make, replace(restrictions, fixed=fixed, free=(axis,)), budget, limits)
+        fixed = placements(*best, tables)
+    assert best is not None
+    pairs = itertools.cycle(itertools.combinations(range(count), 2))
+    stale, every = 0, count * (count - 1) // 2
+    while stale < every and not limits.expired():  # until no pair of axes improves on the others' layouts
+        block = next(pairs)
+        found = _solve_block(make, replace(restrictions, fixed=fixed, free=block), memory, limits)
+        stale += 1
+        if found[1].objective < best[1].objective * (1 - gap):
+            best, stale = found, 1
+            fixed = placements(*best, tables)
+        if progress:
+            progress(f"axes {block}", best[1].objective, 0.0)
+    return best
+
+
+def _solve_block(
+    make: Make, restrictions: Restrictions, budget: float | None, limits: Limits
+) -> tuple[Built, Solution]:
+    built = make(restrictions)
+    seconds = max(1.0, limits.deadline - time.monotonic())
+    return built, solve(built.problem, budget=budget, gap=limits.gap, time_limit=seconds)
+
+
+def placements(built: Built, solution: Solution, tables: Tables) -> dict[str, tuple[Any, ...]]:
+    """What every variable does on every axis: strategy names of operators, placements of tensors."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for variable, label in zip(built.variables, solution.labels, strict=True):
+        if variable.choices is not None:
+            found[variable.key] = variable.choices.names(int(variable.candidate[label]))
+        else:
+            found[variable.key] = variable.layout(int(label), tables)
+    return found
+
+
+def bound_by_axes(
+    program: Program, dims: Dims, classes: Quotient, machine: Machine, restrictions: Restrictions
+) -> tuple[float, list[Claim]]:
+    """Seconds that no plan on any of the axes can undercut; memory is not counted, so it holds for every budget.
+
+    Returns:
+        What no plan avoids on any axis, and a claim for each axis; the bound is the sum of all.
+    """
+    fixed, claims, devices = 0.0, list[Claim](), math.prod(machine.sizes)
+    for axis, (name, n, link) in enumerate(zip(machine.names, machine.sizes, machine.links, strict=True)):
+        others = devices // n
+        # With every other axis splitting it, each tensor is `others` times smaller: the same as a faster machine.
+        fast = replace(link, bandwidth=link.bandwidth * others)
+        device = replace(machine.device, bandwidth=machine.device.bandwidth * others)
+        single = Machine((name,), (n,), (fast,), device)
+        limits = Restrictions(
+            layouts=_project(restrictions.layouts, axis),
+            data_axes_only=restrictions.data_axes_only,
+            placements=_project(restrictions.placements, axis),
+            strategies=_project(restrictions.strategies, axis),
+        )
+        built = build(program, dims, classes, Tables(single), Memory(defaultdict(float)), limits)
+        problem, share = _share(built, dims, classes, machine, n)
+        claims.append(Claim(problem, solve(problem, gap=1e-4).lower_bound))
+        fixed = share  # the same for every axis
+    return fixed, claims
+
+
+def _project(decided: Mapping[Any, Sequence[Any]], axis: int) -> dict[Any, tuple[Any]]:
+    return {key: (of_axes[axis],) for key, of_axes in decided.items()}
+
+
+def _share(built: Built, dims: Dims, classes: Quotient, machine: Machine, n: int) -> tuple[Problem, float]:
+    """The axis's part of the compute bound in place of the operators' own costs, and the part that nobody avoids."""
+    nodes = []
+    devices = math.prod(machine.sizes)
+    base = 0.0
+    for variable, node in zip(built.variables, built.problem.nodes, strict=True):
+        if variable.choices is None:
+            nodes.append(node)
+            continue
+        operator = dims.operators[classes.members[variable.key][0]]
+        whole = candidates(operator, (1,), allowed=[["R"]])
+        alone = Machine(("one",), (1,), machine.links[:1], replace(machine.device, launch=1e-30))
+        ideal = variable.count * float(operator_seconds(operator, whole, alone)[0]) / devices
+        launch = variable.count * machine.device.launch if ideal > 0 else 0.0
+        base += ideal + launch
+        splits = np.array([s.splits for s in variable.choices.strategies])[variable.choices.choice[:, 0]]
+        nodes.append(Node(node.name, np.where(splits, 0.0, ideal * (n - 1)), node.memory))
+    return Problem(tuple(nodes), built.problem.edges), base

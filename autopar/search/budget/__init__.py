@@ -1,0 +1,1 @@
+"""The memory-constrained search: constraints tightened until the rewritten graph fits."""

@@ -1,0 +1,291 @@
+"""A memory budget: price memory by a multiplier, then close what the multiplier leaves open with an ILP."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.errors import InfeasibleError
+from autopar.search.solver.eliminate import fold, unfold
+from autopar.search.solver.ilp import solve_ilp
+from autopar.search.solver.message_passing import Messages, compact, write_back
+from autopar.search.solver.minimize import EXACT, LEVELS, WORK_PER_ENTRY, Incumbent, Limits, ascend, decode, minimise
+from autopar.search.solver.presolve import presolve
+from autopar.search.solver.problem import Ints, Problem, Solution, evaluate
+from autopar.search.solver.workspace import Graph, build
+
+Progress = Callable[[str, float, float], None]
+
+MAX_STEPS = 16
+SWEEPS_PER_STEP = 8
+NARROW = 0.05  # relative width of the multiplier's bracket at which to stop
+FIRST_WINDOW = 0.003  # first share of the objective searched above the bound
+WIDEN = 2.5
+ROUNDING = 1e-12  # relative: memory sums may exceed the budget by float rounding
+
+
+@dataclass(frozen=True)
+class Point:
+    """A labelling seen from the multiplier: what it costs, what it needs."""
+
+    labels: Ints
+    cost: float
+    memory: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The best labelling within the budget, a bound for all of them, and what closed it."""
+
+    point: Point
+    bound: float
+    method: str
+
+
+def fits(memory: float, budget: float) -> bool:
+    """Whether memory is within a budget, up to rounding."""
+    return memory <= budget + ROUNDING * abs(budget)
+
+
+def require_fit(least: Point, budget: float) -> None:
+    """Refuse a budget that the labelling of least memory exceeds.
+
+    Raises:
+        InfeasibleError: says how much that labelling needs.
+    """
+    if not fits(least.memory, budget):
+        raise InfeasibleError(
+            f"no plan needs less than {least.memory:.6g} bytes, the budget is {budget:.6g}; "
+            "raise the budget or add candidates that shard more",
+            needed=least.memory,
+            budget=budget,
+        )
+
+
+def locate(problem: Problem, labels: Ints) -> Point:
+    """The point of a labelling."""
+    return Point(labels, *evaluate(problem, labels))
+
+
+def least_memory(problem: Problem, limits: Limits) -> Point:
+    """The labelling that needs least memory, whatever it costs; raises InfeasibleError if there is none."""
+    nodes = tuple(replace(n, cost=np.where(np.isfinite(n.cost), n.memory, np.inf)) for n in problem.nodes)
+    edges = tuple(replace(e, table=np.where(np.isfinite(e.table), 0.0, np.inf)) for e in problem.edges)
+
+    def value_of(labels: Ints) -> float:
+        cost, memory = evaluate(problem, labels)
+        return memory if np.isfinite(cost) else float("inf")
+
+    found = minimise(build(Problem(nodes, edges), False), value_of, replace(limits, gap=0.0))
+    if found.labels is None:
+        raise InfeasibleError("no choice of labels avoids every forbidden label and pair; allow more candidates")
+    return locate(problem, found.labels)
+
+
+def solve_within(problem: Problem, budget: float, free: Outcome, limits: Limits, progress: Progress) -> Outcome:
+    """Minimise cost within a budget that the unconstrained minimum exceeds.
+
+    Args:
+        problem: The problem.
+        budget: Bytes.
+        free: The unconstrained minimum; its bound is valid here too.
+        limits: Relative gap and deadline.
+        progress: Called with phase, incumbent and bound.
+
+    Raises:
+        InfeasibleError: if even the least memory exceeds the budget.
+    """
+    least = least_memory(problem, limits)
+    require_fit(least, budget)
+    graph = build(problem, True)
+    degree, entries = LEVELS[1]
+    if not presolve(graph) or not fold(graph, degree, entries, entries * WORK_PER_ENTRY):
+        raise InfeasibleError("no choice of labels avoids every forbidden label and pair; allow more candidates")
+
+    def value_of(labels: Ints) -> float:
+        cost, memory = evaluate(problem, labels)
+        return cost if fits(memory, budget) else float("inf")
+
+    best = Incumbent(value_of, limits.gap)
+    best.offer(least.labels)
+    bound, multiplier = _bracket(problem, graph, budget, free.point, best, limits)
+    bound = max(bound, free.bound)
+    progress("multiplier", best.value, bound)
+    if best.value - bound <= limits.gap * abs(best.value) or limits.expired():
+        return _outcome(problem, best, bound, "time limit" if limits.expired() else "multiplier")
+    outcome = _close(problem, graph, budget, multiplier, best, bound, limits)
+    progress(outcome.method, outcome.point.cost, outcome.bound)
+    return outcome
+
+
+def reprice(graph: Graph, multiplier: float) -> Graph:
+    """A copy with memory priced at `multiplier` seconds per byte; negative to undo it."""
+    priced = graph.copy()
+    priced.cost = [c + multiplier * m if m.any() else c for c, m in zip(graph.cost, graph.memory, strict=True)]
+    return priced
+
+
+def settled(graph: Graph) -> float:
+    """Memory of the nodes folded away, the same for each of their labels."""
+    return sum(float(graph.memory[s.node][np.isfinite(s.cost)][0]) for s in graph.folded)
+
+
+def _bracket(
+    problem: Problem, graph: Graph, budget: float, over: Point, best: Incumbent, limits: Limits
+) -> tuple[float, float]:
+    """Kelley's method in one dimension: the next multiplier is where the lines of the two best points cross.
+
+    The messages of one multiplier start the next, so each step needs few sweeps.
+
+    Args:
+        problem: The problem.
+        graph: Presolved; gets the messages' costs, without the price of memory.
+        budget: Bytes.
+        over: The cheapest labelling, which exceeds the budget.
+        best: A labelling within the budget; offered better ones.
+        limits: Deadline.
+
+    Returns:
+        The best bound, and the multiplier that gave it.
+    """
+    messages = compact(graph)
+    room = budget - settled(graph)
+    _sweep(messages, limits)
+    best.offer(decode(graph, messages, room))
+    under, bound, chosen, current = locate(problem, _known(best)), -np.inf, 0.0, 0.0
+    low, high = 0.0, np.inf
+    for _ in range(MAX_STEPS):
+        if under.cost <= over.cost or limits.expired() or high - low < NARROW * high:
+            break
+        multiplier = (under.cost - over.cost) / (over.memory - under.memory)
+        if not low < multiplier < high:
+            # The messages' labellings are not exact, so lines can cross outside the bracket: bisect instead.
+            multiplier = low * 4 if np.isinf(high) else float(np.sqrt(low * high)) if low else high / 4
+        messages.price(multiplier - current)
+        current = multiplier
+        _sweep(messages, limits)
+        if messages.bound - multiplier * budget > bound:
+            bound, chosen = messages.bound - multiplier * budget, multiplier
+        best.offer(decode(graph, messages, room))
+        point = locate(problem, decode(graph, messages))
+        if fits(point.memory, budget):
+            best.offer(point.labels)
+            under, high = point if np.isfinite(point.cost) else under, multiplier
+        else:
+            over, low = point if np.isfinite(point.cost) else over, multiplier
+    messages.price(-current)
+    write_back(graph, messages, np.inf)
+    return bound, chosen
+
+
+def _sweep(messages: Messages, limits: Limits) -> None:
+    for _ in range(SWEEPS_PER_STEP):
+        messages.sweep(True, np.inf)
+        messages.sweep(False, np.inf)
+        if limits.expired():
+            return
+
+
+def _known(best: Incumbent) -> Ints:
+    assert best.labels is not None
+    return best.labels
+
+
+def _close(
+    problem: Problem, graph: Graph, budget: float, multiplier: float, best: Incumbent, bound: float, limits: Limits
+) -> Outcome:
+    """Look for labellings just above the bound, then further: what is cut off before is proved not to exist.
+
+    The smaller the window above the bound, the more labels the reduced costs fix; so a bad incumbent costs nothing.
+    """
+    window, proved, method = max(2 * limits.gap, FIRST_WINDOW), bound, "multiplier"
+    while True:
+        best.cap = proved + window * abs(best.value)
+        whole = best.cap >= best.value
+        found, method = _search(graph.copy(), budget, multiplier, best, limits)
+        proved = max(proved, min(best.applied, found))
+        done = best.value - proved <= max(limits.gap, 20 * EXACT) * abs(best.value) or whole
+        if done or method == "time limit":
+            return Outcome(locate(problem, _known(best)), min(best.value, proved), method)
+        window *= WIDEN
+
+
+def _search(graph: Graph, budget: float, multiplier: float, best: Incumbent, limits: Limits) -> tuple[float, str]:
+    """Fix labels by priced reduced cost, fold what carries no memory, and give the rest to HiGHS with the row.
+
+    Returns:
+        A bound on labellings within the budget and below the cutoff, and what closed it.
+    """
+    level = 1
+    while level < len(LEVELS) - 1:
+        priced = reprice(graph, multiplier)
+        priced.constant -= multiplier * budget
+        before = sum(len(graph.alive(n)) for n in graph.live_nodes())
+        bound = ascend(priced, best, limits, budget - settled(graph))
+        if bound >= best.cutoff():
+            return np.inf, "multiplier"
+        graph = reprice(priced, -multiplier)
+        graph.constant += multiplier * budget
+        degree, entries = LEVELS[level]
+        if not presolve(graph) or not fold(graph, degree, entries, entries * WORK_PER_ENTRY):
+            return np.inf, "multiplier"
+        after = sum(len(graph.alive(n)) for n in graph.live_nodes())
+        level += after > 0.8 * before
+        if not graph.live_nodes():
+            best.offer(unfold(graph, np.zeros(len(graph.cost), dtype=np.int64)))
+            return (graph.constant if fits(settled(graph), budget) else np.inf), "fold"
+        if limits.expired():
+            return bound, "time limit"
+    scale = abs(best.value)
+    seconds = limits.deadline - time.monotonic()
+    found = solve_ilp(graph, scale, limits.gap / 2 * scale, seconds, budget - settled(graph))
+    if found.labels is not None:
+        best.offer(unfold(graph, found.labels))
+    return max(bound, found.bound), found.method
+
+
+def _outcome(problem: Problem, best: Incumbent, bound: float, method: str) -> Outcome:
+    assert best.labels is not None
+    return Outcome(locate(problem, best.labels), min(best.value, best.applied, bound), method)
+
+
+def solve(
+    problem: Problem,
+    *,
+    budget: float | None = None,
+    gap: float = 1e-3,
+    time_limit: float = 60.0,
+    progress: Progress | None = None,
+) -> Solution:
+    """Minimise node and edge costs, with the memory of the chosen labels within a budget.
+
+    Deterministic unless the time limit decides.
+
+    Args:
+        problem: Nodes and edges.
+        budget: Bytes, or None for no limit.
+        gap: Relative distance between objective and lower bound at which to stop.
+        time_limit: Seconds after which the incumbent is returned with the bound proved so far.
+        progress: Called with (phase, incumbent, bound).
+
+    Returns:
+        Labels with their objective, memory and a valid lower bound.
+
+    Raises:
+        InfeasibleError: if there is no labelling of finite cost within the budget.
+    """
+    report = progress or (lambda phase, incumbent, bound: None)
+    limits = Limits(gap, time.monotonic() + time_limit)
+    found = minimise(build(problem, False), lambda labels: evaluate(problem, labels)[0], limits)
+    if found.labels is None:
+        raise InfeasibleError("no choice of labels avoids every forbidden label and pair; allow more candidates")
+    outcome = Outcome(locate(problem, found.labels), found.bound, found.method)
+    report("unconstrained", found.value, found.bound)
+    if budget is not None and not fits(outcome.point.memory, budget):
+        outcome = solve_within(problem, budget, outcome, limits, report)
+    point: Point = outcome.point
+    labels = np.asarray(point.labels, dtype=np.int64)
+    return Solution(labels, point.cost, min(outcome.bound, point.cost), point.memory, outcome.method)

@@ -1,0 +1,291 @@
+"""`leaner`: where nothing is found that fits, what lean plans keep is decided anew, by their graphs' own peaks.
+
+Rows of memory are relaxations: they leave out what waits while values are made again, and other moments than theirs. So
+near the least memory that a model can do with, a row that is tightened further leads to plans that need more. There,
+what is kept is chosen for all moments at once (`autopar.search.budget.min_peak`), and then the graph of a plan says
+what is held when most is. Of each such tensor the plan that makes it again is measured; or, where it is made again, the
+one that keeps it; or, where it is moved again, the one that moves it for each user. That is taken whose heaviest
+moments are the lightest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import fx
+
+from autopar.costs.memory import format_bytes
+from autopar.errors import InfeasibleError
+from autopar.ir.graph import is_backward
+from autopar.ir.plan import EACH, LEANER, Plan
+from autopar.ir.program import Program
+from autopar.memory.peak_snapshot import Crowd
+from autopar.memory.recompute import class_of, ranges
+from autopar.search.budget.lagrangian import fits
+from autopar.search.budget.min_peak import Choice, keeping_least
+from autopar.search.budget.within_budget import missing
+from autopar.search.formulation.memory_model import carried
+from autopar.search.options import Job
+from autopar.search.solver.interrupt import requested
+from autopar.sharding.dims import Dims
+from autopar.sharding.factor_kinds import from_parameters
+from autopar.sharding.layer_classes import Quotient
+
+NEAR = 1.5
+"""A plan of the search that needs so much more than the budget is not tried to be made leaner."""
+
+ALMOST = 1.05
+"""In one that needs no more than so much of the budget, only single tensors are decided anew."""
+
+EASIER = 2
+"""How often a plan is tried that keeps more than the leanest of its layouts, where that fits."""
+
+ALWAYS = ("parameters", "optimizer", "buffers", "batch")
+"""What is held whatever the backward pass takes."""
+
+SHARE = 0.5
+"""Of the time limit, for changes of one plan."""
+
+ENOUGH = 0.9
+"""A change that saves so much of what it aims at is taken at once, without trying the others."""
+
+SMALL = 1e-3
+"""Tensors of less than this share of the peak are not looked at."""
+
+
+Entry = tuple[str, int | None]
+"""A name in a plan's ``recompute``, and one member of its class, or all of them."""
+
+
+@dataclass(frozen=True)
+class _Change:
+    """Entries that come or go, and the bytes of the tensor that they are about."""
+
+    size: float
+    entries: frozenset[Entry]
+    again: bool
+
+    def of(self, plan: Plan, count: Mapping[str, int]) -> Plan:
+        table = dict(plan.recompute)
+        for name, member in sorted(self.entries, key=str):
+            have = _members(plan, name, count) if member is not None else set()
+            members = range(count[class_of(name)]) if member is None else (member,)
+            have = have.union(members) if self.again else have.difference(members)
+            table[name] = ranges(have, count[class_of(name)])
+        return replace(plan, recompute={name: found for name, found in table.items() if found})
+
+
+def _members(plan: Plan, name: str, count: Mapping[str, int]) -> set[int]:
+    """Of a class those that are made again."""
+    most = count[class_of(name)]
+    return {i for start, stop in plan.recompute.get(name, ()) for i in range(start, min(stop, most))}
+
+
+def leaner(
+    program: Program,
+    dims: Dims,
+    classes: Quotient,
+    job: Job,
+    crowd: Callable[[Plan], Crowd],
+    error: InfeasibleError,
+    start: Callable[[], Plan] | None = None,
+) -> Plan:
+    """A plan that fits, if the leanest that was found can be made one, or one that needs little whatever the budget is.
+
+    What an error names would have been enough, and is the same for each budget that is not: it comes from ``start``.
+
+    Args:
+        program: that was searched.
+        dims: its dimension analysis.
+        classes: which nodes share a decision.
+        job: what it was searched for.
+        crowd: what is held at the heaviest moment of a plan's graph.
+        error: that says what was found.
+        start: a plan that needs little, which does not depend on the budget; None: there is no such plan.
+
+    Raises:
+        InfeasibleError: none was found; of the leanest that is known now.
+    """
+    plan: Plan | None = error.least
+    budget = job.memory
+    if plan is None or budget is None or error.needed is None or plan.offload:
+        raise error
+    leaning = _Leaning(program, dims, classes, job, crowd, budget)
+    known: list[tuple[Plan, Crowd]] = []
+    if error.needed <= NEAR * budget:
+        known += leaning.near(plan, crowd(plan))
+    if not any(fits(held.totals[0], budget) for _, held in known):
+        # The search's bound holds for it, too.
+        known = leaning.chosen(replace(start(), certificate=plan.certificate)) if start is not None else known
+    if not known:
+        raise error
+    plan, now = min(known, key=lambda found: found[1].totals[0])
+    if not fits(now.totals[0], budget):
+        plan, now = leaning.eased(plan, now)
+    plan = replace(plan, predicted=replace(plan.predicted, peak_bytes=now.held))
+    if not fits(now.totals[0], budget):
+        raise missing(budget, plan)
+    return plan
+
+
+@dataclass(frozen=True)
+class _Leaning:
+    """How plans are made leaner for a budget."""
+
+    program: Program
+    dims: Dims
+    classes: Quotient
+    job: Job
+    crowd: Callable[[Plan], Crowd]
+    budget: float
+
+    @cached_property
+    def changes(self) -> _Changes:
+        return _Changes(self.program, self.classes, self.job)
+
+    def near(self, plan: Plan, now: Crowd) -> list[tuple[Plan, Crowd]]:
+        """A plan that needs a little too much, made leaner one tensor at a time; or all chosen anew, if that helps."""
+        chosen = [] if fits(now.totals[0], ALMOST * self.budget) else self.chosen(plan)
+        return [self.eased(*min([(plan, now), *chosen], key=lambda found: found[1].totals[0]))]
+
+    def chosen(self, plan: Plan) -> list[tuple[Plan, Crowd]]:
+        """The plan with what it keeps chosen anew: as little as can be, or, where that fits, as little as must be."""
+        if self.program.repeat is not None or requested():
+            return []
+        choice = Choice(self.changes.free, self.changes.moved)
+        least = keeping_least(self.program, self.dims, self.classes, plan, choice)
+        if least is None:
+            return []
+        found = self._for_each(least)
+        held = found[0][1].held
+        room = self.budget - sum(size for name, size in held.items() if name in ALWAYS)
+        slack = 0.0
+        while fits(found[0][1].totals[0], self.budget) and len(found) <= EASIER:
+            more = keeping_least(self.program, self.dims, self.classes, plan, choice, room - slack)
+            easier = self._for_each(more) if more is not None else found
+            if fits(easier[0][1].totals[0], self.budget):
+                return easier
+            found += easier
+            slack += easier[0][1].totals[0] - self.budget
+        return found
+
+    def _for_each(self, plan: Plan) -> list[tuple[Plan, Crowd]]:
+        """The plan, or, if it does not fit, the one that moves all that it moves again for each user, if that helps."""
+        found = [(plan, self.crowd(plan))]
+        if not fits(found[0][1].totals[0], self.budget):
+            each = {EACH + name: r for name, r in plan.recompute.items() if name.startswith("relay ")}
+            apart = replace(plan, recompute={**plan.recompute, **each})
+            found.append((apart, self.crowd(apart)))
+        return [min(found, key=lambda known: known[1].totals[0])]
+
+    def eased(self, plan: Plan, now: Crowd) -> tuple[Plan, Crowd]:
+        """A plan made leaner one tensor at a time, until it fits or nothing helps."""
+        deadline = time.monotonic() + SHARE * self.job.search.time_limit
+        while not fits(now.totals[0], self.budget):
+            best: tuple[Crowd, _Change] | None = None
+            for change in self.changes.of(plan, now):
+                if time.monotonic() > deadline or requested():
+                    break
+                found = self.crowd(change.of(plan, self.classes.count))
+                if found.totals < (best[0].totals if best else now.totals):
+                    best = found, change
+                    if now.totals[0] - found.totals[0] >= ENOUGH * change.size:
+                        break
+            if best is None:
+                break
+            now, plan = best[0], best[1].of(plan, self.classes.count)
+            self.job.progress(f"peak {format_bytes(now.totals[0])}, leaner", plan.certificate.objective, 0.0)
+        return plan, now
+
+
+def costed(plan: Plan) -> Plan:
+    """A plan that was changed since its search, with its predicted seconds as its objective."""
+    seconds, known = plan.predicted.step_seconds, plan.certificate
+    bound = min(known.lower_bound, seconds)
+    own = replace(known, objective=seconds, lower_bound=bound, method=LEANER, memory_price=0.0, checked=None)
+    return replace(plan, certificate=own)
+
+
+class _Changes:
+    """What may be kept or made again, under the pins of a search."""
+
+    def __init__(self, program: Program, classes: Quotient, job: Job) -> None:
+        self.program, self.classes = program, classes
+        forward = {n for n in program.sources if not is_backward(n)}
+        allowed = {
+            "search": forward - carried(program, classes),
+            "gathers": forward & from_parameters(program),
+            "none": set[fx.Node](),
+        }[job.search.again]
+        if job.search.regions:
+            allowed -= program.pins.keys()
+        fixed = {classes.key[n] for n in forward - allowed}
+        self.free = {classes.key[n] for n in allowed - program.alone} - fixed
+        moved = {classes.key[n] for n in program.placeholders} if job.search.again != "none" else set()
+        self.moved = self.free | moved
+        self.outputs: dict[str, list[int]] = defaultdict(list)
+        for key, out in classes.uses:
+            self.outputs[key].append(out)
+        self.by_name = {n.name: (n, i) for members in classes.members.values() for i, n in enumerate(members)}
+        self.number = {node: i for node, i in self.by_name.values()}
+
+    def of(self, plan: Plan, crowd: Crowd) -> Iterator[_Change]:
+        """What may help at the heaviest moment: the largest tensors first, of all blocks and of one."""
+        seen: set[frozenset[Entry]] = set()
+        there = [(t, *self.by_name[t.name]) for t in crowd.tensors if t.name in self.by_name]
+        held = {node for tensor, node, _ in there if not tensor.again and not tensor.moved}
+        for tensor, node, _ in sorted(there, key=lambda t: -t[0].size):
+            if tensor.size < SMALL * crowd.totals[0]:
+                break
+            alone = self.program.repeat is None and self.classes.count[self.classes.key[node]] > 1
+            for one in (False, True) if alone else (False,):
+                each = self._each(node, plan, one) if tensor.again and tensor.moved else frozenset[Entry]()
+                found = self._kept(node, plan, one) if tensor.again else self._again(node, plan, held, one)
+                for entries, again in ((each, True), (found, not tensor.again)):
+                    if entries and entries not in seen:
+                        seen.add(entries)
+                        yield _Change(tensor.size, entries, again)
+
+    def _each(self, node: fx.Node, plan: Plan, one: bool) -> frozenset[Entry]:
+        """What is moved again for each user, where a value that is moved again waits for the next."""
+        moved = [e for e in self._entries(node, plan, one) if e[0].startswith("relay ") and self._is_again(e, plan)]
+        each = ((EACH + name, member) for name, member in moved)
+        return frozenset(e for e in each if not self._is_again(e, plan))
+
+    def _kept(self, node: fx.Node, plan: Plan, one: bool) -> frozenset[Entry]:
+        """What is no longer made again where a value is kept."""
+        return frozenset(e for e in self._entries(node, plan, one) if self._is_again(e, plan))
+
+    def _again(self, node: fx.Node, plan: Plan, held: Collection[fx.Node], one: bool) -> frozenset[Entry]:
+        """What else is made or moved again where a value is: what it is made of, unless that is there or is already."""
+        found: set[fx.Node] = set()
+        entries = set(self._entries(node, plan, one))  # all that there is of an input
+        waiting = [node]
+        while waiting:
+            last = waiting.pop()
+            known = self._is_again((self.classes.key[last], self.number[last] if one else None), plan)
+            if last in found or known or self.classes.key[last] not in self.free or (last is not node and last in held):
+                continue
+            found.add(last)
+            entries.update(self._entries(last, plan, one))
+            for source, _ in self.program.sources[last]:
+                entries.update(e for e in self._entries(source, plan, one) if e[0].startswith("relay "))
+                waiting.append(source)
+        return frozenset(e for e in entries if not self._is_again(e, plan))
+
+    def _is_again(self, entry: Entry, plan: Plan) -> bool:
+        name, member = entry
+        return name in plan.recompute if member is None else member in _members(plan, name, self.classes.count)
+
+    def _entries(self, node: fx.Node, plan: Plan, one: bool) -> Iterator[Entry]:
+        """Those of what an operator makes, and of its moved forms."""
+        key, member = self.classes.key[node], self.number[node] if one else None
+        if key in self.free:
+            yield key, member
+        for out in self.outputs.get(key, ()) if key in self.moved else ():
+            if f"{key} {out}" in plan.relays:
+                yield f"relay {key} {out}", member

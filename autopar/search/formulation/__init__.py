@@ -1,0 +1,1 @@
+"""The optimization problem of one program: variables, costs, constraints."""

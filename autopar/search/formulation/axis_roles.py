@@ -1,0 +1,238 @@
+"""What a mesh axis is for, as restrictions: hand-made layouts are pins for the same search.
+
+On an axis with a role, operators keep the strategies that split what the role says:
+
+=========  =====================================================  ===================================================
+role       operators                                              parameters
+=========  =====================================================  ===================================================
+data       split along the batch, where they have it              replicated
+optimizer  split along the batch, where they have it              split, and gathered for use; gradients all-reduced
+shard      split along the batch, where they have it              split, and gathered for use; gradients scattered
+tensor     split along the tensor-parallel factors                split along those factors, else replicated
+sequence   as tensor; along the sequence between the linears      as tensor
+=========  =====================================================  ===================================================
+
+Everything is found by factors, nothing by names. What the roles leave open, such as where partial sums are added up,
+the search decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from autopar.errors import InfeasibleError
+from autopar.ir.layout import Layout, Placement, Replicate, Split, TensorType, is_boundary_layout
+from autopar.ir.program import Program, producer
+from autopar.search.formulation.pins import Restrictions
+from autopar.search.formulation.tensor_parallel import tensor_factors
+from autopar.sharding.candidates import REPLICATE, layouts, split_parts, strategies
+from autopar.sharding.dims import Dims
+from autopar.sharding.factor_kinds import (
+    Ids,
+    batch_factors,
+    factors_of,
+    from_parameters,
+    ids,
+    input_types,
+    into_gradients,
+    operator_types,
+    sequence_factors,
+    split_factors,
+)
+from autopar.sharding.layer_classes import Quotient
+
+DATA, OPTIMIZER, SHARD, TENSOR, SEQUENCE = "data", "optimizer", "shard", "tensor", "sequence"
+ROLES = (DATA, OPTIMIZER, SHARD, TENSOR, SEQUENCE)
+
+ROWS, STORED = (DATA, OPTIMIZER, SHARD), (OPTIMIZER, SHARD)
+"""Roles that split the batch, and those that split what is stored of parameters."""
+
+Roles = tuple[str | None, ...]
+"""The role of each axis; None: the search decides."""
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """The factors that roles speak of, in one program.
+
+    Attributes:
+        batch: samples lie along these.
+        tensor: the tensor-parallel ones.
+        sequence: positions lie along these; empty where no axis splits the sequence.
+        hidden: those that the weights with tensor-parallel factors have besides.
+    """
+
+    batch: Ids
+    tensor: Ids
+    sequence: Ids
+    hidden: Ids
+
+
+def by_roles(
+    program: Program, dims: Dims, classes: Quotient, axes: Mapping[str, int], roles: Roles, restrictions: Restrictions
+) -> Restrictions:
+    """Restrictions with those of the axes' roles added; layouts that are decided already win.
+
+    Args:
+        program: canonical program.
+        dims: its dimension analysis.
+        classes: which nodes share a decision.
+        axes: name and size of each mesh axis.
+        roles: of each axis.
+        restrictions: what holds besides.
+
+    Raises:
+        InfeasibleError: a role finds nothing to split, or sizes do not divide.
+    """
+    if not any(roles):
+        return restrictions
+    meaning = find_meaning(program, dims, axes, roles)
+    sizes = tuple(axes.values())
+    casts, sums = from_parameters(program), into_gradients(program)
+    inputs = dict(zip(program.placeholders, program.inputs, strict=True))
+    placements: dict[tuple[str, str], tuple[Placement | None, ...]] = {}
+    allowed: dict[str, tuple[frozenset[str] | None, ...]] = {}
+    for key, members in classes.members.items():
+        node = members[0]
+        if node in dims.operators:
+            chains = {SHARD: node in casts or node in sums, OPTIMIZER: node in casts}
+            allowed[key] = tuple(
+                _allowed(node, program, dims, role, meaning, chains.get(str(role), False)) for role in roles
+            )
+        elif node in inputs and inputs[node].kind in ("parameter", "batch"):
+            find = _batch_layout if inputs[node].kind == "batch" else _parameter_layout
+            layout = find(dims.types[node, 0], roles, sizes, meaning)
+            open_ = tuple(None if role is None else p for role, p in zip(roles, layout, strict=True))
+            placements.update({(inputs[n].kind, inputs[n].name): open_ for n in members})
+    if OPTIMIZER in roles:
+        whole = tuple(Replicate() if role == OPTIMIZER else None for role in roles)
+        placements.update({("relay", name): whole for name in _gradients(program, classes)})
+    return replace(restrictions, strategies=allowed, placements=placements)
+
+
+def _gradients(program: Program, classes: Quotient) -> set[str]:
+    """Class and output of every gradient, as relays are called."""
+    outputs = zip(program.outputs, program.output_values, strict=True)
+    made = [producer(v) for o, v in outputs if o.kind == "gradient" and v is not None]
+    return {f"{classes.key[node]} {out}" for node, out in made}
+
+
+def find_meaning(program: Program, dims: Dims, axes: Mapping[str, int], roles: Roles) -> Meaning:
+    """The factors that the roles speak of.
+
+    Raises:
+        InfeasibleError: there are none, or sizes do not divide.
+    """
+    batch = batch_factors(program, dims)
+    ways, along = _extent(axes, roles, *ROWS)
+    if ways > 1 and not batch:
+        raise InfeasibleError(f"no tensor of the batch has a dim to split along {along}")
+    uneven = [f.size for f in batch if f.size % ways]
+    if uneven:
+        raise InfeasibleError(
+            f"{uneven[0]} samples do not divide along {along}; take a batch of a multiple of {ways}, or smaller axes"
+        )
+    if not {TENSOR, SEQUENCE} & set(roles):
+        return Meaning(ids(batch), ids(()), ids(()), ids(()))
+    ways, along = _extent(axes, roles, TENSOR, SEQUENCE)
+    tensor = tensor_factors(program, dims, ways)
+    if not tensor:
+        raise InfeasibleError(
+            f"nothing is tensor-parallel along {along}: that takes a dim, of a size that {ways} divides, which one "
+            "linear makes and a later one sums over, with nothing between that needs it whole; or a vocabulary"
+        )
+    sequence = sequence_factors(program, dims) if SEQUENCE in roles else []
+    ways, along = _extent(axes, roles, SEQUENCE)
+    if SEQUENCE in roles and not (sequence and all(f.size % ways == 0 for f in sequence)):
+        length = ", ".join(str(f.size) for f in sequence) or "the batch has none"
+        raise InfeasibleError(f"the sequence ({length}) does not divide along {along}; pad it, or use role 'tensor'")
+    chosen = ids(tensor)
+    hidden: Ids = ids(())
+    for type_ in input_types(program, dims, "parameter").values():
+        if any(chosen & ids(dim) for dim in type_.dims):
+            hidden |= ids(f for dim in type_.dims if not chosen & ids(dim) for f in dim)
+    return Meaning(ids(batch), chosen, ids(sequence), hidden)
+
+
+def _extent(axes: Mapping[str, int], roles: Roles, *which: str) -> tuple[int, str]:
+    """Devices along the axes of some roles, and these axes for a message."""
+    found = {a: n for (a, n), role in zip(axes.items(), roles, strict=True) if role in which}
+    names = " x ".join(f"{a}={n}" for a, n in found.items())
+    return math.prod(found.values()), f"{'axis' if len(found) == 1 else 'axes'} {names}"
+
+
+def _allowed(
+    node: fx.Node, program: Program, dims: Dims, role: str | None, meaning: Meaning, chain: bool
+) -> frozenset[str] | None:
+    """Names of the strategies that an operator may take on an axis; None: all.
+
+    Args:
+        node: the operator.
+        program: its program.
+        dims: the program's dimension analysis.
+        role: of the axis.
+        meaning: of the roles.
+        chain: it only changes the form of one parameter or gradient, and may follow that one's layout.
+    """
+    splits = split_factors(node, program, dims)
+
+    def along(factors: Ids) -> frozenset[str]:
+        return frozenset(name for name, factor in splits.items() if id(factor) in factors)
+
+    every = strategies(dims.operators[node])
+    whole = frozenset(s.name for s in every if not s.splits)
+    if role is None:
+        return None
+    if role in ROWS:
+        return along(meaning.batch) or (None if chain else whole)
+    if found := along(meaning.tensor):
+        return found
+    found = along(meaning.sequence) if role == SEQUENCE else frozenset()
+    if found and meaning.hidden & factors_of(operator_types(node, program, dims)).keys():
+        # What is gathered for a linear may be transposed for its gradient: a view costs nothing either way.
+        return found | whole if dims.operators[node].rule.view else found | (whole - {REPLICATE})
+    return whole  # masks, positions, labels
+
+
+def _batch_layout(type_: TensorType, roles: Roles, sizes: tuple[int, ...], meaning: Meaning) -> Layout:
+    rows = bool(type_.dims) and bool(ids(type_.dims[0][:1]) & meaning.batch)
+    return tuple(Split(0, 0) if rows and role in ROWS else Replicate() for role in roles)
+
+
+def _parameter_layout(type_: TensorType, roles: Roles, sizes: tuple[int, ...], meaning: Meaning) -> Layout:
+    """Tensor axes split their factor; sharding axes as much as they can, first dims first."""
+    own = next((Split(d, j) for d, j in type_.positions if id(type_.dims[d][j]) in meaning.tensor), Replicate())
+
+    def suits(layout: Layout) -> bool:
+        """Open axes are left to the search, beside what this leaves of the dims."""
+        return all(
+            role in STORED or p == (own if role in (TENSOR, SEQUENCE) else Replicate())
+            for role, p in zip(roles, layout, strict=True)
+        )
+
+    options = [x for x in layouts(type_, sizes, False) if suits(x) and is_boundary_layout(type_, x, sizes)]
+    if not options:
+        raise InfeasibleError(f"a parameter of {type_} can be split along one tensor axis only: its part is strided")
+    return min(options, key=lambda layout: (-split_parts(layout, sizes), *map(_position, layout)))
+
+
+def _position(placement: Placement) -> tuple[float, int]:
+    return (placement.dim, placement.factor) if isinstance(placement, Split) else (math.inf, 0)
+
+
+def read_roles(roles: Mapping[str, str], axes: Sequence[str]) -> Roles:
+    """The role of each axis.
+
+    Raises:
+        ValueError: an axis or a role does not exist.
+    """
+    for axis, role in roles.items():
+        if axis not in axes:
+            raise ValueError(f"roles= names axis {axis!r}; the mesh has {', '.join(axes)}")
+        if role not in ROLES:
+            raise ValueError(f"roles= gives axis {axis!r} the role {role!r}; there are {', '.join(ROLES)}")
+    return tuple(roles.get(a) for a in axes)

@@ -1,0 +1,239 @@
+"""What a search leaves open: the user's pins, layouts that a module has already, axes that are not searched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from autopar.errors import InfeasibleError
+from autopar.ir.layout import (
+    Layout,
+    Partial,
+    Placement,
+    Replicate,
+    Split,
+    TensorType,
+    divides,
+    is_boundary_layout,
+    is_uneven,
+    parse_placement,
+)
+from autopar.ir.module_outputs import as_lies, find_handed, handed_on
+from autopar.ir.program import Program, Value
+from autopar.sharding.dims import Dims
+from autopar.sharding.layer_classes import Quotient
+
+Pinned = tuple[Placement | None, ...]
+"""A layout that is decided, None on axes that are open."""
+
+
+@dataclass(frozen=True)
+class Restrictions:
+    """What a search leaves open.
+
+    Attributes:
+        layouts: for parameters, batch tensors and results, by kind and name: the only layout allowed, or with None for
+            axes that are open.
+        fixed: strategy name or placement of each variable on each axis that is not searched; absent: replicated.
+        free: axes that are searched; None searches all.
+        data_axes_only: batch tensors may be split along the first factor of their first dim only.
+        placements: the same as ``layouts``, axis by axis, None where it is open; gives way to them. In both there are,
+            by ``relay`` and name, the layouts that values are brought to for all their users; those of ``layouts`` are
+            pinned, and no user takes the value otherwise.
+        strategies: names that each class of operators may take, axis by axis; None: any.
+    """
+
+    layouts: Mapping[tuple[str, str], Pinned] = field(default_factory=dict)
+    fixed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    free: tuple[int, ...] | None = None
+    data_axes_only: bool = False
+    placements: Mapping[tuple[str, str], Sequence[Placement | None]] = field(default_factory=dict)
+    strategies: Mapping[str, Sequence[frozenset[str] | None]] = field(default_factory=dict)
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """Relays that are pinned."""
+        return tuple(sorted(name for kind, name in self.layouts if kind == "relay"))
+
+
+def read_pins(
+    program: Program, dims: Dims, pins: Mapping[str, Any], axes: Mapping[str, int], restrictions: Restrictions | None
+) -> Restrictions:
+    """Restrictions with the user's pins added; those of modules are only checked, `pin_modules` adds them.
+
+    Args:
+        program: names of parameters, batch tensors (``batch.0``), results (``result.0``) and modules come from here.
+        dims: their types.
+        pins: a name or pattern (``*.up_proj.weight``) to placements: one an axis (just it where the mesh has one
+            axis), or a dict by axis name, which replicates on the others; each as text (``R``, ``S(0)``, ``S(0.1)`` for
+            factor 1 of dim 0, ``Shard(0)``), or torch's or autopar's own object; None leaves an axis to the search.
+        axes: name and size of each mesh axis.
+        restrictions: what holds besides.
+
+    Raises:
+        ValueError: a pin names nothing, is no placement, or does not divide; names the pin and what there is.
+    """
+    restrictions = restrictions or Restrictions()
+    if not pins:
+        return restrictions
+    named = _pinnable(program, dims)
+    layouts = dict(restrictions.layouts)
+    for pattern, value in pins.items():
+        found = _tensors(named, pattern)
+        wanted, sizes = _read_layout(pattern, value, tuple(axes)), tuple(axes.values())
+        if not found and not _modules(program, pattern):
+            some, modules = ", ".join(map(_pin_name, list(named)[:6])), ", ".join(list(handed_on(program))[:6])
+            raise ValueError(
+                f"pin {pattern!r} names no parameter, batch.N, result.N or module of the model; there are {some}, ...; "
+                f"and modules {modules}, ..."
+            )
+        for key in found:
+            type_ = named[key]
+            layout = tuple(p or Replicate() for p in wanted)
+            fits = divides(type_, layout, sizes) or (key[0] == "parameter" and is_uneven(type_, layout, sizes))
+            if not fits or not is_boundary_layout(type_, layout, sizes):
+                raise ValueError(
+                    f"pin {pattern!r}: {_pin_name(key)} is {type_} and cannot be laid out as "
+                    f"({', '.join(map(str, layout))}) on axes {dict(axes)}: sizes must divide (or a parameter's dim of "
+                    "one factor is padded, along one axis), one split a dim"
+                )
+            layouts[key] = wanted
+    return replace(restrictions, layouts=layouts)
+
+
+def pin_modules(
+    program: Program,
+    dims: Dims,
+    classes: Quotient,
+    pins: Mapping[str, Any],
+    axes: Mapping[str, int],
+    restrictions: Restrictions,
+) -> Restrictions:
+    """Restrictions with the pins of what modules hand on added: names and patterns that no tensor has, see `read_pins`.
+
+    Args:
+        program: which has what modules hand on.
+        dims: its dimension analysis.
+        classes: which nodes share a decision.
+        pins: names or patterns to placements.
+        axes: name and size of each mesh axis.
+        restrictions: what holds besides.
+
+    Raises:
+        InfeasibleError: sizes do not divide, or two pins are of values that share a decision, and differ.
+    """
+    named, wanted = _pinnable(program, dims), dict[str, Pinned]()
+    for pattern, value in pins.items():
+        if not _tensors(named, pattern):
+            pinned = _read_layout(pattern, value, tuple(axes))
+            wanted.update(dict.fromkeys(_modules(program, pattern), pinned))
+    layouts, owner = dict(restrictions.layouts), dict[str, str]()
+    for name, pinned in wanted.items():
+        for value, own in _of_values(program, dims, name, pinned, axes).items():
+            relay = f"{classes.key[value[0]]} {value[1]}"
+            before = layouts.get(("relay", relay), own)
+            if any(a is not None and b is not None and a != b for a, b in zip(before, own, strict=True)):
+                raise InfeasibleError(
+                    f"the pins of {owner[relay]} and {name} differ, but these hand on one tensor, or are laid out "
+                    "alike as repeated layers are: pin them alike, or set tie_layers=False"
+                )
+            layouts["relay", relay] = tuple(a or b for a, b in zip(before, own, strict=True))
+            owner[relay] = name
+    return replace(restrictions, layouts=layouts)
+
+
+def _of_values(program: Program, dims: Dims, name: str, pinned: Pinned, axes: Mapping[str, int]) -> dict[Value, Pinned]:
+    """The layout of each value that stands for what a module hands on."""
+    found: dict[Value, Pinned] = {}
+    reason: Exception | str = ""
+    for value, mark in handed_on(program)[name]:
+        type_ = dims.types[value]
+        try:
+            own = tuple(as_lies(p, type_, mark, program.microbatches) for p in pinned)
+        except ValueError as e:
+            reason = e
+            continue
+        if not divides(type_, tuple(p or Replicate() for p in own), tuple(axes.values())):
+            raise InfeasibleError(
+                f"module {name} hands on {type_}, which cannot be laid out as "
+                f"({', '.join(str(p or Replicate()) for p in pinned)}) on axes {dict(axes)}: sizes must divide"
+            )
+        found[value] = own
+    if not found:
+        raise InfeasibleError(f"what module {name} hands on cannot be pinned: {reason}")
+    return found
+
+
+def _tensors(named: Mapping[tuple[str, str], TensorType], pattern: str) -> list[tuple[str, str]]:
+    return [key for key in named if fnmatchcase(_pin_name(key), pattern)]
+
+
+def _modules(program: Program, pattern: str) -> list[str]:
+    try:
+        return find_handed(program, pattern)
+    except ValueError as e:
+        raise ValueError(f"pin {pattern!r}: {e}") from e
+
+
+def _pin_name(key: tuple[str, str]) -> str:
+    return key[1] if key[0] == "parameter" else f"{key[0]}.{key[1]}"
+
+
+def _pinnable(program: Program, dims: Dims) -> dict[tuple[str, str], TensorType]:
+    found = {}
+    for node, spec in zip(program.placeholders, program.inputs, strict=True):
+        if spec.kind in ("parameter", "batch"):
+            found[spec.kind, spec.name] = dims.type_of(node)
+    for output, value in zip(program.outputs, program.output_values, strict=True):
+        if output.kind == "result" and value is not None:
+            found["result", output.name] = dims.type_of(value)
+    return found
+
+
+def _read_layout(pattern: str, value: Any, axes: Sequence[str]) -> Pinned:
+    if isinstance(value, Mapping):
+        unknown = [a for a in value if a not in axes]
+        if unknown:
+            raise ValueError(f"pin {pattern!r} names axis {unknown[0]!r}; the mesh has {', '.join(axes)}")
+        value = [value.get(a, Replicate()) for a in axes]
+    if isinstance(value, str):
+        value = (value,)
+    if len(value) != len(axes):
+        raise ValueError(f"pin {pattern!r} must give one placement for each axis ({', '.join(axes)}), got {value!r}")
+    return tuple(None if v is None else read_placement(pattern, v) for v in value)
+
+
+def read_placement(pattern: str, value: Any) -> Placement:
+    """A placement from text or from torch's or autopar's object."""
+    if isinstance(value, Replicate | Split):
+        return value
+    kind = type(value).__name__
+    if kind == "Shard":
+        return Split(int(value.dim))
+    if kind == "Replicate":
+        return Replicate()
+    text = re.sub(r"^Shard", "S", str(value).strip()).replace("dim=", "")
+    try:
+        found = parse_placement("R" if text in ("Replicate()", "Replicate") else text)
+    except ValueError as e:
+        raise ValueError(
+            f"pin {pattern!r}: {value!r} is no placement; write R, S(dim), S(dim.factor) or Shard(dim)"
+        ) from e
+    if isinstance(found, Partial):
+        raise ValueError(f"pin {pattern!r}: what is pinned cannot be Partial")
+    return found
+
+
+def complete(name: str, pinned: Pinned) -> Layout:
+    """A layout without open axes.
+
+    Raises:
+        ValueError: there are some; names the tensor.
+    """
+    layout = tuple(p for p in pinned if p is not None)
+    if len(layout) < len(pinned):
+        raise ValueError(f"the pin of {name!r} leaves axes open, which a random plan does not search; pin them all")
+    return layout

@@ -1,0 +1,1 @@
+"""The program of one microbatch, and how many microbatches a step has."""

@@ -1,0 +1,55 @@
+"""The axis of time as restrictions: what is split along the samples may be split over time, and nothing else."""
+
+from __future__ import annotations
+
+from autopar.errors import InfeasibleError
+from autopar.ir.layout import Placement, Replicate, Split
+from autopar.ir.program import Program
+from autopar.search.formulation.pins import Restrictions
+from autopar.sharding.candidates import REPLICATE, strategies
+from autopar.sharding.dims import Dims
+from autopar.sharding.factor_kinds import batch_factors, ids, split_factors
+from autopar.sharding.layer_classes import Quotient
+
+
+def along_samples(program: Program, dims: Dims, classes: Quotient, count: int) -> Restrictions:
+    """Restrictions for an axis of ``count`` microbatches.
+
+    Raises:
+        InfeasibleError: there are no samples, or they do not divide.
+    """
+    batch = batch_factors(program, dims)
+    rows = min((f.size for f in batch), default=1)
+    if any(f.size % count for f in batch) or not batch:
+        raise InfeasibleError(
+            f"{rows} samples do not divide into {count} microbatches; choose a number that divides them, or another "
+            "batch"
+        )
+    samples = ids(batch)
+    allowed: dict[str, tuple[frozenset[str], ...]] = {}
+    placements: dict[tuple[str, str], tuple[Placement, ...]] = {}
+    inputs = dict(zip(program.placeholders, program.inputs, strict=True))
+    of_batch = {n for n, i in inputs.items() if i.kind == "batch"}
+    for node in program.graph.graph.nodes:
+        if any(a in of_batch for a in node.all_input_nodes):
+            of_batch.add(node)
+    for key, members in classes.members.items():
+        node = members[0]
+        if node in dims.operators:
+            factors = split_factors(node, program, dims)
+            # What is lowered asks which part it has, or for the others.
+            lowered = dims.operators[node].rule.lower
+            along = frozenset(
+                n for n, factor in factors.items() if id(factor) in samples and n.partition(".")[0] not in lowered
+            )
+            whole = frozenset(s.name for s in strategies(dims.operators[node]) if not s.splits)
+            # Other tensors may have dims of the same size that nothing tells apart, such as positions.
+            shared = along and node in of_batch
+            allowed[key] = (along | whole - {REPLICATE} if shared else along | whole,)
+        elif node in inputs and inputs[node].kind in ("parameter", "batch"):
+            first = dims.types[node, 0].dims[:1]
+            split = inputs[node].kind == "batch" and bool(first and first[0]) and id(first[0][0]) in samples
+            placements.update(
+                {(inputs[n].kind, inputs[n].name): (Split(0) if split else Replicate(),) for n in members}
+            )
+    return Restrictions(strategies=allowed, placements=placements)

@@ -1,0 +1,1 @@
+"""Which pipeline stages: branch and bound over stages, microbatches and schedules."""

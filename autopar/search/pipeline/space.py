@@ -1,0 +1,288 @@
+"""Which pipelines a search may choose from, by its pins."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from autopar.errors import InfeasibleError
+from autopar.ir.layout import Replicate
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.pipeline.custom_schedule import as_text, is_table
+from autopar.pipeline.schedules import SCHEDULES, Schedule, any_count, splits
+from autopar.search.formulation.pins import Restrictions, read_placement
+from autopar.search.options import MICROBATCHES, SCHEDULE, STAGE_AXIS, STAGES, VIRTUAL, Search
+
+_PINS = (STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS)
+
+FACTOR = "_stages"
+"""Ends the name of an axis that is a factor of another."""
+
+MOST_DEVICES = 64
+"""Longer pipelines are not tried."""
+
+MOST_VISITS = 2**15
+"""Microbatches times stages beyond which no more are tried: simulation takes minutes, and the bubble is small."""
+
+STAGES_A_DEVICE = (1, 2, 4)
+"""How many stages a device may have where that is searched."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How stages lie on a mesh, and the schedules that they may follow.
+
+    Attributes:
+        axes: name and size of each axis of the mesh.
+        axis: along which the stages lie.
+        devices: along the axis.
+        virtual: stages on each.
+        schedules: see `autopar.pipeline.schedules`.
+        modules: at which the stages behind the first begin; empty: they are chosen.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    axis: str
+    devices: int
+    virtual: int
+    schedules: tuple[str, ...]
+    modules: tuple[str, ...] = ()
+
+    @property
+    def stages(self) -> int:
+        """On all devices."""
+        return self.devices * self.virtual
+
+    @property
+    def inside(self) -> dict[str, int]:
+        """The axes of the devices of a stage."""
+        return {name: size for name, size in self.axes if name != self.axis}
+
+
+def arrangements(search: Search, axes: Mapping[str, int], training: bool, factored: bool = False) -> list[Arrangement]:
+    """All that the pins of a search leave open, those with the fewest stages on a device first.
+
+    Args:
+        search: whose pins.
+        axes: of the mesh.
+        training: whether there is a backward pass.
+        factored: whether stages may take a factor of an axis, which becomes an axis of its own.
+
+    Raises:
+        InfeasibleError: no axis of the mesh has as many devices, or no schedule as many stages on each.
+    """
+    modules, places = search.stage_modules, _possible(search, axes, factored)
+    if not search.stages_open:
+        devices = _asked(search)
+        places = [p for p in places if p.devices == devices][:1]
+        if not places:
+            raise InfeasibleError(
+                f"no axis of the mesh {dict(axes)} has {devices} devices for as many stages; ask for the number of "
+                f"stages that an axis has (pin {VIRTUAL!r} for several on each device), or make another mesh"
+            )
+    pinned = search.pins.get(SCHEDULE)
+    names = tuple(SCHEDULES) if pinned is None else (as_text(pinned),)
+    by_hand = is_table(names[0])
+    unknown = [name for name in names if name not in SCHEDULES and not by_hand]
+    if unknown:
+        raise InfeasibleError(f"unknown schedule {unknown[0]!r}; one of {', '.join(SCHEDULES)}")
+    each = (int(search.pins.get(VIRTUAL, 1)),) if VIRTUAL in search.pins or by_hand or modules else STAGES_A_DEVICE
+    if pinned is not None and (VIRTUAL in search.pins or by_hand):
+        ways = dict.fromkeys(each, names)  # where the two do not go together, that is said with what would
+    else:
+        ways = {n: tuple(s for s in names if _suits(SCHEDULES[s], n, training and pinned is None)) for n in each}
+    if ways.get(1) and not search.stages_open:
+        ways = {1: ways[1]}  # as many stages as are asked for
+    return [Arrangement(p.axes, p.axis, p.devices, n, found, modules) for n, found in ways.items() if found
+            for p in places]  # fmt: skip
+
+
+def split_for_stages(search: Search, axes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """The axes of a mesh; if the stages that a search asks for take a factor of one, that is an axis of its own.
+
+    Raises:
+        InfeasibleError: the mesh has no such axis, or stages do not go with their number on each device.
+    """
+    found = tuple(axes.items())
+    if not search.pipelines or search.stages_open:
+        return found
+    devices = _asked(search)
+    return next((p.axes for p in _possible(search, axes, factored=True) if p.devices == devices), found)
+
+
+def is_split_for_stages(finer: tuple[tuple[str, int], ...], axes: Mapping[str, int]) -> bool:
+    """Whether axes are those of a mesh, but for a factor of one that is an axis of its own, for stages."""
+    return any(p.axes == finer for p in _places(axes, factored=True))
+
+
+def _asked(search: Search) -> int:
+    """The devices along the axis of the stages, as pinned.
+
+    Raises:
+        InfeasibleError: the stages that modules begin are no multiple of those on each device.
+    """
+    modules, virtual = search.stage_modules, int(search.pins.get(VIRTUAL, 1))
+    if modules and (len(modules) + 1) % virtual:
+        raise InfeasibleError(
+            f"pin 'stages' names {len(modules)} modules, so {len(modules) + 1} stages, and pin {VIRTUAL!r} puts "
+            f"{virtual} on each device, which does not divide them; name more or fewer"
+        )
+    return (len(modules) + 1) // virtual if modules else int(search.pins[STAGES])
+
+
+def _possible(search: Search, axes: Mapping[str, int], factored: bool) -> list[_Place]:
+    """Where stages may lie by the pin of their axis.
+
+    Raises:
+        InfeasibleError: the mesh has no such axis.
+    """
+    wanted = search.pins.get(STAGE_AXIS)
+    if wanted is not None and wanted not in axes:
+        raise InfeasibleError(f"pin {STAGE_AXIS!r}: the mesh has no axis {wanted!r}; it has {dict(axes)}")
+    return [p for p in _places(axes, factored) if wanted in (None, p.axis, p.axis.removesuffix(FACTOR))]
+
+
+class _Place(NamedTuple):
+    """Where stages may lie."""
+
+    axes: tuple[tuple[str, int], ...]
+    axis: str
+    devices: int
+
+
+def _places(axes: Mapping[str, int], factored: bool) -> list[_Place]:
+    """Whole axes, and then the factors of each, the smallest first."""
+    given = tuple(axes.items())
+    found = [_Place(given, name, n) for name, n in given if n > 1]
+    for i, (name, n) in enumerate(given if factored else ()):
+        for factor in range(2, min(n, MOST_DEVICES + 1)):
+            if n % factor == 0:
+                split = (*given[:i], (f"{name}{FACTOR}", factor), (name, n // factor), *given[i + 1 :])
+                found.append(_Place(split, f"{name}{FACTOR}", factor))
+    return [p for p in found if p.devices <= MOST_DEVICES]
+
+
+def _suits(schedule: Schedule, virtual: int, training: bool) -> bool:
+    """Whether a schedule is for so many stages on a device; those for any number of microbatches are not to train."""
+    if schedule.two and virtual != 2:
+        return False
+    return schedule.interleaved == (virtual > 1) and not (training and schedule.stage_by_stage)
+
+
+def counts(program: Program, search: Search, arrangement: Arrangement) -> list[int]:
+    """Numbers of microbatches to try: as pinned, or the number of devices, and about twice as many each time."""
+    if not program.training:
+        return [1]
+    if search.microbatches:
+        return [search.microbatches]
+    rows = samples(program)
+    most = max(arrangement.devices, MOST_VISITS // arrangement.stages)
+    divisors = [n for n in range(2, min(rows, most) + 1) if rows % n == 0]
+    found: list[int] = []
+    for n in divisors:
+        if n >= (2 * found[-1] if found else arrangement.devices):
+            found.append(n)
+    return found or divisors[-1:] or [1]
+
+
+def samples(program: Program) -> int:
+    """Of the batch."""
+    described = zip(program.placeholders, program.inputs, strict=True)
+    rows = [n.meta["val"].shape[0] for n, i in described if i.kind == "batch" and n.meta["val"].ndim]
+    return Counter(rows).most_common(1)[0][0] if rows else 1
+
+
+def without_pipeline(search: Search) -> Search:
+    """The search without the pins of pipelines."""
+    return replace(search, pins={name: value for name, value in search.pins.items() if name not in _PINS})
+
+
+def inside_stage(search: Search, arrangement: Arrangement) -> Search:
+    """The search for the devices of one stage.
+
+    Raises:
+        InfeasibleError: a pin splits a tensor along the axis of the stages.
+    """
+    layouts = {name: _inside(name, value, arrangement) for name, value in search.layouts.items()}
+    search = without_pipeline(search)
+    return replace(search, pins={**search.pins, **layouts})
+
+
+def _inside(name: str, value: Any, arrangement: Arrangement) -> Any:
+    """A pin on the whole mesh as one on the devices of a stage; one that speaks of these alone is so already."""
+    names = [axis for axis, _ in arrangement.axes]
+    if isinstance(value, Mapping):
+        across = value.get(arrangement.axis)
+        inside: Any = {axis: placement for axis, placement in value.items() if axis != arrangement.axis}
+    elif isinstance(value, list | tuple) and len(value) == len(names):
+        across = value[names.index(arrangement.axis)]
+        inside = tuple(p for axis, p in zip(names, value, strict=True) if axis != arrangement.axis)
+    else:
+        return value
+    if across is not None and not isinstance(read_placement(name, across), Replicate):
+        raise InfeasibleError(f"pin {name!r} splits a tensor along axis {arrangement.axis!r}, where the stages lie")
+    return inside
+
+
+def along_with(plan: Plan) -> dict[str, Any]:
+    """Pins that ask for the same stages."""
+    if plan.pipeline is None:
+        return {STAGES: 1, MICROBATCHES: plan.microbatches}
+    devices = dict(plan.axes)[plan.pipeline.axis]
+    return {
+        STAGES: [stage.modules[0] for stage in plan.stages[1:]],
+        VIRTUAL: len(plan.stages) // devices,
+        STAGE_AXIS: plan.pipeline.axis,
+        SCHEDULE: plan.pipeline.schedule,
+        MICROBATCHES: plan.microbatches,
+    }
+
+
+def with_count(pins: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """The pins of `along_with` for another number of microbatches."""
+    if pins.get(STAGES, 1) == 1:
+        return {MICROBATCHES: count}
+    kept = {name: value for name, value in pins.items() if name in _PINS}
+    virtual = kept[VIRTUAL]
+    kept[SCHEDULE] = any_count(kept[SCHEDULE], (len(kept[STAGES]) + 1) // virtual, count, virtual)
+    return {**kept, MICROBATCHES: count}
+
+
+def restrictions_inside(restrictions: Restrictions, axes: Mapping[str, int], axis: str) -> Restrictions:
+    """Layouts on the whole mesh as such on the devices of a stage."""
+    if not restrictions.layouts:  # the axis may be a factor of one of these
+        return restrictions
+    index = list(axes).index(axis)
+    layouts = {key: (*row[:index], *row[index + 1 :]) for key, row in restrictions.layouts.items()}
+    return replace(restrictions, layouts=layouts)
+
+
+def waits(a: Arrangement, count: int) -> float:
+    """How much longer than its work such a pipeline takes at least."""
+    split = a.virtual > 1 or any(splits(name) for name in a.schedules)
+    return 1.0 if split else least_wait(a.devices, count)
+
+
+def bubble(a: Arrangement, schedule: str, count: int) -> float:
+    """About what waiting adds to the work, where stages are alike and a backward pass takes twice its forward.
+
+    Two thirds of what is waited for are backward passes; where they are split, their parts for the weights, half of
+    them, and those of earlier microbatches fill the time.
+    """
+    return (a.devices - 1) / (a.virtual * count) / (3 if splits(schedule) else 1)
+
+
+def least_wait(devices: int, count: int) -> float:
+    """How much longer than its work a device of a pipeline takes at least, whose devices have a stage each.
+
+    The devices of later stages wait for those before, at both ends of a step. If stages take ``t[0], t[1], ...`` for a
+    microbatch, device ``d`` is busy or waits for ``count * t[d] + sum(t[:d])``; that is least where all are the same,
+    ``t[d + 1] = t[d] * (1 - 1 / count)``.
+
+    >>> round(least_wait(4, 1), 3), round(least_wait(4, 8), 3), round(least_wait(4, 800), 3)
+    (4.0, 1.208, 1.002)
+    """
+    return float(devices / (count * (1 - (1 - 1 / count) ** devices)))

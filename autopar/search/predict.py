@@ -1,0 +1,242 @@
+"""`predict`: what a plan costs, counted move by move on the whole program."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from torch import fx
+
+from autopar.costs.collectives import wire_bytes
+from autopar.costs.host_copies import copy_seconds
+from autopar.costs.memory import optimizer_state_bytes
+from autopar.ir.graph import module_path, without_indices
+from autopar.ir.layout import Layout, TensorType, describe, item_bytes
+from autopar.ir.plan import ModuleRow, Plan, Predicted
+from autopar.ir.program import Program
+from autopar.memory.recompute import uniform, weighted
+from autopar.sharding.assignment import Assignment, all_moves, assign, machine_of
+from autopar.sharding.candidates import candidates, letter_parts, lowered_bytes, split_parts
+from autopar.sharding.dims import Dims, analyze
+from autopar.sharding.layer_classes import Quotient, quotient
+from autopar.sharding.operator_cost import operator_seconds
+from autopar.sharding.redistribute import Machine, Move, Redistributions, Tables, moved_bytes
+
+
+def predict(program: Program, dims: Dims, plan: Plan, classes: Quotient | None = None) -> Plan:
+    """The plan with its prediction and its table filled in, of the whole model if the program leaves blocks out."""
+    if program.repeat is None:
+        return _predict(program, dims, plan, classes)
+    classes = classes or quotient(program, dims)
+    parts = [(share, _extrapolated(program, dims, part, classes)) for share, part in uniform(plan, classes.count)]
+    first = parts[0][1]
+    if len(parts) == 1:
+        return replace(first, recompute=plan.recompute)
+    predicted = Predicted(**weighted([(share, vars(part.predicted)) for share, part in parts]))
+    rows = []
+    for alike in zip(*(part.modules for _, part in parts), strict=True):
+        counted = [{name: getattr(row, name) for name in _COUNTED} for row in alike]
+        numbers = [(share, own) for (share, _), own in zip(parts, counted, strict=True)]
+        rows.append(replace(alike[0], **weighted(numbers)))
+    return replace(plan, predicted=predicted, modules=tuple(rows))
+
+
+def _extrapolated(program: Program, dims: Dims, plan: Plan, classes: Quotient) -> Plan:
+    """The prediction of a program that leaves blocks out."""
+    assert program.repeat is not None
+    found = _predict(program, dims, plan, classes)
+    shorter = program.repeat.shorter
+    other = _predict(shorter, analyze(shorter), plan, None)
+    whole = program.repeat.extrapolate
+    predicted = Predicted(**whole(vars(found.predicted), vars(other.predicted)))
+    rows = tuple(
+        replace(row, **{name: whole(getattr(row, name), getattr(less, name)) for name in _COUNTED})
+        for row, less in zip(found.modules, other.modules, strict=True)
+    )
+    return replace(found, predicted=predicted, modules=rows)
+
+
+_COUNTED = ("instances", "seconds", "communication_bytes", "memory_bytes")
+"""Numbers in a `ModuleRow`."""
+
+
+def _predict(program: Program, dims: Dims, plan: Plan, classes: Quotient | None) -> Plan:
+    classes = classes or quotient(program, dims)
+    assignment = assign(program, dims, plan, classes)
+    account = _Account(machine_of(plan))
+    _count_operators(program, dims, assignment, classes, account)
+    _count_moves(program, dims, assignment, account)
+    _count_copies(program, dims, assignment, account, plan.optimizer)
+    predicted = Predicted(
+        step_seconds=sum(account.seconds.values()),
+        compute_seconds=account.compute,
+        memory_bytes=_memory(program, plan, assignment),
+        communication_bytes={a: account.sent[a] for a in plan.axis_names},
+        collectives={a: dict(sorted(account.collectives[a].items())) for a in plan.axis_names},
+        peak_bytes=plan.predicted.peak_bytes,
+        host_seconds=account.host_seconds,
+        host_bytes=account.host_bytes,
+    )
+    return replace(plan, predicted=predicted, modules=_rows(program, dims, plan, assignment, account))
+
+
+def node_seconds(program: Program, dims: Dims, plan: Plan) -> dict[fx.Node, float]:
+    """Seconds of each operator in a step, with moves and copies of what it makes; all microbatches together."""
+    assignment = assign(program, dims, plan, quotient(program, dims))
+    account = _Account(machine_of(plan))
+    _count_operators(program, dims, assignment, quotient(program, dims), account)
+    _count_moves(program, dims, assignment, account)
+    _count_copies(program, dims, assignment, account, plan.optimizer)
+    return account.seconds
+
+
+@dataclass
+class _Account:
+    """Totals, by node, module and axis."""
+
+    machine: Machine
+    compute: float = 0.0
+    host_seconds: float = 0.0
+    host_bytes: float = 0.0
+    seconds: dict[fx.Node, float] = field(default_factory=lambda: defaultdict(float))
+    sent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    module_sent: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
+    collectives: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(int)))
+
+    def copy(self, node: fx.Node, size: float, seconds: float) -> None:
+        """Add what a device has on the host, and what it takes in a step to send it there and back."""
+        self.seconds[node] += seconds
+        self.host_seconds += seconds
+        self.host_bytes += size
+
+    def move(self, node: fx.Node, kind: str, axis: int, size: float, seconds: float, times: int) -> None:
+        """Add one redistribution step, or one all-reduce of a lowering, that is made so many times."""
+        self.seconds[node] += seconds * times
+        name, n = self.machine.names[axis], self.machine.sizes[axis]
+        if kind == "slice" or n == 1:
+            return
+        sent = float(wire_bytes(kind, size, n)) * times
+        self.sent[name] += sent
+        self.module_sent[module_path(node)][name] += sent
+        self.collectives[name][kind] += times
+
+
+def _count_operators(
+    program: Program, dims: Dims, assignment: Assignment, classes: Quotient, account: _Account
+) -> None:
+    known: dict[tuple[str, tuple[str, ...]], float] = {}
+    machine = account.machine
+    for node, names in assignment.strategies.items():
+        operator = dims.operators[node]
+        key = (classes.key[node], names)
+        if key not in known:
+            one = candidates(operator, machine.sizes, allowed=[[n] for n in names])
+            known[key] = float(operator_seconds(operator, one, machine)[0])
+        again, runs = assignment.again, program.runs(node)
+        first = 1 if node in assignment.steady.nodes else runs * (node not in again.late)
+        times = first + runs * again.times(node)
+        account.compute += known[key] * times
+        account.seconds[node] += known[key] * times
+        _count_lowering(node, dims, names, account, times)
+
+
+def _count_moves(program: Program, dims: Dims, assignment: Assignment, account: _Account) -> None:
+    tables = Tables(account.machine)
+    known: dict[tuple[Redistributions, tuple[Move, ...]], list[tuple[Move, float, float]]] = {}
+    for (node, out), counted in all_moves(program, dims, assignment, tables).items():
+        table, moves = tables.of(dims.types[node, out]), [move for move, _ in counted]
+        key = (table, tuple(moves))
+        if key not in known:
+            sizes = [moved_bytes(table.type, move, account.machine.sizes) for move in moves]
+            known[key] = list(zip(moves, sizes, table.move_seconds(moves).tolist(), strict=True))
+        for (move, size, seconds), (_, times) in zip(known[key], counted, strict=True):
+            account.move(node, move.kind, move.axis, size, seconds, times)
+
+
+def _count_copies(program: Program, dims: Dims, assignment: Assignment, account: _Account, optimizer: str) -> None:
+    """Copies to the host and back; all that a microbatch sends, and optimizer state, is there at the same time."""
+    machine = account.machine
+    for node, spec in zip(program.placeholders, program.inputs, strict=True):
+        if spec.kind == "parameter" and spec.name in assignment.away.states:
+            value = node.meta["val"]
+            local = value.numel() // split_parts(assignment.outputs[node, 0], machine.sizes)
+            size = float(optimizer_state_bytes(optimizer, local, value.element_size()))
+            account.copy(next(iter(node.users)), size, 2 * float(copy_seconds(size, machine.device)))
+    sent = [(value, layout) for value, layout in assignment.outputs.items() if value in assignment.away.made]
+    sent += [(value, layout) for value, layout in assignment.relays.items() if value in assignment.away.moved]
+    for (node, out), layout in sent:
+        type_ = dims.types[node, out]
+        size = type_.numel * item_bytes(type_.dtype) / split_parts(layout, machine.sizes)
+        account.copy(node, size, 2 * float(copy_seconds(size, machine.device)) * program.runs(node))
+
+
+def _count_lowering(node: fx.Node, dims: Dims, names: tuple[str, ...], account: _Account, times: int) -> None:
+    operator = dims.operators[node]
+    if not operator.rule.lower:
+        return
+    for axis, name in enumerate(names):
+        letter = name.partition(".")[0]
+        for letters, size in lowered_bytes(operator, letter) if letter in operator.rule.lower else ():
+            local = size / letter_parts(names, letters, account.machine.sizes)
+            account.move(node, "all_reduce", axis, local, 0.0, times)  # its time is the operator's
+
+
+def _memory(program: Program, plan: Plan, assignment: Assignment) -> dict[str, float]:
+    """Bytes per device, by category; optimizer state as between steps."""
+    trained = {
+        o.name for o, v in zip(program.outputs, program.output_values, strict=True) if o.kind == "gradient" and v
+    }
+    memory = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "buffers": 0.0}
+    for node, spec in zip(program.placeholders, program.inputs, strict=True):
+        value = node.meta["val"]
+        item = item_bytes(str(value.dtype).removeprefix("torch."))
+        if spec.kind == "buffer":
+            memory["buffers"] += value.numel() * item
+        if spec.kind != "parameter":
+            continue
+        local = value.numel() // split_parts(plan.parameters[spec.name], plan.axis_sizes)
+        memory["parameters"] += local * item
+        if spec.name in trained:
+            memory["gradients"] += local * item
+            here = spec.name not in assignment.away.states
+            memory["optimizer"] += optimizer_state_bytes(plan.optimizer, local, item) * here
+    return memory
+
+
+def _rows(program: Program, dims: Dims, plan: Plan, assignment: Assignment, account: _Account) -> tuple[ModuleRow, ...]:
+    """One row for each module that owns parameters or takes time, repeated layers joined."""
+    joined = partial(without_indices, blocks=program.blocks)
+    layouts: dict[str, dict[str, str]] = defaultdict(dict)
+    memory: dict[str, float] = defaultdict(float)
+    instances: dict[str, set[str]] = defaultdict(set)
+    for node, spec in zip(program.placeholders, program.inputs, strict=True):
+        if spec.kind != "parameter":
+            continue
+        owner, _, name = spec.name.rpartition(".")
+        type_, layout = dims.type_of(node), plan.parameters[spec.name]
+        row = joined(owner)
+        instances[row].add(owner)
+        layouts[row].setdefault(name, describe(type_, layout, plan.axis_names))
+        memory[row] += type_.numel * item_bytes(type_.dtype) / split_parts(layout, plan.axis_sizes)
+    final: dict[str, tuple[TensorType, Layout]] = {}
+    for node in assignment.strategies:
+        path, type_or_none = joined(module_path(node)), dims.types.get((node, 0))
+        instances[path].add(module_path(node))
+        if type_or_none is not None and node.meta.get("partitioner_tag") != "is_backward":
+            shown = assignment.relays if (node, 0) in assignment.held else assignment.outputs
+            final[path] = type_or_none, shown[node, 0]
+    last = {path: describe(type_, layout, plan.axis_names) for path, (type_, layout) in final.items()}
+    seconds: dict[str, float] = defaultdict(float)
+    sent: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for node, value in account.seconds.items():
+        seconds[joined(module_path(node))] += value
+    for path, by_axis in account.module_sent.items():
+        for axis, value in by_axis.items():
+            sent[joined(path)][axis] += value
+    rows = []
+    for path in dict.fromkeys((*layouts, *seconds)):
+        described: Mapping[str, str] = {**layouts[path], **({"output": last[path]} if path in last else {})}
+        rows.append(ModuleRow(path, len(instances[path]), described, seconds[path], dict(sent[path]), memory[path]))
+    return tuple(rows)

@@ -1,0 +1,1 @@
+"""Pairwise minimization on arrays; knows no model."""

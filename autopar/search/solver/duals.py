@@ -1,0 +1,120 @@
+"""Claims of the search are examined: duals from the local polytope's linear program, of the whole problem at once.
+
+Nothing is folded and no label left out. The program's duals are the messages that `autopar.search.solver.certify`
+evaluates, so it may be as inexact as it likes; its solution, read as labels, is a labelling that can refute a claim.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import highspy
+import numpy as np
+
+from autopar.errors import CertificateError
+from autopar.search.solver.certify import Claim, Messages, recount, verified_bound
+from autopar.search.solver.ilp import OBJECTIVE_SCALE, build_model, highs_lp, read_labels
+from autopar.search.solver.interrupt import obey
+from autopar.search.solver.layer_mix import Mix
+from autopar.search.solver.problem import Floats, Ints, Node, Problem
+from autopar.search.solver.workspace import build
+
+ROUNDING = 1e-8
+"""Relative: claims hold up to so much, which is more than the solver's tolerances make."""
+
+BUG = "this is an error of autopar, not of the model; please report it"
+
+
+def require_cost(problem: Problem, mix: Mix, counts: Sequence[int]) -> None:
+    """Count again what a choice costs and needs.
+
+    Args:
+        problem: the problem.
+        mix: the choice.
+        counts: members of each node's class.
+
+    Raises:
+        CertificateError: the search counts it otherwise.
+    """
+    shares = [[(b - a) / n for a, b in itertools.pairwise(mix.starts(n))] for n in counts]
+    cost, memory = recount(problem, mix.labellings, [*zip(*shares, strict=True)])
+    if not math.isclose(cost, mix.cost, rel_tol=ROUNDING) or not math.isclose(memory, mix.memory, rel_tol=ROUNDING):
+        raise CertificateError(
+            f"the search counts {mix.cost:.9g} s and {mix.memory:.9g} bytes for a choice of {cost:.9g} s and "
+            f"{memory:.9g} bytes: {BUG}"
+        )
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """Duals of the linear program, and the labels that its solution takes most of."""
+
+    messages: Messages
+    labels: Ints
+
+
+def examine(claim: Claim, seconds: float) -> float:
+    """The bound that can be verified of what a claim speaks of; it may be lower than the claim's, or higher.
+
+    Args:
+        claim: of the search.
+        seconds: that may be spent on duals; with less time the bound is lower.
+
+    Raises:
+        CertificateError: a labelling undercuts the claim, which therefore is wrong.
+    """
+    problem, price = claim.problem, claim.price
+    scale = abs(claim.bound + price * claim.budget)
+    found = relax(problem, price, seconds, scale if 0 < scale < math.inf else 1.0)
+    cost, memory = recount(problem, [found.labels], [[1.0] * len(found.labels)])
+    value = cost + price * (memory - claim.budget)
+    if math.isfinite(cost) and value < claim.bound - ROUNDING * (abs(cost) + price * (memory + claim.budget)):
+        raise CertificateError(
+            f"the search claims that no labelling costs less than {claim.bound:.9g} s, with memory at {price:.3g} s a "
+            f"byte, and there is one of {value:.9g} s: {BUG}"
+        )
+    return verified_bound(problem, found.messages, price, claim.budget)
+
+
+def relax(problem: Problem, price: float, seconds: float, scale: float = 1.0) -> Relaxed:
+    """Solve the linear program of a problem whose memory has a price.
+
+    Args:
+        problem: the problem.
+        price: seconds a byte.
+        seconds: time limit.
+        scale: magnitude of the objective.
+    """
+    nodes = tuple(Node(n.name, n.cost + price * n.memory, n.memory) for n in problem.nodes)
+    model = build_model(build(Problem(nodes, problem.edges), False), None)
+    if not all(len(those) for those in model.labels):  # a node without a label that is allowed needs no proof
+        none = np.zeros(len(model.row_lower))
+        return Relaxed(_messages(problem, none), np.zeros(len(nodes), dtype=np.int64))
+    unit = OBJECTIVE_SCALE / scale
+    lp = highs_lp(model, unit)
+    lp.integrality_ = []
+    solver = highspy.Highs()  # type: ignore[no-untyped-call]
+    for option, value in (("output_flag", False), ("threads", 1), ("random_seed", 0), ("time_limit", seconds)):
+        solver.setOptionValue(option, value)
+    obey(solver)
+    solver.passModel(lp)
+    solver.run()
+    found = solver.getSolution()
+    # Where time ran out there may be none: messages of zero are messages, too.
+    duals = -np.asarray(found.row_dual) / unit if found.dual_valid else np.zeros(len(model.row_lower))
+    values = np.asarray(found.col_value) if found.value_valid else np.zeros(len(model.cost))
+    return Relaxed(_messages(problem, duals[len(model.nodes) :]), read_labels(values, model, len(nodes)))
+
+
+def _messages(problem: Problem, duals: Floats) -> Messages:
+    """The rows of each edge and of its columns, as `build_model` has them in turn; self loops have none."""
+    found: list[tuple[Floats, Floats]] = []
+    at = 0
+    for edge in problem.edges:
+        rows, columns = (0, 0) if edge.u == edge.v else edge.table.shape
+        found.append((duals[at : at + rows], duals[at + rows : at + rows + columns]))
+        at += rows + columns
+    return found

@@ -1,0 +1,184 @@
+"""The problem without a memory row: fold, bound by messages, fix labels, fold more, and an ILP for what is left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.search.solver.eliminate import fold, unfold
+from autopar.search.solver.ilp import solve_ilp
+from autopar.search.solver.interrupt import requested
+from autopar.search.solver.message_passing import Messages, compact, write_back
+from autopar.search.solver.presolve import presolve
+from autopar.search.solver.problem import Ints
+from autopar.search.solver.workspace import Graph
+
+# (most neighbours of a folded node, largest table): each level is tighter and slower than the one before.
+LEVELS = ((2, 1_000_000), (3, 30_000), (4, 60_000), (5, 150_000), (7, 400_000))
+WORK_PER_ENTRY = 60
+SWEEPS_PER_DECODE = 4
+MAX_SWEEPS = 60
+EXACT = 1e-10  # relative; labels that cannot improve the incumbent by more are dropped even when the gap asked is 0
+
+Value = Callable[[Ints], float]
+
+
+@dataclass(frozen=True)
+class Minimum:
+    """A labelling, its value, and a bound that no labelling of the graph falls below."""
+
+    labels: Ints | None
+    value: float
+    bound: float
+    method: str
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When to stop."""
+
+    gap: float
+    deadline: float
+
+    def expired(self) -> bool:
+        """Whether the time limit has passed, or the user does not want to wait for it."""
+        return requested() or time.monotonic() > self.deadline
+
+
+@dataclass
+class Incumbent:
+    """The best labelling so far, and the largest value worth looking for: the only state that outlives a level."""
+
+    value_of: Value
+    gap: float
+    labels: Ints | None = None
+    value: float = float("inf")
+    cap: float = float("inf")
+    applied: float = float("inf")
+
+    def offer(self, labels: Ints) -> None:
+        """Keep a labelling if it is better."""
+        value = self.value_of(labels)
+        if value < self.value:
+            self.labels, self.value = labels, value
+
+    def cutoff(self) -> float:
+        """Solutions that cost this much or more are not looked for from now on."""
+        if np.isfinite(self.value):
+            # A tenth of the gap goes to pruning, so that what is returned is well within what was asked.
+            self.applied = min(self.cap, self.value - max(EXACT, self.gap / 10) * abs(self.value))
+        else:
+            self.applied = self.cap
+        return self.applied
+
+
+def minimise(graph: Graph, value_of: Value, limits: Limits, start: Ints | None = None) -> Minimum:
+    """Find a labelling of least value.
+
+    Args:
+        graph: The workspace; its memory is ignored and it is used up.
+        value_of: The true value of a full labelling, equal to the graph's up to float rounding.
+        limits: Relative gap and deadline.
+        start: A labelling known already.
+
+    Returns:
+        The minimum; `labels` is None if there is no labelling of finite value.
+    """
+    graph.memory = [np.zeros_like(m) for m in graph.memory]
+    best = Incumbent(value_of, limits.gap)
+    if start is not None:
+        best.offer(start)
+    snapshot: Graph | None = None
+    bound, level = -np.inf, 0
+    feasible = presolve(graph)
+    while feasible and level < len(LEVELS):
+        degree, entries = LEVELS[level]
+        if not fold(graph, degree, entries, entries * WORK_PER_ENTRY):
+            feasible = False
+            break
+        if not graph.live_nodes():
+            best.offer(unfold(graph, np.zeros(len(graph.cost), dtype=np.int64)))
+            return _finish(best, graph.constant, "fold")
+        if level == 0:
+            level, snapshot = 1, graph.copy()
+            continue
+        before = sum(len(graph.alive(n)) for n in graph.live_nodes())
+        bound = max(bound, ascend(graph, best, limits))
+        if bound >= best.cutoff():
+            return _finish(best, bound, "messages")
+        if limits.expired():
+            return _finish(best, bound, "time limit")
+        feasible = presolve(graph)
+        after = sum(len(graph.alive(n)) for n in graph.live_nodes())
+        if level == 1:
+            snapshot = graph.copy()
+        level += after > 0.8 * before
+    if not feasible:
+        return _finish(best, np.inf, "messages")
+    assert snapshot is not None
+    _inherit(snapshot, graph)
+    return _close(snapshot, best, bound, limits)
+
+
+def _finish(best: Incumbent, bound: float, method: str) -> Minimum:
+    """What is proved: all that was cut off costs at least the last cutoff, everything else at least `bound`."""
+    return Minimum(best.labels, best.value, min(best.value, best.applied, bound), method)
+
+
+def _inherit(snapshot: Graph, graph: Graph) -> None:
+    """Labels dropped after the snapshot was folded further are dropped in it too."""
+    for n in graph.live_nodes():
+        snapshot.cost[n] = np.where(np.isfinite(graph.cost[n]), snapshot.cost[n], np.inf)
+
+
+def ascend(graph: Graph, best: Incumbent, limits: Limits, budget: float = float("inf")) -> float:
+    """Sweep until the bound stalls or many labels are fixed; the graph keeps the costs and the fixings.
+
+    Args:
+        graph: Presolved; edited in place.
+        best: Offered the labellings met on the way.
+        limits: Deadline.
+        budget: Bytes that the labels of the live nodes may take in those labellings.
+
+    Returns:
+        The bound on labellings below the cutoff.
+    """
+    messages = compact(graph)
+    total, fixed, last = sum(len(ls) for ls in messages.labels), 0, -np.inf
+    for sweep in range(1, MAX_SWEEPS + 1):
+        fixed += messages.sweep(True, best.cutoff()) + messages.sweep(False, best.cutoff())
+        if sweep % SWEEPS_PER_DECODE:
+            continue
+        if messages.bound < best.cutoff():
+            best.offer(decode(graph, messages, budget))
+        left = best.cutoff() - messages.bound
+        if left <= 0 or limits.expired() or fixed > 0.4 * total or messages.bound - last < 0.02 * left:
+            break
+        last = messages.bound
+    write_back(graph, messages, best.cutoff())
+    return messages.bound
+
+
+def decode(graph: Graph, messages: Messages, budget: float = float("inf")) -> Ints:
+    """Labels of all nodes, read off the messages."""
+    labels = np.zeros(len(graph.cost), dtype=np.int64)
+    for n, ls, pick in zip(messages.nodes, messages.labels, messages.decode(budget), strict=True):
+        labels[n] = ls[pick]
+    return unfold(graph, labels)
+
+
+def _close(graph: Graph, best: Incumbent, bound: float, limits: Limits) -> Minimum:
+    if not presolve(graph):
+        return _finish(best, np.inf, "messages")
+    bound = max(bound, ascend(graph, best, limits))
+    if bound >= best.cutoff() or not presolve(graph):
+        return _finish(best, np.inf, "messages")
+    seconds = max(limits.deadline - time.monotonic(), 0.0)
+    scale = abs(best.value) if np.isfinite(best.value) else 1.0
+    found = solve_ilp(graph, scale, limits.gap / 2 * scale, seconds)
+    if found.labels is not None:
+        best.offer(unfold(graph, found.labels))
+    return _finish(best, max(bound, found.bound), found.method)

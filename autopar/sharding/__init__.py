@@ -1,0 +1,1 @@
+"""What can be sharded and what it takes: factors of dims, candidates of operators, redistributions."""

@@ -1,0 +1,163 @@
+"""Candidates: on one axis every letter of a rule offers a strategy; on a mesh, every product of them that divides."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.ir.layout import Layout, Partial, Placement, Replicate, Split, TensorType, divides, item_bytes
+from autopar.sharding.dims import Operator
+
+REPLICATE = "R"
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What one operator does on one mesh axis.
+
+    Attributes:
+        name: stable name: ``R``, a letter and its factor ``m.0``, or ``P0`` for linear set 0.
+        inputs: placement of each tensor argument.
+        outputs: placement of each output.
+        factor: ``(letter, index of its factor)`` that is split, or None.
+    """
+
+    name: str
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    factor: tuple[str, int] | None = None
+
+    @property
+    def splits(self) -> bool:
+        """Whether the devices along the axis share the operator's work."""
+        return self.factor is not None
+
+
+@lru_cache(maxsize=4096)
+def strategies(operator: Operator) -> tuple[Strategy, ...]:
+    """Every strategy of an operator on one axis: replicate, each letter's factors, each linear set."""
+    rule = operator.rule
+    inputs, outputs = len(operator.inputs), len(operator.outputs)
+    found = [Strategy(REPLICATE, (Replicate(),) * inputs, (Replicate(),) * outputs)]
+    for letter in rule.letters:
+        found += _letter_strategies(operator, letter)
+    for i, linear in enumerate(rule.linear):
+        if any(operator.inputs[k].dtype == "bool" for k in linear):  # a sum of booleans is no boolean
+            continue
+        placements: list[Placement] = [Replicate()] * inputs
+        for k in linear:
+            placements[k] = Partial()
+        found.append(Strategy(f"P{i}", tuple(placements), (Partial(),) * outputs))
+    return tuple(found)
+
+
+def _letter_strategies(operator: Operator, name: str) -> list[Strategy]:
+    rule, letter = operator.rule, operator.letters.get(name)
+    if letter is None or name in rule.blocked:
+        return []
+    found = []
+    for j, _ in enumerate(letter.factors):
+        if j and name in rule.lower:  # its code counts consecutive blocks of the whole letter
+            continue
+        inputs: list[Placement] = [Replicate()] * len(operator.inputs)
+        for i, d, start in letter.inputs:
+            inputs[i] = Split(d, start + j)
+        absent = Partial() if name in rule.reduce else Replicate() if name in rule.keep else None
+        outputs: list[Placement | None] = [absent] * len(operator.outputs)
+        for i, type_ in enumerate(operator.outputs):
+            outputs[i] = Replicate() if type_ is None else outputs[i]
+        for i, d, start in letter.outputs:
+            outputs[i] = Split(d, start + j)
+        complete = tuple(o for o in outputs if o is not None)
+        if len(complete) == len(outputs):
+            found.append(Strategy(f"{name}.{j}", tuple(inputs), complete, (name, j)))
+    return found
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """All layouts of one operator over a mesh.
+
+    Attributes:
+        strategies: the operator's strategies on one axis.
+        choice: ``[candidates, axes]``, index of the strategy on each axis.
+    """
+
+    strategies: tuple[Strategy, ...]
+    choice: NDArray[np.int64]
+
+    def names(self, index: int) -> tuple[str, ...]:
+        """Strategy names of one candidate, axis by axis."""
+        return tuple(self.strategies[s].name for s in self.choice[index])
+
+
+def candidates(
+    operator: Operator, sizes: Sequence[int], allowed: Sequence[Collection[str]] | None = None
+) -> Candidates:
+    """Every combination of strategies over axes of ``sizes`` that splits each factor into equal parts.
+
+    Args:
+        operator: the bound operator.
+        sizes: size of each mesh axis.
+        allowed: names to choose from on each axis; None allows all.
+    """
+    options = strategies(operator)
+    per_axis = [
+        [i for i, s in enumerate(options) if allowed is None or s.name in allowed[a]] for a in range(len(sizes))
+    ]
+    chosen = list(itertools.product(*per_axis))
+    choice = np.array(chosen, dtype=np.int64).reshape(len(chosen), len(sizes))
+    valid = np.ones(len(choice), dtype=bool)
+    for factor in dict.fromkeys(s.factor for s in options if s.factor is not None):
+        uses = np.array([s.factor == factor for s in options])
+        parts = np.where(uses[choice], np.array(sizes), 1).prod(axis=1)
+        valid &= operator.letters[factor[0]].factors[factor[1]].size % parts == 0
+    return Candidates(options, choice[valid])
+
+
+@lru_cache(maxsize=4096)
+def combine(operator: Operator, names: tuple[str, ...]) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+    """Layouts of tensor arguments and outputs under one named strategy an axis.
+
+    Raises:
+        KeyError: no strategy of that name.
+    """
+    by_name = {s.name: s for s in strategies(operator)}
+    chosen = [by_name[n] for n in names]
+    inputs = tuple(tuple(s.inputs[i] for s in chosen) for i in range(len(operator.inputs)))
+    outputs = tuple(tuple(s.outputs[i] for s in chosen) for i in range(len(operator.outputs)))
+    return inputs, outputs
+
+
+@lru_cache(maxsize=1024)
+def layouts(type_: TensorType, sizes: tuple[int, ...], partial: bool = True) -> tuple[Layout, ...]:
+    """Every layout of a tensor that divides, in a fixed order, the replicated one first."""
+    options: list[Placement] = [Replicate(), *([Partial()] if partial else [])]
+    options += [Split(d, j) for d, j in type_.positions if any(type_.dims[d][j].size % n == 0 for n in sizes)]
+    every = itertools.product(options, repeat=len(sizes))
+    return tuple(layout for layout in every if divides(type_, layout, sizes))
+
+
+def split_parts(layout: Layout, sizes: Sequence[int]) -> int:
+    """Into how many blocks a layout cuts its tensor."""
+    return math.prod(n for p, n in zip(layout, sizes, strict=True) if isinstance(p, Split))
+
+
+def letter_parts(names: Sequence[str], letters: str, sizes: Sequence[int]) -> int:
+    """Into how many parts the product of some letters is cut under one strategy name an axis."""
+    return math.prod(n for name, n in zip(names, sizes, strict=True) if name.partition(".")[0] in tuple(letters))
+
+
+def lowered_bytes(operator: Operator, letter: str) -> list[tuple[str, float]]:
+    """Letters and global bytes of each tensor that the lowering of a letter all-reduces."""
+    found = []
+    for letters in operator.rule.lower[letter].all_reduces:
+        factors = [f.size for c in letters if c in operator.letters for f in operator.letters[c].factors]
+        found.append((letters, float(item_bytes(operator.inputs[0].dtype) * math.prod(factors))))
+    return found

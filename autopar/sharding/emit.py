@@ -1,0 +1,168 @@
+"""`MoveEmitter`: the nodes of one single-axis move of a value, on local tensors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir.graph import inherit_origin
+from autopar.ir.layout import Layout, Split, TensorType, local_dims, local_shape
+from autopar.ir.ops.collectives import Collective, axis_index, c10d
+from autopar.sharding.redistribute import Machine, Move, moved_bytes, reduces, sum_dtype
+
+aten = torch.ops.aten
+
+
+_WIRE = {"bool": "uint8", "int16": "int32"}
+"""What numbers are sent as that Gloo does not take as they are; complex ones are sent as pairs."""
+
+
+@dataclass(frozen=True)
+class MoveEmitter:
+    """Emits a move where its graph inserts nodes.
+
+    Attributes:
+        graph: on local tensors.
+        owner: the node whose module, pass of the step and stage the new nodes have.
+        type: of the value.
+        move: the move.
+        machine: the mesh.
+        gradient: whether its only purpose is to bring a gradient into its parameter's layout.
+        steady: whether it runs once for all microbatches.
+        value: name of the node whose value it is.
+    """
+
+    graph: fx.Graph
+    owner: fx.Node
+    type: TensorType
+    move: Move
+    machine: Machine
+    gradient: bool = False
+    steady: bool = False
+    value: str = ""
+
+    def emit(self, local: fx.Node) -> fx.Node:
+        """The value in the layout behind the move, from ``local``, in that before it."""
+        if self._parts == 1:  # one device has it all
+            result = self._call(aten.reshape.default, local, self._shape(self.move.target))
+        else:
+            apart = reduces(self.move.kind) and sum_dtype(self.type) != self.type.dtype
+            local = self._cast(local, sum_dtype(self.type)) if apart else local
+            result = getattr(self, f"_{self.move.kind}")(local)
+            result = self._cast(result, self.type.dtype) if apart else result
+        result.meta.update(types=(self.type,), layouts=(self.move.target,), relays={}, internal=False)
+        return result
+
+    @property
+    def _axis(self) -> str:
+        return self.machine.names[self.move.axis]
+
+    @property
+    def _parts(self) -> int:
+        return self.machine.sizes[self.move.axis]
+
+    def _call(self, target: Any, *args: Any) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        inherit_origin(node, self.owner)
+        node.meta.update(steady=self.steady, moves=self.value)
+        return node
+
+    def _cast(self, local: fx.Node, dtype: str) -> fx.Node:
+        node = self._call(aten._to_copy.default, local)
+        node.kwargs = {"dtype": getattr(torch, dtype)}
+        return node
+
+    def _communicate(self, target: Any, local: fx.Node, *args: Any) -> fx.Node:
+        """A collective of a contiguous tensor of one dim at least, sent as numbers that every backend takes."""
+        wire = None if reduces(self.move.kind) else _WIRE.get(self.type.dtype)
+        pairs = self.type.dtype.startswith("complex")
+        local = self._cast(local, wire) if wire else self._as_pairs(local) if pairs else local
+        node = self._call(target, local, *args, self._axis)
+        size = moved_bytes(self.type, self.move, self.machine.sizes)
+        node.meta["collective"] = Collective(self.move.kind, self._axis, size, gradient=self.gradient)
+        received = self._call(c10d.wait_tensor.default, node)
+        return self._cast(received, self.type.dtype) if wire else self._from_pairs(received) if pairs else received
+
+    def _as_pairs(self, local: fx.Node) -> fx.Node:
+        """Complex numbers as real ones, twice as many along the last dim."""
+        pairs = self._call(aten.flatten.using_ints, self._call(aten.view_as_real.default, local), -2, -1)
+        return self._call(aten.contiguous.default, pairs)
+
+    def _from_pairs(self, received: fx.Node) -> fx.Node:
+        return self._call(aten.view_as_complex.default, self._call(aten.unflatten.int, received, -1, [-1, 2]))
+
+    def _sides(self, layout: Layout, position: Split) -> tuple[int, int, int]:
+        """Local elements before, in and behind the factor at a position."""
+        flat = [n for dim in local_dims(self.type, layout, self.machine.sizes) for n in dim]
+        at = sum(len(dim) for dim in self.type.dims[: position.dim]) + position.factor
+        return math.prod(flat[:at]), flat[at], math.prod(flat[at + 1 :])
+
+    def _shape(self, layout: Layout) -> list[int]:
+        return list(local_shape(self.type, layout, self.machine.sizes))
+
+    def _contiguous(self, local: fx.Node, shape: list[int]) -> fx.Node:
+        return self._call(aten.contiguous.default, self._call(aten.reshape.default, local, shape))
+
+    def _to_front(self, local: fx.Node, before: int, rest: int) -> fx.Node:
+        """``[before, parts, rest] -> [parts * before, rest]``: one block for each device, contiguous."""
+        blocks = self._call(aten.reshape.default, local, [before, self._parts, rest])
+        swapped = self._call(aten.permute.default, blocks, [1, 0, 2])
+        return self._contiguous(swapped, [self._parts * before, rest])
+
+    def _from_front(self, blocks: fx.Node, before: int, rest: int) -> fx.Node:
+        """``[parts * before, rest] -> [before, parts, rest]``, in the shape of the target."""
+        parted = self._call(aten.reshape.default, blocks, [self._parts, before, rest])
+        swapped = self._call(aten.permute.default, parted, [1, 0, 2])
+        return self._contiguous(swapped, self._shape(self.move.target))
+
+    def _all_gather(self, local: fx.Node) -> fx.Node:
+        position = self.move.source[self.move.axis]
+        assert isinstance(position, Split)
+        before, size, behind = self._sides(self.move.source, position)
+        flat = self._contiguous(local, [before, size * behind])
+        gathered = self._communicate(c10d.all_gather_into_tensor.default, flat, self._parts)
+        return self._from_front(gathered, before, size * behind)
+
+    def _reduce_scatter(self, local: fx.Node) -> fx.Node:
+        position = self.move.target[self.move.axis]
+        assert isinstance(position, Split)
+        before, size, behind = self._sides(self.move.source, position)
+        blocks = self._to_front(local, before, size // self._parts * behind)
+        mine = self._communicate(c10d.reduce_scatter_tensor.default, blocks, "sum", self._parts)
+        return self._call(aten.reshape.default, mine, self._shape(self.move.target))
+
+    def _all_reduce(self, local: fx.Node) -> fx.Node:
+        if self.type.dtype.startswith("complex"):
+            total = self._communicate(c10d.all_reduce.default, self._contiguous(local, [-1]), "sum")
+            return self._call(aten.reshape.default, total, self._shape(self.move.target))
+        return self._communicate(c10d.all_reduce.default, local, "sum")
+
+    def _all_to_all(self, local: fx.Node) -> fx.Node:
+        out, into = self.move.source[self.move.axis], self.move.target[self.move.axis]
+        assert isinstance(out, Split)
+        assert isinstance(into, Split)
+        before, size, behind = self._sides(self.move.source, into)
+        blocks = self._to_front(local, before, size // self._parts * behind)
+        counts = [before] * self._parts
+        swapped = self._communicate(c10d.all_to_all_single.default, blocks, counts, counts)
+        # Each received block lies as the source does, but for the factor that is split now.
+        between = tuple(p if a != self.move.axis else into for a, p in enumerate(self.move.source))
+        flat = [n for dim in local_dims(self.type, between, self.machine.sizes) for n in dim]
+        at = sum(len(dim) for dim in self.type.dims[: out.dim]) + out.factor
+        flat[at] //= self._parts  # this factor is whole again only after the blocks are joined
+        before, rest = math.prod(flat[:at]), math.prod(flat[at:])
+        return self._from_front(swapped, before, rest)
+
+    def _slice(self, local: fx.Node) -> fx.Node:
+        position = self.move.target[self.move.axis]
+        assert isinstance(position, Split)
+        before, size, behind = self._sides(self.move.source, position)
+        blocks = self._call(aten.reshape.default, local, [before, self._parts, size // self._parts * behind])
+        index = self._call(axis_index, self._axis)
+        mine = self._call(aten.select.int, blocks, 1, index)
+        # A copy: a view would keep the whole value for as long as the part is held, such as a gradient to the end.
+        return self._call(aten.clone.default, self._call(aten.reshape.default, mine, self._shape(self.move.target)))

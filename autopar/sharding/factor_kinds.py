@@ -1,0 +1,103 @@
+"""What the factors of a program mean: which are samples, which positions, and which an operator can be split along."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from torch import fx
+
+from autopar.ir.layout import Factor, TensorType
+from autopar.ir.program import Program, producer
+from autopar.sharding.candidates import strategies
+from autopar.sharding.dims import Dims
+
+Ids = frozenset[int]
+"""Factors by `id`: two of one name and size may be different ones."""
+
+
+def ids(factors: Iterable[Factor]) -> Ids:
+    """Factors as what they are compared by."""
+    return frozenset(map(id, factors))
+
+
+def input_types(program: Program, dims: Dims, kind: str) -> dict[str, TensorType]:
+    """Type of every parameter, batch tensor or buffer, by name."""
+    ends = zip(program.placeholders, program.inputs, strict=True)
+    return {i.name: dims.types[n, 0] for n, i in ends if i.kind == kind}
+
+
+def factors_of(types: Iterable[TensorType]) -> dict[int, Factor]:
+    """Every factor of some types, by id, in order."""
+    return {id(f): f for type_ in types for dim in type_.dims for f in dim}
+
+
+def batch_factors(program: Program, dims: Dims) -> list[Factor]:
+    """The leading factor of the rows of the batch tensors: of those that have as many as most of them."""
+    types, rows = input_types(program, dims, "batch").values(), _samples(program, dims)
+    found = [t.dims[0][0] for t in types if t.dims and t.dims[0] and t.shape[0] == rows]
+    return list({id(f): f for f in found}.values())
+
+
+def _samples(program: Program, dims: Dims) -> int:
+    """Rows that most of the batch tensors have."""
+    rows = [t.shape[0] for t in input_types(program, dims, "batch").values() if t.dims and t.dims[0]]
+    return Counter(rows).most_common(1)[0][0] if rows else 1
+
+
+def sequence_factors(program: Program, dims: Dims) -> list[Factor]:
+    """The leading factor of the second dim of the batch tensors that are sequences, of tokens or of vectors."""
+    found, rows = {}, _samples(program, dims)  # one sample has no factor
+
+    for type_ in input_types(program, dims, "batch").values():
+        tokens = len(type_.dims) == 2 and type_.dtype.startswith(("int", "uint"))
+        if (tokens or len(type_.dims) == 3) and type_.shape[0] == rows and type_.dims[1]:
+            found[id(type_.dims[1][0])] = type_.dims[1][0]
+    return list(found.values())
+
+
+def operator_types(node: fx.Node, program: Program, dims: Dims) -> Iterator[TensorType]:
+    """Types of what an operator takes and makes; its `Operator` has those of the first call alike."""
+    for source in program.sources[node]:
+        yield dims.types[source]
+    for i in range(len(dims.operators[node].outputs)):
+        if (node, i) in dims.types:
+            yield dims.types[node, i]
+
+
+def split_factors(node: fx.Node, program: Program, dims: Dims) -> dict[str, Factor]:
+    """The factor that each splitting strategy of an operator splits, by the strategy's name."""
+    operator = dims.operators[node]
+    found = {}
+    for strategy in strategies(operator):
+        if strategy.factor is None:
+            continue
+        name, j = strategy.factor
+        letter = operator.letters[name]
+        if letter.inputs:
+            i, d, start = letter.inputs[0]
+            found[strategy.name] = dims.types[program.sources[node][i]].dims[d][start + j]
+        else:
+            i, d, start = letter.outputs[0]
+            found[strategy.name] = dims.types[node, i].dims[d][start + j]
+    return found
+
+
+def from_parameters(program: Program) -> set[fx.Node]:
+    """Parameters, and operators that compute from nothing but one of them."""
+    found = {n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "parameter"}
+    for node, sources in program.sources.items():
+        if len(sources) == 1 and sources[0][0] in found:
+            found.add(node)
+    return found
+
+
+def into_gradients(program: Program) -> set[fx.Node]:
+    """Operators that do nothing but bring one tensor into the form of a gradient."""
+    found = set()
+    for output, value in zip(program.outputs, program.output_values, strict=True):
+        node = producer(value)[0] if output.kind == "gradient" and value is not None else None
+        while node is not None and len(program.sources.get(node, ())) == 1:
+            found.add(node)
+            node = program.sources[node][0][0]
+    return found

@@ -1,0 +1,157 @@
+"""What an operator does on one device: operations, memory traffic and, of a matrix product, its sizes."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.costs.cluster import Device
+from autopar.costs.collectives import collective_seconds
+from autopar.costs.kernels import Work, kernel_seconds, stream
+from autopar.ir.layout import Split, TensorType, item_bytes
+from autopar.sharding.candidates import Candidates, lowered_bytes
+from autopar.sharding.dims import Operator
+from autopar.sharding.redistribute import Machine
+
+Floats = NDArray[np.float64]
+
+
+class Product(NamedTuple):
+    """Letters of an operator that is a batch of matrix products: rows and columns of the result, depth, batch."""
+
+    rows: str
+    columns: str
+    depth: str
+    batch: str
+
+
+def operator_work(operator: Operator, chosen: Candidates, sizes: tuple[int, ...], *, with_copies: bool = True) -> Work:
+    """Work of each candidate of an operator on one device; all zero for a view.
+
+    Args:
+        operator: the bound operator.
+        chosen: its candidates.
+        sizes: of the mesh axes.
+        with_copies: whether arguments that are copied in front of it count, read and written.
+    """
+    count = len(chosen.choice)
+    copied = _copied(operator, chosen, sizes) if with_copies else np.zeros(count)
+    if operator.rule.view:
+        return stream(copied)
+    moved = _moved(operator, chosen, sizes) + copied
+    parts = _parts(chosen, sizes)
+    flops = _flops(operator, parts, count) / _product_of(parts, operator.rule.letters, count)
+    shape = [np.zeros(count)] * 4
+    found = product_letters(operator)
+    if found is not None:
+        length = _letter_sizes(operator)
+        shape = [math.prod(length[c] for c in letters) / _product_of(parts, letters, count) for letters in found]
+    rows, columns, depth, batch = shape
+    launches = np.where((moved > 0) | (flops > 0), 1.0, 0.0)
+    return Work(flops, moved, rows, columns, depth, batch, launches)
+
+
+def arithmetic_dtype(operator: Operator, device: Device) -> str:
+    """The dtype at whose rate the operator computes."""
+    types = (t.dtype for t in (*operator.outputs, *operator.inputs) if t is not None)
+    return next((dtype for dtype in types if dtype in device.flops), "float32")
+
+
+@lru_cache(maxsize=4096)
+def product_letters(operator: Operator) -> Product | None:
+    """How the operator is a matrix product; None if it is none."""
+    rule = operator.rule
+    if not rule.flops or not rule.reduce or len(rule.inputs) != 2 or len(operator.outputs) != 1:
+        return None
+    if any(len(dim) != 1 for tensor in (*rule.inputs, *rule.outputs) for dim in tensor or ()):
+        return None
+    a, b, out = ({c for dim in tensor or () for c in dim} for tensor in (*rule.inputs, *rule.outputs))
+    groups = (a & out - b, b & out - a, (a & b) - out, a & b & out)
+    found = Product(*("".join(c for c in rule.letters if c in group) for group in groups))
+    length = _letter_sizes(operator)
+    multiplied = 2.0 * math.prod(length[c] for c in "".join(found))
+    return found if multiplied == rule.flops else None
+
+
+def _letter_sizes(operator: Operator) -> dict[str, int]:
+    """Global size of each letter that is a dim by itself."""
+    tensors = zip((*operator.rule.inputs, *operator.rule.outputs), (*operator.inputs, *operator.outputs), strict=False)
+    return {
+        dim[0]: size
+        for dims, type_ in tensors
+        if dims is not None and type_ is not None
+        for dim, size in zip(dims, type_.shape, strict=True)
+        if len(dim) == 1
+    }
+
+
+def _parts(chosen: Candidates, sizes: tuple[int, ...]) -> dict[str, Floats]:
+    """Into how many parts each candidate cuts each letter that a strategy can split."""
+    letter = [s.factor[0] if s.factor is not None else "" for s in chosen.strategies]
+    found = {}
+    for c in dict.fromkeys(x for x in letter if x):
+        uses = np.array([x == c for x in letter])
+        found[c] = np.where(uses[chosen.choice], np.array(sizes), 1).prod(axis=1).astype(np.float64)
+    return found
+
+
+def _flops(operator: Operator, parts: dict[str, Floats], count: int) -> Floats:
+    """Operations of all devices together, of each candidate."""
+    found = np.full(count, operator.rule.flops)
+    for letter, lowering in operator.rule.lower.items():
+        if lowering.flops is not None and letter in parts:
+            found = np.where(parts[letter] > 1, lowering.flops, found)
+    return found
+
+
+def _product_of(parts: dict[str, Floats], letters: str | tuple[str, ...], count: int) -> Floats:
+    chosen = [parts[c] for c in letters if c in parts]
+    return np.asarray(np.prod(chosen or [np.ones(count)], axis=0), dtype=np.float64)
+
+
+def _moved(operator: Operator, chosen: Candidates, sizes: tuple[int, ...]) -> Floats:
+    total = np.zeros(len(chosen.choice))
+    for side, types in (("inputs", operator.inputs), ("outputs", operator.outputs)):
+        for i, type_ in enumerate(types):
+            if type_ is not None:
+                total += _bytes(type_, side, i, chosen, sizes)
+    return total
+
+
+def _copied(operator: Operator, chosen: Candidates, sizes: tuple[int, ...]) -> Floats:
+    total = np.zeros(len(chosen.choice))
+    for i in operator.copied:
+        total += 2 * _bytes(operator.inputs[i], "inputs", i, chosen, sizes)
+    return total
+
+
+def _bytes(type_: TensorType, side: str, i: int, chosen: Candidates, sizes: tuple[int, ...]) -> Floats:
+    """Bytes of a tensor of an operator on one device, under each candidate."""
+    split = np.array([isinstance(getattr(s, side)[i], Split) for s in chosen.strategies])
+    parts = np.where(split[chosen.choice], np.array(sizes), 1).prod(axis=1)
+    return np.asarray(type_.numel * item_bytes(type_.dtype) / parts, dtype=np.float64)
+
+
+def operator_seconds(operator: Operator, chosen: Candidates, machine: Machine) -> Floats:
+    """Seconds of each candidate of one operator: its kernel on what stays local, and a lowering's collectives."""
+    work = operator_work(operator, chosen, machine.sizes)
+    seconds = kernel_seconds(work, arithmetic_dtype(operator, machine.device), machine.device)
+    return seconds + _lowering_seconds(operator, chosen, machine)
+
+
+def _lowering_seconds(operator: Operator, chosen: Candidates, machine: Machine) -> Floats:
+    """All-reduces of lowerings, on the tensors that the splits along the other axes leave."""
+    sizes, total = np.array(machine.sizes), np.zeros(len(chosen.choice))
+    letter = [s.factor[0] if s.factor is not None else "" for s in chosen.strategies]
+    for lowered in operator.rule.lower:
+        uses = np.array([c == lowered for c in letter])[chosen.choice]
+        for letters, size in lowered_bytes(operator, lowered) if uses.any() else ():
+            split = np.array([c != "" and c in letters for c in letter])
+            local = size / np.where(split[chosen.choice], sizes, 1).prod(axis=1)
+            for axis, (n, link) in enumerate(zip(machine.sizes, machine.links, strict=True)):
+                total += uses[:, axis] * (machine.device.launch + collective_seconds("all_reduce", local, n, link))
+    return total

@@ -1,0 +1,162 @@
+"""`emitted`: a rewritten graph as tasks: what one device computes, sends and holds in a step, in the graph's order.
+
+Kernels run on the device's compute stream. A collective has the stream of its axis: it starts when the kernels launched
+before it have ended, as NCCL's do, and the compute stream goes on until it meets the collective's ``wait_tensor``.
+Copies to the host and back are on the compute stream, as they run, see `autopar.ir.ops.host`. Memory follows from
+liveness: a tensor is held from the kernel that makes it to the last that takes it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from autopar._torch_compat import storage_id
+from autopar.costs.collectives import COLLECTIVES
+from autopar.costs.host_copies import copy_seconds
+from autopar.costs.kernels import Work, kernel_seconds, stream
+from autopar.ir.ops.collectives import Collective, c10d
+from autopar.ir.ops.host import to_device, to_host
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program, tensor_arguments, values_of
+from autopar.memory.liveness import Change, liveness
+from autopar.sharding.assignment import machine_of
+from autopar.sharding.candidates import candidates
+from autopar.sharding.operator_cost import arithmetic_dtype, operator_work
+from autopar.sharding.redistribute import Machine
+from autopar.simulate.tasks import COMMUNICATION, COMPUTE, Task
+from autopar.simulate.timeline import Timeline
+
+WAIT, COPY = "wait", "copy"
+
+
+def emitted(program: Program, plan: Plan) -> list[Task]:
+    """The tasks of one device; all devices of a plan without stages do the same.
+
+    Microbatches follow one another, and memory is that of the last. Categories of memory are those of
+    `autopar.memory.liveness.liveness`. The optimizer's step is no part of the graph.
+
+    Args:
+        program: as `autopar.compiler.rewrite` returns it.
+        plan: the plan it was rewritten under; its cluster says what kernels and collectives cost, its optimizer
+            what state is held.
+
+    Raises:
+        PlanError: the program is not rewritten.
+    """
+    return _Emitted(program, plan, liveness(program, plan)).run()
+
+
+def node_seconds(program: Program, plan: Plan) -> dict[str, float]:
+    """Seconds that each node of a rewritten graph takes once, by name: its kernel or collective; 0 for a view."""
+    walk = _Emitted(program, plan, [])
+    for node in walk.begin():
+        walk.add(node)
+    return {task.name: task.seconds for task in walk.tasks}
+
+
+class _Emitted:
+    """Walks a graph for its tasks."""
+
+    def __init__(self, program: Program, plan: Plan, held: list[Change]) -> None:
+        self.program, self.held = program, held
+        self.machine: Machine = machine_of(plan)
+        self.tasks: list[Task] = []
+        self.made_by: dict[fx.Node, int] = {}
+        self.kernel = 0  # the last task of the compute stream
+        self.known: dict[tuple[object, tuple[str, ...]], tuple[float, bool]] = {}
+
+    def begin(self) -> list[fx.Node]:
+        """What the device computes, when its inputs are there."""
+        self.tasks.append(Task("inputs", 0, COMPUTE, 0.0, category=WAIT))
+        nodes = self.program.graph.graph.nodes
+        self.made_by.update({node: 0 for node in nodes if node.op != "call_function"})
+        return [n for n in nodes if n.op == "call_function"]
+
+    def run(self) -> list[Task]:
+        program, calls = self.program, self.begin()
+        for turn in range(program.microbatches):
+            for node in calls:
+                if turn == (program.microbatches - 1 if node in program.once else 0) or program.runs(node) > 1:
+                    self.add(node)
+        changes: dict[tuple[int, bool], list[tuple[str, float]]] = defaultdict(list)
+        for change in self.held:
+            task = 0 if change.node is None else self.made_by[change.node]
+            changes[task, change.starts].append((change.category, change.size))
+        return [
+            replace(task, at_start=tuple(changes[i, True]), at_end=tuple(changes[i, False]))
+            for i, task in enumerate(self.tasks)
+        ]
+
+    def add(self, node: fx.Node) -> None:
+        """The task of a node; what only shows or names another's result has none of its own."""
+        sources = [self.made_by[a] for a in tensor_arguments(node)]
+        device = self.machine.device
+        info = node.meta.get("collective")
+        if isinstance(info, Collective):
+            axis = self.machine.names.index(info.axis)
+            ring = COLLECTIVES[info.kind](info.bytes, self.machine.sizes[axis], self.machine.links[axis])
+            self._append(node, info.axis, float(ring) + device.launch, COMMUNICATION, (self.kernel,), device.host)
+        elif node.target is c10d.wait_tensor.default:
+            self._append(node, COMPUTE, 0.0, WAIT, tuple(sources), 0.0)
+        elif node.target in (to_host, to_device):
+            self._append(node, COMPUTE, float(copy_seconds(node.meta["val"].nbytes, device)), COPY, (), device.host)
+        else:
+            seconds, launched = self._kernel(node)
+            if launched:
+                self._append(node, COMPUTE, seconds, COMPUTE, (), device.host)
+            else:
+                self.made_by[node] = max(sources, default=0)
+
+    def _append(
+        self, node: fx.Node, stream_: str, seconds: float, category: str, after: tuple[int, ...], host: float
+    ) -> None:
+        self.made_by[node] = len(self.tasks)
+        if stream_ == COMPUTE:
+            self.kernel = len(self.tasks)
+        self.tasks.append(Task(node.name, 0, stream_, seconds, after, category, host))
+
+    def _kernel(self, node: fx.Node) -> tuple[float, bool]:
+        """Seconds of a node's kernel, and whether it has one."""
+        device = self.machine.device
+        if "operator" not in node.meta:
+            taken = [v for a in tensor_arguments(node) for v in values_of(a)]
+            made = [v for v in values_of(node) if v is not None]
+            old = {storage_id(v) for v in taken if v is not None}
+            if not made or all(storage_id(v) in old for v in made):
+                return 0.0, False
+            work = stream(sum(v.nbytes for v in (*taken, *made) if v is not None))
+            dtype = str(made[0].dtype).removeprefix("torch.")
+            return float(kernel_seconds(work, dtype if dtype in device.flops else "float32", device)[0]), True
+        operator, names = node.meta["operator"], node.meta["strategy"]
+        if (operator, names) not in self.known:
+            chosen = candidates(operator, self.machine.sizes, allowed=[[n] for n in names])
+            # What is copied in front of it has nodes of its own.
+            kernel: Work = operator_work(operator, chosen, self.machine.sizes, with_copies=False)
+            seconds = float(kernel_seconds(kernel, arithmetic_dtype(operator, device), device)[0])
+            self.known[operator, names] = seconds, bool(kernel.launches[0])
+        return self.known[operator, names]
+
+
+def step_facts(timeline: Timeline, plan: Plan) -> dict[str, Any]:
+    """Figures of a plan's simulated step on one device, as plain data: seconds and bytes.
+
+    Args:
+        timeline: of the tasks that `emitted` found.
+        plan: whose graph it is.
+    """
+    communication: dict[str, float] = {axis: 0.0 for axis in plan.axis_names}
+    for task in timeline.tasks:
+        if task.category == COMMUNICATION:
+            communication[task.stream] += task.seconds
+    return {
+        "step_seconds": timeline.step_seconds,
+        "predicted_step_seconds": plan.predicted.step_seconds,
+        "busy_seconds": timeline.busy[0],
+        "communication_seconds": communication,
+        "exposed_communication_seconds": timeline.exposed_communication[0],
+        "peak_memory_bytes": timeline.peak_memory(0),
+    }

@@ -1,0 +1,155 @@
+"""Tasks of a pipelined step: an order of actions, and what each of them takes and holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from autopar.pipeline.schedules import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Order, device_of
+from autopar.simulate.tasks import COMMUNICATION, COMPUTE, Task
+
+ACTIVATIONS = "activations"
+"""Category of the memory that microbatches hold."""
+
+
+def pipeline(
+    order: Order,
+    forward: ArrayLike,
+    backward_input: ArrayLike,
+    backward_weight: ArrayLike,
+    communication: ArrayLike = 0.0,
+    *,
+    host: float = 0.0,
+    saved: ArrayLike = 0.0,
+    saved_for_weight: ArrayLike | None = None,
+    before: ArrayLike = 0.0,
+    after: ArrayLike = 0.0,
+    received: Mapping[Action, Action | None] | None = None,
+) -> list[Task]:
+    """Tasks of a pipelined step.
+
+    What a stage passes on arrives ``communication`` seconds after it was computed, or later where the receiver's stream
+    of that direction is still busy with what it needs before. It keeps neither device from computing.
+
+    Args:
+        order: what each device does, from `autopar.pipeline.schedules.order` or of another schedule.
+        forward: seconds of a microbatch in a stage; a number, or one for each stage.
+        backward_input: of the part of the backward for the input; a whole backward takes both parts.
+        backward_weight: of the part for the weights.
+        communication: seconds between a stage and the next, in both directions; a number, or one for each stage but the
+            last. Stages on one device pass on without it.
+        host: seconds to launch a task.
+        saved: bytes that a microbatch's forward leaves on a stage for the backward; a number, or one for each stage.
+        saved_for_weight: how many of these the part for the weights still needs; default: all.
+        before: seconds that each device works before its first microbatch; a number, or one for each device.
+        after: seconds that it works behind its last.
+        received: behind which action of its device the receive for an action begins, see
+            `autopar.simulate.p2p_order`; default: as soon as it is sent, whatever the device does.
+
+    Raises:
+        ValueError: there are neither one nor as many numbers as stages, or the order is not one of a whole step.
+    """
+    devices = device_of(order)
+    stages = len(devices)
+    durations = _durations(forward, backward_input, backward_weight, stages)
+    changes = _changes(saved, saved_for_weight, stages)
+    needed = arrivals(order, devices, communication)
+    tasks = _once("before all microbatches", before, len(order), host)
+    position: dict[Action, int] = {}
+    count = len(tasks)
+    for action, arrival in needed.items():
+        count += 2 if arrival.seconds else 1
+        position[action] = count - 1
+    for action, (source, delay) in needed.items():
+        device, name = devices[action.stage], str(action)
+        sources = () if source is None else (position[source],)
+        if delay:
+            if received is not None and (behind := received[action]) is not None:
+                sources = (*sources, position[behind])
+            stream = "receive forward" if action.kind == FORWARD else "receive backward"
+            tasks.append(Task(f"receive for {name}", device, stream, delay, sources, COMMUNICATION, host))
+            sources = (len(tasks) - 1,)
+        seconds, size = float(durations[action.kind][action.stage]), float(changes[action.kind][action.stage])
+        taken = ((ACTIVATIONS, size),) if size > 0 else ()
+        given_back = ((ACTIVATIONS, size),) if size < 0 else ()
+        tasks.append(Task(name, device, COMPUTE, seconds, sources, host=host, at_start=taken, at_end=given_back))
+    return tasks + _once("behind all microbatches", after, len(order), host)
+
+
+def _once(name: str, seconds: ArrayLike, devices: int, host: float) -> list[Task]:
+    """What each device does once a step."""
+    each = _each(name, seconds, devices)
+    return [Task(name, device, COMPUTE, float(s), host=host) for device, s in enumerate(each) if s]
+
+
+class Arrival(NamedTuple):
+    """What an action waits for from elsewhere, and how long that is under way."""
+
+    source: Action | None
+    seconds: float
+
+
+def arrivals(order: Order, devices: list[int], communication: ArrayLike) -> dict[Action, Arrival]:
+    """What each action waits for, in the order of devices and, on a device, of its actions."""
+    delay = _each("communication", communication, len(devices) - 1)
+    actions = [action for row in order for action in row]
+    known = set(actions)
+    if len(known) < len(actions):
+        raise ValueError(f"{next(a for a in actions if actions.count(a) > 1)} is there twice; do each action once")
+    found = {}
+    for action in actions:
+        source = _source(action, known, len(devices))
+        remote = source is not None and devices[source.stage] != devices[action.stage]
+        seconds = float(delay[min(source.stage, action.stage)]) if source is not None and remote else 0.0
+        found[action] = Arrival(source, seconds)
+    return found
+
+
+def _source(action: Action, known: set[Action], stages: int) -> Action | None:
+    """What passes on what an action needs; the backward of the last stage needs its forward."""
+    stage, kind, microbatch = action
+    if kind == FORWARD:
+        wanted = [Action(stage - 1, FORWARD, microbatch)] if stage else []
+    elif kind == BACKWARD_WEIGHT:
+        wanted = [Action(stage, BACKWARD_INPUT, microbatch)]
+    elif stage == stages - 1:
+        wanted = [Action(stage, FORWARD, microbatch)]
+    else:
+        wanted = [Action(stage + 1, whole_or_part, microbatch) for whole_or_part in (BACKWARD, BACKWARD_INPUT)]
+    if not wanted:
+        return None
+    for source in wanted:
+        if source in known:
+            return source
+    raise ValueError(f"{action} needs {' or '.join(map(str, wanted))}, which no device does; add it to the order")
+
+
+def _durations(
+    forward: ArrayLike, backward_input: ArrayLike, backward_weight: ArrayLike, stages: int
+) -> Mapping[str, NDArray[np.float64]]:
+    """Seconds of each kind of action on each stage."""
+    for_input = _each("backward_input", backward_input, stages)
+    for_weight = _each("backward_weight", backward_weight, stages)
+    return {
+        FORWARD: _each("forward", forward, stages),
+        BACKWARD: for_input + for_weight,
+        BACKWARD_INPUT: for_input,
+        BACKWARD_WEIGHT: for_weight,
+    }
+
+
+def _changes(saved: ArrayLike, saved_for_weight: ArrayLike | None, stages: int) -> Mapping[str, NDArray[np.float64]]:
+    """Bytes that each kind of action adds on each stage."""
+    held = _each("saved", saved, stages)
+    kept = held if saved_for_weight is None else _each("saved_for_weight", saved_for_weight, stages)
+    return {FORWARD: held, BACKWARD: -held, BACKWARD_INPUT: kept - held, BACKWARD_WEIGHT: -kept}
+
+
+def _each(name: str, value: ArrayLike, count: int) -> NDArray[np.float64]:
+    numbers = np.asarray(value, dtype=np.float64)
+    if numbers.ndim and numbers.shape != (count,):
+        raise ValueError(f"{name} has shape {numbers.shape}; give one number, or {count} in a row")
+    return np.broadcast_to(numbers, (count,))

@@ -1,0 +1,237 @@
+"""The model in eager mode, several calls in a row, in one dtype: what a captured program is held against."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from autopar._torch_compat import TorchDispatchMode
+from autopar.capture import Batch, Harness, LossFunction
+from autopar.capture.intercepts import branches_taken
+from autopar.capture.state.hooks import hooks_undone
+from autopar.capture.state.slots import state_tensors
+from autopar.capture.state.writes import written_tensors
+from autopar.ir.ops.random import generator_states, same_numbers
+from autopar.ir.program import Program
+from autopar.ir.signature import binding
+from autopar.ir.signature.outputs import Loss
+from autopar.verify.float64 import HALF_TO_FLOAT, cast_dtypes, default_dtype, in_dtype
+from autopar.verify.python_state import frozen, is_same, state_of
+
+CALLS = 2
+"""How often the model is called: the second call sees what the first has left."""
+
+Key = tuple[str, str]
+"""Kind and name of an output, as in `autopar.ir.program.Output`."""
+
+
+@dataclass(frozen=True)
+class EagerCall:
+    """What one call of the plain model made.
+
+    Attributes:
+        values: results, gradients, buffers, and parameters that the call wrote to, by kind and name. Of buffers those
+            that the call changed.
+        written: attributes that the call changed, such as ``encoder.last_loss``, with their new values, frozen.
+        drawn: states of the default generators afterwards.
+    """
+
+    values: Mapping[Key, torch.Tensor]
+    written: Mapping[str, Any]
+    drawn: Mapping[str, torch.Tensor] = field(repr=False)
+
+    @property
+    def results(self) -> int:
+        """How many tensors the model returned."""
+        return sum(kind == "result" for kind, _ in self.values)
+
+
+class _InDtype(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Every floating cast, creation and constant is in one dtype, as `autopar.verify.float64` makes them in graphs.
+
+    Models hide casts to float32, whose rounding would be larger than the errors that are looked for.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtype = dtype
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = list(cast_dtypes(args, self.dtype)), cast_dtypes(kwargs or {}, self.dtype)
+        if func in HALF_TO_FLOAT:
+            args[HALF_TO_FLOAT[func]] = False
+        for i, (value, argument) in enumerate(zip(args, func._schema.arguments, strict=False)):
+            if argument.alias_info is None:  # neither written to nor looked into
+                args[i] = self._converted(value)
+        return func(*args, **kwargs)
+
+    def _converted(self, value: Any) -> Any:
+        """A tensor that no parameter, buffer, attribute or batch holds, such as a global constant, in the dtype."""
+        if isinstance(value, list | tuple):
+            return type(value)(self._converted(v) for v in value) if any(map(_floats, value)) else value
+        return in_dtype(value, self.dtype) if _floats(value) else value
+
+
+def _floats(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+class _OwnEpsilon(TorchFunctionMode):
+    """``RMSNorm`` without an epsilon takes that of the model's own dtype, as in graphs, whatever it is computed in."""
+
+    def __init__(self, own: torch.dtype) -> None:
+        super().__init__()
+        self.epsilon = torch.finfo(own).eps
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.rms_norm, nn.functional.rms_norm) and args[3:] == (None,):
+            args = (*args[:3], self.epsilon)
+        elif func in (torch.rms_norm, nn.functional.rms_norm) and len(args) < 4 and kwargs.get("eps") is None:
+            kwargs["eps"] = self.epsilon
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _everything_in(dtype: torch.dtype | None, own: torch.dtype) -> Iterator[None]:
+    """What is computed within is computed in ``dtype``; None: in the model's ``own``, and as it says."""
+    if dtype is None:
+        yield
+        return
+    with default_dtype(dtype), _InDtype(dtype), _OwnEpsilon(own):
+        yield
+
+
+@contextmanager
+def _same_python_numbers() -> Iterator[None]:
+    """Python's and numpy's generators start from the same state each time; afterwards they are as before."""
+    before, numpy_before = random.getstate(), np.random.get_state()
+    random.seed(0)
+    np.random.seed(0)
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        np.random.set_state(numpy_before)
+
+
+def eager_calls(
+    model: nn.Module,
+    batch: Batch,
+    program: Program,
+    tangents: Mapping[str, torch.Tensor],
+    *,
+    loss_fn: LossFunction | None = None,
+    loss: Loss = None,
+    dtype: torch.dtype | None = torch.float64,
+    compute: torch.dtype | None = None,
+    calls: int = CALLS,
+) -> list[EagerCall]:
+    """Call a copy of a model several times in a row, each time with a backward pass if the program has one.
+
+    Args:
+        model: stays as it is.
+        batch: the same for all calls.
+        program: as captured: whether it trains, and which result is the loss.
+        tangents: of the results, by index; a result that has none gets ones.
+        loss_fn: for a model that does not return its loss.
+        loss: which scalar of the output is the loss.
+        dtype: of all floating numbers; None: the model's own.
+        compute: dtype of parameters and batch tensors instead of their own, where ``dtype`` is None.
+        calls: how many. Each starts from the same state of the generators of random numbers.
+    """
+    tensors, arguments = binding.flatten(model, batch)
+    own = copied(model, dtype or compute, buffers=dtype is not None)
+    harness = Harness(own, arguments, loss_fn, program.training, loss)
+    made = []
+    floating = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    plain = compute or (floating[0] if floating else torch.get_default_dtype())
+    with _everything_in(dtype, plain), torch.set_grad_enabled(program.training), _same_python_numbers():
+        for _ in range(calls):
+            given = [
+                _leaf(in_dtype(t.detach(), dtype or (compute if i < arguments.tensors else None)).clone(), t)
+                for i, t in enumerate(tensors)
+            ]
+            with same_numbers(0), hooks_undone(own), branches_taken():
+                made.append(_call(harness, given, tangents, program))
+    return made
+
+
+def _leaf(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return tensor.requires_grad_(like.requires_grad and like.is_leaf)
+
+
+def _call(
+    harness: Harness, given: Sequence[torch.Tensor], tangents: Mapping[str, torch.Tensor], program: Program
+) -> EagerCall:
+    model = harness.model
+    parameters = dict(model.named_parameters())
+    for p in parameters.values():
+        p.grad = None
+    objects = _state(model)
+    before = {k: t.detach().clone() for k, t in objects.items()}
+    known = state_of(model)
+    results = harness(*given)
+    numbers = list(range(len(results)))
+    if program.total is not None:  # the last; in the graph, tensors that are left elsewhere come before it
+        assert program.loss is not None
+        numbers[-1] = program.loss
+    live = [(i, r) for i, r in zip(numbers, results, strict=True) if r.requires_grad]
+    left = written_tensors(model, program.state.writes)
+    live += [(i, t) for i, t in left.items() if i >= len(results) and str(i) in tangents and t.requires_grad]
+    if program.training and live:
+        ones = [torch.ones_like(r) if str(i) not in tangents else tangents[str(i)].to(r.dtype) for i, r in live]
+        torch.autograd.backward([r for _, r in live], ones)
+    values = {("result", str(i)): r.detach().clone() for i, r in zip(numbers, results, strict=True)}
+    values.update({("gradient", n): p.grad.clone() for n, p in parameters.items() if p.grad is not None})
+    values.update({("input_gradient", str(i)): t.grad for i, t in enumerate(given) if t.grad is not None})
+    registered = {("buffer", n) for n, _ in model.named_buffers()}
+    for key, tensor in _state(model).items():
+        if key[0] == "buffer" and key not in registered and objects.get(key) is not tensor:
+            continue  # an attribute that gets a new tensor: it is among what is written
+        if key not in before or not is_same(frozen(before[key]), frozen(tensor)):
+            values[key] = tensor.detach().clone()
+    after = state_of(model)
+    written = {n: v for n, v in after.items() if n not in known or not is_same(known[n], v)}
+    return EagerCall(values, written, generator_states())
+
+
+def _state(model: nn.Module) -> dict[Key, torch.Tensor]:
+    found: dict[Key, torch.Tensor] = {("parameter", n): p for n, p in model.named_parameters()}
+    found.update({("buffer", n): b for n, b in state_tensors(model).items()})
+    return found
+
+
+def copied(model: nn.Module, dtype: torch.dtype | None, *, buffers: bool = True) -> nn.Module:
+    """A copy of a model in another dtype: parameters, and buffers and other tensors if they are to follow.
+
+    Tied parameters stay tied, and hooks on parameters stay.
+    """
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        new = nn.Parameter(in_dtype(p.detach(), dtype).clone(), requires_grad=p.requires_grad)
+        for hook in (p._backward_hooks or {}).values():
+            new.register_hook(hook)  # type: ignore[no-untyped-call]
+        memo[id(p)] = new
+    for t in [*model.buffers(), *_tensors([vars(m) for m in model.modules()])]:
+        if id(t) not in memo:
+            memo[id(t)] = in_dtype(t.detach(), dtype if buffers else None).clone()
+    return copy.deepcopy(model, memo)
+
+
+def _tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """Tensors in attributes, and in lists, tuples and dicts among them."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple) and depth:
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(inner, depth - 1)

@@ -1,0 +1,214 @@
+"""An emulated mesh: one process runs a rewritten graph for all ranks in lock step, without a process group."""
+
+from __future__ import annotations
+
+import operator
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.costs.collectives import wire_bytes
+from autopar.ir.ops.collectives import GROUP_ARGUMENT, axis_index, c10d
+from autopar.ir.ops.random import generator_states, restore_generators
+from autopar.ir.program import Program, is_steady, map_nodes
+from autopar.ir.shards import coordinates
+from autopar.passes.insert_contiguous import with_contiguous
+from autopar.rules.strides import random_strides, with_strides
+
+aten = torch.ops.aten
+
+Group = list[int]
+
+Watch = Callable[[fx.Node, list[Any]], None]
+"""``watch(node, values)``: sees what a node has made on every rank."""
+
+
+def emulate(
+    program: Program,
+    names: Sequence[str],
+    sizes: Sequence[int],
+    inputs: Sequence[Sequence[torch.Tensor]],
+    shared: dict[fx.Node, list[Any]] | None = None,
+    watch: Watch | None = None,
+    draw: random.Random | None = None,
+) -> list[list[torch.Tensor | None]]:
+    """Run a rewritten program on every rank of a mesh.
+
+    Args:
+        program: graph on local tensors, collectives named by mesh axis.
+        names: of the mesh axes.
+        sizes: of the mesh axes.
+        inputs: ``inputs[i][rank]``, the local tensors of each placeholder.
+        shared: of a step in microbatches, what all of them take: the first fills it, the others compute it no more.
+        watch: called with every operator node and its values on all ranks, in order.
+        draw: gives inputs and what operators make random strides; of a program that takes any
+            (`autopar.passes.insert_contiguous.insert_contiguous_everywhere`). None: they keep their own.
+
+    Returns:
+        ``outputs[i][rank]``; None for an output that does not exist.
+
+    Raises:
+        RuntimeError: a node failed on some rank; names node and rank.
+    """
+    where = list(coordinates(sizes))
+    groups = {name: _groups(where, axis) for axis, name in enumerate(names)}
+    environment: dict[fx.Node, list[Any]] = dict(zip(program.placeholders, map(list, inputs), strict=True))
+    if draw is not None:
+        environment = {node: [random_strides(v, draw) for v in values] for node, values in environment.items()}
+    last = _last_uses(program.graph.graph)
+    with torch.no_grad():
+        for node in program.graph.graph.nodes:
+            if node.op == "get_attr":
+                constant = getattr(program.graph, str(node.target))
+                environment[node] = [constant] * len(where)
+            elif node.op == "call_function":
+                known = None if shared is None else shared.get(node)
+                environment[node] = known or _step(node, environment, names, where, groups)
+                if draw is not None and not known and node.target not in _KEPT:
+                    environment[node] = [_elsewhere(v, draw) for v in environment[node]]
+                if shared is not None and is_steady(node):
+                    shared[node] = environment[node]
+                if watch is not None:
+                    watch(node, environment[node])
+            for dead in last.get(node, ()):
+                del environment[dead]
+    ranks = range(len(where))
+    return [[None if v is None else environment[v][r] for r in ranks] for v in program.output_values]
+
+
+_KEPT = (aten.contiguous.default, with_strides, operator.getitem)
+"""What gives strides that are asked for, and outputs that have been given theirs."""
+
+
+def _elsewhere(value: Any, draw: random.Random) -> Any:
+    """A tensor, or all of a tuple or list, with random strides."""
+    if isinstance(value, tuple | list):
+        return [_elsewhere(v, draw) for v in value]
+    return random_strides(value, draw) if isinstance(value, torch.Tensor) else value
+
+
+def run_whole(
+    program: Program, inputs: Sequence[torch.Tensor], watch: Watch | None = None
+) -> list[torch.Tensor | None]:
+    """Run a program on global tensors, as one device would, whatever their strides."""
+    return [v[0] for v in emulate(with_contiguous(program), (), (), [[x] for x in inputs], watch=watch)]
+
+
+def _groups(where: list[tuple[int, ...]], axis: int) -> list[Group]:
+    """Ranks that differ along one axis only, in order of their coordinate."""
+    found: dict[tuple[int, ...], Group] = {}
+    for rank, c in enumerate(where):
+        found.setdefault((*c[:axis], *c[axis + 1 :]), []).append(rank)
+    return list(found.values())
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Nodes whose values are not needed after each node."""
+    last: dict[fx.Node, list[fx.Node]] = {}
+    seen: set[fx.Node] = set()
+    for node in reversed(list(graph.nodes)):
+        for argument in node.all_input_nodes:
+            if argument not in seen:
+                seen.add(argument)
+                last.setdefault(node, []).append(argument)
+    last.pop(graph.output_node(), None)
+    return last
+
+
+def _step(
+    node: fx.Node,
+    environment: dict[fx.Node, list[Any]],
+    names: Sequence[str],
+    where: list[tuple[int, ...]],
+    groups: dict[str, list[Group]],
+) -> list[Any]:
+    target: Any = _OF_VALUES.get(node.target, node.target)
+    argument: Any = node.args[0] if node.args else None
+    if target is axis_index:
+        axis = list(names).index(str(argument))
+        return [c[axis] for c in where]
+    if target is c10d.wait_tensor.default:
+        return environment[argument]
+    if target in GROUP_ARGUMENT:
+        axis_name = str(node.args[GROUP_ARGUMENT[target]])
+        return _COLLECTIVES[target](node, environment[argument], groups[axis_name])
+    results = []
+    states = generator_states() if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) else {}
+    for rank in range(len(where)):
+        restore_generators(states)  # each rank has a generator of its own, in the same state
+        here = {n: environment[n][rank] for n in node.all_input_nodes}
+        args, kwargs = map_nodes((node.args, node.kwargs), here.__getitem__)
+        try:
+            results.append(target(*args, **kwargs))
+        except Exception as e:
+            raise RuntimeError(f"node {node.name} ({target}) failed on rank {rank}: {e}") from e
+    return results
+
+
+_OF_VALUES: dict[Any, Any] = {
+    aten.view.default: aten.reshape.default,
+    aten._unsafe_view.default: aten.reshape.default,
+}
+"""A captured graph has views that were possible on fake tensors, whose strides a kernel's results need not have."""
+
+
+def _all_reduce(node: fx.Node, values: list[torch.Tensor], groups: list[Group]) -> list[torch.Tensor]:
+    results = list(values)
+    for group in groups:
+        stacked = torch.stack([values[r] for r in group])
+        total = stacked.sum(0).to(stacked.dtype) if node.args[1] == "sum" else stacked.amax(0)
+        for r in group:
+            results[r] = total
+    return results
+
+
+def _all_gather(node: fx.Node, values: list[torch.Tensor], groups: list[Group]) -> list[torch.Tensor]:
+    results = list(values)
+    for group in groups:
+        whole = torch.cat([values[r] for r in group])
+        for r in group:
+            results[r] = whole
+    return results
+
+
+def _reduce_scatter(node: fx.Node, values: list[torch.Tensor], groups: list[Group]) -> list[torch.Tensor]:
+    results = list(values)
+    for group in groups:
+        total = torch.stack([values[r] for r in group]).sum(0).to(values[0].dtype)
+        for r, part in zip(group, total.chunk(len(group)), strict=True):
+            results[r] = part.contiguous()
+    return results
+
+
+def _all_to_all(node: fx.Node, values: list[torch.Tensor], groups: list[Group]) -> list[torch.Tensor]:
+    results = list(values)
+    for group in groups:
+        parts = [values[r].chunk(len(group)) for r in group]
+        for i, r in enumerate(group):
+            results[r] = torch.cat([p[i] for p in parts])
+    return results
+
+
+_COLLECTIVES: dict[Any, Callable[[fx.Node, list[torch.Tensor], list[Group]], list[torch.Tensor]]] = {
+    c10d.all_reduce.default: _all_reduce,
+    c10d.all_gather_into_tensor.default: _all_gather,
+    c10d.reduce_scatter_tensor.default: _reduce_scatter,
+    c10d.all_to_all_single.default: _all_to_all,
+}
+
+
+def census(program: Program) -> dict[str, dict[str, tuple[int, float]]]:
+    """Redistributions and bytes sent per device in a rewritten graph, by axis and kind of collective."""
+    sizes: dict[str, int] = program.graph.meta["axes"]
+    found: dict[str, dict[str, tuple[int, float]]] = {}
+    for node in program.graph.graph.nodes:
+        info = node.meta.get("collective")
+        if info is None:
+            continue
+        count, sent = found.setdefault(info.axis, {}).get(info.kind, (0, 0.0))
+        more = float(wire_bytes(info.kind, info.bytes, sizes[info.axis]))
+        found[info.axis][info.kind] = (count + info.members, sent + more)
+    return found

@@ -1,0 +1,51 @@
+"""`LiveCopy`: a copy of a model that changes as the model would where a program runs in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.capture.state.slots import Slots, differences, state_tensors
+from autopar.capture.state.writes import apply
+from autopar.ir.program import Program
+from autopar.verify.eager import Key, copied
+from autopar.verify.python_state import is_same, state_of
+
+
+class LiveCopy:
+    """Takes over what calls of a program leave behind."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None, program: Program) -> None:
+        """``dtype``: of the copy and of what the program makes."""
+        self._model = copied(model, dtype)
+        self._program = program
+
+    def call(self, found: Mapping[Key, torch.Tensor]) -> tuple[dict[str, Any], nn.Module | None]:
+        """What a call has written to attributes, frozen; and the model, if its next call may have another graph.
+
+        Args:
+            found: whole tensors that the call made, by kind and name.
+        """
+        state, known = self._program.state, state_of(self._model)
+        slots = Slots(self._model)
+        before = slots.signature(state.constants)
+        with torch.no_grad():
+            self._take(found)
+            count = sum(kind == "result" for kind, _ in found)
+            apply(self._model, state.writes, [found.get(("result", str(i))) for i in range(count)])
+        after = state_of(self._model)
+        written = {n: v for n, v in after.items() if n not in known or not is_same(known[n], v)}
+        changed = differences(before, slots.signature(state.constants), state.counted)
+        return written, self._model if changed else None
+
+    def _take(self, found: Mapping[Key, torch.Tensor]) -> None:
+        parameters, buffers = dict(self._model.named_parameters()), state_tensors(self._model)
+        for (kind, name), value in found.items():
+            if kind == "buffer" and name in self._program.state.assigned:
+                path, _, attribute = name.rpartition(".")
+                self._model.get_submodule(path)._buffers[attribute] = value.clone()
+            elif kind in ("buffer", "parameter"):
+                (buffers if kind == "buffer" else parameters)[name].copy_(value)

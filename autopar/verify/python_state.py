@@ -1,0 +1,97 @@
+"""Python state of modules that a call writes: what it is before and after, in a form that can be compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.ir.shards import largest_difference
+
+_OWN = frozenset(vars(nn.Module()))
+"""Attributes that every module has: tables of parameters, buffers, modules and hooks."""
+
+DEPTH = 6
+"""How deep values are looked into."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Opaque:
+    """A value that cannot be looked into; all of a class count as the same."""
+
+    kind: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    """A mapping, or an object with attributes."""
+
+    kind: str
+    items: Mapping[Any, Any]
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Every attribute of every module that is no parameter, buffer or module, by qualified name, frozen."""
+    found = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in _OWN:
+                found[f"{path}.{name}" if path else name] = frozen(value)
+    return found
+
+
+def frozen(value: Any, depth: int = DEPTH) -> Any:
+    """A copy that later writes do not change; of what is no plain data, its class."""
+    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        return value.detach().clone()
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device):
+        return value
+    if not depth or isinstance(value, nn.Module | nn.Parameter | type | types.FunctionType | types.ModuleType):
+        return Opaque(type(value).__qualname__)
+    if isinstance(value, Mapping):
+        return Fields(type(value).__qualname__, {_key(k): frozen(v, depth - 1) for k, v in value.items()})
+    if isinstance(value, list | tuple) or type(value).__name__ == "deque":
+        return tuple(frozen(v, depth - 1) for v in value)
+    if isinstance(value, AbstractSet):
+        return frozenset(_key(v) for v in value)
+    if hasattr(value, "__dict__"):
+        return Fields(type(value).__qualname__, {k: frozen(v, depth - 1) for k, v in vars(value).items()})
+    return Opaque(type(value).__qualname__)
+
+
+def _key(value: Any) -> Any:
+    return value if isinstance(value, str | int | float | bool | tuple) else f"{type(value).__qualname__} {value}"
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two frozen values are equal, tensors bit by bit."""
+    return distance(one, other) == 0.0
+
+
+def distance(found: Any, expected: Any) -> float:
+    """How far a frozen value is from another: of numbers and tensors the largest difference, else 0 or infinity."""
+    if isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor):
+        return largest_difference(found, expected) if found.shape == expected.shape else float("inf")
+    if isinstance(found, Fields) and isinstance(expected, Fields):
+        if found.kind != expected.kind or found.items.keys() != expected.items.keys():
+            return float("inf")
+        return max((distance(v, expected.items[k]) for k, v in found.items.items()), default=0.0)
+    if isinstance(found, tuple) and isinstance(expected, tuple):
+        if len(found) != len(expected):
+            return float("inf")
+        return max(map(distance, found, expected), default=0.0)
+    if type(found) is not type(expected):
+        return float("inf")
+    if isinstance(found, float | complex) and found != expected:
+        return float(abs(found - expected)) if found == found and expected == expected else _unequal(found, expected)
+    return 0.0 if found == expected else float("inf")
+
+
+def _unequal(found: Any, expected: Any) -> float:
+    """Two numbers of which one at least is not a number."""
+    return 0.0 if found != found and expected != expected else float("inf")

@@ -1,0 +1,16 @@
+"""The canonical form of a captured graph: what dimension analysis, rules and fingerprints see."""
+
+from __future__ import annotations
+
+from autopar.ir.program import Program
+from autopar.passes.canonicalize.operators import canonicalize
+from autopar.passes.canonicalize.rng import canonicalize_random
+from autopar.passes.canonicalize.strides import canonicalize_strides
+
+
+def canonical(program: Program) -> Program:
+    """Bring a program into canonical form; computes the same.
+
+    Strides come first: they are those of the captured graph.
+    """
+    return canonicalize(canonicalize_random(canonicalize_strides(program)))

@@ -1,0 +1,29 @@
+"""hoist_steady: what all microbatches of a step share runs before all else.
+
+Before::
+
+    x_1 = aten.mm(x, w_t); half = aten._to_copy(v, dtype=bfloat16); x_2 = aten.mm(x_1, half)   # half is steady
+
+After::
+
+    half = aten._to_copy(v, dtype=bfloat16); x_1 = aten.mm(x, w_t); x_2 = aten.mm(x_1, half)
+
+So what is shared is there when the first microbatch begins, and takes memory before its activations do.
+"""
+
+from __future__ import annotations
+
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program, is_steady
+
+
+def hoist_steady(program: Program, plan: Plan) -> Program:
+    """Put the nodes that `annotate_layouts` has marked in front."""
+    del plan
+    nodes = list(program.graph.graph.nodes)
+    last = program.placeholders[-1]
+    for node in nodes:
+        if node.op != "placeholder" and is_steady(node):
+            last.append(node)
+            last = node
+    return program

@@ -1,0 +1,1 @@
+"""How random operators draw: each rank its shard, or all ranks the whole tensor."""

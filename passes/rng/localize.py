@@ -1,0 +1,68 @@
+"""localize_random: every device draws its own block only, from a seed that says which block it is.
+
+Before (on a mesh of 4 devices along data and 2 along model)::
+
+    mask = autopar.ir.ops.random("bernoulli", [0.9], [2, 16], [0, 1], dtype=bool)          # [batch{data}, hidden]
+
+After::
+
+    block = axis_index("data")
+    mask = seeded(autopar.ir.ops.random, 0, block, "bernoulli", [0.9], [2, 16], [0, 1], dtype=bool)
+
+The seed is made of the step's, the number of the operator (here 0) and the block's, so blocks are independent and
+replicas are equal, whatever the devices' own generators. A copy that runs again in the backward pass has its original's
+number, so it draws the same.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import fx
+
+from autopar.ir.graph import inherit_origin
+from autopar.ir.ops.collectives import axis_index
+from autopar.ir.ops.random import seeded
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program, draws
+from autopar.rules.shapes.local_shapes import propagate
+from autopar.sharding.candidates import REPLICATE
+
+
+def localize_random(program: Program, plan: Plan) -> Program:
+    """Give every random operator its number and its block's."""
+    graph = program.graph.graph
+    found = [n for n in graph.nodes if draws(n)]
+    numbers: dict[str, int] = {}
+    for node in found:
+        number = numbers.setdefault(node.meta.get("original", node.name), len(numbers))
+        with graph.inserting_before(node):
+            block = _block(graph, node, plan)
+        node.args = (node.target, number, block, *node.args)
+        node.target = seeded
+        if isinstance(block, fx.Node):
+            del node.meta["input_layouts"]  # it speaks of tensors, and the block's number is none
+    if found:
+        propagate(program, plan)
+    return program
+
+
+def _block(graph: fx.Graph, node: fx.Node, plan: Plan) -> Any:
+    """Number of this device's block: the first axis that splits the output counts the most."""
+    index: Any = 0
+    for (name, size), strategy in zip(plan.axes, node.meta["strategy"], strict=True):
+        if strategy == REPLICATE:
+            continue
+        here = _call(graph, node, axis_index, name)
+        if isinstance(index, fx.Node):
+            index = _call(graph, node, operator.mul, index, size)
+            here = _call(graph, node, operator.add, index, here)
+        index = here
+    return index
+
+
+def _call(graph: fx.Graph, node: fx.Node, target: Any, *args: Any) -> fx.Node:
+    made = graph.call_function(target, args)
+    inherit_origin(made, node)
+    return made

@@ -1,0 +1,41 @@
+"""replay_random: what draws again in the backward pass draws the same numbers from a generator that all devices share.
+
+Before::
+
+    mask = autopar.ir.ops.random("bernoulli", ...); ...; mask_again = autopar.ir.ops.random("bernoulli", ...)
+
+After::
+
+    state = generator_state(device); mask = autopar.ir.ops.random("bernoulli", ...); ...
+    mask_again = replayed(autopar.ir.ops.random, state, "bernoulli", ...)
+
+The generator goes on as if nothing had been drawn again. This is for ``deterministic=True``; else
+`autopar.passes.rng.localize` gives both the same seed.
+"""
+
+from __future__ import annotations
+
+from autopar.ir.graph import inherit_origin
+from autopar.ir.ops.random import generator_state, replayed
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program, draws, tensor_arguments
+from autopar.rules.shapes.local_shapes import propagate
+
+
+def replay_random(program: Program, plan: Plan) -> Program:
+    """Keep the generator's state in front of every draw that has a copy; the copy starts from it."""
+    graph = program.graph.graph
+    originals = {n.name: n for n in graph.nodes if draws(n)}
+    copies = [n for n in originals.values() if "original" in n.meta]
+    for node in copies:
+        original = originals[node.meta["original"]]
+        where = original.kwargs.get("device") or tensor_arguments(original)[0]
+        with graph.inserting_before(original):
+            state = graph.call_function(generator_state, (where,))
+        inherit_origin(state, original)
+        node.args = (node.target, state, *node.args)
+        node.target = replayed
+        del node.meta["input_layouts"]  # it speaks of tensors with layouts, and the state has none
+    if copies:
+        propagate(program, plan)
+    return program

@@ -1,0 +1,31 @@
+"""replicate_random: every device draws the whole tensor, as one device would, and its users take their block of it.
+
+Before::
+
+    mask = autopar.ir.ops.random("bernoulli", [0.9], [8, 16], [0, 1], dtype=bool)          # [batch{data}, hidden]
+
+After (the slice comes with the other moves)::
+
+    mask = autopar.ir.ops.random("bernoulli", [0.9], [8, 16], [0, 1], dtype=bool)          # [batch, hidden]
+
+The generators of all devices, alike before, stay alike. This is what ``deterministic=True`` means; else
+`autopar.passes.rng.localize` runs.
+"""
+
+from __future__ import annotations
+
+from autopar.ir.layout import replicated
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program, draws
+from autopar.sharding.candidates import REPLICATE
+
+
+def replicate_random(program: Program, plan: Plan) -> Program:
+    """Make the layouts of random operators whole; their users' stay."""
+    axes = len(plan.axes)
+    for node in program.graph.graph.nodes:
+        if draws(node):
+            node.meta["strategy"] = (REPLICATE,) * axes
+            node.meta["layouts"] = tuple(None if lay is None else replicated(axes) for lay in node.meta["layouts"])
+            node.meta["relays"] = {i: lay for i, lay in node.meta["relays"].items() if i in node.meta["held"]}
+    return program

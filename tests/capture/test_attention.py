@@ -1,0 +1,220 @@
+"""Masks that are known and heads that are repeated become arguments of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from autopar.capture import capture
+from autopar.capture.attention import hidden
+from autopar.compiler import program_of, rewrite, solve
+from autopar.search.options import Search
+from autopar.verify.verify import compare, global_values, verify
+from tests import models
+
+ROWS, TOKENS, HEADS, HEAD = 4, 8, 4, 8
+FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+BOUND = 1e-10
+
+Mask = Callable[[torch.Tensor, nn.Module], torch.Tensor | None]
+Repeat = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Attention(nn.Module):
+    """Attention with a mask of one's own; ``x`` is [row, token, hidden]."""
+
+    def __init__(self, mask: Mask, repeat: Repeat = lambda x: x.transpose(1, 2), heads: int = HEADS) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mask, self.repeat, self.heads = mask, repeat, heads
+        self.q, self.k, self.v = (nn.Linear(HEADS * HEAD, n * HEAD) for n in (HEADS, heads, heads))
+        self.register_buffer("own", torch.ones(TOKENS, TOKENS).tril().bool())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.q(x).unflatten(-1, (HEADS, HEAD)).transpose(1, 2)
+        k, v = (self.repeat(f(x).unflatten(-1, (self.heads, HEAD))) for f in (self.k, self.v))
+        return scaled_dot_product_attention(q, k, v, attn_mask=self.mask(x, self)).square().mean()
+
+
+def batch() -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(ROWS, TOKENS, HEADS * HEAD, generator=torch.Generator().manual_seed(1))}
+
+
+def kernel(model: nn.Module) -> fx.Node:
+    program = capture(model, batch())
+    return next(n for n in program.graph.graph.nodes if n.target is FORWARD)
+
+
+def positions() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(TOKENS)[:, None], torch.arange(TOKENS)[None]
+
+
+def later() -> torch.Tensor:
+    at, of = positions()
+    return at >= of
+
+
+def additive(value: float) -> torch.Tensor:
+    return torch.zeros(TOKENS, TOKENS).masked_fill(~later(), value)
+
+
+def of_each_row() -> torch.Tensor:
+    """As Hugging Face finds out whether rows hold several sequences: of all rows, by their positions."""
+    at = torch.arange(TOKENS).expand(ROWS, -1)
+    sequence = (torch.diff(at, prepend=at[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    row = torch.arange(ROWS)[:, None, None, None]
+    same = sequence[row, positions()[0]] == sequence[row, positions()[1]]
+    return same & (positions()[0] >= positions()[1])
+
+
+CAUSAL: dict[str, Mask] = {
+    "bool": lambda x, m: later(),
+    "added": lambda x, m: additive(-torch.inf).to(x),
+    "least": lambda x, m: additive(torch.finfo(torch.float32).min).to(x),
+    "by rows": lambda x, m: of_each_row(),
+    "tril": lambda x, m: torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril().expand(ROWS, 1, -1, -1),
+}
+
+
+def written(mask: torch.Tensor, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """A mask that is changed, perhaps through a view, after what made it."""
+    view(mask).fill_(True)
+    return mask
+
+
+def written_without_gradients(mask: torch.Tensor) -> torch.Tensor:
+    """The same in a graph within the graph."""
+    with torch.no_grad():
+        mask[:, 1:].logical_or_(torch.ones(1, dtype=torch.bool))
+    return mask
+
+
+OTHERS: dict[str, Mask] = {
+    "written in part": lambda x, m: written(later(), lambda mask: mask[2]),
+    "written through views": lambda x, m: written(later(), lambda mask: mask.reshape(-1).unflatten(0, (2, -1))[1]),
+    "a window": lambda x, m: later() & (positions()[0] - positions()[1] < 3),
+    "a bias": lambda x, m: additive(-torch.inf).to(x) + 0.5,
+    "not quite hidden": lambda x, m: additive(-1e4).to(x),
+    "the earlier ones": lambda x, m: ~later() | torch.eye(TOKENS).bool(),
+    "of the batch": lambda x, m: (x[:, None, :1, :TOKENS] < 9) & later(),
+    "a buffer": lambda x, m: m.own,
+    "by chance": lambda x, m: (torch.rand(TOKENS, TOKENS) < 2) & later(),
+    "by row": lambda x, m: (torch.arange(ROWS) < 2)[:, None, None, None] | later(),
+}
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_causal_mask_is_told(name: str) -> None:
+    node = kernel(Attention(CAUSAL[name]))
+    assert node.args[3:] == (0.0, True)
+    assert "attn_mask" not in node.kwargs
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda x, m: torch.ones(ROWS, 1, 1, TOKENS, dtype=torch.bool),
+        lambda x, m: written(later(), lambda mask: mask),
+        lambda x, m: written_without_gradients(later()),
+    ],
+)
+def test_a_mask_that_hides_nothing_goes(mask: Mask) -> None:
+    node = kernel(Attention(mask))
+    assert len(node.args) == 3
+    assert "attn_mask" not in node.kwargs
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_masks_stay(name: str) -> None:
+    node = kernel(Attention(OTHERS[name]))
+    assert isinstance(node.kwargs["attn_mask"], fx.Node)
+    assert node.args[3:] in ((), (0.0, False))
+
+
+def test_what_a_mask_hides() -> None:
+    square = torch.ones(3, 3, dtype=torch.bool)
+    assert hidden(square, 3, 3) == hidden(torch.zeros(1), 3, 3) == "none"
+    assert hidden(square.tril(), 3, 3) == "later"
+    assert hidden(torch.ones(2, 3, dtype=torch.bool).tril(), 2, 3) is None  # which queries these are is not said
+    assert hidden(torch.stack([square, square.tril()])[:, None], 3, 3) is None
+    assert hidden(torch.stack([square.tril()] * 2)[:, None], 3, 3) == "later"
+
+
+def expanded(x: torch.Tensor) -> torch.Tensor:
+    rows, tokens, heads, head = x.shape
+    return x.transpose(1, 2)[:, :, None].expand(rows, heads, 2, tokens, head).reshape(rows, 2 * heads, tokens, head)
+
+
+def expanded_before(x: torch.Tensor) -> torch.Tensor:
+    rows, tokens, heads, head = x.shape
+    return x[:, :, :, None].expand(rows, tokens, heads, 2, head).reshape(rows, tokens, 2 * heads, head).transpose(1, 2)
+
+
+def interleaved(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(1, 2).repeat_interleave(2, dim=1)
+
+
+def tiled(x: torch.Tensor) -> torch.Tensor:
+    """Head 0, 1, 0, 1, which is not what attention does of its own."""
+    return torch.cat([x.transpose(1, 2)] * 2, dim=1)
+
+
+def along_tokens(x: torch.Tensor) -> torch.Tensor:
+    rows, tokens, heads, head = x.shape
+    return x.transpose(1, 2)[:, :, None].expand(rows, heads, 2, tokens, head).reshape(rows, heads, 2 * tokens, head)
+
+
+@pytest.mark.parametrize("repeat", [expanded, expanded_before, interleaved])
+def test_heads_are_not_repeated(repeat: Repeat) -> None:
+    node = kernel(Attention(CAUSAL["bool"], repeat, heads=2))
+    assert [n.meta["val"].shape[1] for n in node.args[:3]] == [4, 2, 2]  # type: ignore[union-attr]
+
+
+def test_other_repetitions_stay() -> None:
+    assert kernel(Attention(CAUSAL["bool"], tiled, heads=2)).args[1].meta["val"].shape[1] == 4  # type: ignore[union-attr]
+    node = kernel(Attention(lambda x, m: None, along_tokens, heads=4))
+    assert node.args[1].meta["val"].shape == (ROWS, 4, 2 * TOKENS, HEAD)  # type: ignore[union-attr]
+
+
+def test_repeated_heads_stay_beside_a_mask() -> None:
+    """Kernels that take a mask want as many keys as queries."""
+    assert kernel(Attention(OTHERS["a window"], expanded, heads=2)).args[1].meta["val"].shape[1] == 4  # type: ignore[union-attr]
+
+
+def test_a_llama_has_neither() -> None:
+    model, tokens = models.llama()
+    program = capture(model, tokens)
+    nodes = [n for n in program.graph.graph.nodes if n.target is FORWARD]
+    assert nodes
+    for node in nodes:
+        assert node.args[4] is True
+        assert not node.kwargs.get("attn_mask")
+        assert node.args[1].meta["val"].shape[1] == model.config.num_key_value_heads  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("repeat", [expanded, expanded_before, interleaved, tiled])
+@pytest.mark.parametrize("mask", [*CAUSAL, *(n for n in OTHERS if n != "by chance")])
+def test_the_graph_computes_what_the_model_does(mask: str, repeat: Repeat) -> None:
+    model = Attention({**CAUSAL, **OTHERS}[mask], repeat, heads=2).double()
+    report = verify(model, {"x": batch()["x"].double()}, {"a": 1})
+    assert max(report.max_error, report.capture_error) < BOUND
+
+
+def test_queries_are_split() -> None:
+    """Random plans of causal attention, some of which split queries: these need a mask of their own."""
+    model, tokens = Attention(CAUSAL["bool"], expanded, heads=2), batch()
+    program = program_of(model, tokens)
+    split = set()
+    for seed in range(8):
+        plan = solve(program, {"a": 2, "b": 2}, "cpu", search=Search(recipe="random", seed=seed))
+        local = rewrite(program, plan)
+        node = next(n for n in local.graph.graph.nodes if n.target is FORWARD)
+        whole = node.args[0].meta["val"].shape[2] == TOKENS  # type: ignore[union-attr]
+        assert whole == ("attn_mask" not in node.kwargs) == node.args[4]
+        assert compare(program, local, plan, global_values(program, model, tokens), torch.float64).max_error < BOUND
+        split.add(not whole)
+    assert split == {True, False}

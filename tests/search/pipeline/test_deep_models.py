@@ -1,0 +1,131 @@
+"""Pipelines of deep models of which three blocks are captured: the figures are those of the whole model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.compiler import _measured_graph, _measured_graphs, program_of, solve
+from autopar.costs.cluster import Cluster, Link
+from autopar.errors import InfeasibleError
+from autopar.ir.program import Program
+from autopar.search.microbatch.split import in_microbatches
+from autopar.search.options import Search
+from autopar.search.pipeline.cuts import line_of, named_cuts
+from autopar.sharding.dims import analyze
+
+BLOCKS, WIDTH = 7, 16
+AXES = {"pp": 2, "inner": 2}
+MACHINE = Cluster("pairs", Cluster.preset("cpu").device, (Link("fast", 1e9, 1e-6), Link("slow", 1e6, 1e-6)), (2,))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 64)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x).square().mean()
+
+
+def example() -> tuple[nn.Module, tuple[Tensor]]:
+    return Deep(), (torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(0)),)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual", "recompute", "recipe"),
+    [
+        pytest.param("zb-h1", 1, "none", None, marks=pytest.mark.deep),
+        ("1f1b", 1, "none", "megatron"),
+        pytest.param("interleaved", 2, "none", None, marks=pytest.mark.deep),
+        pytest.param("1f1b", 1, "search", None, marks=pytest.mark.deep),
+    ],
+)
+def test_figures_are_those_of_the_whole_model(schedule: str, virtual: int, recompute: str, recipe: str | None) -> None:
+    model, batch = example()
+    pins = {"virtual": virtual, "microbatches": 4, "schedule": schedule, "stage_axis": "pp", "recompute": recompute}
+    memory = None
+    if recompute == "search":  # so little that some blocks keep less than others
+        ample = autopar.plan(model, batch, cluster=MACHINE, axes=AXES, search=Search(pins={"stages": 2, **pins}))
+        memory = 0.93 * sum(ample.predicted.peak_bytes.values())
+    short = autopar.plan(
+        model,
+        batch,
+        cluster=MACHINE,
+        axes=AXES,
+        memory=memory,
+        search=Search(pins={"stages": 2, **pins}, recipe=recipe),
+    )
+    assert short.scatter or recipe != "megatron"  # whose devices have the same
+    assert bool(short.recompute) == (recompute == "search")
+    report = autopar.verify(model, batch, AXES, plan=short)
+    assert report.max_error < 1e-10, report.worst
+    if memory is not None:
+        assert sum(short.predicted.peak_bytes.values()) <= memory
+        return
+    cuts = [s.modules[0] for s in short.stages[1:]]
+    whole = solve(program_of(model, batch), AXES, MACHINE, search=Search(pins={"stages": cuts, **pins}, recipe=recipe))
+    assert short.predicted.step_seconds == pytest.approx(whole.predicted.step_seconds, rel=1e-3)
+    needed = (sum(p.predicted.peak_bytes.values()) for p in (short, whole))
+    assert next(needed) == pytest.approx(next(needed), rel=0.02)
+    assert short.parameters == whole.parameters
+    assert short.scatter == whole.scatter
+    assert sum(len(s.modules) for s in short.stages) == BLOCKS + 2
+
+
+def test_each_stage_has_a_block() -> None:
+    model, batch = example()
+    search = Search(pins={"stages": 8, "microbatches": 8})
+    with pytest.raises(InfeasibleError, match="blocks has 7 blocks; ask for fewer stages"):
+        autopar.plan(model, batch, cluster=MACHINE, axes={"pp": 8}, search=search)
+
+
+def test_graphs_of_plans_that_differ_in_stages_are_rewritten_together() -> None:
+    """They are those that each plan gives alone."""
+    program = program_of(*example())
+    pins = {"stages": ["blocks.3"], "stage_axis": "pp", "microbatches": 4, "schedule": "1f1b"}
+    plan = solve(program, AXES, MACHINE, search=Search(pins=pins)).inner
+    part = in_microbatches(program, 4)
+    line = line_of(part, analyze(part), plan)
+    cuts = (["blocks.3"], ["blocks.1", "blocks.5"], ["last"])
+    plans = [replace(plan, stages=line.stages(named_cuts(line, modules))) for modules in cuts]
+
+    def seen(program: Program) -> list[tuple[str, object]]:
+        return [(n.format_node(), n.meta.get("stage")) for n in program.graph.graph.nodes if n.op == "call_function"]
+
+    together = [seen(local) for local in _measured_graphs(part, plans)]
+    assert together == [seen(_measured_graph(part, own)) for own in plans]
+    assert len({tuple(found) for found in together}) == len(cuts)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_mixed_precision_is_cut_like_the_rest(whole: bool) -> None:
+    """The casts of all parameters come first in the graph, and each belongs where its parameter is used."""
+    model, batch = example()
+    pins = {"stages": 2, "stage_axis": "pp", "microbatches": 4, "schedule": "1f1b"}
+    search = Search(pins=pins, tie_layers=not whole)  # layers that are not tied are all captured
+    plans = [
+        autopar.plan(model, batch, cluster=MACHINE, axes=AXES, search=search, precision=precision)
+        for precision in (None, "bf16")
+    ]
+    assert plans[0].stages == plans[1].stages
+    report = autopar.verify(model, batch, AXES, plan=plans[1], precision="bf16")
+    assert report.max_error < 1e-10, report.worst

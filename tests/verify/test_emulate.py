@@ -1,0 +1,136 @@
+"""The emulated mesh against torch's own: `LocalTensorMode` runs the real functional collectives' semantics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar.ir.ops.collectives import GROUP_ARGUMENT, Collective, axis_index, c10d
+from autopar.ir.program import Input, Output, Program
+from autopar.verify.emulate import census, emulate, run_whole
+
+aten = torch.ops.aten
+NAMES, SIZES = ("a", "b"), (2, 2)
+
+
+def program_of(build: Any, inputs: int = 1) -> Program:
+    """A program on ``inputs`` placeholders; ``build(graph, *placeholders)`` gives the outputs."""
+    graph = fx.Graph()
+    placeholders = [graph.placeholder(f"x{i}") for i in range(inputs)]
+    outputs = build(graph, *placeholders)
+    graph.output(outputs)
+    named = tuple(Output("result", str(i)) for i in range(len(outputs)))
+    return Program(
+        fx.GraphModule({}, graph), tuple(Input("batch", str(i)) for i in range(inputs)), named, len(named), None
+    )
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    """A mesh of four ranks that exist in name only."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    yield init_device_mesh("cpu", SIZES, mesh_dim_names=NAMES)
+    dist.destroy_process_group()
+
+
+CALLS = {
+    "sum": (c10d.all_reduce.default, ("sum",)),
+    "max": (c10d.all_reduce.default, ("max",)),
+    "gather": (c10d.all_gather_into_tensor.default, (2,)),
+    "scatter": (c10d.reduce_scatter_tensor.default, ("sum", 2)),
+    "all_to_all": (c10d.all_to_all_single.default, ([2, 2], [2, 2])),
+}
+
+
+@pytest.mark.parametrize("axis", NAMES)
+@pytest.mark.parametrize("name", CALLS)
+def test_collectives_do_what_torch_does(mesh: DeviceMesh, name: str, axis: str) -> None:
+    from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+
+    target, arguments = CALLS[name]
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randint(-9, 9, (4, 3), generator=generator).double() for _ in range(4)]
+    with LocalTensorMode(4):
+        local: Any = c10d.wait_tensor(
+            target(LocalTensor(dict(enumerate(parts))), *arguments, mesh.get_group(axis).group_name)
+        )
+        expected = [local._local_tensors[r] for r in range(4)]
+
+    def build(graph: fx.Graph, x: fx.Node) -> list[fx.Node]:
+        called = graph.call_function(target, (x, *arguments, axis))
+        return [graph.call_function(c10d.wait_tensor.default, (called,))]
+
+    (found,) = emulate(program_of(build), NAMES, SIZES, [parts])
+    for one, other in zip(found, expected, strict=True):
+        assert one is not None
+        assert torch.equal(one, other)
+
+
+def test_every_collective_is_covered() -> None:
+    assert {target for target, _ in CALLS.values()} == set(GROUP_ARGUMENT)
+
+
+def test_collectives_keep_the_dtype() -> None:
+    def build(graph: fx.Graph, x: fx.Node) -> list[fx.Node]:
+        return [graph.call_function(c10d.all_reduce.default, (x, "sum", "a"))]
+
+    (found,) = emulate(program_of(build), ("a",), (2,), [[torch.ones(2, dtype=torch.bfloat16)] * 2])
+    assert [f.dtype for f in found if f is not None] == [torch.bfloat16] * 2
+
+
+def test_axis_index_is_the_rank_along_the_axis() -> None:
+    def build(graph: fx.Graph, x: fx.Node) -> list[fx.Node]:
+        index = [graph.call_function(axis_index, (n,)) for n in NAMES]
+        return [graph.call_function(aten.mul.Tensor, (x, i)) for i in index]
+
+    first, second = emulate(program_of(build), NAMES, (2, 3), [[torch.ones(())] * 6])
+    assert [int(v) for v in first if v is not None] == [0, 0, 0, 1, 1, 1]
+    assert [int(v) for v in second if v is not None] == [0, 1, 2, 0, 1, 2]
+
+
+def test_run_whole_and_missing_outputs() -> None:
+    def build(graph: fx.Graph, x: fx.Node) -> list[fx.Node | None]:
+        return [graph.call_function(aten.neg.default, (x,)), None, x]
+
+    found = run_whole(program_of(build), [torch.ones(2)])
+    assert found[1] is None
+    assert found[0] is not None and found[0].tolist() == [-1, -1]
+    assert found[2] is not None and found[2].tolist() == [1, 1]
+
+
+def test_failure_names_node_and_rank() -> None:
+    def build(graph: fx.Graph, x: fx.Node, y: fx.Node) -> list[fx.Node]:
+        return [graph.call_function(aten.mm.default, (x, y), name="product")]
+
+    good, bad = torch.ones(2, 2), torch.ones(3, 2)
+    with pytest.raises(RuntimeError, match=r"node product \(aten\.mm\.default\) failed on rank 1"):
+        emulate(program_of(build, 2), ("a",), (2,), [[good, good], [good, bad]])
+
+
+def test_collective_on_another_axis_is_an_error() -> None:
+    def build(graph: fx.Graph, x: fx.Node) -> list[fx.Node]:
+        return [graph.call_function(c10d.all_reduce.default, (x, "sum", "elsewhere"))]
+
+    with pytest.raises(KeyError, match="elsewhere"):
+        emulate(program_of(build), ("a",), (2,), [[torch.ones(2)] * 2])
+
+
+def test_census_adds_up_members_and_bytes() -> None:
+    def build(graph: fx.Graph, x: fx.Node) -> list[fx.Node]:
+        one = graph.call_function(c10d.all_reduce.default, (x, "sum", "a"))
+        one.meta["collective"] = Collective("all_reduce", "a", 64.0, 3, True)
+        two = graph.call_function(c10d.all_reduce.default, (one, "sum", "a"))
+        two.meta["collective"] = Collective("all_reduce", "a", 16.0)
+        return [two]
+
+    program = program_of(build)
+    program.graph.meta["axes"] = {"a": 4}
+    assert census(program) == {"a": {"all_reduce": (4, 80.0 * 2 * 3 / 4)}}  # a ring sends 2 (n - 1) / n of the bytes
