@@ -44,7 +44,7 @@ def _state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | None) 
     if optimizer is None:
         return found
     names = _names(model, optimizer)
-    with model._autopar.postponed.set_aside():
+    with model._autopar.deferred.set_aside():
         _make_state(optimizer)
     state: dict[str, dict[str, Any]] = {}
     for parameter, values in optimizer.state.items():
@@ -75,7 +75,7 @@ def _load_state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | N
     if optimizer is None:
         return
     names = _names(model, optimizer)
-    with model._autopar.postponed.set_aside():
+    with model._autopar.deferred.set_aside():
         _make_state(optimizer)
     saved = state["optimizer"]
     for parameter, values in optimizer.state.items():

@@ -23,25 +23,25 @@ from autopar.ir.program import Program
 from autopar.ir.signature import binding
 from autopar.ir.signature.outputs import Loss
 from autopar.memory.deep_models import peak_of_blocks
-from autopar.memory.liveness import Moment, crowd, moments, peak_memory
-from autopar.memory.peak_snapshot import Crowd
+from autopar.memory.liveness import Moment, moments, peak_memory, peak_snapshot
+from autopar.memory.peak_snapshot import PeakSnapshot
 from autopar.memory.recompute import uniform
 from autopar.passes import PASSES, Pass, collector_paused, run_passes
 from autopar.passes.canonicalize import canonical
 from autopar.passes.canonicalize.precision import apply_precision
-from autopar.passes.pipeline.assign_stages import cut_pipeline
+from autopar.passes.pipeline.assign_stages import assign_stages
 from autopar.passes.rng.replicate import replicate_random
 from autopar.pipeline.custom_schedule import as_text
 from autopar.search import cache
-from autopar.search.budget.cutoff import NOBODY, Rival
+from autopar.search.budget.cutoff import NO_CUTOFF, Cutoff
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.microbatch.count import best_count
-from autopar.search.microbatch.split import hint_of_loss, in_microbatches, require_early_backward
+from autopar.search.microbatch.split import hint_of_loss, microbatch_program, require_early_backward
 from autopar.search.options import OFFLOAD, SCHEDULE, Job, Peak, Progress, Search, silent
 from autopar.search.padding import Measure, best_padded
 from autopar.search.pipeline.branch_and_bound import Works, best_pipeline, least_seconds
 from autopar.sharding.dims import analyze
-from autopar.sharding.layer_classes import Quotient, quotient
+from autopar.sharding.layer_classes import LayerClasses, layer_classes
 
 logger = logging.getLogger("autopar")
 
@@ -164,29 +164,29 @@ class _Planner:
         count = self.job.search.microbatches or 1
         return self._counted(self._part(count), replace(self.job, memory=None), _peak)
 
-    def flat(self, rival: Rival = NOBODY) -> Plan:
+    def flat(self, cutoff: Cutoff = NO_CUTOFF) -> Plan:
         """The best without stages, if it beats a rival; where nothing fits, memory of the host is searched, too."""
         search = self.job.search
         try:
-            return self._flat(search, rival)
+            return self._flat(search, cutoff)
         except InfeasibleError as e:
             if not (search.offload_at_last and self.job.cluster.device.host_bandwidth and e.needed):
                 raise
-        return self._flat(replace(search, pins={**search.pins, OFFLOAD: "search"}), rival)
+        return self._flat(replace(search, pins={**search.pins, OFFLOAD: "search"}), cutoff)
 
-    def _flat(self, search: Search, rival: Rival) -> Plan:
+    def _flat(self, search: Search, cutoff: Cutoff) -> Plan:
         job = replace(self.job, search=search)
         if search.microbatches or job.memory is None or search.recipe == "random":
-            return self._beating(self._part(search.microbatches or 1), job, rival)
+            return self._beating(self._part(search.microbatches or 1), job, cutoff)
         if self.program.loss is None:
             try:
-                return self._beating(self._part(1), job, rival)
+                return self._beating(self._part(1), job, cutoff)
             except InfeasibleError as e:
                 hint = hint_of_loss(self.program)
                 if not hint:
                     raise
                 raise InfeasibleError(f"{e}{hint}", needed=e.needed, budget=e.budget, least=e.least) from e
-        return best_count(lambda count, rival: self._beating(self._part(count), job, rival), rival)
+        return best_count(lambda count, cutoff: self._beating(self._part(count), job, cutoff), cutoff)
 
     def pipeline(self, factored: bool) -> Plan:
         """The best with stages, or without, as the pins say."""
@@ -201,16 +201,16 @@ class _Planner:
         """The best for the devices of a stage."""
         return self._counted(part, job, measure or _peak)
 
-    def _beating(self, part: Program, job: Job, rival: Rival) -> Plan:
+    def _beating(self, part: Program, job: Job, cutoff: Cutoff) -> Plan:
         """The best if it is faster than another; where all that the certificate says is checked, if it is not, too."""
-        return self._counted(part, job if job.search.check else replace(job, rival=rival), _peak)
+        return self._counted(part, job if job.search.check else replace(job, cutoff=cutoff), _peak)
 
     def _counted(self, part: Program, job: Job, measure: Measure) -> Plan:
         plan = best_padded(part, job, measure)
         return replace(plan, fingerprint=self.program.fingerprint, microbatches=part.microbatches)
 
     def _part(self, count: int) -> Program:
-        return in_microbatches(self.program, count, deterministic=self.deterministic)
+        return microbatch_program(self.program, count, deterministic=self.deterministic)
 
 
 def _measured_graph(program: Program, plan: Plan) -> Program:
@@ -220,18 +220,18 @@ def _measured_graph(program: Program, plan: Plan) -> Program:
 
 def _measured_graphs(program: Program, plans: Sequence[Plan]) -> list[Program]:
     """Such graphs under plans that differ in stages alone, at which passes in front of the cutting do not look."""
-    cutting = PASSES.index(cut_pipeline)
+    cutting = PASSES.index(assign_stages)
     alike = run_passes(program, plans[0], PASSES[:cutting], verified=False)
     return [run_passes(alike, plan, PASSES[cutting:], verified=False) for plan in plans]
 
 
-def _peak(program: Program, classes: Quotient) -> Peak:
-    return Peak(lambda plan: peak_of(program, plan, classes), lambda plan: crowd_of(program, plan, classes))
+def _peak(program: Program, classes: LayerClasses) -> Peak:
+    return Peak(lambda plan: peak_of(program, plan, classes), lambda plan: peak_snapshot_of(program, plan, classes))
 
 
-def crowd_of(program: Program, plan: Plan, classes: Quotient) -> Crowd:
+def peak_snapshot_of(program: Program, plan: Plan, classes: LayerClasses) -> PeakSnapshot:
     """What is held at the heaviest moment; of a model of many blocks, at that of the few that were captured."""
-    found = crowd(_measured_graph(program, plan), plan)
+    found = peak_snapshot(_measured_graph(program, plan), plan)
     if program.repeat is None:
         return found
     held = peak_of(program, plan, classes)
@@ -245,11 +245,11 @@ def _with_table(search: Search) -> Search:
     return replace(search, pins={**search.pins, SCHEDULE: as_text(search.pins[SCHEDULE])})
 
 
-def peak_of(program: Program, plan: Plan, classes: Quotient | None = None) -> dict[str, float]:
+def peak_of(program: Program, plan: Plan, classes: LayerClasses | None = None) -> dict[str, float]:
     """Bytes by category at the moment when a device holds the most, in the graph that a plan gives."""
     if program.repeat is None:
         return peak_memory(_measured_graph(program, plan), plan)
-    classes = classes or quotient(program, analyze(program))
+    classes = classes or layer_classes(program, analyze(program))
     shorter = program.repeat.shorter
 
     def held(program: Program, part: Plan) -> list[Moment]:
@@ -279,7 +279,7 @@ def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) 
         )
     if plan.pipeline is not None and program.training:
         require_early_backward(program)
-    part = in_microbatches(program, plan.microbatches, deterministic=replicate_random in passes)
+    part = microbatch_program(program, plan.microbatches, deterministic=replicate_random in passes)
     return run_passes(part, plan.inner, passes)
 
 

@@ -26,10 +26,10 @@ from autopar.module.parallel_module import ParallelModule, parallel_module
 from autopar.passes import DETERMINISTIC_PASSES, PASSES
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.pad_dims import pad_dims
-from autopar.runtime.mesh import Place, axes_of, one_device, place_on, refined
+from autopar.runtime.mesh import MeshContext, axes_of, one_device, place_on, refined
 from autopar.runtime.state.materialize import Init
 from autopar.runtime.state.parameters import distribute_parameters
-from autopar.search.microbatch.split import in_microbatches
+from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Search
 from autopar.search.pipeline.space import is_split_for_stages, split_for_stages
 from autopar.specialize import Settings, Toolchain
@@ -112,7 +112,7 @@ def parallelize(
     passes = DETERMINISTIC_PASSES if alike else PASSES
     toolchain = Toolchain(
         partial(program_of, precision=policy), solve, partial(rewrite, passes=passes), _annotate,
-        partial(in_microbatches, deterministic=alike),
+        partial(microbatch_program, deterministic=alike),
     )  # fmt: skip
     same = partial(require_equal, loss_fn=loss_fn, loss=loss, precision=policy) if check else None
     budget = _budget(place) if memory is None else parse_bytes(memory)
@@ -120,7 +120,7 @@ def parallelize(
     distribute_parameters(model, place)
     parallel = parallel_module(model, place, settings, init)
     if batch is not None:
-        parallel.specialise(batch)
+        parallel.specialize(batch)
     return parallel
 
 
@@ -159,7 +159,7 @@ def _device(model: nn.Module) -> torch.device:
     return devices.pop() if devices else torch.device("cpu")
 
 
-def _check_devices(model: nn.Module, place: Place) -> None:
+def _check_devices(model: nn.Module, place: MeshContext) -> None:
     named = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in named:
         if not tensor.is_meta and tensor.device.type != place.device.type:
@@ -169,7 +169,7 @@ def _check_devices(model: nn.Module, place: Place) -> None:
             )
 
 
-def _cluster(place: Place) -> Cluster:
+def _cluster(place: MeshContext) -> Cluster:
     """The preset of the devices at hand."""
     if place.device.type != "cuda":
         return Cluster.preset("cpu")
@@ -177,7 +177,7 @@ def _cluster(place: Place) -> Cluster:
     return Cluster.preset("a100-80gb" if "a100" in name else "h200" if "h200" in name else "h100")
 
 
-def _budget(place: Place) -> float:
+def _budget(place: MeshContext) -> float:
     """Bytes that a device may use: nine tenths of a GPU, or this rank's share of half of the machine's memory."""
     if place.device.type == "cuda":
         return 0.9 * float(torch.cuda.get_device_properties(place.device).total_memory)
@@ -186,7 +186,7 @@ def _budget(place: Place) -> float:
     return physical / 2 / int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
-def _placed(mesh: DeviceMesh, plan: Plan | None, search: Search, timeout: float) -> Place:
+def _placed(mesh: DeviceMesh, plan: Plan | None, search: Search, timeout: float) -> MeshContext:
     """This rank's place; where a plan or the pins want stages on a factor of an axis, that is an axis of its own."""
     place, axes = place_on(mesh, timeout), axes_of(mesh)
     wanted = plan.axes if plan is not None else split_for_stages(search, axes)
@@ -200,7 +200,7 @@ def _placed(mesh: DeviceMesh, plan: Plan | None, search: Search, timeout: float)
     return refined(place, wanted)
 
 
-def _check_plan(plan: Plan, place: Place) -> None:
+def _check_plan(plan: Plan, place: MeshContext) -> None:
     if plan.axes != place.axes:
         raise PlanError(
             f"the plan is for axes {dict(plan.axes)} and the mesh has {dict(place.axes)}; plan again with "

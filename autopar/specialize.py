@@ -1,4 +1,4 @@
-"""`specialise`: from shapes and modes to a `Step`, in agreement with every other rank of the mesh."""
+"""`specialize`: from shapes and modes to a `Step`, in agreement with every other rank of the mesh."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program, draws, same_graph
 from autopar.ir.signature import binding
 from autopar.runtime.dtensor import Placements, from_placements
-from autopar.runtime.mesh import Place, refined
+from autopar.runtime.mesh import MeshContext, refined
 from autopar.runtime.state.parameters import plain_parameters
 from autopar.runtime.step.bind import bind
 from autopar.runtime.step.microbatch_step import MicrobatchStep, cut_microbatches, whole_type
 from autopar.runtime.step.partition import cut
 from autopar.runtime.step.pipeline_step import PipelineStep, cut_stages, inside, line_of
-from autopar.runtime.step.step import Step, Types
+from autopar.runtime.step.step import BoundaryLayouts, Step
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.options import OFFLOAD, RECOMPUTE, STAGE_AXIS, Search
 from autopar.search.pipeline.space import samples, with_count
@@ -53,7 +53,7 @@ class Toolchain:
     solve: Callable[..., Plan]
     rewrite: Callable[[Program, Plan], Program]
     annotate: Callable[[Program, Plan], Program]
-    in_microbatches: Callable[[Program, int], Program]
+    microbatch_program: Callable[[Program, int], Program]
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Specialisation:
+class Specialization:
     """A step and where it comes from.
 
     Attributes:
@@ -127,7 +127,7 @@ class Specialisation:
     part: Program
     plan: Plan
     step: Step
-    place: Place
+    place: MeshContext
     seed: int | None = None
     states_away: frozenset[str] = frozenset()
 
@@ -137,16 +137,16 @@ class Specialisation:
         return [o.name for o in self.program.outputs if o.kind == "parameter"]
 
 
-def specialise(
+def specialize(
     model: nn.Module,
     request: Request,
     settings: Settings,
-    place: Place,
+    place: MeshContext,
     *,
     placements: Mapping[str, Placements] | None,
     weights: str = "",
-    known: Sequence[Specialisation] = (),
-) -> Specialisation:
+    known: Sequence[Specialization] = (),
+) -> Specialization:
     """Capture, plan, rewrite, bind and cut; every rank calls it with a batch of the same global shapes.
 
     Args:
@@ -197,11 +197,11 @@ def specialise(
 
     step, order, away = place.together(build, "rewriting the graph")
     place.agree(order, "the order of collectives", "use the same versions of autopar and torch on every rank")
-    part = tools.in_microbatches(program, chosen.microbatches)
-    return Specialisation(program, part, chosen, step, place, _seed(step.program, settings, place), away)
+    part = tools.microbatch_program(program, chosen.microbatches)
+    return Specialization(program, part, chosen, step, place, _seed(step.program, settings, place), away)
 
 
-def _seed(local: Program, settings: Settings, place: Place) -> int | None:
+def _seed(local: Program, settings: Settings, place: MeshContext) -> int | None:
     """Rank 0's generator gives the seed of what each rank draws by itself; what all draw together needs no seed.
 
     Raises:
@@ -230,7 +230,7 @@ def collective_order(program: Program) -> str:
     return digest.hexdigest()[:16]
 
 
-def _capture(model: nn.Module, request: Request, settings: Settings, place: Place) -> Program:
+def _capture(model: nn.Module, request: Request, settings: Settings, place: MeshContext) -> Program:
     with FakeTensorMode(allow_non_fake_inputs=True):
         fakes = [
             torch.empty(shape, dtype=dtype, device=place.device, requires_grad=i in request.differentiable)
@@ -242,7 +242,7 @@ def _capture(model: nn.Module, request: Request, settings: Settings, place: Plac
         return settings.toolchain.program_of(model, batch, loss_fn=settings.loss_fn, loss=settings.loss)
 
 
-def _compare(program: Program, request: Request, weights: str, place: Place) -> None:
+def _compare(program: Program, request: Request, weights: str, place: MeshContext) -> None:
     """What must be the same on every rank before it is worth planning."""
     shapes = str([(list(shape), str(dtype)) for shape, dtype in request.shapes])
     everyone = place.gather(
@@ -259,7 +259,7 @@ def _compare(program: Program, request: Request, weights: str, place: Place) -> 
                 raise RankError(f"{what} differs: rank {rank} has {values[i]}, rank 0 has {everyone[0][i]}; {remedy}")
 
 
-def compare_contents(digest: str, part: int, place: Place) -> None:
+def compare_contents(digest: str, part: int, place: MeshContext) -> None:
     """Ranks that take the same part of a batch must pass the same.
 
     Raises:
@@ -277,14 +277,18 @@ def compare_contents(digest: str, part: int, place: Place) -> None:
 
 
 def plan_again(
-    program: Program, request: Request, settings: Settings, place: Place, placements: Mapping[str, Placements] | None
+    program: Program,
+    request: Request,
+    settings: Settings,
+    place: MeshContext,
+    placements: Mapping[str, Placements] | None,
 ) -> Plan:
     """A plan for a request: the given one if it fits, else a search, under the layouts that parameters have."""
     given = settings.plan
     if given is not None and (given.fingerprint == program.fingerprint or (placements is None and program.training)):
         return given  # a wrong fingerprint is reported by the rewriting
     search = _later(settings.search, program) if placements else settings.search
-    part = settings.toolchain.in_microbatches(program, search.microbatches or 1)
+    part = settings.toolchain.microbatch_program(program, search.microbatches or 1)
     dims = analyze(part)
     everywhere = [name == search.pins.get(STAGE_AXIS) for name, _ in place.axes]
     types = {(i.kind, i.name): dims.type_of(n) for n, i in zip(part.placeholders, part.inputs, strict=True)}
@@ -337,7 +341,7 @@ def _search(
     layouts: dict[tuple[str, str], Layout],
     search: Search,
     settings: Settings,
-    place: Place,
+    place: MeshContext,
     *,
     first: bool,
 ) -> Plan:
@@ -399,7 +403,7 @@ def data_parts(layout: Layout, sizes: tuple[int, ...]) -> int:
     return parts
 
 
-def _types(local: Program, plan: Plan) -> Types:
+def _types(local: Program, plan: Plan) -> BoundaryLayouts:
     """Types, padded ones too, from a rewritten program."""
     part = local.part
     inputs = {(i.kind, i.name): n.meta["types"][0] for n, i in zip(local.placeholders, local.inputs, strict=True)}
@@ -413,6 +417,6 @@ def _types(local: Program, plan: Plan) -> Types:
         name: (whole_type(inputs["batch", name], part.rows.get(name), part.count), layout)
         for name, layout in list(plan.batch.items())[: len(plan.batch) - more]
     }
-    return Types(
+    return BoundaryLayouts(
         {name: (inputs["parameter", name], layout) for name, layout in plan.parameters.items()}, batch, results
     )

@@ -141,7 +141,7 @@ def described(program: Program, plan: Plan, values: Sequence[torch.Tensor]) -> d
         "replicated": whole,
         "split": len(plan.parameters) - whole,
         "collectives": plan.predicted.collectives,
-        "moved_again": sum(name.startswith("relay ") for name in plan.recompute),
+        "moved_again": sum(name.startswith("consumer ") for name in plan.recompute),
         "computed_again": len(operators),
         "on_host": plan.predicted.host_bytes,
     }

@@ -30,9 +30,9 @@ def svg(ladders: Sequence[dict[str, Any]], columns: int = 2) -> str:
     for i, found in enumerate(ladders):
         lines.append(f'<g transform="translate({i % columns * WIDTH},{i // columns * HEIGHT})">')
         lines += [*panel(found), "</g>"]
-    for i, (name, colour) in enumerate(COLOURS.items()):
+    for i, (name, color) in enumerate(COLOURS.items()):
         x, y = LEFT + 105 * (i % 4), rows * HEIGHT + 5 + 18 * (i // 4)
-        lines.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{colour}"/>')
+        lines.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{color}"/>')
         lines.append(f'<text x="{x + 16}" y="{y + 10}">{name}</text>')
     return "\n".join([*lines, "</svg>"]) + "\n"
 
@@ -64,7 +64,7 @@ def panel(found: dict[str, Any]) -> Iterator[str]:
 
 
 def bar(held: dict[str, float], x: float, width: float, bottom: float, scale: float) -> Iterator[str]:
-    """Categories on top of each other; what has no colour of its own together."""
+    """Categories on top of each other; what has no color of its own together."""
     sizes = {name: held.get(name, 0.0) for name in COLOURS if name != "other"}
     sizes["other"] = sum(size for name, size in held.items() if name not in COLOURS)
     for name, size in sizes.items():

@@ -20,12 +20,12 @@ from autopar.ir.graph import is_backward
 from autopar.ir.layout import Layout
 from autopar.ir.program import Program, tensor_arguments, values_of
 from autopar.memory.liveness import copied_by_convolution
-from autopar.search.budget.live_ranges import Lives, fewest
+from autopar.search.budget.live_ranges import LiveRanges, fewest
 from autopar.search.find import state_bytes
 from autopar.search.formulation.memory_model import carried
 from autopar.sharding.candidates import candidates, combine, split_parts
 from autopar.sharding.dims import Dims, analyze
-from autopar.sharding.layer_classes import quotient
+from autopar.sharding.layer_classes import layer_classes
 
 Storage = Any
 
@@ -46,16 +46,16 @@ def least(program: Program, axes: Mapping[str, int], *, away: bool = False, copi
     return max(state + bound, step) / math.prod(axes.values())
 
 
-def lives_of(program: Program, sizes: Sequence[int] = (), *, away: bool = False, copies: float = 0.0) -> Lives:
+def lives_of(program: Program, sizes: Sequence[int] = (), *, away: bool = False, copies: float = 0.0) -> LiveRanges:
     """What all devices together hold of a program, at least."""
     dims = analyze(program)
-    found = Lives()
+    found = LiveRanges()
     inputs = {s for node in program.placeholders for s in storages(node)}
     outputs = zip(program.outputs, program.output_values, strict=True)
     results = {
         s for o, v in outputs if v is not None and o.kind in ("result", "gradient") for s in storages(v)
     } - inputs
-    keeps = carried(program, quotient(program, dims))
+    keeps = carried(program, layer_classes(program, dims))
     working = _Working(program, dims, tuple(sizes), away, copies)
     taken, more = [], []
     for node in program.sources:

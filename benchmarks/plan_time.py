@@ -109,7 +109,7 @@ def measure(case: str, time_limit: float, whole: bool, check: bool) -> dict[str,
     from autopar.ir.program import operators
     from autopar.search.options import Search
     from autopar.sharding.dims import analyze
-    from autopar.sharding.layer_classes import quotient
+    from autopar.sharding.layer_classes import layer_classes
 
     torch.set_num_threads(1)
     name, *rest = case.split()
@@ -133,7 +133,7 @@ def measure(case: str, time_limit: float, whole: bool, check: bool) -> dict[str,
         "cpu_s": after - before,
         "peak_GiB": peak / 2**30,
         "graph": sum(1 for _ in operators(program.graph.graph)),
-        "classes": len(quotient(program, analyze(program)).members),
+        "classes": len(layer_classes(program, analyze(program)).members),
         "objective_ms": 1e3 * plan.certificate.objective,
         "lower_bound_ms": 1e3 * plan.certificate.lower_bound,
         "checked_ms": None if plan.certificate.checked is None else 1e3 * plan.certificate.checked,

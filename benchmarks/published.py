@@ -41,7 +41,7 @@ from autopar.search.options import Search  # noqa: E402
 from autopar.search.predict import predict  # noqa: E402
 from autopar.sharding.assignment import machine_of  # noqa: E402
 from autopar.sharding.dims import Dims, analyze  # noqa: E402
-from autopar.sharding.layer_classes import quotient  # noqa: E402
+from autopar.sharding.layer_classes import layer_classes  # noqa: E402
 from autopar.sharding.redistribute import Machine  # noqa: E402
 from autopar.simulate import order, pipeline, simulate  # noqa: E402
 from benchmarks.gpt import GPT, batch_of  # noqa: E402
@@ -228,12 +228,12 @@ def selective(cluster: Cluster) -> Iterator[Row]:
     hidden, heads, layers = SHAPES[22]
     program = program_to_plan(GPT(hidden, heads, layers, SEQUENCE, VOCABULARY), batch_of(4, SEQUENCE))
     dims = analyze(program)
-    classes = quotient(program, dims)
+    classes = layer_classes(program, dims)
     for recipe in ("megatron", "megatron-sequence"):
         search = Search(recipe=recipe, pins={"recompute": "search"}, padding=False)
         ample = solve(program, {"tensor": 8}, cluster, search=search)
         core = [k for k, (node, *_) in classes.members.items() if _is_core(program, dims, node)]
-        core += [f"relay {r}" for r in ample.relays if class_of(f"relay {r}") in core]
+        core += [f"consumer {r}" for r in ample.consumer_layouts if class_of(f"consumer {r}") in core]
         chosen = predict(program, dims, replace(ample, recompute=dict.fromkeys(core, EVERY)), classes)
         held = peak_of(program, chosen, classes)
         found = solve(program, {"tensor": 8}, cluster, memory=sum(held.values()), search=search)

@@ -35,7 +35,7 @@ from autopar.rules.shapes.local_shapes import propagate
 from autopar.search.find import find_plan, state_bytes
 from autopar.search.options import Job, Search
 from autopar.sharding.dims import analyze
-from autopar.sharding.layer_classes import quotient
+from autopar.sharding.layer_classes import layer_classes
 
 SOLVERS = ("dp", "greedy", "ilp")
 BUDGETS = (0.5, 0.2)
@@ -145,7 +145,7 @@ def plan_keeping(program: Program, budget: float) -> Plan:
 
 def checkpointed(name: str, program: Program) -> Row:
     """Within each block everything is made again up to what the next one takes, as `torch.utils.checkpoint` does."""
-    classes = quotient(program, analyze(program))
+    classes = layer_classes(program, analyze(program))
 
     def block(node: fx.Node) -> str:
         parts = module_path(node).split(".")
@@ -157,8 +157,8 @@ def checkpointed(name: str, program: Program) -> Row:
     inside = [n for n in program.sources if not is_backward(n) and block(n) and n not in handed]
     free = find_plan(program, analyze(program), Job({"device": 1}, PRODUCTS, optimizer="sgd"))
     names = [f"{classes.key[n]} @{n.name}" for n in inside]
-    relays = [f"relay {classes.key[n]} @{n.name} {i}" for n in inside for i in range(len(values_of(n)))]
-    plan = replace(free, recompute={name: EVERY for name in [*names, *relays]})
+    consumer_layouts = [f"consumer {classes.key[n]} @{n.name} {i}" for n in inside for i in range(len(values_of(n)))]
+    plan = replace(free, recompute={name: EVERY for name in [*names, *consumer_layouts]})
     saved, again = kept_by(program, plan)
     return Row(name, "checkpoint a layer", saved, flops(again), moved(again), 0.0)
 

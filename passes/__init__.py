@@ -14,7 +14,7 @@ from autopar.ir.program import Program, copy_graph
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.bucket_collectives import bucket_collectives
 from autopar.passes.eliminate_dead_code import eliminate_dead_code
-from autopar.passes.hoist_invariants import hoist_steady
+from autopar.passes.hoist_invariants import hoist_invariants
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.insert_contiguous import insert_contiguous
 from autopar.passes.insert_offload import insert_offload
@@ -22,7 +22,7 @@ from autopar.passes.insert_recompute import insert_recompute
 from autopar.passes.localize_shapes import localize_shapes
 from autopar.passes.lower_operators import lower_operators
 from autopar.passes.pad_dims import pad_dims
-from autopar.passes.pipeline.assign_stages import cut_pipeline
+from autopar.passes.pipeline.assign_stages import assign_stages
 from autopar.passes.pipeline.scatter_sends import scatter_sends
 from autopar.passes.rng.localize import localize_random
 from autopar.passes.rng.replay import replay_random
@@ -34,12 +34,12 @@ PASSES: tuple[Pass, ...] = (
     pad_dims,
     annotate_layouts,
     insert_recompute,
-    hoist_steady,
+    hoist_invariants,
     insert_collectives,
     localize_shapes,
     localize_random,
     lower_operators,
-    cut_pipeline,
+    assign_stages,
     insert_offload,
     bucket_collectives,
     eliminate_dead_code,
@@ -51,13 +51,13 @@ DETERMINISTIC_PASSES: tuple[Pass, ...] = (
     pad_dims,
     annotate_layouts,
     insert_recompute,
-    hoist_steady,
+    hoist_invariants,
     replicate_random,
     insert_collectives,
     localize_shapes,
     replay_random,
     lower_operators,
-    cut_pipeline,
+    assign_stages,
     insert_offload,
     bucket_collectives,
     eliminate_dead_code,

@@ -15,20 +15,20 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program, is_operator, producer
 from autopar.sharding.assignment import Assignment, assign
 from autopar.sharding.dims import analyze
-from autopar.sharding.layer_classes import quotient
+from autopar.sharding.layer_classes import layer_classes
 
 
 def annotate_layouts(program: Program, plan: Plan) -> Program:
     """Write what the plan says of each node into its ``meta``.
 
-    That is ``types``, ``layouts``, ``input_layouts``, ``relays``, ``held``, ``strategy`` and ``operator``. The output
-    node has ``input_layouts`` and ``input_types``; the graph has ``again``, for `insert_recompute`. What all
-    microbatches share is ``steady``, and the outputs of a node that are moved for all of them are ``steady_relays``. A
-    value is ``away`` that lies on the host until the backward pass takes it, and ``away_moved`` if its moved form does;
-    parameters whose optimizer state does are the graph's ``states_away``.
+    That is ``types``, ``layouts``, ``input_layouts``, ``consumer_layouts``, ``held``, ``strategy`` and ``operator``.
+    The output node has ``input_layouts`` and ``input_types``; the graph has ``again``, for `insert_recompute`. What all
+    microbatches share is ``hoisted``, and the outputs of a node that are moved for all of them are
+    ``hoisted_layouts``. A value is ``away`` that is offloaded until the backward pass takes it, and ``away_moved`` if
+    its moved form is; parameters whose optimizer state is offloaded are the graph's ``states_away``.
     """
     dims = analyze(program)
-    assignment = assign(program, dims, plan, quotient(program, dims))
+    assignment = assign(program, dims, plan, layer_classes(program, dims))
     for node in program.graph.graph.nodes:
         if node.op == "output":
             node.meta["input_layouts"] = assignment.finals
@@ -39,8 +39,10 @@ def annotate_layouts(program: Program, plan: Plan) -> Program:
             continue  # getitem: its producer speaks for it
         node.meta["types"] = tuple(outputs)
         node.meta["layouts"] = tuple(assignment.outputs.get((node, i)) for i in range(len(outputs)))
-        node.meta["relays"] = {
-            i: assignment.relays[node, i] for i in range(len(outputs)) if (node, i) in assignment.relays
+        node.meta["consumer_layouts"] = {
+            i: assignment.consumer_layouts[node, i]
+            for i in range(len(outputs))
+            if (node, i) in assignment.consumer_layouts
         }
         node.meta["held"] = frozenset(i for i in range(len(outputs)) if (node, i) in assignment.held)
         if is_operator(node):
@@ -62,7 +64,7 @@ def annotate_layouts(program: Program, plan: Plan) -> Program:
 def _mark_steady(program: Program, assignment: Assignment) -> None:
     for node in program.graph.graph.nodes:
         source, _ = producer(node)
-        if source in assignment.steady.nodes or (source in program.alone and not is_operator(source)):
-            node.meta["steady"] = True
-    for node, index in assignment.steady.relays:
-        node.meta["steady_relays"] = (*node.meta.get("steady_relays", ()), index)
+        if source in assignment.steady.nodes or (source in program.microbatch_invariant and not is_operator(source)):
+            node.meta["hoisted"] = True
+    for node, index in assignment.steady.consumer_layouts:
+        node.meta["hoisted_layouts"] = (*node.meta.get("hoisted_layouts", ()), index)

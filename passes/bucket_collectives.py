@@ -131,7 +131,7 @@ def _join(graph: fx.Graph, members: list[fx.Node]) -> None:
                 result = _call(graph, member, aten.reshape.default, part, list(value.shape))
             start += value.numel()
             result.meta.update(
-                {k: wait.meta[k] for k in ("types", "layouts", "relays") if k in wait.meta}, internal=False
+                {k: wait.meta[k] for k in ("types", "layouts", "consumer_layouts") if k in wait.meta}, internal=False
             )
             wait.replace_all_uses_with(result)
     for member, wait in zip(members, waits, strict=True):

@@ -14,16 +14,16 @@ So what is shared is there when the first microbatch begins, and takes memory be
 from __future__ import annotations
 
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, is_steady
+from autopar.ir.program import Program, is_hoisted
 
 
-def hoist_steady(program: Program, plan: Plan) -> Program:
+def hoist_invariants(program: Program, plan: Plan) -> Program:
     """Put the nodes that `annotate_layouts` has marked in front."""
     del plan
     nodes = list(program.graph.graph.nodes)
     last = program.placeholders[-1]
     for node in nodes:
-        if node.op != "placeholder" and is_steady(node):
+        if node.op != "placeholder" and is_hoisted(node):
             last.append(node)
             last = node
     return program

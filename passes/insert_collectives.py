@@ -25,7 +25,7 @@ from torch import fx
 
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, is_operator, is_steady, producer, replace_tensor_arguments, tensor_arguments
+from autopar.ir.program import Program, is_hoisted, is_operator, producer, replace_tensor_arguments, tensor_arguments
 from autopar.sharding.assignment import machine_of
 from autopar.sharding.emit import MoveEmitter
 from autopar.sharding.redistribute import Tables
@@ -38,9 +38,9 @@ def insert_collectives(program: Program, plan: Plan) -> Program:
     placed: dict[tuple[fx.Node, Layout], fx.Node] = {}
     shared = True
     for node in list(graph.nodes):
-        if shared and node.op != "placeholder" and not is_steady(node):  # what all microbatches take has been made
+        if shared and node.op != "placeholder" and not is_hoisted(node):  # what all microbatches take has been made
             shared = False
-            for value, layout in _steady_relays(graph):
+            for value, layout in _hoisted_layouts(graph):
                 _bring(graph, node, value, layout, tables, placed, False, steady=True)
         if is_operator(node):
             wanted = node.meta["input_layouts"]
@@ -61,14 +61,14 @@ def insert_collectives(program: Program, plan: Plan) -> Program:
     return program
 
 
-def _steady_relays(graph: fx.Graph) -> list[tuple[fx.Node, Layout]]:
+def _hoisted_layouts(graph: fx.Graph) -> list[tuple[fx.Node, Layout]]:
     """Values that are moved once for all microbatches, and where to."""
     found = []
     for value in graph.nodes:
         source, index = producer(value)
-        if index in source.meta.get("steady_relays", ()) and "val" in value.meta:
+        if index in source.meta.get("hoisted_layouts", ()) and "val" in value.meta:
             several = isinstance(value.meta["val"], tuple | list)  # whose outputs speak for themselves
-            found += [] if several else [(value, source.meta["relays"][index])]
+            found += [] if several else [(value, source.meta["consumer_layouts"][index])]
     return found
 
 
@@ -85,7 +85,7 @@ def _bring(
     """The value in layout ``target``, by the moves that are not there yet."""
     source, index = producer(value)
     type_, made = source.meta["types"][index], source.meta["layouts"][index]
-    start = source.meta["relays"].get(index, made)
+    start = source.meta["consumer_layouts"].get(index, made)
     if index in source.meta.get("held", ()) and start not in (made, target) and not user.meta.get("as_made"):
         value = _bring(graph, user, value, start, tables, placed, gradient, steady)
         return _bring(graph, user, value, target, tables, placed, gradient, steady)
@@ -102,7 +102,7 @@ def _bring(
             with graph.inserting_before(place):
                 # A forward value that only the backward pass wants elsewhere is moved in the backward pass.
                 owner = value if user.op == "output" else user
-                once = steady or is_steady(user)
+                once = steady or is_hoisted(user)
                 name = value.meta.get("original", value.name)
                 emitter = MoveEmitter(graph, owner, type_, move, tables.machine, gradient, once, name)
                 moved = placed[value, move.target] = emitter.emit(placed[value, move.source])

@@ -72,7 +72,7 @@ def _insert(module: fx.GraphModule, known: Collection[fx.Node] | None) -> bool:
             continue
         brought = []
         for value, need in zip(tensors_of(node), needs, strict=True):
-            key = (value, need, is_backward(node), node.meta.get("stage"), node.meta.get("steady"))
+            key = (value, need, is_backward(node), node.meta.get("stage"), node.meta.get("hoisted"))
             if not need or has_strides(value, need, known):
                 brought.append(value)
                 continue
@@ -96,6 +96,10 @@ def _copy(graph: fx.Graph, value: fx.Node, need: str, user: fx.Node) -> fx.Node:
     if "layouts" in source.meta:
         layout = source.meta["layouts"][index]
         node.meta.update(
-            types=(source.meta["types"][index],), layouts=(layout,), relays={}, input_layouts=(layout,), internal=False
+            types=(source.meta["types"][index],),
+            layouts=(layout,),
+            consumer_layouts={},
+            input_layouts=(layout,),
+            internal=False,
         )
     return node

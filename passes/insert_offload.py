@@ -60,7 +60,7 @@ def _like(node: fx.Node, value: fx.Node, stage: int) -> fx.Node:
     """The node with the notes of a value that it copies."""
     source, index = producer(value)
     inherit_origin(node, source)
-    notes: dict[str, Any] = {"relays": {}, "internal": False}
+    notes: dict[str, Any] = {"consumer_layouts": {}, "internal": False}
     notes |= {name: (source.meta[name][index],) for name in ("types", "layouts")}
     if "stage" in source.meta:
         notes["stage"] = stage

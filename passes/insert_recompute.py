@@ -25,7 +25,7 @@ from torch import fx
 from autopar.ir.graph import inherit_origin, is_backward
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, draws, is_operator, map_nodes, producer
-from autopar.memory.recompute import Again
+from autopar.memory.recompute import Recompute
 
 aten = torch.ops.aten
 
@@ -33,7 +33,7 @@ aten = torch.ops.aten
 def insert_recompute(program: Program, plan: Plan) -> Program:
     """Copy operators into the backward pass; copies have the layouts of their originals."""
     del plan
-    again: Again = program.graph.meta.pop("again")
+    again: Recompute = program.graph.meta.pop("again")
     if not again.values:
         return program
     graph = program.graph.graph
@@ -54,7 +54,7 @@ def insert_recompute(program: Program, plan: Plan) -> Program:
 class _Copies:
     """The copies made so far."""
 
-    def __init__(self, graph: fx.Graph, again: Again) -> None:
+    def __init__(self, graph: fx.Graph, again: Recompute) -> None:
         self.graph, self.again = graph, again
         self.made: dict[fx.Node, fx.Node] = {}
 
@@ -105,7 +105,7 @@ class _Copies:
         else:
             copied = self._alias(node, index)
         copied.meta["partitioner_tag"] = "is_backward"
-        for note in ("steady", "steady_relays"):  # it is of one microbatch
+        for note in ("hoisted", "hoisted_layouts"):  # it is of one microbatch
             copied.meta.pop(note, None)
         return copied
 
@@ -115,7 +115,8 @@ class _Copies:
         inherit_origin(alias, node)
         layout = source.meta["layouts"][index]
         alias.meta.update(
-            types=(source.meta["types"][index],), layouts=(layout,), relays={0: source.meta["relays"][index]},
+            types=(source.meta["types"][index],), layouts=(layout,),
+            consumer_layouts={0: source.meta["consumer_layouts"][index]},
             held=frozenset({0} if index in source.meta["held"] else ()), as_made=True, input_layouts=(layout,),
             val=node.meta["val"], internal=False, original=node.name,
         )  # fmt: skip

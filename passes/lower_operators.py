@@ -130,14 +130,14 @@ def _lower(graph: fx.Graph, node: fx.Node, letters: list[str], machine: Machine)
 def _replace(node: fx.Node, other: fx.Node) -> None:
     """Let an operator with the same outputs as ``node`` stand in for it."""
     other.meta.update({k: v for k, v in node.meta.items() if k in ("types", "layouts", *_kept(node))})
-    other.meta.update(relays={}, internal=False)
+    other.meta.update(consumer_layouts={}, internal=False)
     node.replace_all_uses_with(other)
     node.graph.erase_node(node)
 
 
 def _kept(node: fx.Node) -> list[str]:
     """What is known of an operator and holds for what stands in for it."""
-    replaced = ("operator", "strategy", "input_layouts", "val", "types", "layouts", "relays", "away")
+    replaced = ("operator", "strategy", "input_layouts", "val", "types", "layouts", "consumer_layouts", "away")
     return [key for key in node.meta if key not in replaced]
 
 
@@ -147,7 +147,7 @@ def _stand_in(node: fx.Node, index: int, value: fx.Node, *, several: bool) -> No
     if position:
         raise ValueError(f"the lowering of {node.target} returns output {position} of {source.target}, not the first")
     source.meta.update({key: node.meta[key] for key in _kept(node)})
-    source.meta.update(types=(node.meta["types"][index],), layouts=(node.meta["layouts"][index],), relays={})
+    source.meta.update(types=(node.meta["types"][index],), layouts=(node.meta["layouts"][index],), consumer_layouts={})
     source.meta["internal"] = False
     if not several:
         value.meta["away"] = node.meta.get("away", False)

@@ -1,4 +1,4 @@
-"""Layer, RMS and group normalisation, forward and backward."""
+"""Layer, RMS and group normalization, forward and backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def _rows(x: Spec, normalized_shape: Sequence[int]) -> tuple[str, str, str]:
-    """Letters of the free dims, of the normalised ones, and the equation of a statistic."""
+    """Letters of the free dims, of the normalized ones, and the equation of a statistic."""
     names = letters(x.ndim)
     free, inner = names[: x.ndim - len(normalized_shape)], names[x.ndim - len(normalized_shape) :]
     return free, inner, free + "1" * len(inner)
@@ -84,7 +84,7 @@ def _grouped(x: Spec) -> tuple[str, str]:
 
 @rule(aten.native_group_norm.default)
 def group_norm(x: Spec, weight: Spec | None, bias: Spec | None, *sizes: Any) -> Rule:
-    """Each group of channels of each sample normalised; ``sizes`` are N, C, HxW, groups, eps."""
+    """Each group of channels of each sample normalized; ``sizes`` are N, C, HxW, groups, eps."""
     whole, spatial = _grouped(x)
     inputs = [whole, *["(gc)"] * _present(weight, bias)]
     return Rule(
@@ -243,7 +243,7 @@ def _forward(x: Spec, channelwise: Sequence[Any], training: bool, outputs: int, 
 
 @rule(aten.native_batch_norm.default)
 def native_batch_norm(x: Spec, *args: Any) -> Rule:
-    """Batch normalisation, which in training writes to its arguments: weight, bias, running mean and variance, ..."""
+    """Batch normalization, which in training writes to its arguments: weight, bias, running mean and variance, ..."""
     return _forward(x, args[:4], args[4], 3)
 
 

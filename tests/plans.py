@@ -19,7 +19,7 @@ from autopar.ir.program import Input, Program, is_operator, producer, tensor_arg
 from autopar.search.padding import padded_shapes
 from autopar.sharding.candidates import Strategy, combine, strategies
 from autopar.sharding.dims import Dims, Operator, analyze
-from autopar.sharding.layer_classes import quotient
+from autopar.sharding.layer_classes import layer_classes
 
 NOTHING = Certificate(0.0, 0.0, "written by hand", "none")
 
@@ -33,7 +33,7 @@ def hand_plan(
     program: Program,
     axes: Mapping[str, int],
     choices: Mapping[str, str] | None = None,
-    relays: Mapping[str, str] | None = None,
+    consumer_layouts: Mapping[str, str] | None = None,
     **boundary: Mapping[str, str],
 ) -> Plan:
     """A plan in which everything is replicated but what is named.
@@ -46,7 +46,7 @@ def hand_plan(
         boundary: ``parameters``, ``batch``, ``results``: name to layout.
     """
     whole = replicated(len(axes))
-    classes = quotient(program, analyze(program))
+    classes = layer_classes(program, analyze(program))
     names = {n: f"{k} @{n.name}" for n, k in classes.key.items() if is_operator(n)}
     said = dict(choices or {})
     unknown = set(said) - {n.name for n in names}
@@ -63,7 +63,11 @@ def hand_plan(
         cluster=Cluster.preset("cpu"),
         **layouts,
         choices={k: tuple(said.get(n.name, "R " * len(axes)).split()) for n, k in names.items()},
-        relays={f"{classes.key[n]} 0": layout(relays[n.name]) for n in classes.key if relays and n.name in relays},
+        consumer_layouts={
+            f"{classes.key[n]} 0": layout(consumer_layouts[n.name])
+            for n in classes.key
+            if consumer_layouts and n.name in consumer_layouts
+        },
         optimizer="adamw",
         fingerprint=program.fingerprint,
         torch=str(torch.__version__),

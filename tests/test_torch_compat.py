@@ -427,7 +427,7 @@ def test_schedules() -> None:
 
 
 def test_the_runtime_of_pipelines_calls_a_stage() -> None:
-    """Both stages of a pipeline of one device; what a neighbour sends is handed over."""
+    """Both stages of a pipeline of one device; what a neighbor sends is handed over."""
     calls: list[tuple[str, int]] = []
 
     class Stage:

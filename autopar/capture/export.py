@@ -26,7 +26,7 @@ from autopar.capture.state.writes import Record, Replay
 from autopar.capture.swap import refuse_scripted, swapped
 from autopar.errors import CaptureError
 from autopar.ir.checkpoint_regions import mark
-from autopar.ir.module_outputs import mark_handed
+from autopar.ir.module_outputs import mark_module_outputs
 from autopar.ir.program import GRADIENTS, Input, Output, Program, State
 from autopar.ir.signature import binding, floats
 from autopar.ir.signature.outputs import Loss
@@ -114,7 +114,7 @@ class _Asked:
                 with torch.set_grad_enabled(training), _quiet():
                     joint = _trace(harness, fakes)
                 program = _describe(joint, harness, training)
-                mark_handed(program)
+                mark_module_outputs(program)
                 program = _check_gradients(program, harness, fakes, mode)
             except CaptureError as e:
                 if (promote and inputs) or (track and harness.seen.numbers):

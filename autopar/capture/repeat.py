@@ -17,9 +17,9 @@ from torch import nn
 from autopar.capture.fewer_layers import shorten
 from autopar.errors import AutoparError
 from autopar.ir.graph import module_path
-from autopar.ir.program import SHORT, Program, Repeat
+from autopar.ir.program import SHORT, Program, RepeatedLayers
 from autopar.sharding.dims import analyze
-from autopar.sharding.layer_classes import quotient
+from autopar.sharding.layer_classes import layer_classes
 
 logger = logging.getLogger("autopar")
 
@@ -50,7 +50,7 @@ def abridge(
         else:
             reason = _differs(three, two, short.path)
             if not reason:
-                return replace(three, repeat=Repeat(short.path, short.layers, two))
+                return replace(three, repeat=RepeatedLayers(short.path, short.layers, two))
     say(f"capturing the whole model: {reason}")
     return make(model)
 
@@ -70,7 +70,7 @@ def _told_apart(model: nn.Module, path: str, pins: Iterable[str]) -> str:
 
 def _differs(three: Program, two: Program, path: str) -> str:
     """Why the third block does not stand for further ones; empty: it does."""
-    classes, less = (quotient(p, analyze(p)) for p in (three, two))
+    classes, less = (layer_classes(p, analyze(p)) for p in (three, two))
     if classes.members.keys() != less.members.keys() or not two.structure.keys() <= three.structure.keys():
         return "with two blocks there are other operators than with three"
     owner = {n: f"{module_path(n)}." for n in three.sources if module_path(n)}

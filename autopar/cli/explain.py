@@ -56,13 +56,13 @@ def explain_command(
         task = load_task(model)
         from autopar.compiler import default_memory, program_to_plan, solve
         from autopar.costs.cluster import Cluster
-        from autopar.explain.activations import keeping, named
-        from autopar.explain.tables.activations import keeping_dict, keeping_table
+        from autopar.explain.activations import activations, named
+        from autopar.explain.tables.activations import activations_table, keeping_dict
         from autopar.explain.tables.progress import SearchProgress
         from autopar.explain.tables.why_not import answers_dict, answers_table
         from autopar.explain.why_not import alternatives, ask, handed_layout, layout_in, lies, parse_wanted, tensor_of
         from autopar.ir.precision import Precision
-        from autopar.search.microbatch.split import in_microbatches
+        from autopar.search.microbatch.split import microbatch_program
         from autopar.search.options import Search
 
         wanted = parse_wanted(why_not, sizes) if why_not else None
@@ -81,9 +81,9 @@ def explain_command(
             answers = [
                 ask(program, found, own, other, memory=budget, search=search, progress=progress) for other in others
             ]
-            part = in_microbatches(program, found.microbatches)
-            tensors = keeping(part, found, own)
-        facts, parts = keeping_dict(own, found, tensors), [keeping_table(found, tensors)] if tensors else []
+            part = microbatch_program(program, found.microbatches)
+            tensors = activations(part, found, own)
+        facts, parts = keeping_dict(own, found, tensors), [activations_table(found, tensors)] if tensors else []
         if asked:
             chosen = layout_in(found, own) if lies(program, own) else handed_layout(part, found, own)
             layout = " ".join(f"{p}@{axis}" for axis, p in zip(sizes, chosen, strict=True))

@@ -51,7 +51,7 @@ class Device:
         bandwidth: of its memory, in bytes per second.
         launch: seconds that every kernel costs however little it does.
         efficiency: share of the peak that large matrix products reach; 1 where ``flops`` was measured.
-        units: processors that each work on one tile of a matrix product at a time; 1: sizes are not quantised.
+        units: processors that each work on one tile of a matrix product at a time; 1: sizes are not quantized.
         ramp: depth of a product, in elements, during which a tile could have been computed while it starts and ends.
         streaming: share of ``bandwidth`` that kernels which only move data reach; 1 where it was measured.
         host: seconds that the host needs to launch one kernel: devices that are faster wait for it.
@@ -124,7 +124,7 @@ class Link:
         contention: how much groups get in each other's way that share the network cards of a node and have several
             devices in it: of ``g`` such groups each has its share of the cards over ``g ** contention``. 0: they share
             without loss. Groups with one device a node have a card each.
-        neighbours: how many devices of the group are in each node; what `Cluster.link_for` finds out, not stated.
+        neighbors: how many devices of the group are in each node; what `Cluster.link_for` finds out, not stated.
 
     Raises:
         ValueError: a figure is not a positive number, or an algorithm is unknown.
@@ -136,7 +136,7 @@ class Link:
     algorithms: tuple[str, ...] = ("ring",)
     copies: float = 0.0
     contention: float = 0.0
-    neighbours: int = 1
+    neighbors: int = 1
 
     def __post_init__(self) -> None:
         _check_name(self.name)
@@ -182,7 +182,7 @@ class Cluster:
         for name in self.axis_links:
             _check_name(name)
         if not self.links:
-            raise ValueError("links is empty: give at least one, between neighbouring devices")
+            raise ValueError("links is empty: give at least one, between neighboring devices")
         if len(self.group_sizes) != len(self.links) - 1:
             raise ValueError(
                 f"group_sizes has {len(self.group_sizes)} entries for {len(self.links)} links: give the devices in a "
@@ -199,10 +199,10 @@ class Cluster:
     def link_for(self, axis_sizes: Mapping[str, int]) -> tuple[Link, ...]:
         """The link that each axis of a mesh communicates over.
 
-        Devices are numbered along the mesh row by row, so the last axis joins neighbours. An axis lies within a
+        Devices are numbered along the mesh row by row, so the last axis joins neighbors. An axis lies within a
         group if its size times all inner sizes fits into the group and divides it; it uses the innermost such level,
         or the outermost link if there is none. An entry in ``axis_links`` comes first. The bandwidth of the link
-        between nodes is a device's own share of the network cards; an axis with several neighbours in each node has
+        between nodes is a device's own share of the network cards; an axis with several neighbors in each node has
         the shares of all of them, since a ring leaves a node only once.
 
         Args:
@@ -231,7 +231,7 @@ class Cluster:
 
         A ring of them leaves each group of a level once, over the links of all its devices there, and is as fast as the
         slowest level that it crosses; the latencies of its steps are averaged. Parallel aggregated trees are for
-        devices that have no neighbour in their node.
+        devices that have no neighbor in their node.
         """
         within = (i for i, group in enumerate(self.group_sizes) if group % (stride * size) == 0)
         level = next(within, len(self.links) - 1)
@@ -248,7 +248,7 @@ class Cluster:
             )
             + outer.latency / together[level],
             algorithms=tuple(a for a in outer.algorithms if a != "pat" or node == 1),
-            neighbours=node,
+            neighbors=node,
         )
 
     @staticmethod

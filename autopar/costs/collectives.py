@@ -13,7 +13,7 @@ and direction. ``size`` is in bytes and always of the **full** tensor that one d
 | all_to_all | what one device holds, before and after | direct | n - 1 | (n - 1) / n size |
 | broadcast | the tensor | ring | log2(n) + n - 1 | 2 (n - 1) / n size, at most: the root |
 
-``k`` is how many of the group's devices are in each node (`Link.neighbours`), and ``N = n / k`` the number of nodes: a
+``k`` is how many of the group's devices are in each node (`Link.neighbors`), and ``N = n / k`` the number of nodes: a
 tree is a chain through each node and a tree of the nodes. Of two nodes each is the root of one of the double tree's
 halves and a leaf of the other, so that it sends every half once; an inner node of more sends its half to two and up.
 
@@ -122,7 +122,7 @@ def collective_seconds(kind: str, size: ArrayLike, n: ArrayLike, link: Link) -> 
     """
     devices, sizes = _checked(kind, size, n)
     forms = [form for name, form in FORMS[kind].items() if name in link.algorithms] or list(FORMS[kind].values())[:1]
-    nodes = np.maximum(devices / link.neighbours, 1.0)
+    nodes = np.maximum(devices / link.neighbors, 1.0)
     seconds = (_function(form)(sizes, devices, nodes, link.latency, link.bandwidth) for form in forms)
     fastest = np.asarray(np.minimum.reduce(list(np.broadcast_arrays(*seconds))), dtype=np.float64)
     return np.where(np.broadcast_to(devices, fastest.shape) > 1, fastest, 0.0)[()]

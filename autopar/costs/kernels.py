@@ -1,7 +1,7 @@
 """Seconds of kernels whose shape matters: tiles, waves and small depths, which a flat share of the peak misses.
 
-A matrix product is computed tile by tile. Sizes that tiles do not divide are rounded up (tile quantisation), tiles
-that do not fill the device's units leave some of them idle in the last wave (wave quantisation), and each tile has a
+A matrix product is computed tile by tile. Sizes that tiles do not divide are rounded up (tile quantization), tiles
+that do not fill the device's units leave some of them idle in the last wave (wave quantization), and each tile has a
 start and an end during which its unit multiplies nothing (NVIDIA, "Matrix Multiplication Background User's Guide").
 """
 

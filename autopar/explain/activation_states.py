@@ -21,7 +21,7 @@ from autopar.ir.program import Program, Value, producer
 from autopar.sharding.assignment import assign, machine_of
 from autopar.sharding.candidates import candidates, split_parts
 from autopar.sharding.dims import Dims
-from autopar.sharding.layer_classes import Quotient
+from autopar.sharding.layer_classes import LayerClasses
 from autopar.sharding.operator_cost import operator_seconds
 from autopar.sharding.redistribute import Tables
 
@@ -41,7 +41,7 @@ class States:
         price: seconds that a byte is worth.
     """
 
-    def __init__(self, program: Program, dims: Dims, plan: Plan, classes: Quotient) -> None:
+    def __init__(self, program: Program, dims: Dims, plan: Plan, classes: LayerClasses) -> None:
         """Read a plan.
 
         Args:
@@ -95,8 +95,10 @@ class States:
         steady, found = self._assignment.steady, set[Form]()
         for node, sources in self.program.sources.items():
             for value in sources if node not in steady.nodes else ():
-                if self.taken(value)[1] == MADE or value in steady.relays:
-                    found.update([self.taken(value)] if value[0] in steady.nodes or value in steady.relays else [])
+                if self.taken(value)[1] == MADE or value in steady.consumer_layouts:
+                    found.update(
+                        [self.taken(value)] if value[0] in steady.nodes or value in steady.consumer_layouts else []
+                    )
                 elif value[0] in steady.nodes:
                     found.add(self.shown((value[0], MADE)))
         return found - self.again
@@ -160,7 +162,7 @@ class States:
         Of what all microbatches may share it is how much longer it takes to make it in each.
         """
         runs = self.program.runs(form[0])
-        if form[0] in self.program.alone:
+        if form[0] in self.program.microbatch_invariant:
             runs = runs * (2 if any(value[0] == form[0] for value in self._late) else 1) - 1
         return self._once(form) * runs
 
@@ -203,12 +205,12 @@ class States:
 
     def _moved(self, value: Value) -> bool:
         """Whether a value is moved for all its users; what only the backward pass takes is moved there."""
-        relay = self._assignment.relays.get(value)
+        relay = self._assignment.consumer_layouts.get(value)
         return relay is not None and relay != self._assignment.outputs[value] and value in self._early
 
     def _layout(self, value: Value) -> Layout:
         """In which the users of a value get it."""
-        return (self._assignment.relays if self._moved(value) else self._assignment.outputs)[value]
+        return (self._assignment.consumer_layouts if self._moved(value) else self._assignment.outputs)[value]
 
     def _bytes(self, value: Value, layout: Layout) -> float:
         type_ = self.dims.types[value]

@@ -1,4 +1,4 @@
-"""`keeping`: which tensors of the forward pass are kept for the backward pass, where, which are made again, and why.
+"""`activations`: which tensors are saved for the backward pass, where, which are recomputed instead, and why.
 
 A tensor that the backward pass needs is kept, which takes memory; kept on the host, which takes two copies; or made
 again, which takes its kernel and the moves of its arguments once more, and needs these arguments. The search weighs
@@ -23,7 +23,7 @@ from autopar.ir.program import Program, producer
 from autopar.memory.recompute import uniform
 from autopar.passes.pad_dims import pad
 from autopar.sharding.dims import analyze
-from autopar.sharding.layer_classes import quotient
+from autopar.sharding.layer_classes import layer_classes
 
 PASSING, KEPT, AGAIN, AWAY = "passing", "kept", "made again", "on the host"
 
@@ -35,7 +35,7 @@ TIE = 0.01
 
 
 @dataclass(frozen=True)
-class Tensor:
+class Activation:
     """What an operator of the forward pass makes, or what one of its outputs is moved to; all that are alike.
 
     Where optimizer state lies on the host, that of a parameter, too.
@@ -64,7 +64,7 @@ class Tensor:
     why: str
 
 
-def keeping(program: Program, plan: Plan, name: str) -> list[Tensor]:
+def activations(program: Program, plan: Plan, name: str) -> list[Activation]:
     """What becomes of the tensors of a module, an operator or a parameter, in the order of the forward pass.
 
     Args:
@@ -78,12 +78,12 @@ def keeping(program: Program, plan: Plan, name: str) -> list[Tensor]:
     """
     program = pad(program, plan.padding)
     dims = analyze(program)
-    classes = quotient(program, dims)
+    classes = layer_classes(program, dims)
     chosen = named(program, name)
     # Of blocks that are left out, some may be in other states than the rest.
     parts = [(1.0, plan)] if program.repeat is None else uniform(plan, classes.count)
-    found: dict[tuple[str, int], dict[tuple[str, str], Tensor]] = defaultdict(dict)
-    count: dict[Tensor, float] = defaultdict(float)
+    found: dict[tuple[str, int], dict[tuple[str, str], Activation]] = defaultdict(dict)
+    count: dict[Activation, float] = defaultdict(float)
     for share, part in parts:
         reasons = _Reasons(States(program, dims, part, classes), plan.certificate)
         for form in (f for f in reasons.states.forms if f[0] in chosen):
@@ -99,7 +99,7 @@ def keeping(program: Program, plan: Plan, name: str) -> list[Tensor]:
 
 
 def named(program: Program, name: str) -> set[fx.Node]:
-    """Nodes of the forward pass, and inputs, that a name speaks of, see `keeping`.
+    """Nodes of the forward pass, and inputs, that a name speaks of, see `activations`.
 
     Raises:
         ValueError: there are none.
@@ -154,7 +154,7 @@ class _Reasons:
                 found[form] = min(states.bytes(form) * states.price, states.copied(form), again)
         return found
 
-    def tensor(self, form: Form) -> Tensor:
+    def tensor(self, form: Form) -> Activation:
         """All about one form."""
         states = self.states
         size, seconds = states.bytes(form), states.seconds(form)
@@ -164,16 +164,16 @@ class _Reasons:
             state = AWAY if form in states.away else KEPT if form in states.kept else PASSING
         copied, worth = states.copied(form), size * states.price
         why = self.why(form, state, seconds, min(worth, copied) if state == AWAY else worth)
-        return Tensor(self.name(form), form[0].name, state, 1, size, seconds, copied, worth, why)
+        return Activation(self.name(form), form[0].name, state, 1, size, seconds, copied, worth, why)
 
-    def optimizer(self, node: fx.Node) -> Tensor:
+    def optimizer(self, node: fx.Node) -> Activation:
         """All about a parameter's optimizer state."""
         states, name = self.states, without_indices(self.inputs[node], self.program.blocks)
         size, state = states.state_bytes(node), AWAY if states.optimizer[node] else KEPT
         copied, worth = states.copied_once(size), size * states.price
         why = "its bytes are worth less" if copied > worth else "as good at this price: the budget's rest decides"
         why = "but for the optimizer's step" if state == AWAY else why
-        return Tensor(f"{name}, optimizer state", node.name, state, 1, size, math.inf, copied, worth, why)
+        return Activation(f"{name}, optimizer state", node.name, state, 1, size, math.inf, copied, worth, why)
 
     def held(self, form: Form) -> str:
         """How the backward pass has what it takes."""

@@ -12,9 +12,9 @@ from autopar.ir.plan import Plan
 from autopar.ir.plan_table import format_seconds, format_share
 from autopar.ir.program import Program
 from autopar.pipeline.schedules import Order, device_of, order_of
-from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, INPUT, WEIGHT, Cutting
-from autopar.search.pipeline.stage_memory import Held, held_by, peaks
-from autopar.search.pipeline.stage_times import Taken, step_tasks, taken_of
+from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, INPUT, WEIGHT, StageGraphs
+from autopar.search.pipeline.stage_memory import StageMemory, held_by, peaks
+from autopar.search.pipeline.stage_times import StageTime, step_tasks, taken_of
 from autopar.simulate import COMPUTE, Task, Timeline, simulate
 
 KINDS = {FORWARD: "forward", BACKWARD: "backward", INPUT: "backward, for the input", WEIGHT: "backward, for weights"}
@@ -33,8 +33,8 @@ class PipelineStep:
     """
 
     order: Order
-    taken: Sequence[Taken]
-    held: Sequence[Held]
+    taken: Sequence[StageTime]
+    held: Sequence[StageMemory]
     timeline: Timeline
 
     @property
@@ -58,7 +58,7 @@ def pipeline_step(local: Program, plan: Plan) -> PipelineStep:
     """
     order = order_of(plan)
     taken = taken_of(local, plan)
-    held = held_by(Cutting(local, len(plan.stages)), plan.inner, any(a.kind == INPUT for row in order for a in row))
+    held = held_by(StageGraphs(local, len(plan.stages)), plan.inner, any(a.kind == INPUT for row in order for a in row))
     saved = np.array([h.saved for h in held]), np.array([h.for_weights for h in held])
     return PipelineStep(order, taken, held, simulate(step_tasks(taken, order, *saved)))
 

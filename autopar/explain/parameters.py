@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from autopar.costs.memory import format_bytes
-from autopar.explain.activations import keeping
-from autopar.explain.tables.activations import keeping_table
+from autopar.explain.activations import activations
+from autopar.explain.tables.activations import activations_table
 from autopar.ir.layout import Layout, describe, factor_parts, is_boundary_layout, item_bytes
 from autopar.sharding.candidates import layouts
-from autopar.specialize import Specialisation
+from autopar.specialize import Specialization
 
 SHOWN = 6
 """Alternatives that are listed."""
 
 
-def explain(found: Specialisation, name: str) -> str:
+def explain(found: Specialization, name: str) -> str:
     """Text about a parameter, a module's parameters and what it computes, or one operator.
 
     Raises:
@@ -22,7 +22,7 @@ def explain(found: Specialisation, name: str) -> str:
     types, plan = found.step.types.parameters, found.plan
     name = found.program.aliases.get(name, name)
     chosen = [name] if name in types else [n for n in types if n.startswith(name + ".")]
-    tensors = keeping(found.part, plan, name)
+    tensors = activations(found.part, plan, name)
     lines = []
     for parameter in chosen:
         type_, layout = types[parameter]
@@ -49,4 +49,4 @@ def explain(found: Specialisation, name: str) -> str:
             lines.append(f"module {row.path} x{row.instances}: {row.seconds:.3g} s, sends {sent or 'nothing'}")
     lines.append(f"chosen together with all other layouts for the shortest step: {plan.certificate.objective:.3g} s, "
                  f"at least {plan.certificate.lower_bound:.3g} s in {plan.certificate.space}")  # fmt: skip
-    return "\n".join([*lines, *([keeping_table(plan, tensors)] if tensors else [])])
+    return "\n".join([*lines, *([activations_table(plan, tensors)] if tensors else [])])

@@ -11,7 +11,7 @@ from autopar.compiler import solve
 from autopar.errors import InfeasibleError
 from autopar.explain.recipes import reason_of
 from autopar.ir.layout import Layout, Split
-from autopar.ir.module_outputs import handed_on
+from autopar.ir.module_outputs import module_outputs
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, values_of
 from autopar.passes.pad_dims import pad
@@ -19,7 +19,7 @@ from autopar.search.formulation.pins import read_placement
 from autopar.search.options import Progress, Search
 from autopar.sharding.assignment import assign
 from autopar.sharding.dims import analyze
-from autopar.sharding.layer_classes import quotient
+from autopar.sharding.layer_classes import layer_classes
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _tensors(program: Program) -> dict[str, int]:
 def _modules(program: Program) -> dict[str, int]:
     """Dims of what modules hand on; of several tensors each has its number behind the name."""
     known = {}
-    for name, rows in handed_on(program).items():
+    for name, rows in module_outputs(program).items():
         (node, index), mark = rows[0]
         value = values_of(node)[index]
         assert value is not None
@@ -146,10 +146,10 @@ def handed_layout(part: Program, plan: Plan, name: str) -> Layout:
     """
     padded = pad(part, plan.padding)
     dims = analyze(padded)
-    assignment = assign(padded, dims, plan, quotient(padded, dims))
+    assignment = assign(padded, dims, plan, layer_classes(padded, dims))
     own = padded.repeat.alike(name)[0] if padded.repeat else name
-    value = min(handed_on(padded)[own], key=lambda row: row[1].shape is not None)[0]
-    return assignment.relays.get(value, assignment.outputs[value])
+    value = min(module_outputs(padded)[own], key=lambda row: row[1].shape is not None)[0]
+    return assignment.consumer_layouts.get(value, assignment.outputs[value])
 
 
 def layout_in(plan: Plan, name: str) -> Layout:

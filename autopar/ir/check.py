@@ -9,7 +9,7 @@ from torch import fx
 from autopar.ir.layout import local_shape
 from autopar.ir.ops.host import to_device, to_host
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, is_operator, is_steady, producer, tensor_arguments, values_of
+from autopar.ir.program import Program, is_hoisted, is_operator, producer, tensor_arguments, values_of
 
 
 def check(program: Program, plan: Plan) -> None:
@@ -50,7 +50,7 @@ def _check_host(node: fx.Node) -> None:
 
 
 def _check_steady(node: fx.Node) -> None:
-    varying = [a for a in node.all_input_nodes if not is_steady(a)] if is_steady(node) else []
+    varying = [a for a in node.all_input_nodes if not is_hoisted(a)] if is_hoisted(node) else []
     if varying:
         raise ValueError(f"node {node.name} runs before the first microbatch and takes {varying[0]}, which is of one")
 

@@ -51,7 +51,7 @@ def inherit_origin(node: fx.Node, source: fx.Node) -> None:
         "stack_trace",
         "region",
         "saved",
-        "steady",
+        "hoisted",
         "stage",
     ):
         if key in source.meta:

@@ -25,7 +25,7 @@ MARKS = "handed"
 _RESHAPE = torch.ops.aten.reshape.default
 
 
-class Mark(NamedTuple):
+class ModuleOutput(NamedTuple):
     """Of a tensor that a module hands on.
 
     Attributes:
@@ -41,12 +41,12 @@ class Mark(NamedTuple):
     shape: tuple[int, ...] | None = None
 
 
-def mark_handed(program: Program) -> None:
+def mark_module_outputs(program: Program) -> None:
     """Mark what modules hand on, in a graph as it was captured."""
     order = {node: i for i, node in enumerate(program.graph.graph.nodes)}
     for (module, call), values in _leaving(program).items():
         for number, node in enumerate(sorted(values, key=order.__getitem__)):
-            node.meta[MARKS] = (*node.meta.get(MARKS, ()), Mark(module, call, number))
+            node.meta[MARKS] = (*node.meta.get(MARKS, ()), ModuleOutput(module, call, number))
 
 
 def _leaving(program: Program) -> dict[tuple[str, str], set[fx.Node]]:
@@ -87,32 +87,32 @@ def mark_viewed(graph: fx.Graph) -> None:
                 source.meta[MARKS] = (*source.meta.get(MARKS, ()), *own)
 
 
-def handed_on(program: Program) -> dict[str, list[tuple[Value, Mark]]]:
+def module_outputs(program: Program) -> dict[str, list[tuple[Value, ModuleOutput]]]:
     """What stands for each tensor that a module hands on, in all of its calls, by the module's name.
 
     Of several tensors each has its number behind the name: ``layers.0.attn:1``.
     """
     key = ("handed_on",)
     if key not in program.memo:
-        found: dict[tuple[str, int], list[tuple[Value, Mark]]] = defaultdict(list)
+        found: dict[tuple[str, int], list[tuple[Value, ModuleOutput]]] = defaultdict(list)
         for node in program.graph.graph.nodes:
             value = producer(node)
             for mark in node.meta.get(MARKS, ()) if value[0] in program.sources and not is_backward(node) else ():
                 found[mark.module, mark.number].append((value, mark))
         several = {module for module, number in found if number}
         program.memo[key] = {f"{m}:{i}" if m in several else m: found[m, i] for m, i in sorted(found)}
-    named: dict[str, list[tuple[Value, Mark]]] = program.memo[key]
+    named: dict[str, list[tuple[Value, ModuleOutput]]] = program.memo[key]
     return named
 
 
-def find_handed(program: Program, pattern: str) -> list[str]:
+def find_module_outputs(program: Program, pattern: str) -> list[str]:
     """Names of what modules hand on that a name or pattern is for: of modules within one another the outermost.
 
     Raises:
         ValueError: a module hands on several tensors, and the pattern has no number.
     """
     wanted, _, number = pattern.partition(":")
-    found = [name for name in handed_on(program) if fnmatchcase(name.partition(":")[0], wanted)]
+    found = [name for name in module_outputs(program) if fnmatchcase(name.partition(":")[0], wanted)]
     modules = {name.partition(":")[0] for name in found}
     outer = [name for name in found if modules.isdisjoint(_around(name))]
     several = [name for name in outer if ":" in name]
@@ -129,7 +129,7 @@ def _around(name: str) -> list[str]:
     return [".".join(parts[:i]) for i in range(1, len(parts))]
 
 
-def as_lies(placement: Placement | None, type_: TensorType, mark: Mark, ways: int = 1) -> Placement | None:
+def as_lies(placement: Placement | None, type_: TensorType, mark: ModuleOutput, ways: int = 1) -> Placement | None:
     """A placement of what a module hands on as one of what stands for it.
 
     Args:

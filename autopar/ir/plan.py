@@ -15,19 +15,20 @@ from autopar.costs.cluster import Cluster
 from autopar.errors import PlanError
 from autopar.ir.layout import Layout, parse_placement
 
-VERSION = 1
+VERSION = 2
+"""Of the format that `Plan.save` writes; `Plan.load` reads version 1, too."""
 
 TIME_LIMIT, INTERRUPTED = "time limit", "interrupted"
 """Methods of certificates whose search did not end by itself."""
 
-LEANER = "leaner"
+MEMORY_REPAIR = "memory repair"
 """Method of a certificate whose plan was changed after the search, see `autopar.search.budget.repair`."""
 
 Ranges = Mapping[str, tuple[tuple[int, int], ...]]
 """Members of classes, in the model's order, as ranges ``(start, stop)``."""
 
-EACH = "each "
-"""In front of a relay in a plan's ``recompute``: each operator of the backward pass moves the value for itself."""
+PER_USE = "per use "
+"""Before a consumer layout in a plan's ``recompute``: re-gathered for each operator of the backward pass by itself."""
 
 EVERY = ((0, 2**31),)
 """A range of all members of a class, however many there are."""
@@ -43,9 +44,9 @@ class Certificate:
         space: the set of plans that the bound speaks of.
         method: what closed the search.
         memory_price: seconds of a step that a byte more a device saves, while the increase is small; 0 where the budget
-            does not bind, or where that is not known (`LEANER`).
+            does not bind, or where that is not known (`MEMORY_REPAIR`).
         checked: a lower bound on the same plans that was verified apart from the search, from duals and by sums that
-            are rounded down; None where that was not asked for, or of a plan that was changed since (`LEANER`).
+            are rounded down; None where that was not asked for, or of a plan that was changed since (`MEMORY_REPAIR`).
     """
 
     objective: float
@@ -58,7 +59,7 @@ class Certificate:
     @property
     def binds(self) -> bool:
         """Whether with more memory there would be faster plans."""
-        return self.memory_price > 0 or self.method == LEANER
+        return self.memory_price > 0 or self.method == MEMORY_REPAIR
 
     @property
     def gap(self) -> float:
@@ -157,19 +158,19 @@ class Plan:
         batch: layout of each batch tensor, by position.
         results: layout of each output tensor, by position.
         choices: strategy of each operator class on each axis.
-        relays: layout in which a value is handed to its users, where that is not the one it was made in.
-        held: those of ``relays`` that hold for every user, even one that takes the value as it was made: pinned layouts
-            of what modules hand on.
+        consumer_layouts: layout in which the users of a value take it, where that is not the one it was made in.
+        forced_consumer_layouts: those of ``consumer_layouts`` that hold for every user, even one that could take the
+            value as it was made: pinned layouts of module outputs.
         optimizer: whose state the memory counts.
         fingerprint: of the captured graph.
         torch: version of torch that captured it.
-        recompute: what the backward pass makes again instead of keeping it: operator classes, and relays (``relay
-            CLASS OUTPUT``), which are moved again, and once for each user where they are not to wait (``each relay
-            CLASS OUTPUT``, besides); of each the ranges ``(start, stop)`` of members, in the model's order. What comes
-            from parameters alone and is not here is made once for all microbatches.
-        offload: what lies on the host: results of operator classes, and relays, from the forward pass to the backward
-            pass; and the optimizer state of parameter classes (``parameter NAME``) but for the optimizer's step. In the
-            form of ``recompute``.
+        recompute: what the backward pass recomputes instead of having it saved: operator classes, and consumer
+            layouts (``consumer CLASS OUTPUT``), which are re-gathered, once for each user where they are not to be held
+            between two (``per use consumer CLASS OUTPUT``, besides). For each the ranges ``(start, stop)`` of members,
+            in the model's order. What comes from parameters alone and is not here is hoisted out of the microbatches.
+        offload: what lies in host memory: results of operator classes, and consumer layouts, from the forward to the
+            backward pass; and the optimizer state of parameter classes (``parameter NAME``) except during the
+            optimizer's step. In the form of ``recompute``.
         microbatches: how many parts of the batch a step computes one after the other, see
             `autopar.search.microbatch.rewrite`; the layouts of batch and results are those of one, and what is computed
             of the whole batch before has numbers behind those of the batch.
@@ -186,7 +187,7 @@ class Plan:
     batch: Mapping[str, Layout]
     results: Mapping[str, Layout]
     choices: Mapping[str, tuple[str, ...]]
-    relays: Mapping[str, Layout]
+    consumer_layouts: Mapping[str, Layout]
     optimizer: str
     fingerprint: str
     torch: str
@@ -200,7 +201,7 @@ class Plan:
     microbatches: int = 1
     pipeline: Pipeline | None = None
     scatter: Scatter | None = None
-    held: tuple[str, ...] = ()
+    forced_consumer_layouts: tuple[str, ...] = ()
 
     @property
     def inner(self) -> Plan:
@@ -218,7 +219,7 @@ class Plan:
             parameters=drop(self.parameters),
             batch=drop(self.batch),
             results=drop(self.results),
-            relays=drop(self.relays),
+            consumer_layouts=drop(self.consumer_layouts),
             choices=drop(self.choices),
             pipeline=None,
         )
@@ -249,7 +250,7 @@ class Plan:
         data["stages"] = [list(s.modules) for s in self.stages]
         data["pipeline"] = None if self.pipeline is None else asdict(self.pipeline)
         data["scatter"] = None if self.scatter is None else asdict(self.scatter)
-        data["held"] = list(self.held)
+        data["forced_consumer_layouts"] = list(self.forced_consumer_layouts)
         data["padding"] = {name: list(shape) for name, shape in self.padding.items()}
         for name in ("recompute", "offload"):
             data[name] = {key: [list(r) for r in ranges] for key, ranges in getattr(self, name).items()}
@@ -284,10 +285,12 @@ class Plan:
         """
         if not isinstance(data, dict) or "autopar_plan" not in data:
             raise PlanError("this is no plan of autopar; save one with Plan.save or `autopar plan --save`")
-        if data["autopar_plan"] != VERSION:
-            raise PlanError(f"version {data['autopar_plan']} of the format, this autopar reads {VERSION}; plan again")
+        if data["autopar_plan"] not in (1, VERSION):
+            raise PlanError(
+                f"version {data['autopar_plan']} of the format, this autopar reads 1 to {VERSION}; plan again"
+            )
         try:
-            return _parse(data)
+            return _parse(_of_version_1(data) if data["autopar_plan"] == 1 else data)
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise PlanError(f"corrupt: {type(e).__name__}: {e}; save it again with Plan.save") from e
 
@@ -302,7 +305,33 @@ class Plan:
         return self.summary()
 
 
-_LAYOUTS = ("parameters", "batch", "results", "relays")
+_LAYOUTS = ("parameters", "batch", "results", "consumer_layouts")
+
+
+_METHODS = {
+    "fold": "elimination",
+    "messages": "dual ascent",
+    "prices": "Lagrangian",
+    "leaner": MEMORY_REPAIR,
+}
+"""What closed a search, in version 1 and now."""
+
+
+def _of_version_1(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Data of version 1 in the words of version 2."""
+
+    def renamed(name: str) -> str:
+        if name.startswith("each relay "):
+            return f"{PER_USE}consumer {name.removeprefix('each relay ')}"
+        return f"consumer {name.removeprefix('relay ')}" if name.startswith("relay ") else name
+
+    former = {"relays": "consumer_layouts", "held": "forced_consumer_layouts"}
+    found = {former.get(key, key): value for key, value in data.items()}
+    for key in ("recompute", "offload"):
+        found[key] = {renamed(name): ranges for name, ranges in data.get(key, {}).items()}
+    method = data["certificate"]["method"]
+    found["certificate"] = {**data["certificate"], "method": _METHODS.get(method, method)}
+    return found
 
 
 def _layout(texts: list[str]) -> Layout:
@@ -344,7 +373,7 @@ def _parse(data: dict[str, Any]) -> Plan:
         pipeline=None if data.get("pipeline") is None else Pipeline(**data["pipeline"]),
         scatter=_scatter(data.get("scatter")),
         padding={str(name): tuple(map(int, shape)) for name, shape in data.get("padding", {}).items()},
-        held=tuple(str(name) for name in data.get("held", ())),
+        forced_consumer_layouts=tuple(map(str, data.get("forced_consumer_layouts", ()))),
         recompute=_ranges(data.get("recompute", {})),
         offload=_ranges(data.get("offload", {})),
     )

@@ -13,16 +13,17 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.costs.memory import format_bytes
-from autopar.ir.plan import EACH, Certificate, ModuleRow, Plan
+from autopar.ir.plan import MEMORY_REPAIR, PER_USE, Certificate, ModuleRow, Plan
 
 METHODS = {
-    "fold": "exact elimination",
-    "messages": "message passing and reduced costs",
+    "elimination": "exact elimination of variables",
+    "dual ascent": "dual ascent by message passing, then reduced-cost fixing",
     "ilp": "integer linear program",
-    "multiplier": "memory priced by a multiplier",
+    "multiplier": "Lagrange multiplier on memory",
     "time limit": "stopped by the time limit",
     "interrupted": "stopped by Ctrl-C",
-    "prices": "memory priced, exactly at each price; blocks mixed between two prices",
+    "Lagrangian": "Lagrangian of the memory constraint, exact at each multiplier; layers split between two of them",
+    MEMORY_REPAIR: "plan of minimum memory, repaired by its graph's peak",
     "axis by axis": "one or two axes at a time, bounded axis by axis",
 }
 """What closed a search, in words; a method that is not here is printed as it is."""
@@ -55,7 +56,7 @@ def plan_table(plan: Plan, width: int = 100) -> str:
 
 
 def render(parts: Iterable[RenderableType], width: int) -> str:
-    """Rich renderables as plain text without colours or trailing spaces."""
+    """Rich renderables as plain text without colors or trailing spaces."""
     buffer = io.StringIO()
     console = Console(file=buffer, width=width, color_system=None, force_terminal=False, legacy_windows=False)
     for part in parts:
@@ -173,8 +174,8 @@ def _totals(plan: Plan) -> RenderableType:
         kinds += f", optimizer state of {states} kinds of parameters" if states else ""
         rows.append(("on the host", f"{format_bytes(predicted.host_bytes)} of a device: {kinds}"))
     if plan.recompute:
-        moved = sum(name.startswith("relay ") for name in plan.recompute)
-        apart = sum(name.startswith(EACH) for name in plan.recompute)
+        moved = sum(name.startswith("consumer ") for name in plan.recompute)
+        apart = sum(name.startswith(PER_USE) for name in plan.recompute)
         kinds = f"{len(plan.recompute) - moved - apart} kinds of operators computed, {moved} kinds of values moved"
         kinds += f" ({apart} of them for each user)" if apart else ""
         rows.append(("in the backward", f"{kinds} again instead of kept"))

@@ -74,7 +74,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Repeat:
+class RepeatedLayers:
     """What a program leaves out of a model: it has three of the model's blocks, which are alike.
 
     Every count of the whole model's graph is what three blocks have, and for each further one the difference between
@@ -197,7 +197,7 @@ class Program:
     unused: tuple[str, ...] = ()
     aliases: dict[str, str] = field(default_factory=dict)
     used: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
-    repeat: Repeat | None = None
+    repeat: RepeatedLayers | None = None
     part: Microbatch = WHOLE
     state: State = STATELESS
     withheld: frozenset[int] = frozenset()
@@ -249,7 +249,7 @@ class Program:
         return {n: tuple(producer(a) for a in tensor_arguments(n)) for n in operators(self.graph.graph)}
 
     @cached_property
-    def once(self) -> frozenset[fx.Node]:
+    def per_step(self) -> frozenset[fx.Node]:
         """Nodes that take a sum over the microbatches, or what is made of one: they run once a step."""
         found: set[fx.Node] = set()
         for node in self.graph.graph.nodes:
@@ -258,7 +258,7 @@ class Program:
         return frozenset(found)
 
     @cached_property
-    def alone(self) -> frozenset[fx.Node]:
+    def microbatch_invariant(self) -> frozenset[fx.Node]:
         """What is the same in all microbatches: parameters, buffers, constants, and forward operators on these.
 
         Random operators are not, nor is what the model's own checkpointing decides on. Where there is one microbatch,
@@ -278,7 +278,7 @@ class Program:
 
     def runs(self, node: fx.Node) -> int:
         """How often an operator runs in a step."""
-        return 1 if node in self.once or is_steady(node) else self.part.count
+        return 1 if node in self.per_step or is_hoisted(node) else self.part.count
 
     def moves(self, node: fx.Node) -> int:
         """How often what a node makes is moved in a step; of a sum, what is added up last."""
@@ -468,9 +468,9 @@ def values_of(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
     return (value if isinstance(value, torch.Tensor) else None,)
 
 
-def is_steady(node: fx.Node) -> bool:
+def is_hoisted(node: fx.Node) -> bool:
     """Whether a node of a rewritten graph runs once a step, before the first microbatch, see `autopar.memory.hoist`."""
-    return bool(node.meta.get("steady"))
+    return bool(node.meta.get("hoisted"))
 
 
 def draws(node: fx.Node) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from autopar.ir.program import SHORT, Repeat
+from autopar.ir.program import SHORT, RepeatedLayers
 from autopar.memory.liveness import Moment
 
 _T = TypeVar("_T")
@@ -63,7 +63,7 @@ class Curves:
 
 
 def peak_of_blocks(
-    parts: Sequence[tuple[float, Sequence[Moment], Sequence[Moment]]], repeat: Repeat
+    parts: Sequence[tuple[float, Sequence[Moment], Sequence[Moment]]], repeat: RepeatedLayers
 ) -> dict[str, float]:
     """Bytes by category at the moment when one device holds the most; where blocks differ, about and rather too many.
 
@@ -78,7 +78,7 @@ def peak_of_blocks(
     return max(every, key=_total)
 
 
-def _deep(part: int, curves: Sequence[tuple[float, Curves]], repeat: Repeat) -> list[dict[str, float]]:
+def _deep(part: int, curves: Sequence[tuple[float, Curves]], repeat: RepeatedLayers) -> list[dict[str, float]]:
     """What the moments of a part hold in the deep model, the further blocks of it all behind, or all in front."""
     own, found = curves[part][1], []
     names, places = _names(own.moments), [(_number(m, repeat.path), m.backward) for m in own.moments]

@@ -18,34 +18,34 @@ from autopar.ir.program import Program, Value
 
 
 @dataclass(frozen=True)
-class Steady:
+class Hoisted:
     """What runs once a step, before the first microbatch.
 
     Attributes:
         nodes: operators.
-        relays: values that are moved for all their users.
+        consumer_layouts: values that are moved for all their users.
     """
 
     nodes: frozenset[fx.Node] = frozenset()
-    relays: frozenset[Value] = frozenset()
+    consumer_layouts: frozenset[Value] = frozenset()
 
 
-NEVER = Steady()
+NEVER = Hoisted()
 
 
 def steady(
-    program: Program, relayed: Collection[Value], operators: Collection[fx.Node], relays: Collection[Value]
-) -> Steady:
+    program: Program, relayed: Collection[Value], operators: Collection[fx.Node], consumer_layouts: Collection[Value]
+) -> Hoisted:
     """What is not made again, and what that is made from.
 
     Args:
         program: of one microbatch, nothing in it repeated yet.
         relayed: values that the forward pass brings to one layout for all their users.
         operators: forward operators whose results are not kept.
-        relays: of the values that are relayed, those whose moved form is not kept.
+        consumer_layouts: of the values that are relayed, those whose moved form is not kept.
     """
-    moved = {value for value in relayed if value[0] in program.alone and value not in relays}
-    waiting = [n for n in program.sources if n in program.alone and n not in operators]
+    moved = {value for value in relayed if value[0] in program.microbatch_invariant and value not in consumer_layouts}
+    waiting = [n for n in program.sources if n in program.microbatch_invariant and n not in operators]
     waiting += [node for node, _ in moved]
     nodes: set[fx.Node] = set()
     while waiting:
@@ -56,4 +56,4 @@ def steady(
         for source in program.sources[node]:
             waiting.append(source[0])
             moved.update({source} if source in relayed else ())
-    return Steady(frozenset(nodes), frozenset(moved))
+    return Hoisted(frozenset(nodes), frozenset(moved))

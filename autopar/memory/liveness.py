@@ -18,8 +18,8 @@ from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.ops.collectives import Collective, c10d
 from autopar.ir.ops.host import to_device, to_host
 from autopar.ir.plan import Plan
-from autopar.ir.program import GRADIENTS, Program, is_steady, tensor_arguments, values_of
-from autopar.memory.peak_snapshot import Crowd, Tensor
+from autopar.ir.program import GRADIENTS, Program, is_hoisted, tensor_arguments, values_of
+from autopar.memory.peak_snapshot import LiveTensor, PeakSnapshot
 from autopar.rules.shapes.local_shapes import propagate
 
 aten = torch.ops.aten
@@ -112,7 +112,7 @@ class _Liveness:
                 for value in values_of(argument):
                     if value is not None:
                         last[self._storage(value)] = node
-                        shared.update({self._storage(value)} if is_steady(argument) and not is_steady(node) else ())
+                        shared.update({self._storage(value)} if is_hoisted(argument) and not is_hoisted(node) else ())
         for storage, (node, value) in first.items():
             held = kept.get(storage)
             if held in KINDS.values() or node.target is to_host:
@@ -256,7 +256,7 @@ def peak_memory(program: Program, plan: Plan) -> dict[str, float]:
     return dict(max(moments(program, plan), key=lambda m: m.total).held)
 
 
-def crowd(program: Program, plan: Plan) -> Crowd:
+def peak_snapshot(program: Program, plan: Plan) -> PeakSnapshot:
     """The moment when one device holds the most, of a rewritten program."""
     there: dict[fx.Node, float] = defaultdict(float)
     totals: list[float] = []
@@ -272,10 +272,10 @@ def crowd(program: Program, plan: Plan) -> Crowd:
     if sum(step.values()) > most[0]:
         most = sum(step.values()), step, {}
     tensors = tuple(_tensor(node, size) for node, size in most[2].items())
-    return Crowd(most[1], tensors, tuple(sorted([*totals, sum(step.values())], reverse=True)))
+    return PeakSnapshot(most[1], tensors, tuple(sorted([*totals, sum(step.values())], reverse=True)))
 
 
-def _tensor(node: fx.Node, size: float) -> Tensor:
+def _tensor(node: fx.Node, size: float) -> LiveTensor:
     if node.meta.get("moves"):
-        return Tensor(node.meta["moves"], size, is_backward(node), moved=True)
-    return Tensor(node.meta.get("original", node.name), size, "original" in node.meta)
+        return LiveTensor(node.meta["moves"], size, is_backward(node), moved=True)
+    return LiveTensor(node.meta.get("original", node.name), size, "original" in node.meta)

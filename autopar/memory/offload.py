@@ -9,11 +9,11 @@ from torch import fx
 
 from autopar.ir.graph import is_backward
 from autopar.ir.program import Program, Value
-from autopar.memory.recompute import Again
+from autopar.memory.recompute import Recompute
 
 
 @dataclass(frozen=True)
-class Away:
+class Offload:
     """What goes to the host as it is made, and comes back for the backward pass or the optimizer's step.
 
     Attributes:
@@ -27,26 +27,30 @@ class Away:
     states: frozenset[str] = frozenset()
 
 
-HERE = Away()
+HERE = Offload()
 
 
 def away(
-    program: Program, operators: Collection[fx.Node], relays: Collection[Value], again: Again, moves: Collection[Value]
-) -> Away:
+    program: Program,
+    operators: Collection[fx.Node],
+    consumer_layouts: Collection[Value],
+    again: Recompute,
+    moves: Collection[Value],
+) -> Offload:
     """What goes to the host, of all that may: only what the backward pass takes, and does not make again.
 
     Args:
         program: the program, nothing in it repeated yet.
         operators: forward operators whose results may lie there.
-        relays: values that may, in the form in which all their users get them.
+        consumer_layouts: values that may, in the form in which all their users get them.
         again: what the backward pass makes or moves again.
         moves: values for which that form is another than the one in which they are made, and of the forward pass.
     """
-    if not operators and not relays:
+    if not operators and not consumer_layouts:
         return HERE
     late = {n for n in program.sources if is_backward(n)} | again.nodes
     taken = {value for node in late for value in program.sources[node]}
     held = {value for value in moves if value not in again.values}  # the moved form is kept
-    sent = {value for value in relays if value in taken and value not in again.values}
+    sent = {value for value in consumer_layouts if value in taken and value not in again.values}
     made = {v for v in taken - held if v[0] in operators and v[0] not in again.nodes}
-    return Away(frozenset(made | (sent - held)), frozenset(sent & held))
+    return Offload(frozenset(made | (sent - held)), frozenset(sent & held))

@@ -1,4 +1,4 @@
-"""`Crowd`: the moment when a device holds the most, tensor by tensor."""
+"""`PeakSnapshot`: the moment when a device holds the most, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Tensor:
+class LiveTensor:
     """Memory that an operator's results take.
 
     Attributes:
@@ -24,7 +24,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Crowd:
+class PeakSnapshot:
     """The moment when most is held.
 
     Attributes:
@@ -34,5 +34,5 @@ class Crowd:
     """
 
     held: Mapping[str, float]
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[LiveTensor, ...]
     totals: tuple[float, ...]

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from autopar.ir.graph import is_backward
-from autopar.ir.plan import EACH, EVERY, Plan
+from autopar.ir.plan import EVERY, PER_USE, Plan
 from autopar.ir.program import Program, Value, producer
 
 Ranges = Mapping[str, tuple[tuple[int, int], ...]]
@@ -21,7 +21,7 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
-class Again:
+class Recompute:
     """What the backward pass makes again instead of taking what the forward pass has kept.
 
     Attributes:
@@ -41,30 +41,30 @@ class Again:
         return self.apart.get((node, 0), 1) if node in self.nodes else 0
 
 
-NOTHING = Again()
+NOTHING = Recompute()
 
 
 def again(
     program: Program,
     relayed: Collection[Value],
     operators: Collection[fx.Node],
-    relays: Collection[Value],
+    consumer_layouts: Collection[Value],
     each: Collection[Value] = (),
     is_view: Callable[[fx.Node], bool] = lambda node: False,
-) -> Again:
+) -> Recompute:
     """What runs again, of all that may: only what the backward pass needs does.
 
     Args:
         program: the program, nothing in it repeated yet.
         relayed: values that are brought to one layout for all their users.
         operators: forward operators whose results are not kept.
-        relays: of the values that are relayed, those whose moved form is not kept.
+        consumer_layouts: of the values that are relayed, those whose moved form is not kept.
         each: of these, those that each operator of the backward pass moves for itself, where they need not be made.
         is_view: whether an operator only shows what it takes.
     """
-    if not operators and not relays:
-        return Again()
-    kept = set(relayed) - set(relays)
+    if not operators and not consumer_layouts:
+        return Recompute()
+    kept = set(relayed) - set(consumer_layouts)
     nodes: set[fx.Node] = set()
     seen: dict[Value, bool] = {}
     waiting = _taken_by_backward(program)
@@ -73,7 +73,7 @@ def again(
         node = value[0]
         if value in seen or is_backward(node):
             continue
-        seen[value] = value not in kept and (value in relays or node in operators)
+        seen[value] = value not in kept and (value in consumer_layouts or node in operators)
         if seen[value] and node in operators and node not in nodes:
             nodes.add(node)
             waiting += program.sources[node]
@@ -81,12 +81,12 @@ def again(
     saved = [value for value, repeated in seen.items() if not repeated or value[0] not in nodes]
     finals = [producer(v) for v in program.output_values[: program.forward_outputs] if v is not None]
     early = _computed_from(program, [*saved, *finals])
-    found = Again(frozenset(nodes), frozenset(nodes - early), made_again)
+    found = Recompute(frozenset(nodes), frozenset(nodes - early), made_again)
     return replace(found, apart=_apart(program, found, each, is_view)) if each else found
 
 
 def _apart(
-    program: Program, again: Again, each: Collection[Value], is_view: Callable[[fx.Node], bool]
+    program: Program, again: Recompute, each: Collection[Value], is_view: Callable[[fx.Node], bool]
 ) -> dict[Value, int]:
     """Values that each operator moves for itself and what is shown of them, with how many operators do."""
     apart = {value for value in each if value in again.values and value[0] not in again.nodes}
@@ -176,8 +176,8 @@ def weighted(parts: Sequence[tuple[float, Any]]) -> Any:
 
 def class_of(name: str) -> str:
     """The class that an entry of a plan's recomputation speaks of: a relay's has the number of an output behind it."""
-    name = name.removeprefix(EACH)
-    return name.removeprefix("relay ").rpartition(" ")[0] if name.startswith("relay ") else name
+    name = name.removeprefix(PER_USE)
+    return name.removeprefix("consumer ").rpartition(" ")[0] if name.startswith("consumer ") else name
 
 
 def ranges(members: Collection[int], count: int) -> tuple[tuple[int, int], ...]:

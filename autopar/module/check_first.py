@@ -16,9 +16,9 @@ from autopar.costs.memory import format_bytes
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, values_of
 from autopar.runtime.dtensor import Placements
-from autopar.runtime.mesh import Place
-from autopar.runtime.state.parameters import Types, gathered
-from autopar.specialize import Request, Settings, Specialisation, data_layout, data_parts, plan_again
+from autopar.runtime.mesh import MeshContext
+from autopar.runtime.state.parameters import BoundaryLayouts, gathered
+from autopar.specialize import Request, Settings, Specialization, data_layout, data_parts, plan_again
 
 logger = logging.getLogger("autopar")
 
@@ -46,14 +46,14 @@ class Room:
 
 def check_first(
     model: nn.Module,
-    found: Specialisation,
+    found: Specialization,
     request: Request,
     batch: Sequence[torch.Tensor],
     settings: Settings,
-    types: Types,
+    types: BoundaryLayouts,
     placements: Mapping[str, Placements],
 ) -> None:
-    """Compare a specialisation with the eager model; every rank calls it.
+    """Compare a specialization with the eager model; every rank calls it.
 
     Where memory does not suffice for the whole batch, fewer rows are taken, planned under the same parameter layouts;
     where the model itself does not fit, nothing is compared. The log says so.
@@ -92,14 +92,14 @@ def check_first(
     _say(place, logging.INFO, "%s", place.decide(check, "the check of the plan, which rank 0 makes"))
 
 
-def _say(place: Place, level: int, text: str, *arguments: Any) -> None:
+def _say(place: MeshContext, level: int, text: str, *arguments: Any) -> None:
     if place.rank == 0:
         logger.log(level, text, *arguments)
 
 
 def _on_fewer(
     model: nn.Module,
-    found: Specialisation,
+    found: Specialization,
     request: Request,
     batch: Sequence[torch.Tensor],
     rows: int,
@@ -141,7 +141,7 @@ def _plain(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None
             table[name] = old
 
 
-def room_for(found: Specialisation, device: torch.device) -> Room:
+def room_for(found: Specialization, device: torch.device) -> Room:
     """On how many rows of the batch a check fits into memory."""
     free = SHARE * free_bytes(device)
     _, rows = data_layout(found.program, found.plan)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from autopar.capture.state.slots import Slots
 from autopar.errors import AutoparError
 from autopar.runtime.dtensor import full_tensor, on_all_stages
-from autopar.runtime.step.no_sync import Postponed
+from autopar.runtime.step.no_sync import DeferredReduction
 
 if TYPE_CHECKING:
     from autopar.module.parallel_module import ParallelModule
@@ -34,7 +34,7 @@ def deep_copy(module: ParallelModule, memo: dict[int, Any]) -> ParallelModule:
         memo[id(shared)] = shared
     new = memo[id(module)] = object.__new__(type(module))
     memo[id(old.cache)] = old.cache.copy()
-    memo[id(old.postponed)] = Postponed(new.named_parameters)  # no gradient of the copy waits
+    memo[id(old.deferred)] = DeferredReduction(new.named_parameters)  # no gradient of the copy waits
     memo[id(old.away)] = memo[id(old.slots)] = None
     new.__dict__.update(copy.deepcopy(module.__dict__, memo))
     new._autopar.slots = Slots(new._autopar.original)

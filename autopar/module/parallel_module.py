@@ -16,12 +16,12 @@ from autopar.capture.state.slots import OWN as TORCHS
 from autopar.ir.plan import Plan
 from autopar.module.copies import RESIZING, SAVING, deep_copy, on_a_mesh, refuse_pickling, shallow_copy
 from autopar.module.session import Session
-from autopar.runtime.mesh import Place
+from autopar.runtime.mesh import MeshContext
 from autopar.runtime.state.materialize import Init
 from autopar.runtime.state.parameters import gathered
 from autopar.runtime.state.state_dict import load_full, prepare_load, savable
 from autopar.runtime.state.storage import load_into
-from autopar.runtime.step.step import deliver, reduce_postponed
+from autopar.runtime.step.step import deliver, reduce_deferred
 from autopar.specialize import Settings
 
 _OWN = ("_autopar", "_state_dict_hooks", "_load_state_dict_pre_hooks")
@@ -37,7 +37,7 @@ class ParallelModule(nn.Module):
 
     _autopar: Session
 
-    def __init__(self, model: nn.Module, place: Place, settings: Settings, init: Init | None) -> None:
+    def __init__(self, model: nn.Module, place: MeshContext, settings: Settings, init: Init | None) -> None:
         """Torch's tables, hooks included, are the original's own; so is every attribute but those of ``_OWN``."""
         self.__dict__.update({name: table for name, table in vars(model).items() if name in TORCHS})
         for name in ("_state_dict_hooks", "_load_state_dict_pre_hooks"):
@@ -84,7 +84,7 @@ class ParallelModule(nn.Module):
 
     @property
     def training(self) -> bool:
-        """The original's mode; the next call specialises for it if it has not yet."""
+        """The original's mode; the next call specializes for it if it has not yet."""
         found: bool = self._autopar.original.training
         return found
 
@@ -102,25 +102,25 @@ class ParallelModule(nn.Module):
         """What the original returns: scalars plain, other tensors as DTensors."""
         return self._autopar.call(args, kwargs)
 
-    def specialise(self, batch: Any) -> None:
+    def specialize(self, batch: Any) -> None:
         """Decide layouts and build the graphs for a global batch (real, fake or meta tensors) before the first call."""
-        self._autopar.specialise(batch)
+        self._autopar.specialize(batch)
 
     @property
     def plan(self) -> Plan:
-        """The plan of the parameters' layouts: that of the first specialisation."""
+        """The plan of the parameters' layouts: that of the first specialization."""
         return self._autopar.plan
 
     @property
     def logical_graph(self) -> fx.GraphModule:
-        """The latest specialisation's graph on global tensors, with layouts."""
+        """The latest specialization's graph on global tensors, with layouts."""
         session = self._autopar
         found = session.known(session.latest)
         return session.settings.toolchain.annotate(found.program, found.plan).graph
 
     @property
     def forward_graph(self) -> fx.GraphModule:
-        """The latest specialisation's forward graph on this rank's tensors."""
+        """The latest specialization's forward graph on this rank's tensors."""
         return self._autopar.known(self._autopar.latest).step.cut.forward
 
     @property
@@ -129,7 +129,7 @@ class ParallelModule(nn.Module):
         return self._autopar.known(self._autopar.latest).step.cut.backward
 
     @property
-    def steady_graph(self) -> fx.GraphModule | None:
+    def hoisted_graph(self) -> fx.GraphModule | None:
         """What runs before its first microbatch, for all of them; None if nothing does."""
         return self._autopar.known(self._autopar.latest).step.cut.steady
 
@@ -163,7 +163,7 @@ class ParallelModule(nn.Module):
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Plain gradients by original name, of parameters that have one; a collective call."""
         session = self._autopar
-        session.postponed.refuse(self.parameters(), "full_gradients()")
+        session.deferred.refuse(self.parameters(), "full_gradients()")
         found = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
         with session.together("full_gradients()"):
             return gathered(found, session.types(), session.place)
@@ -180,21 +180,21 @@ class ParallelModule(nn.Module):
 
         Until then ``.grad`` lacks them, and an optimizer's step is an error. ``zero_grad`` drops them.
         """
-        postponed = self._autopar.postponed
-        before, postponed.active = postponed.active, True
+        deferred = self._autopar.deferred
+        before, deferred.active = deferred.active, True
         try:
             yield
         finally:
-            postponed.active = before
+            deferred.active = before
 
     def reduce_gradients(self) -> None:
         """Reduce gradients that wait since `no_sync`, where no backward pass outside follows; a collective call."""
         session = self._autopar
         with session.together("reduce_gradients()"):
-            deliver(reduce_postponed(session.postponed), session.postponed, session.place)
+            deliver(reduce_deferred(session.deferred), session.deferred, session.place)
 
 
-def parallel_module(model: nn.Module, place: Place, settings: Settings, init: Init | None) -> ParallelModule:
+def parallel_module(model: nn.Module, place: MeshContext, settings: Settings, init: Init | None) -> ParallelModule:
     """The module that runs a model on a mesh: of a class of its own, which is a subclass of the model's.
 
     So the model's methods and properties, special ones included, are those of the result: what they do to ``self`` is

@@ -27,8 +27,8 @@ from autopar.module.check_first import check_first
 from autopar.module.specialization_cache import Kept
 from autopar.runtime.agreement.points import FAILURES, NO_SYNC, WAITING, Details, described
 from autopar.runtime.dtensor import Placements, from_local, full_tensor, part_of, plain_type, to_local, to_placements
-from autopar.runtime.mesh import Place
-from autopar.runtime.state.materialize import Init, materialise, uninitialised
+from autopar.runtime.mesh import MeshContext
+from autopar.runtime.state.materialize import Init, materialize, uninitialized
 from autopar.runtime.state.optimizer_layouts import lay_out_states_of
 from autopar.runtime.state.optimizer_offload import OffloadedStates
 from autopar.runtime.state.optimizer_offload import offload_states as offload
@@ -36,17 +36,17 @@ from autopar.runtime.state.parameters import checksum, contents, slice_replicate
 from autopar.runtime.state.storage import refuse_strangers
 from autopar.runtime.step.input_gradients import origins, requiring_gradients
 from autopar.runtime.step.microbatch_step import MicrobatchStep
-from autopar.runtime.step.no_sync import Postponed
+from autopar.runtime.step.no_sync import DeferredReduction
 from autopar.runtime.step.step import Call, run
 from autopar.search.pipeline.space import along_with, without_pipeline
 from autopar.specialize import (
     Request,
     Settings,
-    Specialisation,
+    Specialization,
     compare_contents,
     data_layout,
     data_parts,
-    specialise,
+    specialize,
 )
 
 MANY = 4
@@ -64,12 +64,12 @@ class Session:
         settings: what the user asked for.
         init: of parameters on the meta device.
         slots: the Python state of the model.
-        cache: specialisations.
+        cache: specializations.
         unseen: keys of those whose batches have not been compared.
         checked: modes that have been verified.
-        first: the specialisation that decided how parameters lie.
+        first: the specialization that decided how parameters lie.
         latest: the one that ran last.
-        postponed: gradients that wait since `no_sync`.
+        deferred: gradients that wait since `no_sync`.
         drawn: how many calls drew random numbers.
         number: among the parallel modules of the mesh.
         described: the key of the latest call, in words.
@@ -77,15 +77,15 @@ class Session:
         family: this and its copies.
     """
 
-    def __init__(self, model: nn.Module, place: Place, settings: Settings, init: Init | None) -> None:
+    def __init__(self, model: nn.Module, place: MeshContext, settings: Settings, init: Init | None) -> None:
         self.original, self.place, self.settings, self.init = model, place, settings, init
         self.slots = Slots(model)
         self.cache = Kept()
         self.unseen: set[Any] = set()
         self.checked: set[Any] = set()
-        self.first: Specialisation | None = None
-        self.latest: Specialisation | None = None
-        self.postponed = Postponed(model.named_parameters)
+        self.first: Specialization | None = None
+        self.latest: Specialization | None = None
+        self.deferred = DeferredReduction(model.named_parameters)
         self.drawn, self.number = 0, 0
         if place.control is not None:
             self.number = len(place.control.calls)
@@ -100,7 +100,7 @@ class Session:
         refuse_strangers(self.original, self.place, self.types().get)
         request = self._request(tensors, skeleton)
         name = self.agreed("forward", request)
-        found = self._specialised(request)
+        found = self._specialized(request)
         self._compare_contents(request, tensors)
         self._check(found, request, tensors)
         step = found.step
@@ -115,13 +115,13 @@ class Session:
             if isinstance(step, MicrobatchStep):
                 batch += step.before([self._gatherable(t, request, i) for i, t in enumerate(tensors)], buffers)
         given = origins(tensors, request.differentiable, self.settings.inputs)
-        call = Call(step, buffers, [t.to(self.place.device) for t in batch], self.postponed, name, given)
+        call = Call(step, buffers, [t.to(self.place.device) for t in batch], self.deferred, name, given)
         with self._random_numbers(found):
             results = run(call, [named[n] for n in step.parameters], [tensors[int(o.name)] for o in given])
         self._write_state(found, results, {n: b for n, b in buffers.items() if b is not before[n]})
         return pytree.unflatten(found.program.skeleton, results, skeleton.numbers)
 
-    def _write_state(self, found: Specialisation, results: list[Any], assigned: dict[str, torch.Tensor]) -> None:
+    def _write_state(self, found: Specialization, results: list[Any], assigned: dict[str, torch.Tensor]) -> None:
         """Do to the original what its forward did to it while it was traced."""
         state = found.program.state
         for name, value in assigned.items():
@@ -133,17 +133,17 @@ class Session:
         apply(self.original, state.writes, whole)
         replay(self.original, state.observed, whole)
 
-    def specialise(self, batch: Any) -> None:
+    def specialize(self, batch: Any) -> None:
         """Decide layouts and build the graphs for a global batch (real, fake or meta tensors) before the first call."""
         tensors, skeleton = binding.flatten(self.original, batch)
         shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
         request = Request(skeleton, shapes, {}, differentiable=requiring_gradients(tensors))
-        self.agreed("specialise()", request)
-        self._check(self._specialised(request), request, tensors)
+        self.agreed("specialize()", request)
+        self._check(self._specialized(request), request, tensors)
 
     @property
     def plan(self) -> Plan:
-        """The plan of the parameters' layouts: that of the first specialisation."""
+        """The plan of the parameters' layouts: that of the first specialization."""
         if self.first is None and self.settings.plan is not None:
             return self.settings.plan
         return self.known(self.first).plan
@@ -175,7 +175,7 @@ class Session:
         key = self._key(request)
         if key not in self.described:
             self.described = {key: described(key)}  # of one kind at a time: texts are long
-        window = ((NO_SYNC, str(self.postponed.active)), (WAITING, self.postponed.described()))
+        window = ((NO_SYNC, str(self.deferred.active)), (WAITING, self.deferred.described()))
         known = ("what it is captured for", self.cache.which(key, request.skeleton.numbers, self.slots))
         self.place.meet(f"{what} of {name}", (*self.described[key], known, *window, (FAILURES, control.failures())))
         return name
@@ -190,11 +190,11 @@ class Session:
         """A collective call that all ranks make."""
         control = self.place.control
         what = what if control is None else f"{what} behind call {control.calls[self.number]} of {self.name}"
-        self.place.meet(what, ((WAITING, self.postponed.described()),))
+        self.place.meet(what, ((WAITING, self.deferred.described()),))
         with self.place.during(what):
             yield
 
-    def _random_numbers(self, found: Specialisation) -> AbstractContextManager[None]:
+    def _random_numbers(self, found: Specialization) -> AbstractContextManager[None]:
         """New random numbers for one call, the same on every rank that computes the same."""
         if found.seed is None:
             return contextlib.nullcontext()
@@ -231,7 +231,7 @@ class Session:
             return True
         return any(p == Split(0, 0) for p in layouts[str(index)])
 
-    def _specialised(self, request: Request) -> Specialisation:
+    def _specialized(self, request: Request) -> Specialization:
         key = self._key(request)
         known = self.cache.find(key, request.skeleton.numbers, self.slots)
         if known is not None:
@@ -250,7 +250,7 @@ class Session:
             search = replace(search, pins={**search.pins, **along_with(self.first.plan)})
             settings = replace(settings, search=search)
         states = {c: self.slots.signature(c) for c in (False, True)}
-        found = specialise(
+        found = specialize(
             self.original, request, settings, self.place,
             placements=placements, weights=weights, known=others,
         )  # fmt: skip
@@ -273,13 +273,13 @@ class Session:
             compare_contents(contents(plain), part, self.place)
             self.unseen.remove(key)
 
-    def _check(self, found: Specialisation, request: Request, tensors: list[torch.Tensor]) -> None:
+    def _check(self, found: Specialization, request: Request, tensors: list[torch.Tensor]) -> None:
         """With ``check=True``, before the first step of a mode: the plan must compute what the model does."""
         grads = torch.is_grad_enabled(), request.differentiable
         mode = (tuple(m.training for m in self.original.modules()), grads, repr(request.skeleton))
         if self.settings.require_equal is None or mode in self.checked:
             return
-        if uninitialised(self.original) or any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
+        if uninitialized(self.original) or any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
             return  # an example without values: the first call checks
         self.checked.add(mode)
         given = [
@@ -303,8 +303,8 @@ class Session:
             n: tuple(p.placements) if isinstance(p, DTensor) else plain for n, p in self.original.named_parameters()
         }
 
-    def decide(self, found: Specialisation) -> None:
-        """Let the layouts of the parameters be those of a specialisation, if they are not decided yet."""
+    def decide(self, found: Specialization) -> None:
+        """Let the layouts of the parameters be those of a specialization, if they are not decided yet."""
         if self.first is not None:
             return
         self.place, self.first = found.place, found
@@ -312,7 +312,7 @@ class Session:
         for name, parameter in named.items():  # of which each rank keeps its part
             if not to_local(parameter).is_meta and name in types:
                 slice_replicated(parameter, *types[name], self.place)
-        materialise(self.original, self.init, types, found.program.aliases, self.place)
+        materialize(self.original, self.init, types, found.program.aliases, self.place)
         self.offload_states()
         if self.place.mesh is not None:
             lay_out_states_of(named.values())
@@ -329,7 +329,7 @@ class Session:
 
     def require_values(self) -> None:
         """Refuse what needs values while some parameter is on the meta device."""
-        missing = uninitialised(self.original)
+        missing = uninitialized(self.original)
         if missing:
             raise AutoparError(f"{missing[0]!r} is on the meta device and has no values; pass init= to parallelize()")
 
@@ -341,8 +341,8 @@ class Session:
             return max(found, key=lambda v: data_parts(v, self.place.sizes), default=whole)
         return data_layout(self.first.program, self.first.plan)[0]
 
-    def known(self, found: Specialisation | None) -> Specialisation:
-        """A specialisation that must be there by now."""
+    def known(self, found: Specialization | None) -> Specialization:
+        """A specialization that must be there by now."""
         if found is None:
             raise PlanError(
                 "there is no plan yet: call the model once, or pass batch= (an example of the global batch) or plan= "

@@ -1,4 +1,4 @@
-"""`Kept`: the specialisations that were used last."""
+"""`Kept`: the specializations that were used last."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.capture.state.slots import Signature, Slots, differences
-from autopar.specialize import Specialisation
+from autopar.specialize import Specialization
 
 CACHED = 16
 """How many are kept."""
@@ -16,10 +16,10 @@ CACHED = 16
 
 @dataclass
 class _Entry:
-    """A specialisation, and the call and the state of the model that it is for."""
+    """A specialization, and the call and the state of the model that it is for."""
 
     key: Any
-    found: Specialisation
+    found: Specialization
     state: Signature
 
     def changes(self, slots: Slots) -> list[str]:
@@ -33,7 +33,7 @@ class _Entry:
 
 
 class Kept:
-    """Specialisations by what a call looks like.
+    """Specializations by what a call looks like.
 
     Several where floats of calls or the Python state of the model need graphs of their own.
     """
@@ -47,13 +47,13 @@ class Kept:
         return len(self._entries)
 
     def copy(self) -> Kept:
-        """The same specialisations, for a copy of the model."""
+        """The same specializations, for a copy of the model."""
         new = Kept(self.limit)
         new._made = self._made
         new._entries.update({n: replace(entry) for n, entry in self._entries.items()})
         return new
 
-    def find(self, key: Any, numbers: Sequence[float], slots: Slots) -> Specialisation | None:
+    def find(self, key: Any, numbers: Sequence[float], slots: Slots) -> Specialization | None:
         """That of a call, which is then the one used last."""
         for number, entry in reversed(self._entries.items()):
             guards = entry.found.program.guards
@@ -69,7 +69,7 @@ class Kept:
         changed = self.changed(key, slots)
         return f"new, since {', '.join(changed[:3])} changed" if changed else "new"
 
-    def of(self, key: Any) -> list[Specialisation]:
+    def of(self, key: Any) -> list[Specialization]:
         """All that are for calls that look alike."""
         return [entry.found for entry in self._entries.values() if entry.key == key]
 
@@ -77,7 +77,7 @@ class Kept:
         """What of the state of the model has changed since the last call that looked alike; empty: there was none."""
         return next((e.changes(slots) for e in reversed(self._entries.values()) if e.key == key), [])
 
-    def add(self, key: Any, found: Specialisation, state: Signature) -> None:
+    def add(self, key: Any, found: Specialization, state: Signature) -> None:
         """Keep it; the one that was not used for longest goes if there are too many."""
         self._made += 1
         self._entries[self._made] = _Entry(key, found, state)

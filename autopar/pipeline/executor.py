@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from autopar.ir.ops.accumulate import Totals
+from autopar.ir.ops.accumulate import GradientAccumulator
 from autopar.pipeline.schedules import Order
-from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, INPUT, WEIGHT, Cutting, Piece, Transfer
+from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, INPUT, WEIGHT, StageGraph, StageGraphs, Transfer
 
-Run = Callable[[Piece, int, list[Any]], list[Any]]
+Run = Callable[[StageGraph, int, list[Any]], list[Any]]
 """``run(piece, microbatch, values)``: what the piece gives; -1 stands for the step as a whole."""
 
 Source = Callable[[str, int], Any]
@@ -39,7 +39,9 @@ class StageRun:
             graph each.
     """
 
-    def __init__(self, cutting: Cutting, stage: int, rows: Iterable[str], run: Run, source: Source, join: Join) -> None:
+    def __init__(
+        self, cutting: StageGraphs, stage: int, rows: Iterable[str], run: Run, source: Source, join: Join
+    ) -> None:
         """No microbatch has been here."""
         self.cutting, self.stage = cutting, stage
         self.values: dict[str, Any] = {}
@@ -48,7 +50,7 @@ class StageRun:
         self._run, self._source, self._join = run, source, join
         self._saved: dict[int, dict[str, Any]] = {}
         self._sent: dict[str, dict[int, list[Any]]] = {FORWARD: {}, BACKWARD: {}}
-        self._totals = {kind: Totals() for kind in (FORWARD, BACKWARD, INPUT, WEIGHT)}
+        self._totals = {kind: GradientAccumulator() for kind in (FORWARD, BACKWARD, INPUT, WEIGHT)}
 
     def forward(self, microbatch: int, received: Sequence[Any]) -> None:
         """Run a microbatch forward on what the stage before has sent."""
@@ -114,7 +116,7 @@ class StageRun:
         """A parameter that the stage holds, by the name of its placeholder."""
         return self._source(name, ONCE)
 
-    def _piece(self, kind: str) -> Piece:
+    def _piece(self, kind: str) -> StageGraph:
         return self.cutting.piece(self.stage, kind)
 
     def _compute(self, kind: str, microbatch: int) -> None:
@@ -128,7 +130,7 @@ class StageRun:
                 self.values[name] = value
             held[name] = value
 
-    def _arguments(self, piece: Piece, microbatch: int, held: Mapping[str, Any]) -> list[Any]:
+    def _arguments(self, piece: StageGraph, microbatch: int, held: Mapping[str, Any]) -> list[Any]:
         found = []
         for name in piece.takes:
             known = next((place for place in (held, self.values) if name in place), None)
@@ -136,7 +138,7 @@ class StageRun:
         return found
 
 
-def begin(cutting: Cutting, runs: Mapping[int, StageRun], order: Order, exchange: Exchange) -> None:
+def begin(cutting: StageGraphs, runs: Mapping[int, StageRun], order: Order, exchange: Exchange) -> None:
     """Tell stages what is to come, and give them the parameters of others that they compute with."""
     for action in (a for row in order for a in row):
         if action.stage in runs and action.kind == INPUT:
@@ -151,7 +153,7 @@ def begin(cutting: Cutting, runs: Mapping[int, StageRun], order: Order, exchange
         run.prepare()
 
 
-def end(cutting: Cutting, runs: Mapping[int, StageRun], exchange: Exchange) -> None:
+def end(cutting: StageGraphs, runs: Mapping[int, StageRun], exchange: Exchange) -> None:
     """Run what comes once, when all microbatches are through."""
     for level in range(cutting.rounds):
         exchange(cutting.transfers(level), runs)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from torch import fx
 
 from autopar.ir.graph import module_path
-from autopar.ir.program import Program, is_steady
+from autopar.ir.program import Program, is_hoisted
 
 
 def forward_nodes(program: Program) -> set[fx.Node]:
@@ -92,7 +92,7 @@ def _in_order(program: Program, forward: set[fx.Node]) -> Iterator[fx.Node]:
     for node in program.graph.graph.nodes:
         if node.op != "call_function" or node not in forward:
             continue
-        if is_steady(node) or (node.all_input_nodes and apart.issuperset(node.all_input_nodes)):
+        if is_hoisted(node) or (node.all_input_nodes and apart.issuperset(node.all_input_nodes)):
             apart.add(node)
         else:
             yield node

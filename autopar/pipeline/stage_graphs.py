@@ -1,6 +1,6 @@
 """The pieces of a stage: graphs that run for a microbatch, forward and backward, and graphs that run once a step.
 
-What one stage computes and another takes is passed from neighbour to neighbour. What is computed of the batch alone
+What one stage computes and another takes is passed from neighbor to neighbor. What is computed of the batch alone
 (masks) or of parameters alone (views, casts, gathers) is computed in every stage that takes it; what the plan keeps of
 the latter, once a step.
 """
@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from autopar._torch_compat import BoxedCodeGen
 from autopar.ir.ops.accumulate import accumulate
-from autopar.ir.program import Output, Program, is_steady
+from autopar.ir.program import Output, Program, is_hoisted
 from autopar.pipeline.forward_order import forward_nodes
 
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
@@ -24,7 +24,7 @@ FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
 
 
 @dataclass(frozen=True)
-class Piece:
+class StageGraph:
     """A part of a program that takes and returns values by name.
 
     Attributes:
@@ -65,7 +65,7 @@ class Transfer:
     target: int
 
 
-class Cutting:
+class StageGraphs:
     """A program with stages (`autopar.passes.pipeline.assign_stages`) in pieces.
 
     Attributes:
@@ -78,11 +78,11 @@ class Cutting:
         self.graph = program.graph.graph
         self.order = {n: i for i, n in enumerate(self.graph.nodes)}
         self.inputs = dict(zip(program.placeholders, program.inputs, strict=True))
-        self.forward, self.once = forward_nodes(program), program.once
+        self.forward, self.per_step = forward_nodes(program), program.per_step
         self.free = free_nodes(program)
-        self.steady = {n for n in self.order if n.op == "call_function" and is_steady(n)}
-        self._pieces: dict[tuple[int, str | int], Piece] = {}
-        self._firsts: dict[int, Piece] = {}
+        self.steady = {n for n in self.order if n.op == "call_function" and is_hoisted(n)}
+        self._pieces: dict[tuple[int, str | int], StageGraph] = {}
+        self._firsts: dict[int, StageGraph] = {}
 
     @property
     def described(self) -> list[tuple[Output, fx.Node | None]]:
@@ -109,7 +109,7 @@ class Cutting:
 
     def _kind(self, node: fx.Node) -> str:
         """``F``, ``B`` or ``once``."""
-        return "once" if node in self.once else FORWARD if node in self.forward else BACKWARD
+        return "once" if node in self.per_step else FORWARD if node in self.forward else BACKWARD
 
     def _uses(self, node: fx.Node) -> set[tuple[str, int]]:
         """Kinds and stages of the operators that take a value."""
@@ -121,7 +121,7 @@ class Cutting:
         down: list[list[fx.Node]] = [[] for _ in range(self.stages)]
         up: list[list[fx.Node]] = [[] for _ in range(self.stages)]
         for node in self.order:
-            if node.op != "call_function" or node in self.free or node in self.once:
+            if node.op != "call_function" or node in self.free or node in self.per_step:
                 continue
             here = self.stage(node)
             taken = [s for kind, s in self._uses(node) if kind != "once"]
@@ -132,7 +132,7 @@ class Cutting:
                 up[s].append(node)
         return down, up
 
-    def made(self) -> list[Piece]:
+    def made(self) -> list[StageGraph]:
         """The pieces that have been asked for."""
         return list(self._pieces.values())
 
@@ -161,21 +161,21 @@ class Cutting:
     @cached_property
     def kept(self) -> set[fx.Node]:
         """Values of a microbatch that the step needs at its end: sums, and results of rows."""
-        taken = {a for n in self.once for a in n.all_input_nodes} | {v for v in self.program.output_values if v}
-        return {n for n in taken if n.op == "call_function" and n not in self.once and n not in self.free}
+        taken = {a for n in self.per_step for a in n.all_input_nodes} | {v for v in self.program.output_values if v}
+        return {n for n in taken if n.op == "call_function" and n not in self.per_step and n not in self.free}
 
     @cached_property
     def kept_names(self) -> frozenset[str]:
         """Names of `kept`."""
         return frozenset(n.name for n in self.kept)
 
-    def piece(self, stage: int, kind: str) -> Piece:
+    def piece(self, stage: int, kind: str) -> StageGraph:
         """The graph that a stage runs for a microbatch."""
         if (stage, kind) not in self._pieces:
             self._pieces[stage, kind] = self._cut(stage, kind)
         return self._pieces[stage, kind]
 
-    def first(self, stage: int) -> Piece:
+    def first(self, stage: int) -> StageGraph:
         """What a stage computes before the first microbatch, for all of them."""
         if stage not in self._firsts:
             pieces = [self.piece(stage, FORWARD), self.piece(stage, BACKWARD), self.free_outputs()]
@@ -184,7 +184,7 @@ class Cutting:
             self._firsts[stage] = self._piece(_ancestors(wanted, self.steady), wanted)
         return self._firsts[stage]
 
-    def _cut(self, stage: int, kind: str) -> Piece:
+    def _cut(self, stage: int, kind: str) -> StageGraph:
         if kind == FORWARD:
             nodes = self._own(stage, FORWARD)
             late = self._own(stage, BACKWARD)
@@ -217,12 +217,12 @@ class Cutting:
                     waiting.append(argument)
         return found
 
-    def _piece(self, nodes: set[fx.Node], gives: Iterable[fx.Node]) -> Piece:
+    def _piece(self, nodes: set[fx.Node], gives: Iterable[fx.Node]) -> StageGraph:
         ordered = sorted(nodes, key=self.order.__getitem__)
         taken = sorted({a for n in ordered for a in n.all_input_nodes if a not in nodes}, key=self.order.__getitem__)
         given = sorted(gives, key=self.order.__getitem__)
         names = (tuple(n.name for n in taken), tuple(n.name for n in given))
-        return Piece(tuple(ordered), *names, self.program.graph)
+        return StageGraph(tuple(ordered), *names, self.program.graph)
 
     # What runs once a step, when all microbatches are through.
 
@@ -231,7 +231,7 @@ class Cutting:
         """Of every operator that runs once: how many transfers come before it, one after the other."""
         found: dict[fx.Node, int] = {}
         for node in self.order:
-            if node in self.once and node not in self.free:
+            if node in self.per_step and node not in self.free:
                 before = [(found.get(a, 0), self.stage(a)) for a in node.all_input_nodes if self._moves(a)]
                 found[node] = max((n + (s != self.stage(node)) for n, s in before), default=0)
         return found
@@ -245,18 +245,18 @@ class Cutting:
         """How many pieces a stage runs at the end of a step, with transfers between them."""
         return max(self._levels.values(), default=0) + 1
 
-    def last(self, stage: int, level: int) -> Piece:
+    def last(self, stage: int, level: int) -> StageGraph:
         """What a stage runs at the end of a step, between transfers."""
         if (stage, level) not in self._pieces:
             self._pieces[stage, level] = self._last(stage, level)
         return self._pieces[stage, level]
 
-    def _last(self, stage: int, level: int) -> Piece:
+    def _last(self, stage: int, level: int) -> StageGraph:
         nodes = {n for n, found in self._levels.items() if found == level and self.stage(n) == stage}
         outside = {n for n in nodes if any(u not in nodes for u in n.users)}
         return self._piece(self._with_free(nodes), outside)
 
-    def free_outputs(self) -> Piece:
+    def free_outputs(self) -> StageGraph:
         """What computes those outputs that every stage has by itself."""
         wanted = {v for v in self.program.output_values if v is not None and v.op == "call_function" and v in self.free}
         return self._piece(self._with_free(wanted), wanted)
@@ -332,7 +332,7 @@ def free_nodes(program: Program) -> set[fx.Node]:
         sources[node] = frozenset().union(*(sources[a] for a in node.all_input_nodes))
         heavy = getattr(node.target, "overloadpacket", None) in flop_registry
         apart = all(a in found for a in node.all_input_nodes) and len(sources[node]) < 2
-        if (apart and not heavy and node.target is not accumulate) or is_steady(node):
+        if (apart and not heavy and node.target is not accumulate) or is_hoisted(node):
             found.add(node)
     return found
 

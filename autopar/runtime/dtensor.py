@@ -15,7 +15,7 @@ from autopar._torch_compat import DTensorSpec, StridedShard, TensorMeta
 from autopar.ir import layout as lay
 from autopar.ir.layout import Layout, TensorType
 from autopar.ir.shards import with_padding, without_padding
-from autopar.runtime.mesh import Place
+from autopar.runtime.mesh import MeshContext
 from autopar.runtime.state.stage_tensor import home_of, staged
 
 Placements = tuple[TorchPlacement, ...]
@@ -149,7 +149,7 @@ def block_ranges(
     return tuple(ranges), tuple(rest)
 
 
-def spec_of(place: Place, shape: Sequence[int], dtype: torch.dtype, placements: Placements) -> DTensorSpec:
+def spec_of(place: MeshContext, shape: Sequence[int], dtype: torch.dtype, placements: Placements) -> DTensorSpec:
     """What a DTensor of this global shape knows about itself."""
     assert place.mesh is not None
     stride: list[int] = []
@@ -160,7 +160,7 @@ def spec_of(place: Place, shape: Sequence[int], dtype: torch.dtype, placements: 
     return DTensorSpec(place.mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
 
 
-def from_local(local: torch.Tensor, place: Place, shape: Sequence[int], placements: Placements) -> torch.Tensor:
+def from_local(local: torch.Tensor, place: MeshContext, shape: Sequence[int], placements: Placements) -> torch.Tensor:
     """A DTensor around a block; the block itself where there is no mesh."""
     if place.mesh is None:
         return local
@@ -168,7 +168,7 @@ def from_local(local: torch.Tensor, place: Place, shape: Sequence[int], placemen
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def of_layout(local: torch.Tensor, place: Place, type_: TensorType, layout: Layout) -> torch.Tensor:
+def of_layout(local: torch.Tensor, place: MeshContext, type_: TensorType, layout: Layout) -> torch.Tensor:
     """A DTensor around a block that lies as a layout says; the block itself where there is no mesh."""
     found = from_local(local, place, type_.stored_shape, to_placements(type_, layout))
     return staged(found, home_of(layout)) if isinstance(found, DTensor) else found
@@ -185,7 +185,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
         return DTensor.full_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def on_all_stages(tensor: torch.Tensor, type_: TensorType, layout: Layout, place: Place) -> torch.Tensor:
+def on_all_stages(tensor: torch.Tensor, type_: TensorType, layout: Layout, place: MeshContext) -> torch.Tensor:
     """A parameter, or its gradient, on the devices of every stage; a collective call if one stage holds it."""
     axis = next((i for i, p in enumerate(layout) if isinstance(p, lay.At)), None)
     if axis is None or place.mesh is None:
@@ -204,7 +204,7 @@ def on_all_stages(tensor: torch.Tensor, type_: TensorType, layout: Layout, place
     return of_layout(local, place, type_, inside)
 
 
-def redistribute(tensor: torch.Tensor, place: Place, placements: Placements) -> torch.Tensor:
+def redistribute(tensor: torch.Tensor, place: MeshContext, placements: Placements) -> torch.Tensor:
     """A DTensor in other placements; a collective call unless it has them already."""
     assert isinstance(tensor, DTensor)
     if tuple(tensor.placements) == placements:
@@ -213,7 +213,7 @@ def redistribute(tensor: torch.Tensor, place: Place, placements: Placements) -> 
         return tensor.redistribute(place.mesh, placements)
 
 
-def in_layout(value: DTensor, type_: TensorType, layout: Layout, place: Place) -> torch.Tensor:
+def in_layout(value: DTensor, type_: TensorType, layout: Layout, place: MeshContext) -> torch.Tensor:
     """A DTensor in the layout of a parameter; a collective call unless it has it already."""
     if lay.is_everywhere(layout):
         return redistribute(value, place, to_placements(type_, layout))
@@ -221,7 +221,7 @@ def in_layout(value: DTensor, type_: TensorType, layout: Layout, place: Place) -
     return of_layout(block, place, type_, layout)
 
 
-def part_of(tensor: torch.Tensor, type_: TensorType, layout: Layout, place: Place) -> torch.Tensor:
+def part_of(tensor: torch.Tensor, type_: TensorType, layout: Layout, place: MeshContext) -> torch.Tensor:
     """This rank's block in ``layout``, as it computes on it, of a DTensor of any placements or a whole plain tensor."""
     if not isinstance(tensor, DTensor):
         return local_block(tensor.detach(), type_, layout, place.sizes, place.coordinates)

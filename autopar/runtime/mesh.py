@@ -1,4 +1,4 @@
-"""`Place`: where this process is on a mesh, and how it talks to the others there."""
+"""`MeshContext`: where this process is on a mesh, and how it talks to the others there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Place:
+class MeshContext:
     """This process's place.
 
     Attributes:
@@ -151,9 +151,9 @@ def portable(error: Exception) -> Exception:
         return AutoparError(f"{type(error).__name__}: {error}")
 
 
-def one_device(device: torch.device) -> Place:
+def one_device(device: torch.device) -> MeshContext:
     """The place of a process that is alone."""
-    return Place((("device", 1),), (0,), device)
+    return MeshContext((("device", 1),), (0,), device)
 
 
 def split_mesh(mesh: DeviceMesh, axes: Sequence[tuple[str, int]]) -> DeviceMesh:
@@ -162,7 +162,7 @@ def split_mesh(mesh: DeviceMesh, axes: Sequence[tuple[str, int]]) -> DeviceMesh:
     return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=tuple(name for name, _ in axes))
 
 
-def refined(place: Place, axes: tuple[tuple[str, int], ...]) -> Place:
+def refined(place: MeshContext, axes: tuple[tuple[str, int], ...]) -> MeshContext:
     """The place on finer axes of the same mesh; every rank calls it. The same place if they are its own."""
     if axes == place.axes or place.mesh is None:
         return place
@@ -177,7 +177,7 @@ def axes_of(mesh: DeviceMesh) -> dict[str, int]:
     return dict(zip(names, mesh.shape, strict=True))
 
 
-def place_on(mesh: DeviceMesh, timeout: float) -> Place:
+def place_on(mesh: DeviceMesh, timeout: float) -> MeshContext:
     """This rank's place on a mesh; ``timeout`` is set on the mesh's process groups.
 
     Raises:
@@ -207,7 +207,7 @@ def place_on(mesh: DeviceMesh, timeout: float) -> Place:
     axes = tuple(zip(names, sizes, strict=True))
     assert whole is not None
     control = control_of(whole, groups, timeout)
-    return Place(axes, tuple(coordinate), device, mesh, named, control, timeout)
+    return MeshContext(axes, tuple(coordinate), device, mesh, named, control, timeout)
 
 
 def _check_backend(group: ProcessGroup | None, device_type: str) -> None:

@@ -20,19 +20,19 @@ import numpy as np
 
 from autopar.ir.program import Program
 from autopar.search.budget.lagrangian import solve
-from autopar.search.formulation.build import Built, build
-from autopar.search.formulation.memory_model import Memory
+from autopar.search.formulation.build import Formulation, build
+from autopar.search.formulation.memory_model import MemoryModel
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.solver.certify import Claim
 from autopar.search.solver.minimize import Limits
 from autopar.search.solver.problem import Node, Problem, Solution
 from autopar.sharding.candidates import candidates
 from autopar.sharding.dims import Dims
-from autopar.sharding.layer_classes import Quotient
+from autopar.sharding.layer_classes import LayerClasses
 from autopar.sharding.operator_cost import operator_seconds
 from autopar.sharding.redistribute import Machine, Tables
 
-Make = Callable[[Restrictions], Built]
+Make = Callable[[Restrictions], Formulation]
 Progress = Callable[[str, float, float], None]
 
 
@@ -44,7 +44,7 @@ def descend(
     gap: float,
     time_limit: float,
     progress: Progress | None,
-) -> tuple[Built, Solution]:
+) -> tuple[Formulation, Solution]:
     """Block coordinate descent over axes, from everything replicated.
 
     Raises:
@@ -54,7 +54,7 @@ def descend(
     machine = tables.machine
     count = len(machine.sizes)
     fixed: dict[str, tuple[Any, ...]] = {}
-    best: tuple[Built, Solution] | None = None
+    best: tuple[Formulation, Solution] | None = None
     # Fast links first: they carry the traffic that cannot be avoided.
     order = sorted(range(count), key=lambda a: (-machine.links[a].bandwidth, a))
     remaining = float(np.prod(machine.sizes))
@@ -80,13 +80,13 @@ def descend(
 
 def _solve_block(
     make: Make, restrictions: Restrictions, budget: float | None, limits: Limits
-) -> tuple[Built, Solution]:
+) -> tuple[Formulation, Solution]:
     built = make(restrictions)
     seconds = max(1.0, limits.deadline - time.monotonic())
     return built, solve(built.problem, budget=budget, gap=limits.gap, time_limit=seconds)
 
 
-def placements(built: Built, solution: Solution, tables: Tables) -> dict[str, tuple[Any, ...]]:
+def placements(built: Formulation, solution: Solution, tables: Tables) -> dict[str, tuple[Any, ...]]:
     """What every variable does on every axis: strategy names of operators, placements of tensors."""
     found: dict[str, tuple[Any, ...]] = {}
     for variable, label in zip(built.variables, solution.labels, strict=True):
@@ -98,7 +98,7 @@ def placements(built: Built, solution: Solution, tables: Tables) -> dict[str, tu
 
 
 def bound_by_axes(
-    program: Program, dims: Dims, classes: Quotient, machine: Machine, restrictions: Restrictions
+    program: Program, dims: Dims, classes: LayerClasses, machine: Machine, restrictions: Restrictions
 ) -> tuple[float, list[Claim]]:
     """Seconds that no plan on any of the axes can undercut; memory is not counted, so it holds for every budget.
 
@@ -118,7 +118,7 @@ def bound_by_axes(
             placements=_project(restrictions.placements, axis),
             strategies=_project(restrictions.strategies, axis),
         )
-        built = build(program, dims, classes, Tables(single), Memory(defaultdict(float)), limits)
+        built = build(program, dims, classes, Tables(single), MemoryModel(defaultdict(float)), limits)
         problem, share = _share(built, dims, classes, machine, n)
         claims.append(Claim(problem, solve(problem, gap=1e-4).lower_bound))
         fixed = share  # the same for every axis
@@ -129,7 +129,7 @@ def _project(decided: Mapping[Any, Sequence[Any]], axis: int) -> dict[Any, tuple
     return {key: (of_axes[axis],) for key, of_axes in decided.items()}
 
 
-def _share(built: Built, dims: Dims, classes: Quotient, machine: Machine, n: int) -> tuple[Problem, float]:
+def _share(built: Formulation, dims: Dims, classes: LayerClasses, machine: Machine, n: int) -> tuple[Problem, float]:
     """The axis's part of the compute bound in place of the operators' own costs, and the part that nobody avoids."""
     nodes = []
     devices = math.prod(machine.sizes)

@@ -17,19 +17,19 @@ from autopar.ir.plan import EVERY, INTERRUPTED, TIME_LIMIT, Certificate, Plan
 from autopar.ir.program import Program
 from autopar.search.axis_by_axis import bound_by_axes
 from autopar.search.budget.within_budget import Task, plan_by_axes, plan_within
-from autopar.search.formulation.build import Built, build
-from autopar.search.formulation.memory_model import Memory
+from autopar.search.formulation.build import Formulation, build
+from autopar.search.formulation.memory_model import MemoryModel
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.formulation.recipes import roles_of
 from autopar.search.options import Held, Job, Search
 from autopar.search.solver.certify import Claim
 from autopar.search.solver.duals import examine, require_cost
 from autopar.search.solver.interrupt import requested
-from autopar.search.solver.layer_mix import Mix
+from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits
 from autopar.sharding.candidates import strategies
 from autopar.sharding.dims import Dims
-from autopar.sharding.layer_classes import Quotient, quotient
+from autopar.sharding.layer_classes import LayerClasses, layer_classes
 from autopar.sharding.redistribute import Machine, Tables
 
 EXACT_AXES = 2
@@ -37,7 +37,7 @@ EXACT_AXES = 2
 
 
 def find_plan(
-    program: Program, dims: Dims, job: Job, classes: Quotient | None = None, peak: Held | None = None
+    program: Program, dims: Dims, job: Job, classes: LayerClasses | None = None, peak: Held | None = None
 ) -> Plan:
     """The fastest plan that fits.
 
@@ -54,7 +54,7 @@ def find_plan(
     """
     axes, cluster, search, restrictions = job.axes, job.cluster, job.search, job.restrictions
     machine = Machine(tuple(axes), tuple(axes.values()), cluster.link_for(dict(axes)), cluster.device)
-    classes = classes or quotient(program, dims, tie=search.tie_layers)
+    classes = classes or layer_classes(program, dims, tie=search.tie_layers)
     tables = Tables(machine)
     # Roles of all axes leave so little open that any number of them is one problem.
     decided = all(roles_of(search.recipe, axes, search.roles)) and bool(restrictions.strategies)
@@ -63,16 +63,16 @@ def find_plan(
     away = search.offload and machine.device.host_bandwidth > 0
     regions = search.regions and bool(program.pins)
 
-    def make(restrictions: Restrictions, memory: Memory) -> Built:
+    def make(restrictions: Restrictions, memory: MemoryModel) -> Formulation:
         return build(program, dims, classes, tables, memory, restrictions)
 
-    def read(built: Built, mix: Mix, bound: float, method: str) -> Plan:
+    def read(built: Formulation, mix: LayerMix, bound: float, method: str) -> Plan:
         if search.check:
             require_cost(built.problem, mix, [v.count for v in built.variables])
         bound = min(max(bound, 0.0), mix.cost)
         certificate = Certificate(mix.cost, bound, _space(search, cluster, regions, away), method, mix.price)
         plan = plan_of(program, dims, classes, built, mix, certificate, job, tables)
-        return replace(plan, held=restrictions.held)
+        return replace(plan, forced_consumer_layouts=restrictions.forced_consumer_layouts)
 
     def state(gradients: bool) -> dict[str, float]:
         return state_bytes(program, job.optimizer, gradients=gradients)
@@ -158,9 +158,9 @@ def optimizer_bytes(program: Program, optimizer: str) -> dict[str, float]:
 def plan_of(
     program: Program,
     dims: Dims,
-    classes: Quotient,
-    built: Built,
-    mix: Mix,
+    classes: LayerClasses,
+    built: Formulation,
+    mix: LayerMix,
     certificate: Certificate,
     job: Job,
     tables: Tables,
@@ -168,13 +168,13 @@ def plan_of(
     """A plan from the labels of every variable, and from the states of its first members and of those behind them."""
     layouts: dict[str, Layout] = {}
     choices: dict[str, tuple[str, ...]] = {}
-    relays: dict[str, Layout] = {}
+    consumer_layouts: dict[str, Layout] = {}
     recompute: dict[str, tuple[tuple[int, int], ...]] = {}
     offload: dict[str, tuple[tuple[int, int], ...]] = {}
-    for i, (variable, label) in enumerate(zip(built.variables, mix.labellings[-1], strict=True)):
+    for i, (variable, label) in enumerate(zip(built.variables, mix.labelings[-1], strict=True)):
         if variable.state is not None:
             starts = [*mix.starts(variable.count)[:-1], EVERY[0][1]]
-            parts = [(pair, labels[i]) for pair, labels in zip(itertools.pairwise(starts), mix.labellings, strict=True)]
+            parts = [(pair, labels[i]) for pair, labels in zip(itertools.pairwise(starts), mix.labelings, strict=True)]
             for table, marked in ((recompute, variable.marked), (offload, variable.away)):
                 if joined := _joined([pair for pair, own in parts if marked[own]]):
                     table[variable.key] = joined
@@ -182,8 +182,8 @@ def plan_of(
             choices[variable.key] = variable.choices.names(int(variable.candidate[label]))
             continue
         layout = variable.layout(int(label), tables)
-        if variable.key.startswith("relay "):
-            relays[variable.key.removeprefix("relay ")] = layout
+        if variable.key.startswith("consumer "):
+            consumer_layouts[variable.key.removeprefix("consumer ")] = layout
         else:
             layouts[variable.key] = layout
     parameters, batch = {}, {}
@@ -195,14 +195,14 @@ def plan_of(
     results = {o.name: layouts[f"result {o.name}"] for o in program.outputs if o.kind == "result"}
     return Plan(
         axes=tuple(job.axes.items()), cluster=job.cluster, parameters=parameters, batch=batch, results=results,
-        choices=choices, relays=relays, optimizer=job.optimizer, fingerprint=program.fingerprint,
+        choices=choices, consumer_layouts=consumer_layouts, optimizer=job.optimizer, fingerprint=program.fingerprint,
         torch=str(torch.__version__), certificate=certificate, recompute=recompute,
         offload=offload,
     )  # fmt: skip
 
 
 def _joined(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Ranges that are not empty, neighbours made one."""
+    """Ranges that are not empty, neighbors made one."""
     found: list[tuple[int, int]] = []
     for start, stop in ranges:
         if start < stop:

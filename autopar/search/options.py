@@ -8,8 +8,8 @@ from typing import Any
 
 from autopar.costs.cluster import Cluster
 from autopar.ir.plan import Plan
-from autopar.memory.peak_snapshot import Crowd
-from autopar.search.budget.cutoff import NOBODY, Rival
+from autopar.memory.peak_snapshot import PeakSnapshot
+from autopar.search.budget.cutoff import NO_CUTOFF, Cutoff
 from autopar.search.formulation.memory_model import WHOLE, Share
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.formulation.recipes import GATHERS_ONCE, check_recipe
@@ -24,11 +24,11 @@ class Peak:
 
     Attributes:
         held: bytes by category when that is most.
-        crowd: the same moment, tensor by tensor; None where that is not known.
+        peak_snapshot: the same moment, tensor by tensor; None where that is not known.
     """
 
     held: Held
-    crowd: Callable[[Plan], Crowd] | None = None
+    peak_snapshot: Callable[[Plan], PeakSnapshot] | None = None
 
 
 Progress = Callable[[str, float, float], None]
@@ -185,7 +185,7 @@ class Job:
         search: limits and pins.
         restrictions: what is decided already.
         progress: called with ``(phase, incumbent, bound)``.
-        rival: what the plan has to beat.
+        cutoff: what the plan has to beat.
         share: of what it would hold for the whole model that a device holds.
         moments: whether the budget is for every moment of a step; False: for what the backward pass is left with when
             it begins, whatever it holds besides.
@@ -198,6 +198,6 @@ class Job:
     search: Search = field(default_factory=Search)
     restrictions: Restrictions = field(default_factory=Restrictions)
     progress: Progress = silent
-    rival: Rival = NOBODY
+    cutoff: Cutoff = NO_CUTOFF
     share: Share = WHOLE
     moments: bool = True

@@ -12,9 +12,9 @@ from autopar.ir.layout import Factor, Split, TensorType
 from autopar.ir.plan import INTERRUPTED, TIME_LIMIT, Plan
 from autopar.ir.program import Program
 from autopar.passes.pad_dims import pad
-from autopar.search.budget.cutoff import NoFasterError, Rival
-from autopar.search.budget.minimum_memory import least_plan
-from autopar.search.budget.repair import costed, leaner
+from autopar.search.budget.cutoff import Cutoff, PrunedError
+from autopar.search.budget.minimum_memory import minimum_memory_plan
+from autopar.search.budget.repair import costed, repaired
 from autopar.search.find import EXACT_AXES, find_plan, require_splits
 from autopar.search.formulation.axis_roles import DATA, by_roles
 from autopar.search.formulation.pins import Pinned, Restrictions, complete, pin_modules, read_pins
@@ -23,9 +23,9 @@ from autopar.search.options import Job, Peak
 from autopar.search.predict import predict
 from autopar.search.random_plan import random_plan
 from autopar.sharding.dims import Dims, analyze
-from autopar.sharding.layer_classes import Quotient, quotient
+from autopar.sharding.layer_classes import LayerClasses, layer_classes
 
-Measure = Callable[[Program, Quotient], Peak]
+Measure = Callable[[Program, LayerClasses], Peak]
 """What plans of a program need."""
 
 
@@ -49,15 +49,15 @@ def best_padded(program: Program, job: Job, measure: Measure) -> Plan:
     for shapes in options:
         padded = pad(program, shapes)
         dims = analyze(padded) if shapes else dims
-        known = Rival.of(found[0]) if found and not search.check else job.rival
+        known = Cutoff.of(found[0]) if found and not search.check else job.cutoff
         try:
             # A later shape lives with the mesh that there is; roles say more clearly what is wrong.
             if None in roles and not job.restrictions.layouts:
                 require_splits(dims, axes)
-            plan = _best(padded, dims, replace(job, search=search, restrictions=limits, rival=known), measure)
+            plan = _best(padded, dims, replace(job, search=search, restrictions=limits, cutoff=known), measure)
         except InfeasibleError as e:
             errors.append(e)
-            bounds += [e.bound] if isinstance(e, NoFasterError) else []
+            bounds += [e.bound] if isinstance(e, PrunedError) else []
             continue
         found.append(replace(plan, padding=shapes))
     if not found:
@@ -90,7 +90,7 @@ def _of_whole_model(plan: Plan, program: Program) -> Plan:
 def _best(program: Program, dims: Dims, job: Job, measure: Measure) -> Plan:
     """The best plan, or a random one, of a program whose dims are decided."""
     axes, search = job.axes, job.search
-    classes = quotient(program, dims, tie=search.tie_layers or search.recipe == "random")
+    classes = layer_classes(program, dims, tie=search.tie_layers or search.recipe == "random")
     limits = pin_modules(program, dims, classes, search.layouts, axes, job.restrictions)
     if search.recipe == "random":
         return predict(program, dims, _random(program, dims, job, limits))
@@ -99,12 +99,12 @@ def _best(program: Program, dims: Dims, job: Job, measure: Measure) -> Plan:
     try:
         return predict(program, dims, find_plan(program, dims, job, classes, peak.held), classes)
     except InfeasibleError as e:
-        if peak.crowd is None:
+        if peak.peak_snapshot is None:
             raise
         error = e
     exact = program.repeat is None and len(job.axes) <= EXACT_AXES
-    start = partial(least_plan, program, dims, job, classes) if exact else None
-    lean = leaner(program, dims, classes, job, peak.crowd, error, start)
+    start = partial(minimum_memory_plan, program, dims, job, classes) if exact else None
+    lean = repaired(program, dims, classes, job, peak.peak_snapshot, error, start)
     return costed(predict(program, dims, lean, classes))
 
 

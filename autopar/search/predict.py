@@ -20,16 +20,16 @@ from autopar.memory.recompute import uniform, weighted
 from autopar.sharding.assignment import Assignment, all_moves, assign, machine_of
 from autopar.sharding.candidates import candidates, letter_parts, lowered_bytes, split_parts
 from autopar.sharding.dims import Dims, analyze
-from autopar.sharding.layer_classes import Quotient, quotient
+from autopar.sharding.layer_classes import LayerClasses, layer_classes
 from autopar.sharding.operator_cost import operator_seconds
 from autopar.sharding.redistribute import Machine, Move, Redistributions, Tables, moved_bytes
 
 
-def predict(program: Program, dims: Dims, plan: Plan, classes: Quotient | None = None) -> Plan:
+def predict(program: Program, dims: Dims, plan: Plan, classes: LayerClasses | None = None) -> Plan:
     """The plan with its prediction and its table filled in, of the whole model if the program leaves blocks out."""
     if program.repeat is None:
         return _predict(program, dims, plan, classes)
-    classes = classes or quotient(program, dims)
+    classes = classes or layer_classes(program, dims)
     parts = [(share, _extrapolated(program, dims, part, classes)) for share, part in uniform(plan, classes.count)]
     first = parts[0][1]
     if len(parts) == 1:
@@ -43,7 +43,7 @@ def predict(program: Program, dims: Dims, plan: Plan, classes: Quotient | None =
     return replace(plan, predicted=predicted, modules=tuple(rows))
 
 
-def _extrapolated(program: Program, dims: Dims, plan: Plan, classes: Quotient) -> Plan:
+def _extrapolated(program: Program, dims: Dims, plan: Plan, classes: LayerClasses) -> Plan:
     """The prediction of a program that leaves blocks out."""
     assert program.repeat is not None
     found = _predict(program, dims, plan, classes)
@@ -62,8 +62,8 @@ _COUNTED = ("instances", "seconds", "communication_bytes", "memory_bytes")
 """Numbers in a `ModuleRow`."""
 
 
-def _predict(program: Program, dims: Dims, plan: Plan, classes: Quotient | None) -> Plan:
-    classes = classes or quotient(program, dims)
+def _predict(program: Program, dims: Dims, plan: Plan, classes: LayerClasses | None) -> Plan:
+    classes = classes or layer_classes(program, dims)
     assignment = assign(program, dims, plan, classes)
     account = _Account(machine_of(plan))
     _count_operators(program, dims, assignment, classes, account)
@@ -84,9 +84,9 @@ def _predict(program: Program, dims: Dims, plan: Plan, classes: Quotient | None)
 
 def node_seconds(program: Program, dims: Dims, plan: Plan) -> dict[fx.Node, float]:
     """Seconds of each operator in a step, with moves and copies of what it makes; all microbatches together."""
-    assignment = assign(program, dims, plan, quotient(program, dims))
+    assignment = assign(program, dims, plan, layer_classes(program, dims))
     account = _Account(machine_of(plan))
-    _count_operators(program, dims, assignment, quotient(program, dims), account)
+    _count_operators(program, dims, assignment, layer_classes(program, dims), account)
     _count_moves(program, dims, assignment, account)
     _count_copies(program, dims, assignment, account, plan.optimizer)
     return account.seconds
@@ -124,7 +124,7 @@ class _Account:
 
 
 def _count_operators(
-    program: Program, dims: Dims, assignment: Assignment, classes: Quotient, account: _Account
+    program: Program, dims: Dims, assignment: Assignment, classes: LayerClasses, account: _Account
 ) -> None:
     known: dict[tuple[str, tuple[str, ...]], float] = {}
     machine = account.machine
@@ -165,7 +165,7 @@ def _count_copies(program: Program, dims: Dims, assignment: Assignment, account:
             size = float(optimizer_state_bytes(optimizer, local, value.element_size()))
             account.copy(next(iter(node.users)), size, 2 * float(copy_seconds(size, machine.device)))
     sent = [(value, layout) for value, layout in assignment.outputs.items() if value in assignment.away.made]
-    sent += [(value, layout) for value, layout in assignment.relays.items() if value in assignment.away.moved]
+    sent += [(value, layout) for value, layout in assignment.consumer_layouts.items() if value in assignment.away.moved]
     for (node, out), layout in sent:
         type_ = dims.types[node, out]
         size = type_.numel * item_bytes(type_.dtype) / split_parts(layout, machine.sizes)
@@ -225,7 +225,7 @@ def _rows(program: Program, dims: Dims, plan: Plan, assignment: Assignment, acco
         path, type_or_none = joined(module_path(node)), dims.types.get((node, 0))
         instances[path].add(module_path(node))
         if type_or_none is not None and node.meta.get("partitioner_tag") != "is_backward":
-            shown = assignment.relays if (node, 0) in assignment.held else assignment.outputs
+            shown = assignment.consumer_layouts if (node, 0) in assignment.held else assignment.outputs
             final[path] = type_or_none, shown[node, 0]
     last = {path: describe(type_, layout, plan.axis_names) for path, (type_, layout) in final.items()}
     seconds: dict[str, float] = defaultdict(float)

@@ -20,7 +20,7 @@ from autopar.ir.plan import EVERY, Certificate, Plan
 from autopar.ir.program import Program, Value, is_operator, values_of
 from autopar.sharding.candidates import REPLICATE, Strategy, layouts, strategies
 from autopar.sharding.dims import Dims, Operator
-from autopar.sharding.layer_classes import quotient
+from autopar.sharding.layer_classes import layer_classes
 
 Choose = Callable[[int], int]
 """``choose(n)``: a number below ``n``."""
@@ -63,7 +63,7 @@ def random_plan(
         away: draw also what lies on the host, last, so that all else is drawn as without it.
     """
     choose = random.Random(choose).randrange if isinstance(choose, int) else choose
-    classes = quotient(program, dims)
+    classes = layer_classes(program, dims)
     pins = program.pins if regions else {}
     sizes = tuple(axes.values())
     whole = replicated(len(sizes))
@@ -71,7 +71,7 @@ def random_plan(
     parameters: dict[str, Layout] = {}
     batch: dict[str, Layout] = {}
     results: dict[str, Layout] = {}
-    relays: dict[str, Layout] = {}
+    consumer_layouts: dict[str, Layout] = {}
     moved: dict[Value, Layout] = {}
     held: list[str] = []
     recompute: dict[str, tuple[tuple[int, int], ...]] = {}
@@ -107,21 +107,24 @@ def random_plan(
             if not is_backward(node) and _again(pins.get(node), again, choose):
                 recompute[f"{classes.key[node]} @{node.name}"] = EVERY
         drawn_relays = _relays(node, dims, made, sizes, choose) if again else {}
-        named = {i: ("relay", f"{classes.key[node]} {i}") for i in range(len(values_of(node))) if node in classes.key}
+        named = {
+            i: ("consumer", f"{classes.key[node]} {i}") for i in range(len(values_of(node))) if node in classes.key
+        }
         pinned = {i: fixed[key] for i, key in named.items() if key in fixed}
         for i, layout in {**drawn_relays, **pinned}.items():
             name = f"{classes.key[node]} @{node.name} {i}"
             held += [name] if i in pinned else []
-            relays[name] = moved[node, i] = layout
+            consumer_layouts[name] = moved[node, i] = layout
             if not is_backward(node) and _again(pins.get(node), again, choose):
-                recompute[f"relay {name}"] = EVERY
+                recompute[f"consumer {name}"] = EVERY
     names = _movable(program, classes.key, moved) if away else []
     offload = {name: EVERY for name in names if name not in recompute and not choose(OFFLOADED)}
     certificate = Certificate(0.0, 0.0, "one random plan, nothing was searched", "random")
     return Plan(
         axes=tuple(axes.items()), cluster=cluster, parameters=parameters, batch=batch, results=results, choices=choices,
-        relays=relays, optimizer=optimizer, fingerprint=program.fingerprint, torch=str(torch.__version__),
-        certificate=certificate, recompute=recompute, offload=offload, held=tuple(held),
+        consumer_layouts=consumer_layouts, optimizer=optimizer, fingerprint=program.fingerprint,
+        torch=str(torch.__version__),
+        certificate=certificate, recompute=recompute, offload=offload, forced_consumer_layouts=tuple(held),
     )  # fmt: skip
 
 
@@ -133,7 +136,7 @@ def _movable(program: Program, key: Mapping[fx.Node, str], relayed: Iterable[Val
     return [
         *(f"{key[n]} @{n.name}" for n in program.sources if not is_backward(n)),
         *(f"{key[n]} @{n.name}" for n, spec in inputs if spec.kind == "parameter" and spec.name in trained),
-        *(f"relay {key[n]} @{n.name} {i}" for n, i in relayed if n in program.sources),
+        *(f"consumer {key[n]} @{n.name} {i}" for n, i in relayed if n in program.sources),
     ]
 
 

@@ -15,14 +15,14 @@ from torch import fx
 from autopar.errors import PlanError
 from autopar.ir.graph import is_backward, user_line
 from autopar.ir.layout import Layout, TensorType, divides, replicated
-from autopar.ir.plan import EACH, Plan, Ranges
+from autopar.ir.plan import PER_USE, Plan, Ranges
 from autopar.ir.program import Program, Value, producer
-from autopar.memory.hoist import NEVER, Steady, steady
-from autopar.memory.offload import HERE, Away, away
-from autopar.memory.recompute import NOTHING, Again, again
+from autopar.memory.hoist import NEVER, Hoisted, steady
+from autopar.memory.offload import HERE, Offload, away
+from autopar.memory.recompute import NOTHING, Recompute, again
 from autopar.sharding.candidates import combine
 from autopar.sharding.dims import Dims, Operator
-from autopar.sharding.layer_classes import Quotient
+from autopar.sharding.layer_classes import LayerClasses
 from autopar.sharding.redistribute import Machine, Move, Redistributions, Tables
 
 
@@ -33,7 +33,7 @@ class Assignment:
     Attributes:
         outputs: layout in which each value is made.
         inputs: layouts in which each operator takes its tensor arguments.
-        relays: layout that a value is brought to first, for all its users.
+        consumer_layouts: layout that a value is brought to first, for all its users.
         held: values that nobody takes but in that layout, or from it.
         strategies: names of the strategies of each operator, axis by axis.
         finals: layout that each output of the program must have, in order.
@@ -44,16 +44,16 @@ class Assignment:
 
     outputs: dict[Value, Layout]
     inputs: dict[fx.Node, tuple[Layout, ...]]
-    relays: dict[Value, Layout]
+    consumer_layouts: dict[Value, Layout]
     strategies: dict[fx.Node, tuple[str, ...]]
     finals: tuple[Layout, ...]
-    again: Again = NOTHING
-    steady: Steady = NEVER
-    away: Away = HERE
+    again: Recompute = NOTHING
+    steady: Hoisted = NEVER
+    away: Offload = HERE
     held: frozenset[Value] = frozenset()
 
 
-def assign(program: Program, dims: Dims, plan: Plan, classes: Quotient) -> Assignment:
+def assign(program: Program, dims: Dims, plan: Plan, classes: LayerClasses) -> Assignment:
     """Look up every node's layouts in a plan.
 
     Raises:
@@ -75,12 +75,12 @@ def assign(program: Program, dims: Dims, plan: Plan, classes: Quotient) -> Assig
             names = plan.choices.get(f"{classes.key[node]} @{node.name}", plan.choices.get(classes.key[node]))
             chosen[node], inputs[node], made = _operator(node, dims, plan, names)
             outputs.update({(node, i): layout for i, layout in enumerate(made)})
-    relays, held, pinned = {}, set[Value](), frozenset(plan.held)
+    consumer_layouts, held, pinned = {}, set[Value](), frozenset(plan.forced_consumer_layouts)
     for value in outputs:
         node, index = value
         for name in (f"{classes.key[node]} @{node.name} {index}", f"{classes.key[node]} {index}"):
-            if name in plan.relays and value not in relays:
-                relays[value] = plan.relays[name]
+            if name in plan.consumer_layouts and value not in consumer_layouts:
+                consumer_layouts[value] = plan.consumer_layouts[name]
                 held.update([value] if name in pinned else [])
     finals = []
     for output in program.outputs:
@@ -90,14 +90,19 @@ def assign(program: Program, dims: Dims, plan: Plan, classes: Quotient) -> Assig
         }  # fmt: skip
         table = tables.get(output.kind, {})
         finals.append(table.get(output.name, whole))
-    moves = {value for value, layout in relays.items() if layout != outputs[value]}
-    states = _states(program, dims, plan, classes, relays, moves)
-    return Assignment(outputs, inputs, relays, chosen, tuple(finals), *states, frozenset(held))
+    moves = {value for value, layout in consumer_layouts.items() if layout != outputs[value]}
+    states = _states(program, dims, plan, classes, consumer_layouts, moves)
+    return Assignment(outputs, inputs, consumer_layouts, chosen, tuple(finals), *states, frozenset(held))
 
 
 def _states(
-    program: Program, dims: Dims, plan: Plan, classes: Quotient, relays: Collection[Value], moves: Collection[Value]
-) -> tuple[Again, Steady, Away]:
+    program: Program,
+    dims: Dims,
+    plan: Plan,
+    classes: LayerClasses,
+    consumer_layouts: Collection[Value],
+    moves: Collection[Value],
+) -> tuple[Recompute, Hoisted, Offload]:
     """Read off the plan what is not kept for the backward pass, what is for all microbatches, and what on the host.
 
     Args:
@@ -105,10 +110,10 @@ def _states(
         dims: its dimension analysis.
         plan: of it.
         classes: which nodes share an entry of the plan.
-        relays: values that are brought to one layout for all their users.
+        consumer_layouts: values that are brought to one layout for all their users.
         moves: of these, those for which it is another layout than their own.
     """
-    if not plan.recompute and not plan.offload and not program.alone:
+    if not plan.recompute and not plan.offload and not program.microbatch_invariant:
         return NOTHING, NEVER, HERE
 
     def within(table: Ranges, node: fx.Node, prefix: str = "", suffix: str = "") -> bool:
@@ -120,14 +125,14 @@ def _states(
     key = classes.key
     forward = [n for n in program.sources if not is_backward(n)]
     operators = {n for n in forward if within(plan.recompute, n)}
-    varying = {n for n in forward if n not in program.alone}  # what is of each microbatch
+    varying = {n for n in forward if n not in program.microbatch_invariant}  # what is of each microbatch
     sent = {n for n in varying if within(plan.offload, n)}
-    shown = {(n, i) for n, i in relays if n in varying and within(plan.offload, n, "relay ", f" {i}")}
-    moved = {(n, i) for n, i in relays if within(plan.recompute, n, "relay ", f" {i}")}
+    shown = {(n, i) for n, i in consumer_layouts if n in varying and within(plan.offload, n, "consumer ", f" {i}")}
+    moved = {(n, i) for n, i in consumer_layouts if within(plan.recompute, n, "consumer ", f" {i}")}
     # What is moved for the backward pass alone is moved there: nothing is kept in that layout.
-    early = {(n, i) for n, i in relays if not _taken_late(program, classes, (key[n], i))}
+    early = {(n, i) for n, i in consumer_layouts if not _taken_late(program, classes, (key[n], i))}
     moved = {v for v in moved if not is_backward(v[0])}
-    each = {(n, i) for n, i in moved if within(plan.recompute, n, f"{EACH}relay ", f" {i}")}
+    each = {(n, i) for n, i in moved if within(plan.recompute, n, f"{PER_USE}consumer ", f" {i}")}
     repeated = again(program, early | moved, operators, moved, each, lambda n: dims.operators[n].rule.view)
     gone = away(program, sent, shown, repeated, early & set(moves))
     inputs = zip(program.placeholders, program.inputs, strict=True)
@@ -137,7 +142,7 @@ def _states(
     return repeated, steady(program, early, operators, moved), gone
 
 
-def _taken_late(program: Program, classes: Quotient, value: tuple[str, int]) -> bool:
+def _taken_late(program: Program, classes: LayerClasses, value: tuple[str, int]) -> bool:
     """Whether only the backward pass takes the values of a class."""
     users = (classes.members.get(user, ()) for user, _ in classes.uses.get(value, {}))
     return all(nodes and nodes[0] in program.sources and is_backward(nodes[0]) for nodes in users)
@@ -195,9 +200,9 @@ def uses(program: Program, assignment: Assignment) -> tuple[Uses, Uses, Uses]:
         if value is not None:
             made = producer(value)
             (first if i < program.forward_outputs else late(made))[made].append(layout)
-    for moved in shared.relays:
+    for moved in shared.consumer_layouts:
         if any(layout != assignment.outputs[moved] for layout in first[moved]):
-            before[moved].append(assignment.relays[moved])
+            before[moved].append(assignment.consumer_layouts[moved])
     return before, first, second
 
 
@@ -233,7 +238,7 @@ def all_moves(
     for wanted in (first, second):
         for value, made in assignment.outputs.items():
             early = before.get(value, ()) if wanted is first else ()
-            relay, targets = assignment.relays.get(value), (*early, *wanted.get(value, ()))
+            relay, targets = assignment.consumer_layouts.get(value), (*early, *wanted.get(value, ()))
             if wanted is second and value in assignment.again.apart:
                 continue  # counted below
             if value in dims.types and targets and any(layout != made for layout in (*targets, relay or made)):
@@ -245,8 +250,8 @@ def all_moves(
                 found[value] += [(move, 1 if i < once else times) for i, move in enumerate(moves)]
     for value, layouts, users in _apart(program, assignment):
         if value in dims.types:
-            moves = value_moves(tables.of(dims.types[value]), assignment.outputs[value], assignment.relays.get(value),
-                                layouts, value in assignment.held)  # fmt: skip
+            relay, table = assignment.consumer_layouts.get(value), tables.of(dims.types[value])
+            moves = value_moves(table, assignment.outputs[value], relay, layouts, value in assignment.held)
             found[value] += [(move, users * program.moves(value[0])) for move in moves]
     return {value: moves for value, moves in found.items() if moves}
 

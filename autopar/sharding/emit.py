@@ -54,7 +54,7 @@ class MoveEmitter:
             local = self._cast(local, sum_dtype(self.type)) if apart else local
             result = getattr(self, f"_{self.move.kind}")(local)
             result = self._cast(result, self.type.dtype) if apart else result
-        result.meta.update(types=(self.type,), layouts=(self.move.target,), relays={}, internal=False)
+        result.meta.update(types=(self.type,), layouts=(self.move.target,), consumer_layouts={}, internal=False)
         return result
 
     @property

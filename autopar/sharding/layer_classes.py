@@ -18,7 +18,7 @@ Uses = Mapping[tuple[str, int], Mapping[tuple[str, int], int]]
 
 
 @dataclass(frozen=True)
-class Quotient:
+class LayerClasses:
     """A partition of a program's nodes.
 
     Attributes:
@@ -34,7 +34,7 @@ class Quotient:
     uses: Uses
 
 
-def quotient(program: Program, dims: Dims, *, tie: bool = True) -> Quotient:
+def layer_classes(program: Program, dims: Dims, *, tie: bool = True) -> LayerClasses:
     """Tie the nodes of repeated modules; with ``tie=False`` every node is a class of its own."""
 
     def describe(program: Program, node: fx.Node) -> tuple[str, str]:
@@ -51,10 +51,10 @@ def quotient(program: Program, dims: Dims, *, tie: bool = True) -> Quotient:
         members[k].append(node)
     count, uses = {k: len(nodes) for k, nodes in members.items()}, _uses(program, key)
     if program.repeat is not None:
-        other = quotient(program.repeat.shorter, analyze(program.repeat.shorter), tie=tie)
+        other = layer_classes(program.repeat.shorter, analyze(program.repeat.shorter), tie=tie)
         count = program.repeat.extrapolate(count, other.count)
         uses = program.repeat.extrapolate(uses, other.uses)
-    return Quotient(key, {k: tuple(v) for k, v in members.items()}, count, uses)
+    return LayerClasses(key, {k: tuple(v) for k, v in members.items()}, count, uses)
 
 
 def _uses(program: Program, key: Mapping[fx.Node, str]) -> Uses:

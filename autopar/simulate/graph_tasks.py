@@ -80,7 +80,7 @@ class _Emitted:
         program, calls = self.program, self.begin()
         for turn in range(program.microbatches):
             for node in calls:
-                if turn == (program.microbatches - 1 if node in program.once else 0) or program.runs(node) > 1:
+                if turn == (program.microbatches - 1 if node in program.per_step else 0) or program.runs(node) > 1:
                     self.add(node)
         changes: dict[tuple[int, bool], list[tuple[str, float]]] = defaultdict(list)
         for change in self.held:

@@ -13,7 +13,7 @@ from torch import fx
 from autopar.costs.collectives import wire_bytes
 from autopar.ir.ops.collectives import GROUP_ARGUMENT, axis_index, c10d
 from autopar.ir.ops.random import generator_states, restore_generators
-from autopar.ir.program import Program, is_steady, map_nodes
+from autopar.ir.program import Program, is_hoisted, map_nodes
 from autopar.ir.shards import coordinates
 from autopar.passes.insert_contiguous import with_contiguous
 from autopar.rules.strides import random_strides, with_strides
@@ -69,7 +69,7 @@ def emulate(
                 environment[node] = known or _step(node, environment, names, where, groups)
                 if draw is not None and not known and node.target not in _KEPT:
                     environment[node] = [_elsewhere(v, draw) for v in environment[node]]
-                if shared is not None and is_steady(node):
+                if shared is not None and is_hoisted(node):
                     shared[node] = environment[node]
                 if watch is not None:
                     watch(node, environment[node])

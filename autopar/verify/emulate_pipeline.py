@@ -14,7 +14,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Input, Output, Program
 from autopar.pipeline.executor import StageRun, begin, end, exchange_here
 from autopar.pipeline.schedules import BACKWARD_WEIGHT, Action, order_of
-from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, Cutting, Piece
+from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, StageGraph, StageGraphs
 from autopar.verify.emulate import emulate
 
 Inputs = Callable[[int], Sequence[Sequence[torch.Tensor]]]
@@ -40,12 +40,12 @@ def emulate_pipeline(
         RuntimeError: the schedule does not come to an end, or a stage takes a parameter that it does not have.
     """
     assert plan.pipeline is not None
-    cutting, inner = Cutting(program, len(plan.stages)), plan.inner
+    cutting, inner = StageGraphs(program, len(plan.stages)), plan.inner
     names = {n.name: (i, s) for i, (n, s) in enumerate(zip(program.placeholders, program.inputs, strict=True))}
     seed = current_seed()
     rows = [v.name for o, v in _described(program) if o.kind == "result" and o.name in program.part.results and v]
 
-    def run(piece: Piece, microbatch: int, values: list[Any]) -> list[Any]:
+    def run(piece: StageGraph, microbatch: int, values: list[Any]) -> list[Any]:
         described = tuple(Input("batch", str(i)) for i in range(len(piece.takes)))
         results = tuple(Output("result", str(i)) for i in range(len(piece.gives)))
         part = Program(piece.graph, described, results, len(results), None)

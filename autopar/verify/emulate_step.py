@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autopar.ir.ops.accumulate import Totals
+from autopar.ir.ops.accumulate import GradientAccumulator
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.shards import assemble, block, common_blocks, coordinates, join, take
@@ -95,7 +95,7 @@ class EmulatedStep:
         """The same, stages or not: all devices of a stage run the whole graph."""
         placed, inner = as_dtype(self.local, self.dtype), self.plan.inner
         own = dict(zip(placed.graph.graph.nodes, self.local.graph.graph.nodes, strict=True))
-        totals, made = Totals(), []
+        totals, made = GradientAccumulator(), []
         shared: dict[fx.Node, list[object]] = {}
         for turn in range(self.local.part.count):
             watch = watches(turn)

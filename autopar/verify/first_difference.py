@@ -15,11 +15,11 @@ from torch import fx
 
 from autopar.ir.graph import is_backward, module_path, user_line
 from autopar.ir.layout import Layout, Partial, Placement, Replicate, Split, TensorType, describe, local_shape
-from autopar.ir.ops.accumulate import Totals
+from autopar.ir.ops.accumulate import GradientAccumulator
 from autopar.ir.ops.random import generator_states, restore_generators, same_numbers
 from autopar.ir.program import Program, tensor_arguments
 from autopar.ir.shards import assemble, coordinates, largest_difference, without_padding
-from autopar.search.microbatch.split import in_microbatches
+from autopar.search.microbatch.split import microbatch_program
 from autopar.verify.emulate import Watch, run_whole
 from autopar.verify.emulate_step import EmulatedStep
 from autopar.verify.float64 import as_dtype, default_dtype
@@ -104,9 +104,9 @@ def tolerance_of(dtype: torch.dtype) -> float:
 def first_in_rewriting(step: EmulatedStep) -> FirstDifference | None:
     """The first node of the rewritten graph whose parts are not those of its value on one device."""
     count = step.plan.microbatches
-    part = in_microbatches(step.program, count, deterministic=True) if count > 1 else step.program
+    part = microbatch_program(step.program, count, deterministic=True) if count > 1 else step.program
     whole = as_dtype(part, step.dtype)
-    totals = Totals()
+    totals = GradientAccumulator()
 
     def watches(turn: int) -> Watch:
         values: dict[str, Any] = {}

@@ -378,6 +378,6 @@ def _value(
     value = tensors[int(spec.name)] if spec.kind == "batch" else named[spec.name]
     if value.device.type == "meta":
         raise VerifyError(
-            f"{spec.kind} {spec.name!r} is on the meta device: verification needs values; initialise it first"
+            f"{spec.kind} {spec.name!r} is on the meta device: verification needs values; initialize it first"
         )
     return value.detach()

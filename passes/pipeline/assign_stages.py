@@ -36,7 +36,7 @@ from autopar.pipeline.stage_graphs import free_nodes
 aten = torch.ops.aten
 
 
-def cut_pipeline(program: Program, plan: Plan) -> Program:
+def assign_stages(program: Program, plan: Plan) -> Program:
     """Assign every operator to a stage."""
     if len(plan.stages) == 1:
         return program
@@ -57,7 +57,7 @@ def _follow_gradients(program: Program, forward: set[fx.Node]) -> None:
 
     What the backward pass makes again needs no gradient, and a later stage that takes it makes it for itself.
     """
-    free, once, graph = free_nodes(program), program.once, program.graph.graph
+    free, once, graph = free_nodes(program), program.per_step, program.graph.graph
     behind = {n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "tangent"}
     copies: dict[tuple[fx.Node, int], fx.Node] = {}
 

@@ -77,7 +77,7 @@ def scatter_sends(program: Program, plan: Plan) -> Program:
 
 def _all_sent(program: Program, behind: Sequence[int]) -> list[_Sent]:
     """What goes to other devices for every microbatch."""
-    free, once = free_nodes(program), program.once
+    free, once = free_nodes(program), program.per_step
     found = []
     for node in program.graph.graph.nodes:
         if node.op != "call_function" or node in free or node in once:

@@ -27,5 +27,7 @@ def replicate_random(program: Program, plan: Plan) -> Program:
         if draws(node):
             node.meta["strategy"] = (REPLICATE,) * axes
             node.meta["layouts"] = tuple(None if lay is None else replicated(axes) for lay in node.meta["layouts"])
-            node.meta["relays"] = {i: lay for i, lay in node.meta["relays"].items() if i in node.meta["held"]}
+            node.meta["consumer_layouts"] = {
+                i: lay for i, lay in node.meta["consumer_layouts"].items() if i in node.meta["held"]
+            }
     return program

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from autopar.compiler import peak_of, program_of, solve
 from autopar.costs.cluster import Cluster
 from autopar.parallelize import parallelize
-from autopar.search.budget.live_ranges import fewest, minimise
+from autopar.search.budget.live_ranges import fewest, minimize
 from autopar.search.find import state_bytes
 from autopar.search.options import Search
 from autopar.search.random_plan import random_plan
@@ -128,7 +128,7 @@ def test_the_bound_is_that_of_the_best_choice() -> None:
     assert 10 <= len(free) <= 16
     sets = (set(c) for n in range(len(free) + 1) for c in itertools.combinations(free, n))
     best = min(float(found.under(again).max()) for again in sets)
-    bound, again = minimise(found, range(len(found.base)))
+    bound, again = minimize(found, range(len(found.base)))
     assert bound == pytest.approx(best, rel=1e-3)
     assert found.under(again).max() == pytest.approx(best, rel=1e-3)
     assert best < min(found.under(set()).max(), found.under(set(free)).max())

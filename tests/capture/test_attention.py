@@ -21,13 +21,13 @@ FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 BOUND = 1e-10
 
 Mask = Callable[[torch.Tensor, nn.Module], torch.Tensor | None]
-Repeat = Callable[[torch.Tensor], torch.Tensor]
+RepeatedLayers = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Attention(nn.Module):
     """Attention with a mask of one's own; ``x`` is [row, token, hidden]."""
 
-    def __init__(self, mask: Mask, repeat: Repeat = lambda x: x.transpose(1, 2), heads: int = HEADS) -> None:
+    def __init__(self, mask: Mask, repeat: RepeatedLayers = lambda x: x.transpose(1, 2), heads: int = HEADS) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.mask, self.repeat, self.heads = mask, repeat, heads
@@ -169,7 +169,7 @@ def along_tokens(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("repeat", [expanded, expanded_before, interleaved])
-def test_heads_are_not_repeated(repeat: Repeat) -> None:
+def test_heads_are_not_repeated(repeat: RepeatedLayers) -> None:
     node = kernel(Attention(CAUSAL["bool"], repeat, heads=2))
     assert [n.meta["val"].shape[1] for n in node.args[:3]] == [4, 2, 2]  # type: ignore[union-attr]
 
@@ -198,7 +198,7 @@ def test_a_llama_has_neither() -> None:
 
 @pytest.mark.parametrize("repeat", [expanded, expanded_before, interleaved, tiled])
 @pytest.mark.parametrize("mask", [*CAUSAL, *(n for n in OTHERS if n != "by chance")])
-def test_the_graph_computes_what_the_model_does(mask: str, repeat: Repeat) -> None:
+def test_the_graph_computes_what_the_model_does(mask: str, repeat: RepeatedLayers) -> None:
     model = Attention({**CAUSAL, **OTHERS}[mask], repeat, heads=2).double()
     report = verify(model, {"x": batch()["x"].double()}, {"a": 1})
     assert max(report.max_error, report.capture_error) < BOUND

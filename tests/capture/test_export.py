@@ -419,11 +419,11 @@ def test_captured_graph_computes_what_the_model_does() -> None:
 def test_ignored_labels() -> None:
     """Labels of -100 keep their meaning where cross-entropy is decomposed."""
 
-    class Labelled(Scalarless):
+    class Labeled(Scalarless):
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             return F.cross_entropy(self.linear(x), y, ignore_index=-100)
 
-    model = Labelled()
+    model = Labeled()
     x, y = torch.randn(8, 8), torch.tensor([0, 1, -100, 3, 2, -100, 1, 0])
     program = program_of(model, (x, y))
     values = [model.linear.weight.detach(), model.linear.bias.detach(), x, y, torch.ones(())]

@@ -16,7 +16,7 @@ from autopar.compiler import plan, program_of, program_to_plan, rewrite, solve
 from autopar.errors import PlanError
 from autopar.explain.why_not import ask
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, Repeat
+from autopar.ir.program import Program, RepeatedLayers
 from autopar.search.find import state_bytes
 from autopar.search.options import Search
 from tests import models
@@ -208,7 +208,7 @@ def test_untied_layers_and_random_plans_need_the_whole_model() -> None:
 
 
 def test_names_of_what_is_left_out() -> None:
-    repeat = Repeat("model.layers", 5, None)  # type: ignore[arg-type]
+    repeat = RepeatedLayers("model.layers", 5, None)  # type: ignore[arg-type]
     assert repeat.names("model.layers.0.up") == ("model.layers.0.up",)
     assert repeat.names("model.layers.1.up") == ("model.layers.1.up", "model.layers.2.up", "model.layers.3.up")
     assert repeat.names("model.layers.2.up") == ("model.layers.4.up",)

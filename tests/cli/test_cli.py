@@ -145,7 +145,8 @@ def test_layouts_of_modules_are_pinned_and_asked_for(model: str) -> None:
     options = ("--model", f"{model}:make", "--cluster", "cpu", "--axes", "a=2,b=2")
     asked = json.loads(run("explain", "up", *options, "--why-not", "S(1)@a,R@b", "--json").stdout)
     pinned = json.loads(run("plan", *options, "--pin", "up=S(1)@a,R@b", "--json").stdout)
-    assert pinned["held"] and all(pinned["relays"][name] == ["S(1.0)", "R"] for name in pinned["held"])
+    assert pinned["forced_consumer_layouts"]
+    assert all(pinned["consumer_layouts"][n] == ["S(1.0)", "R"] for n in pinned["forced_consumer_layouts"])
     seconds = asked["answers"][0]["ratio"] * asked["step_seconds"]
     assert seconds == pytest.approx(pinned["predicted"]["step_seconds"], rel=1e-3)
     again = json.loads(run("explain", "up", *options, "--why-not", "R@a", "--pin", "up=S(1)@a", "--json").stdout)

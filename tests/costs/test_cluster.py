@@ -80,21 +80,21 @@ def test_an_axis_uses_the_innermost_link_that_holds_it(axes: dict[str, int], exp
         ({"odd": 12}, 4),
     ],
 )
-def test_neighbours_in_a_node_share_their_cards(axes: dict[str, int], cards: int | tuple[int | None, ...]) -> None:
+def test_neighbors_in_a_node_share_their_cards(axes: dict[str, int], cards: int | tuple[int | None, ...]) -> None:
     counts = cards if isinstance(cards, tuple) else (cards,)
     near, far = (link.bandwidth for link in H100.links)
     expected = [near if count is None else min(near, count * far) for count in counts]
     assert [link.bandwidth for link in H100.link_for(axes)] == expected
 
 
-def test_a_ring_through_neighbours_leaves_the_node_once() -> None:
+def test_a_ring_through_neighbors_leaves_the_node_once() -> None:
     near, far = (link.latency for link in H100.links)
     (data,) = H100.link_for({"data": 32})
     assert data.latency == pytest.approx(near * 7 / 8 + far / 8)
-    assert (data.algorithms, data.neighbours) == (("ring", "tree"), 8)
+    assert (data.algorithms, data.neighbors) == (("ring", "tree"), 8)
     node, gpu = H100.link_for({"node": 4, "gpu": 8})
     assert (node.latency, gpu.latency) == (far, near)
-    assert (node.algorithms, node.neighbours) == (("ring", "tree", "pat"), 1)
+    assert (node.algorithms, node.neighbors) == (("ring", "tree", "pat"), 1)
     pod = replace(H100, links=(*H100.links, Link("spine", 1e9, 1e-3)), group_sizes=(8, 256))
     (every,) = pod.link_for({"all": 1024})
     assert every.latency == pytest.approx(near * 7 / 8 + far * (1 / 8 - 1 / 256) + 1e-3 / 256)

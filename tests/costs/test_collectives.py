@@ -160,7 +160,7 @@ def test_depths_of_trees_are_rounded_up(n: int, levels: int) -> None:
 
 
 def test_a_tree_is_a_chain_in_each_node() -> None:
-    link = Link("cards", 100.0, 1.0, ("tree",), neighbours=8)
+    link = Link("cards", 100.0, 1.0, ("tree",), neighbors=8)
     assert float(collective_seconds("all_reduce", 92.0, 64, link)) == pytest.approx(2 * (7 + 3) + 2)
     assert float(collective_seconds("all_reduce", 92.0, 16, link)) == pytest.approx(2 * (7 + 1) + 1)  # two nodes
 

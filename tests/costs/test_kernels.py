@@ -87,7 +87,7 @@ def test_rows_and_columns_may_change_places(rows: int, columns: int, depth: int,
     assert there == pytest.approx(back)
 
 
-def test_one_unit_is_not_quantised() -> None:
+def test_one_unit_is_not_quantized() -> None:
     single = replace(A100, units=1)
     assert seconds(product(100, 100, 1 << 16), single) == pytest.approx(2 * 100 * 100 * (1 << 16) / PEAK)
 

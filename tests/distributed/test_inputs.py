@@ -88,23 +88,23 @@ def accumulation(rank: int, microbatches: int) -> tuple[list[float], list[int]]:
     batches = [mlp_batch(i) for i in range(3)]
     expected = gradients(mlp(), batches)
     pins = SHARDED if microbatches == 1 else {**REPLICATED, "microbatches": microbatches}
-    several, together, postponed = (parallel_mlp(pins=pins) for _ in range(3))
+    several, together, deferred = (parallel_mlp(pins=pins) for _ in range(3))
     made = []
     for batch in batches:
         with Collectives() as counted:
             gradients(several, [batch])
         made.append(counted.made)
     sum(together(**b)["loss"] for b in batches).backward()
-    with postponed.no_sync():
+    with deferred.no_sync():
         for batch in batches[:2]:
             with Collectives() as counted:
-                gradients(postponed, [batch])
+                gradients(deferred, [batch])
             made.append(counted.made)
-        assert all(p.grad is None for p in postponed.parameters())
+        assert all(p.grad is None for p in deferred.parameters())
     with Collectives() as counted:
-        gradients(postponed, batches[2:])
+        gradients(deferred, batches[2:])
     made.append(counted.made)
-    return [error(m.full_gradients(), expected) for m in (several, together, postponed)], made
+    return [error(m.full_gradients(), expected) for m in (several, together, deferred)], made
 
 
 class Plain(nn.Module):

@@ -93,7 +93,7 @@ def gathers(rank: int, every: bool) -> tuple[int, int, int, float]:
     from autopar.ir.layout import Replicate
     from autopar.ir.plan import EVERY
     from autopar.parallelize import parallelize
-    from autopar.search.microbatch.split import in_microbatches
+    from autopar.search.microbatch.split import microbatch_program
     from autopar.search.options import Search
     from autopar.search.predict import predict
     from autopar.sharding.dims import analyze
@@ -112,9 +112,10 @@ def gathers(rank: int, every: bool) -> tuple[int, int, int, float]:
     search = Search(pins={"microbatches": 4}, recipe="fsdp")
     plan = solve(program, {"a": 2, "b": 2}, slow_devices(), search=search)
     if every:
-        part = in_microbatches(program, 4)
+        part = microbatch_program(program, 4)
         plan = replace(
-            plan, recompute=dict.fromkeys([*plan.choices, *(f"relay {name}" for name in plan.relays)], EVERY)
+            plan,
+            recompute=dict.fromkeys([*plan.choices, *(f"consumer {name}" for name in plan.consumer_layouts)], EVERY),
         )
         plan = predict(part, analyze(part), plan)
     parallel: Any = parallelize(model, mesh_of(2, 2), plan=plan, timeout=WAIT)

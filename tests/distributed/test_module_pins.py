@@ -21,11 +21,11 @@ def train(rank: int, pins: dict[str, Any]) -> tuple[float, list[list[str]]]:
     (model, batch), (plain, _) = make("mlp"), make("mlp")
     parallel = parallelize(model, mesh_of(2, 2), batch(0), search=Search(pins=pins), timeout=WAIT)
     worst = follow(parallel, plain, [batch(step, rows) for step, rows in enumerate(ROWS)])
-    return worst, [[str(p) for p in parallel.plan.relays[name]] for name in parallel.plan.held]
+    return worst, [[str(p) for p in parallel.plan.consumer_layouts[name]] for name in parallel.plan.held]
 
 
 def test_steps_equal_one_device(ranks: Ranks) -> None:
     results: list[Any] = ranks.run(train, {"up": ("S(1)", "S(0)"), "down": ("S(0)", "R")})
-    for worst, relays in results:
+    for worst, consumer_layouts in results:
         assert worst < TOLERANCE
-        assert sorted(relays) == [["S(0.0)", "R"], ["S(1.0)", "S(0.0)"]]
+        assert sorted(consumer_layouts) == [["S(0.0)", "R"], ["S(1.0)", "S(0.0)"]]

@@ -71,7 +71,7 @@ def with_autocast(rank: int) -> tuple[float, list[str]]:
         loss = parts(**inputs)["loss"]
     loss.backward()
     products = [n.meta["val"].dtype for n in parts.forward_graph.graph.nodes if "mm" in str(n.target)]
-    plain = parts(**inputs)["loss"]  # without autocast: another specialisation
+    plain = parts(**inputs)["loss"]  # without autocast: another specialization
     assert {str(n.meta["val"].dtype) for n in parts.forward_graph.graph.nodes if "mm" in str(n.target)} == {
         "torch.float32"
     }
@@ -83,7 +83,7 @@ def with_autocast(rank: int) -> tuple[float, list[str]]:
 
 
 @pytest.mark.deep
-def test_autocast_around_the_call_is_honoured(ranks: Ranks) -> None:
+def test_autocast_around_the_call_is_honored(ranks: Ranks) -> None:
     for error, products in ranks.run(with_autocast):
         assert products == ["torch.bfloat16"]
         assert error < 2e-2

@@ -59,7 +59,7 @@ def dropped(rank: int, deterministic: bool) -> list[float]:
     batch = (torch.randn(16, 8),)
     options: dict[str, Any] = {"cluster": slow_devices(), "timeout": WAIT, "deterministic": deterministic}
     first: Any = parallelize(Dropped(), mesh_of(4), batch, **options)
-    names = [*first.plan.choices, *(f"relay {name}" for name in first.plan.relays)]
+    names = [*first.plan.choices, *(f"consumer {name}" for name in first.plan.consumer_layouts)]
     again = replace(
         first.plan, recompute={name: EVERY for name in names if "backward" not in name or "dropout" in name}
     )

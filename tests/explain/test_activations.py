@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.compiler import program_of, program_to_plan, rewrite, solve
-from autopar.explain.activations import keeping
-from autopar.explain.tables.activations import keeping_dict, keeping_table
+from autopar.explain.activations import activations
+from autopar.explain.tables.activations import activations_table, keeping_dict
 from autopar.ir.graph import is_backward
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -73,7 +73,7 @@ def test_the_price_is_what_more_memory_saves() -> None:
 def test_what_is_made_again_is_worth_it(whole: bool) -> None:
     plan, program = solved(420, whole), captured(whole)
     assert (program.repeat is None) == whole
-    tensors = keeping(program, plan, "blocks")
+    tensors = activations(program, plan, "blocks")
     states = {t.state for t in tensors}
     assert states == {"passing", "kept", "made again"}
     for tensor in tensors:
@@ -94,7 +94,7 @@ def test_what_is_made_again_is_worth_it(whole: bool) -> None:
 def test_what_is_kept_adds_up_to_what_the_graph_keeps() -> None:
     program, plan = captured(True), solved(420, True)
     held = sum(
-        t.size * t.count for name in ("first", "blocks") for t in keeping(program, plan, name) if t.state == "kept"
+        t.size * t.count for name in ("first", "blocks") for t in activations(program, plan, name) if t.state == "kept"
     )
     local = rewrite(program, plan)
     changes = [c for c in liveness(local, plan) if c.node is not None and c.category == "activations"]
@@ -105,7 +105,7 @@ def test_what_is_kept_adds_up_to_what_the_graph_keeps() -> None:
 def test_parameters_are_gathered_again() -> None:
     program = captured(True)
     plan = solve(program, {"gpu": 8}, "h100", memory=72 * MIB, search=Search(recipe="fsdp"))
-    (weight,) = keeping(program, plan, "blocks.1.up.weight")
+    (weight,) = activations(program, plan, "blocks.1.up.weight")
     assert weight.name == "blocks.*.up.weight, gathered"
     assert weight.state == "gathered again"
     assert weight.size == 256 * 1024 * 4
@@ -120,7 +120,7 @@ def test_what_would_pay_is_set_beside_the_gap(gap: float, expected: str) -> None
     own = plan.certificate
     bound, price = own.objective * (1 - gap), 1.5 * own.memory_price
     plan = replace(plan, certificate=replace(own, memory_price=price, lower_bound=bound))
-    found = [t for t in keeping(captured(False), plan, "blocks") if "would save" in t.why]
+    found = [t for t in activations(captured(False), plan, "blocks") if "would save" in t.why]
     assert found
     for tensor in found:
         assert tensor.why.endswith(expected)
@@ -130,18 +130,18 @@ def test_what_would_pay_is_set_beside_the_gap(gap: float, expected: str) -> None
 def test_without_a_budget_nothing_is_worth_anything() -> None:
     program, _, _ = models.captured("mlp")
     plan = solve(program, {"a": 2}, "h100")
-    tensors = keeping(program, plan, "relu")
+    tensors = activations(program, plan, "relu")
     assert {t.state for t in tensors} <= {"kept", "passing"}
     assert {t.why for t in tensors if t.state == "kept"} == {"memory is not short"}
-    assert "price of memory" not in keeping_table(plan, tensors)
+    assert "price of memory" not in activations_table(plan, tensors)
     with pytest.raises(ValueError, match=r"'upp'; there are .*up"):
-        keeping(program, plan, "upp")
+        activations(program, plan, "upp")
 
 
 def test_the_table_says_what_decides() -> None:
     plan = solved(420)
-    tensors = keeping(captured(False), plan, "blocks.3.act")
-    text = keeping_table(plan, tensors)
+    tensors = activations(captured(False), plan, "blocks.3.act")
+    text = activations_table(plan, tensors)
     assert "more a device would save about" in text
     assert f"gelu) x{tensors[0].count} " in text
     assert "made again: takes" in text and "its bytes are worth" in text.replace("\n", " ")

@@ -14,13 +14,13 @@ from autopar.compiler import peak_of, program_of, program_to_plan, solve
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import is_backward
 from autopar.ir.plan import EVERY, Plan
-from autopar.ir.program import Program, Repeat
+from autopar.ir.program import Program, RepeatedLayers
 from autopar.memory.deep_models import peak_of_blocks
 from autopar.memory.liveness import Moment
 from autopar.memory.recompute import class_of
 from autopar.search.options import Search
 from autopar.sharding.dims import analyze
-from autopar.sharding.layer_classes import quotient
+from autopar.sharding.layer_classes import layer_classes
 from tests import models
 from tests.capture.test_repeat import AXES, EAGER, deep
 
@@ -52,9 +52,9 @@ def some_plan(name: str, seed: int) -> Plan:
 
 def partly_again(plan: Plan, program: Program, choose: random.Random) -> Iterator[Plan]:
     """What no, all, the first, the last and some random blocks make and move again."""
-    classes = quotient(program, analyze(program))
+    classes = layer_classes(program, analyze(program))
     names = [k for k, (node, *_) in classes.members.items() if node.op == "call_function" and not is_backward(node)]
-    names += [f"relay {r}" for r in plan.relays if class_of(f"relay {r}") in classes.count]
+    names += [f"consumer {r}" for r in plan.consumer_layouts if class_of(f"consumer {r}") in classes.count]
     share = choose.random()
     cut = {n: math.ceil(share * classes.count[class_of(n)]) for n in names}
     first, last = ({n: ((0, cut[n]),) for n in names}, {n: ((cut[n], EVERY[0][1]),) for n in names})
@@ -72,7 +72,7 @@ def assert_never_below(name: str, seed: int, blocks: int) -> None:
     for each in partly_again(plan, program, random.Random(seed + blocks)):
         found, expected = (sum(peak_of(p, each).values()) for p in (program, deep))
         uniform = all(r == EVERY for r in each.recompute.values())
-        # Blocks of several kinds are neighbours of others than in the short programs: by what moves between them.
+        # Blocks of several kinds are neighbors of others than in the short programs: by what moves between them.
         assert found >= expected * (1 if uniform else 1 - 1e-3) - 1e-6
         assert found <= expected * (1.0 if uniform else 1.2) + 1e-6
 
@@ -106,14 +106,14 @@ def test_the_largest_moment_may_be_another_in_the_deep_model() -> None:
     assert max(three, key=lambda m: m.total).total == 60.0  # the backward of a block; the tail has 45
     for blocks in (4, 7, 20):
         expected = max(m.total for m in moments(*[10.0] * blocks, backward=30.0, tail=15.0))
-        repeat = Repeat("h", blocks, None)  # type: ignore[arg-type]
+        repeat = RepeatedLayers("h", blocks, None)  # type: ignore[arg-type]
         assert sum(peak_of_blocks([(1.0, three, two)], repeat).values()) == expected
 
 
 def test_of_two_kinds_of_blocks_each_works_while_the_others_hold_theirs() -> None:
     """The blocks in front keep 1 and work on 50, those behind keep 10 and work on 5: neither peak is a mean."""
     kinds = [[moments(*[keeps] * n, backward=works, tail=0.0) for n in (3, 2)] for keeps, works in ((1, 50), (10, 5))]
-    repeat = Repeat("h", 10, None)  # type: ignore[arg-type]
+    repeat = RepeatedLayers("h", 10, None)  # type: ignore[arg-type]
     parts = [(0.5, *kinds[0]), (0.5, *kinds[1])]
     # The fifth block's backward, behind those that keep 10; the last block's has 5 * 1 + 5 * 10 + 5.
     assert sum(peak_of_blocks(parts, repeat).values()) == max(5 * 1 + 50, 5 * 1 + 5 * 10 + 5)
@@ -141,5 +141,5 @@ def test_a_moment_that_only_some_blocks_have(gathering: int) -> None:
     parts = [(share / 10, sequence([again] * 3), sequence([again] * 2))
              for share, again in ((gathering, True), (10 - gathering, False)) if share]  # fmt: skip
     expected = max(m.total for m in sequence([True] * gathering + [False] * (10 - gathering)))
-    repeat = Repeat("h", 10, None)  # type: ignore[arg-type]
+    repeat = RepeatedLayers("h", 10, None)  # type: ignore[arg-type]
     assert sum(peak_of_blocks(parts, repeat).values()) == expected

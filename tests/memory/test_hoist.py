@@ -17,13 +17,13 @@ from autopar.ir.layout import Replicate, Split
 from autopar.ir.ops.collectives import Collective
 from autopar.ir.plan import EVERY, Plan
 from autopar.ir.precision import Precision
-from autopar.ir.program import Program, is_steady
+from autopar.ir.program import Program, is_hoisted
 from autopar.memory.liveness import moments, peak_memory
 from autopar.parallelize import parallelize
 from autopar.passes import PASSES
-from autopar.passes.hoist_invariants import hoist_steady
+from autopar.passes.hoist_invariants import hoist_invariants
 from autopar.runtime.step.microbatch_step import cut_microbatches
-from autopar.search.microbatch.split import in_microbatches
+from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Search
 from autopar.search.predict import predict
 from autopar.search.random_plan import random_plan
@@ -61,7 +61,7 @@ def test_a_kept_gather_is_made_once() -> None:
     assert runs(local)["all_gather"] == split
     tasks = [t.name for t in emitted(local, plan)]
     for node in local.graph.graph.nodes:
-        if isinstance(node.meta.get("collective"), Collective) and is_steady(node):
+        if isinstance(node.meta.get("collective"), Collective) and is_hoisted(node):
             assert tasks.count(node.name) == 1
     report = compare(program, local, plan, global_values(program, model, batch), torch.float64)
     assert report.max_error < BOUND, report.worst
@@ -91,7 +91,7 @@ def test_short_memory_takes_gathers_for_a_step_a_microbatch_and_a_use() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_random_plans_run_what_is_counted(seed: int) -> None:
     program, _, values = zoo.captured("mlp")
-    part = in_microbatches(program, COUNT)
+    part = microbatch_program(program, COUNT)
     dims = analyze(part)
     plan = random_plan(part, dims, {"a": 2}, Cluster.preset("cpu"), seed, again=seed > 0)
     plan = predict(part, dims, replace(plan, fingerprint=program.fingerprint, microbatches=COUNT))
@@ -115,7 +115,7 @@ def test_casts_of_parameters_are_shared() -> None:
     program, values = casted()
     plan = solve(program, {"a": 2}, "h100", search=Search(recipe="fsdp", pins={"microbatches": 2}))
     local = rewrite(program, plan)
-    casts = [n for n in local.graph.graph.nodes if is_steady(n) and "_to_copy" in str(n.target)]
+    casts = [n for n in local.graph.graph.nodes if is_hoisted(n) and "_to_copy" in str(n.target)]
     assert len(casts) >= 4
     cut = cut_microbatches(local)
     assert cut.steady is not None
@@ -127,8 +127,10 @@ def test_what_is_shared_is_held_to_the_end() -> None:
     """The gathered weight of a plan that keeps it is there all the time; made again it is not."""
     program, _, _ = zoo.captured("mlp")
     plan = solve(program, {"a": 2}, "h100", search=fsdp())
-    part = in_microbatches(program, COUNT)
-    each = replace(plan, recompute=dict.fromkeys([*plan.choices, *(f"relay {key}" for key in plan.relays)], EVERY))
+    part = microbatch_program(program, COUNT)
+    each = replace(
+        plan, recompute=dict.fromkeys([*plan.choices, *(f"consumer {key}" for key in plan.consumer_layouts)], EVERY)
+    )
     kept, again = (rewrite(program, p) for p in (plan, each))
     assert sum(peak_memory(kept, plan).values()) > sum(peak_memory(again, each).values())
     shared, rest = (
@@ -148,9 +150,9 @@ def one_microbatch_for_all(program: Program, plan: Plan) -> Program:
     waiting = [min(given.users)]
     while waiting:
         node = waiting.pop()
-        node.meta["steady"] = True
+        node.meta["hoisted"] = True
         waiting += node.all_input_nodes
-    return hoist_steady(program, plan)
+    return hoist_invariants(program, plan)
 
 
 def test_mistakes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +161,9 @@ def test_mistakes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def of_a_microbatch(program: Program, plan: Plan) -> Program:
         """An operator of one microbatch is said to be shared, and what it takes is not."""
-        next(n for n in program.graph.graph.nodes if n.op == "call_function" and not is_steady(n)).meta["steady"] = True
+        next(n for n in program.graph.graph.nodes if n.op == "call_function" and not is_hoisted(n)).meta["hoisted"] = (
+            True
+        )
         return program
 
     assert compare(program, rewrite(program, plan), plan, values, torch.float64).max_error < BOUND
@@ -173,7 +177,7 @@ def test_where_it_is_not_split_nothing_is_shared() -> None:
     program, _, _ = zoo.captured("mlp")
     plan = solve(program, {"a": 2}, "h100", search=Search(recipe="fsdp", pins={"microbatches": 1}))
     assert Replicate() not in plan.parameters[next(iter(plan.parameters))]
-    assert not any(is_steady(n) for n in rewrite(program, plan).graph.graph.nodes)
+    assert not any(is_hoisted(n) for n in rewrite(program, plan).graph.graph.nodes)
 
 
 def test_the_graph_of_what_is_shared_can_be_seen() -> None:
@@ -183,7 +187,7 @@ def test_the_graph_of_what_is_shared_can_be_seen() -> None:
         search=Search(pins={"microbatches": 2}),
     )  # fmt: skip
     model(torch.randn(4, 8)).backward()
-    assert model.steady_graph is not None
-    shared = {n.name for n in model.steady_graph.graph.nodes if n.op == "call_function"}
+    assert model.hoisted_graph is not None
+    shared = {n.name for n in model.hoisted_graph.graph.nodes if n.op == "call_function"}
     assert shared
     assert not shared & {n.name for n in model.forward_graph.graph.nodes if n.op == "call_function"}

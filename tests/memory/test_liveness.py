@@ -11,11 +11,11 @@ from torch import Tensor, fx
 
 from autopar.compiler import peak_of, program_to_plan, rewrite, solve
 from autopar.costs.cluster import Cluster
-from autopar.ir.ops.accumulate import Totals
+from autopar.ir.ops.accumulate import GradientAccumulator
 from autopar.ir.program import Program, map_nodes
 from autopar.ir.shards import take
 from autopar.memory.liveness import moments, peak_memory
-from autopar.search.microbatch.split import in_microbatches
+from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Search
 from autopar.search.random_plan import random_plan
 from autopar.sharding.dims import analyze
@@ -64,7 +64,7 @@ def test_predicted_peak_is_measured(name: str, again: bool) -> None:
 @pytest.mark.parametrize("name", ["mlp", "encoder"])
 def test_predicted_peak_of_a_microbatch_is_measured(name: str) -> None:
     whole, _, values = zoo.captured(name)
-    program = in_microbatches(whole, 2)
+    program = microbatch_program(whole, 2)
     plan = random_plan(program, analyze(program), {}, Cluster.preset("cpu"), 1, again=True)
     local = rewrite(whole, replace(plan, fingerprint=whole.fingerprint, microbatches=2))
     held = peak_memory(local, plan)
@@ -75,7 +75,7 @@ def test_predicted_peak_of_a_microbatch_is_measured(name: str) -> None:
         inputs.append(
             take(value, 0, 1, 2, 0).clone() if spec.kind == "batch" and spec.name in program.part.rows else value
         )
-    totals = Totals()
+    totals = GradientAccumulator()
     with torch.no_grad():
         with totals.microbatch():
             measured_peak(local, inputs)

@@ -18,7 +18,7 @@ from autopar.ir.program import Program
 from autopar.memory.recompute import uniform, weighted
 from autopar.search.predict import predict
 from autopar.sharding.dims import analyze
-from autopar.sharding.layer_classes import quotient
+from autopar.sharding.layer_classes import layer_classes
 from autopar.verify.verify import compare, global_values
 from benchmarks import recompute
 from tests import models
@@ -64,7 +64,7 @@ def test_weighted() -> None:
 
 def in_three_parts(plan: Plan, program: Program) -> Plan:
     """The first two blocks make everything again, three some of it, and the rest nothing."""
-    classes = quotient(program, analyze(program))
+    classes = layer_classes(program, analyze(program))
     own = {k: nodes[0] for k, nodes in classes.members.items() if classes.count[k] == 8}
     names = [k for k, node in own.items() if node.op == "call_function" and not is_backward(node)]
     table = {name: ((0, 5 if i % 3 == 0 else 2),) for i, name in enumerate(names)}
@@ -77,7 +77,7 @@ def test_three_kinds_of_blocks_of_a_model_that_is_captured_in_part() -> None:
     whole, short = program_of(model, batch), program_to_plan(model, batch)
     assert short.repeat is not None
     plan = in_three_parts(solve(short, AXES, EAGER), short)
-    assert len(uniform(plan, quotient(short, analyze(short)).count)) == 3
+    assert len(uniform(plan, layer_classes(short, analyze(short)).count)) == 3
     deep = replace(plan, fingerprint=whole.fingerprint)
     found, expected = (predict(p, analyze(p), x).predicted for p, x in ((short, plan), (whole, deep)))
     assert found.step_seconds == pytest.approx(expected.step_seconds, rel=1e-3)

@@ -41,12 +41,12 @@ return [relu]"""
 
 def test_meta() -> None:
     program, _ = tiny()
-    plan = hand_plan(program, AXES, {"mm": "m.0 k.0"}, relays={"mm": "S(0) S(1)"}, results={"0": "S(1) R"})
+    plan = hand_plan(program, AXES, {"mm": "m.0 k.0"}, consumer_layouts={"mm": "S(0) S(1)"}, results={"0": "S(1) R"})
     after = rewrite(program, plan, passes=(annotate_layouts,))
     nodes = {n.name: n for n in after.graph.graph.nodes}
     assert nodes["mm"].meta["input_layouts"] == (layout("S(0) S(1)"), layout("R S(0)"))
     assert nodes["mm"].meta["layouts"] == ((Split(0), Partial()),)
-    assert nodes["mm"].meta["relays"] == {0: layout("S(0) S(1)")}
+    assert nodes["mm"].meta["consumer_layouts"] == {0: layout("S(0) S(1)")}
     assert nodes["mm"].meta["strategy"] == ("m.0", "k.0")
     assert nodes["relu"].meta["layouts"] == ((Replicate(), Replicate()),)
     assert nodes["output"].meta["input_layouts"] == (layout("S(1) R"),)

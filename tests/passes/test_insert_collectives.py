@@ -95,7 +95,7 @@ def test_a_part_does_not_keep_the_whole() -> None:
 
 def test_relay_comes_first() -> None:
     after = inserted(
-        {"a": 2}, choices={"mm": "k.0"}, relays={"mm": "S(0)"}, batch={"0": "S(1)"}, parameters={"w": "S(0)"}
+        {"a": 2}, choices={"mm": "k.0"}, consumer_layouts={"mm": "S(0)"}, batch={"0": "S(1)"}, parameters={"w": "S(0)"}
     )
     assert [c.kind for c in collectives(after)] == ["reduce_scatter", "all_gather"]
 

@@ -22,11 +22,11 @@ from autopar.memory.liveness import moments, peak_memory
 from autopar.passes import DETERMINISTIC_PASSES, PASSES
 from autopar.runtime.step.bind import bind
 from autopar.runtime.step.partition import cut
-from autopar.search.microbatch.split import in_microbatches
+from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Search
 from autopar.search.predict import predict
 from autopar.sharding.dims import analyze
-from autopar.sharding.layer_classes import quotient
+from autopar.sharding.layer_classes import layer_classes
 from autopar.simulate.graph_tasks import emitted
 from autopar.verify.emulate import emulate
 from autopar.verify.verify import compare, global_values
@@ -50,7 +50,7 @@ def captured() -> tuple[Program, list[Tensor]]:
 
 def sent_by(program: Program, plan: Plan, *parts: str) -> Plan:
     """The plan that sends to the host what the operators make whose class has one of these texts in its name."""
-    members = quotient(program, analyze(program)).members
+    members = layer_classes(program, analyze(program)).members
     asked = {k for k, nodes in members.items() if any(p in k for p in parts) and nodes[0] in program.sources}
     chosen = {k: EVERY for k in asked if not is_backward(members[k][0])}
     return predict(program, analyze(program), replace(plan, offload=chosen))
@@ -131,7 +131,7 @@ def test_copies_are_predicted_and_simulated() -> None:
 
 def test_microbatches_send_what_each_of_them_keeps() -> None:
     program, values = captured()
-    part = in_microbatches(program, 3, deterministic=True)
+    part = microbatch_program(program, 3, deterministic=True)
     kept = solve(program, AXES, linked(), search=Search(pins={"microbatches": 3}), deterministic=True)
     sent = replace(sent_by(part, kept, *MIDDLE), fingerprint=program.fingerprint)
     local = rewrite(program, sent, passes=DETERMINISTIC_PASSES)
@@ -163,7 +163,7 @@ def test_what_runs_again_takes_what_has_come_back() -> None:
     program, values = captured()
     sent = sent_by(program, plans()[0], "up")
     names = [k for k in sent.choices if "forward" in k and any(p in k for p in ("relu", "draw", "dropout", "mul"))]
-    both = replace(sent, recompute={k: EVERY for k in (*names, *(f"relay {r}" for r in sent.relays))})
+    both = replace(sent, recompute={k: EVERY for k in (*names, *(f"consumer {r}" for r in sent.consumer_layouts))})
     local = rewrite(program, both, passes=DETERMINISTIC_PASSES)
     back = next(n for n in local.graph.graph.nodes if n.target is to_device)
     assert any("original" in u.meta for u in back.users)

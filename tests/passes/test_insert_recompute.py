@@ -22,7 +22,7 @@ from autopar.runtime.step.partition import cut
 from autopar.search.options import Search
 from autopar.search.predict import predict
 from autopar.sharding.dims import analyze
-from autopar.sharding.layer_classes import quotient
+from autopar.sharding.layer_classes import layer_classes
 from autopar.verify.emulate import census, emulate
 from autopar.verify.verify import compare, global_values
 
@@ -50,10 +50,10 @@ def captured() -> tuple[Program, list[Tensor]]:
 
 def with_again(program: Program, plan: Plan, *parts: str) -> Plan:
     """The plan that makes the operators again whose class has one of these texts in its name."""
-    keys = quotient(program, analyze(program)).members
+    keys = layer_classes(program, analyze(program)).members
     asked = {k for k, nodes in keys.items() if any(p in k for p in parts) and nodes[0] in program.sources}
     chosen = {k: EVERY for k in asked if not is_backward(keys[k][0])}
-    moved = {f"relay {name}": EVERY for name in plan.relays if name.rpartition(" ")[0] in chosen}
+    moved = {f"consumer {name}": EVERY for name in plan.consumer_layouts if name.rpartition(" ")[0] in chosen}
     return replace(plan, recompute={**chosen, **moved})
 
 
@@ -132,7 +132,7 @@ def test_prediction_counts_what_runs_again() -> None:
     dims = analyze(program)
     pins = {"up.weight": "S(0)", "down.weight": "S(0)", "batch.0": "S(0)"}
     plan = solve(program, AXES, Cluster.preset("h100"), search=Search(pins=pins))
-    moved = {f"relay {k}": EVERY for k in plan.relays}
+    moved = {f"consumer {k}": EVERY for k in plan.consumer_layouts}
     again = with_again(program, plan, *MIDDLE)
     again = replace(again, recompute={**moved, **again.recompute})
     seconds = []
@@ -151,10 +151,10 @@ def test_what_is_moved_for_each_user_does_not_wait() -> None:
     dims = analyze(program)
     pins = {"up.weight": "S(0)", "down.weight": "S(0)", "batch.0": "S(0)"}
     plan = solve(program, AXES, Cluster.preset("h100"), search=Search(pins=pins))
-    moved = {f"relay {k}": EVERY for k in plan.relays}
+    moved = {f"consumer {k}": EVERY for k in plan.consumer_layouts}
     once = with_again(program, plan, *MIDDLE, "mm", "permute", "addmm", "transpose", "t.")
     once = replace(once, recompute={**once.recompute, **moved})
-    each = replace(once, recompute={**once.recompute, **{f"each {name}": EVERY for name in moved}})
+    each = replace(once, recompute={**once.recompute, **{f"per use {name}": EVERY for name in moved}})
     gathers = []
     for chosen in (once, each):
         found = predict(program, dims, chosen).predicted

@@ -21,7 +21,7 @@ from autopar.ir.precision import Precision
 from autopar.ir.program import Program
 from autopar.passes import DETERMINISTIC_PASSES
 from autopar.pipeline.executor import StageRun
-from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, INPUT, WEIGHT, Cutting
+from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, INPUT, WEIGHT, StageGraphs
 from autopar.search.options import Search
 from autopar.verify.verify import EquivalenceReport, compare, global_values
 from tests import models as zoo
@@ -157,7 +157,7 @@ def test_every_operator_of_the_backward_runs_once() -> None:
     model, batch = example("gpt2")
     program = program_of(model, batch)
     plan = solve(program, {"stage": 2}, "cpu", search=Search(pins={"stages": 2, "microbatches": 4}))
-    cutting = Cutting(rewrite(program, plan), 2)
+    cutting = StageGraphs(rewrite(program, plan), 2)
     for stage in range(2):
         names = {k: [n.name for n in cutting.piece(stage, k).graph.graph.nodes if n.op == "call_function"]
                  for k in (FORWARD, BACKWARD, INPUT, WEIGHT)}  # fmt: skip
@@ -181,7 +181,7 @@ def test_a_stage_makes_again_what_it_takes() -> None:
     assert again
     late = [n for n in local.graph.graph.nodes if is_backward(n) and module_path(n).startswith("model.layers.1.")]
     assert {n.meta["stage"] for n in late} == {1}
-    cutting = Cutting(local, 2)
+    cutting = StageGraphs(local, 2)
     assert len(cutting.returned(0)) == 1
     report = compare(program, local, plan, global_values(program, model, batch), torch.float64)
     assert report.max_error < BOUND, report.worst

@@ -111,7 +111,7 @@ class Turned(nn.Module):
         return self.inner(x.transpose(0, 1)).transpose(0, 1)
 
 
-class Mix(nn.Module):
+class LayerMix(nn.Module):
     """A linear layer along the sequence: ``[b, s, h] -> [b, h, s] -> ... -> [b, s, h]``."""
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ def models(draw: st.DrawFn) -> tuple[nn.Module, tuple[Tensor, ...]]:
         st.just(None).map(lambda _: Scale()),
     )
     attention = st.builds(Attention, st.sampled_from([1, 2, 4]), st.booleans(), st.booleans())
-    mixing = st.just(None).map(lambda _: Mix())
+    mixing = st.just(None).map(lambda _: LayerMix())
     strided = st.one_of(
         st.builds(Image, st.sampled_from([1, 2, 4]), st.booleans()),
         st.builds(Channels, st.sampled_from([1, 2, 4]), st.booleans(), st.booleans()),

@@ -18,7 +18,7 @@ from autopar.errors import InfeasibleError
 from autopar.ir.program import Program
 from autopar.passes import DETERMINISTIC_PASSES
 from autopar.passes.pad_dims import pad
-from autopar.search.microbatch.split import in_microbatches
+from autopar.search.microbatch.split import microbatch_program
 from autopar.search.random_plan import random_plan
 from autopar.sharding.dims import Dims, analyze
 from autopar.verify.verify import compare, global_values
@@ -41,7 +41,7 @@ def check(program: Program, dims: Dims, values: list[Tensor], axes: dict[str, in
     part = program
     if seed % 4 == 0:
         with suppress(InfeasibleError):
-            part = in_microbatches(program, 2, deterministic=True)
+            part = microbatch_program(program, 2, deterministic=True)
             dims = analyze(part)
     shapes = random_padding(part, dims, Random(seed).randrange) if seed % 3 == 0 else {}
     longer = pad(part, shapes)

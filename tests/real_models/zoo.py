@@ -16,7 +16,7 @@ ROWS = 4
 
 
 class Example(NamedTuple):
-    """A network, the batch of a step, and what is minimised."""
+    """A network, the batch of a step, and what is minimized."""
 
     model: nn.Module
     batch: Callable[[int], Tensors]

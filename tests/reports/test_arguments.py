@@ -103,7 +103,7 @@ def test_every_kind_of_parameter(args: Any, kwargs: Any) -> None:
 
 def test_one_call_in_two_forms_is_one_graph() -> None:
     plain, model = pair(Named)
-    model.specialise((a, b))
+    model.specialize((a, b))
     check(plain, model, a, b)
     check(plain, model, y=b, x=a)
     check(plain, model, a, y=b)

@@ -42,7 +42,7 @@ def random_problem(seed: int, nodes: int, density: float, scale: float, forbid: 
 
 
 def brute_force(problem: Problem, budget: float | None) -> tuple[float, float]:
-    """Least cost within the budget, and least memory of any labelling of finite cost; inf if there is none."""
+    """Least cost within the budget, and least memory of any labeling of finite cost; inf if there is none."""
     best = least = float("inf")
     for labels in itertools.product(*(range(len(n.cost)) for n in problem.nodes)):
         cost, memory = evaluate(problem, np.array(labels))

@@ -14,7 +14,7 @@ from torch import fx, nn
 import autopar
 from autopar.compiler import program_of, rewrite, solve
 from autopar.errors import InfeasibleError
-from autopar.ir.module_outputs import find_handed, handed_on
+from autopar.ir.module_outputs import find_module_outputs, module_outputs
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, Value, copy_graph, producer, values_of
 from autopar.passes.annotate_layouts import annotate_layouts
@@ -28,7 +28,7 @@ from tests.plans import layout
 def lies_in(program: Program, plan: Plan, name: str) -> set[tuple[str, ...]]:
     """Layouts from which the users of what a module hands on get it, in the graph with its moves."""
     program = annotate_layouts(replace(program, graph=copy_graph(program.graph)), plan)
-    values = {value for value, _ in handed_on(program)[name]}
+    values = {value for value, _ in module_outputs(program)[name]}
     before = set(program.graph.graph.nodes)
     insert_collectives(program, plan)
     return {
@@ -49,7 +49,7 @@ def _way(argument: fx.Node, before: set[fx.Node], values: set[Value]) -> tuple[s
     if (source, index) not in values or argument.op == "placeholder":
         return None
     passed.append(source.meta["layouts"][index])
-    pinned = source.meta["relays"].get(index)
+    pinned = source.meta["consumer_layouts"].get(index)
     return tuple(map(str, pinned if pinned in passed else passed[-1]))
 
 
@@ -74,7 +74,7 @@ def test_modules_hand_on_what_they_return(name: str) -> None:
         module.register_forward_hook(note)
     model(**batch)
     found: dict[str, dict[str, dict[int, tuple[int, ...]]]] = {}
-    for rows in handed_on(program).values():
+    for rows in module_outputs(program).values():
         for (node, i), mark in rows:
             shape = values_of(node)[i].shape  # type: ignore[union-attr]
             found.setdefault(mark.module, {}).setdefault(mark.call, {})[mark.number] = mark.shape or tuple(shape)
@@ -121,7 +121,7 @@ def test_who_takes_it_as_it_was_made_gets_it_from_the_pinned_layout() -> None:
     plan = solve(program, {"x": 2}, "h100", search=Search(pins={**whole, "a": "S(1)"}))
     assert lies_in(program, plan, "a") == {("S(1.0)",)}
     loose = solve(program, {"x": 2}, "h100", search=Search(pins=whole))
-    assert not loose.held
+    assert not loose.forced_consumer_layouts
     assert plan.predicted.step_seconds > loose.predicted.step_seconds
     assert autopar.verify(Plain(), (torch.ones(4, 8),), {"x": 2}, plan=plan).max_error < 1e-12
 
@@ -148,8 +148,8 @@ def test_any_pin_keeps_what_is_computed(data: st.DataObject) -> None:
         assert "hands on" in str(e) or "is no placement" in str(e), e
         return
     for pattern, wanted in pins.items():
-        for module in find_handed(program, pattern):
-            direct = [v for v, mark in handed_on(program)[module] if mark.shape is None]
+        for module in find_module_outputs(program, pattern):
+            direct = [v for v, mark in module_outputs(program)[module] if mark.shape is None]
             if direct:
                 expected = tuple(str(p) for p in layout(" ".join(wanted).replace(")", ".0)")))
                 assert expected in lies_in(program, plan, module) or not direct[0][0].users
@@ -176,7 +176,7 @@ class Pair(nn.Module):
 
 def test_calls_and_several_tensors() -> None:
     program, axes = program_of(Twice(), (torch.randn(4, 2, 8),)), {"a": 2}
-    assert len({mark.call for _, mark in handed_on(program)["inner"]}) == 2
+    assert len({mark.call for _, mark in module_outputs(program)["inner"]}) == 2
     plan = solve(program, axes, "h100", search=Search(pins={"inner": "S(2)", "pair:0": "S(1)", "pair:1": "S(0)"}))
     assert lies_in(program, plan, "pair:0") == {("S(1.0)",)}
     assert lies_in(program, plan, "pair:1") == {("S(0.0)",)}
@@ -237,7 +237,11 @@ def test_microbatches() -> None:
     pins = {"*.q_proj": "S(0)", "*.mlp": "S(1)", "microbatches": 2}
     plan = solve(program, axes, "cpu", search=Search(pins=pins))
     assert plan.microbatches == 2
-    assert {plan.relays[name] for name in plan.held} == {layout("S(0.0)"), layout("S(0.1)"), layout("S(1.0)")}
+    assert {plan.consumer_layouts[name] for name in plan.forced_consumer_layouts} == {
+        layout("S(0.0)"),
+        layout("S(0.1)"),
+        layout("S(1.0)"),
+    }
     equal("llama", plan)
 
 
@@ -299,7 +303,10 @@ def test_pipelines() -> None:
     fixed = {"stages": 2, "stage_axis": "pp", "microbatches": 2, "schedule": "1f1b"}
     for pin in (("R", "S(1)"), (None, "S(1)"), {"a": "S(1)"}, "S(1)"):
         plan = solve(program, axes, "cpu", search=Search(pins={**fixed, "blocks.[01]": pin}))
-        assert {plan.relays[name] for name in plan.held} == {layout("R S(1.0)"), layout("R S(0.1)")}
+        assert {plan.consumer_layouts[name] for name in plan.forced_consumer_layouts} == {
+            layout("R S(1.0)"),
+            layout("R S(0.1)"),
+        }
     assert autopar.verify(model, batch, axes, plan=plan).max_error < 1e-10
     with pytest.raises(InfeasibleError, match=r"splits a tensor along axis 'pp', where the stages lie"):
         solve(program, axes, "cpu", search=Search(pins={**fixed, "blocks.[01]": ("S(1)", "R")}))
@@ -310,5 +317,5 @@ def test_dropout_that_all_draw_alike() -> None:
     model, batch = models.gpt2(resid_pdrop=0.5, seq=4)
     search = Search(pins={"*.mlp.dropout": "S(1)"})
     plan = autopar.plan(model, batch, cluster="cpu", axes={"a": 2}, search=search)
-    assert {plan.relays[name] for name in plan.held} == {layout("S(1.0)")}
+    assert {plan.consumer_layouts[name] for name in plan.forced_consumer_layouts} == {layout("S(1.0)")}
     assert autopar.verify(model, batch, {"a": 2}, plan=plan).max_error < 1e-10

@@ -14,7 +14,7 @@ from autopar.compiler import program_of, rewrite, solve
 from autopar.costs.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.explain.activations import keeping
-from autopar.explain.tables.activations import keeping_dict, keeping_table
+from autopar.explain.tables.activations import activations_table, keeping_dict
 from autopar.ir.ops.host import to_host
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -122,7 +122,7 @@ def test_explain_says_why_a_tensor_is_on_the_host() -> None:
     for tensor in sent:
         assert tensor.copied <= tensor.worth * 1.01
         assert tensor.copied < tensor.seconds or "which is gone" in tensor.why
-    text = " ".join(keeping_table(plan, tensors).split())
+    text = " ".join(activations_table(plan, tensors).split())
     assert "on the host: sending it there and back takes" in text
     facts = keeping_dict("layers", plan, tensors)["tensors"]
     assert [t["copied"] for t in facts] == [t.copied for t in tensors]

@@ -12,9 +12,9 @@ from autopar.costs.cluster import Cluster
 from autopar.ir.plan import Certificate, Plan
 from autopar.search.budget.pareto import Frontier
 from autopar.search.budget.within_budget import Task, _remembered
-from autopar.search.formulation.build import Built
+from autopar.search.formulation.build import Formulation
 from autopar.search.options import Job
-from autopar.search.solver.layer_mix import Mix
+from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits
 from autopar.search.solver.problem import Node, Problem
 from tests.plans import hand_plan, tiny
@@ -29,7 +29,7 @@ def remembered(peaks: Mapping[float, float], row: float) -> tuple[float, list[fl
     plan = hand_plan(program, {"a": 2})
     measured: list[float] = []
 
-    def read(built: Built, mix: Mix, bound: float, method: str) -> Plan:
+    def read(built: Formulation, mix: LayerMix, bound: float, method: str) -> Plan:
         return replace(plan, certificate=Certificate(mix.cost, bound, "", method))
 
     def peak(plan: Plan) -> dict[str, float]:
@@ -42,10 +42,11 @@ def remembered(peaks: Mapping[float, float], row: float) -> tuple[float, list[fl
     for budget in ROW:
         frontier.around(budget)
     task = Task(
-        make=lambda restrictions, memory: Built(problem, ()), read=read, state=lambda gradients: {}, limits=limits,
+        make=lambda restrictions, memory: Formulation(problem, ()), read=read, state=lambda gradients: {},
+        limits=limits,
         job=Job({}, Cluster.preset("cpu"), 25.0), peak=peak,
     )  # fmt: skip
-    found = _remembered(task, Built(problem, ()), frontier, row, 0.0, "prices")
+    found = _remembered(task, Formulation(problem, ()), frontier, row, 0.0, "prices")
     return found.certificate.objective, measured
 
 

@@ -9,15 +9,15 @@ from autopar.costs.cluster import Cluster, Device, Link
 from autopar.ir.program import is_operator
 from autopar.search.options import Search
 from autopar.sharding.dims import analyze
-from autopar.sharding.layer_classes import Quotient, quotient
+from autopar.sharding.layer_classes import LayerClasses, layer_classes
 from tests import models
 
 FAST = Cluster("slow devices", Device("slow", {"float32": 1e6}, 1e9, 1e6, 1e-9), (Link("fast", 1e9, 1e-9),))
 
 
-def classes_of(name: str, layers: int, tie: bool = True) -> Quotient:
+def classes_of(name: str, layers: int, tie: bool = True) -> LayerClasses:
     program, dims, _ = models.captured(name, layers=layers, seq=4)
-    return quotient(program, dims, tie=tie)
+    return layer_classes(program, dims, tie=tie)
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.deep)])
@@ -32,7 +32,7 @@ def test_number_of_classes_does_not_depend_on_depth(name: str) -> None:
 
 def test_members_are_alike() -> None:
     program, dims, _ = models.captured("llama", layers=2, seq=4)
-    for key, members in quotient(program, dims).members.items():
+    for key, members in layer_classes(program, dims).members.items():
         assert len({n.op for n in members}) == 1, key
         assert len({n.target for n in members if is_operator(n)}) <= 1, key
         shapes = {tuple(dims.types[n, 0].shape) for n in members if (n, 0) in dims.types}
@@ -41,7 +41,7 @@ def test_members_are_alike() -> None:
 
 def test_every_node_has_one_class() -> None:
     program, dims, _ = models.captured("gpt2", layers=2, seq=4)
-    found = quotient(program, dims)
+    found = layer_classes(program, dims)
     nodes = [n for n in program.graph.graph.nodes if is_operator(n) or n.op in ("placeholder", "get_attr")]
     assert set(found.key) == set(nodes)
     assert sorted(n.name for v in found.members.values() for n in v) == sorted(n.name for n in nodes)
@@ -60,14 +60,14 @@ def test_numbered_leaves_are_not_layers() -> None:
 
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     program = program_of(model, (torch.ones(8, 8),), loss_fn=lambda output, batch: output.sum())
-    found = quotient(program, analyze(program))
+    found = layer_classes(program, analyze(program))
     assert not any("*" in key for key in found.members)
 
 
 def test_keys_are_the_same_in_every_analysis() -> None:
     program, dims, _ = models.captured("gpt2", layers=2, seq=4)
     again = program_of(*models.gpt2(layers=2, seq=4))
-    assert list(quotient(program, dims).members) == list(quotient(again, analyze(again)).members)
+    assert list(layer_classes(program, dims).members) == list(layer_classes(again, analyze(again)).members)
 
 
 @pytest.mark.parametrize("layers", [2, pytest.param(4, marks=pytest.mark.deep)])

@@ -36,7 +36,8 @@ def make_type(*dims: tuple[int, ...], dtype: str = "float64") -> TensorType:
 def make_plan(sizes: tuple[int, ...], cluster: str = "cpu") -> Plan:
     return Plan(
         axes=tuple(zip(NAMES, sizes, strict=False)), cluster=Cluster.preset(cluster),
-        parameters={}, batch={}, results={}, choices={}, relays={}, optimizer="adamw", fingerprint="", torch="",
+        parameters={}, batch={}, results={}, choices={}, consumer_layouts={}, optimizer="adamw", fingerprint="",
+        torch="",
         certificate=Certificate(0.0, 0.0, "", ""),
     )  # fmt: skip
 
@@ -51,7 +52,7 @@ def identity(type_: TensorType, source: Layout, targets: list[Layout]) -> Progra
     """One tensor, returned in several layouts."""
     graph = fx.Graph()
     x = graph.placeholder("x")
-    x.meta = {"types": (type_,), "layouts": (source,), "relays": {}, "val": torch.empty(type_.shape)}
+    x.meta = {"types": (type_,), "layouts": (source,), "consumer_layouts": {}, "val": torch.empty(type_.shape)}
     out = graph.output([x] * len(targets))
     out.meta["input_layouts"] = tuple(targets)
     outputs = tuple(Output("result", str(i)) for i in range(len(targets)))

@@ -1,4 +1,4 @@
-"""Sample calls of the operators of layers: normalisation, attention, convolution, softmax, embedding, indexing."""
+"""Sample calls of the operators of layers: normalization, attention, convolution, softmax, embedding, indexing."""
 
 from __future__ import annotations
 

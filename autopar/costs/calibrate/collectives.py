@@ -43,9 +43,9 @@ def measure_collectives(
     runs: int = RUNS,
     tick: Tick | None = None,
 ) -> list[Sample]:
-    """Time every collective of the initialised process group, which every rank calls with the same arguments.
+    """Time every collective of the initialized process group, which every rank calls with the same arguments.
 
-    Neighbours in a node form groups of level 0. Of several nodes, the processes with the same place in each form groups
+    Neighbors in a node form groups of level 0. Of several nodes, the processes with the same place in each form groups
     of level 1, all of which communicate at once; and so on for racks of nodes. If a node has four processes or more,
     sums of groups with two in each node are timed as well, which share the node's cards.
 

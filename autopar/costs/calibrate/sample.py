@@ -16,7 +16,7 @@ class Sample:
             read and written; of a collective: bytes, as `autopar.costs.collectives` counts them, and members.
         seconds: mean of several runs; of a collective the median, of the slowest member.
         level: of a collective: which of the cluster's links, 0 being the innermost.
-        stride: of a collective whose members are not the neighbours of a level: how far apart they are. Then as many
+        stride: of a collective whose members are not the neighbors of a level: how far apart they are. Then as many
             groups run at once, and share what leaves a node.
     """
 

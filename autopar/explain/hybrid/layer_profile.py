@@ -26,7 +26,7 @@ from autopar.ir.program import Program, Value
 from autopar.sharding.assignment import Assignment, all_moves, assign, machine_of
 from autopar.sharding.candidates import candidates, letter_parts, lowered_bytes, split_parts
 from autopar.sharding.dims import Dims, Operator
-from autopar.sharding.layer_classes import Quotient, quotient
+from autopar.sharding.layer_classes import LayerClasses, layer_classes
 from autopar.sharding.operator_cost import arithmetic_dtype, operator_work
 from autopar.sharding.redistribute import Machine, Tables, moved_bytes
 
@@ -153,14 +153,14 @@ def step_of(program: Program, dims: Dims, plan: Plan) -> tuple[Part, ...]:
         dims: its dimension analysis.
         plan: layouts.
     """
-    classes = quotient(program, dims)
+    classes = layer_classes(program, dims)
     return _Parts(program, dims, plan, classes).parts()
 
 
 class _Parts:
     """Sorts a program's nodes into parts."""
 
-    def __init__(self, program: Program, dims: Dims, plan: Plan, classes: Quotient) -> None:
+    def __init__(self, program: Program, dims: Dims, plan: Plan, classes: LayerClasses) -> None:
         self.program, self.dims = program, dims
         self.machine = machine_of(plan)
         self.assignment: Assignment = assign(program, dims, plan, classes)

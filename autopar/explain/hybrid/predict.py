@@ -95,7 +95,7 @@ def predict_hybrid(
         batch: example of the global batch; samples lie along the first dim of its first tensor.
         cluster: a `Cluster`, a preset's name or a TOML file.
         axes: sizes by name: data ranks (``dp``), stages (``pp``) and tensor ranks (``tp``); the tensor axis joins
-            neighbours, and stages are furthest apart.
+            neighbors, and stages are furthest apart.
         microbatch: samples of a microbatch; default: all of a data rank's.
         schedule: one of `autopar.simulate.SCHEDULES`.
         recompute: ``"none"``, ``"selective"`` or ``"full"``, see `autopar.explain.hybrid.training_step.Training`.

@@ -70,7 +70,7 @@ def keeping_dict(name: str, plan: Plan, tensors: Sequence[Tensor]) -> dict[str, 
     }
 
 
-def keeping_table(plan: Plan, tensors: Sequence[Tensor], width: int = 100) -> str:
+def activations_table(plan: Plan, tensors: Sequence[Tensor], width: int = 100) -> str:
     """The same as text; without a price of memory, without what bytes are worth."""
     priced = plan.certificate.memory_price > 0
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)

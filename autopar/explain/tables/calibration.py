@@ -44,7 +44,7 @@ class Sample(Protocol):
 
     @property
     def stride(self) -> int:
-        """Between members that are not neighbours of a level."""
+        """Between members that are not neighbors of a level."""
 
 
 def calibration_dict(cluster: Cluster, samples: Sequence[Sample], fitted: Sequence[float]) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def calibration_plot(samples: Sequence[Sample], fitted: Sequence[float]) -> str:
     every = [s.seconds for s in samples] + [float(f) for f in fitted]
     low, high = math.floor(math.log10(min(every))), math.ceil(math.log10(max(every)))
     kinds = list(dict.fromkeys(s.kind for s in samples))
-    colour = {kind: COLOURS[i % len(COLOURS)] for i, kind in enumerate(kinds)}
+    color = {kind: COLOURS[i % len(COLOURS)] for i, kind in enumerate(kinds)}
 
     def at(seconds: float) -> float:
         return (math.log10(seconds) - low) / max(1, high - low) * SIDE
@@ -117,11 +117,11 @@ def calibration_plot(samples: Sequence[Sample], fitted: Sequence[float]) -> str:
         title = escape(f"{sample.kind} {sample.dtype} {'x'.join(map(str, sample.sizes))}")
         numbers = f"measured {format_seconds(sample.seconds)}, fitted {format_seconds(seconds)}"
         lines.append(
-            f'<circle cx="{at(sample.seconds):.1f}" cy="{SIDE - at(seconds):.1f}" r="4" fill="{colour[sample.kind]}" '
+            f'<circle cx="{at(sample.seconds):.1f}" cy="{SIDE - at(seconds):.1f}" r="4" fill="{color[sample.kind]}" '
             f'fill-opacity="0.7"><title>{title}: {numbers}</title></circle>'
         )
     for i, kind in enumerate(kinds):
-        lines.append(f'<circle cx="{SIDE + 18}" cy="{20 * i + 10}" r="5" fill="{colour[kind]}"/>')
+        lines.append(f'<circle cx="{SIDE + 18}" cy="{20 * i + 10}" r="5" fill="{color[kind]}"/>')
         lines.append(f'<text x="{SIDE + 30}" y="{20 * i + 15}">{escape(kind)}</text>')
     lines += [
         f'<text x="{SIDE / 2}" y="{SIDE + 45}" text-anchor="middle">measured</text>',

@@ -119,8 +119,8 @@ def _operators(first: Plan, second: Plan) -> int | None:
     if first.fingerprint != second.fingerprint:
         return None
     changed = {
-        name.rpartition(" ")[0] if table is first.relays else name
-        for table, other in ((first.choices, second.choices), (first.relays, second.relays))
+        name.rpartition(" ")[0] if table is first.consumer_layouts else name
+        for table, other in ((first.choices, second.choices), (first.consumer_layouts, second.consumer_layouts))
         for name in {**table, **other}
         if table.get(name) != other.get(name)
     }

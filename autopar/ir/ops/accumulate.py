@@ -14,7 +14,7 @@ _library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-
 _library.define("accumulate(Tensor term) -> Tensor")
 
 
-class Totals:
+class GradientAccumulator:
     """What has been added up so far in a step.
 
     Each microbatch makes the same calls of ``autopar.ir.ops.accumulate`` in the same order, and each returns the sum of
@@ -49,7 +49,7 @@ class Totals:
             _totals.reset(token)
 
 
-_totals: ContextVar[Totals | None] = ContextVar("autopar_totals", default=None)
+_totals: ContextVar[GradientAccumulator | None] = ContextVar("autopar_totals", default=None)
 
 
 def _accumulate(term: torch.Tensor) -> torch.Tensor:

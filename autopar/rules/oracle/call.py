@@ -63,7 +63,7 @@ class RuleCall:
 
     @property
     def has_values(self) -> bool:
-        """Whether outputs hold anything; what is not initialised has a shape only."""
+        """Whether outputs hold anything; what is not initialized has a shape only."""
         return "empty" not in str(self.target)
 
 

@@ -53,7 +53,7 @@ def described(key: tuple[Any, ...]) -> Details:
     """What must be the same on every rank of a call, in words.
 
     Args:
-        key: of its specialisation: shapes, structure, layouts, modes, grad mode, parameters, batch tensors that
+        key: of its specialization: shapes, structure, layouts, modes, grad mode, parameters, batch tensors that
             require a gradient, autocast.
     """
     given, skeleton, layouts, modes, grad, parameters, asked, autocast = key

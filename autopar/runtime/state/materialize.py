@@ -15,20 +15,22 @@ from torch import nn
 from autopar.errors import AutoparError
 from autopar.ir.layout import Layout, TensorType, is_held, local_shape, replicated
 from autopar.runtime.dtensor import block_ranges, local_block, plain_type, stored, stored_block, to_local
-from autopar.runtime.mesh import Place
+from autopar.runtime.mesh import MeshContext
 from autopar.runtime.state.parameters import checksum, lay_out
 
 Init = Callable[[str, torch.Tensor], Any] | str | Path
-Types = Mapping[str, tuple[TensorType, Layout]]
+BoundaryLayouts = Mapping[str, tuple[TensorType, Layout]]
 
 
-def uninitialised(model: nn.Module) -> list[str]:
+def uninitialized(model: nn.Module) -> list[str]:
     """Names of parameters and persistent buffers that are still on the meta device."""
     named = list(model.named_parameters()) + _persistent(model)
     return [name for name, tensor in named if to_local(tensor).is_meta]
 
 
-def materialise(model: nn.Module, init: Init | None, types: Types, aliases: Mapping[str, str], place: Place) -> None:
+def materialize(
+    model: nn.Module, init: Init | None, types: BoundaryLayouts, aliases: Mapping[str, str], place: MeshContext
+) -> None:
     """Give meta parameters and buffers values; every rank calls it.
 
     Args:
@@ -41,7 +43,7 @@ def materialise(model: nn.Module, init: Init | None, types: Types, aliases: Mapp
     Raises:
         AutoparError: ``init`` is missing, or it leaves out a tensor.
     """
-    missing = uninitialised(model)
+    missing = uninitialized(model)
     rebuild_buffers(model, init if callable(init) else None, place.device)
     if not missing:
         return
@@ -52,13 +54,15 @@ def materialise(model: nn.Module, init: Init | None, types: Types, aliases: Mapp
             "or call load_full_state_dict before the first step"
         )
     source = _Function(init) if callable(init) else _Files(Path(init), aliases)
-    place.together(lambda: _fill(model, missing, source, types, place), "the initialisation of the parameters")
+    place.together(lambda: _fill(model, missing, source, types, place), "the initialization of the parameters")
     place.agree(
         source.digest, "the values that init= gave", "seed the random generator alike on every rank (torch.manual_seed)"
     )
 
 
-def _fill(model: nn.Module, names: list[str], source: _Function | _Files, types: Types, place: Place) -> None:
+def _fill(
+    model: nn.Module, names: list[str], source: _Function | _Files, types: BoundaryLayouts, place: MeshContext
+) -> None:
     tensors = {**dict(model.named_parameters()), **dict(_persistent(model))}
     for name in names:
         old = tensors[name]
@@ -71,7 +75,9 @@ def _fill(model: nn.Module, names: list[str], source: _Function | _Files, types:
             _set(model, "_buffers", old, local)
 
 
-def _place_parameter(old: nn.Parameter, local: torch.Tensor, type_: TensorType, layout: Layout, place: Place) -> None:
+def _place_parameter(
+    old: nn.Parameter, local: torch.Tensor, type_: TensorType, layout: Layout, place: MeshContext
+) -> None:
     if place.mesh is not None:
         lay_out(old, local, type_, layout or replicated(len(place.axes)), place)
     else:  # a meta parameter cannot take data of another device; swapping keeps its identity for an optimizer
@@ -86,7 +92,9 @@ class _Function:
         self.fill = fill
         self.digest = ""
 
-    def block(self, name: str, dtype: torch.dtype, type_: TensorType, layout: Layout, place: Place) -> torch.Tensor:
+    def block(
+        self, name: str, dtype: torch.dtype, type_: TensorType, layout: Layout, place: MeshContext
+    ) -> torch.Tensor:
         full = torch.empty(type_.stored_shape, dtype=dtype)
         with torch.no_grad():
             self.fill(name, full)
@@ -105,7 +113,9 @@ class _Files:
         for alias, name in aliases.items():
             self.names.setdefault(name, []).append(alias)
 
-    def block(self, name: str, dtype: torch.dtype, type_: TensorType, layout: Layout, place: Place) -> torch.Tensor:
+    def block(
+        self, name: str, dtype: torch.dtype, type_: TensorType, layout: Layout, place: MeshContext
+    ) -> torch.Tensor:
         known = next((n for n in (name, *self.names.get(name, [])) if n in self.files), None)
         if known is None:
             raise AutoparError(
@@ -180,7 +190,7 @@ def rebuild_buffers(model: nn.Module, fill: Callable[[str, torch.Tensor], Any] |
         lost = [n for n, b in module._buffers.items() if b is not None and b.is_meta and n in _volatile(module)]
         if not lost:
             continue
-        fresh = _initialised(model, module)
+        fresh = _initialized(model, module)
         for name in lost:
             old = module._buffers[name]
             assert old is not None
@@ -201,7 +211,7 @@ def rebuild_buffers(model: nn.Module, fill: Callable[[str, torch.Tensor], Any] |
     _refresh_copies(model)
 
 
-def _initialised(model: nn.Module, module: nn.Module) -> nn.Module | None:
+def _initialized(model: nn.Module, module: nn.Module) -> nn.Module | None:
     """A copy of one module on the CPU with its buffers computed; None if nothing computes them."""
     shallow = copy.copy(module)
     shallow._parameters = {
@@ -214,8 +224,8 @@ def _initialised(model: nn.Module, module: nn.Module) -> nn.Module | None:
     with torch.no_grad():
         if hasattr(model, "_init_weights"):
             before = {n: _mark(b) for n, b in marks.items()}
-            initialise: Any = model._init_weights
-            initialise(shallow)
+            initialize: Any = model._init_weights
+            initialize(shallow)
             if all(not _marked(shallow._buffers[n], before[n]) for n in _volatile(module) if n in marks):
                 return shallow
         for method in ("reset_buffers", "reset_parameters"):
@@ -226,7 +236,7 @@ def _initialised(model: nn.Module, module: nn.Module) -> nn.Module | None:
 
 
 def _mark(buffer: torch.Tensor | None) -> torch.Tensor | None:
-    """Fill with a pattern that no initialisation leaves, to see whether it was written."""
+    """Fill with a pattern that no initialization leaves, to see whether it was written."""
     if buffer is None:
         return None
     if buffer.is_floating_point():

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.ir.ops.host import bring, send
-from autopar.runtime.state.stage_tensor import StagedTensor, staged
+from autopar.runtime.state.stage_tensor import StageTensor, staged
 
 
 class OffloadedStates:
@@ -100,4 +100,4 @@ def _local(tensor: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor]) -
         if not isinstance(tensor, DTensor):
             return move(tensor)
         moved = DTensor(move(tensor._local_tensor), tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-        return staged(moved, tensor.home if isinstance(tensor, StagedTensor) else None)
+        return staged(moved, tensor.home if isinstance(tensor, StageTensor) else None)

@@ -32,18 +32,18 @@ from autopar.runtime.dtensor import (
     to_local,
     to_placements,
 )
-from autopar.runtime.mesh import Place
+from autopar.runtime.mesh import MeshContext
 from autopar.runtime.state.optimizer_layouts import install_hook
 from autopar.runtime.state.stage_tensor import home_of, staged
 from autopar.runtime.state.storage import install_assignments, mark
 
-Types = Mapping[str, tuple[TensorType, Layout]]
+BoundaryLayouts = Mapping[str, tuple[TensorType, Layout]]
 
 SAMPLES = 1024
 """Elements of each tensor that go into a checksum."""
 
 
-def distribute_parameters(model: nn.Module, place: Place) -> None:
+def distribute_parameters(model: nn.Module, place: MeshContext) -> None:
     """Put a replicated DTensor around every parameter; no communication, and no change where there is no mesh."""
     if place.mesh is None:
         return
@@ -63,7 +63,7 @@ def distribute_parameters(model: nn.Module, place: Place) -> None:
             module._parameters[name] = made[id(old)]
 
 
-def _distributed(old: nn.Parameter, place: Place, placements: Placements) -> nn.Parameter:
+def _distributed(old: nn.Parameter, place: MeshContext, placements: Placements) -> nn.Parameter:
     local = old.detach().contiguous()
     if old.is_meta:  # what a DTensor says of its device it takes from its first local tensor, and keeps
         local = torch.empty((), dtype=old.dtype, device=place.device).expand(old.shape)
@@ -76,7 +76,9 @@ def _distributed(old: nn.Parameter, place: Place, placements: Placements) -> nn.
     return new
 
 
-def lay_out(parameter: torch.Tensor, local: torch.Tensor, type_: TensorType, layout: Layout, place: Place) -> None:
+def lay_out(
+    parameter: torch.Tensor, local: torch.Tensor, type_: TensorType, layout: Layout, place: MeshContext
+) -> None:
     """Give a DTensor parameter another local tensor and layout, in place: identity, hooks and references stay.
 
     The local tensor is without padding.
@@ -93,7 +95,7 @@ def lay_out(parameter: torch.Tensor, local: torch.Tensor, type_: TensorType, lay
     mark(parameter, type_, layout, place)
 
 
-def slice_replicated(parameter: torch.Tensor, type_: TensorType, layout: Layout, place: Place) -> None:
+def slice_replicated(parameter: torch.Tensor, type_: TensorType, layout: Layout, place: MeshContext) -> None:
     """Keep this rank's block of a parameter that is replicated, and of its gradient."""
     if not isinstance(parameter, DTensor):
         return
@@ -160,7 +162,9 @@ def _bytes(flat: torch.Tensor) -> bytes:
     return data
 
 
-def gathered(tensors: Mapping[str, torch.Tensor], types: Types, place: Place) -> dict[str, torch.Tensor]:
+def gathered(
+    tensors: Mapping[str, torch.Tensor], types: BoundaryLayouts, place: MeshContext
+) -> dict[str, torch.Tensor]:
     """The whole of each tensor, shared ones once; a collective call."""
     seen: dict[int, torch.Tensor] = {}
     found = {}

@@ -1,4 +1,4 @@
-"""`StagedTensor`: a parameter of a pipeline, its gradient, and what an optimizer makes of them.
+"""`StageTensor`: a parameter of a pipeline, its gradient, and what an optimizer makes of them.
 
 To torch such a tensor is a DTensor on the whole mesh that is split along the axis of the stages; but the devices of one
 stage hold all of it, and the local tensors of the others are empty. Torch computes element by element with it as with
@@ -39,14 +39,14 @@ _ELEMENTWISE = frozenset(
 _FOREACH_REDUCTIONS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
 
 
-class Home(NamedTuple):
+class OwnerStage(NamedTuple):
     """Where a tensor is: the index of the mesh axis of the stages, and the coordinate of those that hold it."""
 
     axis: int
     coordinate: int
 
 
-class StagedTensor(DTensor):
+class StageTensor(DTensor):
     """See the module.
 
     Attributes:
@@ -54,7 +54,7 @@ class StagedTensor(DTensor):
         plain: the same as a DTensor.
     """
 
-    home: Home
+    home: OwnerStage
     plain: DTensor
 
     @classmethod
@@ -84,14 +84,14 @@ class StagedTensor(DTensor):
         return whole.redistribute(*args, **kwargs)
 
 
-def home_of(layout: Layout) -> Home | None:
+def home_of(layout: Layout) -> OwnerStage | None:
     """Where a tensor of this layout is; None: on the devices of every stage."""
-    return next((Home(axis, p.index) for axis, p in enumerate(layout) if isinstance(p, At)), None)
+    return next((OwnerStage(axis, p.index) for axis, p in enumerate(layout) if isinstance(p, At)), None)
 
 
-def staged(tensor: DTensor, home: Home | None) -> DTensor:
+def staged(tensor: DTensor, home: OwnerStage | None) -> DTensor:
     """The same object, as a tensor that one stage holds, or as any other."""
-    tensor.__class__ = DTensor if home is None else StagedTensor
+    tensor.__class__ = DTensor if home is None else StageTensor
     tensor.__dict__.pop("plain", None)
     if home is not None:
         tensor.home = home  # type: ignore[attr-defined]
@@ -102,7 +102,7 @@ class _Whole(torch.autograd.Function):
     """From the devices of one stage to those of all, and of the gradient back."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: StagedTensor) -> torch.Tensor:
+    def forward(ctx: Any, tensor: StageTensor) -> torch.Tensor:
         ctx.home, ctx.spec = tensor.home, tensor._spec
         return _whole(tensor)
 
@@ -113,7 +113,7 @@ class _Whole(torch.autograd.Function):
 
 def _map(value: Any, function: Any) -> Any:
     """``value`` with ``function`` applied to every staged tensor in it."""
-    if isinstance(value, StagedTensor):
+    if isinstance(value, StageTensor):
         return function(value)
     if isinstance(value, list | tuple):
         return type(value)(_map(v, function) for v in value)
@@ -122,7 +122,7 @@ def _map(value: Any, function: Any) -> Any:
     return value
 
 
-def _plain(tensor: StagedTensor) -> DTensor:
+def _plain(tensor: StageTensor) -> DTensor:
     """What torch takes it for, made once for as long as it stays where it is."""
     known: DTensor | None = getattr(tensor, "plain", None)
     if known is None or known._local_tensor is not tensor._local_tensor or known._spec is not tensor._spec:
@@ -134,13 +134,13 @@ def _like(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def _counted(tensor: StagedTensor) -> DTensor:
+def _counted(tensor: StageTensor) -> DTensor:
     """For norms: devices that have nothing have a zero, since the largest of no elements is an error."""
     local = tensor._local_tensor
     return _plain(tensor) if local.numel() else _like(local.new_zeros((1,) * local.ndim), tensor._spec)
 
 
-def _whole(tensor: StagedTensor) -> DTensor:
+def _whole(tensor: StageTensor) -> DTensor:
     """The tensor on the devices of every stage; a collective call."""
     mesh, home = tensor.device_mesh, tensor.home
     placements = tuple(Replicate() if i == home.axis else p for i, p in enumerate(tensor.placements))
@@ -153,7 +153,7 @@ def _whole(tensor: StagedTensor) -> DTensor:
     return _like(local, DTensorSpec(mesh, placements, tensor_meta=tensor._spec.tensor_meta))
 
 
-def _part(tensor: DTensor, home: Home, spec: DTensorSpec) -> DTensor:
+def _part(tensor: DTensor, home: OwnerStage, spec: DTensorSpec) -> DTensor:
     """What a stage's devices hold of a DTensor that lies in any way."""
     mesh = spec.mesh
     inside = [Replicate() if i == home.axis else p for i, p in enumerate(spec.placements)]
@@ -161,7 +161,7 @@ def _part(tensor: DTensor, home: Home, spec: DTensorSpec) -> DTensor:
     return _like(local if _holds(mesh, home) else local[:0], spec)
 
 
-def _holds(mesh: DeviceMesh, home: Home) -> bool:
+def _holds(mesh: DeviceMesh, home: OwnerStage) -> bool:
     """Whether this device does."""
     return mesh.get_local_rank(home.axis) == home.coordinate
 
@@ -214,7 +214,7 @@ def _named(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple
 class _Group(NamedTuple):
     """What an element of the result comes from: the tensors of a call, or those at one position of its lists."""
 
-    home: Home
+    home: OwnerStage
     spec: DTensorSpec
 
 
@@ -239,9 +239,9 @@ def _groups(func: Any, args: Any, kwargs: Any) -> list[_Group | None] | None:
 
 def _group(func: Any, named: Sequence[tuple[str, Any]]) -> tuple[_Group | None, bool]:
     """Where what is computed of these arguments lies, and whether it is of one stage at most."""
-    first: StagedTensor | None = None
+    first: StageTensor | None = None
     for _, value in named:
-        if isinstance(value, StagedTensor):
+        if isinstance(value, StageTensor):
             if first is None:
                 first = value
             elif value.home != first.home or (value._spec is not first._spec and value._spec != first._spec):
@@ -249,7 +249,7 @@ def _group(func: Any, named: Sequence[tuple[str, Any]]) -> tuple[_Group | None, 
     if first is None:
         return None, True
     for name, value in named:
-        if isinstance(value, torch.Tensor) and not isinstance(value, StagedTensor) and value.numel() > 1:
+        if isinstance(value, torch.Tensor) and not isinstance(value, StageTensor) and value.numel() > 1:
             alike = isinstance(value, DTensor) and value.shape == first.shape
             if not alike or name in _kind(func).written:
                 return None, False
@@ -260,7 +260,7 @@ def _elementwise(func: Any, args: Any, kwargs: Any, groups: list[_Group | None])
     """Run an operator on what the stages hold; so is its result."""
 
     def own(value: Any, i: int) -> Any:
-        if isinstance(value, StagedTensor):
+        if isinstance(value, StageTensor):
             return _plain(value)
         group = groups[min(i, len(groups) - 1)]
         if group is None or not isinstance(value, DTensor) or value.numel() == 1:
@@ -287,7 +287,7 @@ def _written_here(func: Any, args: Any, kwargs: Any) -> bool:
         if isinstance(value, list | tuple):
             rows = [here(v) for v in value]
             return NotImplemented if any(r is NotImplemented for r in rows) else rows
-        if isinstance(value, StagedTensor):
+        if isinstance(value, StageTensor):
             return value._local_tensor
         if isinstance(value, DTensor):
             return value._local_tensor if all(p.is_replicate() for p in value.placements) else NotImplemented
@@ -321,7 +321,7 @@ def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
     aliased = _kind(func).aliased
     for name, value in _named(func, args, kwargs):
         for tensor in value if isinstance(value, list | tuple) else (value,):
-            if name in aliased and isinstance(tensor, StagedTensor):
+            if name in aliased and isinstance(tensor, StageTensor):
                 raise AutoparError(
                     f"{func} of a tensor of shape {list(tensor.shape)} that only the devices of one stage of the "
                     "pipeline hold: it writes to it or shows its memory; take tensor.full_tensor(), on all ranks, to "

@@ -22,10 +22,10 @@ from autopar.runtime.dtensor import (
     stored_block,
     to_local,
 )
-from autopar.runtime.mesh import Place
+from autopar.runtime.mesh import MeshContext
 from autopar.runtime.state.parameters import lay_out
 
-Types = Mapping[str, tuple[TensorType, Layout]]
+BoundaryLayouts = Mapping[str, tuple[TensorType, Layout]]
 
 
 def plain_shards(placements: Placements) -> Placements:
@@ -33,7 +33,7 @@ def plain_shards(placements: Placements) -> Placements:
     return tuple(Shard(p.dim) if isinstance(p, StridedShard) else p for p in placements)
 
 
-def savable(tensor: DTensor, known: tuple[TensorType, Layout] | None, place: Place) -> torch.Tensor:
+def savable(tensor: DTensor, known: tuple[TensorType, Layout] | None, place: MeshContext) -> torch.Tensor:
     """The tensor itself, or the same in plain shards and on every stage; a collective call in the latter case."""
     if known is not None and not is_everywhere(known[1]):
         tensor = on_all_stages(tensor, *known, place)  # type: ignore[assignment]
@@ -41,7 +41,11 @@ def savable(tensor: DTensor, known: tuple[TensorType, Layout] | None, place: Pla
 
 
 def load_full(
-    module: nn.Module, own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], place: Place, types: Types
+    module: nn.Module,
+    own: Mapping[str, torch.Tensor],
+    state: Mapping[str, torch.Tensor],
+    place: MeshContext,
+    types: BoundaryLayouts,
 ) -> None:
     """Fill a module's tensors from full ones, tied names included.
 
@@ -70,12 +74,14 @@ def load_full(
             if isinstance(tensor, DTensor):
                 _fill(module, name, tensor, value, place, types)
             elif tensor.is_meta:
-                materialise_plain(module, name, value.to(place.device))
+                materialize_plain(module, name, value.to(place.device))
             else:
                 tensor.copy_(value)
 
 
-def _fill(module: nn.Module, name: str, tensor: DTensor, value: torch.Tensor, place: Place, types: Types) -> None:
+def _fill(
+    module: nn.Module, name: str, tensor: DTensor, value: torch.Tensor, place: MeshContext, types: BoundaryLayouts
+) -> None:
     """This rank's block of a full tensor into a DTensor; one on the meta device gets memory."""
     type_, layout = types.get(name) or _by_tensor(module, tensor, types) or _replicated(tensor, place)
     block = stored_block(value, type_, layout, place.sizes, place.coordinates)
@@ -86,17 +92,17 @@ def _fill(module: nn.Module, name: str, tensor: DTensor, value: torch.Tensor, pl
         tensor._local_tensor.copy_(block)
 
 
-def _by_tensor(module: nn.Module, tensor: torch.Tensor, types: Types) -> tuple[TensorType, Layout] | None:
+def _by_tensor(module: nn.Module, tensor: torch.Tensor, types: BoundaryLayouts) -> tuple[TensorType, Layout] | None:
     """The type of a tied parameter, which is known under its first name."""
     name = next((n for n, p in module.named_parameters() if p is tensor), "")
     return types.get(name)
 
 
-def _replicated(tensor: torch.Tensor, place: Place) -> tuple[TensorType, Layout]:
+def _replicated(tensor: torch.Tensor, place: MeshContext) -> tuple[TensorType, Layout]:
     return plain_type(tensor.shape, tensor.dtype), replicated(len(place.axes))
 
 
-def materialise_plain(module: nn.Module, name: str, value: torch.Tensor) -> None:
+def materialize_plain(module: nn.Module, name: str, value: torch.Tensor) -> None:
     """Replace a plain tensor on the meta device, under this name and every other."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
@@ -109,7 +115,9 @@ def materialise_plain(module: nn.Module, name: str, value: torch.Tensor) -> None
                 getattr(each, table)[key] = new
 
 
-def prepare_load(module: nn.Module, state: dict[str, Any], prefix: str, place: Place, types: Types) -> None:
+def prepare_load(
+    module: nn.Module, state: dict[str, Any], prefix: str, place: MeshContext, types: BoundaryLayouts
+) -> None:
     """Before `load_state_dict`: bring each value into its parameter's layout.
 
     Full plain tensors are cut, DTensors redistributed, parameters on the meta device get memory.
@@ -122,7 +130,7 @@ def prepare_load(module: nn.Module, state: dict[str, Any], prefix: str, place: P
                 continue  # torch reports what is missing or of another shape
             if not isinstance(parameter, DTensor):
                 if parameter.is_meta:
-                    materialise_plain(module, name, full_tensor(value).to(place.device))
+                    materialize_plain(module, name, full_tensor(value).to(place.device))
                 continue
             if isinstance(value, DTensor) and not parameter._local_tensor.is_meta:
                 known = types.get(name)

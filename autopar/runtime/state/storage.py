@@ -28,8 +28,8 @@ from autopar.runtime.dtensor import (
     to_local,
     to_placements,
 )
-from autopar.runtime.mesh import Place
-from autopar.runtime.state.stage_tensor import Home, StagedTensor, home_of
+from autopar.runtime.mesh import MeshContext
+from autopar.runtime.state.stage_tensor import OwnerStage, StageTensor, home_of
 
 _NAME = "autopar_stored"
 """Attribute of a parameter."""
@@ -47,7 +47,7 @@ class Stored:
 
     type: TensorType
     layout: Layout
-    place: Place
+    place: MeshContext
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stored:
         """Copies of the parameter are stored alike."""
@@ -66,14 +66,14 @@ class Stored:
         """Whether a tensor is stored so."""
         if not isinstance(value, DTensor) or tuple(value.placements) != self.placements:
             return False
-        home: Home | None = value.home if isinstance(value, StagedTensor) else None
+        home: OwnerStage | None = value.home if isinstance(value, StageTensor) else None
         return home == home_of(self.layout) and value.device_mesh == self.place.mesh
 
     def part(self, value: torch.Tensor) -> torch.Tensor:
         """A tensor of the parameter's shape stored so: a whole one is cut, a DTensor moved (a collective call)."""
         if self.holds(value):
             return value
-        if isinstance(value, DTensor) and value.device_mesh == self.place.mesh and not isinstance(value, StagedTensor):
+        if isinstance(value, DTensor) and value.device_mesh == self.place.mesh and not isinstance(value, StageTensor):
             return in_layout(value, self.type, self.layout, self.place)
         whole = full_tensor(value).to(self.place.device)
         block = stored_block(whole, self.type, self.layout, self.place.sizes, self.place.coordinates)
@@ -81,7 +81,7 @@ class Stored:
         return of_layout(block, self.place, self.type, self.layout)
 
 
-def mark(parameter: torch.Tensor, type_: TensorType, layout: Layout, place: Place) -> None:
+def mark(parameter: torch.Tensor, type_: TensorType, layout: Layout, place: MeshContext) -> None:
     """Let a DTensor parameter carry how it is stored."""
     setattr(parameter, _NAME, Stored(type_, layout, place))
 
@@ -141,7 +141,9 @@ def _take(parameter: torch.Tensor, part: torch.Tensor) -> None:
         parameter._local_tensor.copy_(to_local(part))
 
 
-def refuse_strangers(model: nn.Module, place: Place, known: Callable[[str], tuple[TensorType, Layout] | None]) -> None:
+def refuse_strangers(
+    model: nn.Module, place: MeshContext, known: Callable[[str], tuple[TensorType, Layout] | None]
+) -> None:
     """Parameters that were put into a model on a mesh after `autopar.parallelize`.
 
     Raises:

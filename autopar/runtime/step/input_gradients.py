@@ -19,7 +19,7 @@ from autopar.runtime.dtensor import (
     stored,
     to_placements,
 )
-from autopar.runtime.mesh import Place
+from autopar.runtime.mesh import MeshContext
 
 
 class Gradients(NamedTuple):
@@ -48,7 +48,7 @@ class Origin:
     placements: Placements | None
     whole: bool
 
-    def gradient(self, local: torch.Tensor, known: tuple[TensorType, Layout], place: Place) -> torch.Tensor:
+    def gradient(self, local: torch.Tensor, known: tuple[TensorType, Layout], place: MeshContext) -> torch.Tensor:
         """A local gradient in the form in which the tensor was passed; a collective call where that is another."""
         type_, layout = known
         local = stored(local, type_, layout, place.coordinates)

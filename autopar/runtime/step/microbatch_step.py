@@ -16,17 +16,17 @@ import torch
 from torch import fx
 
 from autopar.ir.layout import Factor, Layout, TensorType
-from autopar.ir.ops.accumulate import Totals
+from autopar.ir.ops.accumulate import GradientAccumulator
 from autopar.ir.ops.random import current_seed, derive_seed, step_seed
-from autopar.ir.program import Input, Microbatch, Program, is_steady
+from autopar.ir.program import Input, Microbatch, Program, is_hoisted
 from autopar.ir.shards import common_blocks, join, parts_along, take
 from autopar.passes.insert_contiguous import with_contiguous
 from autopar.runtime.dtensor import computed, full_tensor, local_block, to_local
-from autopar.runtime.mesh import Place
+from autopar.runtime.mesh import MeshContext
 from autopar.runtime.step.input_gradients import Gradients
-from autopar.runtime.step.no_sync import Postponed, split_reductions
-from autopar.runtime.step.partition import Cut
-from autopar.runtime.step.step import Step, Types
+from autopar.runtime.step.no_sync import DeferredReduction, split_reductions
+from autopar.runtime.step.partition import ForwardBackward
+from autopar.runtime.step.step import BoundaryLayouts, Step
 
 STEADY, EACH, LAST = "steady", "each", "last"
 
@@ -34,19 +34,19 @@ HELD = ("parameter", "buffer")
 """Kinds of inputs that are the same in all microbatches."""
 
 
-def cut_microbatches(program: Program) -> Cut:
+def cut_microbatches(program: Program) -> ForwardBackward:
     """Cut a bound program into what runs before the first microbatch, for each, and on the sums.
 
     Returns:
-        As ``steady`` the graph of what all microbatches share; as ``forward`` that of one, to what it adds up and what
+        As ``hoisted`` the graph of what all microbatches share; as ``forward`` that of one, to what it adds up and what
         else is taken; as ``backward`` that from these to all outputs of the program.
     """
     nodes = list(program.graph.graph.nodes)
-    part = {n: LAST if n in program.once else STEADY if is_steady(n) else EACH for n in nodes}
+    part = {n: LAST if n in program.per_step else STEADY if is_hoisted(n) else EACH for n in nodes}
     part |= dict.fromkeys(program.placeholders, EACH)
     shared = [n for n in nodes if part[n] == STEADY and any(part[u] != STEADY for u in n.users)]
-    used = {a for n in program.once for a in n.all_input_nodes if a not in program.once}
-    used |= {v for v in program.output_values if v is not None and v not in program.once}
+    used = {a for n in program.per_step for a in n.all_input_nodes if a not in program.per_step}
+    used |= {v for v in program.output_values if v is not None and v not in program.per_step}
     between = [n for n in nodes if n in used]
     graphs = {STEADY: fx.Graph(), EACH: fx.Graph(), LAST: fx.Graph()}
     known: dict[str, dict[fx.Node, fx.Node]] = {name: {} for name in graphs}
@@ -69,7 +69,7 @@ def cut_microbatches(program: Program) -> Cut:
     graphs[LAST].output([None if v is None else known[LAST][v] for v in program.output_values])
     modules = {name: fx.GraphModule(program.graph, graph) for name, graph in graphs.items()}
     first = program.forward_outputs
-    return Cut(
+    return ForwardBackward(
         modules[EACH], modules[LAST], program.inputs, program.outputs[:first], tuple(n.name for n in between),
         (str(program.loss),), program.outputs[first:], steady=modules[STEADY] if shared else None,
     )  # fmt: skip
@@ -108,7 +108,7 @@ class MicrobatchStep(Step):
         return common_blocks(rows + results, place.sizes)
 
     @property
-    def _within(self) -> tuple[Place, Types]:
+    def _within(self) -> tuple[MeshContext, BoundaryLayouts]:
         """The devices that compute the same microbatch, and types on these."""
         return self.place, self.types
 
@@ -151,7 +151,7 @@ class MicrobatchStep(Step):
             "tangent": lambda *_: one,
             "batch": lambda name, index: self._rows(name, batch[int(name)], index),
         }
-        totals, seed = Totals(), current_seed()
+        totals, seed = GradientAccumulator(), current_seed()
         joined: dict[str, list[torch.Tensor]] = {name: [] for name in self.part.results}
         values: list[Any] = []
         assert self.cut.backward is not None
@@ -177,20 +177,20 @@ class MicrobatchStep(Step):
             return []
         return list(self.cut.steady(*(value(i) for i in self.cut.inputs if i.kind in HELD)))
 
-    def backward(self, saved: list[Any], tangents: list[torch.Tensor], postponed: Postponed) -> Gradients:
+    def backward(self, saved: list[Any], tangents: list[torch.Tensor], deferred: DeferredReduction) -> Gradients:
         """Local gradients of parameters; none while their reduction is postponed."""
         (scale,) = tangents
         with torch.no_grad(), torch.autocast(self.place.device.type, enabled=False):
-            if postponed.active or postponed.holds(self):
-                postponed.add(self, [saved.pop(0) * scale for _ in range(len(saved))])
-                return Gradients({} if postponed.active else self._with_postponed({}, postponed))
-            return Gradients(self._scaled(self._named(self._reductions[1](saved)), scale, postponed))
+            if deferred.active or deferred.holds(self):
+                deferred.add(self, [saved.pop(0) * scale for _ in range(len(saved))])
+                return Gradients({} if deferred.active else self._with_postponed({}, deferred))
+            return Gradients(self._scaled(self._named(self._reductions[1](saved)), scale, deferred))
 
     def _scaled(
-        self, given: dict[str, torch.Tensor], scale: torch.Tensor, postponed: Postponed
+        self, given: dict[str, torch.Tensor], scale: torch.Tensor, deferred: DeferredReduction
     ) -> dict[str, torch.Tensor]:
         found = {name: given.pop(name) * scale for name in list(given)}  # one at a time gives way to its multiple
-        return self._with_postponed(found, postponed)
+        return self._with_postponed(found, deferred)
 
     @cached_property
     def _reductions(self) -> tuple[fx.GraphModule, fx.GraphModule]:

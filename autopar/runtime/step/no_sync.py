@@ -41,7 +41,7 @@ class Waiting:
     dropped: set[str] = field(default_factory=set)
 
 
-class Postponed:
+class DeferredReduction:
     """Gradients that wait for their reduction; `zero_grad` drops them, of a module or an optimizer.
 
     A window of accumulation is what lies between two calls of `zero_grad`. While gradients wait, ``.grad`` lacks them,
@@ -143,7 +143,7 @@ class Postponed:
         return ", ".join(rows) or "none"
 
 
-_live: weakref.WeakSet[Postponed] = weakref.WeakSet()
+_live: weakref.WeakSet[DeferredReduction] = weakref.WeakSet()
 """Of all modules that have been in `no_sync`."""
 
 
@@ -171,8 +171,8 @@ def _watch_class(owner: type) -> None:
     @wraps(original)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        for postponed in list(_live):
-            postponed.drop(_parameters_of(self))
+        for deferred in list(_live):
+            deferred.drop(_parameters_of(self))
         return result
 
     zero_grad.drops_postponed = True  # type: ignore[attr-defined]
@@ -188,8 +188,8 @@ def _parameters_of(owner: Any) -> list[torch.Tensor]:
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     for known in type(optimizer).__mro__:
         _watch_class(known)  # one that has been defined since
-    for postponed in list(_live):
-        postponed.refuse(_parameters_of(optimizer), f"{type(optimizer).__name__}.step()")
+    for deferred in list(_live):
+        deferred.refuse(_parameters_of(optimizer), f"{type(optimizer).__name__}.step()")
 
 
 def split_reductions(backward: fx.GraphModule, results: int = 0) -> tuple[fx.GraphModule, fx.GraphModule]:

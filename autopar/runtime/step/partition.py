@@ -14,7 +14,7 @@ from autopar.pipeline.forward_order import forward_nodes
 
 
 @dataclass(frozen=True)
-class Cut:
+class ForwardBackward:
     """The two graphs of a step.
 
     Attributes:
@@ -40,7 +40,7 @@ class Cut:
     steady: fx.GraphModule | None = None
 
 
-def cut(program: Program) -> Cut:
+def cut(program: Program) -> ForwardBackward:
     """Cut a bound program (`autopar.runtime.step.bind`) into forward and backward.
 
     Args:
@@ -50,7 +50,7 @@ def cut(program: Program) -> Cut:
     inputs = tuple(i for i in program.inputs if i.kind != "tangent")
     outputs = program.outputs[: program.forward_outputs]
     if not any(o.kind in GRADIENTS and v is not None for o, v in _described(program)):
-        return Cut(_forward_only(program), None, inputs, outputs)
+        return ForwardBackward(_forward_only(program), None, inputs, outputs)
     with tracing(TracingContext(_fake_mode(program.graph))):
         forward, backward = default_partition(program.graph, (), num_fwd_outputs=program.forward_outputs)
     # Whatever does not depend on tangents is copied here too, and draws would stay although nothing uses them.
@@ -66,7 +66,9 @@ def cut(program: Program) -> Cut:
     written = {(o.kind, o.name) for o in outputs}
     taken = {n.name for n, i in described if (i.kind, i.name) in written}
     kept = frozenset(i for i, name in enumerate(saved) if name in taken)
-    return Cut(forward, backward, inputs, outputs, saved, used, program.outputs[program.forward_outputs :], kept)
+    return ForwardBackward(
+        forward, backward, inputs, outputs, saved, used, program.outputs[program.forward_outputs :], kept
+    )
 
 
 def _described(program: Program) -> list[tuple[Output, fx.Node | None]]:
@@ -127,7 +129,7 @@ def _forward_only(program: Program) -> fx.GraphModule:
     return fx.GraphModule(program.graph, graph)
 
 
-def saved_bytes(step: Cut) -> int:
+def saved_bytes(step: ForwardBackward) -> int:
     """Bytes of the tensors that the forward pass keeps for the backward pass, inputs included."""
     values = [n.meta.get("val") for n in _returned(step.forward)[len(step.outputs) :]]
     return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))

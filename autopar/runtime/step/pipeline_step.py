@@ -22,15 +22,15 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Output, Program
 from autopar.pipeline.executor import StageRun, begin, end
 from autopar.pipeline.schedules import Order, device_of, order_of
-from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, INPUT, Cutting, Piece, Transfer
+from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, INPUT, StageGraph, StageGraphs, Transfer
 from autopar.runtime.agreement.control import first_line
 from autopar.runtime.dtensor import computed, from_local, stored, to_local, to_placements
-from autopar.runtime.mesh import Place
+from autopar.runtime.mesh import MeshContext
 from autopar.runtime.step.input_gradients import Gradients
 from autopar.runtime.step.microbatch_step import MicrobatchStep, cut_microbatches
-from autopar.runtime.step.no_sync import Postponed
-from autopar.runtime.step.partition import Cut
-from autopar.runtime.step.step import Types
+from autopar.runtime.step.no_sync import DeferredReduction
+from autopar.runtime.step.partition import ForwardBackward
+from autopar.runtime.step.step import BoundaryLayouts
 from autopar.simulate.p2p_order import communicate
 
 Receive = Callable[[str], torch.Tensor]
@@ -38,7 +38,7 @@ Receive = Callable[[str], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Line:
+class StageMapping:
     """Where the stages of a step are.
 
     Attributes:
@@ -66,7 +66,7 @@ Arrival = tuple[torch.Tensor, Any]
 class Wires:
     """Point-to-point communication along the axis of the stages, with a timeout for every wait."""
 
-    def __init__(self, line: Line, timeout: float) -> None:
+    def __init__(self, line: StageMapping, timeout: float) -> None:
         """Nothing is under way."""
         self._line, self._timeout = line, timedelta(seconds=timeout)
         self._under_way: list[tuple[Any, int]] = []
@@ -106,19 +106,19 @@ class Wires:
 
 
 class WireError(RuntimeError):
-    """A neighbour in the pipeline does not answer."""
+    """A neighbor in the pipeline does not answer."""
 
 
-def line_of(plan: Plan, place: Place) -> Line:
+def line_of(plan: Plan, place: MeshContext) -> StageMapping:
     """Where the stages of a plan are."""
     assert plan.pipeline is not None
     axis = plan.axis_names.index(plan.pipeline.axis)
     group = None if place.mesh is None else place.mesh.get_group(axis)
     actions = order_of(plan)
-    return Line(group, place.coordinates[axis], tuple(device_of(actions)), actions)
+    return StageMapping(group, place.coordinates[axis], tuple(device_of(actions)), actions)
 
 
-def inside(place: Place, plan: Plan) -> Place:
+def inside(place: MeshContext, plan: Plan) -> MeshContext:
     """The place of a device among those of its stage."""
     inner = set(plan.inner.axis_names)
     kept = [i for i, (name, _) in enumerate(place.axes) if name in inner]
@@ -126,9 +126,9 @@ def inside(place: Place, plan: Plan) -> Place:
     return replace(place, axes=axes, coordinates=coordinates, mesh=None)
 
 
-def cut_stages(bound: Program, plan: Plan, line: Line) -> tuple[Cut, Cutting]:
+def cut_stages(bound: Program, plan: Plan, line: StageMapping) -> tuple[ForwardBackward, StageGraphs]:
     """Cut a bound program into the pieces of stages; the graphs shown are those of this device's first stage."""
-    cutting = Cutting(bound, len(plan.stages))
+    cutting = StageGraphs(bound, len(plan.stages))
     whole = cut_microbatches(bound)
     forward = cutting.piece(line.own[0], FORWARD).graph
     if not any(o.kind == "gradient" and v for o, v in zip(bound.outputs, bound.output_values, strict=True)):
@@ -147,13 +147,13 @@ class PipelineStep(MicrobatchStep):
         inner: types on these.
     """
 
-    cutting: Cutting = field(kw_only=True)
-    line: Line = field(kw_only=True)
-    within: Place = field(kw_only=True)
-    inner: Types = field(kw_only=True)
+    cutting: StageGraphs = field(kw_only=True)
+    line: StageMapping = field(kw_only=True)
+    within: MeshContext = field(kw_only=True)
+    inner: BoundaryLayouts = field(kw_only=True)
 
     @property
-    def _within(self) -> tuple[Place, Types]:
+    def _within(self) -> tuple[MeshContext, BoundaryLayouts]:
         return self.within, self.inner
 
     def graphs(self) -> list[fx.GraphModule | None]:
@@ -202,12 +202,12 @@ class PipelineStep(MicrobatchStep):
         ]
         return self._results(values[:first], buffers), gradients
 
-    def backward(self, saved: list[Any], tangents: list[torch.Tensor], postponed: Postponed) -> Gradients:
+    def backward(self, saved: list[Any], tangents: list[torch.Tensor], deferred: DeferredReduction) -> Gradients:
         """Local gradients of parameters, which the schedule has reduced."""
         given = self._named(saved)
         saved.clear()
         with torch.no_grad():
-            return Gradients(self._scaled(given, tangents[0], postponed))
+            return Gradients(self._scaled(given, tangents[0], deferred))
 
     def _given(self, name: str, sources: Mapping[str, Callable[..., Any]]) -> Any:
         """An output that is an input; None for a gradient that another device has."""
@@ -249,7 +249,7 @@ class PipelineStep(MicrobatchStep):
     def _runs(self, source: Callable[[str, int], Any]) -> dict[int, StageRun]:
         seed = current_seed()
 
-        def run(piece: Piece, microbatch: int, values: list[Any]) -> list[Any]:
+        def run(piece: StageGraph, microbatch: int, values: list[Any]) -> list[Any]:
             with step_seed(derive_seed(seed, microbatch)):
                 return list(piece.graph(values))
 
@@ -263,7 +263,7 @@ class PipelineStep(MicrobatchStep):
         wires = Wires(self.line, self.place.timeout)
         stages = [_Stage(run, self.line.devices, self._empty, wires) for run in runs.values()]
         for stage in stages:
-            stage.neighbours = {s.stage_index for s in stages}
+            stage.neighbors = {s.stage_index for s in stages}
         actions = tuple(tuple(a for a in row if self.trains or a.kind == FORWARD) for row in self.line.order)
         pipeline_runtime(stages, communicate(actions), self.line.devices, self.part.count)()
         wires.finish()
@@ -299,7 +299,7 @@ class _Stage:
     """A stage as torch's runtime of pipelines calls it; it sends and receives by itself, for its own timeout.
 
     Attributes:
-        neighbours: numbers of the stages of this device.
+        neighbors: numbers of the stages of this device.
     """
 
     submod = None
@@ -310,14 +310,14 @@ class _Stage:
         self.stage_index, self.num_stages = run.stage, len(devices)
         self.group_rank, self.group_size = devices[run.stage], max(devices) + 1
         self.is_first, self.is_last = run.stage == 0, run.stage == self.num_stages - 1
-        self.neighbours: set[int] = set()
+        self.neighbors: set[int] = set()
         self._run, self._devices, self._empty, self._wires = run, devices, empty, wires
         self._here: dict[str, dict[int, list[torch.Tensor]]] = {FORWARD: {}, BACKWARD: {}}
         self._arriving: dict[tuple[str, int], list[Arrival]] = {}
 
     def forward_one_chunk(self, microbatch: int, *_: Any, **__: Any) -> list[torch.Tensor]:
         self._run.forward(microbatch, self._received(FORWARD, microbatch))
-        return self._run.take_sent(FORWARD, microbatch) if self.stage_index + 1 in self.neighbours else []
+        return self._run.take_sent(FORWARD, microbatch) if self.stage_index + 1 in self.neighbors else []
 
     def backward_one_chunk(self, microbatch: int, *_: Any, full_backward: bool, **__: Any) -> None:
         self._run.backward(microbatch, self._received(BACKWARD, microbatch), BACKWARD if full_backward else INPUT)

@@ -1,4 +1,4 @@
-"""`Step`: the graphs of one specialisation, run inside one autograd function on plain local tensors."""
+"""`Step`: the graphs of one specialization, run inside one autograd function on plain local tensors."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from autopar.ir.program import GRADIENTS, Output, Program
 from autopar.runtime.agreement.failing_node import failing_node
 from autopar.runtime.agreement.points import FAILURES, NO_SYNC, WAITING
 from autopar.runtime.dtensor import computed, from_local, part_of, stored, to_local, to_placements
-from autopar.runtime.mesh import Place
+from autopar.runtime.mesh import MeshContext
 from autopar.runtime.state.stage_tensor import home_of, staged
 from autopar.runtime.step.input_gradients import Gradients, Origin
 from autopar.runtime.step.loss_total import attached
-from autopar.runtime.step.no_sync import Postponed, split_reductions
-from autopar.runtime.step.partition import Cut
+from autopar.runtime.step.no_sync import DeferredReduction, split_reductions
+from autopar.runtime.step.partition import ForwardBackward
 
 
 @dataclass(frozen=True)
-class Types:
+class BoundaryLayouts:
     """Global types and layouts at the boundary, by name or index."""
 
     parameters: Mapping[str, tuple[TensorType, Layout]]
@@ -56,9 +56,9 @@ class Step:
     """
 
     program: Program
-    cut: Cut
-    types: Types
-    place: Place
+    cut: ForwardBackward
+    types: BoundaryLayouts
+    place: MeshContext
 
     @property
     def parameters(self) -> list[str]:
@@ -134,22 +134,22 @@ class Step:
                 results.append(instead.get(output.name, value))
         return results
 
-    def backward(self, saved: list[Any], tangents: list[torch.Tensor], postponed: Postponed) -> Gradients:
+    def backward(self, saved: list[Any], tangents: list[torch.Tensor], deferred: DeferredReduction) -> Gradients:
         """Local gradients; none of parameters while their reduction is postponed."""
         assert self.cut.backward is not None
         values = [*saved, *tangents]
         saved.clear()
         tangents.clear()
         with torch.no_grad(), torch.autocast(self.place.device.type, enabled=False):
-            if postponed.active or postponed.holds(self):
+            if deferred.active or deferred.holds(self):
                 made, first = list(self._reductions[0](values)), self._of_batch
                 of_batch = self._named(made[:first], self.cut.gradients[:first])
-                postponed.add(self, made[first:])
-                return Gradients({} if postponed.active else self._with_postponed({}, postponed), of_batch)
+                deferred.add(self, made[first:])
+                return Gradients({} if deferred.active else self._with_postponed({}, deferred), of_batch)
             found = self._named(self.cut.backward(values))
             names = [o.name for o in self.cut.gradients[: self._of_batch]]
             of_batch = {name: found.pop(name) for name in names if name in found}
-            return Gradients(self._with_postponed(found, postponed), of_batch)
+            return Gradients(self._with_postponed(found, deferred), of_batch)
 
     @property
     def _of_batch(self) -> int:
@@ -170,9 +170,9 @@ class Step:
         described = zip(self.cut.gradients, values[len(values) - len(self.cut.gradients) :], strict=True)
         return frozenset(o.name for o, v in described if v is not None and o.kind == "gradient")
 
-    def _with_postponed(self, found: dict[str, torch.Tensor], postponed: Postponed) -> dict[str, torch.Tensor]:
+    def _with_postponed(self, found: dict[str, torch.Tensor], deferred: DeferredReduction) -> dict[str, torch.Tensor]:
         """Gradients with those added whose reduction was postponed; the parameters may be none of this step's."""
-        for name, gradient in reduce_postponed(postponed).items():
+        for name, gradient in reduce_deferred(deferred).items():
             found[name] = found[name] + gradient if name in found else gradient
         return found
 
@@ -213,11 +213,11 @@ class Step:
         return torch.zeros(value.shape, dtype=value.dtype, device=self.place.device)
 
 
-def reduce_postponed(postponed: Postponed) -> dict[str, torch.Tensor]:
+def reduce_deferred(deferred: DeferredReduction) -> dict[str, torch.Tensor]:
     """Local gradients whose reduction was postponed, by parameter name; a collective call if there are any."""
     found: dict[str, torch.Tensor] = {}
     with torch.no_grad():
-        for waiting in postponed.take():
+        for waiting in deferred.take():
             step = waiting.step
             earlier = step._named(step._reductions[1](waiting.values), step.cut.gradients[step._of_batch :])
             for name, gradient in earlier.items():
@@ -226,14 +226,14 @@ def reduce_postponed(postponed: Postponed) -> dict[str, torch.Tensor]:
     return found
 
 
-def deliver(found: dict[str, torch.Tensor], postponed: Postponed, place: Place) -> None:
+def deliver(found: dict[str, torch.Tensor], deferred: DeferredReduction, place: MeshContext) -> None:
     """Put local gradients into ``.grad`` of their parameters, which no backward pass at hand returns any more."""
-    named = dict(postponed.parameters()) if found else {}
-    postponed.deliver({n: as_gradient(local, named[n], postponed.types[n], place) for n, local in found.items()})
+    named = dict(deferred.parameters()) if found else {}
+    deferred.deliver({n: as_gradient(local, named[n], deferred.types[n], place) for n, local in found.items()})
 
 
 def as_gradient(
-    local: torch.Tensor, like: torch.Tensor, known: tuple[TensorType, Layout], place: Place
+    local: torch.Tensor, like: torch.Tensor, known: tuple[TensorType, Layout], place: MeshContext
 ) -> torch.Tensor:
     """A local gradient as autograd gets it: of the shape and in the placements of its parameter."""
     type_, layout = known
@@ -250,7 +250,7 @@ class Call:
         step: what runs.
         buffers: of the model, by name.
         batch: this rank's part of each batch tensor.
-        postponed: gradients that wait.
+        deferred: gradients that wait.
         name: such as ``call 3 of Mlp``.
         origins: how the batch tensors that require a gradient were passed.
         results: of the model.
@@ -259,7 +259,7 @@ class Call:
     step: Step
     buffers: dict[str, torch.Tensor]
     batch: list[torch.Tensor]
-    postponed: Postponed
+    deferred: DeferredReduction
     name: str = ""
     origins: tuple[Origin, ...] = ()
     results: list[torch.Tensor] = field(default_factory=list)
@@ -272,7 +272,7 @@ class Call:
         """
         place = self.step.place
         if place.control is not None:
-            window = ((NO_SYNC, str(self.postponed.active)), (WAITING, self.postponed.described()))
+            window = ((NO_SYNC, str(self.deferred.active)), (WAITING, self.deferred.described()))
             place.meet(f"{pass_} of {self.name}", (*window, (FAILURES, place.control.failures())))
 
     def during(self, pass_: str) -> AbstractContextManager[None]:
@@ -320,7 +320,7 @@ class _StepFunction(torch.autograd.Function):
             locals_, saved = step.forward(parameters, call.buffers, call.batch)
         ctx.set_materialize_grads(False)
         ctx.seed = current_seed()
-        ctx.call = Call(step, {}, [], call.postponed, call.name, call.origins)
+        ctx.call = Call(step, {}, [], call.deferred, call.name, call.origins)
         ctx.is_tensor = [isinstance(v, torch.Tensor) for v in saved]
         ctx.others = [v for v in saved if not isinstance(v, torch.Tensor)]
         ctx.save_for_backward(*(v for v in saved if isinstance(v, torch.Tensor)))
@@ -338,10 +338,10 @@ class _StepFunction(torch.autograd.Function):
         saved = [(tensors if is_tensor else others).pop(0) for is_tensor in ctx.is_tensor]
         ctx.maybe_clear_saved_tensors()
         incoming = {str(i): g for i, g in zip(step.differentiable, gradients, strict=True)}
-        alone = not (ctx.call.postponed.active or ctx.call.postponed.any)
+        alone = not (ctx.call.deferred.active or ctx.call.deferred.any)
         with ctx.call.during("backward"), step_seed(ctx.seed):  # what is computed again draws the same numbers
             tangents = [step.tangent(name, incoming[name]) for name in step.cut.tangents]
-            found, of_batch = step.backward(saved, tangents, ctx.call.postponed)
+            found, of_batch = step.backward(saved, tangents, ctx.call.deferred)
         if alone and len(incoming) > 1 and any(g is None for g in incoming.values()):  # as in torch, not 0
             given = {int(name) for name, gradient in incoming.items() if gradient is not None}
             found = {name: g for name, g in found.items() if not step.reached[name].isdisjoint(given)}
@@ -352,7 +352,7 @@ class _StepFunction(torch.autograd.Function):
             else None
             for name, p, needed in zip(step.parameters, ctx.parameters, asked, strict=True)
         ]
-        deliver(found, ctx.call.postponed, step.place)
+        deliver(found, ctx.call.deferred, step.place)
         with ctx.call.during("backward"):  # on every rank, asked for or not: it may take a collective
             shown = [
                 o.gradient(of_batch[o.name], step.types.batch[o.name], step.place) if o.name in of_batch else None

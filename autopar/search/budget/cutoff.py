@@ -1,4 +1,4 @@
-"""`Rival`: a plan that is known already, so that only a faster one is of use."""
+"""`Cutoff`: a plan that is known already, so that only a faster one is of use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORTH = 5e-3
 
 
 @dataclass(frozen=True)
-class Rival:
+class Cutoff:
     """What a plan has to beat.
 
     Attributes:
@@ -37,21 +37,21 @@ class Rival:
             NoFasterError: with the bound.
         """
         if bound >= self.enough:
-            raise NoFasterError(bound)
+            raise PrunedError(bound)
 
     @classmethod
-    def of(cls, plan: Plan | None) -> Rival:
+    def of(cls, plan: Plan | None) -> Cutoff:
         """The rival that a plan is; none if there is no plan."""
         if plan is None:
             return cls()
         return cls(plan.certificate.objective, plan.certificate.memory_price)
 
 
-NOBODY = Rival()
+NO_CUTOFF = Cutoff()
 """Any plan is of use."""
 
 
-class NoFasterError(InfeasibleError):
+class PrunedError(InfeasibleError):
     """No plan is much faster than one that is known.
 
     Attributes:

@@ -12,7 +12,7 @@ from autopar.errors import InfeasibleError
 from autopar.search.solver.eliminate import fold, unfold
 from autopar.search.solver.ilp import solve_ilp
 from autopar.search.solver.message_passing import Messages, compact, write_back
-from autopar.search.solver.minimize import EXACT, LEVELS, WORK_PER_ENTRY, Incumbent, Limits, ascend, decode, minimise
+from autopar.search.solver.minimize import EXACT, LEVELS, WORK_PER_ENTRY, Incumbent, Limits, ascend, decode, minimize
 from autopar.search.solver.presolve import presolve
 from autopar.search.solver.problem import Ints, Problem, Solution, evaluate
 from autopar.search.solver.workspace import Graph, build
@@ -29,7 +29,7 @@ ROUNDING = 1e-12  # relative: memory sums may exceed the budget by float roundin
 
 @dataclass(frozen=True)
 class Point:
-    """A labelling seen from the multiplier: what it costs, what it needs."""
+    """A labeling seen from the multiplier: what it costs, what it needs."""
 
     labels: Ints
     cost: float
@@ -38,7 +38,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The best labelling within the budget, a bound for all of them, and what closed it."""
+    """The best labeling within the budget, a bound for all of them, and what closed it."""
 
     point: Point
     bound: float
@@ -51,10 +51,10 @@ def fits(memory: float, budget: float) -> bool:
 
 
 def require_fit(least: Point, budget: float) -> None:
-    """Refuse a budget that the labelling of least memory exceeds.
+    """Refuse a budget that the labeling of least memory exceeds.
 
     Raises:
-        InfeasibleError: says how much that labelling needs.
+        InfeasibleError: says how much that labeling needs.
     """
     if not fits(least.memory, budget):
         raise InfeasibleError(
@@ -66,12 +66,12 @@ def require_fit(least: Point, budget: float) -> None:
 
 
 def locate(problem: Problem, labels: Ints) -> Point:
-    """The point of a labelling."""
+    """The point of a labeling."""
     return Point(labels, *evaluate(problem, labels))
 
 
 def least_memory(problem: Problem, limits: Limits) -> Point:
-    """The labelling that needs least memory, whatever it costs; raises InfeasibleError if there is none."""
+    """The labeling that needs least memory, whatever it costs; raises InfeasibleError if there is none."""
     nodes = tuple(replace(n, cost=np.where(np.isfinite(n.cost), n.memory, np.inf)) for n in problem.nodes)
     edges = tuple(replace(e, table=np.where(np.isfinite(e.table), 0.0, np.inf)) for e in problem.edges)
 
@@ -79,14 +79,14 @@ def least_memory(problem: Problem, limits: Limits) -> Point:
         cost, memory = evaluate(problem, labels)
         return memory if np.isfinite(cost) else float("inf")
 
-    found = minimise(build(Problem(nodes, edges), False), value_of, replace(limits, gap=0.0))
+    found = minimize(build(Problem(nodes, edges), False), value_of, replace(limits, gap=0.0))
     if found.labels is None:
         raise InfeasibleError("no choice of labels avoids every forbidden label and pair; allow more candidates")
     return locate(problem, found.labels)
 
 
 def solve_within(problem: Problem, budget: float, free: Outcome, limits: Limits, progress: Progress) -> Outcome:
-    """Minimise cost within a budget that the unconstrained minimum exceeds.
+    """Minimize cost within a budget that the unconstrained minimum exceeds.
 
     Args:
         problem: The problem.
@@ -144,8 +144,8 @@ def _bracket(
         problem: The problem.
         graph: Presolved; gets the messages' costs, without the price of memory.
         budget: Bytes.
-        over: The cheapest labelling, which exceeds the budget.
-        best: A labelling within the budget; offered better ones.
+        over: The cheapest labeling, which exceeds the budget.
+        best: A labeling within the budget; offered better ones.
         limits: Deadline.
 
     Returns:
@@ -162,7 +162,7 @@ def _bracket(
             break
         multiplier = (under.cost - over.cost) / (over.memory - under.memory)
         if not low < multiplier < high:
-            # The messages' labellings are not exact, so lines can cross outside the bracket: bisect instead.
+            # The messages' labelings are not exact, so lines can cross outside the bracket: bisect instead.
             multiplier = low * 4 if np.isinf(high) else float(np.sqrt(low * high)) if low else high / 4
         messages.price(multiplier - current)
         current = multiplier
@@ -197,7 +197,7 @@ def _known(best: Incumbent) -> Ints:
 def _close(
     problem: Problem, graph: Graph, budget: float, multiplier: float, best: Incumbent, bound: float, limits: Limits
 ) -> Outcome:
-    """Look for labellings just above the bound, then further: what is cut off before is proved not to exist.
+    """Look for labelings just above the bound, then further: what is cut off before is proved not to exist.
 
     The smaller the window above the bound, the more labels the reduced costs fix; so a bad incumbent costs nothing.
     """
@@ -217,7 +217,7 @@ def _search(graph: Graph, budget: float, multiplier: float, best: Incumbent, lim
     """Fix labels by priced reduced cost, fold what carries no memory, and give the rest to HiGHS with the row.
 
     Returns:
-        A bound on labellings within the budget and below the cutoff, and what closed it.
+        A bound on labelings within the budget and below the cutoff, and what closed it.
     """
     level = 1
     while level < len(LEVELS) - 1:
@@ -236,7 +236,7 @@ def _search(graph: Graph, budget: float, multiplier: float, best: Incumbent, lim
         level += after > 0.8 * before
         if not graph.live_nodes():
             best.offer(unfold(graph, np.zeros(len(graph.cost), dtype=np.int64)))
-            return (graph.constant if fits(settled(graph), budget) else np.inf), "fold"
+            return (graph.constant if fits(settled(graph), budget) else np.inf), "elimination"
         if limits.expired():
             return bound, "time limit"
     scale = abs(best.value)
@@ -260,7 +260,7 @@ def solve(
     time_limit: float = 60.0,
     progress: Progress | None = None,
 ) -> Solution:
-    """Minimise node and edge costs, with the memory of the chosen labels within a budget.
+    """Minimize node and edge costs, with the memory of the chosen labels within a budget.
 
     Deterministic unless the time limit decides.
 
@@ -275,11 +275,11 @@ def solve(
         Labels with their objective, memory and a valid lower bound.
 
     Raises:
-        InfeasibleError: if there is no labelling of finite cost within the budget.
+        InfeasibleError: if there is no labeling of finite cost within the budget.
     """
     report = progress or (lambda phase, incumbent, bound: None)
     limits = Limits(gap, time.monotonic() + time_limit)
-    found = minimise(build(problem, False), lambda labels: evaluate(problem, labels)[0], limits)
+    found = minimize(build(problem, False), lambda labels: evaluate(problem, labels)[0], limits)
     if found.labels is None:
         raise InfeasibleError("no choice of labels avoids every forbidden label and pair; allow more candidates")
     outcome = Outcome(locate(problem, found.labels), found.bound, found.method)

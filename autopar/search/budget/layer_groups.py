@@ -1,6 +1,6 @@
 """`in_groups`: what several groups of layers keep within a budget, under layouts that are found already.
 
-Two labellings around a budget, mixed over whole layers, leave up to a layer's difference unused, and what belongs to no
+Two labelings around a budget, mixed over whole layers, leave up to a layer's difference unused, and what belongs to no
 layer in one of the two states. Here the layers are a few groups down to a single layer, so that many numbers of layers
 can be treated in one way, and some in a third. Each group has variables of its own; what is in no layer has them once.
 With a label for each state under the given layouts alone, that is a small ILP at any depth, and its linear program is
@@ -21,7 +21,7 @@ from autopar.search.budget.lagrangian import fits, settled
 from autopar.search.budget.pareto import STATES_SECONDS, restricted
 from autopar.search.solver.eliminate import fold, unfold
 from autopar.search.solver.ilp import solve_ilp
-from autopar.search.solver.layer_mix import Mix, mix_of, weights
+from autopar.search.solver.layer_mix import LayerMix, mix_of, weights
 from autopar.search.solver.minimize import LEVELS, WORK_PER_ENTRY
 from autopar.search.solver.presolve import presolve
 from autopar.search.solver.problem import Edge, Floats, Ints, Node, Problem
@@ -37,7 +37,9 @@ MOST = 6000
 """Labels of all groups; of more, nothing is tried."""
 
 
-def in_groups(problem: Problem, chosen: Chosen, counts: NDArray[np.int64], budget: float, mix: Mix, gap: float) -> Mix:
+def in_groups(
+    problem: Problem, chosen: Chosen, counts: NDArray[np.int64], budget: float, mix: LayerMix, gap: float
+) -> LayerMix:
     """The best states of groups of layers within a budget, or a mix that is known, if that costs no more.
 
     Args:
@@ -56,13 +58,13 @@ def in_groups(problem: Problem, chosen: Chosen, counts: NDArray[np.int64], budge
     found = _solved(grouped.problem, budget, abs(mix.cost), gap)
     if found is None:
         return mix
-    labellings = [_of_all(found[copy], chosen) for copy in grouped.copy]
+    labelings = [_of_all(found[copy], chosen) for copy in grouped.copy]
     best = mix
     # What keeps little comes first: where the backward pass makes the most again, the least is held besides.
-    order = sorted(range(len(sizes)), key=lambda g: (_kept(problem, labellings[g]), g))
+    order = sorted(range(len(sizes)), key=lambda g: (_kept(problem, labelings[g]), g))
     for groups in (order, range(len(sizes))):
         ends = np.cumsum([sizes[g] for g in groups]) / sum(sizes)
-        ordered = _joined(mix_of(problem, [labellings[g] for g in groups], [*ends.tolist()], counts, mix.price))
+        ordered = _joined(mix_of(problem, [labelings[g] for g in groups], [*ends.tolist()], counts, mix.price))
         if ordered.cost < (1 - EQUAL) * best.cost and fits(ordered.memory, budget):
             best = ordered
     return best
@@ -144,11 +146,11 @@ def _kept(problem: Problem, labels: Ints) -> float:
     return sum(float(n.memory[x]) for n, x in zip(problem.nodes, labels, strict=True))
 
 
-def _joined(mix: Mix) -> Mix:
-    """The mix, neighbours of one labelling made one."""
+def _joined(mix: LayerMix) -> LayerMix:
+    """The mix, neighbors of one labeling made one."""
     parts: list[tuple[Ints, float]] = []
-    for labels, end in zip(mix.labellings, mix.ends, strict=True):
+    for labels, end in zip(mix.labelings, mix.ends, strict=True):
         if parts and np.array_equal(parts[-1][0], labels):
             parts.pop()
         parts.append((labels, end))
-    return Mix(tuple(p[0] for p in parts), tuple(p[1] for p in parts), mix.cost, mix.memory, mix.price)
+    return LayerMix(tuple(p[0] for p in parts), tuple(p[1] for p in parts), mix.cost, mix.memory, mix.price)

@@ -1,4 +1,4 @@
-"""`Lives`: from when to when a device holds what the backward pass takes, by what is kept and what is made again.
+"""`LiveRanges`: from when to when a device holds what the backward pass takes, by what is kept and what is made again.
 
 While an operator of the backward pass runs, there is of what the forward pass made what is still taken and was *kept*,
 and what was made *again*: a value is made again at most once, in front of what takes it first, and then needs what it
@@ -39,7 +39,7 @@ MIB = 2.0**20
 
 
 @dataclass(frozen=True)
-class Lives:
+class LiveRanges:
     """What is certain of the operators of the backward pass.
 
     Attributes:
@@ -84,7 +84,11 @@ class Lives:
 
 
 def fewest(
-    lives: Lives, *, enough: float = 0.0, cost: Mapping[Key, float] = MappingProxyType({}), seconds: float = SECONDS
+    lives: LiveRanges,
+    *,
+    enough: float = 0.0,
+    cost: Mapping[Key, float] = MappingProxyType({}),
+    seconds: float = SECONDS,
 ) -> tuple[float, set[Key]]:
     """Bytes below which no choice makes the most that is there at once, and what is made again in one that is close.
 
@@ -99,7 +103,7 @@ def fewest(
     rows = [int(t) for t in np.argsort(lives.certain())[::-1][:FIRST]]
     bound, best = 0.0, (math.inf, set[Key]())
     for _ in range(ROUNDS):
-        bound, again = minimise(lives, rows, enough=enough, cost=cost, seconds=seconds)
+        bound, again = minimize(lives, rows, enough=enough, cost=cost, seconds=seconds)
         needed = lives.under(again)
         best = min(best, (max(enough, float(needed.max())), again), key=lambda found: found[0])
         more = [int(t) for t in np.argsort(needed)[::-1][:MORE] if t not in rows]
@@ -109,8 +113,8 @@ def fewest(
     return bound, best[1]
 
 
-def minimise(
-    lives: Lives,
+def minimize(
+    lives: LiveRanges,
     rows: Collection[int],
     *,
     enough: float = 0.0,
@@ -151,7 +155,7 @@ def minimise(
     return bound * MIB, set() if solution is None else {s for s in names if solution[again[s]] > 0.5}
 
 
-def _users(lives: Lives) -> dict[Key, list[Key]]:
+def _users(lives: LiveRanges) -> dict[Key, list[Key]]:
     """What is made of each."""
     users: dict[Key, list[Key]] = {s: [] for s in lives.size}
     for s in lives.size:

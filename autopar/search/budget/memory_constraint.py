@@ -1,4 +1,4 @@
-"""`Row`: the problem with memory counted in one way, and its prices; both are made when they are asked for."""
+"""`MemoryConstraint`: the problem with memory counted in one way, and its multipliers; both are made lazily."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autopar.search.budget.cutoff import NOBODY, Rival
+from autopar.search.budget.cutoff import NO_CUTOFF, Cutoff
 from autopar.search.budget.pareto import Frontier
-from autopar.search.formulation.build import Built
-from autopar.search.formulation.memory_model import Memory
+from autopar.search.formulation.build import Formulation
+from autopar.search.formulation.memory_model import MemoryModel
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.solver.minimize import Limits
 
 
 @dataclass(frozen=True)
-class Row:
+class MemoryConstraint:
     """A way to count memory.
 
     Attributes:
@@ -25,32 +25,32 @@ class Row:
         limits: relative gap and deadline.
         budget: bytes.
         relaxed: whether no plan that fits has more than the budget in this row, so that it bounds all of them.
-        rival: where the row proves that no plan is faster, no more is searched.
-        like: a row of the same problem with other memory, whose labellings are good ones here.
+        cutoff: where the row proves that no plan is faster, no more is searched.
+        like: a row of the same problem with other memory, whose labelings are good ones here.
     """
 
-    make: Callable[[Restrictions, Memory], Built]
+    make: Callable[[Restrictions, MemoryModel], Formulation]
     restrictions: Restrictions
-    memory: Memory
+    memory: MemoryModel
     limits: Limits
     budget: float
     relaxed: bool
-    rival: Rival
-    like: Row | None = None
+    cutoff: Cutoff
+    like: MemoryConstraint | None = None
 
     @cached_property
-    def built(self) -> Built:
+    def built(self) -> Formulation:
         """The problem."""
         return self.make(self.restrictions, self.memory)
 
     @cached_property
     def frontier(self) -> Frontier:
         """Its prices."""
-        found = Frontier(self.built.problem, self.limits, useless=(self.budget, self.rival))
+        found = Frontier(self.built.problem, self.limits, useless=(self.budget, self.cutoff))
         if self.like is not None:
             found.take_over(self.like.frontier)
         return found
 
-    def narrowed(self, memory: Memory) -> Row:
+    def narrowed(self, memory: MemoryModel) -> MemoryConstraint:
         """The row with memory counted in another way, which bounds no other plans than those that it finds."""
-        return replace(self, memory=memory, relaxed=False, rival=NOBODY, like=None)
+        return replace(self, memory=memory, relaxed=False, cutoff=NO_CUTOFF, like=None)

@@ -1,4 +1,4 @@
-"""`keeping_least`: under a plan's layouts, what to keep so that the most that a device holds at once is the least.
+"""`min_peak_recomputation`: what to save so that the peak is least, under the layouts of a plan.
 
 What the plan keeps and makes again is chosen anew, all of it at once, by the program of
 `autopar.search.budget.live_ranges`. It counts each tensor in the layout in which it waits, and what an operator takes
@@ -23,12 +23,12 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import GRADIENTS, Program, Value, producer, tensor_arguments, values_of
 from autopar.memory.liveness import copied_by_convolution
 from autopar.memory.recompute import class_of, ranges
-from autopar.search.budget.live_ranges import Lives, fewest
+from autopar.search.budget.live_ranges import LiveRanges, fewest
 from autopar.search.predict import node_seconds
 from autopar.sharding.assignment import Assignment, assign
 from autopar.sharding.candidates import split_parts
 from autopar.sharding.dims import Dims
-from autopar.sharding.layer_classes import Quotient
+from autopar.sharding.layer_classes import LayerClasses
 
 LARGEST = 2000
 """So many tensors are decided on at most."""
@@ -50,8 +50,8 @@ class Choice:
     moved: Collection[str]
 
 
-def keeping_least(
-    program: Program, dims: Dims, classes: Quotient, plan: Plan, choice: Choice, enough: float = 0.0
+def min_peak_recomputation(
+    program: Program, dims: Dims, classes: LayerClasses, plan: Plan, choice: Choice, enough: float = 0.0
 ) -> Plan | None:
     """The plan with another choice of what is kept; None if there is too much to decide, or too little.
 
@@ -63,7 +63,7 @@ def keeping_least(
         choice: what may be decided.
         enough: bytes of what the backward pass takes and makes; no less is looked for.
     """
-    plan = replace(plan, relays={**plan.relays, **_shared(program, dims, classes, plan, choice)})
+    plan = replace(plan, consumer_layouts={**plan.consumer_layouts, **_shared(program, dims, classes, plan, choice)})
     bare = replace(plan, recompute={}, offload={})
     held = _Held.of(program, dims, classes, bare)
     lives = held.lives(plan.cluster.device.copies)
@@ -79,20 +79,20 @@ def keeping_least(
             made = held.made(node)
             if key in choice.free and (not made or again.intersection(made)):
                 members[key].add(i)
-            for out in (o for k, o in classes.uses if k == key and f"{key} {o}" in plan.relays):
+            for out in (o for k, o in classes.uses if k == key and f"{key} {o}" in plan.consumer_layouts):
                 if again.intersection(made) or not held.kept_moved((node, out)):
-                    members[f"relay {key} {out}"].add(i)
+                    members[f"consumer {key} {out}"].add(i)
     other = {name: r for name, r in plan.recompute.items() if class_of(name) not in {*choice.free, *choice.moved}}
     found = {name: ranges(numbers, classes.count[class_of(name)]) for name, numbers in members.items()}
     return replace(plan, recompute={**other, **{name: r for name, r in found.items() if r}})
 
 
-def _shared(program: Program, dims: Dims, classes: Quotient, plan: Plan, choice: Choice) -> dict[str, Layout]:
+def _shared(program: Program, dims: Dims, classes: LayerClasses, plan: Plan, choice: Choice) -> dict[str, Layout]:
     """Relays for values that one class of operators takes, all in one other layout, so that it can be moved again."""
     assignment, found = assign(program, dims, plan, classes), {}
     for (key, out), users in classes.uses.items():
         members = classes.members[key]
-        if len(users) > 1 or key not in choice.moved or f"{key} {out}" in plan.relays:
+        if len(users) > 1 or key not in choice.moved or f"{key} {out}" in plan.consumer_layouts:
             continue
         taking = [n for user, _ in users for n in classes.members.get(user, ()) if n in program.sources]
         pairs = [pair for n in taking for pair in zip(program.sources[n], assignment.inputs[n], strict=True)]
@@ -125,7 +125,7 @@ class _Held:
     given: set[int] = field(default_factory=set)
 
     @staticmethod
-    def of(program: Program, dims: Dims, classes: Quotient, plan: Plan) -> _Held:
+    def of(program: Program, dims: Dims, classes: LayerClasses, plan: Plan) -> _Held:
         found = _Held(program, assign(program, dims, plan, classes), plan.axis_sizes)
         for node in (*program.placeholders, *program.sources):
             for i, value in enumerate(values_of(node)):
@@ -148,7 +148,7 @@ class _Held:
     def _layouts(self, value: Value) -> list[Layout]:
         """In which a value is made, and in which it is handed on."""
         made = self.assignment.outputs.get(value, replicated(len(self.sizes)))
-        return [made, self.assignment.relays.get(value, made)]
+        return [made, self.assignment.consumer_layouts.get(value, made)]
 
     def made(self, node: fx.Node) -> list[int]:
         """What an operator makes."""
@@ -159,9 +159,9 @@ class _Held:
         made, moved = self._layouts(value)
         return self._parts(moved) > self._parts(made)
 
-    def lives(self, copies: float) -> Lives:
+    def lives(self, copies: float) -> LiveRanges:
         """What a device holds while each operator of the backward pass runs."""
-        found = Lives()
+        found = LiveRanges()
         kinds = zip(self.program.outputs, self.program.output_values, strict=True)
         results = {s for o, v in kinds if v is not None and o.kind in ("result", *GRADIENTS) for s in _storages(v)}
         there: dict[int, list[float]] = {s: [0, math.inf] for s in results if self.maker.get(s) in self._forward}

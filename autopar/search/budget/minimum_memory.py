@@ -1,4 +1,4 @@
-"""`least_plan`: a plan that keeps as little as it can, whatever the budget.
+"""`minimum_memory_plan`: a plan that keeps as little as it can, whatever the budget.
 
 What would be enough must not depend on what was asked for. So where nothing fits, a plan that needs little is made anew
 from this one, and not from one that the search has come across on the way to its budget.
@@ -9,21 +9,21 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from autopar.ir.plan import LEANER, Certificate, Plan
+from autopar.ir.plan import MEMORY_REPAIR, Certificate, Plan
 from autopar.ir.program import Program
 from autopar.search.budget.pareto import Frontier
 from autopar.search.find import plan_of, state_bytes
 from autopar.search.formulation.build import build
-from autopar.search.formulation.memory_model import Memory
+from autopar.search.formulation.memory_model import MemoryModel
 from autopar.search.options import Job
-from autopar.search.solver.layer_mix import Mix
+from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits
 from autopar.sharding.dims import Dims
-from autopar.sharding.layer_classes import Quotient
+from autopar.sharding.layer_classes import LayerClasses
 from autopar.sharding.redistribute import Machine, Tables
 
 
-def least_plan(program: Program, dims: Dims, job: Job, classes: Quotient) -> Plan:
+def minimum_memory_plan(program: Program, dims: Dims, job: Job, classes: LayerClasses) -> Plan:
     """That of least memory at the heaviest moment of the fastest plan and of that which keeps the least.
 
     Args:
@@ -40,7 +40,7 @@ def least_plan(program: Program, dims: Dims, job: Job, classes: Quotient) -> Pla
     tables = Tables(Machine(tuple(job.axes), tuple(job.axes.values()), links, job.cluster.device))
     state = state_bytes(program, job.optimizer, gradients=False)
     regions = search.regions and bool(program.pins)
-    memory = Memory(state, True, search.again, regions=regions, share=job.share)
+    memory = MemoryModel(state, True, search.again, regions=regions, share=job.share)
     limits = Limits(search.gap, time.monotonic() + search.time_limit / 2)
     built = build(program, dims, classes, tables, memory, job.restrictions)
     frontier = Frontier(built.problem, limits)
@@ -49,7 +49,7 @@ def least_plan(program: Program, dims: Dims, job: Job, classes: Quotient) -> Pla
         built = build(program, dims, classes, tables, memory, job.restrictions)
         frontier = Frontier(built.problem, limits)
     point = frontier.least()
-    mix = Mix.of(point)
-    certificate = Certificate(point.cost, 0.0, "any plan", LEANER)
+    mix = LayerMix.of(point)
+    certificate = Certificate(point.cost, 0.0, "any plan", MEMORY_REPAIR)
     plan = plan_of(program, dims, classes, built, mix, certificate, job, tables)
-    return replace(plan, held=job.restrictions.held)
+    return replace(plan, forced_consumer_layouts=job.restrictions.forced_consumer_layouts)

@@ -1,6 +1,6 @@
 """`Frontier`: what a step costs against what it needs of memory, found price by price.
 
-With memory priced at so many seconds a byte there is no budget any more, and the problem is minimised exactly. Each
+With memory priced at so many seconds a byte there is no budget any more, and the problem is minimized exactly. Each
 price bounds every budget from below (Lagrange); the next is where the lines of the two points around the budget meet
 (Kelley's method in one dimension), until no point lies below the line between them. What is left between a point that
 exceeds the budget and one that has room to spare is closed by blocks: of the members of each class, some are in the
@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import InfeasibleError
-from autopar.search.budget.cutoff import NOBODY, Rival
+from autopar.search.budget.cutoff import NO_CUTOFF, Cutoff
 from autopar.search.budget.lagrangian import Point, fits, locate, reprice, require_fit, settled
 from autopar.search.solver.certify import Claim
 from autopar.search.solver.eliminate import fold
-from autopar.search.solver.layer_mix import Mix, mix_of, weights
-from autopar.search.solver.minimize import LEVELS, WORK_PER_ENTRY, Limits, minimise
+from autopar.search.solver.layer_mix import LayerMix, mix_of, weights
+from autopar.search.solver.minimize import LEVELS, WORK_PER_ENTRY, Limits, minimize
 from autopar.search.solver.presolve import presolve
 from autopar.search.solver.problem import Edge, Floats, Ints, Node, Problem, evaluate
 from autopar.search.solver.workspace import Graph, build
@@ -56,8 +56,8 @@ class Priced:
 
     Attributes:
         price: seconds a byte.
-        point: the labelling.
-        bound: no labelling has less cost plus price times memory.
+        point: the labeling.
+        bound: no labeling has less cost plus price times memory.
     """
 
     price: float
@@ -70,20 +70,20 @@ class Frontier:
     """Points of a problem, by price.
 
     Attributes:
-        problem: what is minimised.
+        problem: what is minimized.
         limits: relative gap and deadline.
         known: what has been found.
         states: the frontiers of states under given layouts, by the labels that have these.
         useless: bytes and a rival: where nothing within so many bytes is faster, no more is searched; its price is
             tried first.
-        small: labellings of little memory, not known to be of the least.
+        small: labelings of little memory, not known to be of the least.
     """
 
     problem: Problem
     limits: Limits
     known: list[Priced] = field(default_factory=list)
     states: dict[bytes, Frontier] = field(default_factory=dict)
-    useless: tuple[float, Rival] = (0.0, NOBODY)
+    useless: tuple[float, Cutoff] = (0.0, NO_CUTOFF)
     small: list[Point] = field(default_factory=list)
 
     def among(self, chosen: Sequence[NDArray[np.bool_]]) -> Frontier:
@@ -95,18 +95,18 @@ class Frontier:
         return self.states[key]
 
     def bound(self, budget: float) -> float:
-        """No labelling within the budget costs less."""
+        """No labeling within the budget costs less."""
         return self.claim(budget).bound
 
     def claim(self, budget: float) -> Claim:
-        """The price that bounds the labellings within the budget best."""
+        """The price that bounds the labelings within the budget best."""
         claims = [Claim(self.problem, p.bound - p.price * budget, p.price, budget) for p in self.known]
         return max(claims, key=lambda claim: claim.bound, default=Claim(self.problem, -np.inf))
 
     def take_over(self, other: Frontier) -> None:
         """Start with what is known of a problem that differs in the labels' memory alone.
 
-        What its cheapest labelling proves of costs alone holds here, too.
+        What its cheapest labeling proves of costs alone holds here, too.
         """
         free = next(p for p in other.known if p.price == TINY)
         most = sum(float(n.memory.max()) for n in other.problem.nodes)
@@ -118,40 +118,40 @@ class Frontier:
 
         Args:
             chosen: of each node, labels among which the cheapest are.
-            bound: seconds that no labelling falls below.
+            bound: seconds that no labeling falls below.
         """
         found = self.among(chosen).free().labels
         labels = [int(np.flatnonzero(c)[x]) for c, x in zip(chosen, found, strict=True)]
         self.known.append(Priced(TINY, locate(self.problem, np.array(labels, dtype=np.int64)), bound))
 
     def bound_at(self, price: float, budget: float) -> float:
-        """No labelling within the budget costs less, by this price and those before."""
+        """No labeling within the budget costs less, by this price and those before."""
         self._at(price, self.limits.gap)
         return self.bound(budget)
 
     def reaches(self, budget: float) -> bool:
-        """Whether a labelling fits."""
+        """Whether a labeling fits."""
         return any(fits(p.memory, budget) for p in self.small) or fits(self.least().memory, budget)
 
     def least(self) -> Point:
-        """The labelling of least memory, and of these the cheapest.
+        """The labeling of least memory, and of these the cheapest.
 
         Raises:
-            InfeasibleError: there is no labelling at all.
+            InfeasibleError: there is no labeling at all.
         """
         free = self.free()
         price = DOMINANT * (abs(free.cost) or 1.0) / (abs(free.memory) or 1.0)  # cost only breaks ties
         return self._at(price, EXACT_GAP).point
 
     def little(self) -> Point:
-        """A labelling of about the least memory, which takes less time."""
+        """A labeling of about the least memory, which takes less time."""
         free = self.free()
         found = self._at(DOMINANT / 10 * (abs(free.cost) or 1.0) / (abs(free.memory) or 1.0), self.limits.gap).point
         self.small.append(found)
         return found
 
     def free(self) -> Point:
-        """The cheapest labelling, and of these about the one of least memory."""
+        """The cheapest labeling, and of these about the one of least memory."""
         return self._at(TINY, self.limits.gap).point
 
     def around(self, budget: float, prices: int = MAX_PRICES) -> tuple[Point, Point]:
@@ -182,7 +182,7 @@ class Frontier:
         return over, under
 
     def _at(self, price: float, gap: float) -> Priced:
-        """The cheapest labelling at a price, which may be known."""
+        """The cheapest labeling at a price, which may be known."""
         for p in self.known:
             if p.price == price:
                 return p
@@ -196,7 +196,7 @@ class Frontier:
         for i, twins in self._twins.items():
             priced.cost[i] = _least_of_each(priced.cost[i], twins)
         start = min((p.point for p in self.known), key=lambda p: p.cost + price * p.memory, default=None)
-        found = minimise(priced, value_of, replace(self.limits, gap=gap), None if start is None else start.labels)
+        found = minimize(priced, value_of, replace(self.limits, gap=gap), None if start is None else start.labels)
         if found.labels is None:
             raise InfeasibleError(NO_LABELLING)
         self.known.append(Priced(price, locate(self.problem, found.labels), found.bound))
@@ -213,7 +213,7 @@ class Frontier:
 
     @cached_property
     def _twins(self) -> dict[int, Ints]:
-        """Of nodes that are left and have labels which look alike to all neighbours, the number of each label's look.
+        """Of nodes that are left and have labels which look alike to all neighbors, the number of each label's look.
 
         What is kept on the device and what is kept on the host are such: at a price the cheaper of the two is known.
         """
@@ -247,7 +247,7 @@ def _closer(over: Point, under: Point, new: Point, budget: float) -> tuple[Point
     return (new if new.memory < over.memory and new.cost >= over.cost else over), under
 
 
-def mixed(over: Point, under: Point, counts: NDArray[np.int64], problem: Problem, budget: float) -> Mix:
+def mixed(over: Point, under: Point, counts: NDArray[np.int64], problem: Problem, budget: float) -> LayerMix:
     """As many members as have to be in the state of ``under``, the first of each class.
 
     Args:
@@ -258,13 +258,13 @@ def mixed(over: Point, under: Point, counts: NDArray[np.int64], problem: Problem
         budget: bytes.
     """
     blocks = int(counts.max(initial=1))
-    labellings = under.labels, over.labels
-    sizes = np.array([[n.memory[x] for n, x in zip(problem.nodes, labels, strict=True)] for labels in labellings])
+    labelings = under.labels, over.labels
+    sizes = np.array([[n.memory[x] for n, x in zip(problem.nodes, labels, strict=True)] for labels in labelings])
     for members in range(blocks + 1):
         ends = (members / blocks, 1.0)
         if fits(float((weights(ends, counts) * sizes).sum()), budget):
             break
-    return mix_of(problem, labellings, ends, counts, _slope(over, under))
+    return mix_of(problem, labelings, ends, counts, _slope(over, under))
 
 
 def _slope(over: Point, under: Point) -> float:
@@ -279,14 +279,14 @@ def within(
     alike: Callable[[Ints], list[NDArray[np.bool_]]],
     progress: Progress,
     prices: int = MAX_PRICES,
-) -> Mix:
+) -> LayerMix:
     """The cheapest mix within a budget, of those with the layouts of a point next to it.
 
     Args:
         frontier: of the whole problem.
         budget: bytes.
         counts: members of each node's class.
-        alike: for each node the labels that differ in their state only from a labelling's.
+        alike: for each node the labels that differ in their state only from a labeling's.
         progress: called with phase, incumbent and bound.
         prices: that may be tried.
 
@@ -294,10 +294,10 @@ def within(
         InfeasibleError: nothing fits.
     """
     over, under = frontier.around(budget, prices)
-    progress("prices", under.cost, frontier.bound(budget))
+    progress("Lagrangian", under.cost, frontier.bound(budget))
     if over is under:
-        return Mix.of(under)
-    best = Mix.of(under, _slope(over, under))
+        return LayerMix.of(under)
+    best = LayerMix.of(under, _slope(over, under))
     for point in (over, under):
         chosen = alike(point.labels)
         states = frontier.among(chosen)
@@ -310,10 +310,10 @@ def within(
             numbers = [np.flatnonzero(c) for c in chosen]
             labels = tuple(
                 np.array([int(where[x]) for where, x in zip(numbers, of, strict=True)], dtype=np.int64)
-                for of in found.labellings
+                for of in found.labelings
             )
             # Where these layouts have room for all that they could keep, others would take more.
-            best = replace(found, labellings=labels, price=found.price or _slope(over, under))
+            best = replace(found, labelings=labels, price=found.price or _slope(over, under))
     progress("blocks", best.cost, frontier.bound(budget))
     return best
 

@@ -1,4 +1,4 @@
-"""`leaner`: where nothing is found that fits, what lean plans keep is decided anew, by their graphs' own peaks.
+"""`repaired`: where nothing is found that fits, what lean plans keep is decided anew, by their graphs' own peaks.
 
 Rows of memory are relaxations: they leave out what waits while values are made again, and other moments than theirs. So
 near the least memory that a model can do with, a row that is tightened further leads to plans that need more. There,
@@ -21,19 +21,19 @@ from torch import fx
 from autopar.costs.memory import format_bytes
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import is_backward
-from autopar.ir.plan import EACH, LEANER, Plan
+from autopar.ir.plan import MEMORY_REPAIR, PER_USE, Plan
 from autopar.ir.program import Program
-from autopar.memory.peak_snapshot import Crowd
+from autopar.memory.peak_snapshot import PeakSnapshot
 from autopar.memory.recompute import class_of, ranges
 from autopar.search.budget.lagrangian import fits
-from autopar.search.budget.min_peak import Choice, keeping_least
+from autopar.search.budget.min_peak import Choice, min_peak_recomputation
 from autopar.search.budget.within_budget import missing
 from autopar.search.formulation.memory_model import carried
 from autopar.search.options import Job
 from autopar.search.solver.interrupt import requested
 from autopar.sharding.dims import Dims
 from autopar.sharding.factor_kinds import from_parameters
-from autopar.sharding.layer_classes import Quotient
+from autopar.sharding.layer_classes import LayerClasses
 
 NEAR = 1.5
 """A plan of the search that needs so much more than the budget is not tried to be made leaner."""
@@ -85,12 +85,12 @@ def _members(plan: Plan, name: str, count: Mapping[str, int]) -> set[int]:
     return {i for start, stop in plan.recompute.get(name, ()) for i in range(start, min(stop, most))}
 
 
-def leaner(
+def repaired(
     program: Program,
     dims: Dims,
-    classes: Quotient,
+    classes: LayerClasses,
     job: Job,
-    crowd: Callable[[Plan], Crowd],
+    peak_snapshot: Callable[[Plan], PeakSnapshot],
     error: InfeasibleError,
     start: Callable[[], Plan] | None = None,
 ) -> Plan:
@@ -103,7 +103,7 @@ def leaner(
         dims: its dimension analysis.
         classes: which nodes share a decision.
         job: what it was searched for.
-        crowd: what is held at the heaviest moment of a plan's graph.
+        peak_snapshot: what is held at the heaviest moment of a plan's graph.
         error: that says what was found.
         start: a plan that needs little, which does not depend on the budget; None: there is no such plan.
 
@@ -114,10 +114,10 @@ def leaner(
     budget = job.memory
     if plan is None or budget is None or error.needed is None or plan.offload:
         raise error
-    leaning = _Leaning(program, dims, classes, job, crowd, budget)
-    known: list[tuple[Plan, Crowd]] = []
+    leaning = _Leaning(program, dims, classes, job, peak_snapshot, budget)
+    known: list[tuple[Plan, PeakSnapshot]] = []
     if error.needed <= NEAR * budget:
-        known += leaning.near(plan, crowd(plan))
+        known += leaning.near(plan, peak_snapshot(plan))
     if not any(fits(held.totals[0], budget) for _, held in known):
         # The search's bound holds for it, too.
         known = leaning.chosen(replace(start(), certificate=plan.certificate)) if start is not None else known
@@ -138,26 +138,26 @@ class _Leaning:
 
     program: Program
     dims: Dims
-    classes: Quotient
+    classes: LayerClasses
     job: Job
-    crowd: Callable[[Plan], Crowd]
+    peak_snapshot: Callable[[Plan], PeakSnapshot]
     budget: float
 
     @cached_property
     def changes(self) -> _Changes:
         return _Changes(self.program, self.classes, self.job)
 
-    def near(self, plan: Plan, now: Crowd) -> list[tuple[Plan, Crowd]]:
+    def near(self, plan: Plan, now: PeakSnapshot) -> list[tuple[Plan, PeakSnapshot]]:
         """A plan that needs a little too much, made leaner one tensor at a time; or all chosen anew, if that helps."""
         chosen = [] if fits(now.totals[0], ALMOST * self.budget) else self.chosen(plan)
         return [self.eased(*min([(plan, now), *chosen], key=lambda found: found[1].totals[0]))]
 
-    def chosen(self, plan: Plan) -> list[tuple[Plan, Crowd]]:
+    def chosen(self, plan: Plan) -> list[tuple[Plan, PeakSnapshot]]:
         """The plan with what it keeps chosen anew: as little as can be, or, where that fits, as little as must be."""
         if self.program.repeat is not None or requested():
             return []
         choice = Choice(self.changes.free, self.changes.moved)
-        least = keeping_least(self.program, self.dims, self.classes, plan, choice)
+        least = min_peak_recomputation(self.program, self.dims, self.classes, plan, choice)
         if least is None:
             return []
         found = self._for_each(least)
@@ -165,7 +165,7 @@ class _Leaning:
         room = self.budget - sum(size for name, size in held.items() if name in ALWAYS)
         slack = 0.0
         while fits(found[0][1].totals[0], self.budget) and len(found) <= EASIER:
-            more = keeping_least(self.program, self.dims, self.classes, plan, choice, room - slack)
+            more = min_peak_recomputation(self.program, self.dims, self.classes, plan, choice, room - slack)
             easier = self._for_each(more) if more is not None else found
             if fits(easier[0][1].totals[0], self.budget):
                 return easier
@@ -173,24 +173,24 @@ class _Leaning:
             slack += easier[0][1].totals[0] - self.budget
         return found
 
-    def _for_each(self, plan: Plan) -> list[tuple[Plan, Crowd]]:
+    def _for_each(self, plan: Plan) -> list[tuple[Plan, PeakSnapshot]]:
         """The plan, or, if it does not fit, the one that moves all that it moves again for each user, if that helps."""
-        found = [(plan, self.crowd(plan))]
+        found = [(plan, self.peak_snapshot(plan))]
         if not fits(found[0][1].totals[0], self.budget):
-            each = {EACH + name: r for name, r in plan.recompute.items() if name.startswith("relay ")}
+            each = {PER_USE + name: r for name, r in plan.recompute.items() if name.startswith("consumer ")}
             apart = replace(plan, recompute={**plan.recompute, **each})
-            found.append((apart, self.crowd(apart)))
+            found.append((apart, self.peak_snapshot(apart)))
         return [min(found, key=lambda known: known[1].totals[0])]
 
-    def eased(self, plan: Plan, now: Crowd) -> tuple[Plan, Crowd]:
+    def eased(self, plan: Plan, now: PeakSnapshot) -> tuple[Plan, PeakSnapshot]:
         """A plan made leaner one tensor at a time, until it fits or nothing helps."""
         deadline = time.monotonic() + SHARE * self.job.search.time_limit
         while not fits(now.totals[0], self.budget):
-            best: tuple[Crowd, _Change] | None = None
+            best: tuple[PeakSnapshot, _Change] | None = None
             for change in self.changes.of(plan, now):
                 if time.monotonic() > deadline or requested():
                     break
-                found = self.crowd(change.of(plan, self.classes.count))
+                found = self.peak_snapshot(change.of(plan, self.classes.count))
                 if found.totals < (best[0].totals if best else now.totals):
                     best = found, change
                     if now.totals[0] - found.totals[0] >= ENOUGH * change.size:
@@ -206,14 +206,14 @@ def costed(plan: Plan) -> Plan:
     """A plan that was changed since its search, with its predicted seconds as its objective."""
     seconds, known = plan.predicted.step_seconds, plan.certificate
     bound = min(known.lower_bound, seconds)
-    own = replace(known, objective=seconds, lower_bound=bound, method=LEANER, memory_price=0.0, checked=None)
+    own = replace(known, objective=seconds, lower_bound=bound, method=MEMORY_REPAIR, memory_price=0.0, checked=None)
     return replace(plan, certificate=own)
 
 
 class _Changes:
     """What may be kept or made again, under the pins of a search."""
 
-    def __init__(self, program: Program, classes: Quotient, job: Job) -> None:
+    def __init__(self, program: Program, classes: LayerClasses, job: Job) -> None:
         self.program, self.classes = program, classes
         forward = {n for n in program.sources if not is_backward(n)}
         allowed = {
@@ -224,7 +224,7 @@ class _Changes:
         if job.search.regions:
             allowed -= program.pins.keys()
         fixed = {classes.key[n] for n in forward - allowed}
-        self.free = {classes.key[n] for n in allowed - program.alone} - fixed
+        self.free = {classes.key[n] for n in allowed - program.microbatch_invariant} - fixed
         moved = {classes.key[n] for n in program.placeholders} if job.search.again != "none" else set()
         self.moved = self.free | moved
         self.outputs: dict[str, list[int]] = defaultdict(list)
@@ -233,13 +233,13 @@ class _Changes:
         self.by_name = {n.name: (n, i) for members in classes.members.values() for i, n in enumerate(members)}
         self.number = {node: i for node, i in self.by_name.values()}
 
-    def of(self, plan: Plan, crowd: Crowd) -> Iterator[_Change]:
+    def of(self, plan: Plan, peak_snapshot: PeakSnapshot) -> Iterator[_Change]:
         """What may help at the heaviest moment: the largest tensors first, of all blocks and of one."""
         seen: set[frozenset[Entry]] = set()
-        there = [(t, *self.by_name[t.name]) for t in crowd.tensors if t.name in self.by_name]
+        there = [(t, *self.by_name[t.name]) for t in peak_snapshot.tensors if t.name in self.by_name]
         held = {node for tensor, node, _ in there if not tensor.again and not tensor.moved}
         for tensor, node, _ in sorted(there, key=lambda t: -t[0].size):
-            if tensor.size < SMALL * crowd.totals[0]:
+            if tensor.size < SMALL * peak_snapshot.totals[0]:
                 break
             alone = self.program.repeat is None and self.classes.count[self.classes.key[node]] > 1
             for one in (False, True) if alone else (False,):
@@ -252,8 +252,8 @@ class _Changes:
 
     def _each(self, node: fx.Node, plan: Plan, one: bool) -> frozenset[Entry]:
         """What is moved again for each user, where a value that is moved again waits for the next."""
-        moved = [e for e in self._entries(node, plan, one) if e[0].startswith("relay ") and self._is_again(e, plan)]
-        each = ((EACH + name, member) for name, member in moved)
+        moved = [e for e in self._entries(node, plan, one) if e[0].startswith("consumer ") and self._is_again(e, plan)]
+        each = ((PER_USE + name, member) for name, member in moved)
         return frozenset(e for e in each if not self._is_again(e, plan))
 
     def _kept(self, node: fx.Node, plan: Plan, one: bool) -> frozenset[Entry]:
@@ -273,7 +273,7 @@ class _Changes:
             found.add(last)
             entries.update(self._entries(last, plan, one))
             for source, _ in self.program.sources[last]:
-                entries.update(e for e in self._entries(source, plan, one) if e[0].startswith("relay "))
+                entries.update(e for e in self._entries(source, plan, one) if e[0].startswith("consumer "))
                 waiting.append(source)
         return frozenset(e for e in entries if not self._is_again(e, plan))
 
@@ -287,5 +287,5 @@ class _Changes:
         if key in self.free:
             yield key, member
         for out in self.outputs.get(key, ()) if key in self.moved else ():
-            if f"{key} {out}" in plan.relays:
-                yield f"relay {key} {out}", member
+            if f"{key} {out}" in plan.consumer_layouts:
+                yield f"consumer {key} {out}", member

@@ -1,7 +1,7 @@
-"""`filled`: of a plan that fits, what its budget has left is used, under the layouts that it has.
+"""`slack_used`: of a plan that fits, what its budget has left is used, under the layouts that it has.
 
 The search counts memory by a row that holds for all plans, and so leaves out some of what a graph holds (see
-`Variable.unseen`); and two labellings mixed over whole layers leave up to a layer's difference unused. Here what
+`Variable.unseen`); and two labelings mixed over whole layers leave up to a layer's difference unused. Here what
 graphs hold is counted as well as it is known, groups of layers are decided apart
 (`autopar.search.budget.layer_groups`), and what the graph that is emitted needs more or less than that is added to the
 next try.
@@ -16,8 +16,8 @@ import numpy as np
 
 from autopar.ir.plan import Plan
 from autopar.search.budget.layer_groups import in_groups
-from autopar.search.formulation.build import Built
-from autopar.search.solver.layer_mix import Mix, mix_of
+from autopar.search.formulation.build import Formulation
+from autopar.search.solver.layer_mix import LayerMix, mix_of
 from autopar.search.solver.minimize import Limits
 from autopar.search.solver.problem import Ints, Problem
 
@@ -26,11 +26,11 @@ TRIES = 4
 FULL = 0.998
 """A plan that uses so much of the budget is not improved any more."""
 
-Measure = Callable[[Mix], tuple[Plan, bool]]
+Measure = Callable[[LayerMix], tuple[Plan, bool]]
 """The plan of a mix with its peak, and whether that is within the budget."""
 
 
-def filled(built: Built, mix: Mix, plan: Plan, budget: float, limits: Limits, measure: Measure) -> Plan:
+def slack_used(built: Formulation, mix: LayerMix, plan: Plan, budget: float, limits: Limits, measure: Measure) -> Plan:
     """The plan, or a faster one under its layouts that fits as well.
 
     Args:
@@ -44,7 +44,7 @@ def filled(built: Built, mix: Mix, plan: Plan, budget: float, limits: Limits, me
     variables = built.variables
     counts = np.array([v.count for v in variables])
     seen = _as_in_graphs(built)
-    chosen = [v.candidate == v.candidate[x] for v, x in zip(variables, mix.labellings[-1], strict=True)]
+    chosen = [v.candidate == v.candidate[x] for v, x in zip(variables, mix.labelings[-1], strict=True)]
     best, known = plan, mix
     fitting, failing = -np.inf, np.inf
     room = _room(seen, mix, counts, plan, budget)
@@ -54,7 +54,7 @@ def filled(built: Built, mix: Mix, plan: Plan, budget: float, limits: Limits, me
         found = in_groups(seen, chosen, counts, room, replace(known, memory=np.inf), limits.gap)
         if found.cost > (1 - limits.gap) * known.cost:
             break
-        plan, enough = measure(mix_of(built.problem, found.labellings, found.ends, counts, mix.price))
+        plan, enough = measure(mix_of(built.problem, found.labelings, found.ends, counts, mix.price))
         if enough:
             best, known, fitting = plan, found, room
         else:
@@ -67,16 +67,16 @@ def filled(built: Built, mix: Mix, plan: Plan, budget: float, limits: Limits, me
     return best
 
 
-def _room(seen: Problem, mix: Mix, counts: Ints, plan: Plan, budget: float) -> float:
+def _room(seen: Problem, mix: LayerMix, counts: Ints, plan: Plan, budget: float) -> float:
     """Bytes for what is counted where what is not stays the same."""
-    return mix_of(seen, mix.labellings, mix.ends, counts).memory + budget - _peak(plan)
+    return mix_of(seen, mix.labelings, mix.ends, counts).memory + budget - _peak(plan)
 
 
 def _peak(plan: Plan) -> float:
     return sum(plan.predicted.peak_bytes.values())
 
 
-def _as_in_graphs(built: Built) -> Problem:
+def _as_in_graphs(built: Formulation) -> Problem:
     """The problem with memory as graphs have it."""
     pairs = zip(built.problem.nodes, built.variables, strict=True)
     nodes = tuple(n if v.unseen is None else replace(n, memory=n.memory + v.unseen) for n, v in pairs)

@@ -20,18 +20,18 @@ from autopar.costs.memory import format_bytes
 from autopar.errors import InfeasibleError
 from autopar.ir.plan import Plan
 from autopar.search.axis_by_axis import descend, placements
-from autopar.search.budget.cutoff import NOBODY
+from autopar.search.budget.cutoff import NO_CUTOFF
 from autopar.search.budget.lagrangian import Point, fits, solve
 from autopar.search.budget.layer_groups import in_groups
-from autopar.search.budget.memory_constraint import Row
+from autopar.search.budget.memory_constraint import MemoryConstraint
 from autopar.search.budget.pareto import MAX_PRICES, Frontier, within
-from autopar.search.budget.use_slack import filled
-from autopar.search.formulation.build import Built
-from autopar.search.formulation.memory_model import WHOLE, Memory
+from autopar.search.budget.use_slack import slack_used
+from autopar.search.formulation.build import Formulation
+from autopar.search.formulation.memory_model import WHOLE, MemoryModel
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.options import Held, Job
 from autopar.search.solver.certify import Claim
-from autopar.search.solver.layer_mix import Mix
+from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits
 from autopar.search.solver.problem import Ints, Solution, evaluate
 from autopar.sharding.redistribute import Tables
@@ -72,8 +72,8 @@ class Task:
         record: called with each bound of all plans that is proved.
     """
 
-    make: Callable[[Restrictions, Memory], Built]
-    read: Callable[[Built, Mix, float, str], Plan]
+    make: Callable[[Restrictions, MemoryModel], Formulation]
+    read: Callable[[Formulation, LayerMix, float, str], Plan]
     state: Callable[[bool], Mapping[str, float]]
     limits: Limits
     job: Job
@@ -101,16 +101,16 @@ def plan_within(task: Task) -> Plan:
         InfeasibleError: nothing fits.
     """
     kept = None if task.job.memory is None else _kept(task, task.job.restrictions)
-    if kept is not None and kept.relaxed and task.job.rival.price:  # memory will be short
-        bound = kept.frontier.bound_at(task.job.rival.price, kept.budget)
-        task.job.rival.require_less(bound)
+    if kept is not None and kept.relaxed and task.job.cutoff.price:  # memory will be short
+        bound = kept.frontier.bound_at(task.job.cutoff.price, kept.budget)
+        task.job.cutoff.require_less(bound)
         return _fitting(task, kept, bound)
     if kept is not None and not task.whole:  # nor is there enough for a stage of which this is asked
         return _fitting(task, kept, 0.0)
-    built = task.make(task.job.restrictions, Memory(task.state(True), regions=task.regions, share=task.job.share))
+    built = task.make(task.job.restrictions, MemoryModel(task.state(True), regions=task.regions, share=task.job.share))
     solution = solve(built.problem, gap=task.limits.gap, time_limit=task.seconds, progress=task.job.progress)
     task.record(Claim(built.problem, solution.lower_bound))
-    task.job.rival.require_less(solution.lower_bound)
+    task.job.cutoff.require_less(solution.lower_bound)
     plan = task.read(built, _single(solution), solution.lower_bound, solution.method)
     if kept is not None and task.whole:
         kept.frontier.start(_alike(kept.built, built, solution.labels), solution.lower_bound)
@@ -135,8 +135,8 @@ def plan_by_axes(task: Task, tables: Tables, bound: float) -> Plan:
     """
     limits = task.limits
 
-    def make(restrictions: Restrictions) -> Built:
-        return task.make(restrictions, Memory(task.state(True), regions=task.regions, share=task.job.share))
+    def make(restrictions: Restrictions) -> Formulation:
+        return task.make(restrictions, MemoryModel(task.state(True), regions=task.regions, share=task.job.share))
 
     failure: InfeasibleError | None = None
     for part in (1.0, 0.5, 0.25, 0.125):
@@ -159,8 +159,8 @@ def plan_by_axes(task: Task, tables: Tables, bound: float) -> Plan:
     raise failure
 
 
-def _single(solution: Solution) -> Mix:
-    return Mix.of(Point(solution.labels, solution.objective, solution.memory))
+def _single(solution: Solution) -> LayerMix:
+    return LayerMix.of(Point(solution.labels, solution.objective, solution.memory))
 
 
 def _measured(task: Task, plan: Plan) -> tuple[Plan, bool]:
@@ -178,7 +178,7 @@ def _peak(held: Mapping[str, float]) -> float:
     return sum(held.values())
 
 
-def _fitting(task: Task, kept: Row, bound: float, method: str = "") -> Plan:
+def _fitting(task: Task, kept: MemoryConstraint, bound: float, method: str = "") -> Plan:
     """The best plan whose graph fits, by rows that are tightened until it does.
 
     The row is what is held at one moment. Where that does not lead to a plan that fits, it is what is kept when the
@@ -202,7 +202,7 @@ def _fitting(task: Task, kept: Row, bound: float, method: str = "") -> Plan:
     for claim in (row.frontier.claim(row.budget) for row in moments if row.relaxed):
         task.record(claim)
         bound = max(bound, claim.bound)
-    task.job.rival.require_less(bound)
+    task.job.cutoff.require_less(bound)
     _require_room(task, [row for row in [*moments, kept] if row.relaxed], bound)
     least: Plan | None = None
     capped = False
@@ -230,7 +230,7 @@ def _fitting(task: Task, kept: Row, bound: float, method: str = "") -> Plan:
     raise missing(task.job.memory, least)
 
 
-def _require_room(task: Task, rows: Sequence[Row], bound: float) -> None:
+def _require_room(task: Task, rows: Sequence[MemoryConstraint], bound: float) -> None:
     """Where one of the rows that hold for all plans has no room, none fits, whatever else is tried.
 
     Raises:
@@ -239,29 +239,31 @@ def _require_room(task: Task, rows: Sequence[Row], bound: float) -> None:
     assert task.job.memory is not None
     for row in rows:
         if not row.frontier.reaches(row.budget):
-            plan, enough = _measured(task, task.read(row.built, _least(row.frontier), bound, "prices"))
+            plan, enough = _measured(task, task.read(row.built, _least(row.frontier), bound, "Lagrangian"))
             if not enough:
                 raise missing(task.job.memory, plan)
 
 
-def _kept(task: Task, restrictions: Restrictions) -> Row:
+def _kept(task: Task, restrictions: Restrictions) -> MemoryConstraint:
     """The row of what is kept when the backward pass begins; it bounds all plans if nothing is decided for it."""
     assert task.job.memory is not None
-    memory = Memory(
+    memory = MemoryModel(
         task.state(False), True, task.job.search.again, regions=task.regions, away=task.away, optimizer=task.states,
         share=task.job.share,
     )  # fmt: skip
     relaxed = restrictions is task.job.restrictions and task.whole
     limits = replace(task.limits, deadline=time.monotonic() + task.seconds / 2) if task.away else task.limits
-    return Row(task.make, restrictions, memory, limits, task.job.memory, relaxed, task.job.rival if relaxed else NOBODY)
+    return MemoryConstraint(
+        task.make, restrictions, memory, limits, task.job.memory, relaxed, task.job.cutoff if relaxed else NO_CUTOFF
+    )
 
 
-def _on_device(row: Row, limits: Limits) -> Row:
+def _on_device(row: MemoryConstraint, limits: Limits) -> MemoryConstraint:
     """The row with everything on the device."""
     return replace(row.narrowed(replace(row.memory, away=False, optimizer={})), limits=limits)
 
 
-def _at_moments(task: Task, kept: Row) -> list[Row]:
+def _at_moments(task: Task, kept: MemoryConstraint) -> list[MemoryConstraint]:
     """The rows at the moments when most is held, that with the best bound first; of a stage none.
 
     Without a budget much is kept, and the moment is that when all of it is there; of such moments, that counts at which
@@ -270,21 +272,21 @@ def _at_moments(task: Task, kept: Row) -> list[Row]:
     """
     if kept.memory.share is not WHOLE or kept.built.heaviest is None or not task.job.moments:
         return []
-    rows: list[Row] = []
-    mix: Mix | None = None
+    rows: list[MemoryConstraint] = []
+    mix: LayerMix | None = None
     try:
-        labellings = [kept.frontier.free().labels, kept.frontier.little().labels]
+        labelings = [kept.frontier.free().labels, kept.frontier.little().labels]
         while len(rows) < MOMENTS:
-            row = replace(kept, memory=replace(kept.memory, moment=kept.built.heaviest(labellings)), like=kept)
+            row = replace(kept, memory=replace(kept.memory, moment=kept.built.heaviest(labelings)), like=kept)
             if mix is not None:
-                held = [evaluate(row.built.problem, labels)[1] for labels in labellings]
+                held = [evaluate(row.built.problem, labels)[1] for labels in labelings]
                 if fits(sum(share * size for share, size in zip(mix.shares, held, strict=True)), kept.budget):
                     break
                 if row.frontier.bound_at(mix.price, kept.budget) <= rows[0].frontier.bound(kept.budget):
                     break
             rows.insert(0, row)
             mix = _within(task, row.built, row.frontier, kept.budget, first=True)
-            labellings = [*mix.labellings]
+            labelings = [*mix.labelings]
     except InfeasibleError:  # said where it is searched
         pass
     return rows
@@ -313,7 +315,7 @@ def missing(memory: float, least: Plan | None) -> InfeasibleError:
     )
 
 
-def _tightened(task: Task, row: Row, bound: float, method: str) -> tuple[Plan, float, float]:
+def _tightened(task: Task, row: MemoryConstraint, bound: float, method: str) -> tuple[Plan, float, float]:
     """The best plan of one kind of row that fits; where none does, the one that needs least.
 
     Args:
@@ -331,21 +333,21 @@ def _tightened(task: Task, row: Row, bound: float, method: str) -> tuple[Plan, f
     assert task.job.memory is not None
     built, frontier = row.built, row.frontier
     best: Plan | None = None
-    chosen: Mix | None = None
+    chosen: LayerMix | None = None
     least: Plan | None = None
     fitting, failing, tries = -np.inf, np.inf, BETTER
     # What the cheapest plan needs besides its row says how much is transient; a moment's row says that itself.
     room = np.inf if row.memory.moment is None else task.job.memory
     before = (np.inf, np.inf)
     if not task.whole:  # there are other pipelines, of which some fit sooner
-        least, enough = _measured(task, task.read(built, _least(frontier), bound, method or "prices"))
+        least, enough = _measured(task, task.read(built, _least(frontier), bound, method or "Lagrangian"))
         if not enough and _peak(least.predicted.peak_bytes) > HOPELESS * task.job.memory:
             raise missing(task.job.memory, least)
         if enough:  # otherwise what keeps least is not what needs least
             room = frontier.least().memory + task.job.memory - _peak(least.predicted.peak_bytes)
 
-    def measure(mix: Mix, bound: float) -> tuple[Plan, bool]:
-        return _measured(task, task.read(built, mix, bound, method or "prices"))
+    def measure(mix: LayerMix, bound: float) -> tuple[Plan, bool]:
+        return _measured(task, task.read(built, mix, bound, method or "Lagrangian"))
 
     thorough = 1 if task.whole or np.isinf(room) else 0
     for turn in range(ROUNDS):
@@ -358,7 +360,7 @@ def _tightened(task: Task, row: Row, bound: float, method: str) -> tuple[Plan, f
         if row.relaxed:
             task.record(frontier.claim(task.job.memory))
             bound = max(bound, frontier.bound(task.job.memory))
-        task.job.rival.require_less(bound)
+        task.job.cutoff.require_less(bound)
         plan, enough = measure(mix, bound)
         size = _peak(plan.predicted.peak_bytes)
         least = _lesser(least, plan)
@@ -384,17 +386,17 @@ def _tightened(task: Task, row: Row, bound: float, method: str) -> tuple[Plan, f
         best = _remembered(task, built, frontier, failing, bound, method)
         best = best if least is None else _lesser(best, least)
     elif chosen is not None and task.whole:  # pipelines are many
-        best = filled(built, chosen, best, task.job.memory, task.limits, lambda mix: measure(mix, bound))
-    working = [v.working[x] for v, x in zip(built.variables, mix.labellings[0], strict=True) if v.working is not None]
+        best = slack_used(built, chosen, best, task.job.memory, task.limits, lambda mix: measure(mix, bound))
+    working = [v.working[x] for v, x in zip(built.variables, mix.labelings[0], strict=True) if v.working is not None]
     return best, bound, float(max(working))
 
 
-def _least(frontier: Frontier) -> Mix:
+def _least(frontier: Frontier) -> LayerMix:
     """All members in the state of least memory."""
-    return Mix.of(frontier.least())
+    return LayerMix.of(frontier.least())
 
 
-def _remembered(task: Task, built: Built, frontier: Frontier, row: float, bound: float, method: str) -> Plan:
+def _remembered(task: Task, built: Formulation, frontier: Frontier, row: float, bound: float, method: str) -> Plan:
     """Of the points below a row that prices have found the cheapest whose graph fits; or what needs least.
 
     A row says little of what is transient: its best plan may not fit while a point with a smaller row, known already,
@@ -404,7 +406,7 @@ def _remembered(task: Task, built: Built, frontier: Frontier, row: float, bound:
     below = {(p.point.cost, p.point.memory): p.point for p in frontier.known if p.point.memory < row}
     found: Plan | None = None
     for point in sorted(below.values(), key=lambda p: p.cost) or [least]:
-        plan, enough = _measured(task, task.read(built, Mix.of(point), bound, method or "prices"))
+        plan, enough = _measured(task, task.read(built, LayerMix.of(point), bound, method or "Lagrangian"))
         if enough:
             return plan
         found = _lesser(found, plan)
@@ -412,7 +414,7 @@ def _remembered(task: Task, built: Built, frontier: Frontier, row: float, bound:
     return found
 
 
-def _within(task: Task, built: Built, frontier: Frontier, row: float, first: bool) -> Mix:
+def _within(task: Task, built: Formulation, frontier: Frontier, row: float, first: bool) -> LayerMix:
     """The best choice within a row; after the first, few more prices are tried."""
 
     def alike(labels: Ints) -> list[NDArray[np.bool_]]:
@@ -426,10 +428,10 @@ def _within(task: Task, built: Built, frontier: Frontier, row: float, first: boo
         exact = solve(built.problem, budget=row, gap=task.limits.gap, time_limit=task.seconds)
         return replace(_single(exact), price=mix.price) if exact.objective < mix.cost else mix
     if counts.max() == 1:  # there are no blocks to mix, so that what lies between two prices is out of reach of them
-        return in_groups(built.problem, alike(mix.labellings[-1]), counts, row, mix, task.limits.gap)
+        return in_groups(built.problem, alike(mix.labelings[-1]), counts, row, mix, task.limits.gap)
     return mix
 
 
-def _alike(built: Built, other: Built, labels: Ints) -> list[NDArray[np.bool_]]:
+def _alike(built: Formulation, other: Formulation, labels: Ints) -> list[NDArray[np.bool_]]:
     """For each variable its labels that differ at most in their state from those of a problem of the same variables."""
     return [v.candidate == w.candidate[x] for v, w, x in zip(built.variables, other.variables, labels, strict=True)]

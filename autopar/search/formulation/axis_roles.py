@@ -43,7 +43,7 @@ from autopar.sharding.factor_kinds import (
     sequence_factors,
     split_factors,
 )
-from autopar.sharding.layer_classes import Quotient
+from autopar.sharding.layer_classes import LayerClasses
 
 DATA, OPTIMIZER, SHARD, TENSOR, SEQUENCE = "data", "optimizer", "shard", "tensor", "sequence"
 ROLES = (DATA, OPTIMIZER, SHARD, TENSOR, SEQUENCE)
@@ -73,7 +73,12 @@ class Meaning:
 
 
 def by_roles(
-    program: Program, dims: Dims, classes: Quotient, axes: Mapping[str, int], roles: Roles, restrictions: Restrictions
+    program: Program,
+    dims: Dims,
+    classes: LayerClasses,
+    axes: Mapping[str, int],
+    roles: Roles,
+    restrictions: Restrictions,
 ) -> Restrictions:
     """Restrictions with those of the axes' roles added; layouts that are decided already win.
 
@@ -110,11 +115,11 @@ def by_roles(
             placements.update({(inputs[n].kind, inputs[n].name): open_ for n in members})
     if OPTIMIZER in roles:
         whole = tuple(Replicate() if role == OPTIMIZER else None for role in roles)
-        placements.update({("relay", name): whole for name in _gradients(program, classes)})
+        placements.update({("consumer", name): whole for name in _gradients(program, classes)})
     return replace(restrictions, strategies=allowed, placements=placements)
 
 
-def _gradients(program: Program, classes: Quotient) -> set[str]:
+def _gradients(program: Program, classes: LayerClasses) -> set[str]:
     """Class and output of every gradient, as relays are called."""
     outputs = zip(program.outputs, program.output_values, strict=True)
     made = [producer(v) for o, v in outputs if o.kind == "gradient" and v is not None]

@@ -16,42 +16,42 @@ from autopar.ir.graph import is_backward
 from autopar.ir.layout import Layout, Partial, Placement, Replicate, Split, TensorType, is_boundary_layout, item_bytes
 from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.program import Program, producer
-from autopar.search.formulation.memory_model import Memory, carried, stored
-from autopar.search.formulation.peak_point import Moment, Timeline
+from autopar.search.formulation.memory_model import MemoryModel, carried, stored
+from autopar.search.formulation.peak_point import PeakPoint, Timeline
 from autopar.search.formulation.pins import Pinned, Restrictions
 from autopar.search.formulation.variable import AGAIN, EARLY, KEPT, PASSING, TAKEN, TWICE, Floats, Ints, Port, Variable
 from autopar.search.solver.problem import Edge, Node, Problem
 from autopar.sharding.candidates import REPLICATE, candidates, split_parts
 from autopar.sharding.dims import Dims, Operator
 from autopar.sharding.factor_kinds import from_parameters
-from autopar.sharding.layer_classes import Quotient
+from autopar.sharding.layer_classes import LayerClasses
 from autopar.sharding.operator_cost import operator_seconds
 from autopar.sharding.redistribute import Tables
 
 
 @dataclass(frozen=True)
-class Built:
+class Formulation:
     """The problem, and what its variables mean.
 
     Attributes:
-        problem: what is minimised.
+        problem: what is minimized.
         variables: of each of its nodes.
-        heaviest: the moment when most is held under labellings together; None if that is not known.
+        heaviest: the moment when most is held under labelings together; None if that is not known.
     """
 
     problem: Problem
     variables: tuple[Variable, ...]
-    heaviest: Callable[[Sequence[Ints]], Moment] | None = None
+    heaviest: Callable[[Sequence[Ints]], PeakPoint] | None = None
 
 
 def build(
     program: Program,
     dims: Dims,
-    classes: Quotient,
+    classes: LayerClasses,
     tables: Tables,
-    memory: Memory,
+    memory: MemoryModel,
     restrictions: Restrictions,
-) -> Built:
+) -> Formulation:
     """The layout problem of a program on a machine.
 
     Args:
@@ -71,10 +71,10 @@ def build(
         edges.append(_edge(number[source], number[target], u, v, out, into, weight, times, tables))
     nodes = tuple(Node(v.key, v.cost, v.memory) for v in variables)
 
-    def heaviest(labellings: Sequence[Ints]) -> Moment:
-        return Timeline(program, dims, classes, tables, maker.may_repeat).heaviest(variables, labellings)
+    def heaviest(labelings: Sequence[Ints]) -> PeakPoint:
+        return Timeline(program, dims, classes, tables, maker.may_repeat).heaviest(variables, labelings)
 
-    return Built(Problem(nodes, tuple(edges)), tuple(variables), heaviest)
+    return Formulation(Problem(nodes, tuple(edges)), tuple(variables), heaviest)
 
 
 def _edge(
@@ -111,9 +111,9 @@ class _Maker:
         self,
         program: Program,
         dims: Dims,
-        classes: Quotient,
+        classes: LayerClasses,
         tables: Tables,
-        memory: Memory,
+        memory: MemoryModel,
         restrictions: Restrictions,
     ) -> None:
         self.program, self.dims, self.classes, self.tables = program, dims, classes, tables
@@ -183,22 +183,22 @@ class _Maker:
     def _is_relayed(self, key: str, out: int) -> bool:
         """Whether the values of a class have a form of their own for all their users."""
         users, node = self.classes.uses[key, out], self.classes.members[key][0]
-        name = ("relay", f"{key} {out}")
+        name = ("consumer", f"{key} {out}")
         asked = name in self.restrictions.placements or name in self.restrictions.layouts
         several = len(users) > 1 or max(users.values()) > self.classes.count[key]
-        return asked or several or (node in self.program.alone and self._is_of_one(users))
+        return asked or several or (node in self.program.microbatch_invariant and self._is_of_one(users))
 
     def _is_of_one(self, users: Mapping[tuple[str, int], int]) -> bool:
         """Whether the forward pass of each microbatch takes what has these users, and all may share its moved form."""
-        nodes = (self.classes.members.get(user, ()) for user, _ in users)
-        return any(n and n[0] in self.program.sources and n[0] not in self.program.alone and not is_backward(n[0])
-                   for n in nodes)  # fmt: skip
+        invariant = self.program.microbatch_invariant
+        nodes = (members[0] for user, _ in users if (members := self.classes.members.get(user, ())))
+        return any(n in self.program.sources and n not in invariant and not is_backward(n) for n in nodes)
 
     def _relay(self, key: str, out: int, node: fx.Node, count: int, users: Mapping[tuple[str, int], int]) -> Variable:
-        found = self._tensor(f"relay {key} {out}", count, self.dims.types[node, out], "relay", (f"{key} {out}",))
+        found = self._tensor(f"consumer {key} {out}", count, self.dims.types[node, out], "consumer", (f"{key} {out}",))
         late = [self._is_late(user) for user, _ in users]
         # What the backward pass alone takes is moved there.
-        found = replace(found, steady=node in self.program.alone and not all(late), backward=all(late))
+        found = replace(found, steady=node in self.program.microbatch_invariant and not all(late), backward=all(late))
         if not self._has_states(found) or is_backward(node) or all(late):
             return found
         states = [s for s in self._states(node) if not (s in (PASSING, EARLY) and any(late))]
@@ -225,7 +225,7 @@ class _Maker:
         view = node in self.dims.operators and self.dims.operators[node].rule.view
         repeated = (self.memory.again == "search" and node not in self.carried) or view or node in self.chains
         states = (PASSING, KEPT, AGAIN) if repeated else (PASSING, KEPT)
-        return (*states, EARLY) if node in self.program.alone else states
+        return (*states, EARLY) if node in self.program.microbatch_invariant else states
 
     def may_repeat(self, node: fx.Node) -> bool:
         """Whether what a forward operator makes may be made again."""
@@ -360,7 +360,7 @@ class _Maker:
         found = []
         for (key, out), users in self.classes.uses.items():
             source: tuple[str, Port] = (_source(key, self.program), ("out", out))
-            relay, times = f"relay {key} {out}", self.program.moves(self.classes.members[key][0])
+            relay, times = f"consumer {key} {out}", self.program.moves(self.classes.members[key][0])
             if relay in known:
                 count = self.classes.count[key]
                 found.append((source, (relay, ("in", 0)), count, times))
@@ -381,7 +381,7 @@ class _Maker:
             if output is not None:
                 types["out", i] = output
                 ports["out", i] = self._encode(output, [s.outputs[i] for s in chosen.strategies], chosen.choice)
-        steady = node in self.program.alone
+        steady = node in self.program.microbatch_invariant
         runs = 1 if steady else self.program.runs(node)
         cost = operator_seconds(operator, chosen, self.tables.machine) * (count * runs)
         found = Variable(
@@ -473,7 +473,7 @@ class _Maker:
             return False
         if kind == "constant":
             return all(isinstance(p, Replicate) for p in layout)
-        if kind == "relay":
+        if kind == "consumer":
             return True
         if any(isinstance(p, Partial) for p in layout):
             return False

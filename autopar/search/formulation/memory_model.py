@@ -10,9 +10,9 @@ from torch import fx
 
 from autopar.ir.graph import is_backward, module_path
 from autopar.ir.program import SHORT, Program, Value
-from autopar.search.formulation.peak_point import Moment
+from autopar.search.formulation.peak_point import PeakPoint
 from autopar.sharding.dims import Dims
-from autopar.sharding.layer_classes import Quotient
+from autopar.sharding.layer_classes import LayerClasses
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ WHOLE = Share()
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryModel:
     """What counts as memory.
 
     Attributes:
@@ -56,7 +56,7 @@ class Memory:
     away: bool = False
     optimizer: Mapping[str, float] = field(default_factory=dict)
     share: Share = WHOLE
-    moment: Moment | None = None
+    moment: PeakPoint | None = None
 
     @property
     def states(self) -> bool:
@@ -64,7 +64,7 @@ class Memory:
         return self.again != "none" or self.regions or self.away
 
 
-def carried(program: Program, classes: Quotient) -> frozenset[fx.Node]:
+def carried(program: Program, classes: LayerClasses) -> frozenset[fx.Node]:
     """What each of several blocks hands to the next.
 
     If all made that again, all of them would run before the first gradient of any, and hold what they make; the row of

@@ -1,4 +1,4 @@
-"""`Moment`: an operator, and what a device certainly holds while that runs.
+"""`PeakPoint`: an operator, and what a device certainly holds while that runs.
 
 Memory is short at one moment of a step. A row for that moment says more than one for all that is kept when the
 backward pass begins: a model over many words holds several times its logits there, which no layout avoids. What is
@@ -21,12 +21,12 @@ from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.program import Program, Value, producer, values_of
 from autopar.search.formulation.variable import Floats, Ints, Variable
 from autopar.sharding.dims import Dims
-from autopar.sharding.layer_classes import Quotient
+from autopar.sharding.layer_classes import LayerClasses
 from autopar.sharding.redistribute import Tables
 
 
 @dataclass(frozen=True)
-class Span:
+class LiveRange:
     """From which position to which a value is held, if it is kept.
 
     Attributes:
@@ -42,11 +42,11 @@ class Span:
     later: float = -math.inf
 
 
-ALWAYS = Span(-math.inf, math.inf)
+ALWAYS = LiveRange(-math.inf, math.inf)
 
 
 @dataclass(frozen=True)
-class Moment:
+class PeakPoint:
     """An operator of the program, while it runs.
 
     Attributes:
@@ -67,7 +67,7 @@ class Moment:
     results: frozenset[str]
     gradients: Mapping[str, float]
     present: Collection[Value]
-    spans: Mapping[tuple[str, int, bool], tuple[Span, ...]]
+    spans: Mapping[tuple[str, int, bool], tuple[LiveRange, ...]]
 
     def counted(self, key: str, out: int, members: Sequence[fx.Node], *, relay: bool) -> list[Value] | None:
         """What is there for members of a class that keep something, but not that; None if there is nothing for one.
@@ -98,7 +98,7 @@ class Timeline:
     """
 
     def __init__(
-        self, program: Program, dims: Dims, classes: Quotient, tables: Tables, repeated: Callable[[fx.Node], bool]
+        self, program: Program, dims: Dims, classes: LayerClasses, tables: Tables, repeated: Callable[[fx.Node], bool]
     ) -> None:
         self.program, self.dims, self.classes, self.tables, self.repeated = program, dims, classes, tables, repeated
         self.position = {n: float(i) for i, n in enumerate(program.graph.graph.nodes)}
@@ -110,7 +110,7 @@ class Timeline:
         self.spans = self._spans()
         self.gradients = self._gradients()
 
-    def at(self, node: fx.Node) -> Moment:
+    def at(self, node: fx.Node) -> PeakPoint:
         """The moment when an operator runs."""
         sources, operator = self.program.sources[node], self.dims.operators[node]
         places = range(len(sources))
@@ -131,19 +131,19 @@ class Timeline:
         present.update(value for shown in results.values() for value in shown)
         gradients = {name: size for name, (made, size, shown) in self.gradients.items()
                      if made < now and present.isdisjoint(shown)}  # fmt: skip
-        return Moment(node, now, inputs, outputs, frozenset(results), gradients, frozenset(present), self.spans)
+        return PeakPoint(node, now, inputs, outputs, frozenset(results), gradients, frozenset(present), self.spans)
 
-    def heaviest(self, variables: Sequence[Variable], labellings: Sequence[Ints]) -> Moment:
-        """The moment when most is held, under several labellings together.
+    def heaviest(self, variables: Sequence[Variable], labelings: Sequence[Ints]) -> PeakPoint:
+        """The moment when most is held, under several labelings together.
 
         Args:
             variables: of a problem that counts what is kept when the backward pass begins.
-            labellings: labels of each.
+            labelings: labels of each.
         """
         # What runs once a step does so before the microbatches, or behind them: nothing of one is there.
-        once = self.program.alone | self.program.once
+        once = self.program.microbatch_invariant | self.program.per_step
         nodes = [n for n in self.program.sources if n.target is not accumulate and n not in once]
-        held = sum(self._held(nodes, variables, labels) for labels in labellings)
+        held = sum(self._held(nodes, variables, labels) for labels in labelings)
         return self.at(nodes[int(np.argmax(held))])
 
     def _held(self, nodes: Sequence[fx.Node], variables: Sequence[Variable], labels: Ints) -> Floats:
@@ -180,10 +180,10 @@ class Timeline:
         found: Floats = np.where(when < now[:, None], sizes, 0.0).sum(axis=1)
         return found
 
-    def _of(self, key: str) -> Sequence[Span]:
+    def _of(self, key: str) -> Sequence[LiveRange]:
         """When what a variable keeps of each member is held; of several outputs the first that is taken."""
-        relay = key.startswith("relay ")
-        name, _, out = key.removeprefix("relay ").rpartition(" ") if relay else (key, "", "")
+        relay = key.startswith("consumer ")
+        name, _, out = key.removeprefix("consumer ").rpartition(" ") if relay else (key, "", "")
         return next(
             s for (k, o, r), s in self.spans.items() if k == name and r == relay and (not relay or o == int(out))
         )
@@ -194,7 +194,7 @@ class Timeline:
         A sum over microbatches is there all the time, and counts where it is made. What is made of it once a step is
         not there while a microbatch runs.
         """
-        once = self.program.alone | self.program.once
+        once = self.program.microbatch_invariant | self.program.per_step
         found: dict[str, tuple[float, float, list[Value]]] = {}
         for output, node in zip(self.program.outputs, self.program.output_values, strict=True):
             if output.kind != "gradient" or node is None:
@@ -232,12 +232,12 @@ class Timeline:
                 found[source] = min(found.get(source, math.inf), first)
         return found
 
-    def _spans(self) -> dict[tuple[str, int, bool], tuple[Span, ...]]:
+    def _spans(self) -> dict[tuple[str, int, bool], tuple[LiveRange, ...]]:
         """When what each member of each class makes is held if it is kept, as it was made and as it is moved."""
-        found: dict[tuple[str, int, bool], tuple[Span, ...]] = {}
+        found: dict[tuple[str, int, bool], tuple[LiveRange, ...]] = {}
         for key, out in self.classes.uses:
             values = [(m, out) for m in self.classes.members[key]]
-            if values[0][0] in self.program.alone:  # kept for all microbatches
+            if values[0][0] in self.program.microbatch_invariant:  # kept for all microbatches
                 found[key, out, False] = found[key, out, True] = (ALWAYS,) * len(values)
                 continue
             found[key, out, False] = tuple(self._made(v) for v in values)
@@ -247,15 +247,15 @@ class Timeline:
     def _first(self, value: Value) -> float:
         return self.taken_late.get(value, -math.inf)
 
-    def _made(self, value: Value) -> Span:
+    def _made(self, value: Value) -> LiveRange:
         """When a value is held as it was made: until the backward pass takes it first, and may move it."""
-        return Span(self.position[value[0]], self._first(value), *self._instead(value))
+        return LiveRange(self.position[value[0]], self._first(value), *self._instead(value))
 
-    def _moved(self, value: Value) -> Span:
+    def _moved(self, value: Value) -> LiveRange:
         """When the moved form of a value is held: all users have it, and the last direct one has it longest."""
         users = self.users.get(value, [])
         made = max((self.position[u] for u in users if not is_backward(u)), default=math.inf)
-        return Span(made, max(self._first(value), self._last(value)), *self._instead(value))
+        return LiveRange(made, max(self._first(value), self._last(value)), *self._instead(value))
 
     def _last(self, value: Value) -> float:
         """When the backward pass takes a value itself for the last time."""

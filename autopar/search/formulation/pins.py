@@ -21,10 +21,10 @@ from autopar.ir.layout import (
     is_uneven,
     parse_placement,
 )
-from autopar.ir.module_outputs import as_lies, find_handed, handed_on
+from autopar.ir.module_outputs import as_lies, find_module_outputs, module_outputs
 from autopar.ir.program import Program, Value
 from autopar.sharding.dims import Dims
-from autopar.sharding.layer_classes import Quotient
+from autopar.sharding.layer_classes import LayerClasses
 
 Pinned = tuple[Placement | None, ...]
 """A layout that is decided, None on axes that are open."""
@@ -41,8 +41,8 @@ class Restrictions:
         free: axes that are searched; None searches all.
         data_axes_only: batch tensors may be split along the first factor of their first dim only.
         placements: the same as ``layouts``, axis by axis, None where it is open; gives way to them. In both there are,
-            by ``relay`` and name, the layouts that values are brought to for all their users; those of ``layouts`` are
-            pinned, and no user takes the value otherwise.
+            by ``consumer`` and name, the layouts that values are brought to for all their users; those of ``layouts``
+            are pinned, and no user takes the value otherwise.
         strategies: names that each class of operators may take, axis by axis; None: any.
     """
 
@@ -54,9 +54,9 @@ class Restrictions:
     strategies: Mapping[str, Sequence[frozenset[str] | None]] = field(default_factory=dict)
 
     @property
-    def held(self) -> tuple[str, ...]:
-        """Relays that are pinned."""
-        return tuple(sorted(name for kind, name in self.layouts if kind == "relay"))
+    def forced_consumer_layouts(self) -> tuple[str, ...]:
+        """Consumer layouts that are pinned."""
+        return tuple(sorted(name for kind, name in self.layouts if kind == "consumer"))
 
 
 def read_pins(
@@ -85,7 +85,7 @@ def read_pins(
         found = _tensors(named, pattern)
         wanted, sizes = _read_layout(pattern, value, tuple(axes)), tuple(axes.values())
         if not found and not _modules(program, pattern):
-            some, modules = ", ".join(map(_pin_name, list(named)[:6])), ", ".join(list(handed_on(program))[:6])
+            some, modules = ", ".join(map(_pin_name, list(named)[:6])), ", ".join(list(module_outputs(program))[:6])
             raise ValueError(
                 f"pin {pattern!r} names no parameter, batch.N, result.N or module of the model; there are {some}, ...; "
                 f"and modules {modules}, ..."
@@ -107,7 +107,7 @@ def read_pins(
 def pin_modules(
     program: Program,
     dims: Dims,
-    classes: Quotient,
+    classes: LayerClasses,
     pins: Mapping[str, Any],
     axes: Mapping[str, int],
     restrictions: Restrictions,
@@ -134,13 +134,13 @@ def pin_modules(
     for name, pinned in wanted.items():
         for value, own in _of_values(program, dims, name, pinned, axes).items():
             relay = f"{classes.key[value[0]]} {value[1]}"
-            before = layouts.get(("relay", relay), own)
+            before = layouts.get(("consumer", relay), own)
             if any(a is not None and b is not None and a != b for a, b in zip(before, own, strict=True)):
                 raise InfeasibleError(
                     f"the pins of {owner[relay]} and {name} differ, but these hand on one tensor, or are laid out "
                     "alike as repeated layers are: pin them alike, or set tie_layers=False"
                 )
-            layouts["relay", relay] = tuple(a or b for a, b in zip(before, own, strict=True))
+            layouts["consumer", relay] = tuple(a or b for a, b in zip(before, own, strict=True))
             owner[relay] = name
     return replace(restrictions, layouts=layouts)
 
@@ -149,7 +149,7 @@ def _of_values(program: Program, dims: Dims, name: str, pinned: Pinned, axes: Ma
     """The layout of each value that stands for what a module hands on."""
     found: dict[Value, Pinned] = {}
     reason: Exception | str = ""
-    for value, mark in handed_on(program)[name]:
+    for value, mark in module_outputs(program)[name]:
         type_ = dims.types[value]
         try:
             own = tuple(as_lies(p, type_, mark, program.microbatches) for p in pinned)
@@ -173,7 +173,7 @@ def _tensors(named: Mapping[tuple[str, str], TensorType], pattern: str) -> list[
 
 def _modules(program: Program, pattern: str) -> list[str]:
     try:
-        return find_handed(program, pattern)
+        return find_module_outputs(program, pattern)
     except ValueError as e:
         raise ValueError(f"pin {pattern!r}: {e}") from e
 

@@ -7,17 +7,17 @@ from dataclasses import replace
 
 from autopar.errors import InfeasibleError
 from autopar.ir.plan import Certificate, Plan
-from autopar.search.budget.cutoff import NOBODY, NoFasterError, Rival
+from autopar.search.budget.cutoff import NO_CUTOFF, Cutoff, PrunedError
 from autopar.search.solver.interrupt import requested
 
 WORTH = 0.98
 """Where twice as many microbatches need more than this share of the memory, even more will not do."""
 
-Attempt = Callable[[int, Rival], Plan]
+Attempt = Callable[[int, Cutoff], Plan]
 """``attempt(count, rival)``: the best plan of ``count`` microbatches, if it is faster than the rival."""
 
 
-def best_count(attempt: Attempt, rival: Rival = NOBODY) -> Plan:
+def best_count(attempt: Attempt, cutoff: Cutoff = NO_CUTOFF) -> Plan:
     """The fastest plan of 1, 2, 4, ... microbatches, if it is faster than the rival.
 
     A step is not faster in more microbatches than its memory asks for: kernels are smaller, and where they are not
@@ -36,8 +36,8 @@ def best_count(attempt: Attempt, rival: Rival = NOBODY) -> Plan:
     while best is None or (best.certificate.binds and not requested()):
         tried.append(count)
         try:
-            found = attempt(count, rival if best is None else Rival.of(best))
-        except NoFasterError as e:
+            found = attempt(count, cutoff if best is None else Cutoff.of(best))
+        except PrunedError as e:
             if best is None:
                 raise
             bounds.append(e.bound)

@@ -28,7 +28,8 @@ TIME = "time"
 """Name of the axis along which microbatches follow one another."""
 
 _NOTES = (
-    "types", "layouts", "relays", "held", "strategy", "operator", "input_layouts", "input_types", "collective",
+    "types", "layouts", "consumer_layouts", "held", "strategy", "operator", "input_layouts", "input_types",
+    "collective",
     "internal",
 )  # fmt: skip
 """What the passes along the axis have written; it holds no longer."""
@@ -127,7 +128,7 @@ class _Cutter:
 
     def refuse_the_rest(self) -> None:
         """Refuse what needs other microbatches in another way, and sums that the same microbatch would need."""
-        late = replace(self.local).once
+        late = replace(self.local).per_step
         varying: set[fx.Node] = set()
         for node in self.local.graph.graph.nodes:
             if node.target is axis_index or node.target in GROUP_ARGUMENT:
@@ -145,7 +146,7 @@ class _Cutter:
         return InfeasibleError(
             f"the step cannot be cut into {self.count} microbatches: {source.target} ({source.name}, "
             f"{user_line(source)}) takes something of the whole batch that is no sum over its samples, as batch "
-            'normalisation does; leave them out (pins={"microbatches": 1}), or change the model'
+            'normalization does; leave them out (pins={"microbatches": 1}), or change the model'
         )
 
     def program(self) -> Program:

@@ -1,4 +1,4 @@
-"""`in_microbatches`: the program of one of several parts of the batch, cut where the search along time says."""
+"""`microbatch_program`: the program of one of several parts of the batch, cut where the search along time says."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from autopar.search.microbatch.rewrite import TIME, cut_microbatches
 from autopar.search.microbatch.time_axis import along_samples
 from autopar.search.options import Job, Search
 from autopar.sharding.dims import analyze
-from autopar.sharding.layer_classes import quotient
+from autopar.sharding.layer_classes import layer_classes
 
 TIME_PASSES: tuple[Pass, ...] = (
     annotate_layouts,
@@ -82,7 +82,7 @@ def _losses(program: Program) -> int:
     return sum(o.name in carrying and v.meta["val"].ndim == 0 for o, v in program.results)
 
 
-def in_microbatches(program: Program, count: int, *, deterministic: bool = False) -> Program:
+def microbatch_program(program: Program, count: int, *, deterministic: bool = False) -> Program:
     """The program of one of ``count`` microbatches, whose sum is the step.
 
     Args:
@@ -105,7 +105,7 @@ def in_microbatches(program: Program, count: int, *, deterministic: bool = False
     except InfeasibleError:  # what is alike may have to be cut in unlike ways
         found = _in_microbatches(program, count, deterministic, tie=False)
     if program.repeat is not None:
-        shorter = in_microbatches(program.repeat.shorter, count, deterministic=deterministic)
+        shorter = microbatch_program(program.repeat.shorter, count, deterministic=deterministic)
         found = replace(found, repeat=replace(program.repeat, shorter=shorter))
     program.memo[key] = found
     return found
@@ -117,7 +117,7 @@ def _in_microbatches(program: Program, count: int, deterministic: bool, *, tie: 
     program = replace(program, repeat=None)
     with collector_paused():
         dims, axes = analyze(program), {TIME: count}
-        classes = quotient(program, dims, tie=tie)
+        classes = layer_classes(program, dims, tie=tie)
         limits = along_samples(program, dims, classes, count)
         search = Search(gap=0.0, padding=False, pins={"recompute": "none"})
         plan = find_plan(program, dims, Job(axes, _slow_clock(), search=search, restrictions=limits), classes)

@@ -9,10 +9,10 @@ from autopar.search.formulation.pins import Restrictions
 from autopar.sharding.candidates import REPLICATE, strategies
 from autopar.sharding.dims import Dims
 from autopar.sharding.factor_kinds import batch_factors, ids, split_factors
-from autopar.sharding.layer_classes import Quotient
+from autopar.sharding.layer_classes import LayerClasses
 
 
-def along_samples(program: Program, dims: Dims, classes: Quotient, count: int) -> Restrictions:
+def along_samples(program: Program, dims: Dims, classes: LayerClasses, count: int) -> Restrictions:
     """Restrictions for an axis of ``count`` microbatches.
 
     Raises:

@@ -30,25 +30,25 @@ from autopar.ir.plan import TIME_LIMIT, Certificate, Plan, Scatter
 from autopar.ir.program import Program
 from autopar.pipeline.schedules import Order, alone, order, require_numbers
 from autopar.pipeline.stage_graphs import INPUT
-from autopar.search.budget.cutoff import NoFasterError, Rival
+from autopar.search.budget.cutoff import Cutoff, PrunedError
 from autopar.search.budget.lagrangian import fits
 from autopar.search.budget.within_budget import HOPELESS
 from autopar.search.options import Job, Peak
 from autopar.search.padding import Measure
-from autopar.search.pipeline.deep_models import CutBlocks, require_blocks
+from autopar.search.pipeline.deep_models import RepeatedStages, require_blocks
 from autopar.search.pipeline.space import (
-    Arrangement,
-    arrangements,
+    PipelineShape,
     bubble,
     counts,
     inside_stage,
+    pipeline_shapes,
     restrictions_inside,
     waits,
 )
 from autopar.search.pipeline.stage_plan import (
     INSIDE,
     Rewrite,
-    Staged,
+    StagePlan,
     fastest,
     missing,
     sends_behind,
@@ -59,7 +59,7 @@ from autopar.search.pipeline.stage_plan import (
 from autopar.search.solver.interrupt import requested
 from autopar.sharding.candidates import candidates
 from autopar.sharding.dims import analyze
-from autopar.sharding.layer_classes import Quotient
+from autopar.sharding.layer_classes import LayerClasses
 from autopar.sharding.operator_cost import arithmetic_dtype, operator_work
 
 LIMITS = 5
@@ -85,7 +85,7 @@ class Works:
     inside: Callable[[Program, Job, Measure | None], Plan]
     rewrite: Rewrite
     free: Callable[[], Plan]
-    flat: Callable[[Rival], Plan]
+    flat: Callable[[Cutoff], Plan]
 
 
 def best_pipeline(program: Program, job: Job, works: Works, floor: float, factored: bool) -> Plan:
@@ -101,7 +101,7 @@ def best_pipeline(program: Program, job: Job, works: Works, floor: float, factor
     Raises:
         InfeasibleError: the mesh, the model or the schedule allows none, or nothing fits.
     """
-    task = _Task(program, arrangements(job.search, job.axes, program.training, factored), job, works, floor)
+    task = _Task(program, pipeline_shapes(job.search, job.axes, program.training, factored), job, works, floor)
     task.run()
     return task.result()
 
@@ -140,8 +140,8 @@ class _Place:
         numbers: of microbatches, in the order in which they are tried, each with those ways for which it is.
     """
 
-    ways: tuple[Arrangement, ...]
-    numbers: tuple[tuple[int, tuple[Arrangement, ...]], ...]
+    ways: tuple[PipelineShape, ...]
+    numbers: tuple[tuple[int, tuple[PipelineShape, ...]], ...]
 
     @property
     def key(self) -> _Key:
@@ -154,7 +154,7 @@ class _Cut:
     """A model in stages, and a schedule."""
 
     part: Program
-    arrangement: Arrangement
+    arrangement: PipelineShape
     schedule: str
     actions: Order
 
@@ -162,7 +162,7 @@ class _Cut:
 class _Task:
     """The search, and what it has found."""
 
-    def __init__(self, program: Program, ways: list[Arrangement], job: Job, works: Works, floor: float) -> None:
+    def __init__(self, program: Program, ways: list[PipelineShape], job: Job, works: Works, floor: float) -> None:
         self.program, self.ways, self.job, self.search, self.progress = program, ways, job, job.search, job.progress
         self.random = job.search.recipe == "random"
         self.memory = None if self.random else job.memory  # random plans need not fit
@@ -173,13 +173,15 @@ class _Task:
         self.flat: Certificate | None = None  # of no stages
         self.certificates: list[Certificate] = []
         self.bounds: list[float] = []  # of what was given up
-        self.tried: dict[Arrangement, list[int]] = {}
+        self.tried: dict[PipelineShape, list[int]] = {}
         self.errors: list[InfeasibleError] = []
         self.free: dict[tuple[_Key, int], Plan] = {}  # by place and microbatches
-        self.blocks: dict[tuple[_Key, int], CutBlocks] = {}
+        self.blocks: dict[tuple[_Key, int], RepeatedStages] = {}
         self.heavy: set[str] = set()  # schedules that need far too much somewhere
         self.costs: list[tuple[float, float]] = []  # bytes needed, and how much longer it takes in the budget
-        self.lightest: dict[tuple[Arrangement, int], tuple[float, Plan, str]] = {}  # what needed least within a budget
+        self.lightest: dict[
+            tuple[PipelineShape, int], tuple[float, Plan, str]
+        ] = {}  # what needed least within a budget
         self.least: Plan | None = None
         self.searched = 0
         self.stopped = False
@@ -205,7 +207,7 @@ class _Task:
         ways, seed = [a for a in self.ways if self._has_enough(a)], self.search.seed
         if self.random and ways:
             ways = [ways[seed % len(ways)]]
-        grouped: dict[_Key, list[Arrangement]] = {}
+        grouped: dict[_Key, list[PipelineShape]] = {}
         for a in ways:
             grouped.setdefault((a.axes, a.axis), []).append(a)
         found = []
@@ -217,7 +219,7 @@ class _Task:
             found.append(_Place(tuple(own), tuple((n, tuple(a for a in own if n in allowed[a])) for n in numbers)))
         return found
 
-    def _has_enough(self, a: Arrangement) -> bool:
+    def _has_enough(self, a: PipelineShape) -> bool:
         """Whether there is a block for each stage, where blocks are left out."""
         try:
             require_blocks(self.program, a)
@@ -240,7 +242,7 @@ class _Task:
         """Remember what an attempt finds, if it is the best."""
         try:
             found = attempt()
-        except NoFasterError as e:
+        except PrunedError as e:
             self.bounds.append(e.bound)
             return None
         except InfeasibleError as e:
@@ -266,7 +268,7 @@ class _Task:
 
     def _flat(self) -> None:
         """The best within the budget without stages."""
-        if found := self._try(lambda: self.works.flat(Rival(self._seconds))):
+        if found := self._try(lambda: self.works.flat(Cutoff(self._seconds))):
             self.flat = found.certificate
 
     def _consider(self, place: _Place, number: int) -> None:
@@ -312,7 +314,7 @@ class _Task:
         finally:
             self._consider(place, number + 1)
 
-    def _allowed(self, a: Arrangement, count: int) -> tuple[str, ...]:
+    def _allowed(self, a: PipelineShape, count: int) -> tuple[str, ...]:
         """The schedules that work for so many microbatches."""
         found = []
         for schedule in a.schedules:
@@ -328,7 +330,7 @@ class _Task:
             return ()
         return tuple(found)
 
-    def _cut(self, part: Program, a: Arrangement, schedules: Sequence[str]) -> None:
+    def _cut(self, part: Program, a: PipelineShape, schedules: Sequence[str]) -> None:
         """Cut the model, planned for any memory, into stages.
 
         Raises:
@@ -348,7 +350,7 @@ class _Task:
             bound = own.lower_bound / a.devices
             self.open.append(_Open(promised, bound, partial(self._simulate, cut, ways), checked, schedule))
 
-    def _simulate(self, c: _Cut, cuts: Sequence[Staged]) -> None:
+    def _simulate(self, c: _Cut, cuts: Sequence[StagePlan]) -> None:
         """Seconds under a schedule; where it does not fit, it waits to be searched within the budget."""
         seconds, cut = min(((cut.seconds(c.actions), cut) for cut in cuts), key=lambda found: found[0])
         whole = cut.whole(c.schedule, c.actions, seconds)
@@ -384,7 +386,7 @@ class _Task:
         """
         a = c.arrangement
 
-        def measured(padded: Program, classes: Quotient) -> Peak:
+        def measured(padded: Program, classes: LayerClasses) -> Peak:
             del classes
 
             def peak(plan: Plan) -> Mapping[str, float]:
@@ -397,14 +399,14 @@ class _Task:
             return Peak(peak)
 
         self._say(f"{a.devices} devices along {a.axis}, {a.stages} stages, {c.schedule}")
-        share, rival = share_of(c.actions, a.stages), Rival(self._seconds * a.devices)
+        share, cutoff = share_of(c.actions, a.stages), Cutoff(self._seconds * a.devices)
         job = self._job(a)
         search = replace(job.search, check=False)  # the bound that holds is that of any memory
-        job = replace(job, memory=self.memory, rival=rival, share=share, search=search)
+        job = replace(job, memory=self.memory, cutoff=cutoff, share=share, search=search)
         try:
             plan = self.works.inside(c.part, job, measured)
-        except NoFasterError as e:  # of a device that has the whole model
-            raise NoFasterError(e.bound / a.devices) from e
+        except PrunedError as e:  # of a device that has the whole model
+            raise PrunedError(e.bound / a.devices) from e
         cut = self._fastest(c.part, plan, c)
         found = cut.whole(c.schedule, c.actions, cut.seconds(c.actions))
         alike = self.free[(a.axes, a.axis), c.part.microbatches].certificate  # of all plans, in whatever memory
@@ -421,16 +423,16 @@ class _Task:
             needed = sum(self._fastest(c.part, plan, c).peak(c.actions).values())
         return needed > HOPELESS * self.memory
 
-    def _job(self, a: Arrangement) -> Job:
+    def _job(self, a: PipelineShape) -> Job:
         """What is searched for the devices of a stage, if they had the whole model and any memory."""
         limits = restrictions_inside(self.job.restrictions, self.job.axes, a.axis)
         search, machine = inside_stage(self.search, a), self._machine(a)
         return replace(self.job, axes=a.inside, cluster=machine, memory=None, search=search, restrictions=limits)
 
-    def _fastest(self, part: Program, plan: Plan, c: _Cut) -> Staged:
+    def _fastest(self, part: Program, plan: Plan, c: _Cut) -> StagePlan:
         return fastest(self._staged(part, plan, c.arrangement, [c.actions]), c.actions)
 
-    def _staged(self, part: Program, plan: Plan, a: Arrangement, allowed: Sequence[Order]) -> list[Staged]:
+    def _staged(self, part: Program, plan: Plan, a: PipelineShape, allowed: Sequence[Order]) -> list[StagePlan]:
         link = self._machine(a).axis_links[a.axis]
         ways = [Scatter(a.axis, behind) for behind in dict.fromkeys(map(sends_behind, allowed))]
         if part.repeat is None:
@@ -438,12 +440,12 @@ class _Task:
         key = (a.axes, a.axis), part.microbatches
         if plan is not self.free[key]:
             split = any(action.kind == INPUT for rows in allowed for row in rows for action in row)
-            return CutBlocks(part, plan, a, link, self.works.rewrite, split).staged(a, ways)
+            return RepeatedStages(part, plan, a, link, self.works.rewrite, split).staged(a, ways)
         if key not in self.blocks:  # for all schedules
-            self.blocks[key] = CutBlocks(part, plan, a, link, self.works.rewrite, part.training)
+            self.blocks[key] = RepeatedStages(part, plan, a, link, self.works.rewrite, part.training)
         return self.blocks[key].staged(a, ways)
 
-    def _machine(self, a: Arrangement) -> Cluster:
+    def _machine(self, a: PipelineShape) -> Cluster:
         """The devices, with a link for each axis."""
         axes = dict(a.axes)
         return replace(self.job.cluster, axis_links=dict(zip(axes, self.job.cluster.link_for(axes), strict=True)))

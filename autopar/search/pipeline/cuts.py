@@ -20,13 +20,13 @@ from autopar.search.predict import node_seconds
 from autopar.sharding.assignment import assign
 from autopar.sharding.candidates import split_parts
 from autopar.sharding.dims import Dims
-from autopar.sharding.layer_classes import quotient
+from autopar.sharding.layer_classes import layer_classes
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Line:
+class ForwardOrder:
     """The forward pass of a program as a line that can be cut.
 
     Attributes:
@@ -62,7 +62,7 @@ class Line:
         return (leading, *(m for m in found if m != leading))
 
 
-def line_of(program: Program, dims: Dims, plan: Plan) -> Line:
+def line_of(program: Program, dims: Dims, plan: Plan) -> ForwardOrder:
     """The line of a program under a plan for the devices of a stage."""
     forward = forward_nodes(program)
     place = positions(program, forward)
@@ -73,7 +73,7 @@ def line_of(program: Program, dims: Dims, plan: Plan) -> Line:
             (ahead if node in forward else back)[place[node]] += seconds / program.microbatches
     last = ends(program, forward)
     # What is the same in all microbatches may run before the first of them, where no stage begins.
-    own = {module_path(n) for n in forward if n.op == "call_function" and n not in program.alone}
+    own = {module_path(n) for n in forward if n.op == "call_function" and n not in program.microbatch_invariant}
     working = own.union(*(_parents(m) for m in own))
     spans = {m: (a, last[m]) for m, a in starts(program, forward).items() if m in working}
     modules: dict[int, str] = {}
@@ -81,16 +81,16 @@ def line_of(program: Program, dims: Dims, plan: Plan) -> Line:
         if begin:
             modules.setdefault(begin, module)
     sent = _sent(program, dims, plan, forward, place, length)
-    return Line(dict(sorted(modules.items())), spans, ahead[:length], back[:length], sent)
+    return ForwardOrder(dict(sorted(modules.items())), spans, ahead[:length], back[:length], sent)
 
 
 def _sent(
     program: Program, dims: Dims, plan: Plan, forward: set[fx.Node], place: Mapping[fx.Node, int], length: int
 ) -> Floats:
-    assignment, free = assign(program, dims, plan, quotient(program, dims)), free_nodes(program)
+    assignment, free = assign(program, dims, plan, layer_classes(program, dims)), free_nodes(program)
     change = np.zeros(length + 1)
     for node, begin in place.items():
-        if node not in forward or node in free or node in program.once:
+        if node not in forward or node in free or node in program.per_step:
             continue
         end = max((place[u] for u in node.users if u in place and u in forward), default=begin)
         layout = assignment.outputs.get((node, 0))
@@ -101,7 +101,7 @@ def _sent(
     return np.cumsum(change)[:length]
 
 
-def balanced_cuts(line: Line, stages: int, link: Link) -> list[int]:
+def balanced_cuts(line: ForwardOrder, stages: int, link: Link) -> list[int]:
     """Cuts that make the slowest stage, with what it sends and receives, as fast as can be.
 
     Raises:
@@ -126,7 +126,7 @@ def balanced_cuts(line: Line, stages: int, link: Link) -> list[int]:
     return cuts[::-1]
 
 
-def random_cuts(line: Line, stages: int, seed: int) -> list[int]:
+def random_cuts(line: ForwardOrder, stages: int, seed: int) -> list[int]:
     """Any cuts, for tests."""
     require_modules(line, stages)
     places = np.array(list(line.modules))
@@ -134,7 +134,7 @@ def random_cuts(line: Line, stages: int, seed: int) -> list[int]:
     return sorted(int(c) for c in chosen)
 
 
-def named_cuts(line: Line, modules: Sequence[str]) -> list[int]:
+def named_cuts(line: ForwardOrder, modules: Sequence[str]) -> list[int]:
     """Cuts where these modules begin.
 
     Raises:
@@ -150,7 +150,7 @@ def named_cuts(line: Line, modules: Sequence[str]) -> list[int]:
     return cuts
 
 
-def require_modules(line: Line, stages: int) -> None:
+def require_modules(line: ForwardOrder, stages: int) -> None:
     """Refuse more stages than modules."""
     if len(line.modules) < stages - 1:
         raise InfeasibleError(

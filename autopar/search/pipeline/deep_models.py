@@ -1,4 +1,4 @@
-"""`CutBlocks`: a deep model cut into stages between its alike blocks, of which three are captured.
+"""`RepeatedStages`: a deep model cut into stages between its alike blocks, of which three are captured.
 
 The three are cut in three ways: each a stage, or two of them one. What the second block of a stage adds is what every
 further one adds, to its seconds and to its bytes.
@@ -15,22 +15,22 @@ from typing import Any, Generic, TypeVar
 from autopar.costs.cluster import Link
 from autopar.errors import InfeasibleError
 from autopar.ir.plan import Plan, Scatter, Stage
-from autopar.ir.program import Program, Repeat
+from autopar.ir.program import Program, RepeatedLayers
 from autopar.memory.recompute import uniform
 from autopar.passes.pad_dims import pad
-from autopar.pipeline.stage_graphs import Cutting, is_held_by_all
+from autopar.pipeline.stage_graphs import StageGraphs, is_held_by_all
 from autopar.search.pipeline.cuts import line_of, named_cuts
-from autopar.search.pipeline.space import Arrangement
-from autopar.search.pipeline.stage_memory import Held, held_by
-from autopar.search.pipeline.stage_plan import Rewrite, Staged, homes_of, in_parts
-from autopar.search.pipeline.stage_times import Taken, taken_by
+from autopar.search.pipeline.space import PipelineShape
+from autopar.search.pipeline.stage_memory import StageMemory, held_by
+from autopar.search.pipeline.stage_plan import Rewrite, StagePlan, homes_of, in_parts
+from autopar.search.pipeline.stage_times import StageTime, taken_by
 from autopar.sharding.dims import analyze
-from autopar.sharding.layer_classes import quotient
+from autopar.sharding.layer_classes import layer_classes
 
-_T = TypeVar("_T", Held, Taken)
+_T = TypeVar("_T", StageMemory, StageTime)
 
 
-def require_blocks(program: Program, arrangement: Arrangement) -> None:
+def require_blocks(program: Program, arrangement: PipelineShape) -> None:
     """Refuse more stages than blocks, where some are left out.
 
     Raises:
@@ -44,11 +44,11 @@ def require_blocks(program: Program, arrangement: Arrangement) -> None:
         )
 
 
-class CutBlocks:
+class RepeatedStages:
     """A program that leaves blocks out, cut in three ways under a plan."""
 
     def __init__(
-        self, program: Program, plan: Plan, arrangement: Arrangement, link: Link, rewrite: Rewrite, split: bool
+        self, program: Program, plan: Plan, arrangement: PipelineShape, link: Link, rewrite: Rewrite, split: bool
     ) -> None:
         """Rewrite the blocks.
 
@@ -63,7 +63,7 @@ class CutBlocks:
         repeat = program.repeat
         assert repeat is not None
         self.plan, self.padded = plan, pad(program, plan.padding)
-        count = quotient(self.padded, analyze(self.padded)).count
+        count = layer_classes(self.padded, analyze(self.padded)).count
         parts = [(share, part) for share, part in uniform(plan, count) if share > 0]
         kinds = [(share, _rewritten(program, self.padded,
                                     replace(_of_three(plan, repeat), recompute=part.recompute), rewrite))
@@ -75,7 +75,7 @@ class CutBlocks:
         if any(own.scatter for _, cuts in apart for own, _ in cuts):
             self.apart = [(share, _ways(cuts, link, split)) for share, cuts in apart]
 
-    def staged(self, arrangement: Arrangement, ways: Sequence[Scatter]) -> list[Staged]:
+    def staged(self, arrangement: PipelineShape, ways: Sequence[Scatter]) -> list[StagePlan]:
         """The stages of the whole model, cut as `stage_plan.staged` does: as it is, and sent in parts.
 
         Args:
@@ -93,7 +93,9 @@ def _everywhere(plan: Plan, axis: str) -> list[Scatter]:
     return [Scatter(axis, tuple(range(len(plan.stages) - 1)))]
 
 
-def _of_whole(padded: Program, plan: Plan, arrangement: Arrangement, ways: Sequence[tuple[float, _Ways]]) -> Staged:
+def _of_whole(
+    padded: Program, plan: Plan, arrangement: PipelineShape, ways: Sequence[tuple[float, _Ways]]
+) -> StagePlan:
     """The stages of the whole model, from those of three blocks, which are treated in so many ways."""
     repeat = padded.repeat
     assert repeat is not None
@@ -101,8 +103,8 @@ def _of_whole(padded: Program, plan: Plan, arrangement: Arrangement, ways: Seque
     ends = list(itertools.accumulate(blocks, initial=0))
     shares = itertools.accumulate((share for share, _ in ways), initial=0.0)
     borders = [round(share * repeat.blocks) for share in shares]  # the first blocks are treated in the first way
-    held: list[Held] = []
-    taken: list[Taken] = []
+    held: list[StageMemory] = []
+    taken: list[StageTime] = []
     for stage, (begin, end) in enumerate(itertools.pairwise(ends)):
         numbers = [max(0, min(end, stop) - max(begin, start)) for start, stop in itertools.pairwise(borders)]
         place = 0 if stage == 0 else 2 if stage == len(blocks) - 1 else 1
@@ -112,7 +114,7 @@ def _of_whole(padded: Program, plan: Plan, arrangement: Arrangement, ways: Seque
     plan = replace(plan, stages=_stages(first.stages, ends, repeat))
     holders = _holders(padded, plan, first.holders, ends, repeat)
     homes = {n: None if s is None else (0, 1, len(blocks) - 1)[s] for n, s in first.homes.items()}
-    return Staged(plan, arrangement, held, taken, holders, homes)
+    return StagePlan(plan, arrangement, held, taken, holders, homes)
 
 
 @dataclass(frozen=True)
@@ -137,8 +139,8 @@ class _Ways:
     holders: Mapping[str, tuple[int, ...]]
     homes: Mapping[str, int | None]
     stages: tuple[Stage, ...]
-    held: _Figures[Held]
-    taken: _Figures[Taken]
+    held: _Figures[StageMemory]
+    taken: _Figures[StageTime]
 
 
 def _rewritten(program: Program, padded: Program, plan: Plan, rewrite: Rewrite) -> list[tuple[Plan, Program]]:
@@ -153,7 +155,7 @@ def _rewritten(program: Program, padded: Program, plan: Plan, rewrite: Rewrite) 
 def _ways(cuts: Sequence[tuple[Plan, Program]], link: Link, split: bool) -> _Ways:
     found = []
     for own, local in cuts:
-        cutting = Cutting(local, len(own.stages))
+        cutting = StageGraphs(local, len(own.stages))
         found.append((cutting, held_by(cutting, own, split), taken_by(cutting, own, link, split)))
     (cutting, held, taken), (_, held_early, taken_early), (_, held_late, taken_late) = found
     parameters = [i.name for i in cutting.inputs.values() if i.kind == "parameter"]
@@ -166,7 +168,7 @@ def _ways(cuts: Sequence[tuple[Plan, Program]], link: Link, split: bool) -> _Way
     )
 
 
-def _of_three(plan: Plan, repeat: Repeat) -> Plan:
+def _of_three(plan: Plan, repeat: RepeatedLayers) -> Plan:
     """A plan of the whole model for the three blocks that are captured."""
 
     def own(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,7 +187,7 @@ def _of_three(plan: Plan, repeat: Repeat) -> Plan:
 def _shared_out(ways: Sequence[tuple[float, _Ways]], blocks: int, stages: int) -> list[int]:
     """How many blocks each stage has, so that the slowest is as fast as can be."""
 
-    def seconds(taken: Taken) -> float:
+    def seconds(taken: StageTime) -> float:
         return taken.forward + taken.backward
 
     first = ways[0][1].taken
@@ -222,7 +224,7 @@ def _with(a: _T, one: _T, two: _T, times: float) -> _T:
     return type(a)(**{name: add(getattr(a, name), getattr(one, name), getattr(two, name)) for name in names})
 
 
-def _stages(three: tuple[Stage, ...], ends: Sequence[int], repeat: Repeat) -> tuple[Stage, ...]:
+def _stages(three: tuple[Stage, ...], ends: Sequence[int], repeat: RepeatedLayers) -> tuple[Stage, ...]:
     """Stages of the whole model: those of three blocks name what is in front of the blocks and behind them."""
     before = tuple(m for m in three[0].modules if m != f"{repeat.path}.0")
     behind = tuple(m for m in three[-1].modules if m != f"{repeat.path}.2")
@@ -233,7 +235,7 @@ def _stages(three: tuple[Stage, ...], ends: Sequence[int], repeat: Repeat) -> tu
 
 
 def _holders(
-    padded: Program, plan: Plan, three: Mapping[str, tuple[int, ...]], ends: Sequence[int], repeat: Repeat
+    padded: Program, plan: Plan, three: Mapping[str, tuple[int, ...]], ends: Sequence[int], repeat: RepeatedLayers
 ) -> dict[str, int | None]:
     """The stage that holds each parameter of the whole model."""
     stages = len(ends) - 1

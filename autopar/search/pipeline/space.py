@@ -32,7 +32,7 @@ STAGES_A_DEVICE = (1, 2, 4)
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class PipelineShape:
     """How stages lie on a mesh, and the schedules that they may follow.
 
     Attributes:
@@ -62,7 +62,9 @@ class Arrangement:
         return {name: size for name, size in self.axes if name != self.axis}
 
 
-def arrangements(search: Search, axes: Mapping[str, int], training: bool, factored: bool = False) -> list[Arrangement]:
+def pipeline_shapes(
+    search: Search, axes: Mapping[str, int], training: bool, factored: bool = False
+) -> list[PipelineShape]:
     """All that the pins of a search leave open, those with the fewest stages on a device first.
 
     Args:
@@ -96,7 +98,7 @@ def arrangements(search: Search, axes: Mapping[str, int], training: bool, factor
         ways = {n: tuple(s for s in names if _suits(SCHEDULES[s], n, training and pinned is None)) for n in each}
     if ways.get(1) and not search.stages_open:
         ways = {1: ways[1]}  # as many stages as are asked for
-    return [Arrangement(p.axes, p.axis, p.devices, n, found, modules) for n, found in ways.items() if found
+    return [PipelineShape(p.axes, p.axis, p.devices, n, found, modules) for n, found in ways.items() if found
             for p in places]  # fmt: skip
 
 
@@ -172,7 +174,7 @@ def _suits(schedule: Schedule, virtual: int, training: bool) -> bool:
     return schedule.interleaved == (virtual > 1) and not (training and schedule.stage_by_stage)
 
 
-def counts(program: Program, search: Search, arrangement: Arrangement) -> list[int]:
+def counts(program: Program, search: Search, arrangement: PipelineShape) -> list[int]:
     """Numbers of microbatches to try: as pinned, or the number of devices, and about twice as many each time."""
     if not program.training:
         return [1]
@@ -200,7 +202,7 @@ def without_pipeline(search: Search) -> Search:
     return replace(search, pins={name: value for name, value in search.pins.items() if name not in _PINS})
 
 
-def inside_stage(search: Search, arrangement: Arrangement) -> Search:
+def inside_stage(search: Search, arrangement: PipelineShape) -> Search:
     """The search for the devices of one stage.
 
     Raises:
@@ -211,7 +213,7 @@ def inside_stage(search: Search, arrangement: Arrangement) -> Search:
     return replace(search, pins={**search.pins, **layouts})
 
 
-def _inside(name: str, value: Any, arrangement: Arrangement) -> Any:
+def _inside(name: str, value: Any, arrangement: PipelineShape) -> Any:
     """A pin on the whole mesh as one on the devices of a stage; one that speaks of these alone is so already."""
     names = [axis for axis, _ in arrangement.axes]
     if isinstance(value, Mapping):
@@ -260,13 +262,13 @@ def restrictions_inside(restrictions: Restrictions, axes: Mapping[str, int], axi
     return replace(restrictions, layouts=layouts)
 
 
-def waits(a: Arrangement, count: int) -> float:
+def waits(a: PipelineShape, count: int) -> float:
     """How much longer than its work such a pipeline takes at least."""
     split = a.virtual > 1 or any(splits(name) for name in a.schedules)
     return 1.0 if split else least_wait(a.devices, count)
 
 
-def bubble(a: Arrangement, schedule: str, count: int) -> float:
+def bubble(a: PipelineShape, schedule: str, count: int) -> float:
     """About what waiting adds to the work, where stages are alike and a backward pass takes twice its forward.
 
     Two thirds of what is waited for are backward passes; where they are split, their parts for the weights, half of

@@ -16,7 +16,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import values_of
 from autopar.memory.liveness import KINDS
 from autopar.pipeline.schedules import Action, Order
-from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, INPUT, WEIGHT, Cutting, Piece
+from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, INPUT, WEIGHT, StageGraph, StageGraphs
 from autopar.rules.shapes.local_shapes import propagate
 
 SHARED = ("buffers", "batch")
@@ -24,7 +24,7 @@ SHARED = ("buffers", "batch")
 
 
 @dataclass(frozen=True)
-class Held:
+class StageMemory:
     """What one stage holds, in bytes.
 
     Attributes:
@@ -46,7 +46,7 @@ class Held:
         return self.for_weights - self.saved if kind == INPUT else -self.for_weights
 
 
-def held_by(cutting: Cutting, plan: Plan, split: bool) -> list[Held]:
+def held_by(cutting: StageGraphs, plan: Plan, split: bool) -> list[StageMemory]:
     """What each stage holds, whatever schedule its device follows.
 
     Args:
@@ -58,12 +58,14 @@ def held_by(cutting: Cutting, plan: Plan, split: bool) -> list[Held]:
     stages = [_Stage(cutting, stage, plan.optimizer) for stage in range(cutting.stages)]
     kinds = (FORWARD, BACKWARD, INPUT, WEIGHT) if split else (FORWARD, BACKWARD)
     return [
-        Held(s.steady(), s.saved(), s.for_weights() if split else 0.0, {kind: s.transient(kind) for kind in kinds})
+        StageMemory(
+            s.steady(), s.saved(), s.for_weights() if split else 0.0, {kind: s.transient(kind) for kind in kinds}
+        )
         for s in stages
     ]
 
 
-def peaks(stages: Sequence[Held], order: Order) -> list[dict[str, float]]:
+def peaks(stages: Sequence[StageMemory], order: Order) -> list[dict[str, float]]:
     """Bytes by category, at the moment when each device holds the most.
 
     Categories are those of `autopar.memory.liveness`. A microbatch's activations are held from its forward to its
@@ -77,7 +79,7 @@ def peaks(stages: Sequence[Held], order: Order) -> list[dict[str, float]]:
     return [_peak(stages, row) for row in order]
 
 
-def _peak(stages: Sequence[Held], row: Sequence[Action]) -> dict[str, float]:
+def _peak(stages: Sequence[StageMemory], row: Sequence[Action]) -> dict[str, float]:
     steady: dict[str, float] = {}
     for stage in sorted({a.stage for a in row}):
         for category, size in stages[stage].steady.items():
@@ -96,7 +98,7 @@ def _peak(stages: Sequence[Held], row: Sequence[Action]) -> dict[str, float]:
 class _Stage:
     """What one stage holds, from its graphs."""
 
-    cutting: Cutting
+    cutting: StageGraphs
     stage: int
     optimizer: str
 
@@ -128,18 +130,18 @@ class _Stage:
         return found
 
     def transient(self, kind: str) -> float:
-        """See `Held`."""
+        """See `StageMemory`."""
         return self._largest(self.cutting.piece(self.stage, kind))
 
     def saved(self) -> float:
-        """See `Held`."""
+        """See `StageMemory`."""
         cutting = self.cutting
         names = {*cutting.piece(self.stage, BACKWARD).takes, *cutting.returned(self.stage - 1)}
         made = {*cutting.piece(self.stage, FORWARD).gives, *cutting.received(self.stage)}
         return self._bytes(names & made)
 
     def for_weights(self) -> float:
-        """See `Held`."""
+        """See `StageMemory`."""
         made = {*self.cutting.piece(self.stage, FORWARD).gives, *self.cutting.piece(self.stage, INPUT).gives}
         made |= {*self.cutting.received(self.stage), *self.cutting.returned(self.stage)}
         return self._bytes({*self.cutting.piece(self.stage, WEIGHT).takes} & made)
@@ -155,7 +157,7 @@ class _Stage:
         sizes = {storage_id(v): v.untyped_storage().nbytes() for v in tensors}
         return float(sum(size for storage, size in sizes.items() if storage not in self._fixed))
 
-    def _largest(self, piece: Piece) -> float:
+    def _largest(self, piece: StageGraph) -> float:
         """The most that a piece's own values take at a time."""
         given = {storage_id(v) for name in piece.gives for v in values_of(self.cutting.node(name)) if v is not None}
         taken = {storage_id(v) for name in piece.takes for v in values_of(self.cutting.node(name)) if v is not None}

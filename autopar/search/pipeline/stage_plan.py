@@ -1,4 +1,4 @@
-"""`Staged`: a plan with stages, from a plan for the devices of one of them."""
+"""`StagePlan`: a plan with stages, from a plan for the devices of one of them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from autopar.ir.program import Program, copy_graph
 from autopar.passes.pad_dims import pad
 from autopar.passes.pipeline.scatter_sends import scatter_sends
 from autopar.pipeline.schedules import Order, device_of, splits
-from autopar.pipeline.stage_graphs import FORWARD, INPUT, WEIGHT, Cutting
+from autopar.pipeline.stage_graphs import FORWARD, INPUT, WEIGHT, StageGraphs
 from autopar.search.formulation.memory_model import Share
 from autopar.search.options import Search
-from autopar.search.pipeline.cuts import Line, balanced_cuts, line_of, named_cuts, random_cuts
-from autopar.search.pipeline.space import Arrangement
-from autopar.search.pipeline.stage_memory import Held, held_by, peaks
-from autopar.search.pipeline.stage_times import Taken, busiest, most_sent, sent_inside, step_seconds, taken_by
+from autopar.search.pipeline.cuts import ForwardOrder, balanced_cuts, line_of, named_cuts, random_cuts
+from autopar.search.pipeline.space import PipelineShape
+from autopar.search.pipeline.stage_memory import StageMemory, held_by, peaks
+from autopar.search.pipeline.stage_times import StageTime, busiest, most_sent, sent_inside, step_seconds, taken_by
 from autopar.sharding.candidates import REPLICATE
 from autopar.sharding.dims import analyze
 
@@ -33,7 +33,7 @@ Rewrite = Callable[[Program, Sequence[Plan]], list[Program]]
 
 
 @dataclass(frozen=True)
-class Staged:
+class StagePlan:
     """A model cut into stages.
 
     Attributes:
@@ -46,9 +46,9 @@ class Staged:
     """
 
     plan: Plan
-    arrangement: Arrangement
-    held: Sequence[Held]
-    taken: Sequence[Taken]
+    arrangement: PipelineShape
+    held: Sequence[StageMemory]
+    taken: Sequence[StageTime]
     holders: Mapping[str, int | None]
     homes: Mapping[str, int | None]
 
@@ -88,12 +88,12 @@ class Staged:
 def staged(
     program: Program,
     plan: Plan,
-    arrangement: Arrangement,
+    arrangement: PipelineShape,
     link: Link,
     search: Search,
     rewrite: Rewrite,
     ways: Sequence[Scatter],
-) -> list[Staged]:
+) -> list[StagePlan]:
     """A program cut into stages under a plan: as it is, and where stages send in parts, if that makes a difference.
 
     Args:
@@ -114,11 +114,11 @@ def staged(
     split = any(splits(name) for name in arrangement.schedules)
     found = []
     for own, local in in_parts(rewrite(program, [plan])[0], plan, ways):
-        cutting = Cutting(local, arrangement.stages)
+        cutting = StageGraphs(local, arrangement.stages)
         holders = {name: stages[0] if len(stages := cutting.holders(name)) < arrangement.stages else None
                    for name in plan.parameters}  # fmt: skip
         held, taken = held_by(cutting, own, split), taken_by(cutting, own, link, split)
-        found.append(Staged(own, arrangement, held, taken, holders, homes_of(cutting)))
+        found.append(StagePlan(own, arrangement, held, taken, holders, homes_of(cutting)))
     return found
 
 
@@ -133,13 +133,13 @@ def in_parts(local: Program, plan: Plan, ways: Sequence[Scatter]) -> list[tuple[
     return found
 
 
-def suitable(ways: Sequence[Staged], actions: Order) -> list[Staged]:
+def suitable(ways: Sequence[StagePlan], actions: Order) -> list[StagePlan]:
     """Those that send in parts, if any, where these actions send."""
     behind = sends_behind(actions)
     return [w for w in ways if w.plan.scatter is None or w.plan.scatter.behind == behind]
 
 
-def fastest(ways: Sequence[Staged], actions: Order) -> Staged:
+def fastest(ways: Sequence[StagePlan], actions: Order) -> StagePlan:
     """The one that takes the least time."""
     return min(suitable(ways, actions), key=lambda way: way.seconds(actions))
 
@@ -150,7 +150,7 @@ def sends_behind(actions: Order) -> tuple[int, ...]:
     return tuple(s for s, (a, b) in enumerate(itertools.pairwise(devices)) if a != b)
 
 
-def homes_of(cutting: Cutting) -> dict[str, int | None]:
+def homes_of(cutting: StageGraphs) -> dict[str, int | None]:
     """The stage that has each result; None: all do."""
     return {o.name: cutting.home(o, v) for o, v in cutting.described if o.kind == "result" and v is not None}
 
@@ -180,7 +180,7 @@ def missing(plan: Plan, needed: float, memory: float) -> InfeasibleError:
     )
 
 
-def _cuts(line: Line, search: Search, arrangement: Arrangement, link: Link) -> list[int]:
+def _cuts(line: ForwardOrder, search: Search, arrangement: PipelineShape, link: Link) -> list[int]:
     if arrangement.modules:
         return named_cuts(line, arrangement.modules)
     if search.recipe == "random":
@@ -188,7 +188,7 @@ def _cuts(line: Line, search: Search, arrangement: Arrangement, link: Link) -> l
     return balanced_cuts(line, arrangement.stages, link)
 
 
-def _certificate(plan: Plan, seconds: float, arrangement: Arrangement) -> Certificate:
+def _certificate(plan: Plan, seconds: float, arrangement: PipelineShape) -> Certificate:
     """The bound that the devices of a pipeline cannot all be faster than their average, if none ever waits."""
     inside, devices = plan.certificate, arrangement.devices
     space = (
@@ -202,7 +202,7 @@ def _certificate(plan: Plan, seconds: float, arrangement: Arrangement) -> Certif
 
 
 def _widened(
-    plan: Plan, a: Arrangement, schedule: str, holders: Mapping[str, int | None], homes: Mapping[str, int | None]
+    plan: Plan, a: PipelineShape, schedule: str, holders: Mapping[str, int | None], homes: Mapping[str, int | None]
 ) -> Plan:
     """The plan of the whole mesh: everything is alike on all stages, but for parameters and results."""
     axes = dict(a.axes)
@@ -220,7 +220,7 @@ def _widened(
         parameters={name: wide(layout, at(holders[name])) for name, layout in plan.parameters.items()},
         batch={name: wide(layout) for name, layout in plan.batch.items()},
         results={name: wide(layout, at(homes.get(name))) for name, layout in plan.results.items()},
-        relays={name: wide(layout) for name, layout in plan.relays.items()},
+        consumer_layouts={name: wide(layout) for name, layout in plan.consumer_layouts.items()},
         choices={name: (*names[:index], REPLICATE, *names[index:]) for name, names in plan.choices.items()},
         pipeline=Pipeline(a.axis, schedule),
     )

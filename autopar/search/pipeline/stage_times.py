@@ -15,14 +15,14 @@ from autopar.ir.ops.collectives import Collective
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, values_of
 from autopar.pipeline.schedules import Order, device_of, order_of
-from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, INPUT, Cutting, Piece
+from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, INPUT, StageGraph, StageGraphs
 from autopar.simulate import Task, pipeline, simulate
 from autopar.simulate.graph_tasks import node_seconds
 from autopar.simulate.p2p_order import receives
 
 
 @dataclass(frozen=True)
-class Taken:
+class StageTime:
     """Seconds of one stage, kernels and collectives one after the other, and what it sends.
 
     Attributes:
@@ -50,12 +50,12 @@ class Taken:
     collectives: Mapping[tuple[str, str], float]
 
 
-def step_seconds(stages: Sequence[Taken], order: Order) -> float:
+def step_seconds(stages: Sequence[StageTime], order: Order) -> float:
     """Seconds of a step in which the devices do this."""
     return simulate(step_tasks(stages, order)).step_seconds
 
 
-def busiest(stages: Sequence[Taken], order: Order) -> float:
+def busiest(stages: Sequence[StageTime], order: Order) -> float:
     """Seconds that the device works which has the most to do in a step."""
     devices, times = device_of(order), sum(a.kind == FORWARD for row in order for a in row) / len(stages)
     work = [s.before + times * (s.forward + s.backward) + s.behind for s in stages]
@@ -63,7 +63,7 @@ def busiest(stages: Sequence[Taken], order: Order) -> float:
 
 
 def step_tasks(
-    stages: Sequence[Taken], order: Order, saved: ArrayLike = 0.0, saved_for_weight: ArrayLike | None = None
+    stages: Sequence[StageTime], order: Order, saved: ArrayLike = 0.0, saved_for_weight: ArrayLike | None = None
 ) -> list[Task]:
     """The tasks of such a step; what a microbatch leaves on a stage is as in `autopar.simulate.pipeline_tasks`."""
     devices = device_of(order)
@@ -89,15 +89,15 @@ def plan_tasks(local: Program, plan: Plan) -> list[Task]:
     return step_tasks(taken_of(local, plan), order, saved=len(order) / len(plan.stages))
 
 
-def taken_of(local: Program, plan: Plan) -> list[Taken]:
+def taken_of(local: Program, plan: Plan) -> list[StageTime]:
     """What each stage of a plan takes; the arguments are those of `plan_tasks`."""
     assert plan.pipeline is not None
     link = dict(zip(plan.axis_names, plan.cluster.link_for(dict(plan.axes)), strict=True))[plan.pipeline.axis]
     split = any(a.kind == INPUT for row in order_of(plan) for a in row)
-    return taken_by(Cutting(local, len(plan.stages)), plan.inner, link, split)
+    return taken_by(StageGraphs(local, len(plan.stages)), plan.inner, link, split)
 
 
-def most_sent(stages: Sequence[Taken], devices: Sequence[int]) -> float:
+def most_sent(stages: Sequence[StageTime], devices: Sequence[int]) -> float:
     """Bytes that the device which sends the most sends for a microbatch, to those of other stages."""
     sent = np.zeros(max(devices) + 1)
     for stage, device in enumerate(devices):
@@ -107,7 +107,9 @@ def most_sent(stages: Sequence[Taken], devices: Sequence[int]) -> float:
     return float(sent.max())
 
 
-def sent_inside(stages: Sequence[Taken], devices: Sequence[int]) -> tuple[dict[str, float], dict[str, dict[str, int]]]:
+def sent_inside(
+    stages: Sequence[StageTime], devices: Sequence[int]
+) -> tuple[dict[str, float], dict[str, dict[str, int]]]:
     """Bytes and collectives of a step along the axes of the devices of a stage: those of the device with the most."""
     own = [[s for s, d in zip(stages, devices, strict=True) if d == device] for device in set(devices)]
     sizes = {axis: max(sum(s.inside[axis] for s in held) for held in own) for axis in stages[0].inside}
@@ -118,7 +120,7 @@ def sent_inside(stages: Sequence[Taken], devices: Sequence[int]) -> tuple[dict[s
     return sizes, dict(counts)
 
 
-def taken_by(cutting: Cutting, plan: Plan, link: Link, split: bool) -> list[Taken]:
+def taken_by(cutting: StageGraphs, plan: Plan, link: Link, split: bool) -> list[StageTime]:
     """What each stage takes.
 
     Args:
@@ -128,14 +130,14 @@ def taken_by(cutting: Cutting, plan: Plan, link: Link, split: bool) -> list[Take
         split: whether the backward may be in two parts.
     """
     found = _Seconds(cutting, plan, link)
-    before, behind = found.once()
+    before, behind = found.per_step()
     stages = []
     for s in range(cutting.stages):
         ahead, back = cutting.received(s + 1), cutting.returned(s - 1)
         backward = found.of(cutting.piece(s, BACKWARD))
         inside, collectives = found.sent_inside(s)
         stages.append(
-            Taken(
+            StageTime(
                 forward=found.of(cutting.piece(s, FORWARD)),
                 backward=backward,
                 for_input=found.of(cutting.piece(s, INPUT)) if split else backward,
@@ -154,12 +156,12 @@ def taken_by(cutting: Cutting, plan: Plan, link: Link, split: bool) -> list[Take
 class _Seconds:
     """Seconds of graphs and of what is sent."""
 
-    def __init__(self, cutting: Cutting, plan: Plan, link: Link) -> None:
+    def __init__(self, cutting: StageGraphs, plan: Plan, link: Link) -> None:
         self.cutting, self.link = cutting, link
         self.seconds = node_seconds(cutting.program, plan)
         self.sizes = dict(plan.axes)
 
-    def of(self, piece: Piece) -> float:
+    def of(self, piece: StageGraph) -> float:
         """Of a graph."""
         return float(sum(self.seconds.get(n.name, 0.0) for n in piece.nodes))
 
@@ -188,7 +190,7 @@ class _Seconds:
                     counts[info.axis, info.kind] += times * info.members
         return sizes, dict(counts)
 
-    def once(self) -> tuple[list[float], list[float]]:
+    def per_step(self) -> tuple[list[float], list[float]]:
         """Of what each stage does before the microbatches, and behind them."""
         cutting = self.cutting
         before = [self.of(cutting.first(s)) for s in range(cutting.stages)]

@@ -1,7 +1,7 @@
 """A second opinion on a lower bound, which needs nothing of the search but the problem.
 
 The search folds nodes, fixes labels and branches; a mistake in any of these would make its bound a lie. For any
-messages along the edges, and any price of memory, a labelling within a budget costs at least
+messages along the edges, and any price of memory, a labeling within a budget costs at least
 
     sum over nodes of min (cost + price * memory - messages)
     + sum over edges of min (table + messages of both ends) - price * budget
@@ -28,12 +28,12 @@ Messages = Sequence[tuple[Floats, Floats]]
 
 @dataclass(frozen=True)
 class Claim:
-    """What the search says: ``cost + price * (memory - budget)`` of no labelling is below ``bound``.
+    """What the search says: ``cost + price * (memory - budget)`` of no labeling is below ``bound``.
 
-    So no labelling within the budget costs less.
+    So no labeling within the budget costs less.
 
     Attributes:
-        problem: of which labellings.
+        problem: of which labelings.
         bound: seconds.
         price: seconds a byte.
         budget: bytes.
@@ -46,7 +46,7 @@ class Claim:
 
 
 def verified_bound(problem: Problem, messages: Messages, price: float = 0.0, budget: float = 0.0) -> float:
-    """Seconds that no labelling within the budget undercuts, proved by these messages.
+    """Seconds that no labeling within the budget undercuts, proved by these messages.
 
     Args:
         problem: taken as exact.
@@ -78,19 +78,19 @@ def _down(rounded: Floats) -> Floats:
     return np.nextafter(rounded, -np.inf, out=rounded.copy(), where=np.isfinite(rounded))
 
 
-def recount(problem: Problem, labellings: Sequence[Ints], shares: Sequence[Sequence[float]]) -> tuple[float, float]:
+def recount(problem: Problem, labelings: Sequence[Ints], shares: Sequence[Sequence[float]]) -> tuple[float, float]:
     """Seconds and bytes, from exact sums, of members of which shares have different labels.
 
     Args:
         problem: taken as exact.
-        labellings: each one label for each node.
-        shares: of each labelling, for each node; edges go by that of their second node.
+        labelings: each one label for each node.
+        shares: of each labeling, for each node; edges go by that of their second node.
 
     Returns:
         (seconds, bytes); seconds are inf if a forbidden label or pair is used.
     """
     cost = memory = Fraction(0)
-    for labels, share in zip(labellings, shares, strict=True):
+    for labels, share in zip(labelings, shares, strict=True):
         weights = [Fraction(w) for w in share]
         used = [(w, float(n.cost[x])) for w, n, x in zip(weights, problem.nodes, labels, strict=True)]
         for e in problem.edges:

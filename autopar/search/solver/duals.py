@@ -1,7 +1,7 @@
 """Claims of the search are examined: duals from the local polytope's linear program, of the whole problem at once.
 
 Nothing is folded and no label left out. The program's duals are the messages that `autopar.search.solver.certify`
-evaluates, so it may be as inexact as it likes; its solution, read as labels, is a labelling that can refute a claim.
+evaluates, so it may be as inexact as it likes; its solution, read as labels, is a labeling that can refute a claim.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar.errors import CertificateError
 from autopar.search.solver.certify import Claim, Messages, recount, verified_bound
 from autopar.search.solver.ilp import OBJECTIVE_SCALE, build_model, highs_lp, read_labels
 from autopar.search.solver.interrupt import obey
-from autopar.search.solver.layer_mix import Mix
+from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.problem import Floats, Ints, Node, Problem
 from autopar.search.solver.workspace import build
 
@@ -28,7 +28,7 @@ ROUNDING = 1e-8
 BUG = "this is an error of autopar, not of the model; please report it"
 
 
-def require_cost(problem: Problem, mix: Mix, counts: Sequence[int]) -> None:
+def require_cost(problem: Problem, mix: LayerMix, counts: Sequence[int]) -> None:
     """Count again what a choice costs and needs.
 
     Args:
@@ -40,7 +40,7 @@ def require_cost(problem: Problem, mix: Mix, counts: Sequence[int]) -> None:
         CertificateError: the search counts it otherwise.
     """
     shares = [[(b - a) / n for a, b in itertools.pairwise(mix.starts(n))] for n in counts]
-    cost, memory = recount(problem, mix.labellings, [*zip(*shares, strict=True)])
+    cost, memory = recount(problem, mix.labelings, [*zip(*shares, strict=True)])
     if not math.isclose(cost, mix.cost, rel_tol=ROUNDING) or not math.isclose(memory, mix.memory, rel_tol=ROUNDING):
         raise CertificateError(
             f"the search counts {mix.cost:.9g} s and {mix.memory:.9g} bytes for a choice of {cost:.9g} s and "
@@ -64,7 +64,7 @@ def examine(claim: Claim, seconds: float) -> float:
         seconds: that may be spent on duals; with less time the bound is lower.
 
     Raises:
-        CertificateError: a labelling undercuts the claim, which therefore is wrong.
+        CertificateError: a labeling undercuts the claim, which therefore is wrong.
     """
     problem, price = claim.problem, claim.price
     scale = abs(claim.bound + price * claim.budget)
@@ -73,7 +73,7 @@ def examine(claim: Claim, seconds: float) -> float:
     value = cost + price * (memory - claim.budget)
     if math.isfinite(cost) and value < claim.bound - ROUNDING * (abs(cost) + price * (memory + claim.budget)):
         raise CertificateError(
-            f"the search claims that no labelling costs less than {claim.bound:.9g} s, with memory at {price:.3g} s a "
+            f"the search claims that no labeling costs less than {claim.bound:.9g} s, with memory at {price:.3g} s a "
             f"byte, and there is one of {value:.9g} s: {BUG}"
         )
     return verified_bound(problem, found.messages, price, claim.budget)

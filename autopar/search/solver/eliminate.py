@@ -6,7 +6,7 @@ import numpy as np
 
 from autopar.search.solver.presolve import presolve
 from autopar.search.solver.problem import Floats, Ints
-from autopar.search.solver.workspace import Factor, Folded, Graph, join
+from autopar.search.solver.workspace import Folded, Graph, Potential, join
 
 
 def fold(graph: Graph, max_degree: int, max_entries: int, max_work: int) -> bool:
@@ -14,7 +14,7 @@ def fold(graph: Graph, max_degree: int, max_entries: int, max_work: int) -> bool
 
     Args:
         graph: Edited in place.
-        max_degree: Most neighbours of an eliminated node.
+        max_degree: Most neighbors of an eliminated node.
         max_entries: Largest table that may appear.
         max_work: Most table entries times labels for one elimination.
 
@@ -31,7 +31,7 @@ def fold(graph: Graph, max_degree: int, max_entries: int, max_work: int) -> bool
         if not np.isfinite(best[0]):
             return True
         node = best[1]
-        around = graph.neighbours(node)
+        around = graph.neighbors(node)
         if not eliminate(graph, node):
             return False
         del price[node]
@@ -39,12 +39,12 @@ def fold(graph: Graph, max_degree: int, max_entries: int, max_work: int) -> bool
             return False
         stale = dict.fromkeys(around)
         for other in around:
-            stale.update(dict.fromkeys(graph.neighbours(other)))
+            stale.update(dict.fromkeys(graph.neighbors(other)))
 
 
 def _price(graph: Graph, node: int, max_degree: int, max_entries: int, max_work: int) -> float:
     """Work of eliminating a node, or inf if a limit forbids it."""
-    around = graph.neighbours(node)
+    around = graph.neighbors(node)
     if len(around) > max_degree or graph.carries_memory(node):
         return float("inf")
     columns: dict[int, list[Ints]] = {n: [] for n in around}
@@ -62,12 +62,12 @@ def _price(graph: Graph, node: int, max_degree: int, max_entries: int, max_work:
 
 
 def eliminate(graph: Graph, node: int) -> bool:
-    """Replace a node by the cheapest cost its labels leave to its neighbours.
+    """Replace a node by the cheapest cost its labels leave to its neighbors.
 
     Returns:
         False if the node has no label left.
     """
-    around, cost = graph.neighbours(node), graph.cost[node]
+    around, cost = graph.neighbors(node), graph.cost[node]
     alive = graph.alive(node)
     if not alive.size:
         return False
@@ -90,14 +90,14 @@ def eliminate(graph: Graph, node: int) -> bool:
         new[left] += table[groups[0][left]]
         graph.cost[n] = new
     else:
-        graph.add(Factor(tuple(around), tuple(groups), table))
+        graph.add(Potential(tuple(around), tuple(groups), table))
     return True
 
 
 def _min_sum(
-    parts: list[Factor], node: int, cost: Floats, alive: Ints, around: list[int], picks: list[dict[int, Ints]]
+    parts: list[Potential], node: int, cost: Floats, alive: Ints, around: list[int], picks: list[dict[int, Ints]]
 ) -> Floats:
-    """Take the least, over the node's labels, of its cost plus its factors, [groups of each neighbour]."""
+    """Take the least, over the node's labels, of its cost plus its factors, [groups of each neighbor]."""
     shape = [len(next(iter(p.values()))) for p in picks]
     blocks: list[tuple[Floats, Ints]] = []  # (row of the node, ...) broadcastable over `shape`
     for k, part in enumerate(parts):

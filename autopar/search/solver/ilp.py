@@ -20,7 +20,7 @@ BOUND_SLACK = 1e-9
 
 @dataclass(frozen=True)
 class IlpResult:
-    """Labels of the live nodes (zero elsewhere) or None, a bound on labellings of the graph, and what closed it."""
+    """Labels of the live nodes (zero elsewhere) or None, a bound on labelings of the graph, and what closed it."""
 
     labels: Ints | None
     bound: float
@@ -54,7 +54,7 @@ def solve_ilp(graph: Graph, scale: float, gap: float, seconds: float, budget: fl
         budget: Bytes allowed to the live nodes, or None.
 
     Returns:
-        The best labelling found, and a valid bound.
+        The best labeling found, and a valid bound.
     """
     unit = OBJECTIVE_SCALE / (scale or 1.0)
     model = build_model(graph, budget)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.search.solver.problem import Floats, Ints
-from autopar.search.solver.workspace import Factor, Graph
+from autopar.search.solver.workspace import Graph, Potential
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ class Messages:
         self.unary[i] = rest
 
     def decode(self, budget: float) -> list[int]:
-        """A labelling of the core, as positions: each node's best given those already chosen.
+        """A labeling of the core, as positions: each node's best given those already chosen.
 
         Labels that would leave the later nodes less memory than they need at least are avoided.
         """
@@ -140,7 +140,7 @@ def compact(graph: Graph) -> Messages:
     return Messages(nodes, labels, unary, memory, tables, ids, ends, bound)
 
 
-def _end(factor: Factor, table: int, axis: int, labels: Ints, position: dict[int, int]) -> _End:
+def _end(factor: Potential, table: int, axis: int, labels: Ints, position: dict[int, int]) -> _End:
     group = factor.groups[axis][labels]
     size = factor.table.shape[axis]
     identity = len(group) == size and bool((group == np.arange(size)).all())
@@ -159,7 +159,7 @@ def _end(factor: Factor, table: int, axis: int, labels: Ints, position: dict[int
 
 
 def write_back(graph: Graph, messages: Messages, cutoff: float) -> None:
-    """Replace the graph's costs by the reparametrised ones: the same problem with a better trivial bound.
+    """Replace the graph's costs by the reparametrized ones: the same problem with a better trivial bound.
 
     Table entries that reach the cutoff become inf, as labels did in the sweeps.
     """
@@ -172,4 +172,4 @@ def write_back(graph: Graph, messages: Messages, cutoff: float) -> None:
         graph.cost[n] = cost
     for fid, table in zip(messages.ids, messages.tables, strict=True):
         old = graph.factors[fid]
-        graph.factors[fid] = Factor(old.nodes, old.groups, np.where(table > cutoff - messages.bound, np.inf, table))
+        graph.factors[fid] = Potential(old.nodes, old.groups, np.where(table > cutoff - messages.bound, np.inf, table))

@@ -16,7 +16,7 @@ from autopar.search.solver.presolve import presolve
 from autopar.search.solver.problem import Ints
 from autopar.search.solver.workspace import Graph
 
-# (most neighbours of a folded node, largest table): each level is tighter and slower than the one before.
+# (most neighbors of a folded node, largest table): each level is tighter and slower than the one before.
 LEVELS = ((2, 1_000_000), (3, 30_000), (4, 60_000), (5, 150_000), (7, 400_000))
 WORK_PER_ENTRY = 60
 SWEEPS_PER_DECODE = 4
@@ -28,7 +28,7 @@ Value = Callable[[Ints], float]
 
 @dataclass(frozen=True)
 class Minimum:
-    """A labelling, its value, and a bound that no labelling of the graph falls below."""
+    """A labeling, its value, and a bound that no labeling of the graph falls below."""
 
     labels: Ints | None
     value: float
@@ -50,7 +50,7 @@ class Limits:
 
 @dataclass
 class Incumbent:
-    """The best labelling so far, and the largest value worth looking for: the only state that outlives a level."""
+    """The best labeling so far, and the largest value worth looking for: the only state that outlives a level."""
 
     value_of: Value
     gap: float
@@ -60,7 +60,7 @@ class Incumbent:
     applied: float = float("inf")
 
     def offer(self, labels: Ints) -> None:
-        """Keep a labelling if it is better."""
+        """Keep a labeling if it is better."""
         value = self.value_of(labels)
         if value < self.value:
             self.labels, self.value = labels, value
@@ -75,17 +75,17 @@ class Incumbent:
         return self.applied
 
 
-def minimise(graph: Graph, value_of: Value, limits: Limits, start: Ints | None = None) -> Minimum:
-    """Find a labelling of least value.
+def minimize(graph: Graph, value_of: Value, limits: Limits, start: Ints | None = None) -> Minimum:
+    """Find a labeling of least value.
 
     Args:
         graph: The workspace; its memory is ignored and it is used up.
-        value_of: The true value of a full labelling, equal to the graph's up to float rounding.
+        value_of: The true value of a full labeling, equal to the graph's up to float rounding.
         limits: Relative gap and deadline.
-        start: A labelling known already.
+        start: A labeling known already.
 
     Returns:
-        The minimum; `labels` is None if there is no labelling of finite value.
+        The minimum; `labels` is None if there is no labeling of finite value.
     """
     graph.memory = [np.zeros_like(m) for m in graph.memory]
     best = Incumbent(value_of, limits.gap)
@@ -101,14 +101,14 @@ def minimise(graph: Graph, value_of: Value, limits: Limits, start: Ints | None =
             break
         if not graph.live_nodes():
             best.offer(unfold(graph, np.zeros(len(graph.cost), dtype=np.int64)))
-            return _finish(best, graph.constant, "fold")
+            return _finish(best, graph.constant, "elimination")
         if level == 0:
             level, snapshot = 1, graph.copy()
             continue
         before = sum(len(graph.alive(n)) for n in graph.live_nodes())
         bound = max(bound, ascend(graph, best, limits))
         if bound >= best.cutoff():
-            return _finish(best, bound, "messages")
+            return _finish(best, bound, "dual ascent")
         if limits.expired():
             return _finish(best, bound, "time limit")
         feasible = presolve(graph)
@@ -117,7 +117,7 @@ def minimise(graph: Graph, value_of: Value, limits: Limits, start: Ints | None =
             snapshot = graph.copy()
         level += after > 0.8 * before
     if not feasible:
-        return _finish(best, np.inf, "messages")
+        return _finish(best, np.inf, "dual ascent")
     assert snapshot is not None
     _inherit(snapshot, graph)
     return _close(snapshot, best, bound, limits)
@@ -139,12 +139,12 @@ def ascend(graph: Graph, best: Incumbent, limits: Limits, budget: float = float(
 
     Args:
         graph: Presolved; edited in place.
-        best: Offered the labellings met on the way.
+        best: Offered the labelings met on the way.
         limits: Deadline.
-        budget: Bytes that the labels of the live nodes may take in those labellings.
+        budget: Bytes that the labels of the live nodes may take in those labelings.
 
     Returns:
-        The bound on labellings below the cutoff.
+        The bound on labelings below the cutoff.
     """
     messages = compact(graph)
     total, fixed, last = sum(len(ls) for ls in messages.labels), 0, -np.inf
@@ -172,10 +172,10 @@ def decode(graph: Graph, messages: Messages, budget: float = float("inf")) -> In
 
 def _close(graph: Graph, best: Incumbent, bound: float, limits: Limits) -> Minimum:
     if not presolve(graph):
-        return _finish(best, np.inf, "messages")
+        return _finish(best, np.inf, "dual ascent")
     bound = max(bound, ascend(graph, best, limits))
     if bound >= best.cutoff() or not presolve(graph):
-        return _finish(best, np.inf, "messages")
+        return _finish(best, np.inf, "dual ascent")
     seconds = max(limits.deadline - time.monotonic(), 0.0)
     scale = abs(best.value) if np.isfinite(best.value) else 1.0
     found = solve_ilp(graph, scale, limits.gap / 2 * scale, seconds)

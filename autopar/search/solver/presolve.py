@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 
 from autopar.search.solver.problem import Floats, Ints
-from autopar.search.solver.workspace import NOISE, Factor, Graph, combine, join
+from autopar.search.solver.workspace import NOISE, Graph, Potential, combine, join
 
 
 def presolve(graph: Graph, queue: list[int] | None = None, dominance_entries: int = 200_000) -> bool:
@@ -27,7 +27,7 @@ def presolve(graph: Graph, queue: list[int] | None = None, dominance_entries: in
         del todo[node]
         if not graph.active[node]:
             continue
-        if not all(graph.alive(n).size for n in (node, *graph.neighbours(node))):
+        if not all(graph.alive(n).size for n in (node, *graph.neighbors(node))):
             return False
         touched = _merge_parallel(graph, node)
         for fid in list(graph.incident[node]):
@@ -35,7 +35,7 @@ def presolve(graph: Graph, queue: list[int] | None = None, dominance_entries: in
         if not all(graph.alive(n).size for n in (node, *touched)):
             return False
         if _drop_labels(graph, node, dominance_entries):
-            touched += graph.neighbours(node)
+            touched += graph.neighbors(node)
             touched.append(node)
         todo.update(dict.fromkeys(touched))
     return True
@@ -89,7 +89,7 @@ def _tidy(graph: Graph, fid: int) -> list[int]:
         graph.remove(fid)
         if not touched and not table.any():
             return touched
-        fid = graph.add(Factor(factor.nodes, tuple(groups), table))
+        fid = graph.add(Potential(factor.nodes, tuple(groups), table))
     if not touched:
         graph.tidy[fid] = tuple(len(graph.alive(n)) for n in factor.nodes)
     return touched
@@ -131,7 +131,7 @@ def _merge_rows(table: Floats, group: Ints, axis: int) -> tuple[Floats, Ints, bo
 
 
 def _drop_labels(graph: Graph, node: int, limit: int) -> bool:
-    """Kill labels that another label beats whatever the neighbours choose."""
+    """Kill labels that another label beats whatever the neighbors choose."""
     stamp = tuple(graph.incident[node])
     last = graph.checked.get(node)
     if last is not None and last[0] == stamp and last[1] is graph.cost[node]:
@@ -141,7 +141,7 @@ def _drop_labels(graph: Graph, node: int, limit: int) -> bool:
     if len(alive) == 1:
         return False
     cost, memory = graph.cost[node][alive], graph.memory[node][alive]
-    # margin[a, b] >= 0: b costs no more than a against every choice of the neighbours.
+    # margin[a, b] >= 0: b costs no more than a against every choice of the neighbors.
     margin = cost[:, None] - cost[None, :]
     margin[memory[:, None] < memory[None, :]] = -np.inf
     for fid in graph.incident[node]:

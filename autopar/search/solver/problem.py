@@ -1,4 +1,4 @@
-"""The values of the combinatorial solver: a pairwise cost minimisation with one optional memory budget."""
+"""The values of the combinatorial solver: a pairwise cost minimization with one optional memory budget."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class Problem:
-    """Minimise node costs plus edge costs."""
+    """Minimize node costs plus edge costs."""
 
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
@@ -55,14 +55,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class Solution:
-    """A labelling with its certificate.
+    """A labeling with its certificate.
 
     Attributes:
         labels: One label per node, [n].
         objective: Seconds of these labels, exactly as `evaluate` counts them.
-        lower_bound: No labelling within the budget costs less, up to float rounding.
+        lower_bound: No labeling within the budget costs less, up to float rounding.
         memory: Bytes of these labels.
-        method: What closed the search, e.g. "fold" or "time limit".
+        method: What closed the search, e.g. "elimination" or "time limit".
     """
 
     labels: Ints
@@ -78,7 +78,7 @@ class Solution:
 
 
 def evaluate(problem: Problem, labels: Ints) -> tuple[float, float]:
-    """Objective in seconds and memory in bytes of a labelling.
+    """Objective in seconds and memory in bytes of a labeling.
 
     Args:
         problem: The problem.

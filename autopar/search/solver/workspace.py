@@ -13,7 +13,7 @@ NOISE = 1e-13
 
 
 @dataclass(frozen=True, eq=False)
-class Factor:
+class Potential:
     """A cost over several nodes: `table[groups[0][label of nodes[0]], groups[1][...], ...]`.
 
     Groups have the full label count of the original node, so that they stay valid while labels die;
@@ -31,7 +31,7 @@ class Folded:
 
     node: int
     cost: Floats
-    factors: tuple[Factor, ...]
+    factors: tuple[Potential, ...]
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Graph:
 
     cost: list[Floats]
     memory: list[Floats]
-    factors: dict[int, Factor] = field(default_factory=dict)
+    factors: dict[int, Potential] = field(default_factory=dict)
     incident: list[dict[int, None]] = field(default_factory=list)
     active: list[bool] = field(default_factory=list)
     folded: list[Folded] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Graph:
             dict(self.living), {fid: dict(known) for fid, known in self.regrets.items()},
         )  # fmt: skip
 
-    def add(self, factor: Factor) -> int:
+    def add(self, factor: Potential) -> int:
         """Insert a factor and return its id."""
         self.next_id += 1
         self.factors[self.next_id] = factor
@@ -72,7 +72,7 @@ class Graph:
             self.incident[node][self.next_id] = None
         return self.next_id
 
-    def remove(self, fid: int) -> Factor:
+    def remove(self, fid: int) -> Potential:
         """Take a factor out."""
         factor = self.factors.pop(fid)
         self.tidy.pop(fid, None)
@@ -81,7 +81,7 @@ class Graph:
             del self.incident[node][fid]
         return factor
 
-    def neighbours(self, node: int) -> list[int]:
+    def neighbors(self, node: int) -> list[int]:
         """Other nodes that share a factor, in first-seen order."""
         seen = dict.fromkeys(n for fid in self.incident[node] for n in self.factors[fid].nodes)
         seen.pop(node, None)
@@ -121,7 +121,7 @@ def build(problem: Problem, with_memory: bool) -> Graph:
         if e.u == e.v:
             graph.cost[e.u] = graph.cost[e.u] + table[u_group, v_group]
         else:
-            graph.add(Factor((e.u, e.v), (u_group, v_group), table))
+            graph.add(Potential((e.u, e.v), (u_group, v_group), table))
     return graph
 
 
@@ -148,7 +148,7 @@ def join(columns: list[Ints], alive: Ints) -> tuple[Ints, list[Ints]]:
     return joint, [c[alive[first]] for c in columns]
 
 
-def combine(parts: list[Factor], graph: Graph) -> Factor:
+def combine(parts: list[Potential], graph: Graph) -> Potential:
     """The sum of factors over the same nodes, as one factor."""
     nodes = parts[0].nodes
     groups, total = [], None
@@ -162,4 +162,4 @@ def combine(parts: list[Factor], graph: Graph) -> Factor:
         table = part.table.transpose(order)[np.ix_(*(sub[k] for sub in picks))]
         total = table if total is None else total + table
     assert total is not None
-    return Factor(nodes, tuple(groups), total)
+    return Potential(nodes, tuple(groups), total)

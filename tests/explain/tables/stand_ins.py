@@ -16,7 +16,7 @@ def hand_made_plan(lower_bound: float = 0.0122, method: str = "fold", module: st
         batch={"0": (Split(0), R)},
         results={"0": (Partial("sum"), R)},
         choices={"mm": ("m", "k")},
-        relays={},
+        consumer_layouts={},
         optimizer="adamw",
         fingerprint="0" * 16,
         torch="2.13.0",

@@ -16,7 +16,7 @@ from autopar.ir.plan import Plan, Scatter
 from autopar.ir.program import Program
 from autopar.passes import DETERMINISTIC_PASSES
 from autopar.pipeline.schedules import SCHEDULES, order_of
-from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, Cutting
+from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, StageGraphs
 from autopar.search.options import Search
 from autopar.search.pipeline.stage_plan import sends_behind
 from autopar.search.pipeline.stage_times import plan_tasks, taken_by
@@ -60,7 +60,7 @@ def error(program: Program, plan: Plan, local: Program, made: Any = residual) ->
     return compare(program, local, plan, global_values(program, *made()), torch.float64).max_error
 
 
-def gathers(cutting: Cutting, stage: int, kind: str) -> list[str]:
+def gathers(cutting: StageGraphs, stage: int, kind: str) -> list[str]:
     """Names of the gathers in a piece."""
     nodes = cutting.piece(stage, kind).graph.graph.nodes
     return [n.name for n in nodes if "collective" in n.meta and n.meta["collective"].kind == "all_gather"]
@@ -72,7 +72,7 @@ def test_parts_are_sent_where_the_link_is_slow() -> None:
     assert Plan.from_dict(plan.to_dict()) == plan
     assert "each device sends a part" in plan.summary()
     local, whole = rewrite(program, plan), rewrite(program, replace(plan, scatter=None))
-    parts, all_of_it = Cutting(local, 2), Cutting(whole, 2)
+    parts, all_of_it = StageGraphs(local, 2), StageGraphs(whole, 2)
     for names, others in ((parts.received(1), all_of_it.received(1)), (parts.returned(0), all_of_it.returned(0))):
         shapes = [
             [tuple(c.node(n).meta["val"].shape) for n in sent] for c, sent in ((parts, names), (all_of_it, others))
@@ -95,7 +95,7 @@ def test_the_seconds_are_those_of_the_graph() -> None:
     program, plan = planned(SLOW)
     link = plan.cluster.axis_links["node"]
     own = {"parts": plan, "whole": replace(plan, scatter=None)}
-    taken = {k: taken_by(Cutting(rewrite(program, p), 2), p.inner, link, False) for k, p in own.items()}
+    taken = {k: taken_by(StageGraphs(rewrite(program, p), 2), p.inner, link, False) for k, p in own.items()}
     first, second = ({k: found[stage] for k, found in taken.items()} for stage in range(2))
     saved = first["whole"].hop - first["parts"].hop
     assert saved == pytest.approx(8 * 16 * 4 / 2 / SLOW)
@@ -114,7 +114,7 @@ def test_stages_of_one_device_hand_on_the_whole(schedule: str, behind: tuple[int
     program, plan = planned(SLOW, 2, schedule)
     assert plan.scatter == Scatter("node", behind)
     local = rewrite(program, plan, passes=DETERMINISTIC_PASSES)
-    cutting = Cutting(local, 4)
+    cutting = StageGraphs(local, 4)
     rows = [cutting.node(cutting.received(s)[-1]).meta["val"].shape[0] for s in (1, 2, 3)]
     assert rows == [4 if s in behind else 8 for s in range(3)]
     assert error(program, plan, local) < BOUND

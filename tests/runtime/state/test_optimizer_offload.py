@@ -35,9 +35,9 @@ def planned(model: nn.Module, batch: Any, *names: str) -> Plan:
 
 
 def quotient_keys(program: Any) -> list[str]:
-    from autopar.sharding.layer_classes import quotient
+    from autopar.sharding.layer_classes import layer_classes
 
-    return list(quotient(program, analyze(program)).members)
+    return list(layer_classes(program, analyze(program)).members)
 
 
 class Watching(torch.optim.AdamW):

@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 
 import autopar
-from autopar.ir.plan import LEANER, Certificate, Plan
-from autopar.search.budget.cutoff import NoFasterError, Rival
+from autopar.ir.plan import MEMORY_REPAIR, Certificate, Plan
+from autopar.search.budget.cutoff import Cutoff, PrunedError
 from autopar.search.microbatch.count import best_count
 from tests import models as zoo
 
@@ -24,16 +24,16 @@ def found(seconds: float, bound: float, price: float) -> Plan:
 
 
 def test_a_count_that_is_not_faster_leaves_its_bound() -> None:
-    rivals: list[Rival] = []
+    rivals: list[Cutoff] = []
 
-    def attempt(count: int, rival: Rival) -> Plan:
-        rivals.append(rival)
+    def attempt(count: int, cutoff: Cutoff) -> Plan:
+        rivals.append(cutoff)
         if count == 2:
-            raise NoFasterError(0.97)
+            raise PrunedError(0.97)
         return found(1.0, 0.99, 2e-12)
 
     best = best_count(attempt)
-    assert rivals == [Rival(), Rival(1.0, 2e-12)]
+    assert rivals == [Cutoff(), Cutoff(1.0, 2e-12)]
     assert (best.certificate.objective, best.certificate.lower_bound) == (1.0, 0.97)
     assert best.certificate.space.startswith("1, 2 microbatches")
 
@@ -41,9 +41,9 @@ def test_a_count_that_is_not_faster_leaves_its_bound() -> None:
 def test_a_plan_that_was_made_lean_is_not_the_last() -> None:
     """More microbatches need less memory, and may be faster than one batch that hardly fits."""
 
-    def attempt(count: int, rival: Rival) -> Plan:
+    def attempt(count: int, cutoff: Cutoff) -> Plan:
         plan = found(3.0 if count == 1 else 2.0, 1.0, 0.0)
-        return replace(plan, certificate=replace(plan.certificate, method=LEANER)) if count == 1 else plan
+        return replace(plan, certificate=replace(plan.certificate, method=MEMORY_REPAIR)) if count == 1 else plan
 
     best = best_count(attempt)
     assert best.certificate.objective == 2.0
@@ -53,20 +53,20 @@ def test_a_plan_that_was_made_lean_is_not_the_last() -> None:
 def test_a_bound_is_never_above_what_is_found() -> None:
     """The count that is given up needs far longer."""
 
-    def attempt(count: int, rival: Rival) -> Plan:
+    def attempt(count: int, cutoff: Cutoff) -> Plan:
         if count == 2:
-            raise NoFasterError(3.0)
+            raise PrunedError(3.0)
         return found(1.0, 0.99, 2e-12)
 
     assert best_count(attempt).certificate.lower_bound == 0.99
 
 
 def test_where_no_count_beats_the_rival_its_bound_is_told() -> None:
-    def attempt(count: int, rival: Rival) -> Plan:
-        rival.require_less(2.0)
+    def attempt(count: int, cutoff: Cutoff) -> Plan:
+        cutoff.require_less(2.0)
         return found(3.0, 2.0, 2e-12)
 
-    with pytest.raises(NoFasterError) as e:
-        best_count(attempt, Rival(1.5))
+    with pytest.raises(PrunedError) as e:
+        best_count(attempt, Cutoff(1.5))
     assert e.value.bound == 2.0
-    assert best_count(attempt, Rival(4.0)).certificate.objective == 3.0
+    assert best_count(attempt, Cutoff(4.0)).certificate.objective == 3.0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autopar.search.budget.lagrangian import fits, locate
 from autopar.search.budget.layer_groups import group_sizes, in_groups
-from autopar.search.solver.layer_mix import Mix, mix_of, weights
+from autopar.search.solver.layer_mix import LayerMix, mix_of, weights
 from autopar.search.solver.problem import Edge, Ints, Node, Problem
 
 BLOCKS = 3
@@ -70,7 +70,7 @@ def test_groups_are_as_good_as_every_choice(seed: int, budget: int) -> None:
     known = [p for p in points if np.isfinite(p.cost) and fits(p.memory, budget)]
     if not known:
         return
-    worst = Mix.of(max(known, key=lambda p: p.cost), price=1.5)
+    worst = LayerMix.of(max(known, key=lambda p: p.cost), price=1.5)
     found = in_groups(problem, every, COUNTS, budget, worst, 1e-9)
     # A block of the one kind and two of the other, in one order or the other.
     orders = [by_hand(problem, ends) for ends in ((2 / 3, 1.0), (1 / 3, 1.0))]
@@ -78,7 +78,7 @@ def test_groups_are_as_good_as_every_choice(seed: int, budget: int) -> None:
     assert min(least, other) - 1e-4 <= found.cost <= min(least, worst.cost) + 1e-4
     assert fits(found.memory, budget)
     assert found.price == 1.5
-    again = mix_of(problem, found.labellings, found.ends, COUNTS)
+    again = mix_of(problem, found.labelings, found.ends, COUNTS)
     assert (found.cost, found.memory) == (again.cost, again.memory)
 
 
@@ -89,14 +89,14 @@ def test_a_layer_in_a_third_way_closes_what_two_leave() -> None:
     problem = Problem((Node("six", *own), Node("four", *other)), ())
     counts = np.array([3, 3], dtype=np.int64)
     nothing: Ints = np.ones(2, dtype=np.int64)
-    found = in_groups(problem, [np.ones(2, dtype=bool)] * 2, counts, 10.0, Mix.of(locate(problem, nothing)), 1e-9)
+    found = in_groups(problem, [np.ones(2, dtype=bool)] * 2, counts, 10.0, LayerMix.of(locate(problem, nothing)), 1e-9)
     assert (found.cost, found.memory) == pytest.approx((20.0, 10.0))
 
 
 def test_what_keeps_little_comes_first() -> None:
     node = Node("n", np.array([0.0, 8.0]), np.array([8.0, 0.0]))
     problem = Problem((node,), ())
-    nothing = Mix.of(locate(problem, np.array([1])))
+    nothing = LayerMix.of(locate(problem, np.array([1])))
     found = in_groups(problem, [np.ones(2, dtype=bool)], np.array([8]), 5.0, nothing, 1e-9)
-    assert [int(labels[0]) for labels in found.labellings] == [1, 0]
+    assert [int(labels[0]) for labels in found.labelings] == [1, 0]
     assert found.ends == (3 / 8, 1.0)

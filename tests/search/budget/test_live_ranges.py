@@ -7,12 +7,12 @@ import random
 
 import pytest
 
-from autopar.search.budget.live_ranges import Lives, fewest, minimise
+from autopar.search.budget.live_ranges import LiveRanges, fewest, minimize
 
 
-def chain() -> Lives:
+def chain() -> LiveRanges:
     """``a`` to ``b`` to ``c``; operator 0 takes ``c``, operator 2 ``b`` and operator 3 ``a``."""
-    return Lives(
+    return LiveRanges(
         base=[0.0, 100.0, 0.0, 0.0],
         size={"a": 1.0, "b": 10.0, "c": 10.0},
         first={"c": 0, "b": 2, "a": 3},
@@ -46,7 +46,7 @@ def test_no_choice_needs_less(seed: int) -> None:
     """Random values that are made of up to two others, and taken by up to two operators."""
     draw = random.Random(seed)
     operators, names = 6, [*range(8)]
-    lives = Lives(base=[float(draw.randrange(20)) for _ in range(operators)])
+    lives = LiveRanges(base=[float(draw.randrange(20)) for _ in range(operators)])
     for s in names:
         lives.size[s] = float(1 + draw.randrange(10))
         lives.sources[s] = set(draw.sample(names[:s], min(s, draw.randrange(3))))
@@ -57,7 +57,7 @@ def test_no_choice_needs_less(seed: int) -> None:
     free = [s for s in names if s not in lives.fixed]
     sets = (set(c) for n in range(len(free) + 1) for c in itertools.combinations(free, n))
     best = min(float(lives.under(again).max()) for again in sets)
-    bound, again = minimise(lives, range(operators))
+    bound, again = minimize(lives, range(operators))
     assert not again & lives.fixed
     assert 0.9 * best <= bound <= best * (1 + 1e-6)  # which need not make values again in front of their first users
     assert best <= lives.under(again).max() <= 1.1 * best

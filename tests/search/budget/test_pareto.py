@@ -1,4 +1,4 @@
-"""Prices, and mixes between two of them, against every labelling of small problems."""
+"""Prices, and mixes between two of them, against every labeling of small problems."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
-from autopar.search.budget.cutoff import WORTH, NoFasterError, Rival
+from autopar.search.budget.cutoff import WORTH, Cutoff, PrunedError
 from autopar.search.budget.pareto import Frontier, mixed, restricted, within
 from autopar.search.solver.minimize import Limits
 from autopar.search.solver.problem import Edge, Node, Problem, evaluate
@@ -56,7 +56,7 @@ def test_points_around_a_budget(seed: int, budget: int) -> None:
     assert evaluate(problem, under.labels) == (under.cost, under.memory)
     assert under.memory <= budget
     assert over is under or over.memory > budget
-    # The bound holds for every labelling that fits, and is Lagrange's: on the line between the two points.
+    # The bound holds for every labeling that fits, and is Lagrange's: on the line between the two points.
     assert found.bound(budget) <= min(fitting) + 1e-6
     if over is not under:
         line = over.cost + (under.cost - over.cost) * (over.memory - budget) / (over.memory - under.memory)
@@ -75,7 +75,7 @@ def test_members_are_mixed_as_far_as_they_have_to_be() -> None:
 
 @given(seed=st.integers(0, 2**32 - 1), budget=st.integers(0, 36), more=st.integers(0, 36))
 def test_more_memory_saves_no_more_than_its_price(seed: int, budget: int, more: int) -> None:
-    """From the bound at a budget, which the price is a slope of, no labelling of a larger one falls faster."""
+    """From the bound at a budget, which the price is a slope of, no labeling of a larger one falls faster."""
     problem = small(seed)
     found = frontier(problem)
     every = points(problem)
@@ -113,10 +113,10 @@ def test_a_rival_ends_the_search_only_where_a_bound_says_so(seed: int, budget: i
     fitting = [cost for cost, memory in points(problem) if memory <= budget]
     if not fitting:
         return
-    found = Frontier(problem, Limits(1e-9, time.monotonic() + 60), useless=(budget, Rival(seconds, price)))
+    found = Frontier(problem, Limits(1e-9, time.monotonic() + 60), useless=(budget, Cutoff(seconds, price)))
     try:
         _, under = found.around(budget)
-    except NoFasterError as e:
+    except PrunedError as e:
         assert seconds * (1 - WORTH) <= e.bound <= min(fitting) + 1e-6
         return
     assert under.memory <= budget

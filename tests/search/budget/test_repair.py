@@ -7,22 +7,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autopar.compiler import crowd_of, peak_of, program_of, program_to_plan, rewrite, solve
+from autopar.compiler import peak_of, peak_snapshot_of, program_of, program_to_plan, rewrite, solve
 from autopar.costs.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import is_backward
 from autopar.ir.plan import EVERY, Plan
 from autopar.ir.program import Program
-from autopar.memory.liveness import crowd, moments
+from autopar.memory.liveness import moments, peak_snapshot
 from autopar.memory.recompute import class_of
-from autopar.search.budget.min_peak import Choice, keeping_least
-from autopar.search.budget.repair import leaner
+from autopar.search.budget.min_peak import Choice, min_peak_recomputation
+from autopar.search.budget.repair import repaired
 from autopar.search.budget.within_budget import missing
 from autopar.search.formulation.memory_model import carried
 from autopar.search.options import Job, Search
 from autopar.sharding.dims import analyze
 from autopar.sharding.factor_kinds import from_parameters
-from autopar.sharding.layer_classes import Quotient, quotient
+from autopar.sharding.layer_classes import LayerClasses, layer_classes
 from autopar.verify.verify import compare, global_values
 from benchmarks.least_memory import least
 from benchmarks.memory_models import llama
@@ -33,29 +33,29 @@ GPU = Cluster.preset("h100")
 SIZES = {"batch": 8, "seq": 16, "layers": 3}
 
 
-def captured() -> tuple[Program, Quotient, list[torch.Tensor]]:
+def captured() -> tuple[Program, LayerClasses, list[torch.Tensor]]:
     program, dims, values = zoo.captured("llama", **SIZES)
-    return program, quotient(program, dims), list(values)
+    return program, layer_classes(program, dims), list(values)
 
 
 def needs(program: Program, plan: Plan) -> float:
     return sum(peak_of(program, plan).values())
 
 
-def made_lean(program: Program, classes: Quotient, plan: Plan, budget: float, again: str = "search") -> Plan:
+def made_lean(program: Program, classes: LayerClasses, plan: Plan, budget: float, again: str = "search") -> Plan:
     """What becomes of a plan that does not fit."""
     search = Search(pins={"recompute": again}, time_limit=1200)  # ranks must not stop at different plans
     held = replace(plan.predicted, peak_bytes=peak_of(program, plan, classes))
     error = missing(budget, replace(plan, predicted=held))
     job = Job(LINE, GPU, budget, search=search)
-    return leaner(program, analyze(program), classes, job, lambda p: crowd_of(program, p, classes), error)
+    return repaired(program, analyze(program), classes, job, lambda p: peak_snapshot_of(program, p, classes), error)
 
 
 def lean_random_plan(program: Program, axes: dict[str, int], machine: Cluster, seed: int) -> tuple[Plan, Plan]:
     """A random plan, and what becomes of it where a twentieth of its memory is missing, found or not."""
     plan = solve(program, axes, machine, search=Search(recipe="random", seed=seed))
     try:
-        return plan, made_lean(program, quotient(program, analyze(program)), plan, 0.95 * needs(program, plan))
+        return plan, made_lean(program, layer_classes(program, analyze(program)), plan, 0.95 * needs(program, plan))
     except InfeasibleError as e:
         return plan, e.least
 
@@ -64,7 +64,7 @@ def test_the_crowd_is_what_is_held_at_the_heaviest_moment() -> None:
     program, _, _ = captured()
     plan = solve(program, LINE, "h100")
     local = rewrite(program, plan)
-    found, every = crowd(local, plan), moments(local, plan)
+    found, every = peak_snapshot(local, plan), moments(local, plan)
     assert found.totals[0] == sum(found.held.values()) == max(m.total for m in every)
     assert list(found.totals) == sorted(found.totals, reverse=True)
     inputs = ("parameters", "optimizer", "buffers", "batch")
@@ -76,8 +76,11 @@ def test_what_is_made_again_is_told_apart() -> None:
     program, classes, _ = captured()
     plan = solve(program, LINE, "h100")
     kept = {k for k, members in classes.members.items() if members[0] in carried(program, classes)}
-    names = [*classes.members.keys() - kept, *(f"relay {r}" for r in plan.relays if class_of(f"relay {r}") not in kept)]
-    found = crowd_of(program, replace(plan, recompute=dict.fromkeys(names, EVERY)), classes)
+    names = [
+        *classes.members.keys() - kept,
+        *(f"consumer {r}" for r in plan.consumer_layouts if class_of(f"consumer {r}") not in kept),
+    ]
+    found = peak_snapshot_of(program, replace(plan, recompute=dict.fromkeys(names, EVERY)), classes)
     again = {t.name for t in found.tensors if t.again}
     assert again
     assert again <= {n.name for n in program.sources}
@@ -125,7 +128,7 @@ def test_pins_hold() -> None:
     found = made_lean(program, classes, plan, 0.95 * most, "gathers")
     chains = {classes.key[n] for n in from_parameters(program)}
     assert {class_of(name) for name in found.recompute} <= chains
-    assert any(name.startswith("relay ") for name in found.recompute)
+    assert any(name.startswith("consumer ") for name in found.recompute)
 
 
 def test_what_needs_far_too_much_is_left_alone() -> None:
@@ -149,7 +152,7 @@ def test_some_blocks_may_do_without() -> None:
 def test_models_of_which_blocks_were_left_out() -> None:
     program = program_to_plan(*zoo.MODELS["llama"](layers=6, batch=8, seq=16))
     assert program.repeat is not None
-    classes = quotient(program, analyze(program))
+    classes = layer_classes(program, analyze(program))
     plan = solve(program, LINE, "h100")
     budget = 0.9 * needs(program, plan)
     found = made_lean(program, classes, plan, budget)
@@ -189,11 +192,11 @@ def test_what_would_be_enough_is_enough_and_the_same_for_each_budget(axes: dict[
 def test_what_is_kept_is_chosen_for_all_moments_at_once() -> None:
     """Without a look at the graph, and what that computes stays the same."""
     program, dims, values = zoo.captured("llama", **{**SIZES, "layers": 2})
-    classes = quotient(program, dims)
+    classes = layer_classes(program, dims)
     plan = solve(program, LINE, "h100", search=Search(recipe="fsdp"))
     forward = {classes.key[n] for n in program.sources if not is_backward(n)}
     free = forward - {classes.key[n] for n in carried(program, classes)}
-    found = keeping_least(program, dims, classes, plan, Choice(free, classes.members.keys()))
+    found = min_peak_recomputation(program, dims, classes, plan, Choice(free, classes.members.keys()))
     assert found is not None
     assert needs(program, found) < 0.8 * needs(program, plan)
     report = compare(program, rewrite(program, found), found, list(values), torch.float64)

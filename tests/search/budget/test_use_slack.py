@@ -10,10 +10,10 @@ import pytest
 
 from autopar.ir.plan import Plan
 from autopar.search.budget.lagrangian import locate
-from autopar.search.budget.use_slack import filled
-from autopar.search.formulation.build import Built
+from autopar.search.budget.use_slack import slack_used
+from autopar.search.formulation.build import Formulation
 from autopar.search.formulation.variable import Floats, Variable
-from autopar.search.solver.layer_mix import Mix
+from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits
 from autopar.search.solver.problem import Node, Problem
 from tests.explain.tables.stand_ins import hand_made_plan
@@ -22,7 +22,7 @@ COSTS, SIZES = (7.0, 5.0, 5.0), (6.0, 5.0, 5.0)
 KEPT = 0
 
 
-def knapsack(unseen: float = 0.0) -> Built:
+def knapsack(unseen: float = 0.0) -> Formulation:
     """Three tensors that are kept, or made again for some seconds; of the first a graph holds more than the row."""
     variables, nodes = [], []
     for i, (cost, size) in enumerate(zip(COSTS, SIZES, strict=True)):
@@ -30,15 +30,15 @@ def knapsack(unseen: float = 0.0) -> Built:
         more: Floats | None = np.array([unseen, 0.0]) if i == 0 and unseen else None
         variables.append(Variable(f"n{i}", 1, {}, {}, None, seconds, memory, np.zeros(2, dtype=np.int64), unseen=more))
         nodes.append(Node(f"n{i}", seconds, memory))
-    return Built(Problem(tuple(nodes), ()), tuple(variables))
+    return Formulation(Problem(tuple(nodes), ()), tuple(variables))
 
 
-def fill(built: Built, labels: tuple[int, ...], budget: float, held: float = 0.0) -> tuple[Plan, list[float]]:
+def fill(built: Formulation, labels: tuple[int, ...], budget: float, held: float = 0.0) -> tuple[Plan, list[float]]:
     """What becomes of a plan, and what was measured; graphs hold what ``SIZES`` say, and ``held`` besides."""
     measured: list[float] = []
 
-    def measure(mix: Mix) -> tuple[Plan, bool]:
-        size = held + sum(s for s, x in zip(SIZES, mix.labellings[-1], strict=True) if x == KEPT)
+    def measure(mix: LayerMix) -> tuple[Plan, bool]:
+        size = held + sum(s for s, x in zip(SIZES, mix.labelings[-1], strict=True) if x == KEPT)
         measured.append(size)
         plan = hand_made_plan()
         certificate = replace(plan.certificate, objective=mix.cost)
@@ -46,10 +46,10 @@ def fill(built: Built, labels: tuple[int, ...], budget: float, held: float = 0.0
             plan, certificate=certificate, predicted=replace(plan.predicted, peak_bytes={"all": size})
         ), size <= budget
 
-    mix = Mix.of(locate(built.problem, np.array(labels)))
+    mix = LayerMix.of(locate(built.problem, np.array(labels)))
     plan, enough = measure(mix)
     assert enough
-    return filled(built, mix, plan, budget, Limits(1e-9, time.monotonic() + 60), measure), measured
+    return slack_used(built, mix, plan, budget, Limits(1e-9, time.monotonic() + 60), measure), measured
 
 
 def test_what_saves_most_together_is_kept() -> None:

@@ -12,12 +12,12 @@ from autopar.costs.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.ir.plan import Plan
 from autopar.search.budget.within_budget import SMALL, Task, plan_within
-from autopar.search.formulation.build import Built
-from autopar.search.formulation.memory_model import Memory
+from autopar.search.formulation.build import Formulation
+from autopar.search.formulation.memory_model import MemoryModel
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.formulation.variable import Variable
 from autopar.search.options import Job
-from autopar.search.solver.layer_mix import Mix
+from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits
 from autopar.search.solver.problem import Node, Problem
 from tests.explain.tables.stand_ins import hand_made_plan
@@ -29,12 +29,12 @@ def test_a_row_that_nothing_fits_is_loosened_where_its_least_plan_has_room() -> 
     """The free plan needs much besides its row, so that the first row is too tight for any; the others need nothing."""
     cost = np.arange(11.0)
     variable = Variable("n", 1, {}, {}, None, cost, 10 - cost, np.zeros(11, dtype=np.int64), working=np.ones(11))
-    built = Built(Problem((Node("n", cost, 10 - cost),), ()), (variable,))
+    built = Formulation(Problem((Node("n", cost, 10 - cost),), ()), (variable,))
 
-    def make(restrictions: Restrictions, memory: Memory) -> Built:
+    def make(restrictions: Restrictions, memory: MemoryModel) -> Formulation:
         return built
 
-    def read(built: Built, mix: Mix, bound: float, method: str) -> Plan:
+    def read(built: Formulation, mix: LayerMix, bound: float, method: str) -> Plan:
         plan = hand_made_plan()
         return replace(plan, certificate=replace(plan.certificate, objective=mix.cost, lower_bound=bound))
 
@@ -60,11 +60,11 @@ def test_states_between_two_prices_are_found_where_nothing_repeats() -> None:
         one = np.ones(other + 2)
         variables.append(Variable(f"n{i}", 1, {}, {}, None, seconds, memory, candidate, working=one))
         nodes.append(Node(f"n{i}", seconds, memory))
-    built = Built(Problem(tuple(nodes), ()), tuple(variables))
+    built = Formulation(Problem(tuple(nodes), ()), tuple(variables))
     assert 3 * (other + 2) > SMALL
     held = {"all": 0.0}
 
-    def read(built: Built, mix: Mix, bound: float, method: str) -> Plan:
+    def read(built: Formulation, mix: LayerMix, bound: float, method: str) -> Plan:
         plan = hand_made_plan()
         held["all"] = mix.memory
         return replace(plan, certificate=replace(plan.certificate, objective=mix.cost, lower_bound=bound))
@@ -80,9 +80,9 @@ def test_what_no_row_has_room_for_is_measured_once() -> None:
     """The row holds for all plans, so that nothing else is tried."""
     cost, measured = np.arange(11.0), []
     variable = Variable("n", 1, {}, {}, None, cost, 20 - cost, np.zeros(11, dtype=np.int64), working=np.ones(11))
-    built = Built(Problem((Node("n", cost, 20 - cost),), ()), (variable,))
+    built = Formulation(Problem((Node("n", cost, 20 - cost),), ()), (variable,))
 
-    def read(built: Built, mix: Mix, bound: float, method: str) -> Plan:
+    def read(built: Formulation, mix: LayerMix, bound: float, method: str) -> Plan:
         plan = hand_made_plan()
         return replace(plan, certificate=replace(plan.certificate, objective=mix.cost, lower_bound=bound))
 

@@ -18,22 +18,22 @@ from autopar.ir.graph import is_backward, module_path
 from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.plan import Certificate
 from autopar.ir.program import Program
-from autopar.memory.liveness import Moment as Held
+from autopar.memory.liveness import PeakPoint as Held
 from autopar.memory.liveness import moments
 from autopar.search.find import plan_of, state_bytes
-from autopar.search.formulation.build import Built, build
-from autopar.search.formulation.memory_model import Memory
-from autopar.search.formulation.peak_point import Moment, Timeline
+from autopar.search.formulation.build import Formulation, build
+from autopar.search.formulation.memory_model import MemoryModel
+from autopar.search.formulation.peak_point import PeakPoint, Timeline
 from autopar.search.formulation.pins import Restrictions
-from autopar.search.microbatch.split import in_microbatches
+from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Job
-from autopar.search.solver.layer_mix import Mix
-from autopar.search.solver.minimize import Limits, minimise
+from autopar.search.solver.layer_mix import LayerMix
+from autopar.search.solver.minimize import Limits, minimize
 from autopar.search.solver.problem import Ints, Problem, evaluate
 from autopar.search.solver.workspace import build as graph_of
 from autopar.sharding.dims import analyze
 from autopar.sharding.factor_kinds import from_parameters
-from autopar.sharding.layer_classes import quotient
+from autopar.sharding.layer_classes import layer_classes
 from autopar.sharding.redistribute import Machine, Tables
 from tests import models as zoo
 
@@ -68,26 +68,26 @@ class Rows:
     """The rows of a model on a mesh, by the moment."""
 
     def __init__(self, program: Program, axes: dict[str, int], again: str, microbatches: int = 1) -> None:
-        self.whole, self.program, self.axes = program, in_microbatches(program, microbatches), axes
+        self.whole, self.program, self.axes = program, microbatch_program(program, microbatches), axes
         self.dims = analyze(self.program)
-        self.classes = quotient(self.program, self.dims)
+        self.classes = layer_classes(self.program, self.dims)
         machine = Machine(tuple(axes), tuple(axes.values()), CLUSTER.link_for(axes), CLUSTER.device)
         self.tables = Tables(machine)
-        self.memory = Memory(state_bytes(self.program, "adamw", gradients=False), True, again)
+        self.memory = MemoryModel(state_bytes(self.program, "adamw", gradients=False), True, again)
         plain = (n for n in self.program.sources if not self.dims.operators[n].rule.view)
-        once = self.program.once | self.program.alone
+        once = self.program.per_step | self.program.microbatch_invariant
         self.nodes = [n for n in plain if n.target is not accumulate and n not in once]
 
-    def built(self, moment: Moment | None) -> Built:
+    def built(self, moment: PeakPoint | None) -> Formulation:
         memory = replace(self.memory, moment=moment)
         return build(self.program, self.dims, self.classes, self.tables, memory, Restrictions())
 
-    def heaviest(self, seed: int) -> Moment:
+    def heaviest(self, seed: int) -> PeakPoint:
         built = self.built(None)
         assert built.heaviest is not None
         return built.heaviest([drawn(built, seed)])
 
-    def at(self, node: fx.Node) -> Moment:
+    def at(self, node: fx.Node) -> PeakPoint:
         chains = from_parameters(self.program) if self.memory.again == "gathers" else set()
         always = self.memory.again == "search"
         return self.timeline(lambda n: always or n in chains or self.dims.operators[n].rule.view).at(node)
@@ -95,9 +95,9 @@ class Rows:
     def timeline(self, repeated: Callable[[fx.Node], bool]) -> Timeline:
         return Timeline(self.program, self.dims, self.classes, self.tables, repeated)
 
-    def held(self, built: Built, labels: Ints) -> list[Held]:
+    def held(self, built: Formulation, labels: Ints) -> list[Held]:
         """What the graph of the labels' plan holds, moment by moment."""
-        mix = Mix((labels,), (1.0,), 0.0, 0.0)
+        mix = LayerMix((labels,), (1.0,), 0.0, 0.0)
         plan = plan_of(
             self.program, self.dims, self.classes, built, mix, CERTIFICATE, Job(self.axes, CLUSTER), self.tables
         )
@@ -105,7 +105,7 @@ class Rows:
         return moments(rewrite(self.whole, plan), plan)
 
 
-def drawn(built: Built, seed: int) -> Ints:
+def drawn(built: Formulation, seed: int) -> Ints:
     """The best labels under costs that chance has changed, with memory at any price."""
     random, problem = np.random.default_rng(seed), built.problem
     # The same chance for all states of a candidate, and for all moves between two: to keep a value in vain must not be
@@ -117,7 +117,7 @@ def drawn(built: Built, seed: int) -> Ints:
     price = typical * 10 ** random.uniform(0.5, 3)
     priced = tuple(replace(n, cost=n.cost + price * n.memory) for n in nodes)
     changed_problem = Problem(priced, edges)
-    found = minimise(
+    found = minimize(
         graph_of(changed_problem, False),
         lambda labels: evaluate(changed_problem, labels)[0],
         Limits(1e-9, time.monotonic() + 5),
@@ -208,7 +208,7 @@ def test_what_runs_once_a_step_is_no_moment() -> None:
     """Nothing of a microbatch is there while it runs, whatever its place among its operators."""
     rows = Rows(program_of(*MODELS["llama"]()), {"a": 2}, "search", 2)
     built = rows.built(None)
-    alone = {rows.classes.key[n] for n in rows.program.alone}
+    alone = {rows.classes.key[n] for n in rows.program.microbatch_invariant}
     steady = [v for v in built.variables if v.working is not None and v.key in alone]
     assert steady  # cosines of positions, and the like
     heavy = [
@@ -216,4 +216,4 @@ def test_what_runs_once_a_step_is_no_moment() -> None:
         for v in built.variables
     ]
     when = rows.timeline(lambda n: True)
-    assert when.heaviest(heavy, [drawn(built, 0)]).node not in rows.program.alone
+    assert when.heaviest(heavy, [drawn(built, 0)]).node not in rows.program.microbatch_invariant

@@ -23,7 +23,7 @@ from autopar.ir.program import Program
 from autopar.parallelize import parallelize
 from autopar.passes import PASSES
 from autopar.runtime.step.microbatch_step import whole_type
-from autopar.search.microbatch.split import in_microbatches
+from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Search
 from autopar.verify.verify import compare, global_values, verify
 from tests import models as zoo
@@ -112,7 +112,7 @@ def test_a_short_last_batch_and_inference() -> None:
         torch.testing.assert_close(model(batch)["out"], plain(batch)["out"])
 
 
-def test_backward_calls_add_up_also_without_synchronisation() -> None:
+def test_backward_calls_add_up_also_without_synchronization() -> None:
     plain, model = Step().eval(), parallelize(Step().eval(), None, search=Search(pins={"microbatches": 2}))
     first, second = torch.randn(4, 8), torch.randn(4, 8)
     (plain(first)["loss"] + plain(second)["loss"]).backward()
@@ -125,13 +125,13 @@ def test_backward_calls_add_up_also_without_synchronisation() -> None:
 def test_what_cannot_be_cut_is_refused() -> None:
     batch = (torch.randn(8, 8),)
     with pytest.raises(InfeasibleError, match=r"2 microbatches: aten.* takes something of the whole batch"):
-        in_microbatches(program_of(Step(norm=True), batch), 2)
+        microbatch_program(program_of(Step(norm=True), batch), 2)
     with pytest.raises(InfeasibleError, match="8 samples do not divide into 3 microbatches"):
-        in_microbatches(program_of(Step(), batch), 3)
+        microbatch_program(program_of(Step(), batch), 3)
     with pytest.raises(InfeasibleError, match="pass loss_fn"):
-        in_microbatches(program_of(nn.Linear(8, 8), batch), 2)
+        microbatch_program(program_of(nn.Linear(8, 8), batch), 2)
     with pytest.raises(InfeasibleError, match="is scaled, which float16 needs: compute in bfloat16"):
-        in_microbatches(program_of(Step(), batch, precision=Precision.resolve("fp16")), 2)
+        microbatch_program(program_of(Step(), batch, precision=Precision.resolve("fp16")), 2)
     with pytest.raises(ValueError, match="pin 'microbatches' must be a positive whole number or 'search', got 0"):
         Search(pins={"microbatches": 0})
 

@@ -21,7 +21,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.pipeline.schedules import order
 from autopar.search.options import Search
-from autopar.search.pipeline.space import Arrangement, bubble, least_wait
+from autopar.search.pipeline.space import PipelineShape, bubble, least_wait
 from autopar.simulate import pipeline, simulate
 from autopar.verify.verify import compare, global_values
 
@@ -138,7 +138,7 @@ def test_what_waiting_adds_to_the_work(schedule: str, virtual: int, devices: int
     weight = 1.0 if schedule == "zb-h1" else 0.0
     tasks = pipeline(order(schedule, devices, count, virtual), 1.0, 2.0 - weight, weight)
     work = 3.0 * count * virtual
-    way = Arrangement((("pp", devices),), "pp", devices, virtual, (schedule,))
+    way = PipelineShape((("pp", devices),), "pp", devices, virtual, (schedule,))
     assert simulate(tasks).step_seconds / work - 1 == pytest.approx(bubble(way, schedule, count))
 
 

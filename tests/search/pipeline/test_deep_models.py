@@ -13,7 +13,7 @@ from autopar.compiler import _measured_graph, _measured_graphs, program_of, solv
 from autopar.costs.cluster import Cluster, Link
 from autopar.errors import InfeasibleError
 from autopar.ir.program import Program
-from autopar.search.microbatch.split import in_microbatches
+from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Search
 from autopar.search.pipeline.cuts import line_of, named_cuts
 from autopar.sharding.dims import analyze
@@ -103,7 +103,7 @@ def test_graphs_of_plans_that_differ_in_stages_are_rewritten_together() -> None:
     program = program_of(*example())
     pins = {"stages": ["blocks.3"], "stage_axis": "pp", "microbatches": 4, "schedule": "1f1b"}
     plan = solve(program, AXES, MACHINE, search=Search(pins=pins)).inner
-    part = in_microbatches(program, 4)
+    part = microbatch_program(program, 4)
     line = line_of(part, analyze(part), plan)
     cuts = (["blocks.3"], ["blocks.1", "blocks.5"], ["last"])
     plans = [replace(plan, stages=line.stages(named_cuts(line, modules))) for modules in cuts]

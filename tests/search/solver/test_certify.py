@@ -20,7 +20,7 @@ from autopar.search.budget.lagrangian import solve
 from autopar.search.solver import certify
 from autopar.search.solver.certify import Claim, Messages, recount, verified_bound
 from autopar.search.solver.duals import examine, relax, require_cost
-from autopar.search.solver.layer_mix import Mix
+from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.problem import Edge, Node, Problem, evaluate
 from tests import models as zoo
 from tests.search.brute import brute_force, random_problem
@@ -158,14 +158,14 @@ def test_a_bound_too_high_by_a_hundredth_is_refuted(seed: int) -> None:
     problem = random_problem(seed, 12, 1.0, 1e-3, 0.0, 1.0)
     found = solve(problem, gap=0.0)
     assert examine(Claim(problem, found.lower_bound), 10.0) <= found.objective
-    with pytest.raises(CertificateError, match=r"claims that no labelling costs less than .* please report it"):
+    with pytest.raises(CertificateError, match=r"claims that no labeling costs less than .* please report it"):
         examine(Claim(problem, 1.01 * found.objective + 1e-9), 10.0)
 
 
 def test_another_cost_than_that_of_the_choice_is_refuted() -> None:
     problem = random_problem(3, 6, 1.5, 1.0, 0.0, 1.0)
     found = solve(problem)
-    mix = Mix((found.labels,), (1.0,), found.objective, found.memory)
+    mix = LayerMix((found.labels,), (1.0,), found.objective, found.memory)
     require_cost(problem, mix, [1] * 6)
     for wrong in (replace(mix, cost=0.99 * mix.cost), replace(mix, memory=0.99 * mix.memory)):
         with pytest.raises(CertificateError, match="the search counts"):

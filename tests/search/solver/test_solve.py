@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from autopar.errors import InfeasibleError
 from autopar.search.budget import lagrangian as price
 from autopar.search.budget.lagrangian import solve
-from autopar.search.solver import minimize as minimise
+from autopar.search.solver import minimize as minimize
 from autopar.search.solver.problem import Edge, Node, Problem, Solution, evaluate
 from tests.search.brute import brute_force, random_problem
 from tests.search.synthetic import synthetic_problem
@@ -93,7 +93,7 @@ def test_the_bound_is_true_while_the_price_of_memory_changes(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_messages_and_ilp_without_folding(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small problems fold away; with folding off they take the paths of large ones."""
-    monkeypatch.setattr(minimise, "LEVELS", ((0, 1), (0, 1), (0, 1)))
+    monkeypatch.setattr(minimize, "LEVELS", ((0, 1), (0, 1), (0, 1)))
     monkeypatch.setattr(price, "LEVELS", ((0, 1), (0, 1), (0, 1)))
     problem = random_problem(seed, 6, 3.0, 1e-3, 0.05 * (seed % 3), 0.7)
     check(problem, None)
@@ -103,7 +103,7 @@ def test_messages_and_ilp_without_folding(seed: int, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("seed", range(10))
 def test_factors_of_three_nodes_reach_the_ilp(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Folding stopped half way leaves tables over three nodes."""
-    monkeypatch.setattr(minimise, "LEVELS", ((2, 10), (3, 20), (3, 30)))
+    monkeypatch.setattr(minimize, "LEVELS", ((2, 10), (3, 20), (3, 30)))
     monkeypatch.setattr(price, "LEVELS", ((2, 10), (3, 20), (3, 30)))
     problem = random_problem(seed, 7, 3.0, 1e-3, 0.02, 0.4)
     check(problem, None)
