@@ -1,4 +1,4 @@
-"""hoist_steady: what all microbatches of a step share runs before all else.
+"""hoist_invariants: what all microbatches of a step share runs before all else.
 
 Before::
 

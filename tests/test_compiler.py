@@ -42,8 +42,8 @@ EAGER = Cluster("eager to split", SLOW, (Link("fast", 1e9, 1e-9),))
 
 def test_passes_in_order() -> None:
     assert [p.__name__ for p in PASSES] == [
-        "pad_dims", "annotate_layouts", "insert_recompute", "hoist_steady", "insert_collectives", "localize_shapes",
-        "localize_random", "lower_operators", "cut_pipeline", "insert_offload", "bucket_collectives",
+        "pad_dims", "annotate_layouts", "insert_recompute", "hoist_invariants", "insert_collectives", "localize_shapes",
+        "localize_random", "lower_operators", "assign_stages", "insert_offload", "bucket_collectives",
         "eliminate_dead_code", "scatter_sends", "insert_contiguous",
     ]  # fmt: skip
 

@@ -57,7 +57,7 @@ def explain_command(
         from autopar.compiler import default_memory, program_to_plan, solve
         from autopar.costs.cluster import Cluster
         from autopar.explain.activations import activations, named
-        from autopar.explain.tables.activations import activations_table, keeping_dict
+        from autopar.explain.tables.activations import activations_dict, activations_table
         from autopar.explain.tables.progress import SearchProgress
         from autopar.explain.tables.why_not import answers_dict, answers_table
         from autopar.explain.why_not import alternatives, ask, handed_layout, layout_in, lies, parse_wanted, tensor_of
@@ -83,7 +83,7 @@ def explain_command(
             ]
             part = microbatch_program(program, found.microbatches)
             tensors = activations(part, found, own)
-        facts, parts = keeping_dict(own, found, tensors), [activations_table(found, tensors)] if tensors else []
+        facts, parts = activations_dict(own, found, tensors), [activations_table(found, tensors)] if tensors else []
         if asked:
             chosen = layout_in(found, own) if lies(program, own) else handed_layout(part, found, own)
             layout = " ".join(f"{p}@{axis}" for axis, p in zip(sizes, chosen, strict=True))

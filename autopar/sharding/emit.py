@@ -68,7 +68,7 @@ class MoveEmitter:
     def _call(self, target: Any, *args: Any) -> fx.Node:
         node = self.graph.call_function(target, args)
         inherit_origin(node, self.owner)
-        node.meta.update(steady=self.steady, moves=self.value)
+        node.meta.update(hoisted=self.steady, moves=self.value)
         return node
 
     def _cast(self, local: fx.Node, dtype: str) -> fx.Node:

@@ -1,4 +1,4 @@
-"""cut_pipeline: every operator learns its stage, ``meta["stage"]``.
+"""assign_stages: every operator learns its stage, ``meta["stage"]``.
 
 Before (a stage begins at ``layers.1``)::
 

@@ -292,7 +292,7 @@ def test_control_flow_on_data_names_the_line() -> None:
             return self.linear(x)
 
     with pytest.raises(
-        CaptureError, match=r"depends on data at .*test_capture\.py:\d+: if x\.sum\(\) > 0.*torch\.where"
+        CaptureError, match=r"depends on data at .*test_export\.py:\d+: if x\.sum\(\) > 0.*torch\.where"
     ):
         capture(Branching(), (torch.randn(8, 8),))
 
@@ -303,7 +303,7 @@ def test_error_in_the_model_names_the_line() -> None:
             return self.linear(x @ x)
 
     with pytest.raises(
-        CaptureError, match=r"cannot capture the model at .*test_capture\.py:\d+: return self\.linear\(x @ x\)"
+        CaptureError, match=r"cannot capture the model at .*test_export\.py:\d+: return self\.linear\(x @ x\)"
     ):
         capture(Wrong(), (torch.randn(4, 8),))
 

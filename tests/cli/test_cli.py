@@ -209,7 +209,7 @@ def test_verify_accepts_the_plan_of_a_file_and_a_random_one(model: str) -> None:
 
 
 def test_verify_exits_with_1_when_something_differs(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("autopar.verify")  # `autopar.verify` is the function
+    module = importlib.import_module("autopar.verify.verify")  # `autopar.verify` is the function
     original = module.verify
 
     def worse(*arguments: object, **options: object) -> SimpleNamespace:

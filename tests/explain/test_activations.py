@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopar.compiler import program_of, program_to_plan, rewrite, solve
 from autopar.explain.activations import activations
-from autopar.explain.tables.activations import activations_table, keeping_dict
+from autopar.explain.tables.activations import activations_dict, activations_table
 from autopar.ir.graph import is_backward
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -145,7 +145,7 @@ def test_the_table_says_what_decides() -> None:
     assert "more a device would save about" in text
     assert f"gelu) x{tensors[0].count} " in text
     assert "made again: takes" in text and "its bytes are worth" in text.replace("\n", " ")
-    facts = keeping_dict("act", plan, tensors)
+    facts = activations_dict("act", plan, tensors)
     assert facts["memory_price"] == plan.certificate.memory_price
     assert [t["state"] for t in facts["tensors"]] == [t.state for t in tensors]
 

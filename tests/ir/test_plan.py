@@ -23,6 +23,7 @@ from autopar.ir.plan import VERSION, Certificate, Plan
 from autopar.ir.program import Program
 from tests import models
 
+FORMER = Path(__file__).with_name("plan_version_1.json")
 ROOT = Path(__file__).resolve().parents[2]
 AXES = {"a": 2, "b": 2}
 
@@ -80,7 +81,7 @@ def broken(tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
     [
         (
             lambda d: d.update(autopar_plan=VERSION + 1),
-            f"version {VERSION + 1} of the format, this autopar reads {VERSION}",
+            f"version {VERSION + 1} of the format, this autopar reads 1 to {VERSION}",
         ),
         (lambda d: d.pop("autopar_plan"), "no plan of autopar"),
         (lambda d: d.pop("choices"), "corrupt: KeyError: 'choices'"),
@@ -103,6 +104,18 @@ def test_wrong_file(tmp_path: Path, change: Callable[[dict[str, Any]], Any], rea
         Plan.load(path)
     assert str(path) in str(caught.value)
     assert reason in str(caught.value)
+
+
+def test_a_file_of_version_1_is_read() -> None:
+    """Written before values that are re-gathered, and methods of certificates, were called what they are called now."""
+    former = json.loads(FORMER.read_text())
+    plan = Plan.load(FORMER)
+    assert plan.to_dict()["autopar_plan"] == VERSION
+    assert plan.consumer_layouts.keys() == former["relays"].keys() != set()
+    again = [name.replace("relay ", "consumer ").replace("each ", "per use ") for name in former["recompute"]]
+    assert list(plan.recompute) == again and any(name.startswith("consumer ") for name in again)
+    assert plan.certificate.method == "Lagrangian" and former["certificate"]["method"] == "prices"
+    assert Plan.from_dict(plan.to_dict()) == plan
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", '"plan"', "\x00"])

@@ -12,7 +12,7 @@ from torch import nn
 from autopar.compiler import program_of, rewrite, solve
 from autopar.costs.cluster import Cluster
 from autopar.errors import PassError
-from autopar.explain.activations import keeping
+from autopar.explain.activations import activations
 from autopar.ir.layout import Replicate, Split
 from autopar.ir.ops.collectives import Collective
 from autopar.ir.plan import EVERY, Plan
@@ -140,7 +140,7 @@ def test_what_is_shared_is_held_to_the_end() -> None:
     assert shared > rest == 0.0
     counted = predict(part, analyze(part), each).predicted.collectives["a"]["all_gather"]
     assert counted >= COUNT * plan.predicted.collectives["a"]["all_gather"] / 2
-    tensors = keeping(part, plan, next(iter(plan.parameters)))
+    tensors = activations(part, plan, next(iter(plan.parameters)))
     assert "kept" in {t.state for t in tensors}
 
 

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-import autopar.verify.emulate
 from autopar.compiler import program_of, rewrite
 from autopar.costs.cluster import Cluster
 from autopar.ir.program import Program
@@ -22,6 +21,7 @@ from autopar.rules.strides import with_strides
 from autopar.search.random_plan import random_plan
 from autopar.sharding.dims import analyze
 from autopar.simulate.graph_tasks import node_seconds
+from autopar.verify import emulate as emulation
 from autopar.verify.verify import compare, global_values
 from tests import models as zoo
 
@@ -120,7 +120,7 @@ def test_what_is_known_of_strides_is_so(name: str, monkeypatch: pytest.MonkeyPat
         program, _, values = zoo.captured(name)
     local, plan = rewritten(program)
     known = {n.name: n.meta["val"] for n in known_strides(local.graph)}
-    step, checked = autopar.verify.emulate._step, []
+    step, checked = emulation._step, []
 
     def watched(node, environment, *rest):
         results = step(node, environment, *rest)
@@ -133,7 +133,7 @@ def test_what_is_known_of_strides_is_so(name: str, monkeypatch: pytest.MonkeyPat
             checked.append(node)
         return results
 
-    monkeypatch.setattr(autopar.verify.emulate, "_step", watched)
+    monkeypatch.setattr(emulation, "_step", watched)
     report = compare(program, local, plan, values, torch.float64)
     assert report.max_error < 1e-10
     assert len(checked) > 10

@@ -22,7 +22,7 @@ from autopar.verify.first_difference import first_in_rewriting
 from tests.plans import follow_plan
 from tests.verify.test_verify import tiny_models_pay
 
-module = importlib.import_module("autopar.verify")  # `autopar.verify` is the function
+module = importlib.import_module("autopar.verify.verify")  # `autopar.verify` is the function
 aten = torch.ops.aten
 X = torch.linspace(-1, 1, 32).view(4, 8).sin()
 COLUMNS_THEN_ROWS = {"a.weight": ("S(0)",), "a.bias": ("S(0)",), "b.weight": ("S(1)",), "batch.*": ("R",)}

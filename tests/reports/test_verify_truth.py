@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from autopar.verify.reference import CAPTURED, EAGER
 
-module = importlib.import_module("autopar.verify")  # `autopar.verify` is the function
+module = importlib.import_module("autopar.verify.verify")  # `autopar.verify` is the function
 X = torch.linspace(-1, 1, 32).view(4, 8).sin()
 Body = Callable[[Any, Tensor], Tensor]
 

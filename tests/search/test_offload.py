@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from autopar.compiler import program_of, rewrite, solve
 from autopar.costs.cluster import Cluster
 from autopar.errors import InfeasibleError
-from autopar.explain.activations import keeping
-from autopar.explain.tables.activations import activations_table, keeping_dict
+from autopar.explain.activations import activations
+from autopar.explain.tables.activations import activations_dict, activations_table
 from autopar.ir.ops.host import to_host
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -116,7 +116,7 @@ def test_a_pin_that_does_not_exist() -> None:
 @pytest.mark.deep
 def test_explain_says_why_a_tensor_is_on_the_host() -> None:
     plan = solved(FAST, 0.6)
-    tensors = keeping(captured()[0], plan, "layers")
+    tensors = activations(captured()[0], plan, "layers")
     sent = [t for t in tensors if t.state == "on the host"]
     assert sent
     for tensor in sent:
@@ -124,7 +124,7 @@ def test_explain_says_why_a_tensor_is_on_the_host() -> None:
         assert tensor.copied < tensor.seconds or "which is gone" in tensor.why
     text = " ".join(activations_table(plan, tensors).split())
     assert "on the host: sending it there and back takes" in text
-    facts = keeping_dict("layers", plan, tensors)["tensors"]
+    facts = activations_dict("layers", plan, tensors)["tensors"]
     assert [t["copied"] for t in facts] == [t.copied for t in tensors]
 
 
@@ -142,7 +142,7 @@ def test_optimizer_state_goes_where_it_pays() -> None:
     assert sum(plan.predicted.peak_bytes.values()) <= budget
     assert plan.predicted.memory_bytes["optimizer"] < free.predicted.memory_bytes["optimizer"]
     assert plan.certificate.objective == pytest.approx(plan.predicted.step_seconds)
-    (state,) = (t for t in keeping(program, plan, "layers.1.0.weight") if t.name.endswith("optimizer state"))
+    (state,) = (t for t in activations(program, plan, "layers.1.0.weight") if t.name.endswith("optimizer state"))
     assert state.size == 2 * 512 * 512 * 4
     assert "optimizer state of" in plan.summary()
     with pytest.raises(InfeasibleError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 
@@ -13,10 +14,11 @@ from autopar.costs.cluster import Cluster
 from autopar.errors import PlanError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.passes import bucket_collectives
 from autopar.simulate import COMMUNICATION, COMPUTE, Timeline, simulate
 from autopar.simulate.graph_tasks import WAIT, emitted, step_facts
 from tests import models
+
+bucket_collectives = import_module("autopar.passes.bucket_collectives")
 
 CPU = Cluster.preset("cpu")
 SLOW_LINK = replace(CPU, links=tuple(replace(link, latency=1e-12, bandwidth=1e6) for link in CPU.links))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return Rule(f"{names}->{names}")
 
     monkeypatch.setitem(_RULES, torch.ops.aten.cumsum.default, pointwise)
-    monkeypatch.setattr("autopar.verify.coverage.examine._proven", set())
+    monkeypatch.setattr(import_module("autopar.verify.coverage.examine"), "_proven", set())
     outcome = examine(OPERATORS["cumsum"], torch.float64)
     assert outcome is not None
     assert any("aten.cumsum.default" in failure for failure in outcome.failures)

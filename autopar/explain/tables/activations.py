@@ -55,7 +55,7 @@ class Tensor(Protocol):
         """What decides."""
 
 
-def keeping_dict(name: str, plan: Plan, tensors: Sequence[Tensor]) -> dict[str, Any]:
+def activations_dict(name: str, plan: Plan, tensors: Sequence[Tensor]) -> dict[str, Any]:
     """Plain data: the price of memory in seconds a byte, and every tensor of what the name speaks of."""
     fields = ("name", "node", "state", "count", "size", "seconds", "copied", "worth", "why")
     rows = [{field: getattr(tensor, field) for field in fields} for tensor in tensors]

@@ -7,7 +7,9 @@ from autopar.ir.plan import Certificate, ModuleRow, Plan, Predicted
 R = Replicate()
 
 
-def hand_made_plan(lower_bound: float = 0.0122, method: str = "fold", module: str = "layers.*.mlp.down_proj") -> Plan:
+def hand_made_plan(
+    lower_bound: float = 0.0122, method: str = "elimination", module: str = "layers.*.mlp.down_proj"
+) -> Plan:
     """A plan of two axes with one repeated module, and figures that are easy to find in a text."""
     return Plan(
         axes=(("node", 32), ("gpu", 8)),

@@ -105,8 +105,8 @@ def test_before_and_after() -> None:
 w
 batch0
 mul.Tensor = mul.Tensor(batch0, w)
-autopar.ir.ops.random = autopar.ir.ops.random('bernoulli', [0.5], [4, 8], [0, 1], dtype=torch.bool)
-native_dropout_backward = native_dropout_backward(mul.Tensor, autopar.ir.ops.random, 2.0)
+autopar.draw = autopar.draw('bernoulli', [0.5], [4, 8], [0, 1], dtype=torch.bool)
+native_dropout_backward = native_dropout_backward(mul.Tensor, autopar.draw, 2.0)
 return [native_dropout_backward]"""
     )
 

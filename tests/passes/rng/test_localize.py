@@ -49,14 +49,14 @@ def test_before_and_after() -> None:
     assert show(local).startswith("""\
 w  # f32[w]
 batch0  # f32[batch]
-seeded = seeded(autopar.ir.ops.random.default, 0, 0, 'uniform', [0, 1], [3], [0], dtype=torch.float32)  # f32[d3]
+seeded = seeded(autopar.draw.default, 0, 0, 'uniform', [0, 1], [3], [0], dtype=torch.float32)  # f32[d3]
 axis_index = axis_index('a')
 axis_index.1 = axis_index('c')
 mul = mul(axis_index, 2)
 add = add(mul, axis_index.1)
-seeded.1 = seeded(autopar.ir.ops.random.default, 1, add, 'normal', [0, 1], [2, 4], [0, 1], dtype=torch.float32)\
+seeded.1 = seeded(autopar.draw.default, 1, add, 'normal', [0, 1], [2, 4], [0, 1], dtype=torch.float32)\
 """)
-    assert "autopar.ir.ops.random('normal', [0, 1], [4, 8]" in show(whole)
+    assert "autopar.draw('normal', [0, 1], [4, 8]" in show(whole)
 
 
 def test_blocks_differ_replicas_are_equal_and_steps_are_new() -> None:
