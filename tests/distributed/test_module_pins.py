@@ -21,7 +21,9 @@ def train(rank: int, pins: dict[str, Any]) -> tuple[float, list[list[str]]]:
     (model, batch), (plain, _) = make("mlp"), make("mlp")
     parallel = parallelize(model, mesh_of(2, 2), batch(0), search=Search(pins=pins), timeout=WAIT)
     worst = follow(parallel, plain, [batch(step, rows) for step, rows in enumerate(ROWS)])
-    return worst, [[str(p) for p in parallel.plan.consumer_layouts[name]] for name in parallel.plan.held]
+    return worst, [
+        [str(p) for p in parallel.plan.consumer_layouts[name]] for name in parallel.plan.forced_consumer_layouts
+    ]
 
 
 def test_steps_equal_one_device(ranks: Ranks) -> None:

@@ -30,7 +30,7 @@ from tests import models as zoo
 
 LINE = {"gpu": 4}
 GPU = Cluster.preset("h100")
-SIZES = {"batch": 8, "seq": 16, "layers": 3}
+SIZES = {"batch": 8, "seq": 8, "layers": 1}
 
 
 def captured() -> tuple[Program, LayerClasses, list[torch.Tensor]]:
@@ -89,7 +89,7 @@ def test_what_is_made_again_is_told_apart() -> None:
 def test_a_plan_that_keeps_everything_is_made_to_fit() -> None:
     program, classes, values = captured()
     plan = solve(program, LINE, "h100")
-    budget = 0.85 * needs(program, plan)
+    budget = 0.93 * needs(program, plan)
     found = made_lean(program, classes, plan, budget)
     assert not plan.recompute
     assert needs(program, found) == sum(found.predicted.peak_bytes.values()) <= budget
@@ -166,10 +166,19 @@ def lean(program: Program, axes: dict[str, int], budget: float) -> Plan:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [LINE, pytest.param({"a": 2, "b": 2}, marks=pytest.mark.deep)])
-def test_what_would_be_enough_is_enough_and_the_same_for_each_budget(axes: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("axes", "size", "layers", "above"),
+    [
+        ({"gpu": 2}, 8, 1, 1.2),
+        pytest.param(LINE, 64, 2, 1.05, marks=pytest.mark.deep),
+        pytest.param({"a": 2, "b": 2}, 64, 2, 1.05, marks=pytest.mark.deep),
+    ],
+)
+def test_what_would_be_enough_is_enough_and_the_same_for_each_budget(
+    axes: dict[str, int], size: int, layers: int, above: float
+) -> None:
     """And close to the benchmark's bound, which knows no layouts."""
-    model, batch = llama(hidden=64, layers=2, batch=32, sequence=64, vocabulary=64)
+    model, batch = llama(hidden=64, layers=layers, batch=size // 2, sequence=size, vocabulary=64)
     program = program_of(model, batch)
     bound = least(program, axes, copies=Cluster.preset("cpu").device.copies)
     needed = set()
@@ -179,7 +188,7 @@ def test_what_would_be_enough_is_enough_and_the_same_for_each_budget(axes: dict[
         assert caught.value.needed is not None
         needed.add(caught.value.needed)
     (enough,) = needed
-    assert bound <= enough <= 1.05 * bound
+    assert bound <= enough <= above * bound
     found = lean(program, axes, enough)
     assert needs(program, found) <= enough
     assert 0 < found.certificate.lower_bound < found.certificate.objective == found.predicted.step_seconds
@@ -191,7 +200,7 @@ def test_what_would_be_enough_is_enough_and_the_same_for_each_budget(axes: dict[
 
 def test_what_is_kept_is_chosen_for_all_moments_at_once() -> None:
     """Without a look at the graph, and what that computes stays the same."""
-    program, dims, values = zoo.captured("llama", **{**SIZES, "layers": 2})
+    program, dims, values = zoo.captured("llama", **SIZES)
     classes = layer_classes(program, dims)
     plan = solve(program, LINE, "h100", search=Search(recipe="fsdp"))
     forward = {classes.key[n] for n in program.sources if not is_backward(n)}

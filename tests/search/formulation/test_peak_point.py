@@ -18,7 +18,7 @@ from autopar.ir.graph import is_backward, module_path
 from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.plan import Certificate
 from autopar.ir.program import Program
-from autopar.memory.liveness import PeakPoint as Held
+from autopar.memory.liveness import Moment as Held
 from autopar.memory.liveness import moments
 from autopar.search.find import plan_of, state_bytes
 from autopar.search.formulation.build import Formulation, build

@@ -142,7 +142,10 @@ def test_what_waiting_adds_to_the_work(schedule: str, virtual: int, devices: int
     assert simulate(tasks).step_seconds / work - 1 == pytest.approx(bubble(way, schedule, count))
 
 
-def test_within_a_budget_nothing_beats_what_is_found_or_its_bound() -> None:
+@pytest.mark.parametrize(
+    "schedules", [("1f1b",), pytest.param(("gpipe", "1f1b", "zb-h1"), marks=pytest.mark.deep)], ids=len
+)
+def test_within_a_budget_nothing_beats_what_is_found_or_its_bound(schedules: tuple[str, ...]) -> None:
     """The fastest of all needs more than there is: a pipeline, which is searched within it."""
     program, slow = captured()[0], machine(3e7)
     pins = {"virtual": 1, "microbatches": 8}
@@ -155,7 +158,7 @@ def test_within_a_budget_nothing_beats_what_is_found_or_its_bound() -> None:
     assert ample.predicted.step_seconds < plan.predicted.step_seconds
     assert plan.certificate.space.startswith("no pipeline, or stages cut anywhere")
     others = [solve(program, AXES, slow, memory=budget, search=Search(pins={"microbatches": 8}))]
-    for schedule in ("gpipe", "1f1b", "zb-h1"):
+    for schedule in schedules:
         own = {**pins, "stages": 2, "stage_axis": "node", "schedule": schedule}
         with suppress(InfeasibleError):  # gpipe holds too much
             others.append(solve(program, AXES, slow, memory=budget, search=Search(pins=own)))
