@@ -21,7 +21,8 @@ def train(rank: int, pins: dict[str, Any]) -> tuple[float, list[list[str]]]:
     (model, batch), (plain, _) = make("mlp"), make("mlp")
     parallel = parallelize(model, mesh_of(2, 2), batch(0), search=Search(pins=pins), timeout=WAIT)
     worst = follow(parallel, plain, [batch(step, rows) for step, rows in enumerate(ROWS)])
-    return worst, [
+    forced = parallel.plan.forced_consumer_layouts
+    return worst, [[str(p) for p in parallel.plan.consumer_layouts[name]] for name in forced]
         [str(p) for p in parallel.plan.consumer_layouts[name]] for name in parallel.plan.forced_consumer_layouts
     ]
 
