@@ -23,8 +23,6 @@ def train(rank: int, pins: dict[str, Any]) -> tuple[float, list[list[str]]]:
     worst = follow(parallel, plain, [batch(step, rows) for step, rows in enumerate(ROWS)])
     forced = parallel.plan.forced_consumer_layouts
     return worst, [[str(p) for p in parallel.plan.consumer_layouts[name]] for name in forced]
-        [str(p) for p in parallel.plan.consumer_layouts[name]] for name in parallel.plan.forced_consumer_layouts
-    ]
 
 
 def test_steps_equal_one_device(ranks: Ranks) -> None:
