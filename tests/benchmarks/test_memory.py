@@ -160,6 +160,7 @@ def test_plans_with_a_host_need_more_than_their_bound(model: str) -> None:
             assert bound <= sum(peak_of(program, plan).values()) + 1e-6, (axes, seed)
 
 
+@pytest.mark.deep
 def test_what_megatron_makes_again_is_one_of_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its selective choice saves memory, and for as much the search finds nothing slower."""
     monkeypatch.setitem(published.SHAPES, 22, (512, 8, 4))

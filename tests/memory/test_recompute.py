@@ -89,9 +89,9 @@ def test_three_kinds_of_blocks_of_a_model_that_is_captured_in_part() -> None:
     ("name", "solver", "budget"),
     [
         ("gpt2", "dp", 0.2),
-        pytest.param("vit", "dp", 0.5, marks=pytest.mark.slow),
+        pytest.param("vit", "dp", 0.5, marks=pytest.mark.deep),
         pytest.param("llama", "dp", 0.2, marks=pytest.mark.slow),
-        pytest.param("llama", "greedy", 0.2, marks=pytest.mark.slow),
+        pytest.param("llama", "greedy", 0.2, marks=pytest.mark.deep),
         pytest.param("unet", "ilp", 0.2, marks=pytest.mark.slow),
     ],
 )

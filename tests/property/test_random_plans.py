@@ -73,7 +73,7 @@ def test_random_plans_of_random_model(
         check(program, dims, values, axes, seed)
 
 
-@settings(max_examples=settings().max_examples if DEEP else 70)
+@settings(max_examples=settings().max_examples if DEEP else 40)
 @given(axes=meshes, seed=seeds)
 def test_many_random_plans_of_a_small_model(axes: dict[str, int], seed: int) -> None:
     check(*zoo.captured("mlp"), axes, seed)
