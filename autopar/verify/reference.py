@@ -89,7 +89,7 @@ def reference_of(
         note = f"the model does not run in {dtype} in eager mode ({type(e).__name__}: {str(e).splitlines()[0:1]})"
         own = _own_error(model, batch, program, given, tangents, loss_fn, policy, loss, calls)
         return Reference(tuple(graph), CAPTURED, note, own)
-    errors = _errors_of_calls(graph, eager, given)
+    errors = _errors_of_calls(program, graph, eager, given)
     error = max(errors.values(), default=0.0)
     wrong = {k: e for k, e in errors.items() if not e <= tolerance_of(dtype)}
     note = _why_not(program, eager[0].drawn, first_state) if wrong else ""
@@ -103,12 +103,15 @@ def reference_of(
     return Reference(tuple(eager), EAGER, "", error, wrong)
 
 
-def _errors_of_calls(graph: Sequence[EagerCall], eager: Sequence[EagerCall], given: Values) -> dict[Key, float]:
+def _errors_of_calls(
+    program: Program, graph: Sequence[EagerCall], eager: Sequence[EagerCall], given: Values
+) -> dict[Key, float]:
     """The largest error of each output in any of the calls."""
     found: dict[Key, float] = {}
     before = given
     for made, expected in zip(graph, eager, strict=True):
-        for key, error in errors_of(made.values, expected.values, before).items():
+        values = with_assigned(program, made.values, expected.values)
+        for key, error in errors_of(values, expected.values, before).items():
             found[key] = max(found.get(key, 0.0), error)
         before = carried(before, expected.values)
     return found
@@ -141,9 +144,21 @@ def carries(program: Program) -> bool:
 
 def carried(given: Values, made: Values, program: Program | None = None) -> Values:
     """What goes into the next call: what is written takes the place of what there was."""
-    writes = program.state.writes if program is not None else ()
-    places = {("buffer", w.name): ("result", str(w.value.index)) for w in writes if isinstance(w.value, Leaf)}
+    places = {} if program is None else _results_assigned(program)
     return {key: made.get(key, made.get(places.get(key, key), value)) for key, value in given.items()}
+
+
+def with_assigned(program: Program, made: Values, expected: Values) -> dict[Key, torch.Tensor]:
+    """What a call made, buffers included that it assigns and does not read, for which the graph has no input."""
+    places = _results_assigned(program)
+    assigned = {key: made[places[key]] for key in expected if key in places and places[key] in made}
+    return {**assigned, **made}
+
+
+def _results_assigned(program: Program) -> dict[Key, Key]:
+    """The result that each written attribute gets, by its name; buffers among them."""
+    writes = program.state.writes
+    return {("buffer", w.name): ("result", str(w.value.index)) for w in writes if isinstance(w.value, Leaf)}
 
 
 def _why_not(program: Program, eager: Mapping[str, torch.Tensor], graph: Mapping[str, torch.Tensor]) -> str:
@@ -180,7 +195,7 @@ def _own_error(
         graph, _ = captured_calls(program, own, None, calls)
     except Exception:
         return math.nan
-    return max(_errors_of_calls(graph, eager, own).values(), default=0.0)
+    return max(_errors_of_calls(program, graph, eager, own).values(), default=0.0)
 
 
 def _rounding(program: Program, policy: Precision | None) -> float:

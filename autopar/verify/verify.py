@@ -56,6 +56,7 @@ from autopar.verify.reference import (
     in_one_dtype,
     reference_of,
     tensor_error,
+    with_assigned,
 )
 
 __all__ = ["EquivalenceReport", "capture_error", "compare", "global_values", "tensor_error", "verify"]
@@ -265,7 +266,8 @@ def compare(
             found, replicas = _found(step)
             first = first or found
         suffix = " of the second call" if number else ""
-        for key, error in errors_of(found, expected.values, given, replicas).items():
+        made = with_assigned(program, found, expected.values)
+        for key, error in errors_of(made, expected.values, given, replicas).items():
             if not number or error > tolerance_of(dtype):
                 errors[_label(key) + suffix] = error
                 wrong.update({key: error} if error > tolerance_of(dtype) else {})

@@ -278,3 +278,27 @@ def test_batch_norm_over_two_calls() -> None:
     assert (report.reference, report.max_error < 1e-9) == (EAGER, True)
     assert report.errors["buffer 1.running_mean"] < 1e-12
     assert report.errors["buffer 1.num_batches_tracked"] == 0.0
+
+
+class Sized(nn.Module):
+    """A table that is made for the first batch, in place of a registered one of another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.zeros(1, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table.shape[0] != x.shape[0]:
+            self.table = torch.arange(2.0 * x.shape[0]).reshape(-1, 2)
+        return (self.linear(x) * self.table.sum()).square().mean()
+
+
+@pytest.mark.parametrize("plan", [None, "random"])
+def test_a_buffer_that_gets_another_shape(plan: str | None) -> None:
+    """The graph does not read the old one, so that it is no input; its new value is compared all the same."""
+    model = Sized().double()
+    report = module.verify(model, (torch.randn(4, 4, dtype=torch.float64),), {"a": 2}, plan=plan)
+    assert "buffer table" in report.errors
+    assert report.max_error < 1e-12, report.worst
+    assert model.table.shape == (1, 3)
