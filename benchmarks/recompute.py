@@ -32,8 +32,9 @@ from autopar.ir.plan import EVERY, Plan
 from autopar.ir.program import Program, copy_graph, is_operator, producer, tensor_arguments, values_of
 from autopar.passes.canonicalize import canonical
 from autopar.rules.shapes.local_shapes import propagate
-from autopar.search.find import find_plan, state_bytes
+from autopar.search.find import find_plan
 from autopar.search.options import Job, Search
+from autopar.search.program_search import state_bytes
 from autopar.sharding.dims import analyze
 from autopar.sharding.layer_classes import layer_classes
 
@@ -135,12 +136,20 @@ def plan_keeping(program: Program, budget: float) -> Plan:
         InfeasibleError: none is.
     """
     held = sum(state_bytes(program, "sgd", gradients=False).values())
-
-    def peak(plan: Plan) -> dict[str, float]:
-        return {"state": held, "kept": kept_by(program, plan)[0]}
-
     job = Job({"device": 1}, PRODUCTS, held + budget, "sgd", Search(gap=1e-6), moments=False)
-    return find_plan(program, analyze(program), job, peak=peak)
+    return find_plan(program, analyze(program), job, meter=SavedBytes(program, held))
+
+
+@dataclass(frozen=True)
+class SavedBytes:
+    """Counts what is saved for backward, beside the parameters."""
+
+    program: Program
+    state: float
+
+    def held(self, plan: Plan) -> dict[str, float]:
+        """Bytes by category."""
+        return {"state": self.state, "saved": kept_by(self.program, plan)[0]}
 
 
 def checkpointed(name: str, program: Program) -> Row:

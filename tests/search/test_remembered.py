@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 
-from autopar.costs.cluster import Cluster
-from autopar.ir.plan import Certificate, Plan
+from autopar.ir.plan import Plan
 from autopar.search.budget.pareto import Frontier
-from autopar.search.budget.within_budget import Task, _remembered
+from autopar.search.budget.within_budget import _remembered
 from autopar.search.formulation.build import Formulation
-from autopar.search.options import Job
-from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits
 from autopar.search.solver.problem import Node, Problem
-from tests.plans import hand_plan, tiny
+from tests.search.by_hand import SolvedByHand
 
 COST, ROW = (1.0, 2.0, 4.0, 8.0), (40.0, 30.0, 20.0, 10.0)
 """One node of four labels, each with less in its row than the one before."""
@@ -25,28 +21,20 @@ COST, ROW = (1.0, 2.0, 4.0, 8.0), (40.0, 30.0, 20.0, 10.0)
 
 def remembered(peaks: Mapping[float, float], row: float) -> tuple[float, list[float]]:
     """Cost of what is chosen within 25 bytes, and costs of what was measured; ``peaks`` is by cost."""
-    program, _ = tiny()
-    plan = hand_plan(program, {"a": 2})
     measured: list[float] = []
 
-    def read(built: Formulation, mix: LayerMix, bound: float, method: str) -> Plan:
-        return replace(plan, certificate=Certificate(mix.cost, bound, "", method))
-
-    def peak(plan: Plan) -> dict[str, float]:
-        measured.append(plan.certificate.objective)
-        return {"transient": peaks[plan.certificate.objective]}
+    class Graphs(SolvedByHand):
+        def held(self, plan: Plan) -> dict[str, float]:
+            measured.append(plan.certificate.objective)
+            return {"transient": peaks[plan.certificate.objective]}
 
     problem = Problem((Node("n", np.array(COST), np.array(ROW)),), ())
     limits = Limits(1e-9, time.monotonic() + 60)
     frontier = Frontier(problem, limits)
     for budget in ROW:
         frontier.around(budget)
-    task = Task(
-        make=lambda restrictions, memory: Formulation(problem, ()), read=read, state=lambda gradients: {},
-        limits=limits,
-        job=Job({}, Cluster.preset("cpu"), 25.0), peak=peak,
-    )  # fmt: skip
-    found = _remembered(task, Formulation(problem, ()), frontier, row, 0.0, "prices")
+    built = Formulation(problem, ())
+    found = _remembered(Graphs.of(built, 25.0), built, frontier, row, 0.0, "Lagrangian")
     return found.certificate.objective, measured
 
 

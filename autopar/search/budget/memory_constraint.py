@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -11,6 +10,7 @@ from autopar.search.budget.pareto import Frontier
 from autopar.search.formulation.build import Formulation
 from autopar.search.formulation.memory_model import MemoryModel
 from autopar.search.formulation.pins import Restrictions
+from autopar.search.program_search import ProgramSearch
 from autopar.search.solver.minimize import Limits
 
 
@@ -19,7 +19,7 @@ class MemoryConstraint:
     """A way to count memory.
 
     Attributes:
-        make: the problem under restrictions, with memory counted in some way.
+        searched: what is searched.
         restrictions: what is decided already.
         memory: what counts.
         limits: relative gap and deadline.
@@ -29,7 +29,7 @@ class MemoryConstraint:
         like: a row of the same problem with other memory, whose labelings are good ones here.
     """
 
-    make: Callable[[Restrictions, MemoryModel], Formulation]
+    searched: ProgramSearch
     restrictions: Restrictions
     memory: MemoryModel
     limits: Limits
@@ -41,7 +41,7 @@ class MemoryConstraint:
     @cached_property
     def built(self) -> Formulation:
         """The problem."""
-        return self.make(self.restrictions, self.memory)
+        return self.searched.formulate(self.restrictions, self.memory)
 
     @cached_property
     def frontier(self) -> Frontier:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -27,9 +27,11 @@ from autopar.memory.peak_snapshot import PeakSnapshot
 from autopar.memory.recompute import class_of, ranges
 from autopar.search.budget.lagrangian import fits
 from autopar.search.budget.min_peak import Choice, min_peak_recomputation
+from autopar.search.budget.minimum_memory import minimum_memory_plan
 from autopar.search.budget.within_budget import missing
 from autopar.search.formulation.memory_model import carried
 from autopar.search.options import Job
+from autopar.search.peak import peak_snapshot_of
 from autopar.search.solver.interrupt import requested
 from autopar.sharding.dims import Dims
 from autopar.sharding.factor_kinds import from_parameters
@@ -90,42 +92,42 @@ def repaired(
     dims: Dims,
     classes: LayerClasses,
     job: Job,
-    peak_snapshot: Callable[[Plan], PeakSnapshot],
     error: InfeasibleError,
-    start: Callable[[], Plan] | None = None,
+    *,
+    from_minimum: bool = False,
 ) -> Plan:
-    """A plan that fits, if the leanest that was found can be made one, or one that needs little whatever the budget is.
+    """A plan that fits, made from the one that needs least of those found, or from the minimum-memory plan.
 
-    What an error names would have been enough, and is the same for each budget that is not: it comes from ``start``.
+    What an error says would be enough must not depend on the budget that was asked for: with ``from_minimum`` it comes
+    from `minimum_memory_plan`, which looks at no budget.
 
     Args:
         program: that was searched.
         dims: its dimension analysis.
         classes: which nodes share a decision.
         job: what it was searched for.
-        peak_snapshot: what is held at the heaviest moment of a plan's graph.
         error: that says what was found.
-        start: a plan that needs little, which does not depend on the budget; None: there is no such plan.
+        from_minimum: whether to start from the minimum-memory plan, too, where nothing else fits.
 
     Raises:
-        InfeasibleError: none was found; of the leanest that is known now.
+        InfeasibleError: none was found; of the plan that needs least.
     """
     plan: Plan | None = error.least
     budget = job.memory
     if plan is None or budget is None or error.needed is None or plan.offload:
         raise error
-    leaning = _Leaning(program, dims, classes, job, peak_snapshot, budget)
+    repair = _Repair(program, dims, classes, job, budget)
     known: list[tuple[Plan, PeakSnapshot]] = []
     if error.needed <= NEAR * budget:
-        known += leaning.near(plan, peak_snapshot(plan))
-    if not any(fits(held.totals[0], budget) for _, held in known):
-        # The search's bound holds for it, too.
-        known = leaning.chosen(replace(start(), certificate=plan.certificate)) if start is not None else known
+        known += repair.near(plan, repair.snapshot(plan))
+    if from_minimum and not any(fits(held.totals[0], budget) for _, held in known):
+        start = minimum_memory_plan(program, dims, job, classes)
+        known = repair.chosen(replace(start, certificate=plan.certificate))  # the search's bound holds for it, too
     if not known:
         raise error
     plan, now = min(known, key=lambda found: found[1].totals[0])
     if not fits(now.totals[0], budget):
-        plan, now = leaning.eased(plan, now)
+        plan, now = repair.eased(plan, now)
     plan = replace(plan, predicted=replace(plan.predicted, peak_bytes=now.held))
     if not fits(now.totals[0], budget):
         raise missing(budget, plan)
@@ -133,15 +135,18 @@ def repaired(
 
 
 @dataclass(frozen=True)
-class _Leaning:
-    """How plans are made leaner for a budget."""
+class _Repair:
+    """How the peak of plans is lowered to a budget."""
 
     program: Program
     dims: Dims
     classes: LayerClasses
     job: Job
-    peak_snapshot: Callable[[Plan], PeakSnapshot]
     budget: float
+
+    def snapshot(self, plan: Plan) -> PeakSnapshot:
+        """The live tensors at the peak of a plan's graph."""
+        return peak_snapshot_of(self.program, plan, self.classes)
 
     @cached_property
     def changes(self) -> _Changes:
@@ -175,11 +180,11 @@ class _Leaning:
 
     def _for_each(self, plan: Plan) -> list[tuple[Plan, PeakSnapshot]]:
         """The plan, or, if it does not fit, the one that moves all that it moves again for each user, if that helps."""
-        found = [(plan, self.peak_snapshot(plan))]
+        found = [(plan, self.snapshot(plan))]
         if not fits(found[0][1].totals[0], self.budget):
             each = {PER_USE + name: r for name, r in plan.recompute.items() if name.startswith("consumer ")}
             apart = replace(plan, recompute={**plan.recompute, **each})
-            found.append((apart, self.peak_snapshot(apart)))
+            found.append((apart, self.snapshot(apart)))
         return [min(found, key=lambda known: known[1].totals[0])]
 
     def eased(self, plan: Plan, now: PeakSnapshot) -> tuple[Plan, PeakSnapshot]:
@@ -190,7 +195,7 @@ class _Leaning:
             for change in self.changes.of(plan, now):
                 if time.monotonic() > deadline or requested():
                     break
-                found = self.peak_snapshot(change.of(plan, self.classes.count))
+                found = self.snapshot(change.of(plan, self.classes.count))
                 if found.totals < (best[0].totals if best else now.totals):
                     best = found, change
                     if now.totals[0] - found.totals[0] >= ENOUGH * change.size:

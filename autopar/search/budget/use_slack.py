@@ -9,7 +9,6 @@ next try.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -17,8 +16,8 @@ import numpy as np
 from autopar.ir.plan import Plan
 from autopar.search.budget.layer_groups import in_groups
 from autopar.search.formulation.build import Formulation
+from autopar.search.program_search import ProgramSearch
 from autopar.search.solver.layer_mix import LayerMix, mix_of
-from autopar.search.solver.minimize import Limits
 from autopar.search.solver.problem import Ints, Problem
 
 TRIES = 4
@@ -26,21 +25,22 @@ TRIES = 4
 FULL = 0.998
 """A plan that uses so much of the budget is not improved any more."""
 
-Measure = Callable[[LayerMix], tuple[Plan, bool]]
-"""The plan of a mix with its peak, and whether that is within the budget."""
 
-
-def slack_used(built: Formulation, mix: LayerMix, plan: Plan, budget: float, limits: Limits, measure: Measure) -> Plan:
+def slack_used(
+    searched: ProgramSearch, built: Formulation, mix: LayerMix, plan: Plan, bound: float, method: str
+) -> Plan:
     """The plan, or a faster one under its layouts that fits as well.
 
     Args:
+        searched: what is searched, within a budget; a plan must be better by its relative gap to be measured.
         built: the problem.
-        mix: the plan's.
+        mix: the plan's solution.
         plan: that fits, with its peak.
-        budget: bytes.
-        limits: relative gap, by which a plan has to be better to be measured, and deadline.
-        measure: what a mix leads to.
+        bound: that no plan falls below.
+        method: that certificates name.
     """
+    budget, limits = searched.job.memory, searched.limits
+    assert budget is not None
     variables = built.variables
     counts = np.array([v.count for v in variables])
     seen = _as_in_graphs(built)
@@ -54,7 +54,8 @@ def slack_used(built: Formulation, mix: LayerMix, plan: Plan, budget: float, lim
         found = in_groups(seen, chosen, counts, room, replace(known, memory=np.inf), limits.gap)
         if found.cost > (1 - limits.gap) * known.cost:
             break
-        plan, enough = measure(mix_of(built.problem, found.labelings, found.ends, counts, mix.price))
+        found_mix = mix_of(built.problem, found.labelings, found.ends, counts, mix.price)
+        plan, enough = searched.measured(searched.plan(built, found_mix, bound, method))
         if enough:
             best, known, fitting = plan, found, room
         else:

@@ -1,17 +1,18 @@
-"""A plan within a memory budget, which holds for the graph that is emitted and not for an estimate.
+"""A plan within a memory budget that holds for the graph that is emitted, not for an estimate.
 
-The search counts memory by a row: parameters, optimizer state and what is held while one operator runs, at the moment
-when most is held (`autopar.search.formulation.peak_point`). A row is a relaxation: it leaves out other moments, and
-copies. So the graph of the plan found is rewritten and its peak measured; if that exceeds the budget, the row is
-tightened by what is too much, and the search goes on. The bound is that of the row as it was at first.
+The search counts memory by a constraint: parameters, optimizer state and what is live while one operator runs, at the
+program point of the peak (`autopar.search.formulation.peak_point`). A constraint is a relaxation: it leaves out other
+program points, and copies. So the graph of the plan found is rewritten and its peak is measured; if that exceeds the
+budget, the constraint is tightened by the excess and the search goes on. The bound is that of the constraint as it was
+at first.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,280 +30,242 @@ from autopar.search.budget.use_slack import slack_used
 from autopar.search.formulation.build import Formulation
 from autopar.search.formulation.memory_model import WHOLE, MemoryModel
 from autopar.search.formulation.pins import Restrictions
-from autopar.search.options import Held, Job
+from autopar.search.program_search import ProgramSearch
 from autopar.search.solver.certify import Claim
 from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits
 from autopar.search.solver.problem import Ints, Solution, evaluate
-from autopar.sharding.redistribute import Tables
 
 MORE_PRICES = 3
-"""Prices tried for a row that is tightened."""
+"""Multipliers tried for a constraint that is tightened."""
 
 ROUNDS, BETTER = 8, 1
-"""How often a row is tightened at most, and how often one is tried between two of which only the tighter gave a fit."""
+"""How often a constraint is tightened, and how often one is tried between two of which only the tighter one fits."""
 
 CLOSE = 0.97
-"""A plan that uses so much of the budget need not be improved by loosening its row again."""
+"""A plan that uses this share of the budget is not improved by loosening its constraint again."""
 
 MOMENTS = 3
-"""So many moments have a row at most."""
+"""At most this many program points have a constraint."""
 
 HOPELESS = 1.25
-"""Where what keeps least needs so much of the budget, nothing else is tried for a stage of a pipeline."""
+"""Where the plan that saves least needs this multiple of the budget, a pipeline stage is given up."""
 
 SMALL = 1500
-"""Problems of so few labels are solved with the memory row in the ILP, too, where prices leave one."""
+"""Problems of at most this many labels go to the ILP with the memory constraint, where multipliers leave a gap."""
 
 
-@dataclass(frozen=True)
-class Task:
-    """What is searched.
-
-    Attributes:
-        make: the problem under restrictions, with memory counted in some way.
-        read: ``(problem, choice, lower bound, method)`` to a plan.
-        state: bytes of each parameter with its state, with gradients or without.
-        limits: relative gap and deadline.
-        job: what it is for.
-        peak: of a plan's graph, by category; None: it is not measured.
-        regions: whether the model's own checkpointing decides for what is in it.
-        away: whether what is kept may lie on the host.
-        states: bytes of optimizer state of each parameter, which may lie on the host, too.
-        record: called with each bound of all plans that is proved.
-    """
-
-    make: Callable[[Restrictions, MemoryModel], Formulation]
-    read: Callable[[Formulation, LayerMix, float, str], Plan]
-    state: Callable[[bool], Mapping[str, float]]
-    limits: Limits
-    job: Job
-    peak: Held | None
-    regions: bool = False
-    away: bool = False
-    states: Mapping[str, float] = field(default_factory=dict)
-    record: Callable[[Claim], None] = lambda claim: None
-
-    @property
-    def whole(self) -> bool:
-        """Whether the model is searched, and not a stage's share of it."""
-        return self.job.share is WHOLE
-
-    @property
-    def seconds(self) -> float:
-        """What is left of the time limit."""
-        return max(1.0, self.limits.deadline - time.monotonic())
-
-
-def plan_within(task: Task) -> Plan:
+def plan_within(searched: ProgramSearch) -> Plan:
     """The best plan of one problem, within the budget if there is one.
 
     Raises:
         InfeasibleError: nothing fits.
     """
-    kept = None if task.job.memory is None else _kept(task, task.job.restrictions)
-    if kept is not None and kept.relaxed and task.job.cutoff.price:  # memory will be short
-        bound = kept.frontier.bound_at(task.job.cutoff.price, kept.budget)
-        task.job.cutoff.require_less(bound)
-        return _fitting(task, kept, bound)
-    if kept is not None and not task.whole:  # nor is there enough for a stage of which this is asked
-        return _fitting(task, kept, 0.0)
-    built = task.make(task.job.restrictions, MemoryModel(task.state(True), regions=task.regions, share=task.job.share))
-    solution = solve(built.problem, gap=task.limits.gap, time_limit=task.seconds, progress=task.job.progress)
-    task.record(Claim(built.problem, solution.lower_bound))
-    task.job.cutoff.require_less(solution.lower_bound)
-    plan = task.read(built, _single(solution), solution.lower_bound, solution.method)
-    if kept is not None and task.whole:
-        kept.frontier.start(_alike(kept.built, built, solution.labels), solution.lower_bound)
-        if kept.relaxed and not fits(kept.frontier.free().memory, kept.budget):  # nor does the plan
-            return _fitting(task, kept, solution.lower_bound)
-    plan, enough = _measured(task, plan)
-    return plan if enough or kept is None else _fitting(task, kept, solution.lower_bound)
+    job, limits = searched.job, searched.limits
+    saved = None if job.memory is None else _saved(searched, job.restrictions)
+    if saved is not None and saved.relaxed and job.cutoff.price:
+        # The plan to beat was short of memory, so this one will be: its multiplier is the first to try.
+        bound = saved.frontier.bound_at(job.cutoff.price, saved.budget)
+        job.cutoff.require_less(bound)
+        return _fitting(searched, saved, bound)
+    if saved is not None and not searched.whole:  # a stage is asked for a budget only where memory is short
+        return _fitting(searched, saved, 0.0)
+    built = searched.formulate(job.restrictions, _without_budget(searched))
+    solution = solve(built.problem, gap=limits.gap, time_limit=searched.seconds, progress=job.progress)
+    searched.claims.append(Claim(built.problem, solution.lower_bound))
+    job.cutoff.require_less(solution.lower_bound)
+    plan = searched.plan(built, _single(solution), solution.lower_bound, solution.method)
+    if saved is not None and searched.whole:
+        saved.frontier.start(_alike(saved.built, built, solution.labels), solution.lower_bound)
+        if saved.relaxed and not fits(saved.frontier.free().memory, saved.budget):
+            # The relaxation does not fit, so the plan's graph cannot: it need not be measured.
+            return _fitting(searched, saved, solution.lower_bound)
+    plan, enough = searched.measured(plan)
+    return plan if enough or saved is None else _fitting(searched, saved, solution.lower_bound)
 
 
-def plan_by_axes(task: Task, tables: Tables, bound: float) -> Plan:
-    """A plan on three axes or more: layouts axis by axis, then what is kept under these layouts.
+def plan_by_axes(searched: ProgramSearch, bound: float) -> Plan:
+    """A plan on three axes or more: layouts axis by axis, then what is saved under these layouts.
 
     Layouts are searched for parameters that take all of the budget, or half of it, and so on until the rest fits.
 
     Args:
-        task: what is searched.
-        tables: redistribution costs.
+        searched: what is searched.
         bound: that no plan falls below.
 
     Raises:
         InfeasibleError: nothing fits.
     """
-    limits = task.limits
+    job, limits = searched.job, searched.limits
 
     def make(restrictions: Restrictions) -> Formulation:
-        return task.make(restrictions, MemoryModel(task.state(True), regions=task.regions, share=task.job.share))
+        return searched.formulate(restrictions, _without_budget(searched))
 
     failure: InfeasibleError | None = None
     for part in (1.0, 0.5, 0.25, 0.125):
-        room = None if task.job.memory is None else part * task.job.memory
+        room = None if job.memory is None else part * job.memory
         try:
             built, found = descend(
-                make, task.job.restrictions, tables, room, limits.gap, task.seconds, task.job.progress
+                make, job.restrictions, searched.tables, room, limits.gap, searched.seconds, job.progress
             )
         except InfeasibleError as e:
             raise failure or e from e
-        plan, enough = _measured(task, task.read(built, _single(found), bound, "axis by axis"))
+        plan, enough = searched.measured(searched.plan(built, _single(found), bound, "axis by axis"))
         if enough:
             return plan
-        fixed = replace(task.job.restrictions, fixed=placements(built, found, tables), free=())
+        fixed = replace(job.restrictions, fixed=placements(built, found, searched.tables), free=())
         try:
-            return _fitting(task, _kept(task, fixed), bound, "axis by axis")
+            return _fitting(searched, _saved(searched, fixed), bound, "axis by axis")
         except InfeasibleError as e:
             failure = failure or e
     assert failure is not None
     raise failure
 
 
+def _without_budget(searched: ProgramSearch) -> MemoryModel:
+    """Memory is counted, and nothing is recomputed for it."""
+    return MemoryModel(searched.memory_of_state(True), regions=searched.regions, share=searched.job.share)
+
+
 def _single(solution: Solution) -> LayerMix:
     return LayerMix.of(Point(solution.labels, solution.objective, solution.memory))
 
 
-def _measured(task: Task, plan: Plan) -> tuple[Plan, bool]:
-    """The plan with its peak, and whether that is within the budget."""
-    if task.job.memory is None or task.peak is None:
-        return plan, True
-    held = task.peak(plan)
-    task.job.progress(
-        f"peak {format_bytes(sum(held.values()))}", plan.certificate.objective, plan.certificate.lower_bound
-    )
-    return replace(plan, predicted=replace(plan.predicted, peak_bytes=held)), fits(_peak(held), task.job.memory)
+def _peak(plan: Plan) -> float:
+    return sum(plan.predicted.peak_bytes.values())
 
 
-def _peak(held: Mapping[str, float]) -> float:
-    return sum(held.values())
+def _fitting(searched: ProgramSearch, saved: MemoryConstraint, bound: float, method: str = "") -> Plan:
+    """The best plan whose graph fits, by constraints that are tightened until it does.
 
-
-def _fitting(task: Task, kept: MemoryConstraint, bound: float, method: str = "") -> Plan:
-    """The best plan whose graph fits, by rows that are tightened until it does.
-
-    The row is what is held at one moment. Where that does not lead to a plan that fits, it is what is kept when the
-    backward pass begins; gradients count, too, if they are what is too much; or operators may not work on so much at a
-    time. What may lie on the host counts little, so that such a row says little of what lives for a moment: where that
-    leads to no plan in half of the time, everything stays on the device.
+    The first constraints are about program points. Where these lead to no plan that fits, the next is about what is
+    saved for the backward pass; then gradients count, too; then operators may not work on so much at a time. What may
+    be offloaded counts little, so that such a constraint says little about short live ranges: where it leads to no plan
+    in half of the time, everything stays on the device.
 
     Args:
-        task: what is searched.
-        kept: the row of what is kept.
+        searched: what is searched.
+        saved: the constraint on what is saved for the backward pass.
         bound: that no plan falls below.
         method: that the certificate names.
 
     Raises:
         InfeasibleError: no such plan fits.
     """
-    assert task.job.memory is not None
-    moments = _at_moments(task, kept)
-    rows = [*moments, kept, kept.narrowed(replace(kept.memory, state=task.state(True)))]
-    here = [_on_device(row, task.limits) for row in rows] if task.away else []
-    for claim in (row.frontier.claim(row.budget) for row in moments if row.relaxed):
-        task.record(claim)
+    memory = searched.job.memory
+    assert memory is not None
+    points = _at_program_points(searched, saved)
+    constraints = [*points, saved, saved.narrowed(replace(saved.memory, state=searched.memory_of_state(True)))]
+    here = [_on_device(c, searched.limits) for c in constraints] if searched.offload else []
+    for claim in (c.frontier.claim(c.budget) for c in points if c.relaxed):
+        searched.claims.append(claim)
         bound = max(bound, claim.bound)
-    task.job.cutoff.require_less(bound)
-    _require_room(task, [row for row in [*moments, kept] if row.relaxed], bound)
+    searched.job.cutoff.require_less(bound)
+    _require_room(searched, [c for c in [*points, saved] if c.relaxed], bound)
     least: Plan | None = None
     capped = False
-    while rows or here:
-        if not rows:
-            rows, here = here, []
-        row = rows.pop(0)
+    while constraints or here:
+        if not constraints:
+            constraints, here = here, []
+        constraint = constraints.pop(0)
         try:
-            plan, found, working = _tightened(replace(task, limits=row.limits), row, bound, method)
+            plan, found, working = _tightened(replace(searched, limits=constraint.limits), constraint, bound, method)
         except InfeasibleError as e:  # nothing works on so little
             if least is None and not here and e.needed is not None:
                 raise
-            if row.relaxed or not here:
+            if constraint.relaxed or not here:
                 break
             continue
-        if fits(_peak(plan.predicted.peak_bytes), task.job.memory):
+        if fits(_peak(plan), memory):
             return plan
         bound = found
-        size = _peak(plan.predicted.peak_bytes)
-        better = least is None or size < CLOSE * _peak(least.predicted.peak_bytes)
+        better = least is None or _peak(plan) < CLOSE * _peak(least)
         least = _lesser(least, plan)
-        if not rows and not here and (better or not capped) and not task.limits.expired():
-            rows.append(_on_device(kept.narrowed(replace(kept.memory, working=working / 2)), task.limits))
+        if not constraints and not here and (better or not capped) and not searched.limits.expired():
+            # What is left over is transient: half of what the largest operator works on may not be live at a time.
+            smaller = saved.narrowed(replace(saved.memory, working=working / 2))
+            constraints.append(_on_device(smaller, searched.limits))
             capped = True
-    raise missing(task.job.memory, least)
+    raise missing(memory, least)
 
 
-def _require_room(task: Task, rows: Sequence[MemoryConstraint], bound: float) -> None:
-    """Where one of the rows that hold for all plans has no room, none fits, whatever else is tried.
+def _require_room(searched: ProgramSearch, constraints: Sequence[MemoryConstraint], bound: float) -> None:
+    """Where one of the constraints that hold for all plans has no room, none fits, whatever else is tried.
 
     Raises:
-        InfeasibleError: says what is missing to the plan of the least row.
+        InfeasibleError: says what the plan of least memory lacks.
     """
-    assert task.job.memory is not None
-    for row in rows:
-        if not row.frontier.reaches(row.budget):
-            plan, enough = _measured(task, task.read(row.built, _least(row.frontier), bound, "Lagrangian"))
+    assert searched.job.memory is not None
+    for constraint in constraints:
+        if not constraint.frontier.reaches(constraint.budget):
+            least = searched.plan(constraint.built, _least(constraint.frontier), bound, "Lagrangian")
+            plan, enough = searched.measured(least)
             if not enough:
-                raise missing(task.job.memory, plan)
+                raise missing(searched.job.memory, plan)
 
 
-def _kept(task: Task, restrictions: Restrictions) -> MemoryConstraint:
-    """The row of what is kept when the backward pass begins; it bounds all plans if nothing is decided for it."""
-    assert task.job.memory is not None
+def _saved(searched: ProgramSearch, restrictions: Restrictions) -> MemoryConstraint:
+    """The constraint on what is saved when the backward pass begins; it bounds all plans if nothing is decided yet."""
+    job = searched.job
+    assert job.memory is not None
     memory = MemoryModel(
-        task.state(False), True, task.job.search.again, regions=task.regions, away=task.away, optimizer=task.states,
-        share=task.job.share,
+        searched.memory_of_state(False), True, job.search.again, regions=searched.regions, away=searched.offload,
+        optimizer=searched.offloadable_state(), share=job.share,
     )  # fmt: skip
-    relaxed = restrictions is task.job.restrictions and task.whole
-    limits = replace(task.limits, deadline=time.monotonic() + task.seconds / 2) if task.away else task.limits
-    return MemoryConstraint(
-        task.make, restrictions, memory, limits, task.job.memory, relaxed, task.job.cutoff if relaxed else NO_CUTOFF
-    )
+    relaxed = restrictions is job.restrictions and searched.whole
+    limits = searched.limits
+    if searched.offload:  # the other half of the time is for plans that offload nothing
+        limits = replace(limits, deadline=time.monotonic() + searched.seconds / 2)
+    cutoff = job.cutoff if relaxed else NO_CUTOFF
+    return MemoryConstraint(searched, restrictions, memory, limits, job.memory, relaxed, cutoff)
 
 
-def _on_device(row: MemoryConstraint, limits: Limits) -> MemoryConstraint:
-    """The row with everything on the device."""
-    return replace(row.narrowed(replace(row.memory, away=False, optimizer={})), limits=limits)
+def _on_device(constraint: MemoryConstraint, limits: Limits) -> MemoryConstraint:
+    """The constraint with nothing offloaded."""
+    return replace(constraint.narrowed(replace(constraint.memory, away=False, optimizer={})), limits=limits)
 
 
-def _at_moments(task: Task, kept: MemoryConstraint) -> list[MemoryConstraint]:
-    """The rows at the moments when most is held, that with the best bound first; of a stage none.
+def _at_program_points(searched: ProgramSearch, saved: MemoryConstraint) -> list[MemoryConstraint]:
+    """Constraints at the program points where most is live, that with the best bound first; for a stage none.
 
-    Without a budget much is kept, and the moment is that when all of it is there; of such moments, that counts at which
-    the most is there that nobody can do without. Where the best that fits in this row does not fit in that of its own
-    heaviest moment, this is a row, too, if it says more. A stage's share of the whole model says little of one moment.
+    Without a budget much is saved, and the peak is where all of it is live; of such points, the one counts at which
+    most is live that no plan can do without. Where the best plan within this constraint exceeds that of its own peak,
+    this is a constraint, too, if its bound is better. A stage's share of the whole model says little of one point.
     """
-    if kept.memory.share is not WHOLE or kept.built.heaviest is None or not task.job.moments:
+    if saved.memory.share is not WHOLE or saved.built.heaviest is None or not searched.job.moments:
         return []
-    rows: list[MemoryConstraint] = []
+    found: list[MemoryConstraint] = []
     mix: LayerMix | None = None
     try:
-        labelings = [kept.frontier.free().labels, kept.frontier.little().labels]
-        while len(rows) < MOMENTS:
-            row = replace(kept, memory=replace(kept.memory, moment=kept.built.heaviest(labelings)), like=kept)
+        labelings = [saved.frontier.free().labels, saved.frontier.little().labels]
+        while len(found) < MOMENTS:
+            point = saved.built.heaviest(labelings)
+            constraint = replace(saved, memory=replace(saved.memory, moment=point), like=saved)
             if mix is not None:
-                held = [evaluate(row.built.problem, labels)[1] for labels in labelings]
-                if fits(sum(share * size for share, size in zip(mix.shares, held, strict=True)), kept.budget):
+                held = [evaluate(constraint.built.problem, labels)[1] for labels in labelings]
+                if fits(sum(share * size for share, size in zip(mix.shares, held, strict=True)), saved.budget):
                     break
-                if row.frontier.bound_at(mix.price, kept.budget) <= rows[0].frontier.bound(kept.budget):
+                known = found[0].frontier.bound(saved.budget)
+                if constraint.frontier.bound_at(mix.price, saved.budget) <= known:
                     break
-            rows.insert(0, row)
-            mix = _within(task, row.built, row.frontier, kept.budget, first=True)
+            found.insert(0, constraint)
+            mix = _within(searched, constraint.built, constraint.frontier, saved.budget, first=True)
             labelings = [*mix.labelings]
-    except InfeasibleError:  # said where it is searched
+    except InfeasibleError:  # raised again where this constraint is searched
         pass
-    return rows
+    return found
 
 
 def _lesser(a: Plan | None, b: Plan) -> Plan:
-    """Of two plans the one that needs less."""
-    return b if a is None or _peak(b.predicted.peak_bytes) < _peak(a.predicted.peak_bytes) else a
+    """The plan of two that needs less."""
+    return b if a is None or _peak(b) < _peak(a) else a
 
 
 def missing(memory: float, least: Plan | None) -> InfeasibleError:
     """Say how much is missing, of what, and what would do."""
     if least is None:
         return InfeasibleError("no choice of labels avoids every forbidden label and pair; allow more candidates")
-    held = least.predicted.peak_bytes
-    needed = _peak(held)
+    held, needed = least.predicted.peak_bytes, _peak(least)
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in sorted(held.items(), key=lambda x: -x[1])[:3])
     more = math.ceil(math.prod(least.axis_sizes) * needed / memory)
     return InfeasibleError(
@@ -315,12 +278,14 @@ def missing(memory: float, least: Plan | None) -> InfeasibleError:
     )
 
 
-def _tightened(task: Task, row: MemoryConstraint, bound: float, method: str) -> tuple[Plan, float, float]:
-    """The best plan of one kind of row that fits; where none does, the one that needs least.
+def _tightened(
+    searched: ProgramSearch, constraint: MemoryConstraint, bound: float, method: str
+) -> tuple[Plan, float, float]:
+    """The best plan of one kind of constraint that fits; where none does, the one that needs least.
 
     Args:
-        task: what is searched.
-        row: how memory is counted.
+        searched: what is searched.
+        constraint: how memory is counted.
         bound: known before.
         method: that the certificate names.
 
@@ -330,65 +295,115 @@ def _tightened(task: Task, row: MemoryConstraint, bound: float, method: str) -> 
     Raises:
         InfeasibleError: the problem has no solution at all.
     """
-    assert task.job.memory is not None
-    built, frontier = row.built, row.frontier
-    best: Plan | None = None
-    chosen: LayerMix | None = None
-    least: Plan | None = None
-    fitting, failing, tries = -np.inf, np.inf, BETTER
-    # What the cheapest plan needs besides its row says how much is transient; a moment's row says that itself.
-    room = np.inf if row.memory.moment is None else task.job.memory
-    before = (np.inf, np.inf)
-    if not task.whole:  # there are other pipelines, of which some fit sooner
-        least, enough = _measured(task, task.read(built, _least(frontier), bound, method or "Lagrangian"))
-        if not enough and _peak(least.predicted.peak_bytes) > HOPELESS * task.job.memory:
-            raise missing(task.job.memory, least)
-        if enough:  # otherwise what keeps least is not what needs least
-            room = frontier.least().memory + task.job.memory - _peak(least.predicted.peak_bytes)
-
-    def measure(mix: LayerMix, bound: float) -> tuple[Plan, bool]:
-        return _measured(task, task.read(built, mix, bound, method or "Lagrangian"))
-
-    thorough = 1 if task.whole or np.isinf(room) else 0
+    memory = searched.job.memory
+    assert memory is not None
+    built, frontier = constraint.built, constraint.frontier
+    tries = _Tightening(searched, built, memory, method or "Lagrangian")
+    room = tries.first_room(constraint, bound)
+    thorough = 1 if searched.whole or np.isinf(room) else 0
+    before, left = (np.inf, np.inf), BETTER
     for turn in range(ROUNDS):
         try:
-            mix = _within(task, built, frontier, room, first=turn <= thorough)
+            mix = _within(searched, built, frontier, room, first=turn <= thorough)
         except InfeasibleError:
-            if best is not None:
+            if tries.best is not None:
                 break
-            mix = _least(frontier)  # its graph may need less than its row says, and leave room for a better plan
-        if row.relaxed:
-            task.record(frontier.claim(task.job.memory))
-            bound = max(bound, frontier.bound(task.job.memory))
-        task.job.cutoff.require_less(bound)
-        plan, enough = measure(mix, bound)
-        size = _peak(plan.predicted.peak_bytes)
-        least = _lesser(least, plan)
-        if enough:
-            if best is None or mix.cost < best.certificate.objective:
-                best, chosen = plan, mix
-            fitting = max(fitting, mix.memory)
-        else:
-            failing = min(failing, mix.memory)
-        late = task.limits.expired()
-        tries -= best is not None
-        if late or (mix.cost, mix.memory) == before or CLOSE * task.job.memory <= size <= task.job.memory:
+            mix = _least(frontier)  # its graph may need less than the constraint says, and leave room for a better plan
+        if constraint.relaxed:
+            searched.claims.append(frontier.claim(memory))
+            bound = max(bound, frontier.bound(memory))
+        searched.job.cutoff.require_less(bound)
+        size = tries.measure(mix, bound)
+        late = searched.limits.expired()
+        left -= tries.best is not None
+        if late or (mix.cost, mix.memory) == before or CLOSE * memory <= size <= memory:
             break
-        if failing - fitting < (1 - CLOSE) * task.job.memory or tries < 0:
+        if tries.failing - tries.fitting < (1 - CLOSE) * memory or left < 0:
             break
         before = mix.cost, mix.memory
-        room = mix.memory + task.job.memory - size  # what is transient stays about the same
-        if not frontier.reaches(room):  # or it shrinks with the rest
-            room = mix.memory * task.job.memory / size
-        if not fitting < room < failing:
-            room = (fitting + failing) / 2 if np.isfinite(fitting) else failing * CLOSE
-    if best is None:
-        best = _remembered(task, built, frontier, failing, bound, method)
-        best = best if least is None else _lesser(best, least)
-    elif chosen is not None and task.whole:  # pipelines are many
-        best = slack_used(built, chosen, best, task.job.memory, task.limits, lambda mix: measure(mix, bound))
+        room = tries.next_room(mix, size, frontier)
+    plan = tries.result(frontier, bound)
     working = [v.working[x] for v, x in zip(built.variables, mix.labelings[0], strict=True) if v.working is not None]
-    return best, bound, float(max(working))
+    return plan, bound, float(max(working))
+
+
+@dataclass
+class _Tightening:
+    """What is known of plans within one memory constraint as it is tightened.
+
+    Attributes:
+        searched: what is searched.
+        built: the problem with the constraint.
+        memory: the budget, which a plan's measured peak must not exceed.
+        method: that certificates name.
+        best: the fastest plan whose graph fits.
+        mix: its solution.
+        least: the plan that needs least.
+        fitting: the most bytes, as the constraint counts, of a plan whose graph fits.
+        failing: the fewest of one whose graph does not.
+    """
+
+    searched: ProgramSearch
+    built: Formulation
+    memory: float
+    method: str
+    best: Plan | None = None
+    mix: LayerMix | None = None
+    least: Plan | None = None
+    fitting: float = -math.inf
+    failing: float = math.inf
+
+    def first_room(self, constraint: MemoryConstraint, bound: float) -> float:
+        """Bytes that the constraint allows at first.
+
+        Of what is saved that is unlimited: what the cheapest plan needs beside it says how much is transient. The
+        constraint of a program point says that itself.
+
+        Raises:
+            InfeasibleError: of a stage: even the plan that saves least is far over the budget.
+        """
+        room = math.inf if constraint.memory.moment is None else self.memory
+        if self.searched.whole:
+            return room
+        # There are other pipelines, of which some fit sooner: so the plan of least memory is looked at first.
+        frontier = constraint.frontier
+        plan = self.searched.plan(self.built, _least(frontier), bound, self.method)
+        self.least, enough = self.searched.measured(plan)
+        if not enough and _peak(self.least) > HOPELESS * self.memory:
+            raise missing(self.memory, self.least)
+        if enough:  # else what saves least is not what needs least
+            room = frontier.least().memory + self.memory - _peak(self.least)
+        return room
+
+    def measure(self, mix: LayerMix, bound: float) -> float:
+        """The peak of a solution's plan, which is remembered if it is the best or the least so far."""
+        plan, enough = self.searched.measured(self.searched.plan(self.built, mix, bound, self.method))
+        self.least = _lesser(self.least, plan)
+        if enough:
+            if self.best is None or mix.cost < self.best.certificate.objective:
+                self.best, self.mix = plan, mix
+            self.fitting = max(self.fitting, mix.memory)
+        else:
+            self.failing = min(self.failing, mix.memory)
+        return _peak(plan)
+
+    def next_room(self, mix: LayerMix, size: float, frontier: Frontier) -> float:
+        """Bytes that the constraint allows next, after a solution whose graph needs ``size`` bytes."""
+        room = mix.memory + self.memory - size  # what is transient stays about the same
+        if not frontier.reaches(room):  # or it shrinks with the rest
+            room = mix.memory * self.memory / size
+        if not self.fitting < room < self.failing:
+            room = (self.fitting + self.failing) / 2 if np.isfinite(self.fitting) else self.failing * CLOSE
+        return room
+
+    def result(self, frontier: Frontier, bound: float) -> Plan:
+        """The fastest plan that fits, with the budget's slack used; else the one that needs least."""
+        if self.best is None:
+            found = _remembered(self.searched, self.built, frontier, self.failing, bound, self.method)
+            return found if self.least is None else _lesser(found, self.least)
+        if self.mix is None or not self.searched.whole:  # pipelines are many
+            return self.best
+        return slack_used(self.searched, self.built, self.mix, self.best, bound, self.method)
 
 
 def _least(frontier: Frontier) -> LayerMix:
@@ -396,17 +411,18 @@ def _least(frontier: Frontier) -> LayerMix:
     return LayerMix.of(frontier.least())
 
 
-def _remembered(task: Task, built: Formulation, frontier: Frontier, row: float, bound: float, method: str) -> Plan:
-    """Of the points below a row that prices have found the cheapest whose graph fits; or what needs least.
+def _remembered(
+    searched: ProgramSearch, built: Formulation, frontier: Frontier, memory: float, bound: float, method: str
+) -> Plan:
+    """Of the points found with less than ``memory`` bytes, the cheapest whose graph fits; or the one that needs least.
 
-    A row says little of what is transient: its best plan may not fit while a point with a smaller row, known already,
-    does. To measure one takes less time than another price.
+    A constraint says little of what is transient: its best plan may not fit while a point with less memory, known
+    already, does. To measure one takes less time than another multiplier.
     """
-    least = frontier.least()
-    below = {(p.point.cost, p.point.memory): p.point for p in frontier.known if p.point.memory < row}
+    below = {(p.point.cost, p.point.memory): p.point for p in frontier.known if p.point.memory < memory}
     found: Plan | None = None
-    for point in sorted(below.values(), key=lambda p: p.cost) or [least]:
-        plan, enough = _measured(task, task.read(built, LayerMix.of(point), bound, method or "Lagrangian"))
+    for point in sorted(below.values(), key=lambda p: p.cost) or [frontier.least()]:
+        plan, enough = searched.measured(searched.plan(built, LayerMix.of(point), bound, method))
         if enough:
             return plan
         found = _lesser(found, plan)
@@ -414,21 +430,22 @@ def _remembered(task: Task, built: Formulation, frontier: Frontier, row: float, 
     return found
 
 
-def _within(task: Task, built: Formulation, frontier: Frontier, row: float, first: bool) -> LayerMix:
-    """The best choice within a row; after the first, few more prices are tried."""
+def _within(searched: ProgramSearch, built: Formulation, frontier: Frontier, memory: float, first: bool) -> LayerMix:
+    """The best solution within a memory constraint; after the first, fewer multipliers are tried."""
+    limits = searched.limits
 
     def alike(labels: Ints) -> list[NDArray[np.bool_]]:
         return _alike(built, built, labels)
 
     counts = np.array([v.count for v in built.variables])
-    mix = within(frontier, row, counts, alike, task.job.progress, MAX_PRICES if first else MORE_PRICES)
-    if mix.cost - frontier.bound(row) <= task.limits.gap * mix.cost:
+    mix = within(frontier, memory, counts, alike, searched.job.progress, MAX_PRICES if first else MORE_PRICES)
+    if mix.cost - frontier.bound(memory) <= limits.gap * mix.cost:
         return mix
     if sum(len(n.cost) for n in built.problem.nodes) <= SMALL:
-        exact = solve(built.problem, budget=row, gap=task.limits.gap, time_limit=task.seconds)
+        exact = solve(built.problem, budget=memory, gap=limits.gap, time_limit=searched.seconds)
         return replace(_single(exact), price=mix.price) if exact.objective < mix.cost else mix
-    if counts.max() == 1:  # there are no blocks to mix, so that what lies between two prices is out of reach of them
-        return in_groups(built.problem, alike(mix.labelings[-1]), counts, row, mix, task.limits.gap)
+    if counts.max() == 1:  # no layers to split over, so that multipliers do not reach what lies between two of them
+        return in_groups(built.problem, alike(mix.labelings[-1]), counts, memory, mix, limits.gap)
     return mix
 
 

@@ -33,8 +33,8 @@ from autopar.pipeline.stage_graphs import INPUT
 from autopar.search.budget.cutoff import Cutoff, PrunedError
 from autopar.search.budget.lagrangian import fits
 from autopar.search.budget.within_budget import HOPELESS
-from autopar.search.options import Job, Peak
-from autopar.search.padding import Measure
+from autopar.search.microbatch.split import require_early_backward
+from autopar.search.options import Job
 from autopar.search.pipeline.deep_models import RepeatedStages, require_blocks
 from autopar.search.pipeline.space import (
     PipelineShape,
@@ -47,7 +47,6 @@ from autopar.search.pipeline.space import (
 )
 from autopar.search.pipeline.stage_plan import (
     INSIDE,
-    Rewrite,
     StagePlan,
     fastest,
     missing,
@@ -57,9 +56,9 @@ from autopar.search.pipeline.stage_plan import (
     suitable,
 )
 from autopar.search.solver.interrupt import requested
+from autopar.search.variants import part_of, plan_in_any_memory, plan_of_part, plan_of_whole
 from autopar.sharding.candidates import candidates
 from autopar.sharding.dims import analyze
-from autopar.sharding.layer_classes import LayerClasses
 from autopar.sharding.operator_cost import arithmetic_dtype, operator_work
 
 LIMITS = 5
@@ -69,41 +68,22 @@ SEARCHED = 12
 """How many pipelines that do not fit as they are, are searched within the budget."""
 
 
-@dataclass(frozen=True)
-class Works:
-    """What plans are made with.
-
-    Attributes:
-        part: the program of one of so many microbatches.
-        inside: the plan of such a program for the devices of a stage, measured as is told; None: as the whole model's.
-        rewrite: a program under plans that differ in their stages alone.
-        free: the best plan without stages, whatever it needs.
-        flat: the best plan without stages within the budget, if it is faster than a rival.
-    """
-
-    part: Callable[[int], Program]
-    inside: Callable[[Program, Job, Measure | None], Plan]
-    rewrite: Rewrite
-    free: Callable[[], Plan]
-    flat: Callable[[Cutoff], Plan]
-
-
-def best_pipeline(program: Program, job: Job, works: Works, floor: float, factored: bool) -> Plan:
+def best_pipeline(program: Program, job: Job, *, factored: bool = False) -> Plan:
     """The fastest plan with the stages that are asked for; where they are searched, with or without.
 
     Args:
         program: of the whole batch.
         job: what is searched for, on the whole mesh.
-        works: what plans are made with.
-        floor: seconds that no step falls below, see `least_seconds`.
         factored: whether stages may take a factor of an axis.
 
     Raises:
         InfeasibleError: the mesh, the model or the schedule allows none, or nothing fits.
     """
-    task = _Task(program, pipeline_shapes(job.search, job.axes, program.training, factored), job, works, floor)
-    task.run()
-    return task.result()
+    if program.training:
+        require_early_backward(program)
+    found = _PipelineSearch(program, pipeline_shapes(job.search, job.axes, program.training, factored), job)
+    found.run()
+    return found.result()
 
 
 @dataclass(frozen=True)
@@ -159,14 +139,15 @@ class _Cut:
     actions: Order
 
 
-class _Task:
+class _PipelineSearch:
     """The search, and what it has found."""
 
-    def __init__(self, program: Program, ways: list[PipelineShape], job: Job, works: Works, floor: float) -> None:
+    def __init__(self, program: Program, ways: list[PipelineShape], job: Job) -> None:
         self.program, self.ways, self.job, self.search, self.progress = program, ways, job, job.search, job.progress
         self.random = job.search.recipe == "random"
         self.memory = None if self.random else job.memory  # random plans need not fit
-        self.works, self.floor = works, floor
+        # No step is faster than this, with stages or without.
+        self.floor = least_seconds(program, job.cluster, math.prod(job.axes.values()))
         self.deadline = time.monotonic() + LIMITS * self.search.time_limit
         self.open: list[_Open] = []
         self.best: Plan | None = None
@@ -259,7 +240,7 @@ class _Task:
 
     def _without_stages(self) -> None:
         """Plan the whole model on all devices, in whatever memory; that within the budget waits."""
-        free = self.works.free()
+        free = plan_in_any_memory(self.program, self.job)
         self.flat = own = free.certificate
         if self.memory is None:
             self._try(lambda: free)
@@ -268,7 +249,7 @@ class _Task:
 
     def _flat(self) -> None:
         """The best within the budget without stages."""
-        if found := self._try(lambda: self.works.flat(Cutoff(self._seconds))):
+        if found := self._try(lambda: plan_of_whole(self.program, self.job, Cutoff(self._seconds))):
             self.flat = found.certificate
 
     def _consider(self, place: _Place, number: int) -> None:
@@ -303,8 +284,8 @@ class _Task:
         try:
             possible = [(a, allowed) for a in ways if (allowed := self._allowed(a, count))]
             if possible:
-                part = self.works.part(count)
-                free = self.free[place.key, count] = self.works.inside(part, self._job(first), None)
+                part = part_of(self.program, self.job, count)
+                free = self.free[place.key, count] = plan_of_part(self.program, part, self._job(first))
                 own, seconds = free.certificate, free.predicted.step_seconds / first.devices
                 checked = None if own.checked is None else own.checked / first.devices
                 for a, allowed in possible:
@@ -385,26 +366,13 @@ class _Task:
             InfeasibleError: none does.
         """
         a = c.arrangement
-
-        def measured(padded: Program, classes: LayerClasses) -> Peak:
-            del classes
-
-            def peak(plan: Plan) -> Mapping[str, float]:
-                held = self._fastest(padded, plan, c).peak(c.actions)
-                known = self.lightest.get((a, c.part.microbatches))
-                if padded is c.part and (known is None or sum(held.values()) < known[0]):
-                    self.lightest[a, c.part.microbatches] = sum(held.values()), plan, c.schedule
-                return held
-
-            return Peak(peak)
-
         self._say(f"{a.devices} devices along {a.axis}, {a.stages} stages, {c.schedule}")
         share, cutoff = share_of(c.actions, a.stages), Cutoff(self._seconds * a.devices)
         job = self._job(a)
         search = replace(job.search, check=False)  # the bound that holds is that of any memory
         job = replace(job, memory=self.memory, cutoff=cutoff, share=share, search=search)
         try:
-            plan = self.works.inside(c.part, job, measured)
+            plan = plan_of_part(self.program, c.part, job, _Stages(self, c))
         except PrunedError as e:  # of a device that has the whole model
             raise PrunedError(e.bound / a.devices) from e
         cut = self._fastest(c.part, plan, c)
@@ -436,13 +404,13 @@ class _Task:
         link = self._machine(a).axis_links[a.axis]
         ways = [Scatter(a.axis, behind) for behind in dict.fromkeys(map(sends_behind, allowed))]
         if part.repeat is None:
-            return staged(part, plan, a, link, self.search, self.works.rewrite, ways)
+            return staged(part, plan, a, link, self.search, ways)
         key = (a.axes, a.axis), part.microbatches
         if plan is not self.free[key]:
             split = any(action.kind == INPUT for rows in allowed for row in rows for action in row)
-            return RepeatedStages(part, plan, a, link, self.works.rewrite, split).staged(a, ways)
+            return RepeatedStages(part, plan, a, link, split).staged(a, ways)
         if key not in self.blocks:  # for all schedules
-            self.blocks[key] = RepeatedStages(part, plan, a, link, self.works.rewrite, part.training)
+            self.blocks[key] = RepeatedStages(part, plan, a, link, part.training)
         return self.blocks[key].staged(a, ways)
 
     def _machine(self, a: PipelineShape) -> Cluster:
@@ -473,6 +441,37 @@ class _Task:
         checked = None if None in verified else min(b for b in verified if b is not None)
         certificate = replace(self.best.certificate, lower_bound=bound, space=space, method=method, checked=checked)
         return replace(self.best, certificate=certificate)
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """Measures plans for the devices of a stage by the heaviest stage of a pipeline."""
+
+    search: _PipelineSearch
+    cut: _Cut
+
+    def of(self, program: Program) -> _StagesOf:
+        """The meter of a program, whose dims may be padded."""
+        return _StagesOf(self.search, self.cut, program)
+
+
+@dataclass(frozen=True)
+class _StagesOf:
+    """The same, of one program."""
+
+    search: _PipelineSearch
+    cut: _Cut
+    program: Program
+
+    def held(self, plan: Plan) -> Mapping[str, float]:
+        """Bytes by category on the device that holds the most."""
+        cut = self.cut
+        held = self.search._fastest(self.program, plan, cut).peak(cut.actions)
+        key, size = (cut.arrangement, cut.part.microbatches), sum(held.values())
+        known = self.search.lightest.get(key)
+        if self.program is cut.part and (known is None or size < known[0]):
+            self.search.lightest[key] = size, plan, cut.schedule
+        return held
 
 
 def _needed(plan: Plan) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -14,9 +13,8 @@ from autopar.search.budget.use_slack import slack_used
 from autopar.search.formulation.build import Formulation
 from autopar.search.formulation.variable import Floats, Variable
 from autopar.search.solver.layer_mix import LayerMix
-from autopar.search.solver.minimize import Limits
 from autopar.search.solver.problem import Node, Problem
-from tests.explain.tables.stand_ins import hand_made_plan
+from tests.search.by_hand import SolvedByHand
 
 COSTS, SIZES = (7.0, 5.0, 5.0), (6.0, 5.0, 5.0)
 KEPT = 0
@@ -37,19 +35,21 @@ def fill(built: Formulation, labels: tuple[int, ...], budget: float, held: float
     """What becomes of a plan, and what was measured; graphs hold what ``SIZES`` say, and ``held`` besides."""
     measured: list[float] = []
 
-    def measure(mix: LayerMix) -> tuple[Plan, bool]:
-        size = held + sum(s for s, x in zip(SIZES, mix.labelings[-1], strict=True) if x == KEPT)
-        measured.append(size)
-        plan = hand_made_plan()
-        certificate = replace(plan.certificate, objective=mix.cost)
-        return replace(
-            plan, certificate=certificate, predicted=replace(plan.predicted, peak_bytes={"all": size})
-        ), size <= budget
+    class Knapsack(SolvedByHand):
+        def plan(self, built: Formulation, mix: LayerMix, bound: float, method: str) -> Plan:
+            size = held + sum(s for s, x in zip(SIZES, mix.labelings[-1], strict=True) if x == KEPT)
+            measured.append(size)
+            plan = super().plan(built, mix, bound, method)
+            return replace(plan, predicted=replace(plan.predicted, peak_bytes={"all": size}))
 
+        def held(self, plan: Plan) -> dict[str, float]:
+            return dict(plan.predicted.peak_bytes)
+
+    searched = Knapsack.of(built, budget)
     mix = LayerMix.of(locate(built.problem, np.array(labels)))
-    plan, enough = measure(mix)
+    plan, enough = searched.measured(searched.plan(built, mix, 0.0, ""))
     assert enough
-    return slack_used(built, mix, plan, budget, Limits(1e-9, time.monotonic() + 60), measure), measured
+    return slack_used(searched, built, mix, plan, 0.0, ""), measured
 
 
 def test_what_saves_most_together_is_kept() -> None:

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from autopar.costs.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.ir.plan import Plan
-from autopar.search.budget.within_budget import SMALL, Task, plan_within
+from autopar.search.budget.within_budget import SMALL, plan_within
 from autopar.search.formulation.build import Formulation
-from autopar.search.formulation.memory_model import MemoryModel
-from autopar.search.formulation.pins import Restrictions
 from autopar.search.formulation.variable import Variable
-from autopar.search.options import Job
 from autopar.search.solver.layer_mix import LayerMix
-from autopar.search.solver.minimize import Limits
 from autopar.search.solver.problem import Node, Problem
-from tests.explain.tables.stand_ins import hand_made_plan
-
-CLUSTER = Cluster.preset("cpu")
+from tests.search.by_hand import SolvedByHand
 
 
 def test_a_row_that_nothing_fits_is_loosened_where_its_least_plan_has_room() -> None:
@@ -31,19 +23,11 @@ def test_a_row_that_nothing_fits_is_loosened_where_its_least_plan_has_room() -> 
     variable = Variable("n", 1, {}, {}, None, cost, 10 - cost, np.zeros(11, dtype=np.int64), working=np.ones(11))
     built = Formulation(Problem((Node("n", cost, 10 - cost),), ()), (variable,))
 
-    def make(restrictions: Restrictions, memory: MemoryModel) -> Formulation:
-        return built
+    class Graphs(SolvedByHand):
+        def held(self, plan: Plan) -> dict[str, float]:
+            return {"all": 100.0 if plan.certificate.objective == 0 else 10 - plan.certificate.objective}
 
-    def read(built: Formulation, mix: LayerMix, bound: float, method: str) -> Plan:
-        plan = hand_made_plan()
-        return replace(plan, certificate=replace(plan.certificate, objective=mix.cost, lower_bound=bound))
-
-    def peak(plan: Plan) -> dict[str, float]:
-        return {"all": 100.0 if plan.certificate.objective == 0 else 10 - plan.certificate.objective}
-
-    limits = Limits(1e-9, time.monotonic() + 60)
-    task = Task(make, read, lambda _: {}, limits, Job({}, CLUSTER, 6.0), peak)
-    found = plan_within(task)
+    found = plan_within(Graphs.of(built, 6.0))
     assert found.certificate.objective == 4.0
     assert found.predicted.peak_bytes == {"all": 6.0}
 
@@ -62,16 +46,16 @@ def test_states_between_two_prices_are_found_where_nothing_repeats() -> None:
         nodes.append(Node(f"n{i}", seconds, memory))
     built = Formulation(Problem(tuple(nodes), ()), tuple(variables))
     assert 3 * (other + 2) > SMALL
-    held = {"all": 0.0}
 
-    def read(built: Formulation, mix: LayerMix, bound: float, method: str) -> Plan:
-        plan = hand_made_plan()
-        held["all"] = mix.memory
-        return replace(plan, certificate=replace(plan.certificate, objective=mix.cost, lower_bound=bound))
+    class Graphs(SolvedByHand):
+        def plan(self, built: Formulation, mix: LayerMix, bound: float, method: str) -> Plan:
+            plan = super().plan(built, mix, bound, method)
+            return replace(plan, predicted=replace(plan.predicted, peak_bytes={"all": mix.memory}))
 
-    limits = Limits(1e-9, time.monotonic() + 60)
-    task = Task(lambda *_: built, read, lambda _: {}, limits, Job({}, CLUSTER, 10.0), lambda _: dict(held))
-    found = plan_within(task)
+        def held(self, plan: Plan) -> dict[str, float]:
+            return dict(plan.predicted.peak_bytes)
+
+    found = plan_within(Graphs.of(built, 10.0))
     assert found.certificate.objective == 7.0
     assert found.certificate.lower_bound <= 7.0
 
@@ -82,16 +66,11 @@ def test_what_no_row_has_room_for_is_measured_once() -> None:
     variable = Variable("n", 1, {}, {}, None, cost, 20 - cost, np.zeros(11, dtype=np.int64), working=np.ones(11))
     built = Formulation(Problem((Node("n", cost, 20 - cost),), ()), (variable,))
 
-    def read(built: Formulation, mix: LayerMix, bound: float, method: str) -> Plan:
-        plan = hand_made_plan()
-        return replace(plan, certificate=replace(plan.certificate, objective=mix.cost, lower_bound=bound))
+    class Graphs(SolvedByHand):
+        def held(self, plan: Plan) -> dict[str, float]:
+            measured.append(plan)
+            return {"all": 20 - plan.certificate.objective}
 
-    def peak(plan: Plan) -> dict[str, float]:
-        measured.append(plan)
-        return {"all": 20 - plan.certificate.objective}
-
-    limits = Limits(1e-9, time.monotonic() + 10)
-    task = Task(lambda *_: built, read, lambda _: {}, limits, Job({}, CLUSTER, 6.0), peak)
     with pytest.raises(InfeasibleError, match="no plan was found that needs less than 10 B"):
-        plan_within(task)
+        plan_within(Graphs.of(built, 6.0, seconds=10.0))
     assert [plan.certificate.objective for plan in measured] == [10.0]
