@@ -1,5 +1,6 @@
-"""The examples of the documentation run: Python blocks of a page in order, and every `autopar` command."""
+"""The examples of the documentation run, its links lead somewhere, and the messages it quotes exist."""
 
+import ast
 import io
 import re
 import shlex
@@ -94,6 +95,39 @@ def test_links_lead_somewhere(page: Path) -> None:
             headings = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), re.MULTILINE)
             slugs = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
             assert anchor in slugs, f"{page.name} links to {target}; {found.name} has {sorted(slugs)}"
+
+
+def messages() -> set[str]:
+    """Every string of the sources, an f-string's fields as "…"; docstrings are no messages."""
+    found = set()
+    for folder in ("autopar", "passes", "strategies"):
+        for path in (ROOT / folder).rglob("*.py"):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            prose = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+            found |= {_text(n) for n in ast.walk(tree) if id(n) not in prose}
+    return found
+
+
+def _text(node: ast.AST) -> str:
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part) or "…" for part in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def absent(page: str, known: set[str]) -> list[str]:
+    """Messages that a page quotes in the first column of its tables and that no string of the sources begins with."""
+    quoted = [q for q in re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE) if " " in q]
+    assert len(quoted) >= 20
+    return [q for q in quoted if not any(message.startswith(q) for message in known)]
+
+
+def test_quoted_messages_exist() -> None:
+    assert absent((ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"), messages()) == []
+
+
+def test_a_message_that_is_gone_is_noticed() -> None:
+    page = "| `the batch's contents differ: rank … has …, rank … has …` | | |\n" * 20 + "| `a message … of old` | | |\n"
+    assert absent(page, messages()) == ["a message … of old"]
 
 
 def test_every_command_and_option_is_documented() -> None:
