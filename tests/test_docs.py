@@ -1,7 +1,8 @@
-"""The examples of the documentation run, its links lead somewhere, and the messages it quotes exist."""
+"""The examples of the documentation run, its links lead somewhere, and the names and messages in it exist."""
 
 import ast
 import io
+import pkgutil
 import re
 import shlex
 import sys
@@ -123,6 +124,29 @@ def absent(page: str, known: set[str]) -> list[str]:
 
 def test_quoted_messages_exist() -> None:
     assert absent((ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"), messages()) == []
+
+
+def lost_names(page: str) -> list[str]:
+    """Paths in backticks that do not exist, and dotted names of autopar's that cannot be imported."""
+    quoted = re.findall(r"`([^`\s]+)`", page)
+    paths = [q for q in quoted if re.match(r"(autopar|passes|strategies|tests|benchmarks)/", q)]
+    lost = [path for path in paths if not any(ROOT.glob(path.rstrip("/")))]
+    for name in (q.removesuffix("()") for q in quoted if re.fullmatch(r"autopar(\.\w+)+(\(\))?", q)):
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            lost.append(name)
+    return lost
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", *(ROOT / "benchmarks").glob("*.md")], ids=str)
+def test_names_of_the_code_exist(page: Path) -> None:
+    assert lost_names(page.read_text(encoding="utf-8")) == []
+
+
+def test_a_name_that_is_gone_is_noticed() -> None:
+    page = "`autopar/compiler.py` `passes/` `autopar/solver.py` `autopar.verify.verify` `autopar.verify.gone()` `x/y.py`"
+    assert lost_names(page) == ["autopar/solver.py", "autopar.verify.gone"]
 
 
 def test_a_message_that_is_gone_is_noticed() -> None:
