@@ -139,7 +139,7 @@ def lost_names(page: str) -> list[str]:
     return lost
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", *(ROOT / "benchmarks").glob("*.md")], ids=str)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", *(ROOT / "benchmarks").glob("*.md")], ids=lambda p: p.name)
 def test_names_of_the_code_exist(page: Path) -> None:
     assert lost_names(page.read_text(encoding="utf-8")) == []
 
