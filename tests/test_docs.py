@@ -139,13 +139,17 @@ def lost_names(page: str) -> list[str]:
     return lost
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", *(ROOT / "benchmarks").glob("*.md")], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "CONTRIBUTING.md", *(ROOT / "benchmarks").glob("*.md")], ids=lambda p: p.name
+)
 def test_names_of_the_code_exist(page: Path) -> None:
     assert lost_names(page.read_text(encoding="utf-8")) == []
 
 
 def test_a_name_that_is_gone_is_noticed() -> None:
-    page = "`autopar/compiler.py` `passes/` `autopar/solver.py` `autopar.verify.verify` `autopar.verify.gone()` `x/y.py`"
+    page = (
+        "`autopar/compiler.py` `passes/` `autopar/solver.py` `autopar.verify.verify` `autopar.verify.gone()` `x/y.py`"
+    )
     assert lost_names(page) == ["autopar/solver.py", "autopar.verify.gone"]
 
 
