@@ -19,6 +19,7 @@ from autopar.rules import rule as strategy
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
 
 NO_RUN = "no-run"  # needs several processes or a GPU: only compiled
 
@@ -83,7 +84,7 @@ def test_the_examples_run(page: Path, folder: Path) -> None:
         run_page(page, folder)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", TEXTS, ids=lambda p: p.name)
 def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -139,9 +140,7 @@ def lost_names(page: str) -> list[str]:
     return lost
 
 
-@pytest.mark.parametrize(
-    "page", [*PAGES, ROOT / "CONTRIBUTING.md", *(ROOT / "benchmarks").glob("*.md")], ids=lambda p: p.name
-)
+@pytest.mark.parametrize("page", TEXTS, ids=lambda p: p.name)
 def test_names_of_the_code_exist(page: Path) -> None:
     assert lost_names(page.read_text(encoding="utf-8")) == []
 
