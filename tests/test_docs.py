@@ -1,6 +1,8 @@
-"""The examples of the documentation run: Python blocks of a page in order, and every `autopar` command."""
+"""The examples of the documentation run, its links lead somewhere, and the names and messages in it exist."""
 
+import ast
 import io
+import pkgutil
 import re
 import shlex
 import sys
@@ -17,6 +19,7 @@ from autopar.rules import rule as strategy
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "benchmarks").glob("*.md"))]
 
 NO_RUN = "no-run"  # needs several processes or a GPU: only compiled
 
@@ -81,7 +84,7 @@ def test_the_examples_run(page: Path, folder: Path) -> None:
         run_page(page, folder)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", TEXTS, ids=lambda p: p.name)
 def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -94,6 +97,64 @@ def test_links_lead_somewhere(page: Path) -> None:
             headings = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), re.MULTILINE)
             slugs = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
             assert anchor in slugs, f"{page.name} links to {target}; {found.name} has {sorted(slugs)}"
+
+
+def messages() -> set[str]:
+    """Every string of the sources, an f-string's fields as "…"; docstrings are no messages."""
+    found = set()
+    for folder in ("autopar", "passes", "strategies"):
+        for path in (ROOT / folder).rglob("*.py"):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            prose = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+            found |= {_text(n) for n in ast.walk(tree) if id(n) not in prose}
+    return found
+
+
+def _text(node: ast.AST) -> str:
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part) or "…" for part in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def absent(page: str, known: set[str]) -> list[str]:
+    """Messages that a page quotes in the first column of its tables and that no string of the sources begins with."""
+    quoted = [q for q in re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE) if " " in q]
+    assert len(quoted) >= 20
+    return [q for q in quoted if not any(message.startswith(q) for message in known)]
+
+
+def test_quoted_messages_exist() -> None:
+    assert absent((ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"), messages()) == []
+
+
+def lost_names(page: str) -> list[str]:
+    """Paths in backticks that do not exist, and dotted names of autopar's that cannot be imported."""
+    quoted = re.findall(r"`([^`\s]+)`", page)
+    paths = [q for q in quoted if re.match(r"(autopar|passes|strategies|tests|benchmarks)/", q)]
+    lost = [path for path in paths if not any(ROOT.glob(path.rstrip("/")))]
+    for name in (q.removesuffix("()") for q in quoted if re.fullmatch(r"autopar(\.\w+)+(\(\))?", q)):
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            lost.append(name)
+    return lost
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda p: p.name)
+def test_names_of_the_code_exist(page: Path) -> None:
+    assert lost_names(page.read_text(encoding="utf-8")) == []
+
+
+def test_a_name_that_is_gone_is_noticed() -> None:
+    page = (
+        "`autopar/compiler.py` `passes/` `autopar/solver.py` `autopar.verify.verify` `autopar.verify.gone()` `x/y.py`"
+    )
+    assert lost_names(page) == ["autopar/solver.py", "autopar.verify.gone"]
+
+
+def test_a_message_that_is_gone_is_noticed() -> None:
+    page = "| `the batch's contents differ: rank … has …, rank … has …` | | |\n" * 20 + "| `a message … of old` | | |\n"
+    assert absent(page, messages()) == ["a message … of old"]
 
 
 def test_every_command_and_option_is_documented() -> None:
