@@ -22,7 +22,7 @@ from autopar.ir.program import Program, tensor_arguments, values_of
 from autopar.memory.liveness import copied_by_convolution
 from autopar.search.budget.live_ranges import LiveRanges, fewest
 from autopar.search.find import state_bytes
-from autopar.search.formulation.memory_model import carried
+from autopar.search.formulation.memory_model import block_boundary_activations
 from autopar.sharding.candidates import candidates, combine, split_parts
 from autopar.sharding.dims import Dims, analyze
 from autopar.sharding.layer_classes import layer_classes
@@ -55,7 +55,7 @@ def lives_of(program: Program, sizes: Sequence[int] = (), *, away: bool = False,
     results = {
         s for o, v in outputs if v is not None and o.kind in ("result", "gradient") for s in storages(v)
     } - inputs
-    keeps = carried(program, layer_classes(program, dims))
+    keeps = block_boundary_activations(program, layer_classes(program, dims))
     working = _Working(program, dims, tuple(sizes), away, copies)
     taken, more = [], []
     for node in program.sources:

@@ -1,7 +1,7 @@
 """`slack_used`: of a plan that fits, what its budget has left is used, under the layouts that it has.
 
 The search counts memory by a row that holds for all plans, and so leaves out some of what a graph holds (see
-`Variable.unseen`); and two labelings mixed over whole layers leave up to a layer's difference unused. Here what
+`Variable.uncounted`); and two labelings mixed over whole layers leave up to a layer's difference unused. Here what
 graphs hold is counted as well as it is known, groups of layers are decided apart
 (`autopar.search.budget.layer_groups`), and what the graph that is emitted needs more or less than that is added to the
 next try.
@@ -79,5 +79,5 @@ def _peak(plan: Plan) -> float:
 def _as_in_graphs(built: Formulation) -> Problem:
     """The problem with memory as graphs have it."""
     pairs = zip(built.problem.nodes, built.variables, strict=True)
-    nodes = tuple(n if v.unseen is None else replace(n, memory=n.memory + v.unseen) for n, v in pairs)
+    nodes = tuple(n if v.uncounted is None else replace(n, memory=n.memory + v.uncounted) for n, v in pairs)
     return Problem(nodes, built.problem.edges)

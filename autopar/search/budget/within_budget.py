@@ -1,7 +1,7 @@
 """A plan within a memory budget, which holds for the graph that is emitted and not for an estimate.
 
 The search counts memory by a row: parameters, optimizer state and what is held while one operator runs, at the moment
-when most is held (`autopar.search.formulation.peak_point`). A row is a relaxation: it leaves out other moments, and
+when most is held (`autopar.search.formulation.program_point`). A row is a relaxation: it leaves out other moments, and
 copies. So the graph of the plan found is rewritten and its peak measured; if that exceeds the budget, the row is
 tightened by what is too much, and the search goes on. The bound is that of the row as it was at first.
 """
@@ -248,8 +248,8 @@ def _kept(task: Task, restrictions: Restrictions) -> MemoryConstraint:
     """The row of what is kept when the backward pass begins; it bounds all plans if nothing is decided for it."""
     assert task.job.memory is not None
     memory = MemoryModel(
-        task.state(False), True, task.job.search.again, regions=task.regions, away=task.away, optimizer=task.states,
-        share=task.job.share,
+        task.state(False), True, task.job.search.recompute, regions=task.regions, offload=task.away,
+        optimizer=task.states, share=task.job.share,
     )  # fmt: skip
     relaxed = restrictions is task.job.restrictions and task.whole
     limits = replace(task.limits, deadline=time.monotonic() + task.seconds / 2) if task.away else task.limits
@@ -260,7 +260,7 @@ def _kept(task: Task, restrictions: Restrictions) -> MemoryConstraint:
 
 def _on_device(row: MemoryConstraint, limits: Limits) -> MemoryConstraint:
     """The row with everything on the device."""
-    return replace(row.narrowed(replace(row.memory, away=False, optimizer={})), limits=limits)
+    return replace(row.narrowed(replace(row.memory, offload=False, optimizer={})), limits=limits)
 
 
 def _at_moments(task: Task, kept: MemoryConstraint) -> list[MemoryConstraint]:
@@ -270,14 +270,14 @@ def _at_moments(task: Task, kept: MemoryConstraint) -> list[MemoryConstraint]:
     the most is there that nobody can do without. Where the best that fits in this row does not fit in that of its own
     heaviest moment, this is a row, too, if it says more. A stage's share of the whole model says little of one moment.
     """
-    if kept.memory.share is not WHOLE or kept.built.heaviest is None or not task.job.moments:
+    if kept.memory.share is not WHOLE or kept.built.peak_point is None or not task.job.moments:
         return []
     rows: list[MemoryConstraint] = []
     mix: LayerMix | None = None
     try:
         labelings = [kept.frontier.free().labels, kept.frontier.little().labels]
         while len(rows) < MOMENTS:
-            row = replace(kept, memory=replace(kept.memory, moment=kept.built.heaviest(labelings)), like=kept)
+            row = replace(kept, memory=replace(kept.memory, point=kept.built.peak_point(labelings)), like=kept)
             if mix is not None:
                 held = [evaluate(row.built.problem, labels)[1] for labels in labelings]
                 if fits(sum(share * size for share, size in zip(mix.shares, held, strict=True)), kept.budget):
@@ -337,7 +337,7 @@ def _tightened(task: Task, row: MemoryConstraint, bound: float, method: str) -> 
     least: Plan | None = None
     fitting, failing, tries = -np.inf, np.inf, BETTER
     # What the cheapest plan needs besides its row says how much is transient; a moment's row says that itself.
-    room = np.inf if row.memory.moment is None else task.job.memory
+    room = np.inf if row.memory.point is None else task.job.memory
     before = (np.inf, np.inf)
     if not task.whole:  # there are other pipelines, of which some fit sooner
         least, enough = _measured(task, task.read(built, _least(frontier), bound, method or "Lagrangian"))

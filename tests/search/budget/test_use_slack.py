@@ -12,7 +12,7 @@ from autopar.ir.plan import Plan
 from autopar.search.budget.lagrangian import locate
 from autopar.search.budget.use_slack import slack_used
 from autopar.search.formulation.build import Formulation
-from autopar.search.formulation.variable import Floats, Variable
+from autopar.search.formulation.variables.variable import Floats, Variable
 from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits
 from autopar.search.solver.problem import Node, Problem
@@ -22,13 +22,14 @@ COSTS, SIZES = (7.0, 5.0, 5.0), (6.0, 5.0, 5.0)
 KEPT = 0
 
 
-def knapsack(unseen: float = 0.0) -> Formulation:
+def knapsack(uncounted: float = 0.0) -> Formulation:
     """Three tensors that are kept, or made again for some seconds; of the first a graph holds more than the row."""
     variables, nodes = [], []
     for i, (cost, size) in enumerate(zip(COSTS, SIZES, strict=True)):
-        seconds, memory = np.array([0.0, cost]), np.array([size - unseen * (i == 0), 0.0])
-        more: Floats | None = np.array([unseen, 0.0]) if i == 0 and unseen else None
-        variables.append(Variable(f"n{i}", 1, {}, {}, None, seconds, memory, np.zeros(2, dtype=np.int64), unseen=more))
+        seconds, memory = np.array([0.0, cost]), np.array([size - uncounted * (i == 0), 0.0])
+        more: Floats | None = np.array([uncounted, 0.0]) if i == 0 and uncounted else None
+        candidate = np.zeros(2, dtype=np.int64)
+        variables.append(Variable(f"n{i}", 1, {}, {}, None, seconds, memory, candidate, uncounted=more))
         nodes.append(Node(f"n{i}", seconds, memory))
     return Formulation(Problem(tuple(nodes), ()), tuple(variables))
 
@@ -65,10 +66,10 @@ def test_what_a_graph_holds_besides_its_row_has_no_room() -> None:
     assert sum(plan.predicted.peak_bytes.values()) == 12.0
 
 
-@pytest.mark.parametrize("unseen", [0.0, 5.0])
-def test_what_rows_leave_out_is_counted(unseen: float) -> None:
+@pytest.mark.parametrize("uncounted", [0.0, 5.0])
+def test_what_rows_leave_out_is_counted(uncounted: float) -> None:
     """The row says a byte of what takes six, so that it would rather keep that and one of five; this does not fit."""
-    plan, measured = fill(knapsack(unseen), (1, 0, 1), 10.0)
+    plan, measured = fill(knapsack(uncounted), (1, 0, 1), 10.0)
     assert plan.certificate.objective == 7.0
     assert measured == [5.0, 10.0]
 

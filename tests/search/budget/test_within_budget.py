@@ -15,7 +15,7 @@ from autopar.search.budget.within_budget import SMALL, Task, plan_within
 from autopar.search.formulation.build import Formulation
 from autopar.search.formulation.memory_model import MemoryModel
 from autopar.search.formulation.pins import Restrictions
-from autopar.search.formulation.variable import Variable
+from autopar.search.formulation.variables.variable import Variable
 from autopar.search.options import Job
 from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits
