@@ -20,7 +20,7 @@ from autopar.ir.graph import is_backward
 from autopar.ir.layout import Layout
 from autopar.ir.program import Program, tensor_arguments, values_of
 from autopar.memory.liveness import copied_by_convolution
-from autopar.search.budget.live_ranges import LiveRanges, fewest
+from autopar.search.budget.live_ranges import LiveRanges, minimize_peak
 from autopar.search.find import state_bytes
 from autopar.search.formulation.memory_model import block_boundary_activations
 from autopar.sharding.candidates import candidates, combine, split_parts
@@ -39,8 +39,8 @@ def least(program: Program, axes: Mapping[str, int], *, away: bool = False, copi
         away: whether optimizer state may lie on the host, and what is kept until an operator takes it.
         copies: of the device, see `autopar.costs.cluster.Device`.
     """
-    lives = lives_of(program, tuple(axes.values()), away=away, copies=copies)
-    bound = max(lives.base) if away else fewest(lives)[0]
+    ranges = lives_of(program, tuple(axes.values()), away=away, copies=copies)
+    bound = max(ranges.base) if away else minimize_peak(ranges)[0]
     state = sum(state_bytes(program, "sgd" if away else "adamw", gradients=False).values())
     step = sum(state_bytes(program, "adamw").values())  # which takes all of it, wherever it lay before
     return max(state + bound, step) / math.prod(axes.values())

@@ -21,11 +21,11 @@ from autopar.errors import InfeasibleError
 from autopar.ir.plan import Plan
 from autopar.search.axis_by_axis import descend, placements
 from autopar.search.budget.cutoff import NO_CUTOFF
-from autopar.search.budget.lagrangian import Point, fits, solve
+from autopar.search.budget.lagrangian import fits, solve
 from autopar.search.budget.layer_groups import in_groups
 from autopar.search.budget.memory_constraint import MemoryConstraint
 from autopar.search.budget.pareto import MAX_PRICES, Frontier, within
-from autopar.search.budget.use_slack import slack_used
+from autopar.search.budget.use_slack import use_slack
 from autopar.search.formulation.build import Formulation
 from autopar.search.formulation.memory_model import WHOLE, MemoryModel
 from autopar.search.formulation.pins import Restrictions
@@ -33,7 +33,7 @@ from autopar.search.options import Held, Job
 from autopar.search.solver.certify import Claim
 from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits
-from autopar.search.solver.problem import Ints, Solution, evaluate
+from autopar.search.solver.problem import Ints, Labeling, Solution, evaluate
 from autopar.sharding.redistribute import Tables
 
 MORE_PRICES = 3
@@ -160,7 +160,7 @@ def plan_by_axes(task: Task, tables: Tables, bound: float) -> Plan:
 
 
 def _single(solution: Solution) -> LayerMix:
-    return LayerMix.of(Point(solution.labels, solution.objective, solution.memory))
+    return LayerMix.of(Labeling(solution.labels, solution.objective, solution.memory))
 
 
 def _measured(task: Task, plan: Plan) -> tuple[Plan, bool]:
@@ -386,7 +386,7 @@ def _tightened(task: Task, row: MemoryConstraint, bound: float, method: str) -> 
         best = _remembered(task, built, frontier, failing, bound, method)
         best = best if least is None else _lesser(best, least)
     elif chosen is not None and task.whole:  # pipelines are many
-        best = slack_used(built, chosen, best, task.job.memory, task.limits, lambda mix: measure(mix, bound))
+        best = use_slack(built, chosen, best, task.job.memory, task.limits, lambda mix: measure(mix, bound))
     working = [v.working[x] for v, x in zip(built.variables, mix.labelings[0], strict=True) if v.working is not None]
     return best, bound, float(max(working))
 

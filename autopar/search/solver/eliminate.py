@@ -6,10 +6,10 @@ import numpy as np
 
 from autopar.search.solver.presolve import presolve
 from autopar.search.solver.problem import Floats, Ints
-from autopar.search.solver.workspace import Folded, Graph, Potential, join
+from autopar.search.solver.workspace import Folded, Potential, Workspace, join
 
 
-def fold(graph: Graph, max_degree: int, max_entries: int, max_work: int) -> bool:
+def fold(graph: Workspace, max_degree: int, max_entries: int, max_work: int) -> bool:
     """Eliminate nodes that carry no memory, cheapest first, until the limits stop it.
 
     Args:
@@ -42,7 +42,7 @@ def fold(graph: Graph, max_degree: int, max_entries: int, max_work: int) -> bool
             stale.update(dict.fromkeys(graph.neighbors(other)))
 
 
-def _price(graph: Graph, node: int, max_degree: int, max_entries: int, max_work: int) -> float:
+def _price(graph: Workspace, node: int, max_degree: int, max_entries: int, max_work: int) -> float:
     """Work of eliminating a node, or inf if a limit forbids it."""
     around = graph.neighbors(node)
     if len(around) > max_degree or graph.carries_memory(node):
@@ -61,7 +61,7 @@ def _price(graph: Graph, node: int, max_degree: int, max_entries: int, max_work:
     return work if entries <= max_entries and work <= max_work else float("inf")
 
 
-def eliminate(graph: Graph, node: int) -> bool:
+def eliminate(graph: Workspace, node: int) -> bool:
     """Replace a node by the cheapest cost its labels leave to its neighbors.
 
     Returns:
@@ -127,7 +127,7 @@ def _cheapest_per_row(rows: Ints, cost: Floats) -> list[tuple[int, list[int]]]:
     return [(i, list(row)) for row, i in best.items()]
 
 
-def unfold(graph: Graph, labels: Ints) -> Ints:
+def unfold(graph: Workspace, labels: Ints) -> Ints:
     """Choose the labels of folded nodes, last folded first.
 
     Args:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.search.budget.lagrangian import Point
-from autopar.search.solver.problem import Floats, Ints, Problem
+from autopar.search.solver.problem import Floats, Ints, Labeling, Problem
 
 ROUNDING = 1e-9
 """So much of a member more than a whole one is none."""
@@ -38,9 +37,9 @@ class LayerMix:
     price: float = 0.0
 
     @classmethod
-    def of(cls, point: Point, price: float = 0.0) -> LayerMix:
+    def of(cls, labeling: Labeling, price: float = 0.0) -> LayerMix:
         """All members in the states of one labeling."""
-        return cls((point.labels,), (1.0,), point.cost, point.memory, price)
+        return cls((labeling.labels,), (1.0,), labeling.cost, labeling.memory, price)
 
     @property
     def shares(self) -> list[float]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.search.solver.problem import Floats, Ints
-from autopar.search.solver.workspace import Graph, Potential
+from autopar.search.solver.workspace import Potential, Workspace
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class _End:
 
 
 @dataclass
-class Messages:
+class MessagePassing:
     """A compact copy of a graph's core; every table and unary cost has minimum 0, the rest is in `bound`."""
 
     nodes: list[int]
@@ -116,7 +116,7 @@ class Messages:
         return chosen
 
 
-def compact(graph: Graph) -> Messages:
+def compact(graph: Workspace) -> MessagePassing:
     """Copy the live part of a graph; it must be presolved, so that every row has a finite entry."""
     nodes = graph.live_nodes()
     position = {n: i for i, n in enumerate(nodes)}
@@ -137,7 +137,7 @@ def compact(graph: Graph) -> Messages:
         if np.isfinite(least):
             costs -= least
             bound += least
-    return Messages(nodes, labels, unary, memory, tables, ids, ends, bound)
+    return MessagePassing(nodes, labels, unary, memory, tables, ids, ends, bound)
 
 
 def _end(factor: Potential, table: int, axis: int, labels: Ints, position: dict[int, int]) -> _End:
@@ -158,7 +158,7 @@ def _end(factor: Potential, table: int, axis: int, labels: Ints, position: dict[
     )
 
 
-def write_back(graph: Graph, messages: Messages, cutoff: float) -> None:
+def write_back(graph: Workspace, messages: MessagePassing, cutoff: float) -> None:
     """Replace the graph's costs by the reparametrized ones: the same problem with a better trivial bound.
 
     Table entries that reach the cutoff become inf, as labels did in the sweeps.

@@ -11,10 +11,10 @@ import numpy as np
 from autopar.search.solver.eliminate import fold, unfold
 from autopar.search.solver.ilp import solve_ilp
 from autopar.search.solver.interrupt import requested
-from autopar.search.solver.message_passing import Messages, compact, write_back
+from autopar.search.solver.message_passing import MessagePassing, compact, write_back
 from autopar.search.solver.presolve import presolve
-from autopar.search.solver.problem import Ints
-from autopar.search.solver.workspace import Graph
+from autopar.search.solver.problem import Ints, Minimum
+from autopar.search.solver.workspace import Workspace
 
 # (most neighbors of a folded node, largest table): each level is tighter and slower than the one before.
 LEVELS = ((2, 1_000_000), (3, 30_000), (4, 60_000), (5, 150_000), (7, 400_000))
@@ -24,16 +24,6 @@ MAX_SWEEPS = 60
 EXACT = 1e-10  # relative; labels that cannot improve the incumbent by more are dropped even when the gap asked is 0
 
 Value = Callable[[Ints], float]
-
-
-@dataclass(frozen=True)
-class Minimum:
-    """A labeling, its value, and a bound that no labeling of the graph falls below."""
-
-    labels: Ints | None
-    value: float
-    bound: float
-    method: str
 
 
 @dataclass(frozen=True)
@@ -75,7 +65,7 @@ class Incumbent:
         return self.applied
 
 
-def minimize(graph: Graph, value_of: Value, limits: Limits, start: Ints | None = None) -> Minimum:
+def minimize(graph: Workspace, value_of: Value, limits: Limits, start: Ints | None = None) -> Minimum:
     """Find a labeling of least value.
 
     Args:
@@ -91,7 +81,7 @@ def minimize(graph: Graph, value_of: Value, limits: Limits, start: Ints | None =
     best = Incumbent(value_of, limits.gap)
     if start is not None:
         best.offer(start)
-    snapshot: Graph | None = None
+    snapshot: Workspace | None = None
     bound, level = -np.inf, 0
     feasible = presolve(graph)
     while feasible and level < len(LEVELS):
@@ -125,16 +115,16 @@ def minimize(graph: Graph, value_of: Value, limits: Limits, start: Ints | None =
 
 def _finish(best: Incumbent, bound: float, method: str) -> Minimum:
     """What is proved: all that was cut off costs at least the last cutoff, everything else at least `bound`."""
-    return Minimum(best.labels, best.value, min(best.value, best.applied, bound), method)
+    return Minimum(best.labels, min(best.value, best.applied, bound), method)
 
 
-def _inherit(snapshot: Graph, graph: Graph) -> None:
+def _inherit(snapshot: Workspace, graph: Workspace) -> None:
     """Labels dropped after the snapshot was folded further are dropped in it too."""
     for n in graph.live_nodes():
         snapshot.cost[n] = np.where(np.isfinite(graph.cost[n]), snapshot.cost[n], np.inf)
 
 
-def ascend(graph: Graph, best: Incumbent, limits: Limits, budget: float = float("inf")) -> float:
+def ascend(graph: Workspace, best: Incumbent, limits: Limits, budget: float = float("inf")) -> float:
     """Sweep until the bound stalls or many labels are fixed; the graph keeps the costs and the fixings.
 
     Args:
@@ -162,7 +152,7 @@ def ascend(graph: Graph, best: Incumbent, limits: Limits, budget: float = float(
     return messages.bound
 
 
-def decode(graph: Graph, messages: Messages, budget: float = float("inf")) -> Ints:
+def decode(graph: Workspace, messages: MessagePassing, budget: float = float("inf")) -> Ints:
     """Labels of all nodes, read off the messages."""
     labels = np.zeros(len(graph.cost), dtype=np.int64)
     for n, ls, pick in zip(messages.nodes, messages.labels, messages.decode(budget), strict=True):
@@ -170,7 +160,7 @@ def decode(graph: Graph, messages: Messages, budget: float = float("inf")) -> In
     return unfold(graph, labels)
 
 
-def _close(graph: Graph, best: Incumbent, bound: float, limits: Limits) -> Minimum:
+def _close(graph: Workspace, best: Incumbent, bound: float, limits: Limits) -> Minimum:
     if not presolve(graph):
         return _finish(best, np.inf, "dual ascent")
     bound = max(bound, ascend(graph, best, limits))

@@ -7,10 +7,10 @@ from functools import cache
 import numpy as np
 
 from autopar.search.solver.problem import Floats, Ints
-from autopar.search.solver.workspace import NOISE, Graph, Potential, combine, join
+from autopar.search.solver.workspace import NOISE, Potential, Workspace, combine, join
 
 
-def presolve(graph: Graph, queue: list[int] | None = None, dominance_entries: int = 200_000) -> bool:
+def presolve(graph: Workspace, queue: list[int] | None = None, dominance_entries: int = 200_000) -> bool:
     """Shrink until nothing changes.
 
     Args:
@@ -41,7 +41,7 @@ def presolve(graph: Graph, queue: list[int] | None = None, dominance_entries: in
     return True
 
 
-def _merge_parallel(graph: Graph, node: int) -> list[int]:
+def _merge_parallel(graph: Workspace, node: int) -> list[int]:
     scopes: dict[tuple[int, ...], list[int]] = {}
     for fid in graph.incident[node]:
         scopes.setdefault(tuple(sorted(graph.factors[fid].nodes)), []).append(fid)
@@ -53,7 +53,7 @@ def _merge_parallel(graph: Graph, node: int) -> list[int]:
     return touched
 
 
-def _tidy(graph: Graph, fid: int) -> list[int]:
+def _tidy(graph: Workspace, fid: int) -> list[int]:
     """Compact one factor; returns nodes that lost labels and must be looked at again."""
     factor = graph.factors[fid]
     if graph.tidy.get(fid) == tuple(len(graph.alive(n)) for n in factor.nodes):
@@ -130,7 +130,7 @@ def _merge_rows(table: Floats, group: Ints, axis: int) -> tuple[Floats, Ints, bo
     return table.take(first, axis), np.where(group >= 0, new[group], -1), True
 
 
-def _drop_labels(graph: Graph, node: int, limit: int) -> bool:
+def _drop_labels(graph: Workspace, node: int, limit: int) -> bool:
     """Kill labels that another label beats whatever the neighbors choose."""
     stamp = tuple(graph.incident[node])
     last = graph.checked.get(node)

@@ -35,7 +35,7 @@ class Folded:
 
 
 @dataclass
-class Graph:
+class Workspace:
     """Mutable workspace. A label is dead when its cost is inf; labels are never renumbered.
 
     `tidy` remembers, for each factor already compacted, how many labels its nodes had then; `checked` remembers
@@ -56,9 +56,9 @@ class Graph:
     living: dict[int, tuple[Floats, Ints]] = field(default_factory=dict)
     regrets: dict[int, dict[int, Floats]] = field(default_factory=dict)
 
-    def copy(self) -> Graph:
+    def copy(self) -> Workspace:
         """An independent workspace; arrays are shared because they are replaced, never written."""
-        return Graph(
+        return Workspace(
             list(self.cost), list(self.memory), dict(self.factors), [dict(d) for d in self.incident],
             list(self.active), list(self.folded), self.constant, self.next_id, dict(self.tidy), dict(self.checked),
             dict(self.living), {fid: dict(known) for fid, known in self.regrets.items()},
@@ -105,7 +105,7 @@ class Graph:
         return [i for i, on in enumerate(self.active) if on]
 
 
-def build(problem: Problem, with_memory: bool) -> Graph:
+def build(problem: Problem, with_memory: bool) -> Workspace:
     """The workspace of a problem; self loops become unary costs.
 
     Args:
@@ -114,7 +114,7 @@ def build(problem: Problem, with_memory: bool) -> Graph:
     """
     cost = [np.array(n.cost, dtype=np.float64) for n in problem.nodes]
     memory = [np.array(n.memory, dtype=np.float64) if with_memory else np.zeros(len(n.cost)) for n in problem.nodes]
-    graph = Graph(cost, memory, {}, [{} for _ in cost], [True] * len(cost))
+    graph = Workspace(cost, memory, {}, [{} for _ in cost], [True] * len(cost))
     for e in problem.edges:
         u_group, v_group = np.asarray(e.u_group, dtype=np.int64), np.asarray(e.v_group, dtype=np.int64)
         table = np.asarray(e.table, dtype=np.float64)
@@ -148,7 +148,7 @@ def join(columns: list[Ints], alive: Ints) -> tuple[Ints, list[Ints]]:
     return joint, [c[alive[first]] for c in columns]
 
 
-def combine(parts: list[Potential], graph: Graph) -> Potential:
+def combine(parts: list[Potential], graph: Workspace) -> Potential:
     """The sum of factors over the same nodes, as one factor."""
     nodes = parts[0].nodes
     groups, total = [], None

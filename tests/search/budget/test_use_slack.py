@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from autopar.ir.plan import Plan
-from autopar.search.budget.lagrangian import locate
-from autopar.search.budget.use_slack import slack_used
+from autopar.search.budget.use_slack import use_slack
 from autopar.search.formulation.build import Formulation
 from autopar.search.formulation.variables.variable import Floats, Variable
 from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits
-from autopar.search.solver.problem import Node, Problem
+from autopar.search.solver.problem import Node, Problem, locate
 from tests.explain.tables.stand_ins import hand_made_plan
 
 COSTS, SIZES = (7.0, 5.0, 5.0), (6.0, 5.0, 5.0)
@@ -50,7 +49,7 @@ def fill(built: Formulation, labels: tuple[int, ...], budget: float, held: float
     mix = LayerMix.of(locate(built.problem, np.array(labels)))
     plan, enough = measure(mix)
     assert enough
-    return slack_used(built, mix, plan, budget, Limits(1e-9, time.monotonic() + 60), measure), measured
+    return use_slack(built, mix, plan, budget, Limits(1e-9, time.monotonic() + 60), measure), measured
 
 
 def test_what_saves_most_together_is_kept() -> None:
