@@ -1,4 +1,8 @@
-"""The local polytope over labels and group marginals, with an optional memory row, handed to HiGHS in one call."""
+"""What is left of a problem as an ILP, solved by HiGHS: the local polytope, with an optional memory constraint.
+
+There is a binary column for each label and a continuous one for each finite entry of a factor's table. With binary
+labels the entries need not be: their marginals fix them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,20 @@ BOUND_SLACK = 1e-9
 
 @dataclass(frozen=True)
 class IlpModel:
-    """A column-wise ILP. Columns: the labels of each live node, then the finite entries of each factor."""
+    """An ILP, stored by column: first the labels of each live node, then the finite entries of each factor.
+
+    Attributes:
+        cost: of each column.
+        starts: where each column starts in ``rows`` and ``values``.
+        rows: row of each coefficient.
+        values: the coefficients.
+        row_lower: of each row.
+        row_upper: of each row.
+        label_columns: how many columns are labels.
+        nodes: the live nodes.
+        labels: of each live node.
+        first: the first column of each live node.
+    """
 
     cost: Floats
     starts: Ints
@@ -31,7 +48,7 @@ class IlpModel:
     label_columns: int
     nodes: list[int]
     labels: list[Ints]
-    first: Ints  # first column of each live node
+    first: Ints
 
 
 def solve_ilp(graph: Workspace, scale: float, gap: float, seconds: float, budget: float | None = None) -> Minimum:
@@ -70,7 +87,7 @@ def solve_ilp(graph: Workspace, scale: float, gap: float, seconds: float, budget
 
 
 def build_model(graph: Workspace, budget: float | None) -> IlpModel:
-    """Rows: one label per node; per factor, axis and group, entries add up to labels; the memory row last."""
+    """Rows: one label per node; for each row of a factor's axis, its entries add up to its labels; memory last."""
     nodes = graph.live_nodes()
     position = {n: i for i, n in enumerate(nodes)}
     labels = [graph.alive(n) for n in nodes]

@@ -1,4 +1,4 @@
-"""The problem without a memory row: fold, bound by messages, fix labels, fold more, and an ILP for what is left."""
+"""The problem without a memory constraint: eliminate, bound by messages, drop labels, repeat; an ILP last."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.search.solver.presolve import presolve
 from autopar.search.solver.problem import Ints, Minimum
 from autopar.search.solver.workspace import Workspace
 
-# (most neighbors of a folded node, largest table): each level is tighter and slower than the one before.
+# (most neighbors of an eliminated node, largest table): each level is tighter and slower than the one before.
 LEVELS = ((2, 1_000_000), (3, 30_000), (4, 60_000), (5, 150_000), (7, 400_000))
 WORK_PER_ENTRY = 60
 SWEEPS_PER_DECODE = 4
@@ -28,7 +28,7 @@ Value = Callable[[Ints], float]
 
 @dataclass(frozen=True)
 class Limits:
-    """When to stop."""
+    """When to stop: at a relative gap, or at a time of the monotonic clock."""
 
     gap: float
     deadline: float
@@ -40,7 +40,16 @@ class Limits:
 
 @dataclass
 class Incumbent:
-    """The best labeling so far, and the largest value worth looking for: the only state that outlives a level."""
+    """The best labeling so far, and the largest value worth looking for: the only state that outlives a level.
+
+    Attributes:
+        value_of: the objective of a labeling.
+        gap: relative.
+        labels: the best so far.
+        value: of these.
+        cap: labelings that cost this much are not looked for, whatever the best is.
+        applied: the last cutoff by which labels were dropped. No bound above it is proved.
+    """
 
     value_of: Value
     gap: float
@@ -50,7 +59,7 @@ class Incumbent:
     applied: float = float("inf")
 
     def offer(self, labels: Ints) -> None:
-        """Keep a labeling if it is better."""
+        """Take a labeling if it is better."""
         value = self.value_of(labels)
         if value < self.value:
             self.labels, self.value = labels, value
@@ -119,13 +128,13 @@ def _finish(best: Incumbent, bound: float, method: str) -> Minimum:
 
 
 def _inherit(snapshot: Workspace, graph: Workspace) -> None:
-    """Labels dropped after the snapshot was folded further are dropped in it too."""
+    """Drop in the snapshot the labels that were dropped in the workspace since it was taken."""
     for n in graph.live_nodes():
         snapshot.cost[n] = np.where(np.isfinite(graph.cost[n]), snapshot.cost[n], np.inf)
 
 
 def ascend(graph: Workspace, best: Incumbent, limits: Limits, budget: float = float("inf")) -> float:
-    """Sweep until the bound stalls or many labels are fixed; the graph keeps the costs and the fixings.
+    """Sweep until the bound stalls or many labels are dropped; the workspace keeps the costs and the dropped labels.
 
     Args:
         graph: Presolved; edited in place.
@@ -161,6 +170,10 @@ def decode(graph: Workspace, messages: MessagePassing, budget: float = float("in
 
 
 def _close(graph: Workspace, best: Incumbent, bound: float, limits: Limits) -> Minimum:
+    """Solve what is left by an ILP.
+
+    It gets the workspace after little elimination: factors of many nodes have a weaker linear program and more columns.
+    """
     if not presolve(graph):
         return _finish(best, np.inf, "dual ascent")
     bound = max(bound, ascend(graph, best, limits))
