@@ -20,8 +20,8 @@ from autopar.ir.graph import is_backward
 from autopar.ir.layout import Layout
 from autopar.ir.program import Program, tensor_arguments, values_of
 from autopar.memory.liveness import copied_by_convolution
-from autopar.search.budget.live_ranges import LiveRanges, fewest
-from autopar.search.formulation.memory_model import carried
+from autopar.search.budget.live_ranges import LiveRanges, minimize_peak
+from autopar.search.formulation.memory_model import block_boundary_activations
 from autopar.search.program_search import state_bytes
 from autopar.sharding.candidates import candidates, combine, split_parts
 from autopar.sharding.dims import Dims, analyze
@@ -39,8 +39,8 @@ def least(program: Program, axes: Mapping[str, int], *, away: bool = False, copi
         away: whether optimizer state may lie on the host, and what is kept until an operator takes it.
         copies: of the device, see `autopar.costs.cluster.Device`.
     """
-    lives = lives_of(program, tuple(axes.values()), away=away, copies=copies)
-    bound = max(lives.base) if away else fewest(lives)[0]
+    ranges = lives_of(program, tuple(axes.values()), away=away, copies=copies)
+    bound = max(ranges.base) if away else minimize_peak(ranges)[0]
     state = sum(state_bytes(program, "sgd" if away else "adamw", gradients=False).values())
     step = sum(state_bytes(program, "adamw").values())  # which takes all of it, wherever it lay before
     return max(state + bound, step) / math.prod(axes.values())
@@ -55,7 +55,7 @@ def lives_of(program: Program, sizes: Sequence[int] = (), *, away: bool = False,
     results = {
         s for o, v in outputs if v is not None and o.kind in ("result", "gradient") for s in storages(v)
     } - inputs
-    keeps = carried(program, layer_classes(program, dims))
+    keeps = block_boundary_activations(program, layer_classes(program, dims))
     working = _Working(program, dims, tuple(sizes), away, copies)
     taken, more = [], []
     for node in program.sources:

@@ -20,6 +20,9 @@ RECOMPUTE, OFFLOAD, MICROBATCHES, STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS = (
 )  # fmt: skip
 """Pins that name no tensor."""
 
+REGATHER, FORMER_REGATHER = "regather", ("gathers",)
+"""The value of the pin ``recompute`` that re-gathers parameters only, and what it was called before."""
+
 NO_TENSORS = (RECOMPUTE, OFFLOAD, MICROBATCHES, STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS)
 
 
@@ -35,7 +38,7 @@ class Search:
         pins: layouts decided by hand: name or pattern of parameters, ``batch.0``, ``result.0`` or modules (for what
             they hand on) to one placement an axis, as text (``("R", "S(0)")``), torch placements or a dict by axis
             name. ``recompute`` is for short memory: ``"search"`` decides tensor by tensor what the backward pass makes
-            again, ``"gathers"`` (of recipes the default) moves only parameters again, ``"none"`` keeps all that it
+            again, ``"regather"`` (of recipes the default) re-gathers parameters only, ``"none"`` keeps all that it
             takes. Each wins over the model's own ``torch.utils.checkpoint``, which is followed without this pin.
             ``offload`` is for short memory, too, where the device has a way to its host: ``"search"`` decides what lies
             in the host's memory until the backward pass, ``"none"`` (of recipes and pipelines the default) keeps all on
@@ -77,8 +80,8 @@ class Search:
     def __post_init__(self) -> None:
         """Refuse recipes and words that do not exist."""
         check_recipe(self.recipe, self.roles)
-        if self.pins.get(RECOMPUTE, "search") not in ("search", "gathers", "none"):
-            raise ValueError(f"pin {RECOMPUTE!r} must be 'search', 'gathers' or 'none', got {self.pins[RECOMPUTE]!r}")
+        if self.pins.get(RECOMPUTE, "search") not in ("search", REGATHER, "none", *FORMER_REGATHER):
+            raise ValueError(f"pin {RECOMPUTE!r} must be 'search', 'regather' or 'none', got {self.pins[RECOMPUTE]!r}")
         if self.pins.get(OFFLOAD, "search") not in ("search", "none"):
             raise ValueError(f"pin {OFFLOAD!r} must be 'search' or 'none', got {self.pins[OFFLOAD]!r}")
         count = self.pins.get(MICROBATCHES, "search")
@@ -97,15 +100,17 @@ class Search:
             )
 
     @property
-    def again(self) -> str:
-        """What may be made again in the backward pass where memory is short: the pin ``recompute``.
+    def recompute(self) -> str:
+        """What may be recomputed in the backward pass where memory is short: the pin ``recompute``.
 
-        Recipes and roles say how the work is split: they gather parameters again, and keep the rest unless told
+        Recipes and roles say how the work is split: they re-gather parameters, and save everything else unless told
         otherwise. That ZeRO's first stages gather once is part of them.
         """
-        if self.recipe in GATHERS_ONCE:
-            return str(self.pins.get(RECOMPUTE, "none"))
-        return str(self.pins.get(RECOMPUTE, "gathers" if self.recipe or self.roles else "search"))
+        default = "search"
+        if self.recipe or self.roles:
+            default = "none" if self.recipe in GATHERS_ONCE else REGATHER
+        pinned = str(self.pins.get(RECOMPUTE, default))
+        return REGATHER if pinned in FORMER_REGATHER else pinned
 
     @property
     def offload(self) -> bool:

@@ -112,7 +112,7 @@ def _best(program: Program, dims: Dims, job: Job, stages: StageMeter | None) -> 
 def _random(program: Program, dims: Dims, job: Job, limits: Restrictions) -> Plan:
     search, machine = job.search, job.cluster
     fixed = {key: complete(key[1], layout) for key, layout in limits.layouts.items()}
-    again, away = search.again == "search", search.offload and machine.device.host_bandwidth > 0
+    again, away = search.recompute == "search", search.offload and machine.device.host_bandwidth > 0
     return random_plan(program, dims, job.axes, machine, search.seed, fixed, job.optimizer, again, search.regions, away)
 
 

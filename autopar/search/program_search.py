@@ -112,9 +112,9 @@ def _space(search: Search, cluster: Cluster, regions: bool, away: bool) -> str:
     recipe += f"axes as told ({roles}); " if roles else ""
     words = {
         "search": "any tensor kept, made or moved again (what repeated layers hand on is kept)",
-        "gathers": "parameters gathered once or twice",
+        "regather": "parameters gathered once or twice",
     }
-    kept = words.get(search.again, "no recomputation")
+    kept = words.get(search.recompute, "no recomputation")
     kept += ", but checkpointed regions as the model has them" if regions else ""
     kept += ", or on the host where that takes less time than making it again, as optimizer state may" if away else ""
     return (
@@ -167,7 +167,7 @@ def plan_of(
         if variable.state is not None:
             starts = [*mix.starts(variable.count)[:-1], EVERY[0][1]]
             parts = [(pair, labels[i]) for pair, labels in zip(itertools.pairwise(starts), mix.labelings, strict=True)]
-            for table, marked in ((recompute, variable.marked), (offload, variable.away)):
+            for table, marked in ((recompute, variable.in_recompute), (offload, variable.in_offload)):
                 if joined := _joined([pair for pair, own in parts if marked[own]]):
                     table[variable.key] = joined
         if variable.choices is not None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from autopar.compiler import peak_of, program_of, solve
 from autopar.costs.cluster import Cluster
 from autopar.parallelize import parallelize
-from autopar.search.budget.live_ranges import fewest, minimize
+from autopar.search.budget.live_ranges import minimize_peak, minimize_peak_at
 from autopar.search.options import Search
 from autopar.search.program_search import state_bytes
 from autopar.search.random_plan import random_plan
@@ -127,13 +127,13 @@ def test_the_bound_is_that_of_the_best_choice() -> None:
     free = [s for s in found.size if s not in found.fixed and found.size[s] >= 64]
     assert 10 <= len(free) <= 16
     sets = (set(c) for n in range(len(free) + 1) for c in itertools.combinations(free, n))
-    best = min(float(found.under(again).max()) for again in sets)
-    bound, again = minimize(found, range(len(found.base)))
+    best = min(float(found.held(again).max()) for again in sets)
+    bound, again = minimize_peak_at(found, range(len(found.base)))
     assert bound == pytest.approx(best, rel=1e-3)
-    assert found.under(again).max() == pytest.approx(best, rel=1e-3)
-    assert best < min(found.under(set()).max(), found.under(set(free)).max())
+    assert found.held(again).max() == pytest.approx(best, rel=1e-3)
+    assert best < min(found.held(set()).max(), found.held(set(free)).max())
     state = sum(state_bytes(program, "adamw", gradients=False).values())
-    assert fewest(found)[0] == pytest.approx(best, rel=1e-3)
+    assert minimize_peak(found)[0] == pytest.approx(best, rel=1e-3)
     assert least_memory.least(program, {"a": 2}) == pytest.approx((state + best) / 2, rel=1e-3)
 
 

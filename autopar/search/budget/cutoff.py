@@ -1,4 +1,4 @@
-"""`Cutoff`: a plan that is known already, so that only a faster one is of use."""
+"""`Cutoff`: what a plan must cost less than, since one as fast is known already."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autopar.errors import InfeasibleError
 from autopar.ir.plan import Plan
 
 WORTH = 5e-3
-"""A plan is not looked for that could be faster by this share at most."""
+"""The search ends where no plan can be faster by more than this share."""
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Cutoff:
 
     Attributes:
         seconds: plans that take as long are of no use.
-        price: seconds a byte that the known plan would save with more memory; 0 if more would not help. Prices of
-            similar problems are alike, so that it is the first one that is tried.
+        price: the shadow price of memory of the known plan, in seconds per byte; 0 if more memory would not help.
+            Similar problems have similar prices, so that it is the first multiplier that is tried.
     """
 
     seconds: float = math.inf
@@ -27,28 +27,27 @@ class Cutoff:
 
     @property
     def enough(self) -> float:
-        """Seconds; where no plan takes less, the search ends."""
+        """Seconds at which the search ends, if no plan takes less."""
         return (1 - WORTH) * self.seconds
 
     def require_less(self, bound: float) -> None:
-        """Stop where no plan takes less time than ``bound``, and one is known that does as well.
+        """Stop where the bound shows that no plan is much faster than the known one.
 
         Raises:
-            NoFasterError: with the bound.
+            PrunedError: with the bound.
         """
         if bound >= self.enough:
             raise PrunedError(bound)
 
     @classmethod
     def of(cls, plan: Plan | None) -> Cutoff:
-        """The rival that a plan is; none if there is no plan."""
+        """The cutoff of a plan; none if there is no plan."""
         if plan is None:
             return cls()
         return cls(plan.certificate.objective, plan.certificate.memory_price)
 
 
 NO_CUTOFF = Cutoff()
-"""Any plan is of use."""
 
 
 class PrunedError(InfeasibleError):

@@ -1,48 +1,35 @@
-"""A memory budget: price memory by a multiplier, then close what the multiplier leaves open with an ILP."""
+"""A memory budget: relax the constraint by a Lagrange multiplier, then close what is left open with an ILP.
+
+The multiplier is in seconds per byte. For any multiplier, the minimum of ``cost + multiplier * (memory - budget)`` is
+a lower bound on the cost within the budget; `_bracket` looks for the multiplier with the best bound.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.search.solver.eliminate import fold, unfold
 from autopar.search.solver.ilp import solve_ilp
-from autopar.search.solver.message_passing import Messages, compact, write_back
+from autopar.search.solver.message_passing import MessagePassing, compact, write_back
 from autopar.search.solver.minimize import EXACT, LEVELS, WORK_PER_ENTRY, Incumbent, Limits, ascend, decode, minimize
 from autopar.search.solver.presolve import presolve
-from autopar.search.solver.problem import Ints, Problem, Solution, evaluate
-from autopar.search.solver.workspace import Graph, build
+from autopar.search.solver.problem import Ints, Labeling, Problem, Solution, evaluate, locate
+from autopar.search.solver.workspace import Workspace, build
 
 Progress = Callable[[str, float, float], None]
 
 MAX_STEPS = 16
 SWEEPS_PER_STEP = 8
 NARROW = 0.05  # relative width of the multiplier's bracket at which to stop
-FIRST_WINDOW = 0.003  # first share of the objective searched above the bound
+FIRST_WINDOW = 0.003  # how far above the bound the ILP first looks, as a share of the objective
 WIDEN = 2.5
+NO_LABELING = "no choice of labels avoids every forbidden label and pair; allow more candidates"
 ROUNDING = 1e-12  # relative: memory sums may exceed the budget by float rounding
-
-
-@dataclass(frozen=True)
-class Point:
-    """A labeling seen from the multiplier: what it costs, what it needs."""
-
-    labels: Ints
-    cost: float
-    memory: float
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The best labeling within the budget, a bound for all of them, and what closed it."""
-
-    point: Point
-    bound: float
-    method: str
 
 
 def fits(memory: float, budget: float) -> bool:
@@ -50,7 +37,7 @@ def fits(memory: float, budget: float) -> bool:
     return memory <= budget + ROUNDING * abs(budget)
 
 
-def require_fit(least: Point, budget: float) -> None:
+def require_fit(least: Labeling, budget: float) -> None:
     """Refuse a budget that the labeling of least memory exceeds.
 
     Raises:
@@ -65,13 +52,12 @@ def require_fit(least: Point, budget: float) -> None:
         )
 
 
-def locate(problem: Problem, labels: Ints) -> Point:
-    """The point of a labeling."""
-    return Point(labels, *evaluate(problem, labels))
+def least_memory(problem: Problem, limits: Limits) -> Labeling:
+    """The labeling that needs least memory, whatever it costs.
 
-
-def least_memory(problem: Problem, limits: Limits) -> Point:
-    """The labeling that needs least memory, whatever it costs; raises InfeasibleError if there is none."""
+    Raises:
+        InfeasibleError: there is no labeling at all.
+    """
     nodes = tuple(replace(n, cost=np.where(np.isfinite(n.cost), n.memory, np.inf)) for n in problem.nodes)
     edges = tuple(replace(e, table=np.where(np.isfinite(e.table), 0.0, np.inf)) for e in problem.edges)
 
@@ -81,11 +67,11 @@ def least_memory(problem: Problem, limits: Limits) -> Point:
 
     found = minimize(build(Problem(nodes, edges), False), value_of, replace(limits, gap=0.0))
     if found.labels is None:
-        raise InfeasibleError("no choice of labels avoids every forbidden label and pair; allow more candidates")
+        raise InfeasibleError(NO_LABELING)
     return locate(problem, found.labels)
 
 
-def solve_within(problem: Problem, budget: float, free: Outcome, limits: Limits, progress: Progress) -> Outcome:
+def solve_within(problem: Problem, budget: float, free: Solution, limits: Limits, progress: Progress) -> Solution:
     """Minimize cost within a budget that the unconstrained minimum exceeds.
 
     Args:
@@ -103,7 +89,7 @@ def solve_within(problem: Problem, budget: float, free: Outcome, limits: Limits,
     graph = build(problem, True)
     degree, entries = LEVELS[1]
     if not presolve(graph) or not fold(graph, degree, entries, entries * WORK_PER_ENTRY):
-        raise InfeasibleError("no choice of labels avoids every forbidden label and pair; allow more candidates")
+        raise InfeasibleError(NO_LABELING)
 
     def value_of(labels: Ints) -> float:
         cost, memory = evaluate(problem, labels)
@@ -111,38 +97,40 @@ def solve_within(problem: Problem, budget: float, free: Outcome, limits: Limits,
 
     best = Incumbent(value_of, limits.gap)
     best.offer(least.labels)
-    bound, multiplier = _bracket(problem, graph, budget, free.point, best, limits)
-    bound = max(bound, free.bound)
+    bound, multiplier = _bracket(problem, graph, budget, locate(problem, free.labels), best, limits)
+    bound = max(bound, free.lower_bound)
     progress("multiplier", best.value, bound)
     if best.value - bound <= limits.gap * abs(best.value) or limits.expired():
-        return _outcome(problem, best, bound, "time limit" if limits.expired() else "multiplier")
-    outcome = _close(problem, graph, budget, multiplier, best, bound, limits)
-    progress(outcome.method, outcome.point.cost, outcome.bound)
-    return outcome
+        method = "time limit" if limits.expired() else "multiplier"
+        return _solution(problem, _known(best), min(best.value, best.applied, bound), method)
+    found = _close(problem, graph, budget, multiplier, best, bound, limits)
+    progress(found.method, found.objective, found.lower_bound)
+    return found
 
 
-def reprice(graph: Graph, multiplier: float) -> Graph:
-    """A copy with memory priced at `multiplier` seconds per byte; negative to undo it."""
+def reprice(graph: Workspace, multiplier: float) -> Workspace:
+    """A copy with `multiplier` seconds per byte of memory added to the costs; negative to undo it."""
     priced = graph.copy()
     priced.cost = [c + multiplier * m if m.any() else c for c, m in zip(graph.cost, graph.memory, strict=True)]
     return priced
 
 
-def settled(graph: Graph) -> float:
-    """Memory of the nodes folded away, the same for each of their labels."""
+def settled(graph: Workspace) -> float:
+    """Memory of the eliminated nodes, which `fold` only eliminates where it is the same for all their labels."""
     return sum(float(graph.memory[s.node][np.isfinite(s.cost)][0]) for s in graph.folded)
 
 
 def _bracket(
-    problem: Problem, graph: Graph, budget: float, over: Point, best: Incumbent, limits: Limits
+    problem: Problem, graph: Workspace, budget: float, over: Labeling, best: Incumbent, limits: Limits
 ) -> tuple[float, float]:
-    """Kelley's method in one dimension: the next multiplier is where the lines of the two best points cross.
+    """Kelley's cutting planes in one dimension: the next multiplier is where the lines of the two best labelings cross.
 
-    The messages of one multiplier start the next, so each step needs few sweeps.
+    As a function of the multiplier, each labeling is a line of slope ``memory - budget``, and the bound is their lower
+    envelope. The messages of one multiplier start the next, so each step needs few sweeps.
 
     Args:
         problem: The problem.
-        graph: Presolved; gets the messages' costs, without the price of memory.
+        graph: Presolved; gets the costs of the messages, with the multiplier taken out.
         budget: Bytes.
         over: The cheapest labeling, which exceeds the budget.
         best: A labeling within the budget; offered better ones.
@@ -152,7 +140,7 @@ def _bracket(
         The best bound, and the multiplier that gave it.
     """
     messages = compact(graph)
-    room = budget - settled(graph)
+    room = budget - settled(graph)  # for the nodes that are left
     _sweep(messages, limits)
     best.offer(decode(graph, messages, room))
     under, bound, chosen, current = locate(problem, _known(best)), -np.inf, 0.0, 0.0
@@ -181,12 +169,17 @@ def _bracket(
     return bound, chosen
 
 
-def _sweep(messages: Messages, limits: Limits) -> None:
+def _sweep(messages: MessagePassing, limits: Limits) -> None:
     for _ in range(SWEEPS_PER_STEP):
         messages.sweep(True, np.inf)
         messages.sweep(False, np.inf)
         if limits.expired():
             return
+
+
+def _solution(problem: Problem, labels: Ints, bound: float, method: str) -> Solution:
+    cost, memory = evaluate(problem, labels)
+    return Solution(labels, cost, bound, memory, method)
 
 
 def _known(best: Incumbent) -> Ints:
@@ -195,11 +188,12 @@ def _known(best: Incumbent) -> Ints:
 
 
 def _close(
-    problem: Problem, graph: Graph, budget: float, multiplier: float, best: Incumbent, bound: float, limits: Limits
-) -> Outcome:
-    """Look for labelings just above the bound, then further: what is cut off before is proved not to exist.
+    problem: Problem, graph: Workspace, budget: float, multiplier: float, best: Incumbent, bound: float, limits: Limits
+) -> Solution:
+    """Look for labelings just above the bound, then in wider windows: no labeling is below a window that was searched.
 
-    The smaller the window above the bound, the more labels the reduced costs fix; so a bad incumbent costs nothing.
+    The smaller the window above the bound, the more labels the reduced costs fix. So even a bad incumbent, which alone
+    would fix few, makes the search no larger.
     """
     window, proved, method = max(2 * limits.gap, FIRST_WINDOW), bound, "multiplier"
     while True:
@@ -209,12 +203,12 @@ def _close(
         proved = max(proved, min(best.applied, found))
         done = best.value - proved <= max(limits.gap, 20 * EXACT) * abs(best.value) or whole
         if done or method == "time limit":
-            return Outcome(locate(problem, _known(best)), min(best.value, proved), method)
+            return _solution(problem, _known(best), min(best.value, proved), method)
         window *= WIDEN
 
 
-def _search(graph: Graph, budget: float, multiplier: float, best: Incumbent, limits: Limits) -> tuple[float, str]:
-    """Fix labels by priced reduced cost, fold what carries no memory, and give the rest to HiGHS with the row.
+def _search(graph: Workspace, budget: float, multiplier: float, best: Incumbent, limits: Limits) -> tuple[float, str]:
+    """Fix labels by reduced cost, eliminate nodes without memory, and give HiGHS the rest with the memory constraint.
 
     Returns:
         A bound on labelings within the budget and below the cutoff, and what closed it.
@@ -247,11 +241,6 @@ def _search(graph: Graph, budget: float, multiplier: float, best: Incumbent, lim
     return max(bound, found.bound), found.method
 
 
-def _outcome(problem: Problem, best: Incumbent, bound: float, method: str) -> Outcome:
-    assert best.labels is not None
-    return Outcome(locate(problem, best.labels), min(best.value, best.applied, bound), method)
-
-
 def solve(
     problem: Problem,
     *,
@@ -279,13 +268,12 @@ def solve(
     """
     report = progress or (lambda phase, incumbent, bound: None)
     limits = Limits(gap, time.monotonic() + time_limit)
-    found = minimize(build(problem, False), lambda labels: evaluate(problem, labels)[0], limits)
-    if found.labels is None:
-        raise InfeasibleError("no choice of labels avoids every forbidden label and pair; allow more candidates")
-    outcome = Outcome(locate(problem, found.labels), found.bound, found.method)
-    report("unconstrained", found.value, found.bound)
-    if budget is not None and not fits(outcome.point.memory, budget):
-        outcome = solve_within(problem, budget, outcome, limits, report)
-    point: Point = outcome.point
-    labels = np.asarray(point.labels, dtype=np.int64)
-    return Solution(labels, point.cost, min(outcome.bound, point.cost), point.memory, outcome.method)
+    minimum = minimize(build(problem, False), lambda labels: evaluate(problem, labels)[0], limits)
+    if minimum.labels is None:
+        raise InfeasibleError(NO_LABELING)
+    found = _solution(problem, minimum.labels, minimum.bound, minimum.method)
+    report("unconstrained", found.objective, found.lower_bound)
+    if budget is not None and not fits(found.memory, budget):
+        found = solve_within(problem, budget, found, limits, report)
+    labels = np.asarray(found.labels, dtype=np.int64)
+    return replace(found, labels=labels, lower_bound=min(found.lower_bound, found.objective))

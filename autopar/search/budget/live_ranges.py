@@ -1,9 +1,10 @@
-"""`LiveRanges`: from when to when a device holds what the backward pass takes, by what is kept and what is made again.
+"""`LiveRanges`: from when to when a device holds activations, depending on which are saved and which recomputed.
 
-While an operator of the backward pass runs, there is of what the forward pass made what is still taken and was *kept*,
-and what was made *again*: a value is made again at most once, in front of what takes it first, and then needs what it
-is made of, which is held until then. Which values are kept is chosen by a mixed-integer program that makes the largest
-sum as small as it can be (HiGHS).
+While an operator of the backward pass runs, the device holds the *saved* activations that are still to be read, and the
+*recomputed* ones: an activation is recomputed at most once, before its first reader, from its own inputs, which are
+held until then. Which activations are saved is chosen by a mixed-integer program (HiGHS) that minimizes the peak.
+Checkmate (https://arxiv.org/abs/1910.02653) minimizes time within a budget over similar choices, with variables for
+each pair of operators; here an operator gets its memory constraint only once a solution violates it.
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ from autopar.search.solver.interrupt import obey
 Key = Any
 
 FIRST, MORE, ROUNDS = 12, 12, 8
-"""How many operators have a row at first, how many more get one where the solution needs more, and how often."""
+"""How many operators have a memory constraint at first, how many more get one in each round, and how many rounds."""
 
 SECONDS = 60.0
-"""For each program; its bound holds when they are over, too."""
+"""Time limit of each program; its bound holds where time runs out, too."""
 
 CLOSE = 1e-4
-"""Relative: programs are solved to so small a gap."""
+"""The relative gap to which programs are solved."""
 
 WORTH = 2e-3
-"""To make everything again costs as much as so large a share of the bytes, where costs count; the gap is a quarter."""
+"""Where seconds break ties between peaks, to recompute everything weighs as much as this share of the bytes.
+
+The gap is a quarter of it, so that ties are indeed decided."""
 
 MIB = 2.0**20
 """The unit of the programs, in which coefficients are neither tiny nor huge."""
@@ -40,15 +43,15 @@ MIB = 2.0**20
 
 @dataclass(frozen=True)
 class LiveRanges:
-    """What is certain of the operators of the backward pass.
+    """What is certain of the operators of the backward pass, which are numbered in program order.
 
     Attributes:
-        base: bytes that are there while each runs, whatever is kept.
-        size: of what the forward pass makes and the backward pass may take, in the order in which it is made.
-        first: the operator that takes each itself first, if one does.
-        last: the one that takes it last.
-        sources: what each is made of.
-        fixed: what is never made again.
+        base: bytes held while each runs, whatever is saved.
+        size: bytes of each activation that the backward pass may read, in the order in which they are computed.
+        first: the operator that first reads each activation itself, if one does.
+        last: the operator that last reads it.
+        sources: the activations that each is computed from.
+        fixed: those that are never recomputed.
     """
 
     base: list[float] = field(default_factory=list)
@@ -59,135 +62,140 @@ class LiveRanges:
     fixed: set[Key] = field(default_factory=set)
 
     def certain(self) -> NDArray[np.float64]:
-        """Bytes of each operator if nothing of the forward pass is kept that it does not take itself."""
-        here = [sum(n for s, n in self.size.items() if self.first.get(s, math.inf) <= t <= self.last.get(s, -1))
+        """Bytes held while each operator runs if activations are live only from their first reader to their last."""
+        read = [sum(n for s, n in self.size.items() if self.first.get(s, math.inf) <= t <= self.last.get(s, -1))
                 for t in range(len(self.base))]  # fmt: skip
-        return np.array(self.base, dtype=np.float64) + np.array(here, dtype=np.float64)
+        return np.array(self.base, dtype=np.float64) + np.array(read, dtype=np.float64)
 
-    def spans(self, again: Collection[Key]) -> dict[Key, tuple[int, int]]:
-        """From which operator to which each is there if these are made again, and the others kept."""
+    def intervals(self, recomputed: Collection[Key]) -> dict[Key, tuple[int, int]]:
+        """The first and last operator at which each activation is live, if these are recomputed, the others saved."""
         need = {s: float(self.first.get(s, math.inf)) for s in self.size}
-        until = {s: float(self.last.get(s, -1)) for s in self.size}
-        for s in reversed(list(self.size)):  # what is made later first: it makes what it is made of needed
-            for u in self.sources[s] & need.keys() if s in again and need[s] < math.inf else ():
+        end = {s: float(self.last.get(s, -1)) for s in self.size}
+        # Backwards: when a recomputed activation is needed decides when its sources are.
+        for s in reversed(list(self.size)):
+            for u in self.sources[s] & need.keys() if s in recomputed and need[s] < math.inf else ():
                 need[u] = min(need[u], need[s])
-                until[u] = max(until[u], need[s] - 1)
-        begin = {s: int(need[s]) if s in again and need[s] < math.inf else 0 for s in self.size}
-        return {s: (begin[s], int(until[s])) for s in self.size}
+                end[u] = max(end[u], need[s] - 1)
+        start = {s: int(need[s]) if s in recomputed and need[s] < math.inf else 0 for s in self.size}
+        return {s: (start[s], int(end[s])) for s in self.size}
 
-    def under(self, again: Collection[Key]) -> NDArray[np.float64]:
-        """Bytes of each operator then."""
+    def held(self, recomputed: Collection[Key]) -> NDArray[np.float64]:
+        """Bytes held while each operator runs, if these activations are recomputed and the others saved."""
         found = np.array(self.base)
-        for s, (begin, until) in self.spans(again).items():
-            found[begin : until + 1] += self.size[s] if until >= begin else 0.0
+        for s, (start, end) in self.intervals(recomputed).items():
+            found[start : end + 1] += self.size[s] if end >= start else 0.0
         return found
 
 
-def fewest(
-    lives: LiveRanges,
+def minimize_peak(
+    ranges: LiveRanges,
     *,
     enough: float = 0.0,
     cost: Mapping[Key, float] = MappingProxyType({}),
     seconds: float = SECONDS,
 ) -> tuple[float, set[Key]]:
-    """Bytes below which no choice makes the most that is there at once, and what is made again in one that is close.
+    """A lower bound on the peak in bytes of every choice, and the recomputed activations of a choice close to it.
 
-    Operators get a row of the program where the solution needs more than it says.
+    Memory constraints are added lazily: an operator gets one where the solution so far holds more than it allows for.
 
     Args:
-        lives: what is chosen for.
-        enough: bytes; less is not looked for.
-        cost: of making each again, which decides between choices that need as much. The bound is a little less then.
-        seconds: for each program.
+        ranges: what is chosen for.
+        enough: bytes; a lower peak is not looked for.
+        cost: seconds to recompute each, which decide between choices with the same peak. The bound is a little lower
+            then.
+        seconds: time limit of each program.
     """
-    rows = [int(t) for t in np.argsort(lives.certain())[::-1][:FIRST]]
+    constrained = [int(t) for t in np.argsort(ranges.certain())[::-1][:FIRST]]
     bound, best = 0.0, (math.inf, set[Key]())
     for _ in range(ROUNDS):
-        bound, again = minimize(lives, rows, enough=enough, cost=cost, seconds=seconds)
-        needed = lives.under(again)
-        best = min(best, (max(enough, float(needed.max())), again), key=lambda found: found[0])
-        more = [int(t) for t in np.argsort(needed)[::-1][:MORE] if t not in rows]
+        bound, recomputed = minimize_peak_at(ranges, constrained, enough=enough, cost=cost, seconds=seconds)
+        needed = ranges.held(recomputed)
+        best = min(best, (max(enough, float(needed.max())), recomputed), key=lambda found: found[0])
+        more = [int(t) for t in np.argsort(needed)[::-1][:MORE] if t not in constrained]
         if best[0] <= max(enough, bound) * (1 + 1e-6) or not more:
             break
-        rows += more
+        constrained += more
     return bound, best[1]
 
 
-def minimize(
-    lives: LiveRanges,
-    rows: Collection[int],
+def minimize_peak_at(
+    ranges: LiveRanges,
+    operators: Collection[int],
     *,
     enough: float = 0.0,
     cost: Mapping[Key, float] = MappingProxyType({}),
     seconds: float = SECONDS,
 ) -> tuple[float, set[Key]]:
-    """The same for some operators alone.
+    """The same as `minimize_peak`, with memory constraints at some operators only.
 
-    Variables: the bytes; of each value whether it is made again and whether it is needed at all, and for each row
-    whether it is needed by then and whether it is there. A value that is kept, or needed already, is there until it is
-    taken last, by an operator itself or by what is made again of it. It is not forbidden to make a value again sooner
-    than in front of its first user, so that the bound holds for such graphs, too.
+    Variables: the peak; of each activation, whether it is recomputed and whether it is ever needed; and at each of the
+    operators, whether it is needed by then and whether it is held. An activation that is saved, or already needed, is
+    held until its last read, by an operator or by a recomputation. The program does not forbid to recompute earlier
+    than right before the first reader, so that the bound holds for such graphs, too.
     """
-    names, users = list(lives.size), _users(lives)
-    model = _Model()
-    most = model.variable(lower=enough / MIB, upper=math.inf, price=1.0)
-    scale = WORTH * max(lives.certain().max(initial=0.0), enough) / MIB / (sum(cost.values()) or 1.0)
-    again = {s: model.variable(upper=0.0 if s in lives.fixed else 1.0, integral=True, price=scale * cost.get(s, 0.0))
-             for s in names}  # fmt: skip
-    ever = {s: model.variable(lower=1.0 if s in lives.first else 0.0) for s in names}
+    names, readers = list(ranges.size), _readers(ranges)
+    model = _MixedIntegerProgram()
+    peak = model.variable(lower=enough / MIB, upper=math.inf, cost=1.0)
+    scale = WORTH * max(ranges.certain().max(initial=0.0), enough) / MIB / (sum(cost.values()) or 1.0)
+    recomputed = {
+        s: model.variable(upper=0.0 if s in ranges.fixed else 1.0, integral=True, cost=scale * cost.get(s, 0.0))
+        for s in names
+    }
+    ever = {s: model.variable(lower=1.0 if s in ranges.first else 0.0) for s in names}
     for s in names:
-        for u in users[s]:
-            model.at_least({ever[s]: 1.0, ever[u]: -1.0, again[u]: -1.0}, -1.0)
-    for t in rows:
-        needed = {s: model.variable(lower=1.0 if lives.first.get(s, math.inf) <= t else 0.0) for s in names}
-        there = {s: model.variable() for s in names}
+        for u in readers[s]:  # needed if a reader is needed and recomputed
+            model.at_least({ever[s]: 1.0, ever[u]: -1.0, recomputed[u]: -1.0}, -1.0)
+    for t in operators:
+        needed = {s: model.variable(lower=1.0 if ranges.first.get(s, math.inf) <= t else 0.0) for s in names}
+        held = {s: model.variable() for s in names}
         for s in names:
-            if lives.last.get(s, -1) >= t:
-                model.at_least({there[s]: 1.0, needed[s]: -1.0}, 0.0)
-                model.at_least({there[s]: 1.0, again[s]: 1.0}, 1.0)
-            for u in users[s]:  # made again of it by then, or later
-                model.at_least({needed[s]: 1.0, needed[u]: -1.0, again[u]: -1.0}, -1.0)
-                later = {there[s]: 1.0, needed[u]: 1.0, again[u]: -1.0, ever[u]: -1.0}
+            if ranges.last.get(s, -1) >= t:
+                model.at_least({held[s]: 1.0, needed[s]: -1.0}, 0.0)
+                model.at_least({held[s]: 1.0, recomputed[s]: 1.0}, 1.0)
+            for u in readers[s]:
+                # A reader that was recomputed by now needed it; one that will be recomputed later still does.
+                model.at_least({needed[s]: 1.0, needed[u]: -1.0, recomputed[u]: -1.0}, -1.0)
+                later = {held[s]: 1.0, needed[u]: 1.0, recomputed[u]: -1.0, ever[u]: -1.0}
                 model.at_least({**later, needed[s]: -1.0}, -2.0)
-                model.at_least({**later, again[s]: 1.0}, -1.0)
-        model.at_least({most: 1.0} | {there[s]: -lives.size[s] / MIB for s in names}, lives.base[t] / MIB)
-    bound, solution = model.least(seconds, WORTH / 4 if cost else CLOSE)
-    return bound * MIB, set() if solution is None else {s for s in names if solution[again[s]] > 0.5}
+                model.at_least({**later, recomputed[s]: 1.0}, -1.0)
+        model.at_least({peak: 1.0} | {held[s]: -ranges.size[s] / MIB for s in names}, ranges.base[t] / MIB)
+    bound, solution = model.minimize(seconds, WORTH / 4 if cost else CLOSE)
+    return bound * MIB, set() if solution is None else {s for s in names if solution[recomputed[s]] > 0.5}
 
 
-def _users(lives: LiveRanges) -> dict[Key, list[Key]]:
-    """What is made of each."""
-    users: dict[Key, list[Key]] = {s: [] for s in lives.size}
-    for s in lives.size:
-        for u in lives.sources[s] & users.keys():
-            users[u].append(s)
-    return users
+def _readers(ranges: LiveRanges) -> dict[Key, list[Key]]:
+    """The activations that are computed from each."""
+    readers: dict[Key, list[Key]] = {s: [] for s in ranges.size}
+    for s in ranges.size:
+        for u in ranges.sources[s] & readers.keys():
+            readers[u].append(s)
+    return readers
 
 
 @dataclass(frozen=True)
-class _Model:
-    """A mixed-integer program that is being written down."""
+class _MixedIntegerProgram:
+    """A mixed-integer program, built one variable and one constraint at a time."""
 
     lower: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
     integral: list[bool] = field(default_factory=list)
-    price: list[float] = field(default_factory=list)
+    cost: list[float] = field(default_factory=list)
     entries: list[tuple[int, int, float]] = field(default_factory=list)
     limits: list[float] = field(default_factory=list)
 
-    def variable(self, *, lower: float = 0.0, upper: float = 1.0, integral: bool = False, price: float = 0.0) -> int:
+    def variable(self, *, lower: float = 0.0, upper: float = 1.0, integral: bool = False, cost: float = 0.0) -> int:
         self.lower.append(lower)
         self.upper.append(upper)
         self.integral.append(integral)
-        self.price.append(price)
+        self.cost.append(cost)
         return len(self.lower) - 1
 
     def at_least(self, terms: Mapping[int, float], limit: float) -> None:
         self.entries.extend((len(self.limits), column, value) for column, value in terms.items())
         self.limits.append(limit)
 
-    def least(self, seconds: float, gap: float) -> tuple[float, NDArray[np.float64] | None]:
-        """A lower bound on the price, and values of the variables that come close to it, if any are known."""
+    def minimize(self, seconds: float, gap: float) -> tuple[float, NDArray[np.float64] | None]:
+        """A lower bound on the cost, and the best values of the variables that were found, if any."""
         solver = highspy.Highs()  # type: ignore[no-untyped-call]
         for option, value in (
             ("output_flag", False), ("threads", 1), ("random_seed", 0), ("time_limit", seconds), ("mip_rel_gap", gap),
@@ -204,8 +212,8 @@ class _Model:
     def _program(self) -> highspy.HighsLp:
         rows, columns, values = zip(*self.entries, strict=True)
         lp = highspy.HighsLp()
-        lp.num_col_, lp.num_row_ = len(self.price), len(self.limits)
-        lp.col_cost_, lp.col_lower_, lp.col_upper_ = map(np.array, (self.price, self.lower, self.upper))
+        lp.num_col_, lp.num_row_ = len(self.cost), len(self.limits)
+        lp.col_cost_, lp.col_lower_, lp.col_upper_ = map(np.array, (self.cost, self.lower, self.upper))
         lp.row_lower_, lp.row_upper_ = np.array(self.limits), np.full(len(self.limits), np.inf)
         lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
         lp.a_matrix_.start_ = np.searchsorted(rows, np.arange(len(self.limits) + 1))

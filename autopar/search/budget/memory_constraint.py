@@ -1,4 +1,4 @@
-"""`MemoryConstraint`: the problem with memory counted in one way, and its multipliers; both are made lazily."""
+"""`MemoryConstraint`: the problem with memory counted in one way, and its frontier; both are built when first read."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class MemoryConstraint:
         memory: what counts.
         limits: relative gap and deadline.
         budget: bytes.
-        relaxed: whether no plan that fits has more than the budget in this row, so that it bounds all of them.
-        cutoff: where the row proves that no plan is faster, no more is searched.
-        like: a row of the same problem with other memory, whose labelings are good ones here.
+        relaxed: whether every plan that fits satisfies this constraint, so that its bound holds for all plans.
+        cutoff: where the constraint proves that no plan is faster, the search ends.
+        like: a constraint of the same problem under another memory model, whose labelings are good ones here.
     """
 
     searched: ProgramSearch
@@ -45,12 +45,12 @@ class MemoryConstraint:
 
     @cached_property
     def frontier(self) -> Frontier:
-        """Its prices."""
+        """Its frontier, which starts with the labelings of ``like``."""
         found = Frontier(self.built.problem, self.limits, useless=(self.budget, self.cutoff))
         if self.like is not None:
             found.take_over(self.like.frontier)
         return found
 
     def narrowed(self, memory: MemoryModel) -> MemoryConstraint:
-        """The row with memory counted in another way, which bounds no other plans than those that it finds."""
+        """The constraint under another memory model, which is no relaxation: its bound holds for no other plans."""
         return replace(self, memory=memory, relaxed=False, cutoff=NO_CUTOFF, like=None)

@@ -1,9 +1,9 @@
 """`min_peak_recomputation`: what to save so that the peak is least, under the layouts of a plan.
 
-What the plan keeps and makes again is chosen anew, all of it at once, by the program of
-`autopar.search.budget.live_ranges`. It counts each tensor in the layout in which it waits, and what an operator takes
-and makes in the layouts of its strategy; it leaves out what the forward pass holds, and what is held while values are
-moved and made again.
+What the plan saves and recomputes is decided anew, all of it at once, by the program of
+`autopar.search.budget.live_ranges`. It counts each tensor in the layout in which it is held, and the arguments and
+results of an operator in the layouts of its strategy. It leaves out the forward pass, and what is held while values are
+moved or recomputed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import GRADIENTS, Program, Value, producer, tensor_arguments, values_of
 from autopar.memory.liveness import copied_by_convolution
 from autopar.memory.recompute import class_of, ranges
-from autopar.search.budget.live_ranges import LiveRanges, fewest
+from autopar.search.budget.live_ranges import LiveRanges, minimize_peak
 from autopar.search.predict import node_seconds
 from autopar.sharding.assignment import Assignment, assign
 from autopar.sharding.candidates import split_parts
@@ -31,10 +31,10 @@ from autopar.sharding.dims import Dims
 from autopar.sharding.layer_classes import LayerClasses
 
 LARGEST = 2000
-"""So many tensors are decided on at most."""
+"""The most tensors to decide on."""
 
 SECONDS = 10.0
-"""For each program."""
+"""Time limit of each program."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Choice:
     """What may be decided.
 
     Attributes:
-        free: classes of operators that may run again.
-        moved: classes of values that may be moved again.
+        free: classes of operators that may be recomputed.
+        moved: classes of values that may be re-gathered.
     """
 
     free: Collection[str]
@@ -53,42 +53,53 @@ class Choice:
 def min_peak_recomputation(
     program: Program, dims: Dims, classes: LayerClasses, plan: Plan, choice: Choice, enough: float = 0.0
 ) -> Plan | None:
-    """The plan with another choice of what is kept; None if there is too much to decide, or too little.
+    """The plan with another choice of what is saved; None if there is too much to decide, or nothing.
 
     Args:
-        program: the plan's, without blocks left out.
+        program: the plan's, with all layers.
         dims: its dimension analysis.
         classes: which nodes share a decision.
         plan: whose layouts stay.
         choice: what may be decided.
-        enough: bytes of what the backward pass takes and makes; no less is looked for.
+        enough: bytes of activations and of what the backward pass computes; a lower peak is not looked for.
     """
-    plan = replace(plan, consumer_layouts={**plan.consumer_layouts, **_shared(program, dims, classes, plan, choice)})
+    added = _single_reader_layouts(program, dims, classes, plan, choice)
+    plan = replace(plan, consumer_layouts={**plan.consumer_layouts, **added})
     bare = replace(plan, recompute={}, offload={})
-    held = _Held.of(program, dims, classes, bare)
-    lives = held.lives(plan.cluster.device.copies)
-    lives.fixed.update(s for s in lives.size if classes.key[held.maker[s]] not in choice.free)
-    if not 0 < len(lives.size) - len(lives.fixed) <= LARGEST:
+    tensors = _Storages.of(program, dims, classes, bare)
+    live = tensors.live_ranges(plan.cluster.device.copies)
+    live.fixed.update(s for s in live.size if classes.key[tensors.producer[s]] not in choice.free)
+    if not 0 < len(live.size) - len(live.fixed) <= LARGEST:
         return None
     seconds = node_seconds(program, dims, bare)
-    cost = {s: seconds.get(held.maker[s], 0.0) for s in lives.size}
-    _, again = fewest(lives, enough=enough, cost=cost, seconds=SECONDS)
-    members: dict[str, set[int]] = defaultdict(set)
-    for key in (k for k in classes.members if k in choice.free or k in choice.moved):
-        for i, node in enumerate(classes.members[key]):
-            made = held.made(node)
-            if key in choice.free and (not made or again.intersection(made)):
-                members[key].add(i)
-            for out in (o for k, o in classes.uses if k == key and f"{key} {o}" in plan.consumer_layouts):
-                if again.intersection(made) or not held.kept_moved((node, out)):
-                    members[f"consumer {key} {out}"].add(i)
+    cost = {s: seconds.get(tensors.producer[s], 0.0) for s in live.size}
+    _, recomputed = minimize_peak(live, enough=enough, cost=cost, seconds=SECONDS)
+    members = _recomputed_members(tensors, classes, plan, choice, recomputed)
     other = {name: r for name, r in plan.recompute.items() if class_of(name) not in {*choice.free, *choice.moved}}
     found = {name: ranges(numbers, classes.count[class_of(name)]) for name, numbers in members.items()}
     return replace(plan, recompute={**other, **{name: r for name, r in found.items() if r}})
 
 
-def _shared(program: Program, dims: Dims, classes: LayerClasses, plan: Plan, choice: Choice) -> dict[str, Layout]:
-    """Relays for values that one class of operators takes, all in one other layout, so that it can be moved again."""
+def _recomputed_members(
+    tensors: _Storages, classes: LayerClasses, plan: Plan, choice: Choice, recomputed: Collection[int]
+) -> dict[str, set[int]]:
+    """Members of each class that a plan's ``recompute`` names where these storages are recomputed."""
+    members: dict[str, set[int]] = defaultdict(set)
+    for key in (k for k in classes.members if k in choice.free or k in choice.moved):
+        for i, node in enumerate(classes.members[key]):
+            own = {*tensors.computed(node)} & {*recomputed}
+            if key in choice.free and (own or not tensors.computed(node)):  # a view costs nothing
+                members[key].add(i)
+            for out in (o for k, o in classes.uses if k == key and f"{key} {o}" in plan.consumer_layouts):
+                if own or not tensors.smaller_moved((node, out)):
+                    members[f"consumer {key} {out}"].add(i)
+    return members
+
+
+def _single_reader_layouts(
+    program: Program, dims: Dims, classes: LayerClasses, plan: Plan, choice: Choice
+) -> dict[str, Layout]:
+    """Consumer layouts for values that one class reads, in a single other layout, so that they can be re-gathered."""
     assignment, found = assign(program, dims, plan, classes), {}
     for (key, out), users in classes.uses.items():
         members = classes.members[key]
@@ -103,17 +114,17 @@ def _shared(program: Program, dims: Dims, classes: LayerClasses, plan: Plan, cho
 
 
 @dataclass(frozen=True)
-class _Held:
-    """Tensors of a program by their storage, and into how many parts each is cut while it waits.
+class _Storages:
+    """Storages of a program's tensors, and into how many parts each is split while it is held.
 
     Attributes:
         program: whose tensors these are.
         assignment: their layouts.
         sizes: of the mesh axes.
         bytes: of all devices together.
-        parts: while it waits.
-        maker: the operator that makes it.
-        given: those that the model takes.
+        parts: in the smallest of the layouts that the value is needed in.
+        producer: the operator that computes it.
+        inputs: those that the model takes.
     """
 
     program: Program
@@ -121,12 +132,12 @@ class _Held:
     sizes: tuple[int, ...]
     bytes: dict[int, float] = field(default_factory=dict)
     parts: dict[int, int] = field(default_factory=dict)
-    maker: dict[int, fx.Node] = field(default_factory=dict)
-    given: set[int] = field(default_factory=set)
+    producer: dict[int, fx.Node] = field(default_factory=dict)
+    inputs: set[int] = field(default_factory=set)
 
     @staticmethod
-    def of(program: Program, dims: Dims, classes: LayerClasses, plan: Plan) -> _Held:
-        found = _Held(program, assign(program, dims, plan, classes), plan.axis_sizes)
+    def of(program: Program, dims: Dims, classes: LayerClasses, plan: Plan) -> _Storages:
+        found = _Storages(program, assign(program, dims, plan, classes), plan.axis_sizes)
         for node in (*program.placeholders, *program.sources):
             for i, value in enumerate(values_of(node)):
                 if value is not None and storage_id(value) not in found.bytes:
@@ -134,9 +145,9 @@ class _Held:
                     found.bytes[storage] = float(value.untyped_storage().nbytes())
                     found.parts[storage] = max(found._parts(layout) for layout in found._layouts((node, i)))
                     if node in program.sources:
-                        found.maker[storage] = node
+                        found.producer[storage] = node
                     else:
-                        found.given.add(storage)
+                        found.inputs.add(storage)
         for output, layout in zip(program.output_values, found.assignment.finals, strict=True):
             for storage in _storages(output) if output is not None else ():
                 found.parts[storage] = max(found.parts[storage], found._parts(layout))
@@ -146,64 +157,70 @@ class _Held:
         return split_parts(layout, self.sizes)
 
     def _layouts(self, value: Value) -> list[Layout]:
-        """In which a value is made, and in which it is handed on."""
-        made = self.assignment.outputs.get(value, replicated(len(self.sizes)))
-        return [made, self.assignment.consumer_layouts.get(value, made)]
+        """The layout that a value is produced in, and its consumer layout."""
+        produced = self.assignment.outputs.get(value, replicated(len(self.sizes)))
+        return [produced, self.assignment.consumer_layouts.get(value, produced)]
 
-    def made(self, node: fx.Node) -> list[int]:
-        """What an operator makes."""
-        return [storage for storage in _storages(node) if self.maker.get(storage) is node]
+    def computed(self, node: fx.Node) -> list[int]:
+        """The storages that an operator allocates; a view allocates none."""
+        return [storage for storage in _storages(node) if self.producer.get(storage) is node]
 
-    def kept_moved(self, value: Value) -> bool:
-        """Whether a value that is kept takes less in its moved form."""
-        made, moved = self._layouts(value)
-        return self._parts(moved) > self._parts(made)
+    def smaller_moved(self, value: Value) -> bool:
+        """Whether a value is smaller in its consumer layout, so that it is saved in that."""
+        produced, moved = self._layouts(value)
+        return self._parts(moved) > self._parts(produced)
 
-    def lives(self, copies: float) -> LiveRanges:
-        """What a device holds while each operator of the backward pass runs."""
+    def live_ranges(self, copies: float) -> LiveRanges:
+        """What a device holds while each operator of the backward pass runs.
+
+        Args:
+            copies: see `Device.copies`.
+        """
         found = LiveRanges()
         kinds = zip(self.program.outputs, self.program.output_values, strict=True)
         results = {s for o, v in kinds if v is not None and o.kind in ("result", *GRADIENTS) for s in _storages(v)}
-        there: dict[int, list[float]] = {s: [0, math.inf] for s in results if self.maker.get(s) in self._forward}
+        # Results and gradients of parameters stay; what else the backward pass computes lives from its producer to its
+        # last reader.
+        live: dict[int, list[float]] = {s: [0, math.inf] for s in results if self.producer.get(s) in self._forward}
         t = 0
         for node in self.program.sources:
-            own = {s for n in node.all_input_nodes for s in _storages(n)} - self.given
+            own = {s for n in node.all_input_nodes for s in _storages(n)} - self.inputs
             if not is_backward(node):
-                for s in set(self.made(node)) - results:
-                    found.size[s], found.sources[s] = self._waits(s), own
+                for s in set(self.computed(node)) - results:
+                    found.size[s], found.sources[s] = self._local_bytes(s), own
                 continue
             for s in own & found.size.keys():
                 found.first.setdefault(s, t)
                 found.last[s] = t
-            for s in (own | set(self.made(node))) - found.size.keys():
-                there[s] = [there.get(s, [t])[0], math.inf if s in results else t]
-            found.base.append(self._beyond(node, copies))
+            for s in (own | set(self.computed(node))) - found.size.keys():
+                live[s] = [live.get(s, [t])[0], math.inf if s in results else t]
+            found.base.append(self._working_bytes(node, copies))
             t += 1
-        for s, (begin, end) in there.items():
-            for at in range(int(begin), int(min(end, t - 1)) + 1):
-                found.base[at] += self._waits(s)
+        for s, (start, end) in live.items():
+            for at in range(int(start), int(min(end, t - 1)) + 1):
+                found.base[at] += self._local_bytes(s)
         return found
 
     @cached_property
     def _forward(self) -> set[fx.Node]:
         return {n for n in self.program.sources if not is_backward(n)}
 
-    def _waits(self, storage: int) -> float:
+    def _local_bytes(self, storage: int) -> float:
         return self.bytes[storage] / self.parts[storage]
 
-    def _beyond(self, node: fx.Node, copies: float) -> float:
-        """What an operator takes and makes besides what waits, and what its library copies."""
+    def _working_bytes(self, node: fx.Node, copies: float) -> float:
+        """Bytes of arguments and results beyond what is held of them anyway, and of what the library copies."""
         beyond: dict[int, float] = {}
         into = self.assignment.inputs[node]
         for argument, layout in zip(tensor_arguments(node), into, strict=True):
             for s in _storages(argument):
                 moved = layout not in self._layouts(producer(argument))
-                if self._parts(layout) < self.parts[s] or moved:  # beside the part that waits
+                if self._parts(layout) < self.parts[s] or moved:  # held beside the part that it is moved from
                     beyond[s] = max(beyond.get(s, 0.0), self.bytes[s] / self._parts(layout))
         for i, value in enumerate(values_of(node)):
-            if value is not None and self.maker.get(storage_id(value)) is node:
+            if value is not None and self.producer.get(storage_id(value)) is node:
                 s = storage_id(value)
-                beyond[s] = self.bytes[s] / self._parts(self.assignment.outputs[node, i]) - self._waits(s)
+                beyond[s] = self.bytes[s] / self._parts(self.assignment.outputs[node, i]) - self._local_bytes(s)
         copied = copied_by_convolution(node)
         if copied and copies:
             given, taken, weight = (self._parts(layout) for layout in into[:3])  # of the backward pass
@@ -212,5 +229,5 @@ class _Held:
 
 
 def _storages(node: fx.Node) -> list[int]:
-    """Of what a node makes, or what its results are views of."""
+    """The storages of a node's results, which those of a view share with its argument."""
     return list(dict.fromkeys(storage_id(value) for value in values_of(node) if value is not None))

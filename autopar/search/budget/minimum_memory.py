@@ -1,7 +1,7 @@
-"""`minimum_memory_plan`: a plan that keeps as little as it can, whatever the budget.
+"""`minimum_memory_plan`: a plan that saves as little for backward as possible, whatever the budget.
 
-What would be enough must not depend on what was asked for. So where nothing fits, a plan that needs little is made anew
-from this one, and not from one that the search has come across on the way to its budget.
+An error that says how much memory would be enough must say the same for every budget that is too small. So where
+nothing fits, memory repair starts from this plan, and not from one that the search met on the way to its budget.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 from autopar.ir.plan import MEMORY_REPAIR, Certificate, Plan
 from autopar.ir.program import Program
 from autopar.search.budget.pareto import Frontier
-from autopar.search.formulation.build import build
+from autopar.search.formulation.build import Formulation, build
 from autopar.search.formulation.memory_model import MemoryModel
 from autopar.search.options import Job
 from autopar.search.program_search import plan_of, state_bytes
@@ -24,7 +24,7 @@ from autopar.sharding.redistribute import Machine, Tables
 
 
 def minimum_memory_plan(program: Program, dims: Dims, job: Job, classes: LayerClasses) -> Plan:
-    """That of least memory at the heaviest moment of the fastest plan and of that which keeps the least.
+    """The plan of least memory at the peak of two plans: the fastest, and the one that saves the least.
 
     Args:
         program: canonical program.
@@ -35,20 +35,31 @@ def minimum_memory_plan(program: Program, dims: Dims, job: Job, classes: LayerCl
     Raises:
         InfeasibleError: the restrictions leave no plan.
     """
-    search = job.search
     links = job.cluster.link_for(dict(job.axes))
     tables = Tables(Machine(tuple(job.axes), tuple(job.axes.values()), links, job.cluster.device))
-    state = state_bytes(program, job.optimizer, gradients=False)
-    regions = search.regions and bool(program.pins)
-    memory = MemoryModel(state, True, search.again, regions=regions, share=job.share)
-    limits = Limits(search.gap, time.monotonic() + search.time_limit / 2)
-    built = build(program, dims, classes, tables, memory, job.restrictions)
+    limits = Limits(job.search.gap, time.monotonic() + job.search.time_limit / 2)
+
+    def formulate(memory: MemoryModel) -> Formulation:
+        return build(program, dims, classes, tables, memory, job.restrictions)
+
+    memory = _memory_model(program, job)
+    built = formulate(memory)
     frontier = Frontier(built.problem, limits)
-    if built.heaviest is not None:
-        memory = replace(memory, moment=built.heaviest([frontier.free().labels, frontier.least().labels]))
-        built = build(program, dims, classes, tables, memory, job.restrictions)
+    if built.peak_point is not None:
+        point = built.peak_point([frontier.free().labels, frontier.least().labels])
+        built = formulate(replace(memory, point=point))
         frontier = Frontier(built.problem, limits)
-    point = frontier.least()
-    mix = LayerMix.of(point)
-    certificate = Certificate(point.cost, 0.0, "any plan", MEMORY_REPAIR)
-    return plan_of(program, dims, classes, built, mix, certificate, job, tables)
+    least = frontier.least()
+    certificate = Certificate(least.cost, 0.0, "any plan", MEMORY_REPAIR)
+    return plan_of(program, dims, classes, built, LayerMix.of(least), certificate, job, tables)
+
+
+def _memory_model(program: Program, job: Job) -> MemoryModel:
+    """Everything counts, and nothing is offloaded."""
+    return MemoryModel(
+        state_bytes(program, job.optimizer, gradients=False),
+        activations=True,
+        recompute=job.search.recompute,
+        regions=job.search.regions and bool(program.pins),
+        share=job.share,
+    )

@@ -1,11 +1,13 @@
-"""`Frontier`: what a step costs against what it needs of memory, found price by price.
+"""`Frontier`: the Pareto frontier of a step's seconds and memory, found one Lagrange multiplier at a time.
 
-With memory priced at so many seconds a byte there is no budget any more, and the problem is minimized exactly. Each
-price bounds every budget from below (Lagrange); the next is where the lines of the two points around the budget meet
-(Kelley's method in one dimension), until no point lies below the line between them. What is left between a point that
-exceeds the budget and one that has room to spare is closed by blocks: of the members of each class, some are in the
-state of the one and the rest in that of the other, "20 of 32 layers". States are mixed, layouts are not: of a point's
-layouts, the frontier of its states is found in the same way.
+With a multiplier of so many seconds per byte there is no budget any more, and the problem is minimized exactly. Each
+multiplier bounds the cost within every budget from below. The next multiplier is where the lines of the two labelings
+around the budget cross (Kelley's cutting planes in one dimension), until no labeling lies below the line between them.
+
+Only labelings on the convex hull are found in this way. Between one that exceeds the budget and one that has slack,
+decisions are split over layers: some members of each class have the states of one labeling, the rest those of the other
+("20 of 32 layers recompute"). Layouts are not split: for the layouts of a labeling, the frontier of its states is found
+by the same method.
 """
 
 from __future__ import annotations
@@ -21,62 +23,63 @@ from numpy.typing import NDArray
 
 from autopar.errors import InfeasibleError
 from autopar.search.budget.cutoff import NO_CUTOFF, Cutoff
-from autopar.search.budget.lagrangian import Point, fits, locate, reprice, require_fit, settled
+from autopar.search.budget.lagrangian import NO_LABELING, fits, reprice, require_fit, settled
 from autopar.search.solver.certify import Claim
 from autopar.search.solver.eliminate import fold
 from autopar.search.solver.layer_mix import LayerMix, mix_of, weights
 from autopar.search.solver.minimize import LEVELS, WORK_PER_ENTRY, Limits, minimize
 from autopar.search.solver.presolve import presolve
-from autopar.search.solver.problem import Edge, Floats, Ints, Node, Problem, evaluate
-from autopar.search.solver.workspace import Graph, build
+from autopar.search.solver.problem import Edge, Floats, Ints, Labeling, Node, Problem, evaluate, locate
+from autopar.search.solver.workspace import Workspace, build
 
 Progress = Callable[[str, float, float], None]
 
+Labels = Sequence[NDArray[np.bool_]]
+"""Of each node, some of its labels."""
+
 MAX_PRICES = 12
 FLAT = 1e-3
-"""A point so little below the line between two others, relatively, ends the search for more."""
+"""A labeling so little below the line between two others, relatively, ends the search for more."""
 
 EXACT_GAP = 1e-9
 
 DOMINANT = 1e7
-"""A price at which so small a share of the memory is worth all of the cost."""
-
-NO_LABELLING = "no choice of labels avoids every forbidden label and pair; allow more candidates"
+"""With a multiplier of so many times cost by memory, memory decides and cost only breaks ties."""
 
 TINY = 1e-18
-"""Seconds a byte so few that they only break ties."""
+"""A multiplier so small that memory only breaks ties."""
 
 STATES_SECONDS = 5.0
-"""States under given layouts are a small problem, and searched for so long even if the time is up."""
+"""To choose states under given layouts is a small problem; it gets this long even if the time limit is reached."""
 
 
 @dataclass(frozen=True)
 class Priced:
-    """A point that is the cheapest at a price.
+    """The minimum for one multiplier.
 
     Attributes:
-        price: seconds a byte.
+        price: the multiplier, in seconds per byte.
         point: the labeling.
-        bound: no labeling has less cost plus price times memory.
+        bound: no labeling has less cost plus multiplier times memory.
     """
 
     price: float
-    point: Point
+    point: Labeling
     bound: float
 
 
 @dataclass
 class Frontier:
-    """Points of a problem, by price.
+    """The labelings of a problem that are on the lower convex hull of memory and cost, found as they are needed.
 
     Attributes:
         problem: what is minimized.
         limits: relative gap and deadline.
         known: what has been found.
-        states: the frontiers of states under given layouts, by the labels that have these.
-        useless: bytes and a rival: where nothing within so many bytes is faster, no more is searched; its price is
-            tried first.
-        small: labelings of little memory, not known to be of the least.
+        states: the frontiers of states under given layouts, by the labels that have these layouts.
+        useless: bytes and a cutoff: where nothing within so many bytes is below the cutoff, the search ends. The
+            cutoff's multiplier is tried first.
+        small: labelings of little memory, of which none need be the least.
     """
 
     problem: Problem
@@ -84,9 +87,9 @@ class Frontier:
     known: list[Priced] = field(default_factory=list)
     states: dict[bytes, Frontier] = field(default_factory=dict)
     useless: tuple[float, Cutoff] = (0.0, NO_CUTOFF)
-    small: list[Point] = field(default_factory=list)
+    small: list[Labeling] = field(default_factory=list)
 
-    def among(self, chosen: Sequence[NDArray[np.bool_]]) -> Frontier:
+    def among(self, chosen: Labels) -> Frontier:
         """The frontier of some labels of each node only."""
         key = np.concatenate([np.packbits(c) for c in chosen]).tobytes()
         if key not in self.states:
@@ -99,22 +102,22 @@ class Frontier:
         return self.claim(budget).bound
 
     def claim(self, budget: float) -> Claim:
-        """The price that bounds the labelings within the budget best."""
+        """The best bound on labelings within the budget, with its multiplier."""
         claims = [Claim(self.problem, p.bound - p.price * budget, p.price, budget) for p in self.known]
         return max(claims, key=lambda claim: claim.bound, default=Claim(self.problem, -np.inf))
 
     def take_over(self, other: Frontier) -> None:
         """Start with what is known of a problem that differs in the labels' memory alone.
 
-        What its cheapest labeling proves of costs alone holds here, too.
+        A bound on cost alone holds here, too: the memory that `TINY` adds is subtracted, at most all there is.
         """
         free = next(p for p in other.known if p.price == TINY)
         most = sum(float(n.memory.max()) for n in other.problem.nodes)
         self.known.append(Priced(TINY, locate(self.problem, free.point.labels), free.bound - TINY * most))
         self.small.append(locate(self.problem, other.little().labels))
 
-    def start(self, chosen: Sequence[NDArray[np.bool_]], bound: float) -> None:
-        """Start with the labels that look like the cheapest of all, of which those of the least memory.
+    def start(self, chosen: Labels, bound: float) -> None:
+        """Start with the cheapest labels that are known, and among these with the ones of least memory.
 
         Args:
             chosen: of each node, labels among which the cheapest are.
@@ -125,7 +128,7 @@ class Frontier:
         self.known.append(Priced(TINY, locate(self.problem, np.array(labels, dtype=np.int64)), bound))
 
     def bound_at(self, price: float, budget: float) -> float:
-        """No labeling within the budget costs less, by this price and those before."""
+        """No labeling within the budget costs less, by this multiplier and those before."""
         self._at(price, self.limits.gap)
         return self.bound(budget)
 
@@ -133,7 +136,7 @@ class Frontier:
         """Whether a labeling fits."""
         return any(fits(p.memory, budget) for p in self.small) or fits(self.least().memory, budget)
 
-    def least(self) -> Point:
+    def least(self) -> Labeling:
         """The labeling of least memory, and of these the cheapest.
 
         Raises:
@@ -143,19 +146,23 @@ class Frontier:
         price = DOMINANT * (abs(free.cost) or 1.0) / (abs(free.memory) or 1.0)  # cost only breaks ties
         return self._at(price, EXACT_GAP).point
 
-    def little(self) -> Point:
-        """A labeling of about the least memory, which takes less time."""
+    def little(self) -> Labeling:
+        """A labeling of about the least memory, which is found faster than `least`."""
         free = self.free()
         found = self._at(DOMINANT / 10 * (abs(free.cost) or 1.0) / (abs(free.memory) or 1.0), self.limits.gap).point
         self.small.append(found)
         return found
 
-    def free(self) -> Point:
+    def free(self) -> Labeling:
         """The cheapest labeling, and of these about the one of least memory."""
         return self._at(TINY, self.limits.gap).point
 
-    def around(self, budget: float, prices: int = MAX_PRICES) -> tuple[Point, Point]:
-        """The two points next to a budget, of which one exceeds it; twice the same if the cheapest fits.
+    def around(self, budget: float, prices: int = MAX_PRICES) -> tuple[Labeling, Labeling]:
+        """The labelings next to a budget: one that exceeds it and one that fits; twice the cheapest if that fits.
+
+        Args:
+            budget: bytes.
+            prices: the most multipliers to try.
 
         Raises:
             InfeasibleError: nothing fits; says how much the least is.
@@ -182,7 +189,7 @@ class Frontier:
         return over, under
 
     def _at(self, price: float, gap: float) -> Priced:
-        """The cheapest labeling at a price, which may be known."""
+        """The minimum for a multiplier, which may be known."""
         for p in self.known:
             if p.price == price:
                 return p
@@ -195,34 +202,36 @@ class Frontier:
         priced.constant += price * settled(priced)
         for i, twins in self._twins.items():
             priced.cost[i] = _least_of_each(priced.cost[i], twins)
+        # Labelings of other multipliers are good incumbents: the minimum changes little from one to the next.
         start = min((p.point for p in self.known), key=lambda p: p.cost + price * p.memory, default=None)
         found = minimize(priced, value_of, replace(self.limits, gap=gap), None if start is None else start.labels)
         if found.labels is None:
-            raise InfeasibleError(NO_LABELLING)
+            raise InfeasibleError(NO_LABELING)
         self.known.append(Priced(price, locate(self.problem, found.labels), found.bound))
         return self.known[-1]
 
     @cached_property
-    def _folded(self) -> Graph:
-        """The problem without the nodes that carry no memory: these are the same for each price."""
+    def _folded(self) -> Workspace:
+        """The problem after the elimination of nodes without memory, which is the same for every multiplier."""
         graph = build(self.problem, True)
         degree, entries = LEVELS[1]
         if not presolve(graph) or not fold(graph, degree, entries, entries * WORK_PER_ENTRY):
-            raise InfeasibleError(NO_LABELLING)
+            raise InfeasibleError(NO_LABELING)
         return graph
 
     @cached_property
     def _twins(self) -> dict[int, Ints]:
-        """Of nodes that are left and have labels which look alike to all neighbors, the number of each label's look.
+        """Nodes with labels that no neighbor can tell apart, and the number of the class of such labels of each label.
 
-        What is kept on the device and what is kept on the host are such: at a price the cheaper of the two is known.
+        A value that is saved on the device and the same value offloaded are twins: given a multiplier, the cheaper of
+        the two is known, and the others are left out.
         """
-        looks: dict[int, list[Ints]] = defaultdict(list)
+        groups_of: dict[int, list[Ints]] = defaultdict(list)
         for factor in self._folded.factors.values():
             for node, group in zip(factor.nodes, factor.groups, strict=True):
-                looks[node].append(group)
+                groups_of[node].append(group)
         found = {}
-        for i, groups in looks.items():
+        for i, groups in groups_of.items():
             kinds, number = np.unique(np.stack(groups), axis=1, return_inverse=True)
             if kinds.shape[1] < number.size:
                 found[i] = number.reshape(-1).astype(np.int64)
@@ -230,25 +239,27 @@ class Frontier:
 
 
 def _least_of_each(cost: Floats, twins: Ints) -> Floats:
-    """The costs, infinite but for the cheapest label of each look."""
+    """The costs, infinite for all but the cheapest label of each class of twins."""
     order = np.lexsort((cost, twins))
     first = np.ones(len(cost), dtype=bool)
     first[1:] = twins[order][1:] != twins[order][:-1]
-    kept: Floats = np.full(len(cost), np.inf)
-    kept[order[first]] = cost[order[first]]
-    return kept
+    found: Floats = np.full(len(cost), np.inf)
+    found[order[first]] = cost[order[first]]
+    return found
 
 
-def _closer(over: Point, under: Point, new: Point, budget: float) -> tuple[Point, Point]:
-    """The two points around a budget, with a new one that may replace one of them."""
+def _closer(over: Labeling, under: Labeling, new: Labeling, budget: float) -> tuple[Labeling, Labeling]:
+    """The two labelings around a budget, with a new one that may replace one of them."""
     if fits(new.memory, budget):
         better = new.cost < under.cost or (new.cost == under.cost and new.memory > under.memory)
         return over, new if better else under
     return (new if new.memory < over.memory and new.cost >= over.cost else over), under
 
 
-def mixed(over: Point, under: Point, counts: NDArray[np.int64], problem: Problem, budget: float) -> LayerMix:
-    """As many members as have to be in the state of ``under``, the first of each class.
+def split_over_layers(
+    over: Labeling, under: Labeling, counts: NDArray[np.int64], problem: Problem, budget: float
+) -> LayerMix:
+    """The least number of layers in the states of ``under``, the first of each class, so that the whole fits.
 
     Args:
         over: exceeds the budget.
@@ -257,18 +268,18 @@ def mixed(over: Point, under: Point, counts: NDArray[np.int64], problem: Problem
         problem: whose labels these are.
         budget: bytes.
     """
-    blocks = int(counts.max(initial=1))
+    layers = int(counts.max(initial=1))
     labelings = under.labels, over.labels
     sizes = np.array([[n.memory[x] for n, x in zip(problem.nodes, labels, strict=True)] for labels in labelings])
-    for members in range(blocks + 1):
-        ends = (members / blocks, 1.0)
+    for members in range(layers + 1):
+        ends = (members / layers, 1.0)
         if fits(float((weights(ends, counts) * sizes).sum()), budget):
             break
     return mix_of(problem, labelings, ends, counts, _slope(over, under))
 
 
-def _slope(over: Point, under: Point) -> float:
-    """Seconds that a byte saves between two points."""
+def _slope(over: Labeling, under: Labeling) -> float:
+    """The multiplier at which two labelings are equally good: seconds that each byte saves between them."""
     return (under.cost - over.cost) / (over.memory - under.memory) if over.memory > under.memory else 0.0
 
 
@@ -280,15 +291,15 @@ def within(
     progress: Progress,
     prices: int = MAX_PRICES,
 ) -> LayerMix:
-    """The cheapest mix within a budget, of those with the layouts of a point next to it.
+    """The cheapest plan within a budget that has the layouts of a labeling next to it, split over layers or not.
 
     Args:
         frontier: of the whole problem.
         budget: bytes.
         counts: members of each node's class.
-        alike: for each node the labels that differ in their state only from a labeling's.
+        alike: for each node the labels that differ from a labeling's in their state only.
         progress: called with phase, incumbent and bound.
-        prices: that may be tried.
+        prices: the most multipliers to try.
 
     Raises:
         InfeasibleError: nothing fits.
@@ -305,20 +316,20 @@ def within(
             pair = states.around(budget)
         except InfeasibleError:
             continue
-        found = mixed(*pair, counts, states.problem, budget)
+        found = split_over_layers(*pair, counts, states.problem, budget)
         if found.cost < best.cost and fits(found.memory, budget):
             numbers = [np.flatnonzero(c) for c in chosen]
             labels = tuple(
                 np.array([int(where[x]) for where, x in zip(numbers, of, strict=True)], dtype=np.int64)
                 for of in found.labelings
             )
-            # Where these layouts have room for all that they could keep, others would take more.
+            # Where the budget does not bind for these layouts, it still does for the whole problem.
             best = replace(found, labelings=labels, price=found.price or _slope(over, under))
     progress("blocks", best.cost, frontier.bound(budget))
     return best
 
 
-def restricted(problem: Problem, chosen: Sequence[NDArray[np.bool_]]) -> Problem:
+def restricted(problem: Problem, chosen: Labels) -> Problem:
     """The problem with some labels of each node only."""
     nodes = tuple(Node(n.name, n.cost[c], n.memory[c]) for n, c in zip(problem.nodes, chosen, strict=True))
     edges = tuple(_restricted(e, chosen[e.u], chosen[e.v]) for e in problem.edges)

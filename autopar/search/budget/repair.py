@@ -29,7 +29,7 @@ from autopar.search.budget.lagrangian import fits
 from autopar.search.budget.min_peak import Choice, min_peak_recomputation
 from autopar.search.budget.minimum_memory import minimum_memory_plan
 from autopar.search.budget.within_budget import missing
-from autopar.search.formulation.memory_model import carried
+from autopar.search.formulation.memory_model import block_boundary_activations
 from autopar.search.options import Job
 from autopar.search.peak import peak_snapshot_of
 from autopar.search.solver.interrupt import requested
@@ -222,15 +222,15 @@ class _Changes:
         self.program, self.classes = program, classes
         forward = {n for n in program.sources if not is_backward(n)}
         allowed = {
-            "search": forward - carried(program, classes),
-            "gathers": forward & from_parameters(program),
+            "search": forward - block_boundary_activations(program, classes),
+            "regather": forward & from_parameters(program),
             "none": set[fx.Node](),
-        }[job.search.again]
+        }[job.search.recompute]
         if job.search.regions:
             allowed -= program.pins.keys()
         fixed = {classes.key[n] for n in forward - allowed}
         self.free = {classes.key[n] for n in allowed - program.microbatch_invariant} - fixed
-        moved = {classes.key[n] for n in program.placeholders} if job.search.again != "none" else set()
+        moved = {classes.key[n] for n in program.placeholders} if job.search.recompute != "none" else set()
         self.moved = self.free | moved
         self.outputs: dict[str, list[int]] = defaultdict(list)
         for key, out in classes.uses:

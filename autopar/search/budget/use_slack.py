@@ -1,10 +1,9 @@
-"""`slack_used`: of a plan that fits, what its budget has left is used, under the layouts that it has.
+"""`use_slack`: a plan that fits is made faster with the memory that it leaves unused, under the same layouts.
 
-The search counts memory by a row that holds for all plans, and so leaves out some of what a graph holds (see
-`Variable.unseen`); and two labelings mixed over whole layers leave up to a layer's difference unused. Here what
-graphs hold is counted as well as it is known, groups of layers are decided apart
-(`autopar.search.budget.layer_groups`), and what the graph that is emitted needs more or less than that is added to the
-next try.
+There are two reasons for slack. The memory constraint is a relaxation: it leaves out some of what emitted graphs hold
+(`Variable.uncounted`), so that it had to be tightened. And a plan that is split over layers leaves up to the difference
+of one layer unused. Here the former is counted as well as it is known, groups of layers are decided separately
+(`autopar.search.budget.layer_groups`), and each try corrects its budget by the measured peak of the one before.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from autopar.search.solver.problem import Ints, Problem
 TRIES = 4
 
 FULL = 0.998
-"""A plan that uses so much of the budget is not improved any more."""
+"""A plan that uses this share of the budget is not improved further."""
 
 
-def slack_used(
+def use_slack(
     searched: ProgramSearch, built: Formulation, mix: LayerMix, plan: Plan, bound: float, method: str
 ) -> Plan:
     """The plan, or a faster one under its layouts that fits as well.
@@ -43,15 +42,15 @@ def slack_used(
     assert budget is not None
     variables = built.variables
     counts = np.array([v.count for v in variables])
-    seen = _as_in_graphs(built)
+    as_emitted = _as_emitted(built)
     chosen = [v.candidate == v.candidate[x] for v, x in zip(variables, mix.labelings[-1], strict=True)]
     best, known = plan, mix
     fitting, failing = -np.inf, np.inf
-    room = _room(seen, mix, counts, plan, budget)
+    room = _room(as_emitted, mix, counts, plan, budget)
     for _ in range(TRIES):
         if limits.expired():
             break
-        found = in_groups(seen, chosen, counts, room, replace(known, memory=np.inf), limits.gap)
+        found = in_groups(as_emitted, chosen, counts, room, replace(known, memory=np.inf), limits.gap)
         if found.cost > (1 - limits.gap) * known.cost:
             break
         found_mix = mix_of(built.problem, found.labelings, found.ends, counts, mix.price)
@@ -62,23 +61,23 @@ def slack_used(
             failing = room
         if enough and _peak(plan) >= FULL * budget:
             break
-        room = _room(seen, found, counts, plan, budget)
-        if not fitting < room < failing:
+        room = _room(as_emitted, found, counts, plan, budget)
+        if not fitting < room < failing:  # the correction overshoots: bisect
             room = (fitting + failing) / 2
     return best
 
 
-def _room(seen: Problem, mix: LayerMix, counts: Ints, plan: Plan, budget: float) -> float:
-    """Bytes for what is counted where what is not stays the same."""
-    return mix_of(seen, mix.labelings, mix.ends, counts).memory + budget - _peak(plan)
+def _room(as_emitted: Problem, mix: LayerMix, counts: Ints, plan: Plan, budget: float) -> float:
+    """The budget for what is counted, if the rest of the plan's peak stays the same."""
+    return mix_of(as_emitted, mix.labelings, mix.ends, counts).memory + budget - _peak(plan)
 
 
 def _peak(plan: Plan) -> float:
     return sum(plan.predicted.peak_bytes.values())
 
 
-def _as_in_graphs(built: Formulation) -> Problem:
-    """The problem with memory as graphs have it."""
+def _as_emitted(built: Formulation) -> Problem:
+    """The problem with memory as emitted graphs have it."""
     pairs = zip(built.problem.nodes, built.variables, strict=True)
-    nodes = tuple(n if v.unseen is None else replace(n, memory=n.memory + v.unseen) for n, v in pairs)
+    nodes = tuple(n if v.uncounted is None else replace(n, memory=n.memory + v.uncounted) for n, v in pairs)
     return Problem(nodes, built.problem.edges)

@@ -1,10 +1,10 @@
 """A plan within a memory budget that holds for the graph that is emitted, not for an estimate.
 
 The search counts memory by a constraint: parameters, optimizer state and what is live while one operator runs, at the
-program point of the peak (`autopar.search.formulation.peak_point`). A constraint is a relaxation: it leaves out other
-program points, and copies. So the graph of the plan found is rewritten and its peak is measured; if that exceeds the
-budget, the constraint is tightened by the excess and the search goes on. The bound is that of the constraint as it was
-at first.
+program point of the peak (`autopar.search.formulation.program_point`). A constraint is a relaxation: it leaves out
+other program points, and copies. So the graph of the plan found is rewritten and its peak is measured; if that exceeds
+the budget, the constraint is tightened by the excess and the search goes on. The bound is that of the constraint as it
+was at first.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from autopar.errors import InfeasibleError
 from autopar.ir.plan import Plan
 from autopar.search.axis_by_axis import descend, placements
 from autopar.search.budget.cutoff import NO_CUTOFF
-from autopar.search.budget.lagrangian import Point, fits, solve
+from autopar.search.budget.lagrangian import fits, solve
 from autopar.search.budget.layer_groups import in_groups
 from autopar.search.budget.memory_constraint import MemoryConstraint
 from autopar.search.budget.pareto import MAX_PRICES, Frontier, within
-from autopar.search.budget.use_slack import slack_used
+from autopar.search.budget.use_slack import use_slack
 from autopar.search.formulation.build import Formulation
 from autopar.search.formulation.memory_model import WHOLE, MemoryModel
 from autopar.search.formulation.pins import Restrictions
@@ -34,7 +34,7 @@ from autopar.search.program_search import ProgramSearch
 from autopar.search.solver.certify import Claim
 from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits
-from autopar.search.solver.problem import Ints, Solution, evaluate
+from autopar.search.solver.problem import Ints, Labeling, Solution, evaluate
 
 MORE_PRICES = 3
 """Multipliers tried for a constraint that is tightened."""
@@ -128,7 +128,7 @@ def _without_budget(searched: ProgramSearch) -> MemoryModel:
 
 
 def _single(solution: Solution) -> LayerMix:
-    return LayerMix.of(Point(solution.labels, solution.objective, solution.memory))
+    return LayerMix.of(Labeling(solution.labels, solution.objective, solution.memory))
 
 
 def _peak(plan: Plan) -> float:
@@ -209,7 +209,7 @@ def _saved(searched: ProgramSearch, restrictions: Restrictions) -> MemoryConstra
     job = searched.job
     assert job.memory is not None
     memory = MemoryModel(
-        searched.memory_of_state(False), True, job.search.again, regions=searched.regions, away=searched.offload,
+        searched.memory_of_state(False), True, job.search.recompute, regions=searched.regions, offload=searched.offload,
         optimizer=searched.offloadable_state(), share=job.share,
     )  # fmt: skip
     relaxed = restrictions is job.restrictions and searched.whole
@@ -222,7 +222,7 @@ def _saved(searched: ProgramSearch, restrictions: Restrictions) -> MemoryConstra
 
 def _on_device(constraint: MemoryConstraint, limits: Limits) -> MemoryConstraint:
     """The constraint with nothing offloaded."""
-    return replace(constraint.narrowed(replace(constraint.memory, away=False, optimizer={})), limits=limits)
+    return replace(constraint.narrowed(replace(constraint.memory, offload=False, optimizer={})), limits=limits)
 
 
 def _at_program_points(searched: ProgramSearch, saved: MemoryConstraint) -> list[MemoryConstraint]:
@@ -232,15 +232,15 @@ def _at_program_points(searched: ProgramSearch, saved: MemoryConstraint) -> list
     most is live that no plan can do without. Where the best plan within this constraint exceeds that of its own peak,
     this is a constraint, too, if its bound is better. A stage's share of the whole model says little of one point.
     """
-    if saved.memory.share is not WHOLE or saved.built.heaviest is None or not searched.job.moments:
+    if saved.memory.share is not WHOLE or saved.built.peak_point is None or not searched.job.moments:
         return []
     found: list[MemoryConstraint] = []
     mix: LayerMix | None = None
     try:
         labelings = [saved.frontier.free().labels, saved.frontier.little().labels]
         while len(found) < MOMENTS:
-            point = saved.built.heaviest(labelings)
-            constraint = replace(saved, memory=replace(saved.memory, moment=point), like=saved)
+            point = saved.built.peak_point(labelings)
+            constraint = replace(saved, memory=replace(saved.memory, point=point), like=saved)
             if mix is not None:
                 held = [evaluate(constraint.built.problem, labels)[1] for labels in labelings]
                 if fits(sum(share * size for share, size in zip(mix.shares, held, strict=True)), saved.budget):
@@ -362,7 +362,7 @@ class _Tightening:
         Raises:
             InfeasibleError: of a stage: even the plan that saves least is far over the budget.
         """
-        room = math.inf if constraint.memory.moment is None else self.memory
+        room = math.inf if constraint.memory.point is None else self.memory
         if self.searched.whole:
             return room
         # There are other pipelines, of which some fit sooner: so the plan of least memory is looked at first.
@@ -403,7 +403,7 @@ class _Tightening:
             return found if self.least is None else _lesser(found, self.least)
         if self.mix is None or not self.searched.whole:  # pipelines are many
             return self.best
-        return slack_used(self.searched, self.built, self.mix, self.best, bound, self.method)
+        return use_slack(self.searched, self.built, self.mix, self.best, bound, self.method)
 
 
 def _least(frontier: Frontier) -> LayerMix:

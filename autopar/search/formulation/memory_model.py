@@ -1,4 +1,4 @@
-"""What the row of memory counts: of the model, of what the forward pass makes, and of whom."""
+"""What the memory constraint counts: of parameters and their states, and of what is saved for the backward pass."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import fx
 
 from autopar.ir.graph import is_backward, module_path
 from autopar.ir.program import SHORT, Program, Value
-from autopar.search.formulation.peak_point import PeakPoint
+from autopar.search.formulation.program_point import ProgramPoint
 from autopar.sharding.dims import Dims
 from autopar.sharding.layer_classes import LayerClasses
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a device of one stage of a pipeline holds, of what it would hold for the whole model.
+    """Which share of the whole model's memory a device of one pipeline stage holds.
 
     Attributes:
-        states: of parameters, what belongs to them, and sums over microbatches.
-        kept: of what one microbatch keeps for the backward pass; more than 1 where several are under way.
+        states: of parameters, optimizer states, gradients and sums over microbatches.
+        activations: of what one microbatch saves for backward; more than 1 where several microbatches are in flight.
     """
 
     states: float = 1.0
-    kept: float = 1.0
+    activations: float = 1.0
 
 
 WHOLE = Share()
@@ -36,39 +36,40 @@ class MemoryModel:
     """What counts as memory.
 
     Attributes:
-        state: bytes of each parameter with what belongs to it, when replicated, by name.
-        activations: whether what is kept for the backward pass counts, too.
-        again: what may be made or moved again: ``search`` for anything, ``gathers`` for what comes from parameters
-            alone, ``none``, which keeps all that the backward pass takes.
-        working: bytes that what one operator takes and makes may have, where that is possible.
-        regions: whether the model's own checkpointing decides for what is in it.
-        away: whether what is kept may lie on the host.
-        optimizer: of ``state``, bytes of optimizer state that may lie there, too, by name.
+        state: bytes of each parameter and its states, when replicated, by name.
+        activations: whether what is saved for the backward pass counts, too.
+        recompute: what may be recomputed or re-gathered: ``search`` for anything, ``regather`` for values that depend
+            on parameters alone, ``none``, which saves everything that the backward pass reads.
+        working: the most bytes that the arguments and results of one operator may have, where that is possible.
+        regions: whether the model's own checkpointing decides for the operators in it.
+        offload: whether saved activations may lie in host memory.
+        optimizer: bytes of optimizer state within ``state`` that may be offloaded, too, by name.
         share: of all this that counts.
-        moment: when it counts; None: when the backward pass begins.
+        point: the program point at which memory is counted; None: where the backward pass begins.
     """
 
     state: Mapping[str, float]
     activations: bool = False
-    again: str = "none"
+    recompute: str = "none"
     working: float = np.inf
     regions: bool = False
-    away: bool = False
+    offload: bool = False
     optimizer: Mapping[str, float] = field(default_factory=dict)
     share: Share = WHOLE
-    moment: PeakPoint | None = None
+    point: ProgramPoint | None = None
 
     @property
-    def states(self) -> bool:
-        """Whether something need not be kept on the device."""
-        return self.again != "none" or self.regions or self.away
+    def decides_saving(self) -> bool:
+        """Whether some activation need not be saved on the device."""
+        return self.recompute != "none" or self.regions or self.offload
 
 
-def carried(program: Program, classes: LayerClasses) -> frozenset[fx.Node]:
-    """What each of several blocks hands to the next.
+def block_boundary_activations(program: Program, classes: LayerClasses) -> frozenset[fx.Node]:
+    """Activations that repeated blocks pass to the next block; the search always saves them.
 
-    If all made that again, all of them would run before the first gradient of any, and hold what they make; the row of
-    memory does not count such chains.
+    If all blocks recomputed their inputs, the first recomputation of the backward pass would run the blocks one after
+    the other from the start and hold everything in between. The memory constraint does not count such chains. To save
+    block inputs alone is full recomputation as in Korthikanti et al., https://arxiv.org/abs/2205.05198.
     """
     blocks: dict[str, str] = {}
 
@@ -82,12 +83,13 @@ def carried(program: Program, classes: LayerClasses) -> frozenset[fx.Node]:
 
     forward = [n for n in program.sources if not is_backward(n)]
     over = {s for n in forward for s, _ in program.sources[n] if block(s) and block(n) and block(s) != block(n)}
-    carried = (m for m in classes.members.values() if len(m) >= SHORT and over.intersection(m))
-    return frozenset(node for members in carried for node in members)
+    # A value that leaves one of few blocks is no chain: only classes with several members are.
+    repeated = (m for m in classes.members.values() if len(m) >= SHORT and over.intersection(m))
+    return frozenset(node for members in repeated for node in members)
 
 
-def stored(program: Program, dims: Dims) -> frozenset[Value]:
-    """The forward's values that the backward pass takes, itself or as a view of them."""
+def saved_for_backward(program: Program, dims: Dims) -> frozenset[Value]:
+    """The forward values that the backward pass reads, itself or a view of them."""
     found: set[Value] = set()
     for node, sources in program.sources.items():
         for value in sources if is_backward(node) else ():

@@ -1,11 +1,16 @@
 """Microbatches: a step that computes a part of the batch at a time, and adds up.
 
-A microbatch is the batch split over time: as the devices along a mesh axis each compute a part of the batch at once,
-one device computes the parts one after the other. So the program of a microbatch is what the rules make of the whole
-program for an axis `TIME`. Sums over that axis become ``autopar.ir.ops.accumulate``; what is computed of the batch
-alone, such as the number of tokens that count, is computed of the whole batch before; and what needs the other parts in
-any other way cannot be cut. No mean of means is taken: the sum is that of the whole batch, however unequal its parts
-are.
+A microbatch is the batch split over time: where the devices along a mesh axis each compute a part of the batch at the
+same time, one device computes the parts one after the other. So the program of a microbatch is the whole program
+rewritten for an axis `TIME`. Sums over that axis become ``autopar.ir.ops.accumulate``; values that depend on the batch
+alone, such as the number of tokens that count, are computed from the whole batch before the first microbatch; and
+whatever needs the other parts in any other way cannot be cut. There is no mean of means: the sum is that of the whole
+batch, however unequal its parts are.
+
+Before, on the time axis:              After, for each microbatch:
+
+    loss = all_reduce(part, "sum")         loss = accumulate(part)
+    tokens = all_reduce(count, "sum")      tokens = before_0  # an input, computed from the whole batch
 """
 
 from __future__ import annotations
@@ -25,14 +30,14 @@ from autopar.ir.ops.collectives import GROUP_ARGUMENT, axis_index, c10d
 from autopar.ir.program import Input, Microbatch, Output, Program, values_of
 
 TIME = "time"
-"""Name of the axis along which microbatches follow one another."""
+"""Name of the microbatch axis."""
 
 _NOTES = (
     "types", "layouts", "consumer_layouts", "held", "strategy", "operator", "input_layouts", "input_types",
     "collective",
     "internal",
 )  # fmt: skip
-"""What the passes along the axis have written; it holds no longer."""
+"""What the passes along the microbatch axis write into nodes; it does not hold for the microbatch's program."""
 
 
 def cut_microbatches(program: Program, local: Program, count: int) -> Program:
@@ -46,102 +51,35 @@ def cut_microbatches(program: Program, local: Program, count: int) -> Program:
     Raises:
         InfeasibleError: something other than a sum needs the whole batch; names it.
     """
-    cutter = _Cutter(program, local, count, dict(zip(local.placeholders, local.inputs, strict=True)))
-    cutter.sums()
+    cut = _Cut(program, local, count, dict(zip(local.placeholders, local.inputs, strict=True)))
+    _replace_moves(cut)
     local.graph.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
-    cutter.number()
-    cutter.refuse_the_rest()
-    return cutter.program()
+    _number_inputs(cut)
+    _refuse_the_rest(cut)
+    return _microbatch_of(cut)
 
 
 @dataclass
-class _Cutter:
-    """Replaces what a microbatch has of others, in the graph of ``local``.
+class _Cut:
+    """The graph of ``local`` while the values that a microbatch shares with others are replaced.
 
     Attributes:
-        inputs: what each placeholder stands for; those that are added here, too.
-        fed: the values of the whole program that are computed before, by the placeholders that stand for them.
+        whole: the program of the whole batch.
+        local: its rewrite along the time axis, whose graph is edited.
+        count: microbatches.
+        inputs: what each placeholder stands for, those that are added here included.
+        computed_before: the values of the whole program that are computed before the first microbatch, by the
+            placeholders that stand for them.
     """
 
     whole: Program
     local: Program
     count: int
     inputs: dict[fx.Node, Input]
-    fed: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    computed_before: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
-    def sums(self) -> None:
-        """All-reduces become sums over time; what is of the batch alone is given, whole or a microbatch's part."""
-        alone = self._of_batch_alone()
-        graph = self.local.graph.graph
-        for node in list(graph.nodes):
-            end = _end_of_move(node)
-            if end is not None and ((start := _start(end)) in alone or start in self.fed):
-                self._feed(start, end)
-            elif node.target is c10d.all_reduce.default and node.args[1] == "sum":
-                (wait,) = node.users
-                with graph.inserting_after(node.args[0]):  # so that the term lives for a moment only
-                    total = graph.call_function(accumulate, (node.args[0],))
-                inherit_origin(total, node.args[0])
-                total.meta = {**wait.meta, **total.meta}
-                wait.replace_all_uses_with(total)
-
-    def _of_batch_alone(self) -> set[fx.Node]:
-        """Nodes that no parameter or tangent goes into."""
-        tied = {n for n, i in self.inputs.items() if i.kind in ("parameter", "tangent")}
-        found = set()
-        for node in self.local.graph.graph.nodes:
-            if node in tied or any(a in tied for a in node.all_input_nodes):
-                tied.add(node)
-            else:
-                found.add(node)
-        return found
-
-    def _feed(self, value: fx.Node, end: fx.Node) -> None:
-        """Let a new tensor of the batch stand for ``end``: a value of the whole program, or a microbatch's part."""
-        names = {n.name: n for n in self.whole.graph.graph.nodes}
-        whole = self.fed.get(value) or names.get(value.name)  # what is moved once more, or for the first time
-        if whole is None:
-            raise self._refusal(value)
-        graph = self.local.graph.graph
-        with graph.inserting_after([n for n in graph.nodes if n.op == "placeholder"][-1]):
-            given = graph.placeholder(f"before_{len(self.fed)}")
-        given.meta = dict(end.meta)
-        end.replace_all_uses_with(given)
-        self.fed[given] = whole
-
-    def number(self) -> None:
-        """Let what is computed before, and taken, follow the tensors of the batch."""
-        for given in [n for n in self.fed if not n.users]:  # what is made of it is computed before, too
-            self.local.graph.graph.erase_node(given)
-            del self.fed[given]
-        first = sum(i.kind == "batch" for i in self.inputs.values())
-        self.inputs |= {given: Input("batch", str(first + i)) for i, given in enumerate(self.fed)}
-
-    def _leading(self, layout: Layout, node: fx.Node) -> int | None:
-        """The dim that is split over time, along its first factor; None: there is none."""
-        (placement,) = layout
-        if isinstance(placement, Replicate):
-            return None
-        if not isinstance(placement, Split) or placement.factor:
-            raise self._refusal(node)
-        return placement.dim
-
-    def refuse_the_rest(self) -> None:
-        """Refuse what needs other microbatches in another way, and sums that the same microbatch would need."""
-        late = replace(self.local).per_step
-        varying: set[fx.Node] = set()
-        for node in self.local.graph.graph.nodes:
-            if node.target is axis_index or node.target in GROUP_ARGUMENT:
-                raise self._refusal(node)
-            if node.op == "output" or node.target is accumulate:
-                continue
-            split = any(isinstance(lay[0], Split) for lay in node.meta.get("layouts", ()) if lay is not None)
-            if split or any(a in varying for a in node.all_input_nodes):
-                varying.add(node)
-            if node in varying and node in late:
-                raise self._refusal(node)
-
-    def _refusal(self, node: fx.Node) -> InfeasibleError:
+    def refusal(self, node: fx.Node) -> InfeasibleError:
+        """The error that names the operator because of which a node needs the whole batch."""
         source = _culprit(node)
         return InfeasibleError(
             f"the step cannot be cut into {self.count} microbatches: {source.target} ({source.name}, "
@@ -149,40 +87,126 @@ class _Cutter:
             'normalization does; leave them out (pins={"microbatches": 1}), or change the model'
         )
 
-    def program(self) -> Program:
-        """The program of one microbatch."""
-        local = self.local
-        given = {i.name: self._leading(n.meta["layouts"][0], n) for n, i in self.inputs.items() if i.kind == "batch"}
-        rows = {name: dim for name, dim in given.items() if dim is not None}
-        results = {}
-        finals = local.output_node.meta["input_layouts"]
-        for output, value, layout in zip(local.outputs, local.output_values, finals, strict=True):
-            dim = self._leading(layout, value) if output.kind == "result" and value is not None else None
-            if dim is not None:
-                results[output.name] = dim
-        example = self.whole.placeholders[0].meta["val"]
-        for node in local.graph.graph.nodes:
-            node.meta = {k: v for k, v in node.meta.items() if k not in _NOTES}
-            if "val" in node.meta:
-                made = values_of(node)
-                fakes = tuple(v if v is None else _fake(v, example) for v in made)
-                node.meta["val"] = fakes if isinstance(node.meta["val"], tuple | list) else fakes[0]
-        for note in ("invariants", "axes", "again", "states_away"):
-            local.graph.meta.pop(note, None)
-        local.graph.recompile()
-        before = _program_of(self.whole, list(self.fed.values())) if self.fed else None
-        inputs = tuple(self.inputs[n] for n in local.placeholders)
-        return replace(local, inputs=inputs, part=Microbatch(self.count, before, rows, results))
+    def split_dim(self, layout: Layout, node: fx.Node) -> int | None:
+        """The dim that is split over time, along its first factor; None: there is none."""
+        (placement,) = layout
+        if isinstance(placement, Replicate):
+            return None
+        if not isinstance(placement, Split) or placement.factor:
+            raise self.refusal(node)
+        return placement.dim
+
+
+def _replace_moves(cut: _Cut) -> None:
+    """All-reduces become sums over time; values of the batch alone become inputs, whole or a microbatch's part."""
+    batch_only = _of_batch_alone(cut)
+    graph = cut.local.graph.graph
+    for node in list(graph.nodes):
+        end = _end_of_move(node)
+        if end is not None and ((start := _start(end)) in batch_only or start in cut.computed_before):
+            _compute_before(cut, start, end)
+        elif node.target is c10d.all_reduce.default and node.args[1] == "sum":
+            (wait,) = node.users
+            with graph.inserting_after(node.args[0]):  # right there, so that the term is freed at once
+                total = graph.call_function(accumulate, (node.args[0],))
+            inherit_origin(total, node.args[0])
+            total.meta = {**wait.meta, **total.meta}
+            wait.replace_all_uses_with(total)
+
+
+def _of_batch_alone(cut: _Cut) -> set[fx.Node]:
+    """Nodes that depend on no parameter or tangent."""
+    dependent = {n for n, i in cut.inputs.items() if i.kind in ("parameter", "tangent")}
+    found = set()
+    for node in cut.local.graph.graph.nodes:
+        if node in dependent or any(a in dependent for a in node.all_input_nodes):
+            dependent.add(node)
+        else:
+            found.add(node)
+    return found
+
+
+def _compute_before(cut: _Cut, value: fx.Node, end: fx.Node) -> None:
+    """Replace ``end`` by a new batch tensor: a value of the whole program, or a microbatch's part of it."""
+    names = {n.name: n for n in cut.whole.graph.graph.nodes}
+    whole = cut.computed_before.get(value) or names.get(value.name)  # a value that is moved again, or a first time
+    if whole is None:
+        raise cut.refusal(value)
+    graph = cut.local.graph.graph
+    with graph.inserting_after([n for n in graph.nodes if n.op == "placeholder"][-1]):
+        added = graph.placeholder(f"before_{len(cut.computed_before)}")
+    added.meta = dict(end.meta)
+    end.replace_all_uses_with(added)
+    cut.computed_before[added] = whole
+
+
+def _number_inputs(cut: _Cut) -> None:
+    """Number the batch tensors that were added after the model's own; those that nothing reads any more go."""
+    for added in [n for n in cut.computed_before if not n.users]:  # what is computed from it is computed before, too
+        cut.local.graph.graph.erase_node(added)
+        del cut.computed_before[added]
+    first = sum(i.kind == "batch" for i in cut.inputs.values())
+    cut.inputs |= {added: Input("batch", str(first + i)) for i, added in enumerate(cut.computed_before)}
+
+
+def _refuse_the_rest(cut: _Cut) -> None:
+    """Refuse what needs other microbatches in another way, and sums that the same microbatch would need.
+
+    Raises:
+        InfeasibleError: names the operator.
+    """
+    per_step = replace(cut.local).per_step
+    varying: set[fx.Node] = set()  # from microbatch to microbatch
+    for node in cut.local.graph.graph.nodes:
+        if node.target is axis_index or node.target in GROUP_ARGUMENT:
+            raise cut.refusal(node)
+        if node.op == "output" or node.target is accumulate:
+            continue
+        split = any(isinstance(lay[0], Split) for lay in node.meta.get("layouts", ()) if lay is not None)
+        if split or any(a in varying for a in node.all_input_nodes):
+            varying.add(node)
+        if node in varying and node in per_step:
+            raise cut.refusal(node)
+
+
+def _microbatch_of(cut: _Cut) -> Program:
+    """The program of one microbatch, from the graph as it is now."""
+    local = cut.local
+    batch = {i.name: cut.split_dim(n.meta["layouts"][0], n) for n, i in cut.inputs.items() if i.kind == "batch"}
+    rows = {name: dim for name, dim in batch.items() if dim is not None}
+    results = {}
+    finals = local.output_node.meta["input_layouts"]
+    for output, value, layout in zip(local.outputs, local.output_values, finals, strict=True):
+        dim = cut.split_dim(layout, value) if output.kind == "result" and value is not None else None
+        if dim is not None:
+            results[output.name] = dim
+    _drop_notes(local, cut.whole.placeholders[0].meta["val"])
+    local.graph.recompile()
+    before = _program_of(cut.whole, list(cut.computed_before.values())) if cut.computed_before else None
+    inputs = tuple(cut.inputs[n] for n in local.placeholders)
+    return replace(local, inputs=inputs, part=Microbatch(cut.count, before, rows, results))
+
+
+def _drop_notes(local: Program, example: FakeTensor) -> None:
+    """Drop what the passes along the time axis have written, and make the values fake tensors like the example."""
+    for node in local.graph.graph.nodes:
+        node.meta = {k: v for k, v in node.meta.items() if k not in _NOTES}
+        if "val" in node.meta:
+            values = values_of(node)
+            fakes = tuple(v if v is None else _fake(v, example) for v in values)
+            node.meta["val"] = fakes if isinstance(node.meta["val"], tuple | list) else fakes[0]
+    for note in ("invariants", "axes", "again", "states_away"):
+        local.graph.meta.pop(note, None)
 
 
 def _fake(value: torch.Tensor, like: FakeTensor) -> torch.Tensor:
-    """A tensor of the meta device as one of the program's fake ones."""
+    """A fake tensor like the program's others, of the shape of a tensor on the meta device."""
     with like.fake_mode:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=like.device)
 
 
 def _culprit(node: fx.Node) -> fx.Node:
-    """The operator because of which a node is there: that which takes what is gathered, or makes what is reduced."""
+    """The operator because of which a node exists: the reader of a gathered value, or the producer of a reduced one."""
     moved = node.op == "placeholder" or node.target in GROUP_ARGUMENT or node.target is axis_index
     reduced = node.target in (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)
     waiting, seen = [node] if moved and not reduced else [], set()
@@ -207,7 +231,7 @@ def _start(node: fx.Node) -> fx.Node:
 
 
 def _end_of_move(node: fx.Node) -> fx.Node | None:
-    """The last node of the move that a collective or an index is of; None: it is of none."""
+    """The last node of the move that a collective or an index belongs to; None: it belongs to none."""
     if "moves" not in node.meta or (node.target not in GROUP_ARGUMENT and node.target is not axis_index):
         return None
     while "layouts" not in node.meta:
@@ -227,7 +251,7 @@ def _program_of(program: Program, values: list[fx.Node]) -> Program:
     known: dict[fx.Node, fx.Node] = {}
     inputs = dict(zip(program.placeholders, program.inputs, strict=True))
     for node in program.graph.graph.nodes:
-        if node in needed or (node in inputs and inputs[node].kind == "batch"):  # the batch goes in whole
+        if node in needed or (node in inputs and inputs[node].kind == "batch"):  # it takes all batch tensors
             known[node] = graph.node_copy(node, known.__getitem__)
             known[node].meta = {k: v for k, v in node.meta.items() if k != "partitioner_tag"}
     graph.output([known[v] for v in values])

@@ -1,4 +1,4 @@
-"""`microbatch_program`: the program of one of several parts of the batch, cut where the search along time says."""
+"""`microbatch_program`: the program of one of several parts of the batch, cut by a search along the microbatch axis."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ TIME_PASSES: tuple[Pass, ...] = (
     lower_operators,
     eliminate_dead_code,
 )
-"""For the axis of time, along which microbatches follow one another."""
+"""Passes for the microbatch axis."""
 
 DETERMINISTIC_TIME_PASSES: tuple[Pass, ...] = (annotate_layouts, replicate_random, *TIME_PASSES[1:])
 
 
 def require_early_backward(program: Program) -> None:
-    """Gradients can be computed before `backward` is called, which then only scales them.
+    """Check that gradients can be computed before `backward` is called, which then only scales them.
 
     Raises:
         InfeasibleError: there is no loss, or it has to be scaled.
@@ -67,7 +67,7 @@ def require_early_backward(program: Program) -> None:
 
 
 def hint_of_loss(program: Program) -> str:
-    """What to do where memory is short and microbatches cannot help, as there are several losses."""
+    """The end of an error where memory is short and microbatches cannot help, as there are several losses."""
     count = _losses(program)
     if count < 2:
         return ""
@@ -77,7 +77,7 @@ def hint_of_loss(program: Program) -> str:
 
 
 def _losses(program: Program) -> int:
-    """How many scalars of the output carry gradients."""
+    """The number of scalars of the output that carry gradients."""
     carrying = [i.name for i in program.inputs if i.kind == "tangent"]
     return sum(o.name in carrying and v.meta["val"].ndim == 0 for o, v in program.results)
 
@@ -102,7 +102,7 @@ def microbatch_program(program: Program, count: int, *, deterministic: bool = Fa
         return known
     try:
         found = _in_microbatches(program, count, deterministic, tie=True)
-    except InfeasibleError:  # what is alike may have to be cut in unlike ways
+    except InfeasibleError:  # nodes of repeated layers may have to be cut in different ways
         found = _in_microbatches(program, count, deterministic, tie=False)
     if program.repeat is not None:
         shorter = microbatch_program(program.repeat.shorter, count, deterministic=deterministic)
@@ -112,7 +112,7 @@ def microbatch_program(program: Program, count: int, *, deterministic: bool = Fa
 
 
 def _in_microbatches(program: Program, count: int, deterministic: bool, *, tie: bool) -> Program:
-    """The program of a microbatch, if nodes that are ``tie``d are cut alike."""
+    """The program of a microbatch; with ``tie``, nodes of repeated layers are cut alike."""
     steps = DETERMINISTIC_TIME_PASSES if deterministic else TIME_PASSES
     program = replace(program, repeat=None)
     with collector_paused():
@@ -126,5 +126,5 @@ def _in_microbatches(program: Program, count: int, deterministic: bool, *, tie: 
 
 @functools.cache
 def _slow_clock() -> Cluster:
-    """A machine whose collectives take so long that a plan has only those that it must have."""
+    """A cluster whose collectives take so long that a plan has none that it can avoid."""
     return replace(Cluster.preset("cpu"), links=(Link("time", 1e12, 1.0),), group_sizes=())

@@ -1,4 +1,4 @@
-"""The axis of time as restrictions: what is split along the samples may be split over time, and nothing else."""
+"""The microbatch axis as restrictions: only what is split along the samples may be split over time."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ def along_samples(program: Program, dims: Dims, classes: LayerClasses, count: in
         node = members[0]
         if node in dims.operators:
             factors = split_factors(node, program, dims)
-            # What is lowered asks which part it has, or for the others.
+            # Lowered code asks which part a device has, or for the other parts: neither exists on this axis.
             lowered = dims.operators[node].rule.lower
             along = frozenset(
                 n for n, factor in factors.items() if id(factor) in samples and n.partition(".")[0] not in lowered
             )
             whole = frozenset(s.name for s in strategies(dims.operators[node]) if not s.splits)
-            # Other tensors may have dims of the same size that nothing tells apart, such as positions.
+            # Only operators on the batch must split. Others may have a dim of the same factor that is no batch, such as
+            # positions.
             shared = along and node in of_batch
             allowed[key] = (along | whole - {REPLICATE} if shared else along | whole,)
         elif node in inputs and inputs[node].kind in ("parameter", "batch"):

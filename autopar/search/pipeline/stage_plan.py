@@ -160,7 +160,7 @@ def share_of(actions: Order, stages: int) -> Share:
         for action in row:
             under_way += 1 if action.kind == FORWARD else -1 if not split or action.kind == WEIGHT else 0
             most = max(most, under_way)
-    return Share(states=1 / len(actions), kept=most / stages)
+    return Share(states=1 / len(actions), activations=most / stages)
 
 
 def missing(plan: Plan, needed: float, memory: float) -> InfeasibleError:

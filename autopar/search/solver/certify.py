@@ -1,14 +1,14 @@
 """A second opinion on a lower bound, which needs nothing of the search but the problem.
 
-The search folds nodes, fixes labels and branches; a mistake in any of these would make its bound a lie. For any
-messages along the edges, and any price of memory, a labeling within a budget costs at least
+The search eliminates nodes, drops labels and branches; a mistake in any of these would make its bound wrong. For any
+messages along the edges, and any multiplier of memory, a labeling within a budget costs at least
 
     sum over nodes of min (cost + price * memory - messages)
     + sum over edges of min (table + messages of both ends) - price * budget
 
-since messages cancel, and a price on what is below the budget only takes away (Lagrange; Wainwright and Jordan,
-"Graphical Models, Exponential Families, and Variational Inference", 2008, section 8). This is evaluated here with every
-sum rounded down, so that the number holds wherever the messages come from.
+since messages cancel, and the multiplier only subtracts where memory is below the budget (Lagrange; Wainwright and
+Jordan, "Graphical Models, Exponential Families, and Variational Inference", 2008, section 8). This is evaluated here
+with every sum rounded down, so that the number holds wherever the messages come from.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Claim:
     Attributes:
         problem: of which labelings.
         bound: seconds.
-        price: seconds a byte.
+        price: the multiplier of memory, in seconds per byte.
         budget: bytes.
     """
 

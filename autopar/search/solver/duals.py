@@ -1,7 +1,8 @@
-"""Claims of the search are examined: duals from the local polytope's linear program, of the whole problem at once.
+"""Claims of the search are examined by duals of the local polytope's linear program, of the whole problem at once.
 
-Nothing is folded and no label left out. The program's duals are the messages that `autopar.search.solver.certify`
-evaluates, so it may be as inexact as it likes; its solution, read as labels, is a labeling that can refute a claim.
+Nothing is eliminated and no label dropped. The duals are messages for `autopar.search.solver.certify`, where any
+messages prove a bound, so that the linear program may be solved inexactly. Its solution, rounded to labels, is a
+labeling that can refute a claim.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from autopar.search.solver.problem import Floats, Ints, Node, Problem
 from autopar.search.solver.workspace import build
 
 ROUNDING = 1e-8
-"""Relative: claims hold up to so much, which is more than the solver's tolerances make."""
+"""Relative tolerance of claims, which is more than the error that the solver's own tolerances cause."""
 
 BUG = "this is an error of autopar, not of the model; please report it"
 
 
 def require_cost(problem: Problem, mix: LayerMix, counts: Sequence[int]) -> None:
-    """Count again what a choice costs and needs.
+    """Check the cost and memory of a choice by exact sums.
 
     Args:
         problem: the problem.
@@ -37,7 +38,7 @@ def require_cost(problem: Problem, mix: LayerMix, counts: Sequence[int]) -> None
         counts: members of each node's class.
 
     Raises:
-        CertificateError: the search counts it otherwise.
+        CertificateError: the search counts something else.
     """
     shares = [[(b - a) / n for a, b in itertools.pairwise(mix.starts(n))] for n in counts]
     cost, memory = recount(problem, mix.labelings, [*zip(*shares, strict=True)])
@@ -50,18 +51,18 @@ def require_cost(problem: Problem, mix: LayerMix, counts: Sequence[int]) -> None
 
 @dataclass(frozen=True)
 class Relaxed:
-    """Duals of the linear program, and the labels that its solution takes most of."""
+    """Duals of the linear program, and of each node the label with the largest value in its solution."""
 
     messages: Messages
     labels: Ints
 
 
 def examine(claim: Claim, seconds: float) -> float:
-    """The bound that can be verified of what a claim speaks of; it may be lower than the claim's, or higher.
+    """A verified lower bound for the problem of a claim; it may be lower than the claim's bound, or higher.
 
     Args:
         claim: of the search.
-        seconds: that may be spent on duals; with less time the bound is lower.
+        seconds: time limit for the duals; with less time the bound is lower.
 
     Raises:
         CertificateError: a labeling undercuts the claim, which therefore is wrong.
@@ -80,17 +81,17 @@ def examine(claim: Claim, seconds: float) -> float:
 
 
 def relax(problem: Problem, price: float, seconds: float, scale: float = 1.0) -> Relaxed:
-    """Solve the linear program of a problem whose memory has a price.
+    """Solve the linear program of a problem whose memory is in its objective.
 
     Args:
         problem: the problem.
-        price: seconds a byte.
+        price: the multiplier of memory, in seconds per byte.
         seconds: time limit.
         scale: magnitude of the objective.
     """
     nodes = tuple(Node(n.name, n.cost + price * n.memory, n.memory) for n in problem.nodes)
     model = build_model(build(Problem(nodes, problem.edges), False), None)
-    if not all(len(those) for those in model.labels):  # a node without a label that is allowed needs no proof
+    if not all(len(alive) for alive in model.labels):  # where a node has no label, any messages prove infinity
         none = np.zeros(len(model.row_lower))
         return Relaxed(_messages(problem, none), np.zeros(len(nodes), dtype=np.int64))
     unit = OBJECTIVE_SCALE / scale
@@ -103,14 +104,14 @@ def relax(problem: Problem, price: float, seconds: float, scale: float = 1.0) ->
     solver.passModel(lp)
     solver.run()
     found = solver.getSolution()
-    # Where time ran out there may be none: messages of zero are messages, too.
+    # Where time ran out there may be no duals: messages of zero prove a bound, too.
     duals = -np.asarray(found.row_dual) / unit if found.dual_valid else np.zeros(len(model.row_lower))
     values = np.asarray(found.col_value) if found.value_valid else np.zeros(len(model.cost))
     return Relaxed(_messages(problem, duals[len(model.nodes) :]), read_labels(values, model, len(nodes)))
 
 
 def _messages(problem: Problem, duals: Floats) -> Messages:
-    """The rows of each edge and of its columns, as `build_model` has them in turn; self loops have none."""
+    """Messages from the duals of `build_model`'s rows: an edge's rows, then its columns; self loops have none."""
     found: list[tuple[Floats, Floats]] = []
     at = 0
     for edge in problem.edges:

@@ -1,4 +1,9 @@
-"""Exact elimination of nodes by min-plus products, and the way back."""
+"""Exact elimination of nodes by min-plus products, and the way back.
+
+This is variable elimination (bucket elimination, Dechter 1999): the sum of a node's factors, minimized over its labels,
+is one factor over its neighbors. Nodes whose labels differ in memory stay, since the minimum would forget which label's
+memory it needs.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,11 @@ import numpy as np
 
 from autopar.search.solver.presolve import presolve
 from autopar.search.solver.problem import Floats, Ints
-from autopar.search.solver.workspace import Folded, Graph, Potential, join
+from autopar.search.solver.workspace import Folded, Potential, Workspace, join
 
 
-def fold(graph: Graph, max_degree: int, max_entries: int, max_work: int) -> bool:
-    """Eliminate nodes that carry no memory, cheapest first, until the limits stop it.
+def fold(graph: Workspace, max_degree: int, max_entries: int, max_work: int) -> bool:
+    """Eliminate nodes whose labels need the same memory, least work first, until the limits stop it.
 
     Args:
         graph: Edited in place.
@@ -21,20 +26,20 @@ def fold(graph: Graph, max_degree: int, max_entries: int, max_work: int) -> bool
     Returns:
         False if the problem turned out infeasible.
     """
-    price: dict[int, float] = {}
+    work: dict[int, float] = {}
     stale = dict.fromkeys(graph.live_nodes())
     while True:
         for node in stale:
             if graph.active[node]:
-                price[node] = _price(graph, node, max_degree, max_entries, max_work)
-        best = min(((c, n) for n, c in price.items()), default=(np.inf, -1))
+                work[node] = _work(graph, node, max_degree, max_entries, max_work)
+        best = min(((c, n) for n, c in work.items()), default=(np.inf, -1))
         if not np.isfinite(best[0]):
             return True
         node = best[1]
         around = graph.neighbors(node)
         if not eliminate(graph, node):
             return False
-        del price[node]
+        del work[node]
         if not presolve(graph, around):
             return False
         stale = dict.fromkeys(around)
@@ -42,8 +47,8 @@ def fold(graph: Graph, max_degree: int, max_entries: int, max_work: int) -> bool
             stale.update(dict.fromkeys(graph.neighbors(other)))
 
 
-def _price(graph: Graph, node: int, max_degree: int, max_entries: int, max_work: int) -> float:
-    """Work of eliminating a node, or inf if a limit forbids it."""
+def _work(graph: Workspace, node: int, max_degree: int, max_entries: int, max_work: int) -> float:
+    """Table entries times labels to eliminate a node, or inf if a limit forbids it."""
     around = graph.neighbors(node)
     if len(around) > max_degree or graph.carries_memory(node):
         return float("inf")
@@ -61,7 +66,7 @@ def _price(graph: Graph, node: int, max_degree: int, max_entries: int, max_work:
     return work if entries <= max_entries and work <= max_work else float("inf")
 
 
-def eliminate(graph: Graph, node: int) -> bool:
+def eliminate(graph: Workspace, node: int) -> bool:
     """Replace a node by the cheapest cost its labels leave to its neighbors.
 
     Returns:
@@ -97,7 +102,7 @@ def eliminate(graph: Graph, node: int) -> bool:
 def _min_sum(
     parts: list[Potential], node: int, cost: Floats, alive: Ints, around: list[int], picks: list[dict[int, Ints]]
 ) -> Floats:
-    """Take the least, over the node's labels, of its cost plus its factors, [groups of each neighbor]."""
+    """The minimum over the node's labels of its cost plus its factors, [groups of each neighbor]."""
     shape = [len(next(iter(p.values()))) for p in picks]
     blocks: list[tuple[Floats, Ints]] = []  # (row of the node, ...) broadcastable over `shape`
     for k, part in enumerate(parts):
@@ -107,6 +112,7 @@ def _min_sum(
         table = table[np.ix_(np.arange(table.shape[0]), *subs)]
         spread = [len(picks[i][k]) if n in part.nodes else 1 for i, n in enumerate(around)]
         blocks.append((table.reshape(table.shape[0], *spread), part.groups[axes[0]]))
+    # Label by label: the sum over all labels at once would be as large as the limits allow for the product.
     rows = np.stack([g[alive] for _, g in blocks], axis=1)
     best: Floats = np.full(shape, np.inf)
     for label, row in _cheapest_per_row(rows, cost[alive]):
@@ -127,7 +133,7 @@ def _cheapest_per_row(rows: Ints, cost: Floats) -> list[tuple[int, list[int]]]:
     return [(i, list(row)) for row, i in best.items()]
 
 
-def unfold(graph: Graph, labels: Ints) -> Ints:
+def unfold(graph: Workspace, labels: Ints) -> Ints:
     """Choose the labels of folded nodes, last folded first.
 
     Args:

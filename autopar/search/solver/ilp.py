@@ -1,4 +1,8 @@
-"""The local polytope over labels and group marginals, with an optional memory row, handed to HiGHS in one call."""
+"""What is left of a problem as an ILP, solved by HiGHS: the local polytope, with an optional memory constraint.
+
+There is a binary column for each label and a continuous one for each finite entry of a factor's table. With binary
+labels the entries need not be: their marginals fix them.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,8 @@ import highspy
 import numpy as np
 
 from autopar.search.solver.interrupt import obey
-from autopar.search.solver.problem import Floats, Ints
-from autopar.search.solver.workspace import Graph
+from autopar.search.solver.problem import Floats, Ints, Minimum
+from autopar.search.solver.workspace import Workspace
 
 # HiGHS's tolerances are absolute (1e-6, 1e-7): seconds are scaled so that the incumbent costs this much.
 OBJECTIVE_SCALE = 1e5
@@ -19,17 +23,21 @@ BOUND_SLACK = 1e-9
 
 
 @dataclass(frozen=True)
-class IlpResult:
-    """Labels of the live nodes (zero elsewhere) or None, a bound on labelings of the graph, and what closed it."""
+class IlpModel:
+    """An ILP, stored by column: first the labels of each live node, then the finite entries of each factor.
 
-    labels: Ints | None
-    bound: float
-    method: str
-
-
-@dataclass(frozen=True)
-class Model:
-    """A column-wise ILP. Columns: the labels of each live node, then the finite entries of each factor."""
+    Attributes:
+        cost: of each column.
+        starts: where each column starts in ``rows`` and ``values``.
+        rows: row of each coefficient.
+        values: the coefficients.
+        row_lower: of each row.
+        row_upper: of each row.
+        label_columns: how many columns are labels.
+        nodes: the live nodes.
+        labels: of each live node.
+        first: the first column of each live node.
+    """
 
     cost: Floats
     starts: Ints
@@ -40,10 +48,10 @@ class Model:
     label_columns: int
     nodes: list[int]
     labels: list[Ints]
-    first: Ints  # first column of each live node
+    first: Ints
 
 
-def solve_ilp(graph: Graph, scale: float, gap: float, seconds: float, budget: float | None = None) -> IlpResult:
+def solve_ilp(graph: Workspace, scale: float, gap: float, seconds: float, budget: float | None = None) -> Minimum:
     """Solve what is left of a problem to the gap.
 
     Args:
@@ -54,7 +62,7 @@ def solve_ilp(graph: Graph, scale: float, gap: float, seconds: float, budget: fl
         budget: Bytes allowed to the live nodes, or None.
 
     Returns:
-        The best labeling found, and a valid bound.
+        The best labels found of the live nodes, zero elsewhere, and a bound on all labelings of the workspace.
     """
     unit = OBJECTIVE_SCALE / (scale or 1.0)
     model = build_model(graph, budget)
@@ -69,17 +77,17 @@ def solve_ilp(graph: Graph, scale: float, gap: float, seconds: float, budget: fl
     solver.run()
     status, info = solver.getModelStatus(), solver.getInfo()
     if status == highspy.HighsModelStatus.kInfeasible:
-        return IlpResult(None, float("inf"), "MIP")
+        return Minimum(None, float("inf"), "MIP")
     timed_out = status != highspy.HighsModelStatus.kOptimal
     bound = graph.constant + info.mip_dual_bound / unit - BOUND_SLACK * abs(scale)
     labels = None
     if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
         labels = read_labels(np.asarray(solver.getSolution().col_value), model, len(graph.cost))
-    return IlpResult(labels, bound if np.isfinite(bound) else -np.inf, "time limit" if timed_out else "MIP")
+    return Minimum(labels, bound if np.isfinite(bound) else -np.inf, "time limit" if timed_out else "MIP")
 
 
-def build_model(graph: Graph, budget: float | None) -> Model:
-    """Rows: one label per node; per factor, axis and group, entries add up to labels; the memory row last."""
+def build_model(graph: Workspace, budget: float | None) -> IlpModel:
+    """Rows: one label per node; for each row of a factor's axis, its entries add up to its labels; memory last."""
     nodes = graph.live_nodes()
     position = {n: i for i, n in enumerate(nodes)}
     labels = [graph.alive(n) for n in nodes]
@@ -112,12 +120,12 @@ def build_model(graph: Graph, budget: float | None) -> Model:
     column, row, value = np.concatenate(columns), np.concatenate(rows), np.concatenate(values)
     order = np.lexsort((row, column))
     starts = np.searchsorted(column[order], np.arange(next_column + 1))
-    return Model(
+    return IlpModel(
         np.concatenate(cost), starts, row[order], value[order], lower, upper, int(first[-1]), nodes, labels, first
     )
 
 
-def highs_lp(model: Model, unit: float) -> highspy.HighsLp:
+def highs_lp(model: IlpModel, unit: float) -> highspy.HighsLp:
     """The model with seconds times ``unit``, for HiGHS."""
     lp = highspy.HighsLp()
     columns = len(model.cost)
@@ -132,7 +140,7 @@ def highs_lp(model: Model, unit: float) -> highspy.HighsLp:
     return lp
 
 
-def read_labels(values: Floats, model: Model, n: int) -> Ints:
+def read_labels(values: Floats, model: IlpModel, n: int) -> Ints:
     """The label of each of n nodes that has the largest value; zero for those that the model leaves out."""
     out = np.zeros(n, dtype=np.int64)
     for node, ls, c in zip(model.nodes, model.labels, model.first, strict=False):

@@ -49,7 +49,7 @@ def stoppable(say: Callable[[], None]) -> Iterator[None]:
 
 
 def obey(solver: highspy.Highs) -> None:
-    """Make a solver look, between its steps, whether it has been asked to stop."""
+    """Let a solver check, between its steps, whether it has been asked to stop."""
 
     def look(event: Any) -> None:
         event.interrupt(requested())

@@ -1,6 +1,6 @@
-"""`LayerMix`: of the members of each class, the first in the states of one labeling, those behind them in another's.
+"""`LayerMix`: a plan split over layers: the first members of each class have the states of one labeling, and so on.
 
-Layers are laid out alike, and need not be treated alike: "20 of 32 layers recompute".
+Repeated layers share their layouts, but not their states: "20 of 32 layers recompute".
 """
 
 from __future__ import annotations
@@ -12,23 +12,22 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.search.budget.lagrangian import Point
-from autopar.search.solver.problem import Floats, Ints, Problem
+from autopar.search.solver.problem import Floats, Ints, Labeling, Problem
 
 ROUNDING = 1e-9
-"""So much of a member more than a whole one is none."""
+"""A share of a member that is rounding of the ends, and no member."""
 
 
 @dataclass(frozen=True)
 class LayerMix:
-    """Labelings that differ in states alone, and how many members of each class have which.
+    """Labelings that differ in states only, and how many members of each class have which.
 
     Attributes:
-        labelings: of the first members, of those behind them, and so on.
-        ends: share of the members, rounded up class by class, that have a labeling or one before it; the last is 1.
+        labelings: of the first members, of the next, and so on.
+        ends: share of the members that have a labeling or one before it, rounded up class by class; the last is 1.
         cost: seconds.
         memory: bytes.
-        price: seconds that a byte more saves, about; 0 if the budget does not bind.
+        price: the shadow price of memory: seconds that another byte saves, approximately; 0 if the budget has slack.
     """
 
     labelings: tuple[Ints, ...]
@@ -38,17 +37,17 @@ class LayerMix:
     price: float = 0.0
 
     @classmethod
-    def of(cls, point: Point, price: float = 0.0) -> LayerMix:
+    def of(cls, labeling: Labeling, price: float = 0.0) -> LayerMix:
         """All members in the states of one labeling."""
-        return cls((point.labels,), (1.0,), point.cost, point.memory, price)
+        return cls((labeling.labels,), (1.0,), labeling.cost, labeling.memory, price)
 
     @property
     def shares(self) -> list[float]:
-        """Of each labeling, the share of the members that have it."""
+        """The share of the members that have each labeling."""
         return [end - start for start, end in zip((0.0, *self.ends), self.ends, strict=False)]
 
     def starts(self, count: int) -> list[int]:
-        """Of a class of so many members, the first of each labeling, and the number of all behind them."""
+        """The first member with each labeling, in a class of so many members, and at the end their number."""
         return [math.ceil(end * count - ROUNDING) for end in (0.0, *self.ends)]
 
 
@@ -62,14 +61,14 @@ def weights(ends: Sequence[float], counts: NDArray[np.int64]) -> Floats:
 def mix_of(
     problem: Problem, labelings: Sequence[Ints], ends: Sequence[float], counts: NDArray[np.int64], price: float = 0.0
 ) -> LayerMix:
-    """The mix with what it costs and needs; an edge counts as its second node does.
+    """The mix with its cost and memory; an edge has the share of its second node.
 
     Args:
         problem: whose labels these are.
-        labelings: of the first members, and so on.
+        labelings: see `LayerMix`.
         ends: of the labelings, see `LayerMix`.
         counts: members of each node's class.
-        price: seconds a byte.
+        price: shadow price of memory, in seconds per byte.
     """
     cost = memory = 0.0
     for labels, share in zip(labelings, weights(ends, counts), strict=True):

@@ -1,8 +1,11 @@
-"""Dual ascent by sequential reweighted message passing, with labels fixed by reduced cost on the way.
+"""Dual ascent by sequential reweighted message passing (SRMP), with labels fixed by reduced cost on the way.
 
-Kolmogorov, "A new look at reweighted message passing", PAMI 2015: each node in turn pulls the minima of its
-factors and hands an equal share to the factors that lead onward. The sum of all minima is a lower bound that
-never falls, and after each pull `bound + cost[label]` bounds every solution that uses the label.
+Kolmogorov, "A new look at reweighted message passing", PAMI 2015 (https://arxiv.org/abs/1309.5655), which generalizes
+TRW-S to factors of more than two nodes. Nodes are visited in order; each pulls the minima of its factors into its unary
+cost and pushes an equal share to the factors that lead to nodes not yet visited. All this reparametrizes the problem:
+costs move between nodes and factors, and no labeling's total changes. The sum of all minima is a lower bound that never
+falls. After a pull, `bound + unary[label]` is a lower bound on every labeling with that label, so that labels whose
+bound reaches the incumbent can be dropped (reduced-cost fixing).
 """
 
 from __future__ import annotations
@@ -12,26 +15,50 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.search.solver.problem import Floats, Ints
-from autopar.search.solver.workspace import Graph, Potential
+from autopar.search.solver.workspace import Potential, Workspace
 
 
 @dataclass(frozen=True, eq=False)
 class _End:
-    """One factor seen from one node."""
+    """One factor seen from one node.
+
+    Attributes:
+        table: number of the factor's table.
+        axis: of the node in the table.
+        others: the other axes.
+        group: row of each label that is alive.
+        shape: broadcasts a vector over rows along the axis.
+        order: labels sorted by row; None if every label has its own row, in order.
+        starts: where each row starts in ``order``.
+        onward: whether it leads to a later node, and whether to an earlier one.
+    """
 
     table: int
     axis: int
     others: tuple[int, ...]
-    group: Ints  # [alive labels]
-    shape: tuple[int, ...]  # broadcasts a vector over groups along the axis
-    order: Ints | None  # labels sorted by group; None if every label is its own group, in order
+    group: Ints
+    shape: tuple[int, ...]
+    order: Ints | None
     starts: Ints
-    onward: tuple[bool, bool]  # does it lead to a later node, to an earlier node
+    onward: tuple[bool, bool]
 
 
 @dataclass
-class Messages:
-    """A compact copy of a graph's core; every table and unary cost has minimum 0, the rest is in `bound`."""
+class MessagePassing:
+    """A compact copy of the live part of a workspace. Every table and unary cost has minimum 0; the rest is in `bound`.
+
+    Tables and `unary` are edited in place by the sweeps, which is what makes them fast; `write_back` ends the copy.
+
+    Attributes:
+        nodes: of the workspace, in the order of the sweeps.
+        labels: of each node, those that are alive.
+        unary: costs of these labels.
+        memory: bytes of these labels.
+        tables: of the factors.
+        ids: of the factors in the workspace.
+        ends: of each node, its factors.
+        bound: no labeling costs less.
+    """
 
     nodes: list[int]
     labels: list[Ints]
@@ -43,7 +70,11 @@ class Messages:
     bound: float
 
     def sweep(self, forward: bool, cutoff: float) -> int:
-        """Visit all nodes once; returns how many labels were fixed away because they reach `cutoff`."""
+        """Visit all nodes once, forward or backward.
+
+        Returns:
+            How many labels were dropped because no labeling with them costs less than the cutoff.
+        """
         fixed = 0
         for i in range(len(self.nodes)) if forward else range(len(self.nodes) - 1, -1, -1):
             unary = self._pull(i)
@@ -60,11 +91,12 @@ class Messages:
         self.unary = [u + step * m for u, m in zip(self.unary, self.memory, strict=True)]
 
     def _pull(self, i: int) -> Floats:
+        """Move the minimum of each factor's rows into the unary cost, and the minimum of that into `bound`."""
         unary = self.unary[i]
         for end in self.ends[i]:
             table = self.tables[end.table]
             low = table.min(axis=end.others)
-            finite = np.where(np.isfinite(low), low, 0.0)
+            finite = np.where(np.isfinite(low), low, 0.0)  # inf - inf: a forbidden row stays forbidden
             table -= finite.reshape(end.shape)
             unary = unary + low[end.group]
         least = float(unary.min())
@@ -77,27 +109,33 @@ class Messages:
         return unary
 
     def _push(self, i: int, unary: Floats, forward: bool) -> None:
-        ahead = [e for e in self.ends[i] if e.onward[0 if forward else 1]]
-        if not ahead:
+        """Share the unary cost among the factors that lead on in the direction of the sweep."""
+        next_ = [e for e in self.ends[i] if e.onward[0 if forward else 1]]
+        if not next_:
             return
-        behind = sum(e.onward[1 if forward else 0] for e in self.ends[i])
-        weight = 1.0 / max(len(ahead), behind)
+        previous = sum(e.onward[1 if forward else 0] for e in self.ends[i])
+        # As in TRW-S, the weight is the same in both directions, and no more than all is given away.
+        weight = 1.0 / max(len(next_), previous)
         rest = unary
-        for end in ahead:
+        for end in next_:
+            # A row takes a share of what the cheapest of its labels has.
             least = unary if end.order is None else np.minimum.reduceat(unary[end.order], end.starts)
             share = least * weight
             self.tables[end.table] += share.reshape(end.shape)
-            share[~np.isfinite(share)] = 0.0
+            share[~np.isfinite(share)] = 0.0  # inf - inf again
             rest = rest - share[end.group]
         self.unary[i] = rest
 
     def decode(self, budget: float) -> list[int]:
-        """A labeling of the core, as positions: each node's best given those already chosen.
+        """A labeling, as positions in `labels`: each node takes its best label given those already chosen.
 
-        Labels that would leave the later nodes less memory than they need at least are avoided.
+        Labels are avoided that would leave the later nodes less memory than they need at least.
+
+        Args:
+            budget: bytes for all nodes together.
         """
         chosen: list[int] = []
-        views = list(self.tables)
+        views = list(self.tables)  # narrowed to the labels chosen so far
         least = [float(m[np.isfinite(u)].min()) for m, u in zip(self.memory, self.unary, strict=True)]
         room = budget - sum(least)
         for i, ends in enumerate(self.ends):
@@ -116,8 +154,8 @@ class Messages:
         return chosen
 
 
-def compact(graph: Graph) -> Messages:
-    """Copy the live part of a graph; it must be presolved, so that every row has a finite entry."""
+def compact(graph: Workspace) -> MessagePassing:
+    """Copy the live part of a workspace, which must be presolved, so that every row has a finite entry."""
     nodes = graph.live_nodes()
     position = {n: i for i, n in enumerate(nodes)}
     labels = [graph.alive(n) for n in nodes]
@@ -131,13 +169,14 @@ def compact(graph: Graph) -> Messages:
     memory = [graph.memory[n][ls] for n, ls in zip(nodes, labels, strict=True)]
     tables = [graph.factors[f].table.copy() for f in ids]
     bound = graph.constant
-    # Where the price of memory was changed, costs may be negative: a sweep that fixes labels would trust a false bound.
+    # After a change of the multiplier costs may be negative. Their minima must be in the bound before the first sweep,
+    # which drops labels by it.
     for costs in (*unary, *tables):
         least = float(costs.min(initial=np.inf))
         if np.isfinite(least):
             costs -= least
             bound += least
-    return Messages(nodes, labels, unary, memory, tables, ids, ends, bound)
+    return MessagePassing(nodes, labels, unary, memory, tables, ids, ends, bound)
 
 
 def _end(factor: Potential, table: int, axis: int, labels: Ints, position: dict[int, int]) -> _End:
@@ -158,13 +197,13 @@ def _end(factor: Potential, table: int, axis: int, labels: Ints, position: dict[
     )
 
 
-def write_back(graph: Graph, messages: Messages, cutoff: float) -> None:
-    """Replace the graph's costs by the reparametrized ones: the same problem with a better trivial bound.
+def write_back(graph: Workspace, messages: MessagePassing, cutoff: float) -> None:
+    """Replace the workspace's costs by the reparametrized ones: the same problem with a better constant.
 
     Table entries that reach the cutoff become inf, as labels did in the sweeps.
     """
     graph.constant = messages.bound
-    graph.tidy.clear()
+    graph.tidy.clear()  # both remember what held for the old tables
     graph.regrets.clear()
     for n, ls, unary in zip(messages.nodes, messages.labels, messages.unary, strict=True):
         cost = np.full(len(graph.cost[n]), np.inf)

@@ -1,4 +1,4 @@
-"""The problem without a memory row: fold, bound by messages, fix labels, fold more, and an ILP for what is left."""
+"""The problem without a memory constraint: eliminate, bound by messages, drop labels, repeat; an ILP last."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 from autopar.search.solver.eliminate import fold, unfold
 from autopar.search.solver.ilp import solve_ilp
 from autopar.search.solver.interrupt import requested
-from autopar.search.solver.message_passing import Messages, compact, write_back
+from autopar.search.solver.message_passing import MessagePassing, compact, write_back
 from autopar.search.solver.presolve import presolve
-from autopar.search.solver.problem import Ints
-from autopar.search.solver.workspace import Graph
+from autopar.search.solver.problem import Ints, Minimum
+from autopar.search.solver.workspace import Workspace
 
-# (most neighbors of a folded node, largest table): each level is tighter and slower than the one before.
+# (most neighbors of an eliminated node, largest table): each level is tighter and slower than the one before.
 LEVELS = ((2, 1_000_000), (3, 30_000), (4, 60_000), (5, 150_000), (7, 400_000))
 WORK_PER_ENTRY = 60
 SWEEPS_PER_DECODE = 4
@@ -27,18 +27,8 @@ Value = Callable[[Ints], float]
 
 
 @dataclass(frozen=True)
-class Minimum:
-    """A labeling, its value, and a bound that no labeling of the graph falls below."""
-
-    labels: Ints | None
-    value: float
-    bound: float
-    method: str
-
-
-@dataclass(frozen=True)
 class Limits:
-    """When to stop."""
+    """When to stop: at a relative gap, or at a time of the monotonic clock."""
 
     gap: float
     deadline: float
@@ -50,7 +40,16 @@ class Limits:
 
 @dataclass
 class Incumbent:
-    """The best labeling so far, and the largest value worth looking for: the only state that outlives a level."""
+    """The best labeling so far, and the largest value worth looking for: the only state that outlives a level.
+
+    Attributes:
+        value_of: the objective of a labeling.
+        gap: relative.
+        labels: the best so far.
+        value: of these.
+        cap: labelings that cost this much are not looked for, whatever the best is.
+        applied: the last cutoff by which labels were dropped. No bound above it is proved.
+    """
 
     value_of: Value
     gap: float
@@ -60,7 +59,7 @@ class Incumbent:
     applied: float = float("inf")
 
     def offer(self, labels: Ints) -> None:
-        """Keep a labeling if it is better."""
+        """Take a labeling if it is better."""
         value = self.value_of(labels)
         if value < self.value:
             self.labels, self.value = labels, value
@@ -75,7 +74,7 @@ class Incumbent:
         return self.applied
 
 
-def minimize(graph: Graph, value_of: Value, limits: Limits, start: Ints | None = None) -> Minimum:
+def minimize(graph: Workspace, value_of: Value, limits: Limits, start: Ints | None = None) -> Minimum:
     """Find a labeling of least value.
 
     Args:
@@ -91,7 +90,7 @@ def minimize(graph: Graph, value_of: Value, limits: Limits, start: Ints | None =
     best = Incumbent(value_of, limits.gap)
     if start is not None:
         best.offer(start)
-    snapshot: Graph | None = None
+    snapshot: Workspace | None = None
     bound, level = -np.inf, 0
     feasible = presolve(graph)
     while feasible and level < len(LEVELS):
@@ -125,17 +124,17 @@ def minimize(graph: Graph, value_of: Value, limits: Limits, start: Ints | None =
 
 def _finish(best: Incumbent, bound: float, method: str) -> Minimum:
     """What is proved: all that was cut off costs at least the last cutoff, everything else at least `bound`."""
-    return Minimum(best.labels, best.value, min(best.value, best.applied, bound), method)
+    return Minimum(best.labels, min(best.value, best.applied, bound), method)
 
 
-def _inherit(snapshot: Graph, graph: Graph) -> None:
-    """Labels dropped after the snapshot was folded further are dropped in it too."""
+def _inherit(snapshot: Workspace, graph: Workspace) -> None:
+    """Drop in the snapshot the labels that were dropped in the workspace since it was taken."""
     for n in graph.live_nodes():
         snapshot.cost[n] = np.where(np.isfinite(graph.cost[n]), snapshot.cost[n], np.inf)
 
 
-def ascend(graph: Graph, best: Incumbent, limits: Limits, budget: float = float("inf")) -> float:
-    """Sweep until the bound stalls or many labels are fixed; the graph keeps the costs and the fixings.
+def ascend(graph: Workspace, best: Incumbent, limits: Limits, budget: float = float("inf")) -> float:
+    """Sweep until the bound stalls or many labels are dropped; the workspace keeps the costs and the dropped labels.
 
     Args:
         graph: Presolved; edited in place.
@@ -162,7 +161,7 @@ def ascend(graph: Graph, best: Incumbent, limits: Limits, budget: float = float(
     return messages.bound
 
 
-def decode(graph: Graph, messages: Messages, budget: float = float("inf")) -> Ints:
+def decode(graph: Workspace, messages: MessagePassing, budget: float = float("inf")) -> Ints:
     """Labels of all nodes, read off the messages."""
     labels = np.zeros(len(graph.cost), dtype=np.int64)
     for n, ls, pick in zip(messages.nodes, messages.labels, messages.decode(budget), strict=True):
@@ -170,7 +169,11 @@ def decode(graph: Graph, messages: Messages, budget: float = float("inf")) -> In
     return unfold(graph, labels)
 
 
-def _close(graph: Graph, best: Incumbent, bound: float, limits: Limits) -> Minimum:
+def _close(graph: Workspace, best: Incumbent, bound: float, limits: Limits) -> Minimum:
+    """Solve what is left by an ILP.
+
+    It gets the workspace after little elimination: factors of many nodes have a weaker linear program and more columns.
+    """
     if not presolve(graph):
         return _finish(best, np.inf, "dual ascent")
     bound = max(bound, ascend(graph, best, limits))

@@ -1,4 +1,8 @@
-"""Exact shrinking: dead and duplicate labels, dominated labels, parallel edges, minima moved to unary costs."""
+"""Exact shrinking: dead, equal and dominated labels go, parallel factors are joined, minima move to unary costs.
+
+A label is dominated if another costs no more, whatever the neighbors choose, and needs no more memory: dead-end
+elimination (Goldstein, Biophysical Journal 1994). At least one optimum survives every step, and so does the minimum.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,10 @@ from functools import cache
 import numpy as np
 
 from autopar.search.solver.problem import Floats, Ints
-from autopar.search.solver.workspace import NOISE, Graph, Potential, combine, join
+from autopar.search.solver.workspace import NOISE, Potential, Workspace, combine, join
 
 
-def presolve(graph: Graph, queue: list[int] | None = None, dominance_entries: int = 200_000) -> bool:
+def presolve(graph: Workspace, queue: list[int] | None = None, dominance_entries: int = 200_000) -> bool:
     """Shrink until nothing changes.
 
     Args:
@@ -41,7 +45,8 @@ def presolve(graph: Graph, queue: list[int] | None = None, dominance_entries: in
     return True
 
 
-def _merge_parallel(graph: Graph, node: int) -> list[int]:
+def _merge_parallel(graph: Workspace, node: int) -> list[int]:
+    """Join the node's factors over the same nodes; returns the node if there were any."""
     scopes: dict[tuple[int, ...], list[int]] = {}
     for fid in graph.incident[node]:
         scopes.setdefault(tuple(sorted(graph.factors[fid].nodes)), []).append(fid)
@@ -53,20 +58,49 @@ def _merge_parallel(graph: Graph, node: int) -> list[int]:
     return touched
 
 
-def _tidy(graph: Graph, fid: int) -> list[int]:
+def _tidy(graph: Workspace, fid: int) -> list[int]:
     """Compact one factor; returns nodes that lost labels and must be looked at again."""
     factor = graph.factors[fid]
     if graph.tidy.get(fid) == tuple(len(graph.alive(n)) for n in factor.nodes):
         return []
-    groups, table, touched = list(factor.groups), factor.table, []
-    changed = False
+    for node in factor.nodes:
+        if not graph.alive(node).size:
+            return [node]
+    compact, dropped = _drop_unused_rows(graph, factor)
+    compact, moved, touched = _move_minima(graph, compact)
+    merged = False
+    if not touched:
+        compact, merged = _merge_equal_rows(compact)
+    empty = not compact.table.any()
+    if dropped or moved or merged or empty:
+        graph.remove(fid)
+        if not touched and empty:
+            return touched
+        fid = graph.add(compact)
+    if not touched:
+        graph.tidy[fid] = tuple(len(graph.alive(n)) for n in factor.nodes)
+    return touched
+
+
+def _drop_unused_rows(graph: Workspace, factor: Potential) -> tuple[Potential, bool]:
+    """The factor without rows that no living label has, and whether there were any."""
+    groups, table, changed = list(factor.groups), factor.table, False
     for axis, node in enumerate(factor.nodes):
         alive = graph.alive(node)
-        if not alive.size:
-            return [node]
         if not _all_used(groups[axis][alive], table.shape[axis]):
-            groups[axis], (kept,) = join([groups[axis]], alive)
-            table, changed = table.take(kept, axis), True
+            groups[axis], (used,) = join([groups[axis]], alive)
+            table, changed = table.take(used, axis), True
+    return Potential(factor.nodes, tuple(groups), table), changed
+
+
+def _move_minima(graph: Workspace, factor: Potential) -> tuple[Potential, bool, list[int]]:
+    """Move the minimum of each row to the unary cost of the labels that have it.
+
+    Returns:
+        The factor, all of whose rows have minimum 0; whether that changed it; and the nodes to look at again, as labels
+        have died whose row was all forbidden.
+    """
+    table, changed, touched = factor.table, False, list[int]()
     for axis, node in enumerate(factor.nodes):
         others = tuple(k for k in range(table.ndim) if k != axis)
         low = table.min(axis=others)
@@ -75,24 +109,22 @@ def _tidy(graph: Graph, fid: int) -> list[int]:
         changed = True
         cost = graph.cost[node].copy()
         alive = graph.alive(node)
-        cost[alive] += low[groups[axis][alive]]
+        cost[alive] += low[factor.groups[axis][alive]]
         graph.cost[node] = cost
         shift = np.where(np.isfinite(low), low, 0.0)
         table = table - shift.reshape([-1 if k == axis else 1 for k in range(table.ndim)])
         if not np.isfinite(low).all():
-            touched += [*factor.nodes]  # labels died: come back and drop their rows
-    if not touched:
-        for axis in range(table.ndim):
-            table, groups[axis], merged = _merge_rows(table, groups[axis], axis)
-            changed |= merged
-    if changed or not table.any():
-        graph.remove(fid)
-        if not touched and not table.any():
-            return touched
-        fid = graph.add(Potential(factor.nodes, tuple(groups), table))
-    if not touched:
-        graph.tidy[fid] = tuple(len(graph.alive(n)) for n in factor.nodes)
-    return touched
+            touched += [*factor.nodes]
+    return Potential(factor.nodes, factor.groups, table), changed, touched
+
+
+def _merge_equal_rows(factor: Potential) -> tuple[Potential, bool]:
+    """The factor with equal rows of each axis merged, and whether there were any."""
+    groups, table, changed = list(factor.groups), factor.table, False
+    for axis in range(table.ndim):
+        table, groups[axis], merged = _merge_rows(table, groups[axis], axis)
+        changed |= merged
+    return Potential(factor.nodes, tuple(groups), table), changed
 
 
 def _all_used(group: Ints, size: int) -> bool:
@@ -103,7 +135,7 @@ def _all_used(group: Ints, size: int) -> bool:
 
 @cache
 def _weights(columns: int) -> Floats:
-    """Of columns, so that different rows have different sums."""
+    """Weights of columns under which different rows have different sums, almost surely; fixed, for determinism."""
     found: Floats = np.cos(np.arange(columns))
     return found
 
@@ -130,8 +162,8 @@ def _merge_rows(table: Floats, group: Ints, axis: int) -> tuple[Floats, Ints, bo
     return table.take(first, axis), np.where(group >= 0, new[group], -1), True
 
 
-def _drop_labels(graph: Graph, node: int, limit: int) -> bool:
-    """Kill labels that another label beats whatever the neighbors choose."""
+def _drop_labels(graph: Workspace, node: int, limit: int) -> bool:
+    """Drop labels that another label beats, whatever the neighbors choose."""
     stamp = tuple(graph.incident[node])
     last = graph.checked.get(node)
     if last is not None and last[0] == stamp and last[1] is graph.cost[node]:
@@ -141,7 +173,7 @@ def _drop_labels(graph: Graph, node: int, limit: int) -> bool:
     if len(alive) == 1:
         return False
     cost, memory = graph.cost[node][alive], graph.memory[node][alive]
-    # margin[a, b] >= 0: b costs no more than a against every choice of the neighbors.
+    # margin[a, b] >= 0: b costs no more than a, whatever the neighbors choose. Each factor lowers it by its worst case.
     margin = cost[:, None] - cost[None, :]
     margin[memory[:, None] < memory[None, :]] = -np.inf
     for fid in graph.incident[node]:
@@ -149,7 +181,7 @@ def _drop_labels(graph: Graph, node: int, limit: int) -> bool:
         axis = factor.nodes.index(node)
         group = factor.groups[axis][alive]
         if factor.table.size * factor.table.shape[axis] > limit:
-            margin[group[:, None] != group[None, :]] = -np.inf
+            margin[group[:, None] != group[None, :]] = -np.inf  # only labels that it cannot tell apart are compared
             continue
         known = graph.regrets.setdefault(fid, {})
         if axis not in known:
@@ -159,17 +191,18 @@ def _drop_labels(graph: Graph, node: int, limit: int) -> bool:
     beats = margin >= 0
     if not beats.any():
         return False
-    kept = np.ones(len(alive), dtype=bool)
-    # One at a time, so that of labels that beat each other the lowest survives; first those strictly beaten.
+    left = np.ones(len(alive), dtype=bool)
+    # One at a time, from the last: of labels that beat each other, the first survives.
     for a in range(len(alive) - 1, -1, -1):
-        kept[a] = not (beats[a] & kept).any()
+        left[a] = not (beats[a] & left).any()
     new = graph.cost[node].copy()
-    new[alive[~kept]] = np.inf
+    new[alive[~left]] = np.inf
     graph.cost[node] = new
-    return not kept.all()
+    return not left.all()
 
 
 def _regret(table: Floats, axis: int) -> Floats:
+    """The largest extra cost of row b over row a, [a, b]."""
     rows = np.moveaxis(table, axis, 0).reshape(table.shape[axis], -1)
     with np.errstate(invalid="ignore"):  # inf - inf: neither row allows this column
         worst: Floats = np.fmax.reduce(rows[None, :, :] - rows[:, None, :], axis=2)

@@ -54,6 +54,24 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class Labeling:
+    """A label for each node, with what it costs in seconds and needs in bytes."""
+
+    labels: Ints
+    cost: float
+    memory: float
+
+
+@dataclass(frozen=True)
+class Minimum:
+    """The best labels found, None if there are none; a bound that no labeling falls below; and what proved it."""
+
+    labels: Ints | None
+    bound: float
+    method: str
+
+
+@dataclass(frozen=True)
 class Solution:
     """A labeling with its certificate.
 
@@ -91,3 +109,8 @@ def evaluate(problem: Problem, labels: Ints) -> tuple[float, float]:
     cost = sum(float(node.cost[x]) for node, x in zip(problem.nodes, chosen, strict=True))
     cost += sum(float(e.table[e.u_group[chosen[e.u]], e.v_group[chosen[e.v]]]) for e in problem.edges)
     return cost, sum(float(node.memory[x]) for node, x in zip(problem.nodes, chosen, strict=True))
+
+
+def locate(problem: Problem, labels: Ints) -> Labeling:
+    """The labeling with its cost and memory."""
+    return Labeling(labels, *evaluate(problem, labels))

@@ -27,7 +27,7 @@ class Potential:
 
 @dataclass(frozen=True, eq=False)
 class Folded:
-    """An eliminated node, and all that its best label depends on."""
+    """An eliminated node, with the costs and factors that its best label depends on."""
 
     node: int
     cost: Floats
@@ -35,12 +35,25 @@ class Folded:
 
 
 @dataclass
-class Graph:
-    """Mutable workspace. A label is dead when its cost is inf; labels are never renumbered.
+class Workspace:
+    """A problem that is edited in place. A label is dead when its cost is inf; labels are never renumbered.
 
-    `tidy` remembers, for each factor already compacted, how many labels its nodes had then; `checked` remembers
-    the factors and the cost array with which a node's labels were last compared; `living` the labels that a cost array
-    allows; `regrets`, for each axis of a factor, the largest extra cost of row b over row a. All only save work.
+    Arrays are replaced and never written, so that copies can share them, and so that a cost array's identity says
+    whether a node has changed.
+
+    Attributes:
+        cost: of each node's labels.
+        memory: of each node's labels.
+        factors: by id.
+        incident: of each node, the ids of its factors, as an ordered set.
+        active: whether each node is still to be decided.
+        folded: eliminated nodes, in order.
+        constant: cost of every labeling besides.
+        next_id: the last id given to a factor.
+        tidy: of compacted factors, how many labels their nodes had then. This and the following only save work.
+        checked: the factors and the cost array with which a node's labels were last compared.
+        living: the labels that a cost array allows.
+        regrets: for each axis of a factor, the largest extra cost of row b over row a.
     """
 
     cost: list[Floats]
@@ -56,9 +69,9 @@ class Graph:
     living: dict[int, tuple[Floats, Ints]] = field(default_factory=dict)
     regrets: dict[int, dict[int, Floats]] = field(default_factory=dict)
 
-    def copy(self) -> Graph:
+    def copy(self) -> Workspace:
         """An independent workspace; arrays are shared because they are replaced, never written."""
-        return Graph(
+        return Workspace(
             list(self.cost), list(self.memory), dict(self.factors), [dict(d) for d in self.incident],
             list(self.active), list(self.folded), self.constant, self.next_id, dict(self.tidy), dict(self.checked),
             dict(self.living), {fid: dict(known) for fid, known in self.regrets.items()},
@@ -105,16 +118,16 @@ class Graph:
         return [i for i, on in enumerate(self.active) if on]
 
 
-def build(problem: Problem, with_memory: bool) -> Graph:
+def build(problem: Problem, with_memory: bool) -> Workspace:
     """The workspace of a problem; self loops become unary costs.
 
     Args:
         problem: The problem.
-        with_memory: Whether memory matters; without, every node may be folded.
+        with_memory: Whether memory matters; if not, every node may be eliminated.
     """
     cost = [np.array(n.cost, dtype=np.float64) for n in problem.nodes]
     memory = [np.array(n.memory, dtype=np.float64) if with_memory else np.zeros(len(n.cost)) for n in problem.nodes]
-    graph = Graph(cost, memory, {}, [{} for _ in cost], [True] * len(cost))
+    graph = Workspace(cost, memory, {}, [{} for _ in cost], [True] * len(cost))
     for e in problem.edges:
         u_group, v_group = np.asarray(e.u_group, dtype=np.int64), np.asarray(e.v_group, dtype=np.int64)
         table = np.asarray(e.table, dtype=np.float64)
@@ -137,10 +150,10 @@ def join(columns: list[Ints], alive: Ints) -> tuple[Ints, list[Ints]]:
     """
     joint = np.full(len(columns[0]), -1, dtype=np.int64)
     if len(columns) == 1:
-        kept, inverse = np.unique(columns[0][alive], return_inverse=True)
+        used, inverse = np.unique(columns[0][alive], return_inverse=True)
         joint[alive] = inverse
-        return joint, [kept]
-    key = np.zeros(len(alive), dtype=np.int64)
+        return joint, [used]
+    key = np.zeros(len(alive), dtype=np.int64)  # the groups of a label as digits of one number
     for c in columns:
         key = key * (int(c.max()) + 1) + c[alive]
     _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
@@ -148,7 +161,7 @@ def join(columns: list[Ints], alive: Ints) -> tuple[Ints, list[Ints]]:
     return joint, [c[alive[first]] for c in columns]
 
 
-def combine(parts: list[Potential], graph: Graph) -> Potential:
+def combine(parts: list[Potential], graph: Workspace) -> Potential:
     """The sum of factors over the same nodes, as one factor."""
     nodes = parts[0].nodes
     groups, total = [], None

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.search.budget.lagrangian import fits, locate
+from autopar.search.budget.lagrangian import fits
 from autopar.search.budget.layer_groups import group_sizes, in_groups
 from autopar.search.solver.layer_mix import LayerMix, mix_of, weights
-from autopar.search.solver.problem import Edge, Ints, Node, Problem
+from autopar.search.solver.problem import Edge, Ints, Node, Problem, locate
 
 BLOCKS = 3
 COUNTS = np.array([1, BLOCKS, BLOCKS], dtype=np.int64)

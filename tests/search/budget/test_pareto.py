@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError
 from autopar.search.budget.cutoff import WORTH, Cutoff, PrunedError
-from autopar.search.budget.pareto import Frontier, mixed, restricted, within
+from autopar.search.budget.pareto import Frontier, restricted, split_over_layers, within
 from autopar.search.solver.minimize import Limits
 from autopar.search.solver.problem import Edge, Node, Problem, evaluate
 
@@ -69,7 +69,7 @@ def test_members_are_mixed_as_far_as_they_have_to_be() -> None:
     node = Node("n", np.array([0.0, 10.0]), np.array([10.0, 0.0]))
     problem = Problem((node, Node("one", np.array([1.0]), np.array([3.0]))), ())
     over, under = frontier(problem).around(9.0)
-    found = mixed(over, under, np.array([10, 1]), problem, 9.0)
+    found = split_over_layers(over, under, np.array([10, 1]), problem, 9.0)
     assert (found.ends, found.cost, found.memory, found.price) == ((0.4, 1.0), 5.0, 9.0, 1.0)
 
 

@@ -18,7 +18,7 @@ from autopar.memory.recompute import class_of
 from autopar.search.budget.min_peak import Choice, min_peak_recomputation
 from autopar.search.budget.repair import repaired
 from autopar.search.budget.within_budget import missing
-from autopar.search.formulation.memory_model import carried
+from autopar.search.formulation.memory_model import block_boundary_activations
 from autopar.search.options import Job, Search
 from autopar.search.peak import peak_snapshot_of
 from autopar.sharding.dims import analyze
@@ -76,7 +76,7 @@ def test_the_crowd_is_what_is_held_at_the_heaviest_moment() -> None:
 def test_what_is_made_again_is_told_apart() -> None:
     program, classes, _ = captured()
     plan = solve(program, LINE, "h100")
-    kept = {k for k, members in classes.members.items() if members[0] in carried(program, classes)}
+    kept = {k for k, members in classes.members.items() if members[0] in block_boundary_activations(program, classes)}
     names = [
         *classes.members.keys() - kept,
         *(f"consumer {r}" for r in plan.consumer_layouts if class_of(f"consumer {r}") not in kept),
@@ -94,7 +94,7 @@ def test_a_plan_that_keeps_everything_is_made_to_fit() -> None:
     found = made_lean(program, classes, plan, budget)
     assert not plan.recompute
     assert needs(program, found) == sum(found.predicted.peak_bytes.values()) <= budget
-    kept = carried(program, classes)
+    kept = block_boundary_activations(program, classes)
     assert not any(classes.members[k][0] in kept for k in found.recompute if k in classes.members)
     report = compare(program, rewrite(program, found), found, values, torch.float64)
     assert report.gradients.keys() == report.reference_gradients.keys() != set()
@@ -205,7 +205,7 @@ def test_what_is_kept_is_chosen_for_all_moments_at_once() -> None:
     classes = layer_classes(program, dims)
     plan = solve(program, LINE, "h100", search=Search(recipe="fsdp"))
     forward = {classes.key[n] for n in program.sources if not is_backward(n)}
-    free = forward - {classes.key[n] for n in carried(program, classes)}
+    free = forward - {classes.key[n] for n in block_boundary_activations(program, classes)}
     found = min_peak_recomputation(program, dims, classes, plan, Choice(free, classes.members.keys()))
     assert found is not None
     assert needs(program, found) < 0.8 * needs(program, plan)

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from autopar.ir.plan import Plan
-from autopar.search.budget.lagrangian import locate
-from autopar.search.budget.use_slack import slack_used
+from autopar.search.budget.use_slack import use_slack
 from autopar.search.formulation.build import Formulation
-from autopar.search.formulation.variable import Floats, Variable
+from autopar.search.formulation.variables.variable import Floats, Variable
 from autopar.search.solver.layer_mix import LayerMix
-from autopar.search.solver.problem import Node, Problem
+from autopar.search.solver.problem import Node, Problem, locate
 from tests.search.by_hand import SolvedByHand
 
 COSTS, SIZES = (7.0, 5.0, 5.0), (6.0, 5.0, 5.0)
@@ -49,7 +48,7 @@ def fill(built: Formulation, labels: tuple[int, ...], budget: float, held: float
     mix = LayerMix.of(locate(built.problem, np.array(labels)))
     plan, enough = searched.measured(searched.plan(built, mix, 0.0, ""))
     assert enough
-    return slack_used(searched, built, mix, plan, 0.0, ""), measured
+    return use_slack(searched, built, mix, plan, 0.0, ""), measured
 
 
 def test_what_saves_most_together_is_kept() -> None:

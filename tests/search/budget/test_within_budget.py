@@ -11,7 +11,7 @@ from autopar.errors import InfeasibleError
 from autopar.ir.plan import Plan
 from autopar.search.budget.within_budget import SMALL, plan_within
 from autopar.search.formulation.build import Formulation
-from autopar.search.formulation.variable import Variable
+from autopar.search.formulation.variables.variable import Variable
 from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.problem import Node, Problem
 from tests.search.by_hand import SolvedByHand

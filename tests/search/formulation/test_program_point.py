@@ -22,8 +22,8 @@ from autopar.memory.liveness import Moment as Held
 from autopar.memory.liveness import moments
 from autopar.search.formulation.build import Formulation, build
 from autopar.search.formulation.memory_model import MemoryModel
-from autopar.search.formulation.peak_point import PeakPoint, Timeline
 from autopar.search.formulation.pins import Restrictions
+from autopar.search.formulation.program_point import LiveRangeTable, ProgramPoint
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Job
 from autopar.search.program_search import plan_of, state_bytes
@@ -78,22 +78,22 @@ class Rows:
         once = self.program.per_step | self.program.microbatch_invariant
         self.nodes = [n for n in plain if n.target is not accumulate and n not in once]
 
-    def built(self, moment: PeakPoint | None) -> Formulation:
-        memory = replace(self.memory, moment=moment)
+    def built(self, moment: ProgramPoint | None) -> Formulation:
+        memory = replace(self.memory, point=moment)
         return build(self.program, self.dims, self.classes, self.tables, memory, Restrictions())
 
-    def heaviest(self, seed: int) -> PeakPoint:
+    def heaviest(self, seed: int) -> ProgramPoint:
         built = self.built(None)
-        assert built.heaviest is not None
-        return built.heaviest([drawn(built, seed)])
+        assert built.peak_point is not None
+        return built.peak_point([drawn(built, seed)])
 
-    def at(self, node: fx.Node) -> PeakPoint:
-        chains = from_parameters(self.program) if self.memory.again == "gathers" else set()
-        always = self.memory.again == "search"
+    def at(self, node: fx.Node) -> ProgramPoint:
+        chains = from_parameters(self.program) if self.memory.recompute == "regather" else set()
+        always = self.memory.recompute == "search"
         return self.timeline(lambda n: always or n in chains or self.dims.operators[n].rule.view).at(node)
 
-    def timeline(self, repeated: Callable[[fx.Node], bool]) -> Timeline:
-        return Timeline(self.program, self.dims, self.classes, self.tables, repeated)
+    def timeline(self, repeated: Callable[[fx.Node], bool]) -> LiveRangeTable:
+        return LiveRangeTable(self.program, self.dims, self.classes, self.tables, repeated)
 
     def held(self, built: Formulation, labels: Ints) -> list[Held]:
         """What the graph of the labels' plan holds, moment by moment."""
@@ -150,7 +150,7 @@ MORE = [
     (model, axes, again, count)
     for model in MODELS
     for axes in ({"a": 4}, {"a": 2, "b": 2})
-    for again in ("search", "gathers", "none")
+    for again in ("search", "regather", "none")
     for count in (1, 2)
 ]
 
@@ -216,4 +216,4 @@ def test_what_runs_once_a_step_is_no_moment() -> None:
         for v in built.variables
     ]
     when = rows.timeline(lambda n: True)
-    assert when.heaviest(heavy, [drawn(built, 0)]).node not in rows.program.microbatch_invariant
+    assert when.peak(heavy, [drawn(built, 0)]).node not in rows.program.microbatch_invariant

@@ -1,0 +1,1 @@
+"""The variables of the layout problem, by what they decide on."""
