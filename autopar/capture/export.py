@@ -256,7 +256,9 @@ def _describe(joint: fx.GraphModule, harness: Harness, training: bool) -> Progra
     found = seen.results
     assert found is not None
     assigned = frozenset(seen.assigned.values())
-    state = State(tuple(seen.writes), assigned, observed=tuple(seen.observed), checks=seen.checks)
+    state = State(
+        tuple(seen.writes), assigned, observed=tuple(seen.observed), checks=seen.checks, stride_read=seen.stride_read
+    )
     return Program(
         joint, inputs, outputs, forward, found.skeleton,
         None if found.loss is None else number(found.loss), training, (), harness.aliases,

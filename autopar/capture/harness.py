@@ -37,6 +37,7 @@ class Seen:
         writes: to the model's Python state.
         observed: calls of hooks that record.
         checks: of factorizations.
+        stride_read: the user's line that reads strides.
         numbers: places of numbers that change.
     """
 
@@ -46,6 +47,7 @@ class Seen:
         self.writes: list[Write] = []
         self.observed: list[Observation] = []
         self.checks: tuple[Check, ...] = ()
+        self.stride_read = ""
         self.numbers: list[tuple[str, Path]] | None = None
 
 
@@ -175,7 +177,7 @@ class Harness(nn.Module):
 
         self.seen.writes = self.record.writes(leaf, lines)
         self.seen.observed = observations(hooks, self.record, leaf)
-        self.seen.checks = intercepts.checks(leaf)
+        self.seen.checks, self.seen.stride_read = intercepts.checks(leaf), intercepts.stride_read
         assigned = {}
         for name, old in before.items():
             new = _get_tensor(self.model, name)
@@ -259,17 +261,28 @@ def _same_numpy(a: Any, b: Any) -> bool:
 
 
 def _drawing_line(call: Callable[[], Any]) -> str:
-    """Where in the user's code a call draws first, found by running it once more."""
+    """Where in the user's code a call draws first, found by running it once more.
+
+    Generators' states are read at events of the user's own frames alone: reading them on every line of torch takes
+    seconds. A changed state belongs to the line that the event before it announced.
+    """
     found: list[str] = []
-    skipped = (*(str(File(m.__file__ or "").parent) for m in (random, torch, np)), str(File(__file__).parent), "<")
-    state = [random.getstate(), np.random.get_state()]
+    libraries = (*(str(File(m.__file__ or "").parent) for m in (random, torch, np)), str(File(__file__).parent))
+    skipped = (*libraries, "<frozen", "<string>", "<__array_function__", "<eval_with_key>")
+    state = random.getstate(), np.random.get_state()
+    running = [""]
 
     def watch(frame: Any, event: str, argument: Any) -> Any:
-        now = [random.getstate(), np.random.get_state()]
-        if not found and not (now[0] == state[0] and _same_numpy(now[1], state[1])):
-            while frame is not None and frame.f_code.co_filename.startswith(skipped):
-                frame = frame.f_back
-            found.append(f" at {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "")
+        if found or frame.f_code.co_filename.startswith(skipped):
+            return None
+        if not (random.getstate() == state[0] and _same_numpy(np.random.get_state(), state[1])):
+            found.append(running[0])
+            return None
+        while event == "return" and frame is not None:
+            frame = frame.f_back
+            if frame is not None and not frame.f_code.co_filename.startswith(skipped):
+                break
+        running[0] = f" at {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
         return watch
 
     before = sys.gettrace()

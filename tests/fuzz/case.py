@@ -192,10 +192,10 @@ def _calls(random: Random, mode: str, blocks: Sequence[Block], alone: bool, even
         return (Call(first),)
     if first < 4 and not even and random.random() < 0.02:
         first = 0
-    count = 3 if alone or changing else random.choice((1, 2, 2, 3))
+    count = 3 if alone or changing else random.choice((1, 1, 2, 2, 3))
     calls = [Call(first, step=random.random() < 0.7)]
     for _ in range(count - 1):
-        rows = first if random.random() < 0.85 else random.choice((2, 3, 4, 6))
+        rows = first if random.random() < 0.9 else random.choice((2, 3, 4, 6))
         training = random.random() < 0.9
         gradient = trained or random.random() < 0.95
         changes = tuple(i for i in changing if random.random() < 0.6)
