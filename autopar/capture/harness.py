@@ -97,9 +97,8 @@ class Harness(nn.Module):
         Behind these are tensors of the state that the call writes, and of buffers that it assigns.
         """
         numbers = floats.values_or_stand_ins(self.watch, tensors[self.arguments.tensors :])
-        given = self.arguments.fill(tensors, numbers)
         if self.record is None:
-            return self._results(self._call(given), tensors, None)
+            return self._results(self._call(self.arguments.fill(tensors, numbers)), tensors, None)
         self.record.put_back()
         for table, before in self.tables:  # of an earlier call; those that are there have been put in place
             for name in [n for n in table if before.get(n) is None]:
@@ -113,7 +112,7 @@ class Harness(nn.Module):
         origins = Origins(self)
         hooks, intercepts = Hooks(self.model), Intercepts()
         with self._traced(origins, hooks, intercepts):
-            output = without_python_draws(lambda: self._call(given))
+            output = without_python_draws(lambda: self._call(self.arguments.fill(tensors, numbers)))
         if self.seen.numbers is None:
             self.seen.numbers = self.record.numbers()
         return self._results(
@@ -288,7 +287,8 @@ def _drawing_line(call: Callable[[], Any]) -> str:
     before = sys.gettrace()
     sys.settrace(watch)
     try:
-        call()
+        with contextlib.suppress(Exception):  # it ran once: state that it left behind may stop it now
+            call()
     finally:
         sys.settrace(before)
     return found[0] if found else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from autopar._torch_compat import TorchDispatchMode
 from autopar.capture import Batch, Harness, LossFunction
 from autopar.capture.intercepts import branches_taken
 from autopar.capture.state.hooks import hooks_undone
-from autopar.capture.state.slots import state_tensors
+from autopar.capture.state.slots import children, state_tensors
 from autopar.capture.state.writes import written_tensors
 from autopar.ir.ops.random import generator_states, same_numbers
 from autopar.ir.program import Program
@@ -214,7 +215,8 @@ def _state(model: nn.Module) -> dict[Key, torch.Tensor]:
 def copied(model: nn.Module, dtype: torch.dtype | None, *, buffers: bool = True) -> nn.Module:
     """A copy of a model in another dtype: parameters, and buffers and other tensors if they are to follow.
 
-    Tied parameters stay tied, and hooks on parameters stay.
+    Tied parameters stay tied, and hooks on parameters stay. Python copies no functions: hooks and methods that refer to
+    a module in a closure or a default argument are made anew, or the copy would compute with the original.
     """
     memo: dict[int, Any] = {}
     for p in model.parameters():
@@ -225,7 +227,51 @@ def copied(model: nn.Module, dtype: torch.dtype | None, *, buffers: bool = True)
     for t in [*model.buffers(), *_tensors([vars(m) for m in model.modules()])]:
         if id(t) not in memo:
             memo[id(t)] = in_dtype(t.detach(), dtype if buffers else None).clone()
-    return copy.deepcopy(model, memo)
+    modules = set(model.modules())
+    functions = {id(f): (f, _blank(f)) for m in modules for f in _functions(vars(m), modules)}
+    memo.update({key: new for key, (_, new) in functions.items()})
+    made = copy.deepcopy(model, memo)
+    for old, new in functions.values():
+        cells = zip(new.__code__.co_freevars, new.__closure__ or (), strict=True)
+        filled = {name: v for (kind, name), v in children(old) or () if kind == "cell"}
+        for name, cell in cells:
+            if name in filled:
+                cell.cell_contents = copy.deepcopy(filled[name], memo)
+        new.__defaults__ = copy.deepcopy(old.__defaults__, memo)
+        new.__kwdefaults__ = copy.deepcopy(old.__kwdefaults__, memo)
+    return made
+
+
+def _functions(value: Any, modules: set[nn.Module], depth: int = 4) -> Iterator[types.FunctionType]:
+    """Functions in attributes and hooks that refer to one of the modules; what else holds them is not looked into."""
+    if isinstance(value, types.FunctionType):
+        inside = [v for _, v in children(value) or ()]
+        if any(_refers(v, modules, depth) for v in inside):
+            yield value
+        value = inside
+    if isinstance(value, dict | list | tuple) and depth:
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _functions(inner, modules, depth - 1)
+
+
+def _refers(value: Any, modules: set[nn.Module], depth: int) -> bool:
+    if isinstance(value, nn.Module):
+        return value in modules
+    if isinstance(value, types.MethodType):
+        return _refers(value.__self__, modules, depth)
+    if isinstance(value, dict | list | tuple) and depth:
+        return any(_refers(v, modules, depth - 1) for v in (value.values() if isinstance(value, dict) else value))
+    if isinstance(value, types.FunctionType) and depth:
+        return any(_refers(v, modules, depth - 1) for _, v in children(value) or ())
+    return False
+
+
+def _blank(function: types.FunctionType) -> types.FunctionType:
+    """The same code with closure and default arguments of its own, which are filled when all else is copied."""
+    cells = tuple(types.CellType() for _ in function.__closure__ or ())
+    made = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
+    made.__dict__.update(function.__dict__)
+    return made
 
 
 def _tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
