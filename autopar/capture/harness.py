@@ -17,7 +17,7 @@ from autopar.capture.attention import Attention
 from autopar.capture.intercepts import Check, Intercepts
 from autopar.capture.origins import Origins
 from autopar.capture.state.hooks import Hooks, Observation, observations
-from autopar.capture.state.slots import Path
+from autopar.capture.state.slots import Path, tensor_attributes
 from autopar.capture.state.writes import Record, Write
 from autopar.capture.swap import Reference, put_reference
 from autopar.errors import CaptureError
@@ -81,6 +81,8 @@ class Harness(nn.Module):
         self.record, self.tracked, self.promoted = record, tracked, promoted
         self.aliases, self.references = aliases_of(model), references
         self.parameter_names = {name for name, _ in model.named_parameters()}
+        named = [*model.named_parameters(), *model.named_buffers()]
+        self.attributes = {name: own for name, t in named if (own := tensor_attributes(t))}
         self.tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
@@ -108,16 +110,36 @@ class Harness(nn.Module):
             _put_tensor(self.model, name, _get_tensor(self.model, first))
         if self.tracked and self.seen.numbers is not None:
             self.record.track(self.seen.numbers)
+        self.record.guard()
+        traced = self._give_attributes()
         known = dict(self.model.named_buffers(remove_duplicate=False))
         origins = Origins(self)
         hooks, intercepts = Hooks(self.model), Intercepts()
         with self._traced(origins, hooks, intercepts):
             output = without_python_draws(lambda: self._call(self.arguments.fill(tensors, numbers)))
+        self._require_same_attributes(traced)
         if self.seen.numbers is None:
             self.seen.numbers = self.record.numbers()
         return self._results(
             output, tensors, lambda found: self._add_state(found, known, origins.lines, hooks, intercepts)
         )
+
+    def _give_attributes(self) -> dict[str, tuple[torch.Tensor, dict[str, Any]]]:
+        """Traced tensors in place of parameters and buffers get what the user has set on these."""
+        tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
+        for name, tensor in tensors:
+            vars(tensor).update(self.attributes.get(name, {}))
+        return {name: (tensor, dict(vars(tensor))) for name, tensor in tensors}
+
+    @staticmethod
+    def _require_same_attributes(given: Mapping[str, tuple[torch.Tensor, dict[str, Any]]]) -> None:
+        for name, (tensor, before) in given.items():
+            changed = [n for n, v in vars(tensor).items() if n not in before or before[n] is not v]
+            if changed and not changed[0].startswith("_"):
+                raise CaptureError(
+                    f"a call of the model sets the attribute {changed[0]!r} of {name!r}, a parameter or buffer, which "
+                    "a graph cannot do again; keep it in an attribute of the module"
+                )
 
     @contextlib.contextmanager
     def _traced(self, origins: Origins, hooks: Hooks, intercepts: Intercepts) -> Iterator[None]:

@@ -4,12 +4,14 @@
 * ``torch.cond`` computes both branches and takes one, with the gradients of the other cut off.
 * Checks of ``torch.linalg`` for singular matrices become results, which are looked at after every step.
 * A tensor that requires a gradient, but is no parameter of the model, is refused: its gradient would be lost.
+* Seeds of the generators of random numbers are refused.
 * The user's first line that reads strides is noted: the graph is traced with those of a contiguous batch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +30,8 @@ from autopar.ir.signature.pytree import Leaf
 _AUTOPAR = str(Path(__file__).parent.parent)
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _CHECK = torch.ops.aten._linalg_check_errors.default
+
+_SEEDING = ("manual_seed", "seed")
 
 _READS_STRIDES = frozenset(
     {
@@ -79,13 +83,17 @@ class Intercepts(TorchFunctionMode):
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """While it lasts, calls are changed."""
-        cond = torch.cond
+        cond, seeds = torch.cond, {(m, n): getattr(m, n) for m in (torch, torch.random) for n in _SEEDING}
         torch.cond = _cond
+        for module, name in seeds:
+            setattr(module, name, functools.partial(_refuse_seed, name))
         try:
             with without_ordered_effects(), _Checks(self.checked), self:
                 yield
         finally:
             torch.cond = cond
+            for (module, name), function in seeds.items():
+                setattr(module, name, function)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Write data through, refuse strangers."""
@@ -100,6 +108,15 @@ class Intercepts(TorchFunctionMode):
     def checks(self, leaf: Callable[[torch.Tensor], Leaf]) -> tuple[Check, ...]:
         """What is to be looked at after a step."""
         return tuple(Check(leaf(info), function, is_matrix) for info, function, is_matrix in self.checked)
+
+
+def _refuse_seed(name: str, *_: Any) -> None:
+    """A graph's numbers come from the generator that is there when it runs: one that is seeded within is none of it."""
+    file, line = user_frame()
+    raise CaptureError(
+        f"the model calls torch.{name}() at {file}:{line}: a graph cannot seed the generator again; seed it before the "
+        "call, or draw the numbers outside and pass them, or register them as a buffer"
+    )
 
 
 def _own_line() -> str:

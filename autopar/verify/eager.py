@@ -19,7 +19,7 @@ from autopar._torch_compat import TorchDispatchMode
 from autopar.capture import Batch, Harness, LossFunction
 from autopar.capture.intercepts import branches_taken
 from autopar.capture.state.hooks import hooks_undone
-from autopar.capture.state.slots import children, state_tensors
+from autopar.capture.state.slots import children, state_tensors, tensor_attributes
 from autopar.capture.state.writes import written_tensors
 from autopar.ir.ops.random import generator_states, same_numbers
 from autopar.ir.program import Program
@@ -223,6 +223,7 @@ def copied(model: nn.Module, dtype: torch.dtype | None, *, buffers: bool = True)
         new = nn.Parameter(in_dtype(p.detach(), dtype).clone(), requires_grad=p.requires_grad)
         for hook in (p._backward_hooks or {}).values():
             new.register_hook(hook)  # type: ignore[no-untyped-call]
+        vars(new).update(tensor_attributes(p))
         memo[id(p)] = new
     for t in [*model.buffers(), *_tensors([vars(m) for m in model.modules()])]:
         if id(t) not in memo:
@@ -231,14 +232,13 @@ def copied(model: nn.Module, dtype: torch.dtype | None, *, buffers: bool = True)
     functions = {id(f): (f, _blank(f)) for m in modules for f in _functions(vars(m), modules)}
     memo.update({key: new for key, (_, new) in functions.items()})
     made = copy.deepcopy(model, memo)
-    for old, new in functions.values():
-        cells = zip(new.__code__.co_freevars, new.__closure__ or (), strict=True)
+    for old, blank in functions.values():
         filled = {name: v for (kind, name), v in children(old) or () if kind == "cell"}
-        for name, cell in cells:
+        for name, cell in zip(blank.__code__.co_freevars, blank.__closure__ or (), strict=True):
             if name in filled:
                 cell.cell_contents = copy.deepcopy(filled[name], memo)
-        new.__defaults__ = copy.deepcopy(old.__defaults__, memo)
-        new.__kwdefaults__ = copy.deepcopy(old.__kwdefaults__, memo)
+        blank.__defaults__ = copy.deepcopy(old.__defaults__, memo)
+        blank.__kwdefaults__ = copy.deepcopy(old.__kwdefaults__, memo)
     return made
 
 

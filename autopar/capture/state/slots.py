@@ -11,6 +11,7 @@ import functools
 import hashlib
 import operator
 import random
+import sys
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -44,7 +45,7 @@ def children(value: Any) -> list[tuple[Step, Any]] | None:
     """What a container holds, by the step that leads there; None: it is no container."""
     if isinstance(value, Mapping):
         inner = [(("item", k), v) for k, v in value.items()]
-        return inner + _attributes(value) if type(value) is not dict else inner
+        return inner + attributes_of(value) if type(value) is not dict else inner
     if isinstance(value, list | tuple | deque):
         return [(("item", i), v) for i, v in enumerate(value)]
     if isinstance(value, set | frozenset):
@@ -63,11 +64,56 @@ def children(value: Any) -> list[tuple[Step, Any]] | None:
         return [(("attr", "func"), value.func), (("attr", "args"), value.args), (("attr", "keywords"), value.keywords)]
     if isinstance(value, SIMPLE) or isinstance(value, torch.Tensor | type | types.ModuleType | np.ndarray):
         return None
-    return _attributes(value) if hasattr(value, "__dict__") and not callable(value) else None
+    is_object = hasattr(value, "__dict__") or bool(slots_of(type(value)))
+    return attributes_of(value) if is_object and not callable(value) else None
 
 
-def _attributes(value: Any) -> list[tuple[Step, Any]]:
-    return [(("attr", n), v) for n, v in vars(value).items()] if hasattr(value, "__dict__") else []
+def attributes_of(value: Any) -> list[tuple[Step, Any]]:
+    """Attributes of an object: those in its ``__dict__``, and those in slots."""
+    found = [(("attr", n), v) for n, v in vars(value).items()] if hasattr(value, "__dict__") else []
+    return found + [(("attr", n), getattr(value, n)) for n in slots_of(type(value)) if hasattr(value, n)]
+
+
+_slots: dict[type, tuple[str, ...]] = {}
+
+
+def slots_of(kind: type) -> tuple[str, ...]:
+    """Names of a class's slots; none of Python's own classes, which keep caches there."""
+    if kind not in _slots:
+        _slots[kind] = _find_slots(kind)
+    return _slots[kind]
+
+
+def _find_slots(kind: type) -> tuple[str, ...]:
+    found: list[str] = []
+    for c in kind.__mro__:
+        names = vars(c).get("__slots__", ())
+        if c.__module__.partition(".")[0] in sys.stdlib_module_names:
+            continue
+        for name in (names,) if isinstance(names, str) else names:
+            private = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{c.__name__.lstrip('_')}{name}" if private else name)
+    return tuple(n for n in found if n not in ("__dict__", "__weakref__"))
+
+
+def set_attribute(value: Any, name: str, new: Any) -> None:
+    """Give an object an attribute, whatever its class does about that."""
+    if name in slots_of(type(value)):
+        object.__setattr__(value, name, new)
+    else:
+        vars(value)[name] = new
+
+
+def tensor_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """What the user has set on a parameter or buffer, such as ``weight.no_decay``."""
+    return {n: v for n, v in vars(tensor).items() if n not in _TENSORS_OWN and "_memo" not in n}
+
+
+_TENSORS_OWN = frozenset(
+    "_local_tensor _spec _is_param _is_hooked autopar_stored plain home elem _fake_device fake_mode constant pytype "
+    "dispatch_keys real_tensor".split()
+)
+"""Attributes that torch and autopar set."""
 
 
 def _is_filled(cell: Any) -> bool:
@@ -202,7 +248,9 @@ class Slots:
     ) -> dict[Path, Any]:
         buffers = tuple((n, None if b is None else (b.shape, b.dtype)) for n, b in module._buffers.items())
         hooks = [v for name in HOOKS for v in getattr(module, name).values()]
-        values = (*vars(module).values(), *hooks)
+        tensors = {n: tensor_attributes(t) for n, t in (*module._parameters.items(), *module._buffers.items())
+                   if t is not None}  # fmt: skip
+        values = (*vars(module).values(), *hooks, *(v for own in tensors.values() for v in own.values()))
         known = self._known.get((path, constants))
         if known is not None and _same(known.values, values) and known.buffers == buffers:
             inside = all(_same(c, _contents(v, contents)) for v, c in known.containers)
@@ -225,6 +273,8 @@ class Slots:
                     leaves.append((part, text))
                 elif part is not None and children(part) is not None:
                     containers.append((part, _contents(part, contents)))
+        for tensor, own in tensors.items():
+            described.update({(("attr", tensor), ("attr", n)): describe(v) for n, v in own.items()})
         for name in HOOKS:
             for number, hook in getattr(module, name).items():
                 described[("attr", name), ("item", number)] = id(hook)
