@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -77,3 +84,156 @@ def test_verify_counts_on_in_the_second_call() -> None:
     report = verified(Parity())
     assert max(report.max_error, report.capture_error) < 1e-12
     assert "attribute n of the second call" in report.errors
+
+
+class Windows(Chain):
+    def between(self, h: Tensor) -> Tensor:
+        return h.unfold(1, 2, 1).mean(-1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_windows_as_long_as_the_dim_are_not_split(seed: int) -> None:
+    """The backward kernel does not look at how long windows are, and a discovered rule split them."""
+    x = torch.randn(1, 2, 2, dtype=torch.float64)
+    report = autopar.verify(Windows().double(), (x,), {"a": 2, "b": 2}, plan="random", seed=seed)
+    assert report.max_error < 1e-12
+
+
+def losses(model: nn.Module, calls: int = 3, change: Callable[[nn.Module], None] = lambda _: None) -> list[float]:
+    """Of a few calls, between which the model is changed."""
+    found = []
+    for number in range(calls):
+        x = torch.randn(2, 2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+        found.append(model(x).item())
+        change(model)
+    return found
+
+
+def check_same(kind: type[Chain], change: Callable[[Any], None] = lambda _: None) -> None:
+    """Eager and autopar give the same losses."""
+    made = []
+    for parallel in (False, True):
+        torch.manual_seed(0)
+        model = kind().double()
+        made.append(losses(autopar.parallelize(model, None) if parallel else model, change=change))
+    assert made[0] == pytest.approx(made[1], rel=1e-12)
+
+
+def check_refused(kind: type[Chain], match: str) -> None:
+    """It says why, and leaves the model as it was: eager goes on."""
+    torch.manual_seed(0)
+    model = kind().double()
+    with pytest.raises(autopar.CaptureError, match=match):
+        losses(autopar.parallelize(model, None), 1)
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 1.5
+
+
+class WithSlots(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Slotted()
+
+    def between(self, h: Tensor) -> Tensor:
+        return h * self.config.scale
+
+
+class WritesSlots(WithSlots):
+    def between(self, h: Tensor) -> Tensor:
+        self.config.scale += 1
+        return h * self.config.scale
+
+
+def test_state_in_slots() -> None:
+    """A graph went on with the first value."""
+    check_same(WithSlots, lambda m: setattr(m.config, "scale", m.config.scale / 2))
+    check_same(WritesSlots)
+
+
+class WritesArray(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = np.zeros(1)
+
+    def between(self, h: Tensor) -> Tensor:
+        self.counts += 1
+        return h * float(self.counts[0])
+
+
+def test_elements_of_arrays_that_a_call_writes() -> None:
+    """A trace counted twice, and the graph went on with what it had then."""
+    check_refused(WritesArray, "writes to the elements of the numpy array counts")
+
+
+class Iterates(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: Iterator[int] = itertools.count(1)
+
+    def between(self, h: Tensor) -> Tensor:
+        return h * next(self.numbers)
+
+
+class Generates(Iterates):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = (n for n in range(1, 100))
+
+
+@pytest.mark.parametrize("kind", [Iterates, Generates])
+def test_iterators_that_a_call_drives(kind: type[Chain]) -> None:
+    """A trace took two values, and the graph repeated the second."""
+    check_refused(kind, "takes values from the iterator numbers")
+
+
+class Seeds(Chain):
+    def between(self, h: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            return h + torch.rand(2, dtype=torch.float64)
+
+
+def test_seeds_in_forward() -> None:
+    """The graph drew from the generator as it was."""
+    check_refused(Seeds, r"calls torch.manual_seed\(\) at .*test_fuzz_found.py:\d+")
+
+
+class Gained(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.weight.gain = 1.5  # type: ignore[assignment]
+
+    def between(self, h: Tensor) -> Tensor:
+        return h * float(self.first.weight.gain)  # type: ignore[arg-type]
+
+
+class Gains(Gained):
+    def between(self, h: Tensor) -> Tensor:
+        self.first.weight.gain += 1  # type: ignore[operator]
+        return super().between(h)
+
+
+def test_attributes_of_parameters() -> None:
+    """A traced tensor in place of a parameter had none of them."""
+    check_same(Gained, lambda m: setattr(m.first.weight, "gain", 0.5))
+    check_refused(Gains, "sets the attribute 'gain' of 'first.weight'")
+
+
+class PopsAndDraws(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.first(batch.pop("x")).sum() * random.random()
+
+
+def test_where_a_call_draws_although_it_changes_its_batch() -> None:
+    """To find the line it was called again with what was left, a KeyError."""
+    with pytest.raises(autopar.CaptureError, match=r"random generator at .*test_fuzz_found.py:\d+"):
+        autopar.parallelize(PopsAndDraws(), None)({"x": torch.randn(2, 2)})
