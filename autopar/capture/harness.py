@@ -17,6 +17,7 @@ from autopar.capture.attention import Attention
 from autopar.capture.intercepts import Check, Intercepts
 from autopar.capture.origins import Origins
 from autopar.capture.state.hooks import Hooks, Observation, observations
+from autopar.capture.state.scope import uncached
 from autopar.capture.state.slots import Path, tensor_attributes
 from autopar.capture.state.writes import Record, Write
 from autopar.capture.swap import Reference, put_reference
@@ -150,7 +151,14 @@ class Harness(nn.Module):
             if put_reference(container, step, _get_tensor(self.model, name))
         ]
         try:
-            with Regions().recorded(), origins.recorded(), intercepts.entered(), Attention(), hooks.watched():
+            with (
+                uncached(self.model),
+                Regions().recorded(),
+                origins.recorded(),
+                intercepts.entered(),
+                Attention(),
+                hooks.watched(),
+            ):
                 yield
         finally:
             for container, step, original, _ in parameters:

@@ -20,7 +20,7 @@ from autopar.capture import Batch, Harness, LossFunction
 from autopar.capture.intercepts import branches_taken
 from autopar.capture.state.hooks import hooks_undone
 from autopar.capture.state.slots import children, state_tensors, tensor_attributes
-from autopar.capture.state.writes import written_tensors
+from autopar.capture.state.writes import Record, written_tensors
 from autopar.ir.ops.random import generator_states, same_numbers
 from autopar.ir.program import Program
 from autopar.ir.signature import binding
@@ -153,7 +153,7 @@ def eager_calls(
     tensors, arguments = binding.flatten(model, batch)
     own = copied(model, dtype or compute, buffers=dtype is not None)
     harness = Harness(own, arguments, loss_fn, program.training, loss)
-    made = []
+    made, record = [], Record(model)
     floating = [p.dtype for p in model.parameters() if p.is_floating_point()]
     plain = compute or (floating[0] if floating else torch.get_default_dtype())
     with _everything_in(dtype, plain), torch.set_grad_enabled(program.training), _same_python_numbers():
@@ -164,6 +164,7 @@ def eager_calls(
             ]
             with same_numbers(0), hooks_undone(own), branches_taken():
                 made.append(_call(harness, given, tangents, program))
+    record.put_back()  # calls change globals, of which there are no copies
     return made
 
 

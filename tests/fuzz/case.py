@@ -49,7 +49,13 @@ OPTIMIZERS = (
     "torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)",
     "torch.optim.Adagrad(model.parameters(), lr=0.01, eps=1e-3)",
 )
-RARE = frozenset(("python random", "numpy random", "random layer", "sparse embedding", "input written", "function"))
+RARE = frozenset(
+    [
+        *("python random", "numpy random", "random layer", "sparse embedding", "input written", "function", "iterator"),
+        *("generator", "closure that counts", "numpy array written", "set written", "attribute of a parameter written"),
+        *("generator of torch", "seed set in forward", "generator forked", "module in a plain list"),
+    ]
+)
 """Features that end in an error by design: one in four of those drawn stays."""
 
 PLACES = ("root", "child", "nested", "twice")

@@ -45,8 +45,6 @@ CHANGED = (
           start="PPLayer.forward = lambda self, h: h * 1.5", change="PPLayer.forward = lambda self, h: h * 0.5"),
     Piece("module in a plain list", "h = self.PPm[0](h).detach() + h", "self.PPm = [nn.Linear(CC, CC).double()]",
           change="with torch.no_grad():\n    MM.PPm[0].weight.mul_(0.5)"),
-    Piece("environment", "h = h * float(os.environ['PPSCALE'])", top="import os", start="os.environ['PPSCALE'] = '1.5'",
-          change="os.environ['PPSCALE'] = '0.5'"),
 )  # fmt: skip
 
 DRIVEN = (
@@ -106,7 +104,6 @@ DRIVEN = (
           "self.register_buffer('PPb', torch.rand(CC))"),
     Piece("number of parameters", "h = h * (sum(p.numel() for p in self.parameters()) % 5)"),
     Piece("gradients read", "h = h * (2.0 if self.PPw.grad is None else 0.5)", "self.PPw = nn.Parameter(torch.rand(CC))"),
-    Piece("deep copy in forward", "PPm = copy.deepcopy(self.PPl)\nh = PPm(h).detach() + h", "self.PPl = nn.Linear(CC, CC)"),
 )  # fmt: skip
 
 PIECES = CHANGED + DRIVEN

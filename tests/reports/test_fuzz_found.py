@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import autopar
 
@@ -237,3 +240,120 @@ def test_where_a_call_draws_although_it_changes_its_batch() -> None:
     """To find the line it was called again with what was left, a KeyError."""
     with pytest.raises(autopar.CaptureError, match=r"random generator at .*test_fuzz_found.py:\d+"):
         autopar.parallelize(PopsAndDraws(), None)({"x": torch.randn(2, 2)})
+
+
+SCALE, COUNTS, CONFIG = 1.5, [1], SimpleNamespace(scale=1.5, steps=0)
+TABLES: dict[int, Tensor] = {}
+
+
+class Global:
+    scale, n = 1.5, 0
+
+
+def counted(seen: list[int] = COUNTS) -> int:
+    """How often it has been called."""
+    seen.append(1)
+    return len(seen)
+
+
+@functools.lru_cache
+def ones(length: int) -> Tensor:
+    """A tensor that is made once."""
+    return torch.ones(length, 1, dtype=torch.float64)
+
+
+class ReadsGlobals(Chain):
+    def between(self, h: Tensor) -> Tensor:
+        return h * SCALE * CONFIG.scale * Global.scale
+
+
+class WritesGlobals(Chain):
+    def between(self, h: Tensor) -> Tensor:
+        Global.n += 1
+        CONFIG.steps += 1
+        return h * (Global.n + CONFIG.steps) * counted()
+
+
+class KeepsTables(Chain):
+    def between(self, h: Tensor) -> Tensor:
+        if h.shape[1] not in TABLES:
+            TABLES[h.shape[1]] = 2 * torch.ones(h.shape[1], 1, dtype=torch.float64)
+        return h * TABLES[h.shape[1]] * ones(h.shape[1])
+
+
+def change_globals(_: nn.Module) -> None:
+    """As a script might between two steps."""
+    global SCALE
+    SCALE += 1
+    CONFIG.scale, Global.scale = CONFIG.scale / 2, Global.scale + 1
+
+
+@pytest.fixture
+def fresh() -> Iterator[Callable[[], None]]:
+    """Sets the globals as they were."""
+
+    def reset() -> None:
+        global SCALE
+        SCALE, CONFIG.scale, Global.scale, Global.n, CONFIG.steps = 1.5, 1.5, 1.5, 0, 0
+        COUNTS[:] = [1]
+        TABLES.clear()
+        ones.cache_clear()
+
+    reset()
+    yield reset
+    reset()
+
+
+@pytest.mark.parametrize("kind", [ReadsGlobals, WritesGlobals, KeepsTables])
+def test_globals(kind: type[Chain], fresh: Callable[[], None]) -> None:
+    """A graph went on with the first values, a trace counted twice, and caches held what a trace had made."""
+    made = []
+    for parallel in (False, True):
+        torch.manual_seed(0)
+        model = kind().double()
+        fresh()
+        made.append(losses(autopar.parallelize(model, None) if parallel else model, change=change_globals))
+    assert made[0] == pytest.approx(made[1], rel=1e-12)
+    assert not any(isinstance(t, FakeTensor) for t in (*TABLES.values(), ones(2)))
+
+
+def test_verify_leaves_globals_alone(fresh: Callable[[], None]) -> None:
+    """Two eager calls and two emulated ones counted."""
+    report = verified(WritesGlobals())
+    assert max(report.max_error, report.capture_error) < 1e-12
+    assert (Global.n, CONFIG.steps, COUNTS) == (0, 0, [1])
+
+
+def test_a_function_in_the_place_of_one_that_is_gone() -> None:
+    """Python gives it the same id, by which the graph of the first was found."""
+
+    class Acts(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act: Callable[[Tensor], Tensor] = lambda h: h * 1.5
+
+        def between(self, h: Tensor) -> Tensor:
+            return self.act(h)
+
+    def change(model: Any) -> None:
+        model.act = None
+        factor = 1 + model.first.bias[0].item()  # another function object each time
+        model.n += 1
+        model.act = eval(f"lambda h: h * {factor + model.n}")
+
+    check_same(Acts, change)
+
+
+def test_a_loops_variable_is_no_state(fresh: Callable[[], None]) -> None:
+    """``self.n`` has nothing to do with a global ``n``: the model is captured once."""
+
+    class Reads(Chain):
+        def between(self, h: Tensor) -> Tensor:
+            return h * (1 + self.n)
+
+    parallel = autopar.parallelize(Reads().double(), None)
+    for number in range(3):
+        globals()["n"] = number
+        parallel(torch.randn(2, 2, 2, dtype=torch.float64))
+    assert len(parallel._autopar.cache) == 1
+    del globals()["n"]

@@ -22,9 +22,11 @@ from torch import nn
 from autopar._torch_compat import is_traced
 from autopar.capture.state.arrays import Arrays
 from autopar.capture.state.driven import Driven, is_driven
+from autopar.capture.state.scope import Scope, scopes_of
 from autopar.capture.state.slots import (
     HOOK_TABLES,
     OWN,
+    SCOPES,
     SIMPLE,
     Path,
     Step,
@@ -103,6 +105,8 @@ class Record:
         self._containers: list[tuple[str, Path, Any, dict[Step, Any]]] = []
         self._live: dict[int, tuple[Live, Any]] = {}
         self._arrays = Arrays()
+        for scope in scopes_of(model):
+            self._visit(SCOPES, (("scope", scope.owner),), scope, 0)
         for name, module in model.named_modules():
             own = {("attr", n): v for n, v in own_attributes(module).items()}
             self._containers.append((name, (), module, own))
@@ -211,6 +215,8 @@ class Record:
                 attribute = str(at[0][1])
                 line = lines.get((module, attribute), "")
                 where = f"{name_of(module, at)}{f', assigned at {line}' if line else ''}"
+                if module == SCOPES and isinstance(container, set | frozenset):
+                    continue  # which warnings have been given, say: the next call has a graph of its own
                 if isinstance(container, set | frozenset | types.FunctionType | tuple):
                     raise CaptureError(
                         f"a call of the model changes {where}, in a {type(container).__name__}, which cannot be done "
@@ -324,7 +330,9 @@ def _fill(container: Any, content: Mapping[Step, Any]) -> None:
 
 def _put(container: Any, step: Step, value: Any) -> None:
     kind, key = step
-    if kind == "item":
+    if isinstance(container, Scope):
+        container.owner[key] = value
+    elif kind == "item":
         container[key] = value
     elif kind == "cell":
         cells = dict(zip(container.__code__.co_freevars, container.__closure__, strict=True))
@@ -335,7 +343,9 @@ def _put(container: Any, step: Step, value: Any) -> None:
 
 def _delete(container: Any, step: Step) -> None:
     kind, key = step
-    if kind == "item":
+    if isinstance(container, Scope):
+        del container.owner[key]
+    elif kind == "item":
         del container[key]
     elif key in slots_of(type(container)):
         object.__delattr__(container, key)
@@ -424,9 +434,11 @@ def _is_plain(value: Any) -> bool:
 
 
 def _find(model: nn.Module, module: str, path: Path) -> Any:
-    value: Any = model.get_submodule(module) if module else model
+    value: Any = model.get_submodule(module) if module and module != SCOPES else model
     for kind, key in path:
-        if kind == "item":
+        if kind == "scope":
+            value = key
+        elif kind == "item":
             value = value[key]
         elif kind == "cell":
             value = dict(zip(value.__code__.co_freevars, value.__closure__, strict=True))[key].cell_contents
