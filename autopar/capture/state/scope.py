@@ -15,14 +15,15 @@ import types
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-DEEPEST = 3
-"""Functions and classes in a chain of names that are looked into."""
+MOST = 1000
+"""Functions that are looked into."""
 
 LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "autopar", "builtins"))
 """Top-level packages whose functions and objects are not looked into; their state is theirs."""
@@ -89,10 +90,7 @@ def scopes_of(model: nn.Module) -> list[Scope]:
     """The scopes that the code of a model's modules reads."""
     kinds = tuple(dict.fromkeys(type(m) for m in model.modules()))
     if kinds not in _known:
-        search = _Search()
-        for kind in kinds:
-            search.visit_class(kind, 0)
-        _known[kinds] = [Scope(owner, tuple(sorted(names))) for owner, names in search.names.items()]
+        _known[kinds] = [Scope(owner, tuple(sorted(names))) for owner, names in _Search(kinds).names.items()]
     return _known[kinds]
 
 
@@ -114,57 +112,97 @@ def uncached(model: nn.Module) -> Iterator[None]:
 
 
 class _Search:
-    def __init__(self) -> None:
+    """What ``forward`` reaches: by names of attributes, whoever has them, and by globals.
+
+    A model's classes have far more code than that (``generate``, say), whose state is none of the graph's.
+    """
+
+    def __init__(self, kinds: Sequence[type]) -> None:
         self.names: dict[Owner, set[str]] = {}
-        self.seen: set[int] = set()
+        self._seen: set[int] = set()
+        self._attributes = {"forward", "__call__"}
+        self._classes: dict[type, None] = {}
+        self._objects: dict[int, tuple[Any, str]] = {}
+        for kind in kinds:
+            self._add_class(kind)
+        before = -1
+        while before != (before := len(self._attributes) + len(self._seen) + len(self._classes) + len(self._objects)):
+            for c in list(self._classes):
+                self._visit_class(c)
+            for space, label in list(self._objects.values()):
+                self._visit_object(space, label)
 
-    def visit_class(self, kind: type, depth: int) -> None:
-        for c in kind.__mro__:
-            if _is_library(c.__module__) or id(c) in self.seen:
-                continue
-            self.seen.add(id(c))
-            for name, value in list(vars(c).items()):
-                function = _function_in(value)
-                if function is not None:
-                    self._note(c, c.__qualname__, name)
-                    self._visit_function(function, depth)
-                elif not name.startswith("__") and isinstance(value, (*SIMPLE, *CONTAINERS)):
-                    self._note(c, c.__qualname__, name)
+    def _add_class(self, kind: type) -> None:
+        self._classes.update({c: None for c in kind.__mro__ if not _is_library(c.__module__)})
 
-    def _visit_function(self, function: types.FunctionType, depth: int) -> None:
-        if id(function) in self.seen or depth > DEEPEST or _is_library(function.__module__):
+    def _visit_class(self, kind: type) -> None:
+        if _is_installed(kind.__module__):
+            self._visit_installed(kind)
             return
-        self.seen.add(id(function))
-        for name in vars(function):
-            self._note(function, function.__qualname__, name)
+        special = not issubclass(kind, nn.Module)  # its operators are called without a name
+        for name, value in list(vars(kind).items()):
+            function = _function_in(value)
+            if name not in self._attributes and not (special and function is not None and name.startswith("__")):
+                continue
+            if function is not None:
+                self._visit_function(function)
+            if function is not None or isinstance(value, (*SIMPLE, *CONTAINERS)):
+                self._note(kind, kind.__qualname__, name)
+
+    def _visit_installed(self, kind: type) -> None:
+        """Of a library's class plain values alone, which a user may set: its code is large, and keeps to attributes."""
+        for name, value in list(vars(kind).items()):
+            if isinstance(value, SIMPLE) and not name.startswith("__"):
+                self._note(kind, kind.__qualname__, name)
+            if (function := _function_in(value)) is None:
+                continue
+            space = function.__globals__
+            for n in _Names.of(function.__code__).globals:
+                if isinstance(space.get(n, len), SIMPLE) and not n.startswith("__"):
+                    self._note(space, str(space.get("__name__", "")), n)
+
+    def _visit_object(self, space: Any, label: str) -> None:
+        """Of an object or a module what the code names: the rest (a tracker's times, say) may change at every step."""
+        for name, value in (space if isinstance(space, dict) else _own(space)).items():
+            if name in self._attributes and isinstance(value, (*SIMPLE, *CONTAINERS)):
+                self._note(space, label, name)
+
+    def _visit_function(self, function: types.FunctionType) -> None:
+        if id(function) in self._seen or len(self._seen) > MOST or _is_foreign(function.__module__):
+            return
+        self._seen.add(id(function))
         names = _Names.of(function.__code__)
+        self._attributes.update(names.attributes)
+        if vars(function):
+            self._objects[id(function)] = function, function.__qualname__
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # nothing has been assigned yet
+                if (inner := _function_in(cell.cell_contents)) is not None:
+                    self._visit_function(inner)
         for name in names.globals:
             if name in function.__globals__:
-                self._visit_global(function.__globals__, name, names.attributes, depth)
+                self._visit_global(function.__globals__, name)
 
-    def _visit_global(self, space: dict[str, Any], name: str, attributes: Sequence[str], depth: int) -> None:
+    def _visit_global(self, space: dict[str, Any], name: str) -> None:
         value, function = space[name], _function_in(space[name])
         label = str(space.get("__name__", ""))
         if isinstance(value, types.ModuleType):
-            if not _is_library(value.__name__):
-                self._visit_attributes(vars(value), value.__name__, vars(value), attributes)
-        elif function is not None:
-            self._note(space, label, name)
-            self._visit_function(function, depth + 1)
+            if not _is_foreign(value.__name__):
+                self._objects[id(vars(value))] = vars(value), value.__name__
         elif isinstance(value, type):
-            if not issubclass(value, nn.Module | BaseException) and depth < DEEPEST:
-                self.visit_class(value, depth + 1)
+            if not _is_foreign(value.__module__):
+                self._add_class(value)
+        elif function is not None:
+            if not _is_foreign(function.__module__):
+                self._note(space, label, name)
+            self._visit_function(function)
         elif isinstance(value, (*SIMPLE, *CONTAINERS)):
             self._note(space, label, name)
-        elif isinstance(value, NAMESPACES) or not (callable(value) or _is_library(type(value).__module__)):
+        elif isinstance(value, NAMESPACES) or not (callable(value) or _is_foreign(type(value).__module__)):
             self._note(space, label, name)
-            self._visit_attributes(value, f"{label}.{name}", _own(value), attributes)
-
-    def _visit_attributes(self, space: Any, label: str, own: Mapping[str, Any], attributes: Sequence[str]) -> None:
-        """Of an object or a module what the code names: the rest (a tracker's times, say) may change at every step."""
-        for name in attributes:
-            if isinstance(own.get(name, len), (*SIMPLE, *CONTAINERS)):
-                self._note(space, label, name)
+            self._objects[id(value)] = value, f"{label}.{name}"
+            if not isinstance(value, NAMESPACES):
+                self._add_class(type(value))
 
     def _note(self, space: Any, label: str, name: str) -> None:
         owner = _owners.setdefault(id(space), Owner(space, label))
@@ -173,6 +211,17 @@ class _Search:
 
 def _is_library(module: str | None) -> bool:
     return module is None or module.partition(".")[0] in LIBRARIES
+
+
+@functools.cache
+def _is_installed(module: str) -> bool:
+    """Whether a module is of a package that is installed, and not the user's own code."""
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return any(part in ("site-packages", "dist-packages") for part in Path(file).parts)
+
+
+def _is_foreign(module: str | None) -> bool:
+    return _is_library(module) or _is_installed(str(module))
 
 
 def _function_in(value: Any) -> types.FunctionType | None:

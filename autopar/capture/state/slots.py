@@ -297,7 +297,7 @@ class Slots:
         buffers = tuple((n, None if b is None else (b.shape, b.dtype)) for n, b in module._buffers.items())
         hooks = [v for name in HOOKS for v in getattr(module, name).values()]
         tensors = {n: tensor_attributes(t) for n, t in (*module._parameters.items(), *module._buffers.items())
-                   if t is not None}  # fmt: skip
+                   if t is not None and vars(t)}  # fmt: skip
         values = (*vars(module).values(), *hooks, *(v for own in tensors.values() for v in own.values()))
         known = self._known.get((path, constants))
         if known is not None and _same(known.values, values) and known.buffers == buffers:
