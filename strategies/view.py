@@ -6,6 +6,7 @@ alike on both sides are letters of their own on each, and blocked.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -294,6 +295,16 @@ def unfold(x: Spec, dim: int, size: int, step: int) -> Rule:
         return Rule(f"{dims(left)}->{dims([*names, window])}", blocked=window, linear=ONE, view=True)
     right = [count if d == dim else c for d, c in enumerate(names)]
     return Rule(f"{dims(names)}->{dims([*right, window])}", blocked=names[dim] + count + window, linear=ONE, view=True)
+
+
+@rule(aten.unfold_backward.default)
+def unfold_backward(gradient: Spec, input_sizes: Sequence[int], dim: int, size: int, step: int) -> Rule:
+    """Windows added up where they came from. Its kernel does not look whether the windows are as long as it is told."""
+    if not input_sizes:
+        return Rule("1->.", linear=ONE, shapes=(1,))
+    forward = unfold(Spec(tuple(input_sizes)), dim, size, step)
+    whole, windows = forward.equation.split("->")
+    return replace(forward, equation=f"{windows}->{whole}", shapes=(1,), view=False)
 
 
 @rule(aten.view_as_real.default)

@@ -187,6 +187,12 @@ def _explain(error: Exception) -> CaptureError:
             f"a tensor on the meta device that is no parameter, buffer or batch tensor{line}: its values would become "
             "constants of the graph; make it with register_buffer, or on a real device"
         )
+    if "Unexpected fake buffer" in text:
+        return CaptureError(
+            "the model keeps a tensor from one call to the next in a place that is no attribute of a module "
+            "(functools.lru_cache, a global dict), where a trace cannot undo that: keep it in an attribute or buffer, "
+            "or clear the cache and call the model once before parallelize(), so that the cache has it"
+        )
     return CaptureError(f"cannot capture the model{line}: {kind}: {text.splitlines()[0] if text else ''}")
 
 
@@ -256,7 +262,9 @@ def _describe(joint: fx.GraphModule, harness: Harness, training: bool) -> Progra
     found = seen.results
     assert found is not None
     assigned = frozenset(seen.assigned.values())
-    state = State(tuple(seen.writes), assigned, observed=tuple(seen.observed), checks=seen.checks)
+    state = State(
+        tuple(seen.writes), assigned, observed=tuple(seen.observed), checks=seen.checks, stride_read=seen.stride_read
+    )
     return Program(
         joint, inputs, outputs, forward, found.skeleton,
         None if found.loss is None else number(found.loss), training, (), harness.aliases,

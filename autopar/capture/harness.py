@@ -17,7 +17,8 @@ from autopar.capture.attention import Attention
 from autopar.capture.intercepts import Check, Intercepts
 from autopar.capture.origins import Origins
 from autopar.capture.state.hooks import Hooks, Observation, observations
-from autopar.capture.state.slots import Path
+from autopar.capture.state.scope import uncached
+from autopar.capture.state.slots import Path, tensor_attributes
 from autopar.capture.state.writes import Record, Write
 from autopar.capture.swap import Reference, put_reference
 from autopar.errors import CaptureError
@@ -37,6 +38,7 @@ class Seen:
         writes: to the model's Python state.
         observed: calls of hooks that record.
         checks: of factorizations.
+        stride_read: the user's line that reads strides.
         numbers: places of numbers that change.
     """
 
@@ -46,6 +48,7 @@ class Seen:
         self.writes: list[Write] = []
         self.observed: list[Observation] = []
         self.checks: tuple[Check, ...] = ()
+        self.stride_read = ""
         self.numbers: list[tuple[str, Path]] | None = None
 
 
@@ -79,6 +82,8 @@ class Harness(nn.Module):
         self.record, self.tracked, self.promoted = record, tracked, promoted
         self.aliases, self.references = aliases_of(model), references
         self.parameter_names = {name for name, _ in model.named_parameters()}
+        named = [*model.named_parameters(), *model.named_buffers()]
+        self.attributes = {name: own for name, t in named if (own := tensor_attributes(t))}
         self.tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
@@ -95,9 +100,8 @@ class Harness(nn.Module):
         Behind these are tensors of the state that the call writes, and of buffers that it assigns.
         """
         numbers = floats.values_or_stand_ins(self.watch, tensors[self.arguments.tensors :])
-        given = self.arguments.fill(tensors, numbers)
         if self.record is None:
-            return self._results(self._call(given), tensors, None)
+            return self._results(self._call(self.arguments.fill(tensors, numbers)), tensors, None)
         self.record.put_back()
         for table, before in self.tables:  # of an earlier call; those that are there have been put in place
             for name in [n for n in table if before.get(n) is None]:
@@ -107,16 +111,36 @@ class Harness(nn.Module):
             _put_tensor(self.model, name, _get_tensor(self.model, first))
         if self.tracked and self.seen.numbers is not None:
             self.record.track(self.seen.numbers)
+        self.record.guard()
+        traced = self._give_attributes()
         known = dict(self.model.named_buffers(remove_duplicate=False))
         origins = Origins(self)
         hooks, intercepts = Hooks(self.model), Intercepts()
         with self._traced(origins, hooks, intercepts):
-            output = without_python_draws(lambda: self._call(given))
+            output = without_python_draws(lambda: self._call(self.arguments.fill(tensors, numbers)))
+        self._require_same_attributes(traced)
         if self.seen.numbers is None:
             self.seen.numbers = self.record.numbers()
         return self._results(
             output, tensors, lambda found: self._add_state(found, known, origins.lines, hooks, intercepts)
         )
+
+    def _give_attributes(self) -> dict[str, tuple[torch.Tensor, dict[str, Any]]]:
+        """Traced tensors in place of parameters and buffers get what the user has set on these."""
+        tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
+        for name, tensor in tensors:
+            vars(tensor).update(self.attributes.get(name, {}))
+        return {name: (tensor, dict(vars(tensor))) for name, tensor in tensors}
+
+    @staticmethod
+    def _require_same_attributes(given: Mapping[str, tuple[torch.Tensor, dict[str, Any]]]) -> None:
+        for name, (tensor, before) in given.items():
+            changed = [n for n, v in vars(tensor).items() if n not in before or before[n] is not v]
+            if changed and not changed[0].startswith("_"):
+                raise CaptureError(
+                    f"a call of the model sets the attribute {changed[0]!r} of {name!r}, a parameter or buffer, which "
+                    "a graph cannot do again; keep it in an attribute of the module"
+                )
 
     @contextlib.contextmanager
     def _traced(self, origins: Origins, hooks: Hooks, intercepts: Intercepts) -> Iterator[None]:
@@ -127,7 +151,14 @@ class Harness(nn.Module):
             if put_reference(container, step, _get_tensor(self.model, name))
         ]
         try:
-            with Regions().recorded(), origins.recorded(), intercepts.entered(), Attention(), hooks.watched():
+            with (
+                uncached(self.model),
+                Regions().recorded(),
+                origins.recorded(),
+                intercepts.entered(),
+                Attention(),
+                hooks.watched(),
+            ):
                 yield
         finally:
             for container, step, original, _ in parameters:
@@ -175,7 +206,7 @@ class Harness(nn.Module):
 
         self.seen.writes = self.record.writes(leaf, lines)
         self.seen.observed = observations(hooks, self.record, leaf)
-        self.seen.checks = intercepts.checks(leaf)
+        self.seen.checks, self.seen.stride_read = intercepts.checks(leaf), intercepts.stride_read
         assigned = {}
         for name, old in before.items():
             new = _get_tensor(self.model, name)
@@ -259,23 +290,35 @@ def _same_numpy(a: Any, b: Any) -> bool:
 
 
 def _drawing_line(call: Callable[[], Any]) -> str:
-    """Where in the user's code a call draws first, found by running it once more."""
+    """Where in the user's code a call draws first, found by running it once more.
+
+    Generators' states are read at events of the user's own frames alone: reading them on every line of torch takes
+    seconds. A changed state belongs to the line that the event before it announced.
+    """
     found: list[str] = []
-    skipped = (*(str(File(m.__file__ or "").parent) for m in (random, torch, np)), str(File(__file__).parent), "<")
-    state = [random.getstate(), np.random.get_state()]
+    libraries = (*(str(File(m.__file__ or "").parent) for m in (random, torch, np)), str(File(__file__).parent))
+    skipped = (*libraries, "<frozen", "<string>", "<__array_function__", "<eval_with_key>")
+    state = random.getstate(), np.random.get_state()
+    running = [""]
 
     def watch(frame: Any, event: str, argument: Any) -> Any:
-        now = [random.getstate(), np.random.get_state()]
-        if not found and not (now[0] == state[0] and _same_numpy(now[1], state[1])):
-            while frame is not None and frame.f_code.co_filename.startswith(skipped):
-                frame = frame.f_back
-            found.append(f" at {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "")
+        if found or frame.f_code.co_filename.startswith(skipped):
+            return None
+        if not (random.getstate() == state[0] and _same_numpy(np.random.get_state(), state[1])):
+            found.append(running[0])
+            return None
+        while event == "return" and frame is not None:
+            frame = frame.f_back
+            if frame is not None and not frame.f_code.co_filename.startswith(skipped):
+                break
+        running[0] = f" at {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
         return watch
 
     before = sys.gettrace()
     sys.settrace(watch)
     try:
-        call()
+        with contextlib.suppress(Exception):  # it ran once: state that it left behind may stop it now
+            call()
     finally:
         sys.settrace(before)
     return found[0] if found else ""

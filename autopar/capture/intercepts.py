@@ -4,13 +4,18 @@
 * ``torch.cond`` computes both branches and takes one, with the gradients of the other cut off.
 * Checks of ``torch.linalg`` for singular matrices become results, which are looked at after every step.
 * A tensor that requires a gradient, but is no parameter of the model, is refused: its gradient would be lost.
+* Seeds of the generators of random numbers are refused.
+* The user's first line that reads strides is noted: the graph is traced with those of a contiguous batch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +27,26 @@ from autopar.errors import CaptureError
 from autopar.ir.signature import pytree
 from autopar.ir.signature.pytree import Leaf
 
+_AUTOPAR = str(Path(__file__).parent.parent)
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _CHECK = torch.ops.aten._linalg_check_errors.default
+
+_SEEDING = ("manual_seed", "seed")
+
+_READS_STRIDES = frozenset(
+    {
+        torch.Tensor.stride,
+        torch.Tensor.is_contiguous,
+        torch.Tensor.as_strided,
+        torch.Tensor.as_strided_,
+        torch.Tensor.dim_order,
+        torch.as_strided,
+        torch.as_strided_copy,
+        torch.as_strided_scatter,
+        torch.Tensor.as_strided_scatter,
+    }
+)
+"""Functions whose result depends on how a tensor lies in memory."""
 
 
 @dataclass(frozen=True)
@@ -55,22 +78,29 @@ class Intercepts(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.checked: list[tuple[torch.Tensor, str, bool]] = []
+        self.stride_read = ""
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """While it lasts, calls are changed."""
-        cond = torch.cond
+        cond, seeds = torch.cond, {(m, n): getattr(m, n) for m in (torch, torch.random) for n in _SEEDING}
         torch.cond = _cond
+        for module, name in seeds:
+            setattr(module, name, functools.partial(_refuse_seed, name))
         try:
             with without_ordered_effects(), _Checks(self.checked), self:
                 yield
         finally:
             torch.cond = cond
+            for (module, name), function in seeds.items():
+                setattr(module, name, function)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Write data through, refuse strangers."""
         if func.__name__ == "__set__" and func == _SET_DATA:
             return _set_data(*args)
+        if not self.stride_read and func in _READS_STRIDES:
+            self.stride_read = _own_line()
         if torch.is_grad_enabled():
             _refuse_strangers(args)
         return func(*args, **(kwargs or {}))
@@ -78,6 +108,24 @@ class Intercepts(TorchFunctionMode):
     def checks(self, leaf: Callable[[torch.Tensor], Leaf]) -> tuple[Check, ...]:
         """What is to be looked at after a step."""
         return tuple(Check(leaf(info), function, is_matrix) for info, function, is_matrix in self.checked)
+
+
+def _refuse_seed(name: str, *_: Any) -> None:
+    """A graph's numbers come from the generator that is there when it runs: one that is seeded within is none of it."""
+    file, line = user_frame()
+    raise CaptureError(
+        f"the model calls torch.{name}() at {file}:{line}: a graph cannot seed the generator again; seed it before the "
+        "call, or draw the numbers outside and pass them, or register them as a buffer"
+    )
+
+
+def _own_line() -> str:
+    """The user's line that calls torch right now; empty where torch calls itself, which picks kernels by strides."""
+    file, line = user_frame()
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_AUTOPAR):
+        frame = frame.f_back
+    return f"{file}:{line}" if (frame.f_code.co_filename, frame.f_lineno) == (file, line) else ""
 
 
 class _Checks(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.state.slots import DEEPEST, Step, children, own_attributes, promoted
+from autopar.capture.state.slots import DEEPEST, Step, children, own_attributes, promoted, tensor_attributes
 from autopar.errors import CaptureError
 
 Reference = tuple[Any, Step, torch.Tensor, str]
@@ -64,6 +64,7 @@ def swapped(
                 made[id(tensor)] = nn.Parameter(fake(tensor.detach(), compute), tensor.requires_grad and training)
             else:
                 made[id(tensor)] = fake(tensor.detach(), None).requires_grad_(tensor.requires_grad and training)
+            vars(made[id(tensor)]).update(tensor_attributes(tensor))
         found: torch.Tensor = made[id(tensor)]
         return found
 

@@ -148,6 +148,7 @@ class State:
         observed: calls of recording hooks, see `autopar.capture.state.hooks`.
         checks: of factorizations, see `autopar.capture.intercepts`.
         constants: plain tensors among the attributes are constants of the graph, where else they are buffers.
+        stride_read: the user's line that reads strides, which are constants of the graph; empty: none does.
     """
 
     writes: tuple[Any, ...] = ()
@@ -156,6 +157,7 @@ class State:
     constants: bool = False
     observed: tuple[Any, ...] = ()
     checks: tuple[Any, ...] = ()
+    stride_read: str = ""
 
 
 STATELESS = State()

@@ -18,7 +18,7 @@ from autopar._torch_compat import FakeTensor
 from autopar.capture.state.hooks import replay
 from autopar.capture.state.slots import Slots, state_tensors
 from autopar.capture.state.writes import apply
-from autopar.errors import AutoparError, PlanError
+from autopar.errors import AutoparError, CaptureError, PlanError
 from autopar.ir.layout import Layout, Replicate, Split, replicated
 from autopar.ir.ops.random import derive_seed, step_seed
 from autopar.ir.plan import Plan
@@ -108,6 +108,7 @@ class Session:
         before = {**state_tensors(self.original), **{n: to_local(named[n]) for n in found.written}}
         buffers = dict(before)
         with self.place.during(f"the batch of {name}"):
+            _require_contiguous(found, tensors)
             batch = [
                 part_of(t, *step.types.batch[str(i)], self.place) if self._is_whole(t) else to_local(t).contiguous()
                 for i, t in enumerate(tensors) if str(i) in step.types.batch
@@ -349,6 +350,17 @@ class Session:
                 'to parallelize(); inputs="local" needs that, since the plan decides how a batch is split'
             )
         return found
+
+
+def _require_contiguous(found: Specialization, tensors: list[torch.Tensor]) -> None:
+    """Graphs are traced with contiguous batches: where the model reads strides, others would be computed wrongly."""
+    line = found.program.state.stride_read
+    for i, tensor in enumerate(tensors) if line else ():
+        if not tensor.is_contiguous():
+            raise CaptureError(
+                f"the model reads strides at {line}, and batch tensor {i} (shape {list(tensor.shape)}, strides "
+                f"{list(tensor.stride())}) is not contiguous, as the graph takes it to be: pass it contiguous()"
+            )
 
 
 class _Whole:

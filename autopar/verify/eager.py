@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,8 +19,8 @@ from autopar._torch_compat import TorchDispatchMode
 from autopar.capture import Batch, Harness, LossFunction
 from autopar.capture.intercepts import branches_taken
 from autopar.capture.state.hooks import hooks_undone
-from autopar.capture.state.slots import state_tensors
-from autopar.capture.state.writes import written_tensors
+from autopar.capture.state.slots import children, state_tensors, tensor_attributes
+from autopar.capture.state.writes import Record, written_tensors
 from autopar.ir.ops.random import generator_states, same_numbers
 from autopar.ir.program import Program
 from autopar.ir.signature import binding
@@ -152,7 +153,7 @@ def eager_calls(
     tensors, arguments = binding.flatten(model, batch)
     own = copied(model, dtype or compute, buffers=dtype is not None)
     harness = Harness(own, arguments, loss_fn, program.training, loss)
-    made = []
+    made, record = [], Record(model)
     floating = [p.dtype for p in model.parameters() if p.is_floating_point()]
     plain = compute or (floating[0] if floating else torch.get_default_dtype())
     with _everything_in(dtype, plain), torch.set_grad_enabled(program.training), _same_python_numbers():
@@ -163,6 +164,7 @@ def eager_calls(
             ]
             with same_numbers(0), hooks_undone(own), branches_taken():
                 made.append(_call(harness, given, tangents, program))
+    record.put_back()  # calls change globals, of which there are no copies
     return made
 
 
@@ -214,18 +216,63 @@ def _state(model: nn.Module) -> dict[Key, torch.Tensor]:
 def copied(model: nn.Module, dtype: torch.dtype | None, *, buffers: bool = True) -> nn.Module:
     """A copy of a model in another dtype: parameters, and buffers and other tensors if they are to follow.
 
-    Tied parameters stay tied, and hooks on parameters stay.
+    Tied parameters stay tied, and hooks on parameters stay. Python copies no functions: hooks and methods that refer to
+    a module in a closure or a default argument are made anew, or the copy would compute with the original.
     """
     memo: dict[int, Any] = {}
     for p in model.parameters():
         new = nn.Parameter(in_dtype(p.detach(), dtype).clone(), requires_grad=p.requires_grad)
         for hook in (p._backward_hooks or {}).values():
             new.register_hook(hook)  # type: ignore[no-untyped-call]
+        vars(new).update(tensor_attributes(p))
         memo[id(p)] = new
     for t in [*model.buffers(), *_tensors([vars(m) for m in model.modules()])]:
         if id(t) not in memo:
             memo[id(t)] = in_dtype(t.detach(), dtype if buffers else None).clone()
-    return copy.deepcopy(model, memo)
+    modules = set(model.modules())
+    functions = {id(f): (f, _blank(f)) for m in modules for f in _functions(vars(m), modules)}
+    memo.update({key: new for key, (_, new) in functions.items()})
+    made = copy.deepcopy(model, memo)
+    for old, blank in functions.values():
+        filled = {name: v for (kind, name), v in children(old) or () if kind == "cell"}
+        for name, cell in zip(blank.__code__.co_freevars, blank.__closure__ or (), strict=True):
+            if name in filled:
+                cell.cell_contents = copy.deepcopy(filled[name], memo)
+        blank.__defaults__ = copy.deepcopy(old.__defaults__, memo)
+        blank.__kwdefaults__ = copy.deepcopy(old.__kwdefaults__, memo)
+    return made
+
+
+def _functions(value: Any, modules: set[nn.Module], depth: int = 4) -> Iterator[types.FunctionType]:
+    """Functions in attributes and hooks that refer to one of the modules; what else holds them is not looked into."""
+    if isinstance(value, types.FunctionType):
+        inside = [v for _, v in children(value) or ()]
+        if any(_refers(v, modules, depth) for v in inside):
+            yield value
+        value = inside
+    if isinstance(value, dict | list | tuple) and depth:
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _functions(inner, modules, depth - 1)
+
+
+def _refers(value: Any, modules: set[nn.Module], depth: int) -> bool:
+    if isinstance(value, nn.Module):
+        return value in modules
+    if isinstance(value, types.MethodType):
+        return _refers(value.__self__, modules, depth)
+    if isinstance(value, dict | list | tuple) and depth:
+        return any(_refers(v, modules, depth - 1) for v in (value.values() if isinstance(value, dict) else value))
+    if isinstance(value, types.FunctionType) and depth:
+        return any(_refers(v, modules, depth - 1) for _, v in children(value) or ())
+    return False
+
+
+def _blank(function: types.FunctionType) -> types.FunctionType:
+    """The same code with closure and default arguments of its own, which are filled when all else is copied."""
+    cells = tuple(types.CellType() for _ in function.__closure__ or ())
+    made = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
+    made.__dict__.update(function.__dict__)
+    return made
 
 
 def _tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:

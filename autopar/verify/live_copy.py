@@ -10,7 +10,7 @@ from torch import nn
 
 from autopar.capture.state.slots import Slots, differences, state_tensors
 from autopar.capture.state.writes import apply
-from autopar.ir.program import Program
+from autopar.ir.program import Program, State
 from autopar.verify.eager import Key, copied
 from autopar.verify.python_state import is_same, state_of
 
@@ -18,10 +18,20 @@ from autopar.verify.python_state import is_same, state_of
 class LiveCopy:
     """Takes over what calls of a program leave behind."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype | None, program: Program) -> None:
-        """``dtype``: of the copy and of what the program makes."""
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype | None, program: Program, later: State | None = None
+    ) -> None:
+        """Copy the model.
+
+        Args:
+            model: stays as it is.
+            dtype: of the copy and of what the program makes.
+            program: that runs.
+            later: what calls after the first do to the model, where they have the same graph and write other constants
+                (a counter that is read, for example); default: what the first does.
+        """
         self._model = copied(model, dtype)
-        self._program = program
+        self._program, self._state, self._later = program, program.state, later or program.state
 
     def call(self, found: Mapping[Key, torch.Tensor]) -> tuple[dict[str, Any], nn.Module | None]:
         """What a call has written to attributes, frozen; and the model, if its next call may have another graph.
@@ -29,7 +39,8 @@ class LiveCopy:
         Args:
             found: whole tensors that the call made, by kind and name.
         """
-        state, known = self._program.state, state_of(self._model)
+        state, known = self._state, state_of(self._model)
+        self._state = self._later
         slots = Slots(self._model)
         before = slots.signature(state.constants)
         with torch.no_grad():

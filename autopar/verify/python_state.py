@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture.state.slots import attributes_of, slots_of
 from autopar.ir.shards import largest_difference
 
 _OWN = frozenset(vars(nn.Module()))
@@ -59,8 +60,9 @@ def frozen(value: Any, depth: int = DEPTH) -> Any:
         return tuple(frozen(v, depth - 1) for v in value)
     if isinstance(value, AbstractSet):
         return frozenset(_key(v) for v in value)
-    if hasattr(value, "__dict__"):
-        return Fields(type(value).__qualname__, {k: frozen(v, depth - 1) for k, v in vars(value).items()})
+    if hasattr(value, "__dict__") or slots_of(type(value)):
+        own = {name: frozen(v, depth - 1) for (_, name), v in attributes_of(value)}
+        return Fields(type(value).__qualname__, own)
     return Opaque(type(value).__qualname__)
 
 

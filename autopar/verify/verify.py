@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from autopar.capture import Batch, LossFunction
 from autopar.capture.state.slots import state_tensors
+from autopar.capture.state.writes import Record
 from autopar.compiler import captured, rewrite, solve
 from autopar.costs.cluster import Cluster
 from autopar.errors import VerifyError
@@ -161,21 +162,24 @@ def verify(
         passes = tuple(insert_contiguous_everywhere if p is insert_contiguous else p for p in passes)
     local = rewrite(program, plan, passes=passes)
     given = in_one_dtype(program, values, dtype)
-    calls = CALLS
+    calls, later, before = CALLS, None, Record(model)
     if graph.state != STATELESS:  # what a call leaves may give the next one a graph of its own
         made = captured_calls(graph, given, dtype, 1)[0][0].values
         changed = LiveCopy(model, dtype, graph).call(made)[1]
         own = None if changed is None else copied(changed, _own_dtype(model))
-        again = own is None or same_graph(
-            graph, captured(own, batch, loss_fn=loss_fn, loss=loss, training=graph.training, precision=policy)
-        )
-        calls = CALLS if again else 1
+        if own is not None:
+            second = captured(own, batch, loss_fn=loss_fn, loss=loss, training=graph.training, precision=policy)
+            calls, later = (CALLS, second.state) if same_graph(graph, second) else (1, None)
+        before.put_back()  # calls change globals, of which there are no copies
     # A graph as captured draws in the order of strides that tensors happen to have; in canonical form as eager does.
     raw = program if any(_is_random(n) for n in graph.graph.graph.nodes) else graph
     reference = reference_of(model, batch, raw, given, dtype, loss_fn, policy, loss, calls)
-    live = LiveCopy(model, dtype, program)
+    live = LiveCopy(model, dtype, program, later)
     draw = random.Random(seed) if random_strides else None
-    return compare(program, local, plan, values, dtype, reference=reference, graph=graph, live=live, draw=draw)
+    try:
+        return compare(program, local, plan, values, dtype, reference=reference, graph=graph, live=live, draw=draw)
+    finally:
+        before.put_back()
 
 
 def _is_random(node: fx.Node) -> bool:

@@ -1,7 +1,12 @@
 """What every program of the fuzzer begins with: inputs, and a record of all that a training loop can see."""
 
 import collections
+import contextlib
+import copy
 import dataclasses
+import enum
+import functools
+import itertools
 import random
 import types
 
@@ -11,7 +16,18 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["F", "checkpoint", "collections", "nn", "types"]  # for what follows
+__all__ = [
+    "F",
+    "checkpoint",
+    "collections",
+    "contextlib",
+    "copy",
+    "enum",
+    "functools",
+    "itertools",
+    "nn",
+    "types",
+]  # for what follows
 torch.set_num_threads(1)
 
 

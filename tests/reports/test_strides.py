@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from autopar.compiler import program_of, rewrite
 from autopar.costs.cluster import Cluster
+from autopar.errors import CaptureError
 from autopar.ir.program import Program
 from autopar.parallelize import parallelize
 from autopar.passes import DETERMINISTIC_PASSES
@@ -292,3 +293,25 @@ def test_an_operator_without_a_rule_is_given_row_major_tensors() -> None:
     assert max(errors(expected, one_device(parallelize(copy.deepcopy(model), None), x)).values()) < BOUND
     report = verify(model, (x,), {"a": 2}, plan="random", random_strides=True)
     assert max(errors(expected, {"loss": report.loss, **report.gradients}).values()) < BOUND
+
+
+READERS = {
+    "branch": lambda m, x: m.f(x * 2 if x.is_contiguous() else x),
+    "numbers": lambda m, x: m.f(x * x.stride(0)),
+    "method": lambda m, x: m.f(x.as_strided(x.shape, (4, 1))),
+    "function": lambda m, x: m.f(torch.as_strided(x, x.shape, (4, 1))),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_model_that_reads_strides_takes_contiguous_batches_alone(name: str) -> None:
+    """Its graph holds what a contiguous batch gave; eager reads another branch, or other elements, of others."""
+    torch.manual_seed(0)
+    model = Views(READERS[name], f=linear(4, 4)).double()
+    parallel = parallelize(copy.deepcopy(model), None)
+    x = torch.randn(2, 4, dtype=torch.float64)
+    assert max(errors(eager(model, x), one_device(parallel, x)).values()) < BOUND
+    with pytest.raises(
+        CaptureError, match=r"reads strides at .*test_strides\.py:\d+, and batch tensor 0 .*not contiguous"
+    ):
+        parallel(x.t().contiguous().t())

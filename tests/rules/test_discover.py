@@ -107,6 +107,21 @@ def test_constants_in_a_kernel_do_not_fool_it() -> None:
     assert found(torch.ops.autopar_tests.pairs.default, x(256)).blocked == "a"
 
 
+def test_operators_that_act_on_large_or_tiny_values_alone() -> None:
+    """Below a clipped norm, and above the least one, they look separable."""
+
+    @torch.library.custom_op("autopar_tests::clipped", mutates_args=())
+    def clipped(t: torch.Tensor) -> torch.Tensor:
+        return t * (200 / t.norm(dim=1, keepdim=True)).clamp(max=1)
+
+    @torch.library.custom_op("autopar_tests::lifted", mutates_args=())
+    def lifted(t: torch.Tensor) -> torch.Tensor:
+        return t / t.norm(dim=0, keepdim=True).clamp(max=0.01) * 0.01
+
+    assert found(torch.ops.autopar_tests.clipped.default, x(64, 32)).blocked == "b"
+    assert found(torch.ops.autopar_tests.lifted.default, x(64, 32)).blocked == "a"
+
+
 def test_what_no_trial_can_cut_is_not_split() -> None:
     """A dim of 3 must stay 3 for this operator to run, and cannot be cut in two."""
     assert found(aten.linalg_cross.default, x(16, 3), x(16, 3)).blocked == "b"
@@ -178,7 +193,7 @@ def test_found_once_for_calls_that_are_alike(caplog: pytest.LogCaptureFixture, m
         monkeypatch.setattr(discovery, "_find", lambda *_: pytest.fail("searched again"))
         assert found(aten.mm.default, x(64, 32), x(32, 16)) is first
         assert found(aten.mm.default, x(96, 48), x(48, 24)).equation == first.equation
-    assert caplog.text.count('discovered aten.mm: "ab,bc->ac" linear (0),(1) on 9 samples') == 2
+    assert caplog.text.count('discovered aten.mm: "ab,bc->ac" linear (0),(1) on 15 samples') == 2
     assert [d.target for d in discovery.discovered()] == ["aten.mm.default"] * 2
 
 

@@ -11,15 +11,19 @@ import functools
 import hashlib
 import operator
 import random
+import sys
 import types
+import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+
+from autopar.capture.state.scope import Scope, scopes_of
 
 OWN = frozenset(vars(nn.Module()))
 """Attributes that torch's modules have of their own."""
@@ -42,9 +46,11 @@ Path = tuple[Step, ...]
 
 def children(value: Any) -> list[tuple[Step, Any]] | None:
     """What a container holds, by the step that leads there; None: it is no container."""
+    if isinstance(value, Scope):
+        return [(("item", n), v) for n, v in value.items()]
     if isinstance(value, Mapping):
         inner = [(("item", k), v) for k, v in value.items()]
-        return inner + _attributes(value) if type(value) is not dict else inner
+        return inner + attributes_of(value) if type(value) is not dict else inner
     if isinstance(value, list | tuple | deque):
         return [(("item", i), v) for i, v in enumerate(value)]
     if isinstance(value, set | frozenset):
@@ -63,11 +69,56 @@ def children(value: Any) -> list[tuple[Step, Any]] | None:
         return [(("attr", "func"), value.func), (("attr", "args"), value.args), (("attr", "keywords"), value.keywords)]
     if isinstance(value, SIMPLE) or isinstance(value, torch.Tensor | type | types.ModuleType | np.ndarray):
         return None
-    return _attributes(value) if hasattr(value, "__dict__") and not callable(value) else None
+    is_object = hasattr(value, "__dict__") or bool(slots_of(type(value)))
+    return attributes_of(value) if is_object and not callable(value) else None
 
 
-def _attributes(value: Any) -> list[tuple[Step, Any]]:
-    return [(("attr", n), v) for n, v in vars(value).items()] if hasattr(value, "__dict__") else []
+def attributes_of(value: Any) -> list[tuple[Step, Any]]:
+    """Attributes of an object: those in its ``__dict__``, and those in slots."""
+    found = [(("attr", n), v) for n, v in vars(value).items()] if hasattr(value, "__dict__") else []
+    return found + [(("attr", n), getattr(value, n)) for n in slots_of(type(value)) if hasattr(value, n)]
+
+
+_slots: dict[type, tuple[str, ...]] = {}
+
+
+def slots_of(kind: type) -> tuple[str, ...]:
+    """Names of a class's slots; none of Python's own classes, which keep caches there."""
+    if kind not in _slots:
+        _slots[kind] = _find_slots(kind)
+    return _slots[kind]
+
+
+def _find_slots(kind: type) -> tuple[str, ...]:
+    found: list[str] = []
+    for c in kind.__mro__:
+        names = vars(c).get("__slots__", ())
+        if c.__module__.partition(".")[0] in sys.stdlib_module_names:
+            continue
+        for name in (names,) if isinstance(names, str) else names:
+            private = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{c.__name__.lstrip('_')}{name}" if private else name)
+    return tuple(n for n in found if n not in ("__dict__", "__weakref__"))
+
+
+def set_attribute(value: Any, name: str, new: Any) -> None:
+    """Give an object an attribute, whatever its class does about that."""
+    if name in slots_of(type(value)):
+        object.__setattr__(value, name, new)
+    else:
+        vars(value)[name] = new
+
+
+def tensor_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """What the user has set on a parameter or buffer, such as ``weight.no_decay``."""
+    return {n: v for n, v in vars(tensor).items() if n not in _TENSORS_OWN and "_memo" not in n}
+
+
+_TENSORS_OWN = frozenset(
+    "_local_tensor _spec _is_param _is_hooked autopar_stored plain home elem _fake_device fake_mode constant pytype "
+    "dispatch_keys real_tensor".split()
+)
+"""Attributes that torch and autopar set."""
 
 
 def _is_filled(cell: Any) -> bool:
@@ -83,14 +134,36 @@ def describe(value: Any) -> Any:
     if isinstance(value, SIMPLE):
         return type(value), repr(value) if isinstance(value, float | complex) else value
     if isinstance(value, torch.Tensor):
-        return "tensor", id(value), tuple(value.shape), value.dtype, _version(value), value.requires_grad
+        return "tensor", Same(value), tuple(value.shape), value.dtype, _version(value), value.requires_grad
     if isinstance(value, np.ndarray):
         return "array", value.shape, str(value.dtype), hashlib.sha256(np.ascontiguousarray(value).data).hexdigest()
     if isinstance(value, random.Random):
         return "random", hash(value.getstate())
     if isinstance(value, np.random.Generator):
         return "random", repr(value.bit_generator.state)
-    return type(value), id(value)
+    return type(value), Same(value)
+
+
+class Same:
+    """Equal for the same object alone, as long as that is there: an `id` is given to others afterwards."""
+
+    __slots__ = ("_hash", "_of")
+
+    def __init__(self, value: Any) -> None:
+        """Tensors, and whatever else can be referred to weakly, are not kept alive."""
+        self._hash = id(value)
+        try:
+            self._of: Any = weakref.ref(value)
+        except TypeError:
+            self._of = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both are of one object."""
+        return isinstance(other, Same) and (mine := self._of()) is not None and mine is other._of()
+
+    def __hash__(self) -> int:
+        """Of the identity."""
+        return self._hash
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -110,7 +183,8 @@ def walk(value: Any, path: Path, seen: set[int], depth: int = 0) -> Iterator[tup
         yield path, None, "above"
         return
     seen.add(id(value))
-    kind: Any = id(value) if isinstance(value, types.FunctionType | types.MethodType) else len(inner)
+    kind: Any = Same(value) if isinstance(value, types.FunctionType) else len(inner)
+    kind = (value.__func__, Same(value.__self__)) if isinstance(value, types.MethodType) else kind
     yield path, value, (type(value), kind)
     for step, v in inner:
         yield from walk(v, (*path, step), seen, depth + 1)
@@ -157,6 +231,9 @@ class _Seen:
     described: dict[Path, Any]
 
 
+SCOPES = "code"
+"""In place of a module's path: the state that is in no module, but in the scopes that the code reads."""
+
 Signature = dict[str, dict[Path, Any]]
 """State by the path of the module and the path in it."""
 
@@ -172,7 +249,7 @@ class Slots:
         self._known: dict[tuple[str, bool], _Seen] = {}
         self._parameters: tuple[Any, ...] = ()
         self._inputs: frozenset[int] = frozenset()
-        self._classes: dict[type, _Class] = {}
+        self._scopes: tuple[tuple[type, ...], list[Scope]] = ((), [])
 
     def signature(self, constants: bool = False) -> Signature:
         """The state of every module now; entries that have not changed are the same objects.
@@ -189,20 +266,39 @@ class Slots:
         contents: dict[int, tuple[Any, ...]] = {}
         for path, module in modules:
             found[path] = self._of(path, module, constants, contents)
-            kind = type(module)
-            if kind not in self._classes:
-                self._classes[kind] = _Class(kind)
-            name = f"class {kind.__qualname__}"
-            if name not in found:
-                found[name] = self._classes[kind].described()
+        kinds = tuple([type(m) for _, m in modules])
+        if self._scopes[0] != kinds:
+            self._scopes = kinds, scopes_of(self._model)
+        found[SCOPES] = self._of_scopes(self._scopes[1], contents)
         return found
+
+    def _of_scopes(self, scopes: Sequence[Scope], contents: dict[int, tuple[Any, ...]]) -> dict[Path, Any]:
+        values = tuple([v for s in scopes for _, v in s.items()])
+        known = self._known.get((SCOPES, False))
+        if known is not None and _same(known.values, values):
+            inside = all(_same(c, _contents(v, contents)) for v, c in known.containers)
+            if inside and all(describe(v) == d for v, d in known.leaves):
+                return known.described
+        containers, leaves, described, seen = [], [], dict[Path, Any](), set[int]()
+        for scope in scopes:
+            for name, value in scope.items():
+                for at, part, text in walk(value, (("scope", scope.owner), ("item", name)), seen):
+                    described[at] = text
+                    if isinstance(part, _MUTABLE):
+                        leaves.append((part, text))
+                    elif part is not None and children(part) is not None:
+                        containers.append((part, _contents(part, contents)))
+        self._known[SCOPES, False] = _Seen(values, (), tuple(containers), tuple(leaves), described)
+        return described
 
     def _of(
         self, path: str, module: nn.Module, constants: bool, contents: dict[int, tuple[Any, ...]]
     ) -> dict[Path, Any]:
         buffers = tuple((n, None if b is None else (b.shape, b.dtype)) for n, b in module._buffers.items())
         hooks = [v for name in HOOKS for v in getattr(module, name).values()]
-        values = (*vars(module).values(), *hooks)
+        tensors = {n: tensor_attributes(t) for n, t in (*module._parameters.items(), *module._buffers.items())
+                   if t is not None and vars(t)}  # fmt: skip
+        values = (*vars(module).values(), *hooks, *(v for own in tensors.values() for v in own.values()))
         known = self._known.get((path, constants))
         if known is not None and _same(known.values, values) and known.buffers == buffers:
             inside = all(_same(c, _contents(v, contents)) for v, c in known.containers)
@@ -225,38 +321,13 @@ class Slots:
                     leaves.append((part, text))
                 elif part is not None and children(part) is not None:
                     containers.append((part, _contents(part, contents)))
+        for tensor, own in tensors.items():
+            described.update({(("attr", tensor), ("attr", n)): describe(v) for n, v in own.items()})
         for name in HOOKS:
             for number, hook in getattr(module, name).items():
-                described[("attr", name), ("item", number)] = id(hook)
+                described[("attr", name), ("item", number)] = Same(hook)
         self._known[path, constants] = _Seen(values, buffers, tuple(containers), tuple(leaves), described)
         return described
-
-
-class _Class:
-    """Simple attributes of a class, and simple globals that its methods name: where they are, and their state."""
-
-    def __init__(self, kind: type) -> None:
-        self._places: list[tuple[Mapping[str, Any], str, Path]] = []
-        for c in kind.__mro__:
-            if c.__module__.startswith(("torch.", "builtins")):
-                continue
-            for name, value in vars(c).items():
-                if isinstance(value, SIMPLE) and not name.startswith("__"):
-                    self._places.append((vars(c), name, (("attr", c.__qualname__), ("attr", name))))
-                if isinstance(value, types.FunctionType):
-                    scope = value.__globals__
-                    named = [n for n in value.__code__.co_names if isinstance(scope.get(n, len), SIMPLE)]
-                    self._places += [(scope, n, (("global", n),)) for n in named]
-        self._values: tuple[Any, ...] | None = None
-        self._described: dict[Path, Any] = {}
-
-    def described(self) -> dict[Path, Any]:
-        """The state; the same object while nothing has changed."""
-        values = tuple([scope.get(name) for scope, name, _ in self._places])
-        if self._values is None or not _same(values, self._values):
-            self._values = values
-            self._described = {at: describe(v) for (_, _, at), v in zip(self._places, values, strict=True)}
-        return self._described
 
 
 def _contents(value: Any, known: dict[int, tuple[Any, ...]]) -> tuple[Any, ...]:
@@ -286,7 +357,9 @@ def differences(a: Signature, b: Signature, ignored: frozenset[tuple[str, Path]]
 
 def name_of(module: str, path: Path) -> str:
     """A path as Python would write it."""
-    text = module
-    for kind, key in path:
+    text, rest = module, path
+    if path and path[0][0] == "scope":
+        text, rest = ".".join(str(key) for _, key in path[:2]), path[2:]
+    for kind, key in rest:
         text += f"[{key!r}]" if kind == "item" else f".{key}" if text else str(key)
     return text

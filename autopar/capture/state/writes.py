@@ -20,7 +20,23 @@ import torch
 from torch import nn
 
 from autopar._torch_compat import is_traced
-from autopar.capture.state.slots import HOOK_TABLES, OWN, SIMPLE, Path, Step, children, name_of, own_attributes
+from autopar.capture.state.arrays import Arrays
+from autopar.capture.state.driven import Driven, is_driven
+from autopar.capture.state.scope import Scope, scopes_of
+from autopar.capture.state.slots import (
+    HOOK_TABLES,
+    OWN,
+    SCOPES,
+    SIMPLE,
+    Path,
+    Step,
+    attributes_of,
+    children,
+    name_of,
+    own_attributes,
+    set_attribute,
+    slots_of,
+)
 from autopar.capture.state.tracked import Operation, Tracked, is_tracked, operations_of, replayed, value_of
 from autopar.errors import CaptureError
 from autopar.ir.signature.pytree import Leaf
@@ -88,6 +104,9 @@ class Record:
         """Taken now."""
         self._containers: list[tuple[str, Path, Any, dict[Step, Any]]] = []
         self._live: dict[int, tuple[Live, Any]] = {}
+        self._arrays = Arrays()
+        for scope in scopes_of(model):
+            self._visit(SCOPES, (("scope", scope.owner),), scope, 0)
         for name, module in model.named_modules():
             own = {("attr", n): v for n, v in own_attributes(module).items()}
             self._containers.append((name, (), module, own))
@@ -102,7 +121,7 @@ class Record:
     def of(cls, value: Any) -> Record:
         """The state that a function, or any other value, refers to; modules and what is in them are left out."""
         made = cls.__new__(cls)
-        made._containers, made._live = [], {}
+        made._containers, made._live, made._arrays = [], {}, Arrays()
         made._visit("", (), value, 0)
         if isinstance(value, types.FunctionType):
             for name in value.__code__.co_names:
@@ -132,6 +151,8 @@ class Record:
         if id(value) in self._live or isinstance(value, SIMPLE):
             return
         self._live[id(value)] = (Live(module, path), value)
+        if isinstance(value, np.ndarray):
+            self._arrays.add(name_of(module, path), value)
         inner = children(value) if depth < 12 and not isinstance(value, nn.Module) else None
         if inner is None:
             return
@@ -144,6 +165,14 @@ class Record:
         for _, _, container, before in self._containers:
             if _changed(before, _now(container)):
                 _fill(container, before)
+        self._arrays.put_back()
+
+    def guard(self) -> None:
+        """Put a `Driven` in place of iterators: how far a call takes them cannot be undone."""
+        for module, path, container, before in self._containers:
+            for step, value in before.items() if not isinstance(container, tuple | set | frozenset) else ():
+                if is_driven(value):
+                    _put(container, step, Driven(name_of(module, (*path, step))))
 
     def numbers(self) -> list[tuple[str, Path]]:
         """Places of plain numbers that have changed since, to plain numbers."""
@@ -174,17 +203,20 @@ class Record:
             CaptureError: something has changed that cannot be written after a call.
         """
         found: list[Write] = []
+        self._arrays.require_unchanged()
         for module, path, container, before in self._containers:
             now = _now(container)
             if not _changed(before, now):
                 continue
             for step in [*before, *(s for s in now if s not in before)]:
-                if step in now and step in before and now[step] is before[step]:
+                if step in now and step in before and (now[step] is before[step] or type(now[step]) is Driven):
                     continue
                 at = (*path, step)
                 attribute = str(at[0][1])
                 line = lines.get((module, attribute), "")
                 where = f"{name_of(module, at)}{f', assigned at {line}' if line else ''}"
+                if module == SCOPES and isinstance(container, set | frozenset):
+                    continue  # which warnings have been given, say: the next call has a graph of its own
                 if isinstance(container, set | frozenset | types.FunctionType | tuple):
                     raise CaptureError(
                         f"a call of the model changes {where}, in a {type(container).__name__}, which cannot be done "
@@ -298,21 +330,25 @@ def _fill(container: Any, content: Mapping[Step, Any]) -> None:
 
 def _put(container: Any, step: Step, value: Any) -> None:
     kind, key = step
-    if kind == "item":
+    if isinstance(container, Scope):
+        container.owner[key] = value
+    elif kind == "item":
         container[key] = value
     elif kind == "cell":
         cells = dict(zip(container.__code__.co_freevars, container.__closure__, strict=True))
         cells[key].cell_contents = value
-    elif isinstance(container, nn.Module):
-        vars(container)[key] = value
     else:
-        vars(container)[key] = value
+        set_attribute(container, key, value)
 
 
 def _delete(container: Any, step: Step) -> None:
     kind, key = step
-    if kind == "item":
+    if isinstance(container, Scope):
+        del container.owner[key]
+    elif kind == "item":
         del container[key]
+    elif key in slots_of(type(container)):
+        object.__delattr__(container, key)
     else:
         vars(container).pop(key, None)
 
@@ -371,7 +407,9 @@ def build(model: nn.Module, skeleton: Any, results: Any) -> Any:
     made = kind.__new__(kind)
     if issubclass(kind, Mapping):
         dict.update(made, entries)
-    vars(made).update({key: v for (how, key), v in items if how == "attr"})
+    for (how, key), v in items:
+        if how == "attr":
+            set_attribute(made, key, v)
     return made
 
 
@@ -391,15 +429,21 @@ def written_tensors(model: nn.Module, writes: Sequence[Write]) -> dict[int, torc
     return found
 
 
+def _is_plain(value: Any) -> bool:
+    return not isinstance(value, nn.Module | types.MethodType)
+
+
 def _find(model: nn.Module, module: str, path: Path) -> Any:
-    value: Any = model.get_submodule(module) if module else model
+    value: Any = model.get_submodule(module) if module and module != SCOPES else model
     for kind, key in path:
-        if kind == "item":
+        if kind == "scope":
+            value = key
+        elif kind == "item":
             value = value[key]
         elif kind == "cell":
             value = dict(zip(value.__code__.co_freevars, value.__closure__, strict=True))[key].cell_contents
         elif kind == "default":
             value = value.__defaults__[key]
         else:
-            value = getattr(value, key) if isinstance(value, nn.Module | types.MethodType) else vars(value)[key]
+            value = dict(attributes_of(value))[kind, key] if _is_plain(value) else getattr(value, key)
     return value

@@ -21,8 +21,8 @@ from autopar._torch_compat import OpOverload
 from autopar.errors import InvalidRuleError, MissingRuleError
 from autopar.rules.discover.isolate import CrashError, isolated
 from autopar.rules.discover.trials import (
-    DRAWS,
     LARGEST_RATIO,
+    LEAST,
     Call,
     Mode,
     Sizes,
@@ -175,7 +175,7 @@ def _trials(device: str, call: Call, errors: list[str]) -> list[Trial]:
             mode = Mode(device, floating, follow)
             each = [trials(call, sizes, mode, i, errors) for i, sizes in enumerate(pair)]
             made = [t for ts in each for t in ts]
-            if min(map(len, each)) < DRAWS or any(len(t.outputs) != len(call.outputs) for t in made):
+            if min(map(len, each)) < LEAST or any(len(t.outputs) != len(call.outputs) for t in made):
                 continue
             if all(_expected(call, t) for t in made):
                 return made

@@ -15,12 +15,18 @@ from autopar.rules.rule import Spec
 Tree = tuple[tuple[Any, ...], dict[str, Any]]
 Sizes = Mapping[int, int]
 
-KINDS = ("normal", "ternary", "sparse", "positive", "positive", "positive", "above one", "above one", "above one")
+KINDS = ("normal", "ternary", "sparse", "large", "tiny", *("positive",) * 3, *("above one",) * 3)
 """Values of a floating tensor: ternary ones make comparisons come out equal, sparse ones make elements rare that an
-operator may look for, the last ones are in narrow domains."""
+operator may look for, large and tiny ones lie on either side of a threshold (a norm that is clipped, a value that
+saturates), the last ones are in narrow domains."""
 
-DRAWS = 3
+SCALES = {"large": 100.0, "tiny": 0.001}
+
+DRAWS = 5
 """Calls at each choice of sizes; the first kinds of values that the operator can do with."""
+
+LEAST = 3
+"""Fewest such calls that a rule is found from."""
 
 MOST_ELEMENTS = 2**18
 """Calls with more elements than this, over all tensors, are not run."""
@@ -205,8 +211,8 @@ def _random(
     if dtype.is_complex:
         parts = [torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(2)]
         return torch.complex(*parts).to(mode.floating.to_complex()).to(mode.device)
-    if kind in ("normal", "sparse"):
-        values = torch.randn(shape, dtype=torch.float64, generator=generator)
+    if kind in ("normal", "sparse", *SCALES):
+        values = torch.randn(shape, dtype=torch.float64, generator=generator) * SCALES.get(kind, 1.0)
         if kind == "sparse":
             values *= torch.rand(shape, dtype=torch.float64, generator=generator) < 0.1
     elif kind in ("positive", "above one"):

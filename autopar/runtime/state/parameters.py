@@ -17,6 +17,7 @@ from autopar._torch_compat import (
     reduce_found_inf_over_every_gradient,
     refuse_items_of_unreduced,
 )
+from autopar.capture.state.slots import tensor_attributes
 from autopar.capture.swap import put_reference, references_of
 from autopar.ir.layout import Layout, TensorType, replicated
 from autopar.runtime.agreement.control import during_any
@@ -70,6 +71,7 @@ def _distributed(old: nn.Parameter, place: MeshContext, placements: Placements) 
     new = nn.Parameter(from_local(local, place, old.shape, placements), requires_grad=old.requires_grad)
     if old.is_meta:
         new._local_tensor = old.detach()  # type: ignore[attr-defined]
+    vars(new).update(tensor_attributes(old))  # an optimizer's groups may ask for them
     mark(new, plain_type(old.shape, old.dtype), replicated(len(place.axes)), place)
     if old.grad is not None:
         new.grad = from_local(old.grad.contiguous(), place, old.shape, placements)
@@ -125,6 +127,7 @@ def plain_parameters(model: nn.Module, device: torch.device) -> Iterator[None]:
                         fake = torch.empty(old.shape, dtype=old.dtype, device=device)
                         is_parameter = isinstance(old, nn.Parameter)
                         made[id(old)] = nn.Parameter(fake, requires_grad=old.requires_grad) if is_parameter else fake
+                        vars(made[id(old)]).update(tensor_attributes(old))
                     restore.append((table, name, old))
                     table[name] = made[id(old)]
     held = [r for r in references if id(r[2]) in made]
