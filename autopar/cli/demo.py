@@ -32,7 +32,7 @@ Batch = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Settings:
+class DemoSettings:
     """What every process needs to know; ``limit`` is in seconds, after which the processes are ended."""
 
     axes: dict[str, int]
@@ -48,7 +48,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepComparison:
     """What rank 0 reports of a step: both losses, and the largest difference of any gradient entry.
 
     Attributes:
@@ -63,7 +63,7 @@ class Step:
     name: str
 
 
-def make_model(settings: Settings) -> nn.Module:
+def make_model(settings: DemoSettings) -> nn.Module:
     """A Llama-style model of a million parameters; the same in every process."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -98,7 +98,7 @@ def read_text(limit: int = 2_000_000) -> torch.Tensor:
     return torch.frombuffer(found[:limit], dtype=torch.uint8).long()
 
 
-def batch_of(text: torch.Tensor, step: int, settings: Settings) -> Batch:
+def batch_of(text: torch.Tensor, step: int, settings: DemoSettings) -> Batch:
     """The global batch of a step, the same in every process."""
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(0, len(text) - settings.sequence, (settings.batch,), generator=generator)
@@ -106,7 +106,7 @@ def batch_of(text: torch.Tensor, step: int, settings: Settings) -> Batch:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def train(rank: int, settings: Settings, messages: Any) -> None:
+def train(rank: int, settings: DemoSettings, messages: Any) -> None:
     """One process: the parallelized model on every rank, the plain one beside it on rank 0."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -139,7 +139,7 @@ def train(rank: int, settings: Settings, messages: Any) -> None:
                 plain_loss = plain(**batch).loss
                 plain_loss.backward()
                 difference, name = compare(gradients, plain)
-                messages.put(Step(number + 1, loss.item(), plain_loss.item(), difference, name))
+                messages.put(StepComparison(number + 1, loss.item(), plain_loss.item(), difference, name))
                 plain_optimizer.step()
                 plain_optimizer.zero_grad()
             optimizer.step()
@@ -161,7 +161,7 @@ def _leave_graphs(model: Any, folder: Path) -> None:
         (folder / f"{name}_graph.txt").write_text(code + "\n", encoding="utf-8")
 
 
-def search(settings: Settings, folder: Path) -> Plan:
+def search(settings: DemoSettings, folder: Path) -> Plan:
     """Plan for processes of this machine; leaves the plan and its table in the folder."""
     from autopar.compiler import plan
     from autopar.explain.tables.progress import SearchProgress
@@ -174,7 +174,7 @@ def search(settings: Settings, folder: Path) -> Plan:
     return found
 
 
-def run(settings: Settings, console: Console) -> list[Step]:
+def run(settings: DemoSettings, console: Console) -> list[StepComparison]:
     """Start the processes, follow rank 0, and end them all if it says nothing for as long as the limit.
 
     Raises:
@@ -185,7 +185,7 @@ def run(settings: Settings, console: Console) -> list[Step]:
     world = torch.Size(settings.axes.values()).numel()
     context = processes.spawn(train, args=(settings, messages), nprocs=world, join=False)
     deadline = time.monotonic() + settings.limit
-    steps: list[Step] = []
+    steps: list[StepComparison] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with Progress(*columns, console=console) as progress:
@@ -209,7 +209,7 @@ def run(settings: Settings, console: Console) -> list[Step]:
     return steps
 
 
-def _follow(messages: Any, steps: list[Step], progress: Progress, task: Any) -> bool:
+def _follow(messages: Any, steps: list[StepComparison], progress: Progress, task: Any) -> bool:
     """Read what rank 0 has said since the last look, and whether that is anything."""
     heard = False
     while True:
@@ -218,7 +218,7 @@ def _follow(messages: Any, steps: list[Step], progress: Progress, task: Any) -> 
         except queue.Empty:
             return heard
         heard = True
-        if isinstance(message, Step):
+        if isinstance(message, StepComparison):
             steps.append(message)
             text = f"loss {message.loss:.4f}, plain {message.plain_loss:.4f}, gradients {message.difference:.1e} apart"
             progress.update(task, completed=message.number, description=text)
@@ -226,7 +226,7 @@ def _follow(messages: Any, steps: list[Step], progress: Progress, task: Any) -> 
             progress.update(task, description="training")
 
 
-def outcome(steps: list[Step]) -> str:
+def outcome(steps: list[StepComparison]) -> str:
     """Both losses side by side, about ten lines, and the largest difference of all."""
     every = max(1, len(steps) // 10)
     shown = [s for s in steps if s.number == 1 or s.number % every == 0 or s is steps[-1]]
@@ -261,13 +261,13 @@ def demo(
         sizes = parse_axes(axes or even)
         if torch.Size(sizes.values()).numel() != processes:
             raise ValueError(f"--axes {sizes} has not {processes} devices; give --processes their product")
-        _run_demo(Settings(sizes, steps, str(out.resolve()), free_port(), timeout), out, console)
+        _run_demo(DemoSettings(sizes, steps, str(out.resolve()), free_port(), timeout), out, console)
     except (AutoparError, ValueError, OSError, ImportError) as e:
         Console(stderr=True).print(Text(f"error: {e}"))
         raise typer.Exit(2) from e
 
 
-def _run_demo(settings: Settings, out: Path, console: Console) -> None:
+def _run_demo(settings: DemoSettings, out: Path, console: Console) -> None:
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     count = sum(p.numel() for p in make_model(settings).parameters())

@@ -34,7 +34,7 @@ from autopar.cli.options import (
     parse_roles,
     pipeline_pins,
 )
-from autopar.cli.task import Task, load_task
+from autopar.cli.task import ModelAndBatch, load_task
 
 
 def plan_command(
@@ -141,7 +141,7 @@ def plan_command(
 
 
 def _write_report(
-    file: Path, task: Task, found: Any, beside: Any, memory: str | None, precision: Any, search: Any
+    file: Path, task: ModelAndBatch, found: Any, beside: Any, memory: str | None, precision: Any, search: Any
 ) -> None:
     from autopar.compiler import default_memory
     from autopar.costs.memory import parse_bytes
@@ -188,7 +188,7 @@ def _check_hybrid(
         raise ValueError("--report is of plans that can be run; for one with stages use --json, or simulate --trace")
 
 
-def _print_hybrid(task: Task, as_json: bool, *, precision: str | None, **options: Any) -> None:
+def _print_hybrid(task: ModelAndBatch, as_json: bool, *, precision: str | None, **options: Any) -> None:
     from autopar.explain.hybrid.predict import predict_hybrid
     from autopar.explain.tables.hybrid import hybrid_table
     from autopar.explain.tables.progress import SearchProgress

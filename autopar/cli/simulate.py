@@ -18,7 +18,7 @@ from autopar.cli.options import (
     check_target,
     clear_errors,
 )
-from autopar.cli.task import Task, load_task
+from autopar.cli.task import ModelAndBatch, load_task
 
 
 def simulate_command(
@@ -62,7 +62,7 @@ def simulate_command(
         typer.echo(json.dumps(facts, indent=1) if as_json else table)
 
 
-def _simulated_plan(task: Task, file: Path, precision: str | None) -> tuple[Any, dict[str, Any], str]:
+def _simulated_plan(task: ModelAndBatch, file: Path, precision: str | None) -> tuple[Any, dict[str, Any], str]:
     """A timeline of a plan's step, its figures and its table."""
     from autopar.compiler import program_of, rewrite
     from autopar.explain.tables.progress import SearchProgress

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 
-class Task(NamedTuple):
+class ModelAndBatch(NamedTuple):
     """What FUNCTION returns: a model, an example batch and, for a model that does not return its loss, a loss."""
 
     model: Any
@@ -20,7 +20,7 @@ class Task(NamedTuple):
     loss_fn: Any = None
 
 
-def load_task(spec: str) -> Task:
+def load_task(spec: str) -> ModelAndBatch:
     """Model and batch from ``FILE.py:FUNCTION``; the file's folder is importable from then on.
 
     Raises:
@@ -41,7 +41,7 @@ def load_task(spec: str) -> Task:
 
     if not isinstance(made[0], torch.nn.Module):
         raise ValueError(f"{spec} returned a {type(made[0]).__name__} as the model; it must be a torch.nn.Module")
-    return Task(*made)
+    return ModelAndBatch(*made)
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
@@ -14,7 +14,6 @@ from autopar.compiler import default_memory, program_to_plan, solve
 from autopar.costs.cluster import Cluster
 from autopar.costs.memory import format_bytes
 from autopar.errors import InfeasibleError
-from autopar.explain.tables.recipes import Comparison
 from autopar.ir.plan import INTERRUPTED, Plan
 from autopar.ir.precision import Precision
 from autopar.ir.program import Program
@@ -24,6 +23,28 @@ from autopar.search.solver.interrupt import requested, stoppable
 
 SECONDS = 10.0
 """Time limit of the solver for a recipe, which leaves little open."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The best plan of one recipe, or why there is none.
+
+    Attributes:
+        recipe: its name.
+        plan: the best plan that is one of the recipe's; None if there is none.
+        reason: why there is none.
+        recomputing: whether it was searched with recomputation, since it does not fit without.
+    """
+
+    recipe: str
+    plan: Plan | None
+    reason: str = ""
+    recomputing: bool = False
+
+    @property
+    def label(self) -> str:
+        """What it is called in a table."""
+        return f"{self.recipe}, recomputing" if self.recomputing else self.recipe
 
 
 def plan_and_compare(

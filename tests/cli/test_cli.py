@@ -135,7 +135,7 @@ def test_explain_says_what_a_module_keeps(model: str) -> None:
     assert "(relu)" in result.stdout and "for the backward pass" in result.stdout
     facts = json.loads(run("explain", "up", *options, "--json").stdout)
     assert facts["name"] == "up" and "answers" not in facts
-    assert {t["state"] for t in facts["tensors"]} <= {"passing", "kept"}
+    assert {t["state"] for t in facts["tensors"]} <= {"not saved", "saved"}
     wrong = run("explain", "uup", *options, "--why-not", "Shard(1)@b")
     assert wrong.exit_code == 2 and "or module that hands on one tensor is called 'uup'; there are up" in wrong.stderr
 

@@ -36,7 +36,7 @@ BEFORE, AFTER = "before the blocks", "after the blocks"
 
 
 @dataclass(frozen=True)
-class Collective:
+class ChargedCollective:
     """A collective of one device: its kind, its axis, and the bytes by which it is charged."""
 
     kind: str
@@ -54,7 +54,7 @@ class Activity:
     """
 
     kernels: Mapping[str, Work] = field(default_factory=dict)
-    collectives: tuple[Collective, ...] = ()
+    collectives: tuple[ChargedCollective, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -154,10 +154,10 @@ def step_of(program: Program, dims: Dims, plan: Plan) -> tuple[Part, ...]:
         plan: layouts.
     """
     classes = layer_classes(program, dims)
-    return _Parts(program, dims, plan, classes).parts()
+    return _ProfileBuilder(program, dims, plan, classes).parts()
 
 
-class _Parts:
+class _ProfileBuilder:
     """Sorts a program's nodes into parts."""
 
     def __init__(self, program: Program, dims: Dims, plan: Plan, classes: LayerClasses) -> None:
@@ -182,7 +182,7 @@ class _Parts:
 
         def activity(chosen: Iterable[fx.Node]) -> Activity:
             by_dtype: dict[str, list[Work]] = defaultdict(list)
-            collectives: list[Collective] = []
+            collectives: list[ChargedCollective] = []
             for node in chosen:
                 if node in work:
                     by_dtype[arithmetic_dtype(self.dims.operators[node], self.machine.device)].append(work[node])
@@ -216,23 +216,23 @@ class _Parts:
             found[node] = known[key]
         return found
 
-    def _moves(self) -> dict[fx.Node, list[Collective]]:
+    def _moves(self) -> dict[fx.Node, list[ChargedCollective]]:
         """Collectives of each node: of its results, and of its lowering."""
-        found: dict[fx.Node, list[Collective]] = defaultdict(list)
+        found: dict[fx.Node, list[ChargedCollective]] = defaultdict(list)
         tables = Tables(self.machine)
         moves = all_moves(self.program, self.dims, self.assignment, tables)
         for (node, out), steps in moves.items():
             for move, _ in steps:
                 size = moved_bytes(self.dims.types[node, out], move, self.machine.sizes)
                 if move.kind != "slice":
-                    found[node].append(Collective(move.kind, move.axis, size))
+                    found[node].append(ChargedCollective(move.kind, move.axis, size))
         for node, names in self.assignment.strategies.items():
             operator = self.dims.operators[node]
             for axis, name in enumerate(names):
                 letter = name.partition(".")[0]
                 for letters, size in lowered_bytes(operator, letter) if letter in operator.rule.lower else ():
                     local = size / letter_parts(names, letters, self.machine.sizes)
-                    found[node].append(Collective("all_reduce", axis, local))
+                    found[node].append(ChargedCollective("all_reduce", axis, local))
         return found
 
     def _place(self, node: fx.Node) -> tuple[str, bool]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -11,30 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.costs.memory import format_bytes
+from autopar.explain.recipes import Comparison
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import figures, format_seconds, render
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One recipe.
-
-    Attributes:
-        recipe: its name.
-        plan: the best plan that is one of the recipe's; None if there is none.
-        reason: why there is none.
-        recomputing: whether it was searched with recomputation, since it does not fit without.
-    """
-
-    recipe: str
-    plan: Plan | None
-    reason: str = ""
-    recomputing: bool = False
-
-    @property
-    def label(self) -> str:
-        """What it is called in a table."""
-        return f"{self.recipe}, recomputing" if self.recomputing else self.recipe
 
 
 def comparison_list(found: Plan, rows: Sequence[Comparison]) -> list[dict[str, Any]]:

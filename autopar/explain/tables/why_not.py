@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -11,24 +11,9 @@ from rich.text import Text
 
 from autopar.costs.memory import format_bytes
 from autopar.explain.tables.difference import difference, difference_table
+from autopar.explain.why_not import Answer
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import figures, format_seconds, render
-
-
-class Answer(Protocol):
-    """What is read of an `autopar.explain.why_not.Answer`."""
-
-    @property
-    def wanted(self) -> Mapping[str, str]:
-        """Placement by axis."""
-
-    @property
-    def plan(self) -> Plan | None:
-        """The best plan with it."""
-
-    @property
-    def reason(self) -> str:
-        """What blocks it."""
 
 
 def answers_dict(name: str, layout: str, found: Plan, answers: Sequence[Answer]) -> dict[str, Any]:
