@@ -142,7 +142,7 @@ def test_the_table_says_what_decides() -> None:
     plan = solved(420)
     tensors = activations(captured(False), plan, "blocks.3.act")
     text = activations_table(plan, tensors)
-    assert "more a device would save about" in text
+    assert "more per device would save about" in text
     assert f"gelu) x{tensors[0].count} " in text
     assert "recomputed: takes" in text and "its bytes are worth" in text.replace("\n", " ")
     facts = activations_dict("act", plan, tensors)

@@ -271,4 +271,4 @@ def test_the_command(model_file: str, tmp_path: Path, monkeypatch: pytest.Monkey
     staged = [*arguments[:-4], "--axes", "pp=2", "--recipe", "megatron", "--report", str(page)]
     result = CliRunner().invoke(cli.app, staged)
     assert result.exit_code == WRONG_INPUT
-    assert "--report is of plans that can be run" in result.output
+    assert "--report is for plans that can be run" in result.output

@@ -1,4 +1,4 @@
-"""A calibration for people: measured against fitted, as a table and as a picture."""
+"""A calibration: measured against fitted times, as plain data, as a table and as a plot."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIDE, MARGIN = 560, 70
 
 
 def calibration_dict(cluster: Cluster, samples: Sequence[Sample], fitted: Sequence[float]) -> dict[str, Any]:
-    """The cluster as TOML, errors by kind, and every sample with what the fit says of it."""
+    """The cluster as TOML, errors by kind, and every sample with its fitted seconds."""
     rows = [
         {
             "kind": s.kind,
@@ -39,7 +39,7 @@ def calibration_dict(cluster: Cluster, samples: Sequence[Sample], fitted: Sequen
 
 
 def calibration_table(cluster: Cluster, samples: Sequence[Sample], fitted: Sequence[float], width: int = 100) -> str:
-    """The figures that were found, and how far the fit is from what was measured."""
+    """The fitted figures of the cluster, and how far the fit is from the measurements."""
     device = cluster.device
     rates = ", ".join(f"{rate / 1e9:.4g} GFLOP/s in {dtype}" for dtype, rate in device.flops.items())
     rows = [

@@ -13,16 +13,16 @@ from autopar.ir.plan_table import figures, render
 from autopar.verify.verify import EquivalenceReport
 
 LONGEST = 30
-"""Rows of the table; the largest errors come first, and what is left out is counted."""
+"""Rows of the table: the largest errors; the others are counted."""
 
 
 def agrees(report: EquivalenceReport, tolerance: float) -> bool:
-    """Whether no error is above the tolerance; one that is not a number is."""
+    """Whether all errors are within the tolerance; NaN never is."""
     return all(error <= tolerance for error in report.errors.values())
 
 
 def equivalence_dict(report: EquivalenceReport, tolerance: float) -> dict[str, Any]:
-    """Plain data; an error that is not finite is text, which JSON can hold."""
+    """Plain data; an error that is not finite becomes text, since JSON has no such numbers."""
     errors = {name: error if math.isfinite(error) else str(error) for name, error in _sorted(report)}
     equal = agrees(report, tolerance)
     return {
@@ -54,7 +54,7 @@ def equivalence_table(report: EquivalenceReport, tolerance: float, width: int = 
     rows.append(("against", f"{report.reference}; {report.note}" if report.note else report.reference))
     rows.append(("compared", f"{len(found)} tensors; error: largest difference over the tensor's largest entry"))
     if len(found) > LONGEST:
-        rows.append(("", f"{len(found) - LONGEST} tensors with smaller errors are left out above; --json has all"))
+        rows.append(("", f"{len(found) - LONGEST} tensors with smaller errors are not shown; --json has all"))
     worst = f"largest error {found[0][1]:.1e} ({found[0][0]})" if found else "nothing to compare"
     equal = agrees(report, tolerance)
     rows.append(("verdict", f"{'equal' if equal else 'DIFFERENT'}: {worst}, tolerance {tolerance:.1e}"))
@@ -64,5 +64,5 @@ def equivalence_table(report: EquivalenceReport, tolerance: float, width: int = 
 
 
 def _sorted(report: EquivalenceReport) -> list[tuple[str, float]]:
-    """Names and errors, the worst first; what is not a number is worse than any number."""
+    """Names and errors, the worst first; NaN is worse than any number."""
     return sorted(report.errors.items(), key=lambda item: (not math.isnan(item[1]), -item[1], item[0]))
