@@ -72,12 +72,12 @@ def test_stages_hand_on_parts_of_what_devices_have_alike() -> None:
     near, after = MACHINE.links[0], A100.link_for({"stage": 2, "rest": 8})[0]
     alike = tuple(replace(p, alike=(8e5,)) for p in PARTS)
     machine = Machine(("tensor",), (2,), A100.link_for({"tensor": 2}), A100.device)
-    whole, parts = (stages_of(p, A100, machine, Training(stages=2, data=4)).handed for p in (PARTS, alike))
+    whole, parts = (stages_of(p, A100, machine, Training(stages=2, data=4)).send for p in (PARTS, alike))
     gathered = float(collective_seconds("all_gather", 8e5, 2, near))
     assert whole == pytest.approx(1e6 / after.bandwidth + after.latency)
     assert parts == pytest.approx((2e5 + 4e5) / after.bandwidth + gathered + after.latency)
     slow = replace(machine, links=(replace(near, bandwidth=1e6),))  # where gathering takes longer, all is sent
-    assert stages_of(alike, A100, slow, Training(stages=2, data=4)).handed == whole
+    assert stages_of(alike, A100, slow, Training(stages=2, data=4)).send == whole
 
 
 def test_one_block_stands_for_many() -> None:
