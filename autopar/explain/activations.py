@@ -40,7 +40,7 @@ WORTH_LESS = "its bytes are worth less"
 
 @dataclass(frozen=True)
 class Activation:
-    """An operator's result in the forward pass, or one output in its consumer layout; alike ones are counted.
+    """An operator's result in the forward pass, or one output in its consumer layout; equal ones are counted.
 
     With offloaded optimizer state, a parameter's optimizer state, too.
 

@@ -103,7 +103,7 @@ def predict_hybrid(
         recipe: of the tensor axis, one of `RECIPES`.
         memory: budget per device; default: the device's memory less a tenth.
         loss_fn: ``loss_fn(output, batch)`` for a model that does not return its loss.
-        optimizer: whose state is kept and updated.
+        optimizer: whose state is stored and updated.
         precision: as for `autopar.plan`.
         time_limit: seconds for the solver, which decides what the recipe leaves open.
         progress: called with ``(phase, incumbent, bound)``.

@@ -39,7 +39,7 @@ class Training:
         data: data ranks, which sum their gradients.
         recompute: ``"none"``; ``"selective"``: values of a block that have a factor twice, such as attention's scores,
             are recomputed; ``"full"``: only a block's input is saved, and its forward runs once more.
-        optimizer: whose state is kept and updated.
+        optimizer: whose state is stored and updated.
 
     Raises:
         ValueError: a number is not positive, or there is no such recomputation.
@@ -152,7 +152,7 @@ def run_parts(parts: Sequence[Part], training: Training, run: int) -> list[tuple
 
 
 def _elapsed(forward: Spent, backward: Spent) -> tuple[float, float]:
-    """Seconds of both passes. The host may run ahead in one and fall behind in the other: their sum decides."""
+    """Seconds of both passes. The host may gain time in one pass and lose it in the other: their sum decides."""
     both = (forward + backward).elapsed
     share = forward.elapsed / max(forward.elapsed + backward.elapsed, 1e-30)
     return both * share, both * (1 - share)
@@ -203,7 +203,7 @@ def _update_seconds(sizes: dict[int, float], machine: Machine, training: Trainin
 
 
 def step_seconds(stages: Stages, microbatches: int) -> float:
-    """Seconds of a step under 1F1B, as a closed form: a bound that alike stages, or a last one that is slower, reach.
+    """Seconds of a step under 1F1B, as a closed form: a bound, reached by equal stages and by a slower last one.
 
     One microbatch goes through all stages, forward and backward, while the slowest stage computes the others. Sends
     are exposed once in each direction for every microbatch that fills the pipeline, and then once for every round of

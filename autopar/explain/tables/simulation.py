@@ -53,14 +53,14 @@ def step_table(facts: Mapping[str, Any], width: int = 100) -> str:
         width: columns.
     """
     sums = ", ".join(f"{format_seconds(s)} on {axis}" for axis, s in facts["communication_seconds"].items())
-    held = facts["peak_memory_bytes"]
+    peak = facts["peak_memory_bytes"]
     rows = [
         ("step", f"{format_seconds(facts['step_seconds'])}, without the optimizer's"),
         ("planned as", f"{format_seconds(facts['predicted_step_seconds'])}, nothing overlapped"),
         ("computes", format_seconds(facts["busy_seconds"])),
         ("communicates", sums or "never"),
         ("exposed", f"{format_seconds(facts['exposed_communication_seconds'])} of it, not overlapped with compute"),
-        ("peak memory", format_bytes(sum(held.values()))),
-        *((f"  {name}", format_bytes(size)) for name, size in sorted(held.items(), key=lambda x: -x[1]) if size),
+        ("peak memory", format_bytes(sum(peak.values()))),
+        *((f"  {name}", format_bytes(size)) for name, size in sorted(peak.items(), key=lambda x: -x[1]) if size),
     ]
     return render([figures(rows)], width)
