@@ -204,7 +204,7 @@ def _layer_ms(recipe: str, fused: bool, cluster: Cluster) -> tuple[float, float,
     """Forward, backward, and what selective recomputation does before that."""
     part, machine = layer_22b(recipe, fused)
     machine = Machine(machine.names, machine.sizes, cluster.link_for({"tensor": 8}), cluster.device)
-    forward, backward, again = spend_each([part.forward, part.backward, part.again], [machine] * 3)
+    forward, backward, again = spend_each([part.forward, part.backward, part.recompute], [machine] * 3)
     return forward.device * 1e3, backward.device * 1e3, again.device * 1e3
 
 
@@ -214,7 +214,8 @@ def activations(formulas: Mapping[str, str]) -> Iterator[Row]:
     values = {"s": SEQUENCE, "b": 4, "h": hidden, "a": heads, "t": 8}
     split, sequence = layer_22b("megatron")[0], layer_22b("megatron-sequence")[0]
     found = {"tensor": split.saved, "tensor + sequence": sequence.saved,
-             "tensor + sequence + selective": sequence.saved - sequence.spared, "full": split.handed}  # fmt: skip
+             "tensor + sequence + selective": sequence.saved - sequence.recomputed_bytes,
+             "full": split.output_bytes}  # fmt: skip
     for name, size in found.items():
         expected = float(sympy.sympify(formulas[name]).subs(values))
         yield {"kind": name, "formula MB": expected / 1e6, "graph MB": size / 1e6, "bytes between": size - expected}
@@ -223,7 +224,7 @@ def activations(formulas: Mapping[str, str]) -> Iterator[Row]:
 def selective(cluster: Cluster) -> Iterator[Row]:
     """The choice of the paper, as a plan of the search's space, and what the search finds for as much memory.
 
-    It makes attention's core again: what has the sequence twice, see `autopar.explain.hybrid.layer_profile.Part.again`.
+    It recomputes attention's core, what has the sequence twice, see `autopar.explain.hybrid.layer_profile.Part`.
     """
     hidden, heads, layers = SHAPES[22]
     program = program_to_plan(GPT(hidden, heads, layers, SEQUENCE, VOCABULARY), batch_of(4, SEQUENCE))

@@ -22,7 +22,8 @@ LAYERS = (
     "search runtime",
     "compiler",
     "specialize",
-    "verify explain",
+    "verify",
+    "explain",
     "module",
     "parallelize checkpoint",
     "autopar",  # autopar/__init__.py

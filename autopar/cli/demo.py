@@ -32,8 +32,8 @@ Batch = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What every process needs to know; ``limit`` is in seconds, after which the processes are ended."""
+class DemoSettings:
+    """What every process needs to know; after ``limit`` seconds without a step the processes are killed."""
 
     axes: dict[str, int]
     steps: int
@@ -48,12 +48,15 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepComparison:
     """What rank 0 reports of a step: both losses, and the largest difference of any gradient entry.
 
     Attributes:
-        difference: over the largest entry of any gradient.
-        name: of the parameter where it is.
+        number: of the step, from 1.
+        loss: of the parallelized model.
+        plain_loss: of the same model on one process.
+        difference: divided by the largest entry of any gradient.
+        name: the parameter with this difference.
     """
 
     number: int
@@ -63,7 +66,7 @@ class Step:
     name: str
 
 
-def make_model(settings: Settings) -> nn.Module:
+def make_model(settings: DemoSettings) -> nn.Module:
     """A Llama-style model of a million parameters; the same in every process."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -83,7 +86,7 @@ def make_model(settings: Settings) -> nn.Module:
 
 
 def read_text(limit: int = 2_000_000) -> torch.Tensor:
-    """Source of the standard library as bytes, at most ``limit``.
+    """Source of the standard library as bytes, at most ``limit`` of them.
 
     Raises:
         ValueError: there is none, as in some frozen distributions.
@@ -94,11 +97,11 @@ def read_text(limit: int = 2_000_000) -> torch.Tensor:
         if len(found) >= limit:
             break
     if len(found) < 100_000:
-        raise ValueError(f"{Path(os.__file__).parent} holds no Python source to learn from; use a full Python")
+        raise ValueError(f"{Path(os.__file__).parent} has no Python source to train on; use a full Python")
     return torch.frombuffer(found[:limit], dtype=torch.uint8).long()
 
 
-def batch_of(text: torch.Tensor, step: int, settings: Settings) -> Batch:
+def batch_of(text: torch.Tensor, step: int, settings: DemoSettings) -> Batch:
     """The global batch of a step, the same in every process."""
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(0, len(text) - settings.sequence, (settings.batch,), generator=generator)
@@ -106,8 +109,8 @@ def batch_of(text: torch.Tensor, step: int, settings: Settings) -> Batch:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def train(rank: int, settings: Settings, messages: Any) -> None:
-    """One process: the parallelized model on every rank, the plain one beside it on rank 0."""
+def train(rank: int, settings: DemoSettings, messages: Any) -> None:
+    """One process: the parallelized model on every rank, on rank 0 the plain one as well."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -126,7 +129,7 @@ def train(rank: int, settings: Settings, messages: Any) -> None:
         plain = make_model(settings) if rank == 0 else None
         model = parallelize(make_model(settings), mesh, batch, plan=Path(settings.folder) / "plan.json")
         if rank == 0:
-            _leave_graphs(model, Path(settings.folder))
+            _write_graphs(model, Path(settings.folder))
         messages.put("ready")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3) if plain is not None else None
@@ -139,7 +142,7 @@ def train(rank: int, settings: Settings, messages: Any) -> None:
                 plain_loss = plain(**batch).loss
                 plain_loss.backward()
                 difference, name = compare(gradients, plain)
-                messages.put(Step(number + 1, loss.item(), plain_loss.item(), difference, name))
+                messages.put(StepComparison(number + 1, loss.item(), plain_loss.item(), difference, name))
                 plain_optimizer.step()
                 plain_optimizer.zero_grad()
             optimizer.step()
@@ -155,14 +158,14 @@ def compare(gradients: dict[str, torch.Tensor], plain: nn.Module) -> tuple[float
     return max((float((gradients[name] - g).abs().max()) / scale, name) for name, g in expected.items())
 
 
-def _leave_graphs(model: Any, folder: Path) -> None:
+def _write_graphs(model: Any, folder: Path) -> None:
     for name in ("forward", "backward"):
         code = getattr(model, f"{name}_graph").print_readable(print_output=False)
         (folder / f"{name}_graph.txt").write_text(code + "\n", encoding="utf-8")
 
 
-def search(settings: Settings, folder: Path) -> Plan:
-    """Plan for processes of this machine; leaves the plan and its table in the folder."""
+def search(settings: DemoSettings, folder: Path) -> Plan:
+    """Plan for processes of this machine; writes the plan and its table to the folder."""
     from autopar.compiler import plan
     from autopar.explain.tables.progress import SearchProgress
 
@@ -174,8 +177,8 @@ def search(settings: Settings, folder: Path) -> Plan:
     return found
 
 
-def run(settings: Settings, console: Console) -> list[Step]:
-    """Start the processes, follow rank 0, and end them all if it says nothing for as long as the limit.
+def run(settings: DemoSettings, console: Console) -> list[StepComparison]:
+    """Start the processes, follow rank 0, and kill them all if it reports nothing for as long as the limit.
 
     Raises:
         AutoparError: a process failed, or the time ran out.
@@ -185,7 +188,7 @@ def run(settings: Settings, console: Console) -> list[Step]:
     world = torch.Size(settings.axes.values()).numel()
     context = processes.spawn(train, args=(settings, messages), nprocs=world, join=False)
     deadline = time.monotonic() + settings.limit
-    steps: list[Step] = []
+    steps: list[StepComparison] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with Progress(*columns, console=console) as progress:
@@ -197,7 +200,7 @@ def run(settings: Settings, console: Console) -> list[Step]:
                     deadline = time.monotonic() + settings.limit
                 if not done and time.monotonic() > deadline:
                     last = f"step {len(steps)}" if steps else "the start"
-                    raise AutoparError(f"no step for {settings.limit:.0f} s after {last}; give more with --timeout")
+                    raise AutoparError(f"no step for {settings.limit:.0f} s after {last}; allow more with --timeout")
     except ProcessRaisedException as e:
         raise AutoparError(f"a process failed: {str(e).strip().splitlines()[-1]}") from e
     except ProcessExitedException as e:
@@ -209,16 +212,16 @@ def run(settings: Settings, console: Console) -> list[Step]:
     return steps
 
 
-def _follow(messages: Any, steps: list[Step], progress: Progress, task: Any) -> bool:
-    """Read what rank 0 has said since the last look, and whether that is anything."""
-    heard = False
+def _follow(messages: Any, steps: list[StepComparison], progress: Progress, task: Any) -> bool:
+    """Read the messages of rank 0 since the last call; whether there were any."""
+    received = False
     while True:
         try:
             message = messages.get(timeout=0.05)
         except queue.Empty:
-            return heard
-        heard = True
-        if isinstance(message, Step):
+            return received
+        received = True
+        if isinstance(message, StepComparison):
             steps.append(message)
             text = f"loss {message.loss:.4f}, plain {message.plain_loss:.4f}, gradients {message.difference:.1e} apart"
             progress.update(task, completed=message.number, description=text)
@@ -226,7 +229,7 @@ def _follow(messages: Any, steps: list[Step], progress: Progress, task: Any) -> 
             progress.update(task, description="training")
 
 
-def outcome(steps: list[Step]) -> str:
+def outcome(steps: list[StepComparison]) -> str:
     """Both losses side by side, about ten lines, and the largest difference of all."""
     every = max(1, len(steps) // 10)
     shown = [s for s in steps if s.number == 1 or s.number % every == 0 or s is steps[-1]]
@@ -251,7 +254,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for plan, table and graphs.")] = Path("demo-output"),
     axes: Annotated[str, typer.Option(help="Default: data=PROCESSES/2,model=2, or data=PROCESSES if odd.")] = "",
     timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds without a step after which the processes are ended.")
+        float, typer.Option(min=1, help="Seconds without a step after which the processes are killed.")
     ] = 600.0,
 ) -> None:
     """Train a small language model on several processes and on one, and compare."""
@@ -260,14 +263,14 @@ def demo(
         even = f"data={processes // 2},model=2" if processes % 2 == 0 else f"data={processes}"
         sizes = parse_axes(axes or even)
         if torch.Size(sizes.values()).numel() != processes:
-            raise ValueError(f"--axes {sizes} has not {processes} devices; give --processes their product")
-        _run_demo(Settings(sizes, steps, str(out.resolve()), free_port(), timeout), out, console)
+            raise ValueError(f"--axes {sizes} are not {processes} devices; set --processes to their product")
+        _run_demo(DemoSettings(sizes, steps, str(out.resolve()), free_port(), timeout), out, console)
     except (AutoparError, ValueError, OSError, ImportError) as e:
         Console(stderr=True).print(Text(f"error: {e}"))
         raise typer.Exit(2) from e
 
 
-def _run_demo(settings: Settings, out: Path, console: Console) -> None:
+def _run_demo(settings: DemoSettings, out: Path, console: Console) -> None:
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     count = sum(p.numel() for p in make_model(settings).parameters())
@@ -275,9 +278,9 @@ def _run_demo(settings: Settings, out: Path, console: Console) -> None:
     plan = search(settings, out)
     console.print(Text(plan.summary()), soft_wrap=True)
     os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
-    console.print(f"\nTraining {settings.steps} steps, on {len(plan.axes)} axes and beside it on one process.")
+    console.print(f"\nTraining {settings.steps} steps, on {len(plan.axes)} axes, and on one process to compare.")
     console.print(Text(outcome(run(settings, console))), soft_wrap=True)
-    console.print(f"\nLeft in {out}/: {', '.join(sorted(p.name for p in out.iterdir()))}", highlight=False)
+    console.print(f"\nWritten to {out}/: {', '.join(sorted(p.name for p in out.iterdir()))}", highlight=False)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""``autopar calibrate``, ``doctor`` and ``ops``: what the machine and torch have."""
+"""``autopar calibrate``, ``doctor`` and ``ops``: what the machine and torch offer."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ from autopar.cli.task import load_task
 
 
 def calibrate_command(
-    save: Annotated[Path, typer.Option(metavar="FILE.toml", help="Where the cluster goes, for --cluster.")],
-    ranks: Annotated[int, typer.Option(help="Processes on this machine, where torchrun started none.", min=1)] = 2,
+    save: Annotated[Path, typer.Option(metavar="FILE.toml", help="Write the cluster to this file, for --cluster.")],
+    ranks: Annotated[int, typer.Option(help="Processes to start, if torchrun started none.", min=1)] = 2,
     groups: Annotated[
-        str, typer.Option(metavar="N,...", help="Processes of a node, of a rack; default: of a node, as torchrun says.")
+        str, typer.Option(metavar="N,...", help="Processes per node, per rack, ...; default: per node, from torchrun.")
     ] = "",
     threads: Annotated[
-        int | None, typer.Option(help="Of each process; default: its share of the cores.", min=1)
+        int | None, typer.Option(help="Threads per process; default: its share of the cores.", min=1)
     ] = None,
-    dtypes: Annotated[str, typer.Option(metavar="NAME,...", help="float32, bfloat16, ...")] = "float32",
+    dtypes: Annotated[str, typer.Option(metavar="NAME,...", help="To measure: float32, bfloat16, ...")] = "float32",
     base: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE.toml", help="Gives what is not measured; default: cpu or h100.")
+        str | None,
+        typer.Option(metavar="NAME|FILE.toml", help="Source of what is not measured; default: cpu or h100."),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Picture of measured and fitted times.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw measured against fitted times.")] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Time limit.", min=1)] = 600.0,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure kernels and collectives of the devices at hand, and write the cluster that fits them."""
+    """Measure kernels and collectives on the devices at hand, and write the cluster that fits them."""
     with clear_errors(debug):
         from autopar.costs.cluster import FLOAT_DTYPES
 
@@ -57,7 +58,7 @@ def calibrate_command(
         settings = Settings(names, groups=_numbers("--groups", groups), threads=share, timeout=timeout)
         with counted("measured") as tick:
             found = calibrate(settings, ranks=ranks, base=base, name=save.stem, tick=tick)
-        if found is None:  # another rank says it
+        if found is None:  # another rank writes and prints it
             return
         cluster, samples = found
         fitted = predicted_seconds(samples, cluster.device, cluster.links, cluster.group_sizes).tolist()
@@ -85,7 +86,7 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def doctor_command(as_json: Json = False, debug: Debug = False) -> None:
-    """Say what this machine has of what autopar uses, what is missing, and how to get it."""
+    """Show which of autopar's requirements this machine has, what is missing, and how to get it."""
     with clear_errors(debug):
         from autopar.explain.tables.doctor import doctor_table, examine
 
@@ -95,11 +96,11 @@ def doctor_command(as_json: Json = False, debug: Debug = False) -> None:
 
 def ops_command(
     model: Annotated[
-        str | None, typer.Option(metavar="FILE.py:FUNCTION", help="Also list what is discovered for this model.")
+        str | None, typer.Option(metavar="FILE.py:FUNCTION", help="Also list the rules discovered for this model.")
     ] = None,
-    coverage: Annotated[bool, typer.Option("--coverage", help="Examine torch's own operator samples.")] = False,
-    only: Annotated[str, typer.Option(metavar="TEXT", help="Operators whose name contains this.")] = "",
-    workers: Annotated[int, typer.Option(help="Processes of --coverage.", min=1)] = 1,
+    coverage: Annotated[bool, typer.Option("--coverage", help="Measure on torch's operator samples.")] = False,
+    only: Annotated[str, typer.Option(metavar="TEXT", help="Only operators whose name contains this.")] = "",
+    workers: Annotated[int, typer.Option(help="Processes for --coverage.", min=1)] = 1,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:

@@ -1,10 +1,11 @@
-"""What the commands have in common: options, how they are read, and errors as one line."""
+"""What the commands share: options, how they are parsed, and errors as one line."""
 
 from __future__ import annotations
 
 import contextlib
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,29 +13,44 @@ import typer
 
 from autopar.errors import AutoparError, InfeasibleError
 
-# torch takes a second to import: the commands that need it import what they use.
+# torch takes a second to import: a command imports what needs it in its own body, so that --help is fast.
 
 DIFFERENT, WRONG_INPUT, INFEASIBLE, STOPPED = 1, 2, 3, 130
 
-Model = Annotated[str, typer.Option(metavar="FILE.py:FUNCTION", help="Function that returns (model, batch).")]
-Axes = Annotated[str, typer.Option(metavar="NAME=SIZE,...", help="Mesh axes, outermost first: node=32,gpu=8.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-Policy = Annotated[
-    str | None,
-    typer.Option(metavar="bf16|fp16|...", help="Compute in this, keep and reduce in fp32."),
+# What is planned, and for which hardware.
+Model = Annotated[
+    str,
+    typer.Option(metavar="FILE.py:FUNCTION", help="Function that returns (model, batch[, loss_fn])."),
 ]
 Machine = Annotated[str, typer.Option("--cluster", metavar="NAME|FILE.toml", help="A preset (see doctor) or a file.")]
-Memory = Annotated[str | None, typer.Option(help="Budget per device, such as 70GiB; default: 0.9 of it.")]
-Optimizer = Annotated[str, typer.Option(help="Whose state the budget counts.")]
+Axes = Annotated[str, typer.Option(metavar="NAME=SIZE,...", help="Mesh axes, outermost first: node=32,gpu=8.")]
+Memory = Annotated[str | None, typer.Option(help="Budget per device, such as 70GiB; default: 0.9 of its memory.")]
+Optimizer = Annotated[str, typer.Option(help="Optimizer whose state counts: adamw, adam, sgd, sgd-momentum, adagrad.")]
+Policy = Annotated[
+    str | None,
+    typer.Option(metavar="bf16|fp16|...", help="Compute in this dtype; parameters and reductions stay in fp32."),
+]
+
+# What the search may choose.
 Recipe = Annotated[str | None, typer.Option(metavar="NAME", help="ddp, fsdp, hsdp, megatron, ...; default: search.")]
 RolesOption = Annotated[
-    str, typer.Option("--roles", metavar="AXIS=ROLE,...", help="What axes are for: node=data,gpu=tensor.")
+    str, typer.Option("--roles", metavar="AXIS=ROLE,...", help="What axes are used for: node=data,gpu=tensor.")
 ]
+Pins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pin", metavar="NAME=PLACEMENT@AXIS,...", help="Fixes a layout: '*.mlp=S(0)@node'; may be repeated."
+    ),
+]
+Limit = Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of the search.")]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Search even if this search was cached; cache nothing.")]
+
+# Pipelines.
 Stages = Annotated[
     str | None,
     typer.Option(
-        metavar="N|search|MODULE,...", help="A pipeline of N devices, any or none, or stages that begin at modules."
+        metavar="N|search|MODULE,...",
+        help="Pipeline of N devices; 'search': any pipeline or none; names: the modules at which stages begin.",
     ),
 ]
 Schedule = Annotated[
@@ -44,17 +60,34 @@ Virtual = Annotated[int | None, typer.Option(help="Stages on each device of the 
 StageAxis = Annotated[
     str | None, typer.Option(metavar="NAME", help="Axis of the stages; default: the outermost of that size.")
 ]
-Limit = Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of the search.")]
-Pins = Annotated[
-    list[str] | None,
-    typer.Option("--pin", metavar="NAME=PLACEMENT@AXIS,...", help="Layout by hand: '*.mlp=S(0)@node'; repeatable."),
-]
-NoCache = Annotated[bool, typer.Option("--no-cache", help="Search anew, and do not keep what is found.")]
+
+# What is printed.
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a plan is for, from the options that say so.
+
+    Attributes:
+        cluster: preset or file.
+        axes: sizes of the mesh axes by name.
+        memory: budget per device; None: nine tenths of the device.
+        optimizer: whose state counts.
+        precision: dtype to compute in, by name.
+    """
+
+    cluster: str
+    axes: Mapping[str, int]
+    memory: str | None
+    optimizer: str
+    precision: str | None
 
 
 @contextlib.contextmanager
 def clear_errors(debug: bool) -> Iterator[None]:
-    """Errors that a user can act on become one line and an exit code; others are bugs and keep their traceback."""
+    """Print errors that a user can act on as one line and exit; others are bugs and keep their traceback."""
     try:
         yield
     except (AutoparError, ValueError, OSError) as error:
@@ -71,7 +104,7 @@ def parse_axes(text: str) -> dict[str, int]:
     """Axes from ``node=32,gpu=8``.
 
     Raises:
-        ValueError: a part is not NAME=SIZE, a size is not a positive integer, or a name comes twice.
+        ValueError: a part is not NAME=SIZE, a size is not a positive integer, or a name is repeated.
 
     >>> parse_axes("node=32, gpu=8")
     {'node': 32, 'gpu': 8}
@@ -93,7 +126,7 @@ def pipeline_pins(
     """Pins of `autopar.Search` from ``--stages`` and the options that go with it.
 
     Raises:
-        ValueError: one of these is there without it.
+        ValueError: an option of pipelines is given without ``--stages``.
 
     >>> pipeline_pins("2", "1f1b", None, None)
     {'stages': 2, 'schedule': '1f1b'}
@@ -106,7 +139,7 @@ def pipeline_pins(
     found: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if stages is None:
         if found:
-            raise ValueError(f"--{next(iter(found)).replace('_', '-')} is of a pipeline: add --stages")
+            raise ValueError(f"--{next(iter(found)).replace('_', '-')} belongs to a pipeline: add --stages")
         return {}
     if stages.strip() == "search":
         return {"stages": "search", **found}
@@ -115,7 +148,7 @@ def pipeline_pins(
 
 
 def parse_pins(texts: Sequence[str] | None, axes: Mapping[str, int]) -> dict[str, Any]:
-    """Pins of `autopar.Search` from ``--pin``; axes that are not named are left to the search.
+    """Pins of `autopar.Search` from ``--pin``; the search chooses on axes that are not named.
 
     Raises:
         ValueError: one is not NAME=PLACEMENT@AXIS,...
@@ -159,6 +192,6 @@ def parse_roles(text: str) -> dict[str, str]:
 
 
 def check_target(option: str, path: Path | None) -> None:
-    """Complain before a long search, not after it."""
+    """Raise before a long search, not after it, if a file cannot be written there."""
     if path is not None and not path.resolve().parent.is_dir():
-        raise ValueError(f"{option} {path}: there is no folder {path.resolve().parent}; make it first")
+        raise ValueError(f"{option} {path}: there is no folder {path.resolve().parent}; create it first")

@@ -1,10 +1,15 @@
-"""``autopar plan``."""
+"""``autopar plan``: a plan that can be run, or the prediction of a hand-made plan with stages.
+
+The options are read into values first (`Target`, `autopar.Search`, `Outputs`), which the rest of the module passes on.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,6 +31,7 @@ from autopar.cli.options import (
     Schedule,
     StageAxis,
     Stages,
+    Target,
     Virtual,
     check_target,
     clear_errors,
@@ -34,7 +40,68 @@ from autopar.cli.options import (
     parse_roles,
     pipeline_pins,
 )
-from autopar.cli.task import Task, load_task
+from autopar.cli.task import ModelAndBatch, load_task
+
+if TYPE_CHECKING:
+    from autopar.explain.recipes import Comparison
+    from autopar.ir.plan import Plan
+    from autopar.search.options import Search
+
+Microbatches = Annotated[
+    int | None, typer.Option(help="Parts that the batch is split into; default: as many as memory needs.", min=1)
+]
+Microbatch = Annotated[
+    int | None, typer.Option(help="Samples per microbatch, with axes pp, dp, tp of recipe megatron.", min=1)
+]
+Recompute = Annotated[
+    str, typer.Option(metavar="none|selective|full", help="What the backward pass recomputes, with axes pp, dp, tp.")
+]
+Check = Annotated[bool, typer.Option("--check", help="Verify the lower bound apart from the search.")]
+Save = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the plan to a file.")]
+Report = Annotated[
+    Path | None, typer.Option(metavar="FILE.html", help="Write a page with timeline, memory and what-ifs.")
+]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where the result goes.
+
+    Attributes:
+        save: file of the plan.
+        report: file of the page.
+        as_json: whether stdout gets JSON, not a table.
+    """
+
+    save: Path | None
+    report: Path | None
+    as_json: bool
+
+    def check(self) -> None:
+        """Raise before the search if a file cannot be written."""
+        check_target("--save", self.save)
+        check_target("--report", self.report)
+
+
+@dataclass(frozen=True)
+class StagedByHand:
+    """A plan with stages that is predicted, not run: the options that only it has.
+
+    Attributes:
+        recipe: of the tensor axis.
+        microbatch: samples per microbatch.
+        schedule: order of the microbatches.
+        virtual: runs of blocks on each stage.
+        recompute: none, selective or full.
+        time_limit: seconds of the search.
+    """
+
+    recipe: str | None
+    microbatch: int | None
+    schedule: str
+    virtual: int
+    recompute: str
+    time_limit: float
 
 
 def plan_command(
@@ -47,124 +114,124 @@ def plan_command(
     recipe: Recipe = None,
     roles: RolesOption = "",
     pin: Pins = None,
-    microbatches: Annotated[
-        int | None, typer.Option(help="Parts of the batch, one after the other; default: as memory asks for.", min=1)
-    ] = None,
-    microbatch: Annotated[
-        int | None, typer.Option(help="Samples at a time, with axes pp, dp, tp of recipe megatron.", min=1)
-    ] = None,
+    microbatches: Microbatches = None,
+    microbatch: Microbatch = None,
     stages: Stages = None,
     schedule: Schedule = None,
     virtual: Virtual = None,
     stage_axis: StageAxis = None,
-    recompute: Annotated[
-        str, typer.Option(metavar="none|selective|full", help="What the backward makes again.")
-    ] = "none",
+    recompute: Recompute = "none",
     time_limit: Limit = 60.0,
-    check: Annotated[bool, typer.Option("--check", help="Verify the lower bound apart from the search.")] = False,
+    check: Check = False,
     no_cache: NoCache = False,
-    save: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the plan to a file.")] = None,
-    report: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="Write a page with timeline, memory and what-ifs.")
-    ] = None,
+    save: Save = None,
+    report: Report = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Find the fastest layouts of a model on a mesh, for devices that need not be here, and compare with recipes."""
     with clear_errors(debug):
-        sizes = parse_axes(axes)
-        check_target("--save", save)
-        check_target("--report", report)
+        target = Target(cluster, parse_axes(axes), memory, optimizer, precision)
+        outputs = Outputs(save, report, as_json)
+        outputs.check()
         task = load_task(model)
-        from autopar.explain.hybrid.predict import STAGE_NAMES
-
         by_hand = microbatch is not None or recompute != "none"
         pipelined = schedule is not None or virtual is not None
-        if stages is None and (by_hand or pipelined or any(name in STAGE_NAMES for name in sizes)):
-            _check_hybrid(recipe, roles, pin, stage_axis, save, report)
-            _print_hybrid(
-                task,
-                as_json,
-                cluster=cluster,
-                axes=sizes,
-                microbatch=microbatch,
-                schedule=schedule or "1f1b",
-                virtual=virtual or 1,
-                recipe=recipe,
-                recompute=recompute,
-                memory=memory,
-                optimizer=optimizer,
-                precision=precision,
-                time_limit=time_limit,
-            )
+        if stages is None and (by_hand or pipelined or _has_stage_axis(target)):
+            _check_staged_by_hand(recipe, roles, pin, stage_axis, outputs)
+            options = StagedByHand(recipe, microbatch, schedule or "1f1b", virtual or 1, recompute, time_limit)
+            _print_prediction(task, target, options, as_json)
             return
-        from autopar.explain.recipes import plan_and_compare
-        from autopar.explain.tables.progress import SearchProgress
-        from autopar.explain.tables.recipes import comparison_list, comparison_table
-        from autopar.ir.plan import INTERRUPTED
-        from autopar.ir.precision import Precision
+        if stages is not None and by_hand:
+            raise ValueError("--microbatch and --recompute are for plans without --stages; write --microbatches")
         from autopar.search.options import Search
 
-        if stages is not None and by_hand:
-            raise ValueError("--microbatch and --recompute are of plans without --stages; write --microbatches")
         pins = pipeline_pins(stages, schedule, virtual, stage_axis)
         pins |= {} if microbatches is None else {"microbatches": microbatches}
-        pins |= parse_pins(pin, sizes)
+        pins |= parse_pins(pin, target.axes)
+        given_roles = parse_roles(roles)
         search = Search(
-            time_limit=time_limit, recipe=recipe, roles=parse_roles(roles), pins=pins, check=check, cache=not no_cache
+            time_limit=time_limit, recipe=recipe, roles=given_roles, pins=pins, check=check, cache=not no_cache
         )
-        with SearchProgress() as progress:
-            found, beside = plan_and_compare(
-                task.model,
-                task.batch,
-                cluster=cluster,
-                axes=sizes,
-                loss_fn=task.loss_fn,
-                memory=memory,
-                optimizer=optimizer,
-                precision=Precision.resolve(precision),
-                search=search,
-                progress=progress,
-            )
-        if save is not None:
-            found.save(save)
-            typer.echo(f"saved {save}", err=True)
-        stopped = found.certificate.method == INTERRUPTED
-        if report is not None and not stopped:
-            _write_report(report, task, found, beside, memory, Precision.resolve(precision), search)
-        if as_json:
-            typer.echo(json.dumps({**found.to_dict(), "recipes": comparison_list(found, beside)}, indent=1))
-        else:
-            typer.echo(f"{found.summary()}\n\n{comparison_table(found, beside)}")
-        if stopped:
-            raise typer.Exit(STOPPED)
+        _print_plan(task, target, search, outputs)
+
+
+def _has_stage_axis(target: Target) -> bool:
+    from autopar.explain.hybrid.predict import STAGE_NAMES
+
+    return any(name in STAGE_NAMES for name in target.axes)
+
+
+def _print_plan(task: ModelAndBatch, target: Target, search: Search, outputs: Outputs) -> None:
+    """Search, then write and print the plan and its comparison with the recipes.
+
+    Raises:
+        typer.Exit: Ctrl-C ended the search; the best plan so far is printed all the same.
+    """
+    from autopar.explain.recipes import plan_and_compare
+    from autopar.explain.tables.progress import SearchProgress
+    from autopar.explain.tables.recipes import comparison_list, comparison_table
+    from autopar.ir.plan import INTERRUPTED
+    from autopar.ir.precision import Precision
+
+    with SearchProgress() as progress:
+        plan, comparisons = plan_and_compare(
+            task.model,
+            task.batch,
+            cluster=target.cluster,
+            axes=target.axes,
+            loss_fn=task.loss_fn,
+            memory=target.memory,
+            optimizer=target.optimizer,
+            precision=Precision.resolve(target.precision),
+            search=search,
+            progress=progress,
+        )
+    if outputs.save is not None:
+        plan.save(outputs.save)
+        typer.echo(f"saved {outputs.save}", err=True)
+    interrupted = plan.certificate.method == INTERRUPTED
+    # The page searches dozens of cases: whoever pressed Ctrl-C does not wait for them.
+    if outputs.report is not None and not interrupted:
+        _write_report(outputs.report, task, target, search, plan, comparisons)
+    if outputs.as_json:
+        typer.echo(json.dumps({**plan.to_dict(), "recipes": comparison_list(plan, comparisons)}, indent=1))
+    else:
+        typer.echo(f"{plan.summary()}\n\n{comparison_table(plan, comparisons)}")
+    if interrupted:
+        raise typer.Exit(STOPPED)
 
 
 def _write_report(
-    file: Path, task: Task, found: Any, beside: Any, memory: str | None, precision: Any, search: Any
+    file: Path, task: ModelAndBatch, target: Target, search: Search, plan: Plan, comparisons: Sequence[Comparison]
 ) -> None:
     from autopar.compiler import default_memory
     from autopar.costs.memory import parse_bytes
     from autopar.explain.html import report_page
     from autopar.explain.tables.progress import counted
+    from autopar.ir.precision import Precision
 
-    budget = default_memory(found.cluster) if memory is None else parse_bytes(memory)
-    own = {"loss_fn": task.loss_fn, "precision": precision, "search": search}
+    budget = default_memory(plan.cluster) if target.memory is None else parse_bytes(target.memory)
     with counted("what if: searched") as tick:
-        page = report_page(task.model, task.batch, found, beside, budget=budget, tick=tick, **own)
+        page = report_page(
+            task.model,
+            task.batch,
+            plan,
+            comparisons,
+            budget=budget,
+            loss_fn=task.loss_fn,
+            precision=Precision.resolve(target.precision),
+            search=search,
+            tick=tick,
+        )
     file.write_text(page, encoding="utf-8")
     typer.echo(f"saved {file}", err=True)
 
 
-def _check_hybrid(
-    recipe: str | None,
-    roles: str,
-    pin: list[str] | None,
-    stage_axis: str | None,
-    save: Path | None,
-    report: Path | None,
+def _check_staged_by_hand(
+    recipe: str | None, roles: str, pin: list[str] | None, stage_axis: str | None, outputs: Outputs
 ) -> None:
-    """Stages and microbatches are simulated for one recipe; what goes with runnable plans only is refused.
+    """Refuse the options that a plan which is only predicted does not have.
 
     Raises:
         ValueError: names the option and the remedy.
@@ -177,26 +244,39 @@ def _check_hybrid(
             "--stages for a pipeline that runs"
         )
     if stage_axis is not None:
-        raise ValueError("--stage-axis is of a pipeline that runs: add --stages; else the stages lie along axis pp")
+        raise ValueError("--stage-axis is for a pipeline that runs: add --stages; else the stages lie along axis pp")
     if pin:
-        raise ValueError("--pin is of plans that can be run: add --stages, or leave it out")
+        raise ValueError("--pin is for plans that can be run: add --stages, or leave it out")
     if roles:
-        raise ValueError("--roles says nothing here: the names of the axes do (pp, dp, tp); leave it out")
-    if save is not None:
+        raise ValueError("--roles has no effect here: the names of the axes (pp, dp, tp) decide; leave it out")
+    if outputs.save is not None:
         raise ValueError("--save writes plans that can be run; one with stages is only predicted: use --json")
-    if report is not None:
-        raise ValueError("--report is of plans that can be run; for one with stages use --json, or simulate --trace")
+    if outputs.report is not None:
+        raise ValueError("--report is for plans that can be run; for one with stages use --json, or simulate --trace")
 
 
-def _print_hybrid(task: Task, as_json: bool, *, precision: str | None, **options: Any) -> None:
+def _print_prediction(task: ModelAndBatch, target: Target, options: StagedByHand, as_json: bool) -> None:
     from autopar.explain.hybrid.predict import predict_hybrid
     from autopar.explain.tables.hybrid import hybrid_table
     from autopar.explain.tables.progress import SearchProgress
     from autopar.ir.precision import Precision
 
-    policy = Precision.resolve(precision)
     with SearchProgress() as progress:
         found = predict_hybrid(
-            task.model, task.batch, loss_fn=task.loss_fn, precision=policy, progress=progress, **options
+            task.model,
+            task.batch,
+            cluster=target.cluster,
+            axes=target.axes,
+            microbatch=options.microbatch,
+            schedule=options.schedule,
+            recompute=options.recompute,
+            virtual=options.virtual,
+            recipe=str(options.recipe),
+            memory=target.memory,
+            loss_fn=task.loss_fn,
+            optimizer=target.optimizer,
+            precision=Precision.resolve(target.precision),
+            time_limit=options.time_limit,
+            progress=progress,
         )
     typer.echo(json.dumps(found.to_dict(), indent=1) if as_json else hybrid_table(found.to_dict()))

@@ -1,4 +1,4 @@
-"""``autopar simulate``."""
+"""``autopar simulate``: the step of a plan's graph, or of a pipeline with given durations."""
 
 from __future__ import annotations
 
@@ -18,36 +18,34 @@ from autopar.cli.options import (
     check_target,
     clear_errors,
 )
-from autopar.cli.task import Task, load_task
+from autopar.cli.task import ModelAndBatch, load_task
 
 
 def simulate_command(
-    model: Annotated[str | None, typer.Option(metavar="FILE.py:FUNCTION", help="With --plan: what it is of.")] = None,
-    plan: Annotated[
-        Path | None, typer.Option(metavar="FILE.json", help="Run the graph that a plan makes of a model.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(metavar="FILE.py:FUNCTION", help="The model, for --plan.")] = None,
+    plan: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Simulate the graph of this plan.")] = None,
     precision: Policy = None,
     schedule: Schedule = None,
     stages: Annotated[int, typer.Option(help="Devices of the pipeline.")] = 0,
-    microbatches: Annotated[int, typer.Option(help="Of a step.")] = 0,
-    forward: Annotated[float | None, typer.Option(metavar="MS", help="Of a microbatch on a device.")] = None,
-    backward_input: Annotated[float | None, typer.Option(metavar="MS", help="Of the backward: for the input.")] = None,
-    backward_weight: Annotated[float | None, typer.Option(metavar="MS", help="The same: for the weights.")] = None,
-    communication: Annotated[float, typer.Option(metavar="MS", help="From a stage to the next.")] = 0.0,
+    microbatches: Annotated[int, typer.Option(help="Microbatches per step.")] = 0,
+    forward: Annotated[float | None, typer.Option(metavar="MS", help="Forward pass of a microbatch.")] = None,
+    backward_input: Annotated[float | None, typer.Option(metavar="MS", help="Backward pass for the input.")] = None,
+    backward_weight: Annotated[float | None, typer.Option(metavar="MS", help="Backward pass for the weights.")] = None,
+    communication: Annotated[float, typer.Option(metavar="MS", help="Sending from a stage to the next.")] = 0.0,
     virtual: Annotated[int, typer.Option(help="Stages on each device, which share its time evenly.")] = 1,
     trace: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write a trace for Perfetto.")] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Run a plan's graph, or a pipeline with given durations: how long a step takes, what waits, and what is held."""
+    """Simulate a plan's graph, or a pipeline with given durations: step time, bubble and peak memory."""
     with clear_errors(debug):
         if (plan is None) == (schedule is None) or (plan is None) != (model is None):
             raise ValueError("simulate either --model and --plan, or a --schedule with its durations")
         durations = (forward, backward_input, backward_weight)
         if plan is not None and (stages or microbatches or communication or virtual != 1 or any(durations)):
-            raise ValueError("--stages, --microbatches, --virtual and durations are of a --schedule; leave them out")
+            raise ValueError("--stages, --microbatches, --virtual and durations are for a --schedule; leave them out")
         if schedule is not None and precision is not None:
-            raise ValueError("--precision is of a --plan; leave it out")
+            raise ValueError("--precision is for a --plan; leave it out")
         check_target("--trace", trace)
         from autopar.simulate import chrome_trace
 
@@ -62,8 +60,8 @@ def simulate_command(
         typer.echo(json.dumps(facts, indent=1) if as_json else table)
 
 
-def _simulated_plan(task: Task, file: Path, precision: str | None) -> tuple[Any, dict[str, Any], str]:
-    """A timeline of a plan's step, its figures and its table."""
+def _simulated_plan(task: ModelAndBatch, file: Path, precision: str | None) -> tuple[Any, dict[str, Any], str]:
+    """The timeline of a plan's step, its figures and its table."""
     from autopar.compiler import program_of, rewrite
     from autopar.explain.tables.progress import SearchProgress
     from autopar.explain.tables.simulation import step_table
@@ -80,7 +78,7 @@ def _simulated_plan(task: Task, file: Path, precision: str | None) -> tuple[Any,
         if plan.pipeline is not None:
             timeline = simulate(plan_tasks(local, plan))
             devices = dict(plan.axes)[plan.pipeline.axis]
-            return _told(timeline, plan.pipeline.order, devices, plan.microbatches, len(plan.stages) // devices)
+            return _with_table(timeline, plan.pipeline.order, devices, plan.microbatches, len(plan.stages) // devices)
         timeline = simulate(emitted(local, plan))
     facts = step_facts(timeline, plan)
     return timeline, facts, step_table(facts)
@@ -101,13 +99,13 @@ def _simulated_pipeline(
 
     text = as_text(schedule)
     rows = order(text, stages, microbatches, virtual)
-    ahead, for_input, for_weight, sending = seconds
-    tasks = pipeline(rows, ahead / virtual, for_input / virtual, for_weight / virtual, sending, saved=1 / virtual)
+    forward, for_input, for_weight, sending = seconds
+    tasks = pipeline(rows, forward / virtual, for_input / virtual, for_weight / virtual, sending, saved=1 / virtual)
     name = "a table by hand" if is_table(text) else text
-    return _told(simulate(tasks), name, stages, microbatches, virtual)
+    return _with_table(simulate(tasks), name, stages, microbatches, virtual)
 
 
-def _told(
+def _with_table(
     timeline: Any, schedule: str, stages: int, microbatches: int, virtual: int
 ) -> tuple[Any, dict[str, Any], str]:
     """A timeline of a pipeline, its figures and its table."""
@@ -116,6 +114,6 @@ def _told(
     numbers = {"stages": stages, "microbatches": microbatches, "virtual": virtual}
     facts: dict[str, Any] = {"schedule": schedule, **numbers, **timeline.to_dict()}
     for device in facts["devices"]:
-        # A byte was saved for each microbatch.
+        # The simulation saves one byte per microbatch, so that bytes count microbatches.
         device["peak_microbatches"] = device.pop("peak_memory_bytes")["activations"]
     return timeline, facts, pipeline_table(facts)

@@ -1,4 +1,4 @@
-"""The model and the batch that a command is for."""
+"""`load_task`: the user's model and batch, from the file that ``--model`` names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 
-class Task(NamedTuple):
+class ModelAndBatch(NamedTuple):
     """What FUNCTION returns: a model, an example batch and, for a model that does not return its loss, a loss."""
 
     model: Any
@@ -20,7 +20,7 @@ class Task(NamedTuple):
     loss_fn: Any = None
 
 
-def load_task(spec: str) -> Task:
+def load_task(spec: str) -> ModelAndBatch:
     """Model and batch from ``FILE.py:FUNCTION``; the file's folder is importable from then on.
 
     Raises:
@@ -34,14 +34,14 @@ def load_task(spec: str) -> Task:
     if not callable(function):
         raise ValueError(f"{file} has no function {name!r}; write one that returns (model, batch)")
     with _user_code(spec):
-        made = function()
-    if isinstance(made, Mapping) or not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise ValueError(f"{spec} returned {type(made).__name__}; it must return (model, batch) or add a loss_fn")
+        returned = function()
+    if isinstance(returned, Mapping) or not isinstance(returned, tuple) or len(returned) not in (2, 3):
+        raise ValueError(f"{spec} returned {type(returned).__name__}; it must return (model, batch) or add a loss_fn")
     import torch
 
-    if not isinstance(made[0], torch.nn.Module):
-        raise ValueError(f"{spec} returned a {type(made[0]).__name__} as the model; it must be a torch.nn.Module")
-    return Task(*made)
+    if not isinstance(returned[0], torch.nn.Module):
+        raise ValueError(f"{spec} returned a {type(returned[0]).__name__} as the model; it must be a torch.nn.Module")
+    return ModelAndBatch(*returned)
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -54,7 +54,7 @@ def _import_file(path: Path) -> ModuleType:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # classes of the file can be pickled
+    sys.modules.setdefault(path.stem, module)  # or classes of the file cannot be pickled
     with _user_code(str(path)):
         spec.loader.exec_module(module)
     return module
@@ -62,7 +62,7 @@ def _import_file(path: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def _user_code(what: str) -> Iterator[None]:
-    """An exception of the user's file, with its line."""
+    """Turn an exception in the user's file into one line that says where it was raised."""
     try:
         yield
     except Exception as error:

@@ -29,16 +29,17 @@ def verify_command(
     model: Model,
     axes: Axes,
     plan: Annotated[
-        str | None, typer.Option(metavar="FILE.json|random", help="A plan, or a random feasible one; default: search.")
+        str | None,
+        typer.Option(metavar="FILE.json|random", help="A plan, or a random feasible one; default: search."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of a random plan.")] = 0,
-    microbatches: Annotated[int | None, typer.Option(help="Of the plan; default: 1, or as stages need.", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Seed of a random plan.")] = 0,
+    microbatches: Annotated[int | None, typer.Option(help="Default: 1, or what the stages need.", min=1)] = None,
     stages: Stages = None,
     schedule: Schedule = None,
     virtual: Virtual = None,
     stage_axis: StageAxis = None,
     precision: Policy = None,
-    tolerance: Annotated[float, typer.Option(help="Largest error that is still equal.")] = 1e-9,
+    tolerance: Annotated[float, typer.Option(help="Largest error that counts as equal.")] = 1e-9,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -56,7 +57,7 @@ def verify_command(
         pins = pipeline_pins(stages, schedule, virtual, stage_axis)
         pins |= {} if microbatches is None else {"microbatches": microbatches}
         if pins and isinstance(chosen, Plan):
-            raise ValueError(f"--{next(iter(pins))} is of a plan to be made; --plan {plan} says it already")
+            raise ValueError(f"--{next(iter(pins))} applies to a new plan; --plan {plan} has its own")
         report = verify(
             task.model,
             task.batch,

@@ -1,14 +1,14 @@
 """`autopar plan --report`: one page with a plan's layouts, traffic, timeline, memory and what-if table.
 
-Everything is in the file: data as JSON, drawn by a script of the page's own (``page.html`` beside this file). Nothing
-is loaded from anywhere.
+Everything is in the file: the data as JSON, and the script that draws it (``page.html`` beside this file). The page
+loads nothing from anywhere.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from typing import Any
 
@@ -18,16 +18,17 @@ from autopar.capture import Batch, LossFunction
 from autopar.compiler import program_of, rewrite
 from autopar.costs.memory import format_bytes
 from autopar.explain.html_pipeline import (
-    PipelineStep,
+    SimulatedPipeline,
     device_rows,
     kinds_of,
     lanes,
-    pipeline_says,
-    pipeline_step,
+    pipeline_caption,
+    simulate_pipeline,
     stage_rows,
 )
-from autopar.explain.tables.recipes import Comparison, comparison_list
-from autopar.explain.what_if import Case, memory_of, what_if
+from autopar.explain.recipes import Comparison
+from autopar.explain.tables.recipes import comparison_list
+from autopar.explain.what_if import Case, Tick, memory_of, what_if
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import format_seconds, format_share
 from autopar.ir.precision import Precision
@@ -36,6 +37,8 @@ from autopar.simulate import COMPUTE, Timeline, simulate
 from autopar.simulate.graph_tasks import emitted
 
 MICROSECONDS = 1e6
+
+Rows = list[dict[str, Any]]
 
 
 def report_page(
@@ -48,24 +51,24 @@ def report_page(
     loss_fn: LossFunction | None = None,
     precision: Precision | None = None,
     search: Search | None = None,
-    tick: Callable[[int, int, str], None] = lambda *_: None,
+    tick: Tick = lambda *_: None,
 ) -> str:
-    """The page of a plan: its whole graph is simulated, and other devices, budgets and batches are searched.
+    """The page of a plan: simulates its whole graph, and searches other devices, budgets and batches.
 
     Args:
         model: as it was planned.
         batch: as it was planned.
         plan: what the page is of.
         recipes: what it is compared with.
-        budget: bytes a device that it was planned for.
+        budget: bytes per device that it was planned for.
         loss_fn: as it was planned.
         precision: as it was planned.
         search: as it was planned.
-        tick: told of the searches, see `autopar.explain.what_if.what_if`.
+        tick: called after each search, see `autopar.explain.what_if.what_if`.
     """
     program = program_of(model, batch, loss_fn=loss_fn, precision=precision)
     local = rewrite(program, plan)
-    step = simulate(emitted(local, plan)) if plan.pipeline is None else pipeline_step(local, plan)
+    step = simulate(emitted(local, plan)) if plan.pipeline is None else simulate_pipeline(local, plan)
     cases = what_if(model, batch, plan, budget=budget, loss_fn=loss_fn, precision=precision, search=search, tick=tick)
     return plan_page(type(model).__name__, plan, recipes, step, cases, budget)
 
@@ -74,7 +77,7 @@ def plan_page(
     name: str,
     plan: Plan,
     recipes: Sequence[Comparison],
-    step: Timeline | PipelineStep,
+    step: Timeline | SimulatedPipeline,
     cases: Sequence[Case],
     budget: float,
 ) -> str:
@@ -84,12 +87,12 @@ def plan_page(
         name: of the model.
         plan: what the page is of.
         recipes: what it is compared with.
-        step: its simulated step: on one device, of `autopar.simulate.graph_tasks.emitted`, or that of its stages.
-        cases: of `autopar.explain.what_if.what_if`.
-        budget: bytes a device that it was planned for.
+        step: the simulated step of one device (`autopar.simulate.graph_tasks.emitted`), or of all stages.
+        cases: from `autopar.explain.what_if.what_if`.
+        budget: bytes per device that it was planned for.
     """
     data = page_data(name, plan, recipes, step, cases, budget)
-    # What could end the script element is written as an escape of JSON's.
+    # "</script>" in a module's name would end the script element; JSON may escape any character.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     page = resources.files("autopar.explain").joinpath("page.html").read_text(encoding="utf-8")
     return page.replace("/*DATA*/", text)
@@ -99,167 +102,190 @@ def page_data(
     name: str,
     plan: Plan,
     recipes: Sequence[Comparison],
-    step: Timeline | PipelineStep,
+    step: Timeline | SimulatedPipeline,
     cases: Sequence[Case],
     budget: float,
 ) -> dict[str, Any]:
     """What the page shows, as plain data: simulated times in microseconds, everything else in seconds and bytes."""
-    held = memory_of(plan)
-    mesh = " x ".join(f"{axis} {size}" for axis, size in plan.axes)
-    staged = isinstance(step, PipelineStep)
-    timeline = step.timeline if isinstance(step, PipelineStep) else step
-    peaks = step.peaks if isinstance(step, PipelineStep) else [step.peak_memory(0)]
-    peak = max(sum(held.values()) for held in peaks)
-    parts = f"{plan.microbatches} microbatches" + (f", {len(plan.stages)} stages" if staged else "")
-    facts = [
-        ("devices", f"{math.prod(plan.axis_sizes)}: {mesh}"),
-        ("step, nothing overlapped", format_seconds(plan.predicted.step_seconds)),
-        ("step, simulated, without the optimizer's", format_seconds(timeline.step_seconds)),
-        *([("step in", parts)] if plan.microbatches > 1 or staged else []),
-        ("parameters, gradients, optimizer", f"{format_bytes(held)} of {format_bytes(budget)}"),
-        ("most that is held, simulated", format_bytes(peak)),
-        ("gap to the lower bound", format_share(plan.certificate.gap)),
-    ]
+    staged = isinstance(step, SimulatedPipeline)
     return {
         "title": f"{name} on {plan.cluster.name}",
         "space": f"Best of: {plan.certificate.space}.",
-        "facts": facts,
+        "facts": _facts(plan, step, budget),
         "recipes": _recipes(plan, recipes),
-        "told": "Seconds, bytes sent and parameters are of one device and step"
-        + (", if the devices of a stage had the whole model" if staged else "")
-        + "; of repeated modules, of all of them. A name in braces is the axis that splits a dim.",
-        "modules": [
-            {
-                "path": row.path,
-                "instances": row.instances,
-                "layouts": dict(row.layouts),
-                "seconds": row.seconds,
-                "sent": sum(row.communication_bytes.values()),
-                "memory": row.memory_bytes,
-            }
-            for row in plan.modules
-        ],
-        "traffic": [
-            {
-                "axis": axis,
-                "size": size,
-                "link": link.name,
-                "bytes": plan.predicted.communication_bytes.get(axis, 0.0),
-                "collectives": dict(plan.predicted.collectives.get(axis, {})),
-            }
-            for (axis, size), link in zip(plan.axes, plan.cluster.link_for(dict(plan.axes)), strict=True)
-        ],
-        "timeline": _pipeline(step, plan) if isinstance(step, PipelineStep) else _timeline(step),
-        "memory": _memory_of_stages(step, budget) if isinstance(step, PipelineStep) else _memory(step, budget),
-        "stages": stage_rows(step, plan) if isinstance(step, PipelineStep) else [],
-        "pipeline": device_rows(step) if isinstance(step, PipelineStep) else [],
-        "whatif": [
-            {
-                "devices": case.devices,
-                "budget": case.budget,
-                "samples": case.samples,
-                "seconds": case.step_seconds,
-                "memory": case.memory_bytes,
-                "way": case.way,
-                "reason": case.reason,
-                "chosen": case.given,
-            }
-            for case in cases
-        ],
+        "modules_caption": "Seconds, bytes sent and parameters are per device and step"
+        + (", as if the devices of a stage had the whole model" if staged else "")
+        + "; repeated modules are added up. A name in braces is the axis that splits a dim.",
+        "modules": _modules(plan),
+        "traffic": _traffic(plan),
+        "whatif": [_case(case) for case in cases],
+        **(_pipeline(step, plan, budget) if isinstance(step, SimulatedPipeline) else _one_device(step, budget)),
     }
 
 
-def _recipes(plan: Plan, recipes: Sequence[Comparison]) -> list[dict[str, Any]]:
+def _one_device(timeline: Timeline, budget: float) -> dict[str, Any]:
+    """The step of a plan without stages: all devices do the same."""
+    return {"timeline": _timeline(timeline), "memory": _memory(timeline, budget), "stages": [], "pipeline": []}
+
+
+def _pipeline(step: SimulatedPipeline, plan: Plan, budget: float) -> dict[str, Any]:
+    """The step of a plan with stages: a lane for each device of the pipeline."""
+    return {
+        "timeline": _pipeline_timeline(step, plan),
+        "memory": _pipeline_memory(step, budget),
+        "stages": stage_rows(step, plan),
+        "pipeline": device_rows(step),
+    }
+
+
+def _facts(plan: Plan, step: Timeline | SimulatedPipeline, budget: float) -> list[tuple[str, str]]:
+    """The figures at the top of the page."""
+    staged = isinstance(step, SimulatedPipeline)
+    timeline = step.timeline if isinstance(step, SimulatedPipeline) else step
+    peaks = step.peaks if isinstance(step, SimulatedPipeline) else [step.peak_memory(0)]
+    mesh = " x ".join(f"{axis} {size}" for axis, size in plan.axes)
+    splits = f"{plan.microbatches} microbatches" + (f", {len(plan.stages)} stages" if staged else "")
+    return [
+        ("devices", f"{math.prod(plan.axis_sizes)}: {mesh}"),
+        ("step, nothing overlapped", format_seconds(plan.predicted.step_seconds)),
+        ("step, simulated, without the optimizer's", format_seconds(timeline.step_seconds)),
+        *([("the step is split into", splits)] if plan.microbatches > 1 or staged else []),
+        ("parameters, gradients, optimizer", f"{format_bytes(memory_of(plan))} of {format_bytes(budget)}"),
+        ("peak memory, simulated", format_bytes(max(sum(peak.values()) for peak in peaks))),
+        ("gap to the lower bound", format_share(plan.certificate.gap)),
+    ]
+
+
+def _recipes(plan: Plan, recipes: Sequence[Comparison]) -> Rows:
     own = {"name": "this plan", "seconds": plan.predicted.step_seconds, "ratio": 1.0, "reason": "", "chosen": True}
     rows = [{**own, "memory": memory_of(plan)}]
     for row in comparison_list(plan, recipes):
-        seconds, memory, ratio = (row.get(key) for key in ("step_seconds", "memory_bytes", "ratio"))
-        shown = {
-            "name": row["recipe"],
-            "recomputing": row["recomputing"],
-            "seconds": seconds,
-            "memory": memory,
-            "ratio": ratio,
-        }
-        rows.append({**shown, "reason": row.get("reason", ""), "chosen": False})
+        rows.append(
+            {
+                "name": row["recipe"],
+                "recomputing": row["recomputing"],
+                "seconds": row.get("step_seconds"),
+                "memory": row.get("memory_bytes"),
+                "ratio": row.get("ratio"),
+                "reason": row.get("reason", ""),
+                "chosen": False,
+            }
+        )
     return rows
 
 
+def _modules(plan: Plan) -> Rows:
+    return [
+        {
+            "path": row.path,
+            "instances": row.instances,
+            "layouts": dict(row.layouts),
+            "seconds": row.seconds,
+            "sent": sum(row.communication_bytes.values()),
+            "memory": row.memory_bytes,
+        }
+        for row in plan.modules
+    ]
+
+
+def _traffic(plan: Plan) -> Rows:
+    links = plan.cluster.link_for(dict(plan.axes))
+    return [
+        {
+            "axis": axis,
+            "size": size,
+            "link": link.name,
+            "bytes": plan.predicted.communication_bytes.get(axis, 0.0),
+            "collectives": dict(plan.predicted.collectives.get(axis, {})),
+        }
+        for (axis, size), link in zip(plan.axes, links, strict=True)
+    ]
+
+
+def _case(case: Case) -> dict[str, Any]:
+    return {
+        "devices": case.devices,
+        "budget": case.budget,
+        "samples": case.samples,
+        "seconds": case.step_seconds,
+        "memory": case.memory_bytes,
+        "splits": case.splits,
+        "reason": case.reason,
+        "chosen": case.given,
+    }
+
+
 def _timeline(timeline: Timeline) -> dict[str, Any]:
-    """Tasks that take time, on streams; names are numbered, since layers repeat them."""
+    """Tasks that take time, a lane for each stream."""
     chosen = [(i, task) for i, task in enumerate(timeline.tasks) if task.seconds > 0]
     streams = sorted({task.stream for _, task in chosen}, key=lambda s: (s != COMPUTE, s))
-    names = {name: i for i, name in enumerate(dict.fromkeys(task.name for _, task in chosen))}
     exposed = timeline.exposed_communication.get(0, 0.0)
     return {
-        "says": (
-            f"The graph of the plan on one device, simulated: computes {format_seconds(timeline.busy.get(0, 0.0))}, "
-            f"communicates {format_seconds(exposed)} while nothing is computed. All devices do the same."
+        "caption": (
+            f"The plan's graph on one device, simulated: computes {format_seconds(timeline.busy.get(0, 0.0))}, "
+            f"exposed communication {format_seconds(exposed)}. All devices do the same."
         ),
         "streams": streams,
         "kinds": {s: sum(task.seconds for _, task in chosen if task.stream == s) for s in streams},
-        "names": list(names),
-        "tasks": [
-            [
-                names[task.name],
-                streams.index(task.stream),
-                round(float(timeline.start[i]) * MICROSECONDS, 3),
-                round(float(timeline.end[i] - timeline.start[i]) * MICROSECONDS, 3),
-                streams.index(task.stream),
-            ]
-            for i, task in chosen
-        ],
+        **_tasks(timeline, [(i, streams.index(task.stream), streams.index(task.stream)) for i, task in chosen]),
     }
 
 
-def _pipeline(step: PipelineStep, plan: Plan) -> dict[str, Any]:
-    """The same of a pipeline: lanes are devices, colors what is done for a microbatch."""
-    line = step.timeline
+def _pipeline_timeline(step: SimulatedPipeline, plan: Plan) -> dict[str, Any]:
+    """The same of a pipeline: a lane for each device, colors for what a task does for its microbatch."""
     streams, chosen = lanes(step)
-    names = {name: i for i, name in enumerate(dict.fromkeys(line.tasks[i].name for i, _, _ in chosen))}
     return {
-        "says": pipeline_says(step, plan),
+        "caption": pipeline_caption(step, plan),
         "streams": streams,
         "kinds": dict(kinds_of(step)),
-        "names": list(names),
-        "tasks": [
-            [
-                names[line.tasks[i].name],
-                lane,
-                round(float(line.start[i]) * MICROSECONDS, 3),
-                round(float(line.end[i] - line.start[i]) * MICROSECONDS, 3),
-                kind,
-            ]
-            for i, lane, kind in chosen
-        ],
+        **_tasks(step.timeline, chosen),
     }
 
 
-def _memory_of_stages(step: PipelineStep, budget: float) -> dict[str, Any]:
-    """Bytes over time on the device that holds the most; what is not activations as it is at its peak."""
+def _tasks(timeline: Timeline, chosen: Iterable[tuple[int, int, int]]) -> dict[str, Any]:
+    """Tasks as ``[name, lane, start, duration, kind]``, given as ``(position, lane, kind)``.
+
+    Names are numbered: every layer and microbatch repeats them, and a page has tens of thousands of tasks.
+    """
+    names: dict[str, int] = {}
+    tasks = []
+    for i, lane, kind in chosen:
+        start, end = float(timeline.start[i]), float(timeline.end[i])
+        number = names.setdefault(timeline.tasks[i].name, len(names))
+        tasks.append([number, lane, _microseconds(start), _microseconds(end - start), kind])
+    return {"names": list(names), "tasks": tasks}
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * MICROSECONDS, 3)
+
+
+def _pipeline_memory(step: SimulatedPipeline, budget: float) -> dict[str, Any]:
+    """Bytes over time on the device with the highest peak; only activations vary, the rest stays as at the peak."""
     device, end = step.fullest, step.timeline.step_seconds
     times, by_category = step.timeline.memory(device)
-    peak = step.peaks[device]
     activations = [0.0, *by_category.get("activations", [])]
-    shown = {name: [size] * (len(activations) + 1) for name, size in peak.items() if size and name != "activations"}
+    # The simulator tracks activations alone: the other categories are drawn as constants, one value per time.
+    constant = {name: size for name, size in step.peaks[device].items() if size and name != "activations"}
+    shown = {name: [size] * (len(activations) + 1) for name, size in constant.items()}
     shown["activations"] = [*activations, activations[-1]]
     ordered = sorted(shown.items(), key=lambda item: -max(item[1]))
     return {
-        "says": f"On device {device} of the pipeline, which holds the most, simulated. What is made and given back "
-        "within a task (transient) is shown as at its peak.",
-        "times": [round(t * MICROSECONDS, 3) for t in (0.0, *map(float, times), end)],
+        "caption": f"On device {device} of the pipeline, which has the highest peak, simulated. Transient memory, "
+        "which is freed within a task, is drawn as at its peak.",
+        "times": [_microseconds(float(t)) for t in (0.0, *times, end)],
         "categories": {name: [round(size) for size in sizes] for name, sizes in ordered},
         "budget": budget,
     }
 
 
 def _memory(timeline: Timeline, budget: float) -> dict[str, Any]:
-    """Bytes by category over time, the largest category lowest."""
+    """Bytes by category over time, the largest category at the bottom."""
     times, by_category = timeline.memory(0)
     shown = sorted((n for n, sizes in by_category.items() if sizes.any()), key=lambda n: -float(by_category[n].max()))
     return {
-        "says": "On one device, simulated.",
-        "times": [round(float(t) * MICROSECONDS, 3) for t in times],
+        "caption": "On one device, simulated.",
+        "times": [_microseconds(float(t)) for t in times],
         "categories": {name: [round(float(b)) for b in by_category[name]] for name in shown},
         "budget": budget,
     }

@@ -1,10 +1,10 @@
-"""A plan and the recipes, on the same machinery: how much better is it than what one would do by hand?"""
+"""`plan_and_compare`: a plan and the recipes under the same costs: how much faster than a hand-made layout is it?"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
@@ -14,7 +14,6 @@ from autopar.compiler import default_memory, program_to_plan, solve
 from autopar.costs.cluster import Cluster
 from autopar.costs.memory import format_bytes
 from autopar.errors import InfeasibleError
-from autopar.explain.tables.recipes import Comparison
 from autopar.ir.plan import INTERRUPTED, Plan
 from autopar.ir.precision import Precision
 from autopar.ir.program import Program
@@ -23,7 +22,29 @@ from autopar.search.options import RECOMPUTE, Progress, Search
 from autopar.search.solver.interrupt import requested, stoppable
 
 SECONDS = 10.0
-"""Time limit of the solver for a recipe, which leaves little open."""
+"""Time limit of the solver for a recipe, which leaves few choices open."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The best plan of one recipe, or why there is none.
+
+    Attributes:
+        recipe: its name.
+        plan: the best plan that is one of the recipe's; None if there is none.
+        reason: why there is none.
+        recomputing: whether it was searched with recomputation, since it does not fit without.
+    """
+
+    recipe: str
+    plan: Plan | None
+    reason: str = ""
+    recomputing: bool = False
+
+    @property
+    def label(self) -> str:
+        """What it is called in a table."""
+        return f"{self.recipe}, recomputing" if self.recomputing else self.recipe
 
 
 def plan_and_compare(
@@ -41,7 +62,7 @@ def plan_and_compare(
 ) -> tuple[Plan, tuple[Comparison, ...]]:
     """What `autopar.plan` finds, with its arguments, and a comparison with every recipe; the model is captured once.
 
-    Ctrl-C ends the search with the best plan so far, which is not compared.
+    Ctrl-C ends the search with the best plan so far, which is not compared with the recipes.
 
     Raises:
         KeyboardInterrupt: Ctrl-C came a second time, or before there was a plan that fits.
@@ -58,7 +79,7 @@ def plan_and_compare(
         try:
             found = solve(program, axes, machine, memory=budget, optimizer=optimizer, search=search, progress=progress)
         except InfeasibleError as e:
-            if requested():  # what was found so far does not fit, which says nothing
+            if requested():  # nothing found so far fits, but the search was not over: that proves nothing
                 raise KeyboardInterrupt from e
             raise
     if found.certificate.method == INTERRUPTED:
@@ -88,7 +109,7 @@ def compare_recipes(
             search, recipe=name, roles=roles, pins={}, time_limit=min(search.time_limit, SECONDS), check=False
         )
         try:
-            row = Comparison(name, _alike(program, found, own, memory))
+            row = Comparison(name, _solve_like(program, found, own, memory))
         except (InfeasibleError, ValueError) as e:
             row = Comparison(name, None, reason_of(e))
             if isinstance(e, InfeasibleError) and e.needed is not None:
@@ -101,20 +122,20 @@ def _recomputing(program: Program, found: Plan, search: Search, memory: str | fl
     """A recipe that does not fit without recomputation."""
     name = str(search.recipe)
     try:
-        plan = _alike(program, found, replace(search, pins={RECOMPUTE: "search"}), memory)
+        plan = _solve_like(program, found, replace(search, pins={RECOMPUTE: "search"}), memory)
     except InfeasibleError as e:
         return Comparison(name, None, reason_of(e), recomputing=True)
     return Comparison(name, plan, recomputing=True)
 
 
-def _alike(program: Program, found: Plan, search: Search, memory: str | float | None) -> Plan:
-    """The best plan of another search, for what a plan is for."""
+def _solve_like(program: Program, found: Plan, search: Search, memory: str | float | None) -> Plan:
+    """The best plan of another search, for the mesh, cluster and optimizer of a plan."""
     return solve(program, dict(found.axes), found.cluster, memory=memory, optimizer=found.optimizer, search=search)
 
 
 def reason_of(error: Exception) -> str:
-    """Why there is no plan, in a few words where it is a matter of memory."""
+    """Why there is no plan, in a few words if memory is too small."""
     if isinstance(error, InfeasibleError) and error.needed is not None and error.budget is not None:
         needed, missing, budget = map(format_bytes, (error.needed, error.needed - error.budget, error.budget))
-        return f"needs {needed} a device, {missing} more than the budget of {budget}"
+        return f"needs {needed} per device, {missing} more than the budget of {budget}"
     return str(error)

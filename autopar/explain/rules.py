@@ -1,4 +1,4 @@
-"""Every rule there is: written ones with the calls that prove them, and those discovered for a model."""
+"""`list_rules`: the written rules with the number of calls that prove them, and those discovered for a model."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,27 +15,32 @@ from autopar.errors import AutoparError, InfeasibleError
 from autopar.explain.recipes import SECONDS, reason_of
 from autopar.ir.plan import Plan
 from autopar.ir.precision import Precision
+from autopar.ir.program import Program
 from autopar.ir.signature import pytree
 from autopar.pipeline.custom_schedule import as_text, is_table
 from autopar.search.options import MICROBATCHES, SCHEDULE, Search
 
 FACTORS = (0.5, 1.0, 2.0)
-"""Of devices (along the outermost axis), of the budget and of the batch."""
+"""By which devices (along the outermost axis), budget and batch are scaled."""
+
+
+Tick = Callable[[int, int, str], None]
+"""Progress: how many cases are done, how many there are, and what the last one was."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One answer.
+    """The plan, or the lack of one, for one number of devices, one budget and one batch size.
 
     Attributes:
         devices: in all.
-        budget: bytes a device.
-        samples: of the batch.
-        step_seconds: predicted; None where there is no plan.
-        memory_bytes: that a device needs; None where there is no plan.
-        way: in how many microbatches and stages, for people; empty: the whole batch at once.
+        budget: bytes per device.
+        samples: in the batch.
+        step_seconds: predicted; None without a plan.
+        memory_bytes: per device at its peak; None without a plan.
+        splits: into how many microbatches and stages, for people; empty: the whole batch at once.
         reason: why there is no plan.
-        given: it is what the plan is for.
+        given: whether it is the case of the plan itself.
     """
 
     devices: int
@@ -43,7 +48,7 @@ class Case:
     samples: int
     step_seconds: float | None = None
     memory_bytes: float | None = None
-    way: str = ""
+    splits: str = ""
     reason: str = ""
     given: bool = False
 
@@ -57,84 +62,107 @@ def what_if(
     loss_fn: LossFunction | None = None,
     precision: Precision | None = None,
     search: Search | None = None,
-    tick: Callable[[int, int, str], None] = lambda *_: None,
+    tick: Tick = lambda *_: None,
 ) -> list[Case]:
     """Plan for half, the same and twice as many devices, bytes and samples, in every combination.
 
     The outermost axis has half (where that is whole) or twice as many devices. The batch is scaled along the first dim
-    of its tensors, if that is the same of all. How many microbatches there are is searched as for the plan; where they
-    are pinned, that is for the plan's own batch. A budget that the plan of a larger one fits into has that plan, and
-    one below a budget that nothing fits into has none: neither is searched.
+    of its tensors, if all agree on it. The number of microbatches is searched as for the plan; a pinned number holds
+    for the plan's own batch only.
 
     Args:
         model: as it was planned.
         batch: as it was planned.
         found: the plan.
-        budget: bytes a device that it was planned for.
+        budget: bytes per device that it was planned for.
         loss_fn: as it was planned.
         precision: as it was planned.
         search: as it was planned.
-        tick: called with how many cases are done, how many there are, and what the last one was.
+        tick: called after each case.
     """
     search = search or Search()
     search = replace(search, time_limit=min(search.time_limit, SECONDS), check=False)
-    loose = without_count(search)
-    cluster, batches = found.cluster, _batches(batch)
-    meshes = _meshes(found.axes)
+    batches, meshes = _batches(batch), _meshes(found.axes)
     budgets = sorted((budget * factor for factor in FACTORS), reverse=True)
     total, cases = len(batches) * len(meshes) * len(budgets), []
-    for samples, own in batches:
+    for samples, scaled in batches:
+        # A pinned number of microbatches divides the plan's own batch, not every other.
+        own_search = search if scaled is batch else without_count(search)
+        given = (dict(found.axes), budget) if scaled is batch else None
+        wanted = [(axes, _cases(axes, budgets, samples, given)) for axes in meshes]
         try:
-            program = program_to_plan(model, own, loss_fn=loss_fn, precision=precision, search=search)
+            program = program_to_plan(model, scaled, loss_fn=loss_fn, precision=precision, search=search)
         except AutoparError as e:  # a model may insist on the size of its batch
-            cases += [
-                Case(math.prod(axes.values()), size, samples, reason=reason_of(e))
-                for axes in meshes
-                for size in budgets
-            ]
+            cases += [replace(case, reason=reason_of(e)) for _, each in wanted for case in each]
             continue
-        for axes in meshes:
-            fits: Plan | None = None
-            failed: InfeasibleError | None = None
-            for size in budgets:
-                given = own is batch and axes == dict(found.axes) and size == budget
-                case = Case(math.prod(axes.values()), size, samples, given=given)
-                try:
-                    if given:
-                        fits = found
-                    elif failed is not None:  # in less memory it is no better
-                        raise InfeasibleError(str(failed), needed=failed.needed, budget=size)
-                    elif fits is None or needed_by(fits) > size:
-                        own_search = search if own is batch else loose
-                        fits = solve(program, axes, cluster, memory=size, optimizer=found.optimizer, search=own_search)
-                except (InfeasibleError, ValueError) as e:
-                    failed = e if isinstance(e, InfeasibleError) and e.needed is not None else failed
-                    cases.append(replace(case, reason=reason_of(e)))
-                else:
-                    seconds, held = fits.predicted.step_seconds, needed_by(fits)
-                    cases.append(replace(case, step_seconds=seconds, memory_bytes=held, way=way_of(fits)))
-                tick(len(cases), total, f"{case.devices} devices, {samples} samples")
+        for case in (case for axes, each in wanted for case in _solved(program, axes, each, found, own_search)):
+            cases.append(case)
+            tick(len(cases), total, f"{case.devices} devices, {case.samples} samples")
     return cases
 
 
+def _cases(
+    axes: Mapping[str, int], budgets: Sequence[float], samples: int, given: tuple[Mapping[str, int], float] | None
+) -> list[Case]:
+    """Cases without plans, one for each budget; ``given`` is the mesh and the budget of the plan itself."""
+    return [Case(math.prod(axes.values()), size, samples, given=given == (axes, size)) for size in budgets]
+
+
+def _solved(
+    program: Program, axes: Mapping[str, int], cases: Sequence[Case], found: Plan, search: Search
+) -> Iterator[Case]:
+    """The cases of one program on one mesh, with their plans or reasons.
+
+    The budgets come in descending order, which saves searches: the best plan under a larger budget stays the best as
+    long as it fits, and what did not fit a larger budget does not fit a smaller one.
+    """
+    fits: Plan | None = None
+    failed: InfeasibleError | None = None
+    for case in cases:
+        if case.given:
+            fits = found
+            yield _with_plan(case, found)
+            continue
+        if failed is not None:
+            yield replace(case, reason=_too_small(failed, case.budget))
+            continue
+        try:
+            if fits is None or needed_by(fits) > case.budget:
+                fits = solve(program, axes, found.cluster, memory=case.budget, optimizer=found.optimizer, search=search)
+            yield _with_plan(case, fits)
+        except (InfeasibleError, ValueError) as e:
+            failed = e if isinstance(e, InfeasibleError) and e.needed is not None else None
+            yield replace(case, reason=reason_of(e))
+
+
+def _with_plan(case: Case, plan: Plan) -> Case:
+    seconds, memory = plan.predicted.step_seconds, needed_by(plan)
+    return replace(case, step_seconds=seconds, memory_bytes=memory, splits=splits_of(plan))
+
+
+def _too_small(failed: InfeasibleError, budget: float) -> str:
+    """Why a budget is too small, from the error of a larger one."""
+    return reason_of(InfeasibleError(str(failed), needed=failed.needed, budget=budget))
+
+
 def memory_of(plan: Plan) -> float:
-    """Bytes of a device between steps, all categories."""
+    """Bytes per device between steps, all categories."""
     return sum(plan.predicted.memory_bytes.values())
 
 
 def needed_by(plan: Plan) -> float:
-    """Bytes of a device at its peak, which is what a budget is for; between steps where that was not asked for."""
+    """Bytes per device at the peak, which the budget limits; between steps if the plan has no predicted peak."""
     return sum(plan.predicted.peak_bytes.values()) or memory_of(plan)
 
 
-def way_of(plan: Plan) -> str:
-    """In how many microbatches and stages a plan works, for people."""
+def splits_of(plan: Plan) -> str:
+    """Into how many microbatches and stages a plan splits the step, for people."""
     parts = [f"{plan.microbatches} microbatches"] * (plan.microbatches > 1)
     return ", ".join([*parts, *[f"{len(plan.stages)} stages"] * (plan.pipeline is not None)])
 
 
 def without_count(search: Search) -> Search:
-    """The search without a pinned number of microbatches, unless a schedule by hand is for just that number."""
+    """The search without a pinned number of microbatches, unless a hand-written schedule needs just that number."""
     by_hand = SCHEDULE in search.pins and is_table(as_text(search.pins[SCHEDULE]))
     return search if by_hand else replace(search, pins={k: v for k, v in search.pins.items() if k != MICROBATCHES})
 
@@ -145,7 +173,7 @@ def _meshes(axes: Sequence[tuple[str, int]]) -> list[dict[str, int]]:
 
 
 def _batches(batch: Batch) -> list[tuple[int, Batch]]:
-    """Batches of half, the same and twice as many samples; only the given one where samples are not clear."""
+    """Batches of half, the same and twice as many samples; only the given one where its tensors disagree."""
     tensors, skeleton = pytree.flatten(batch, "batch")
     lengths = {t.shape[0] if t.ndim else 0 for t in tensors}
     if len(lengths) != 1 or 0 in lengths:

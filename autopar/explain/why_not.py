@@ -1,4 +1,4 @@
-"""`ask`: what a plan would cost if a tensor lay otherwise, and what stands against it."""
+"""`ask`: what a plan would cost if a tensor had another layout, and what rules that layout out."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from autopar.sharding.layer_classes import layer_classes
 
 @dataclass(frozen=True)
 class Answer:
-    """The best plan in which a tensor has a placement.
+    """The best plan in which a tensor has a given placement.
 
     Attributes:
-        wanted: placement by axis; the other axes are searched.
-        plan: with it; None if there is none.
-        reason: what blocks it.
+        wanted: placement by axis; the search chooses on the other axes.
+        plan: the best one with it; None if there is none.
+        reason: why there is none.
     """
 
     wanted: Mapping[str, str]
@@ -47,14 +47,14 @@ def ask(
     search: Search | None = None,
     progress: Progress | None = None,
 ) -> Answer:
-    """Solve again with a placement pinned.
+    """Solve once more with a placement pinned.
 
     Args:
         program: canonical program that the plan is of.
         found: the plan.
-        name: a parameter, ``batch.N``, ``result.N`` or a module, for what it hands on; layers that are laid out alike
-            follow.
-        wanted: placement of it by axis; axes that are not named are searched.
+        name: a parameter, ``batch.N``, ``result.N`` or a module, for its output; layers that share
+            their layouts follow.
+        wanted: its placement by axis; the search chooses on axes that are not named.
         memory: budget per device.
         search: how the plan was searched.
         progress: called with ``(phase, incumbent, bound)``.
@@ -71,6 +71,7 @@ def ask(
         if isinstance(placement, Split) and placement.dim >= ndim:
             raise ValueError(f"{name} has {ndim} dims; {text} splits dim {placement.dim}, counted from 0")
     name = program.aliases.get(name, name)
+    # Captured layers stand for the others: a pin on one must hold for all that share its decisions.
     names = program.repeat.alike(name) if program.repeat else (name,)
     pins: dict[str, Any] = {**search.pins, **{n: [wanted.get(axis) for axis in found.axis_names] for n in names}}
     try:
@@ -99,13 +100,13 @@ def tensor_of(program: Program, name: str) -> tuple[str, int]:
     if own not in known:
         close = difflib.get_close_matches(own, known, n=3) or list(known)[:3]
         raise ValueError(
-            f"no parameter, batch.N, result.N or module that hands on one tensor is called {name!r}; there are "
+            f"no parameter, batch.N, result.N or module with one output tensor is called {name!r}; there are "
             f"{', '.join(close)}, ..."
         )
     return own, known[own]
 
 
-def lies(program: Program, name: str) -> bool:
+def has_layout(program: Program, name: str) -> bool:
     """Whether a name is that of a tensor with a layout of its own: a parameter, ``batch.N`` or ``result.N``."""
     return program.aliases.get(name, name) in _tensors(program)
 
@@ -125,7 +126,7 @@ def _tensors(program: Program) -> dict[str, int]:
 
 
 def _modules(program: Program) -> dict[str, int]:
-    """Dims of what modules hand on; of several tensors each has its number behind the name."""
+    """Dims of module outputs; of several tensors each has its number after the name."""
     known = {}
     for name, rows in module_outputs(program).items():
         (node, index), mark = rows[0]
@@ -136,11 +137,11 @@ def _modules(program: Program) -> dict[str, int]:
     return known
 
 
-def handed_layout(part: Program, plan: Plan, name: str) -> Layout:
-    """In which a plan hands on what a module makes, as it lies in the graph.
+def output_layout(part: Program, plan: Plan, name: str) -> Layout:
+    """The layout of a module output under a plan: the consumer layout if the value has one.
 
     Args:
-        part: the program that the plan is of; of one microbatch.
+        part: the program that the plan is of, one microbatch of it.
         plan: of it.
         name: see `tensor_of`.
     """
@@ -153,14 +154,14 @@ def handed_layout(part: Program, plan: Plan, name: str) -> Layout:
 
 
 def layout_in(plan: Plan, name: str) -> Layout:
-    """Of a parameter, ``batch.N`` or ``result.N``."""
+    """The layout of a parameter, ``batch.N`` or ``result.N``."""
     kind, _, number = name.partition(".")
     table = {"batch": plan.batch, "result": plan.results}.get(kind) if name not in plan.parameters else None
     return plan.parameters[name] if table is None else table[number]
 
 
 def alternatives(program: Program, found: Plan, name: str) -> list[dict[str, str]]:
-    """Every other placement of a tensor on one axis, axis by axis; of a dim of several factors the first."""
+    """Every other placement of a tensor on one axis, axis by axis; a dim of several factors is split on the first."""
     own, ndim = tensor_of(program, name)
     options = ("R", *(f"S({dim}.0)" for dim in range(ndim)))
     chosen = zip(found.axis_names, layout_in(found, own), strict=True)
@@ -168,7 +169,7 @@ def alternatives(program: Program, found: Plan, name: str) -> list[dict[str, str
 
 
 def parse_wanted(text: str, axes: Iterable[str]) -> dict[str, str]:
-    """Placements by axis from ``Shard(1)@gpu``; the axis may be left out where there is one.
+    """Placements by axis from ``Shard(1)@gpu``; the axis may be left out if there is only one.
 
     Raises:
         ValueError: a part is not PLACEMENT@AXIS.

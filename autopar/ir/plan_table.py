@@ -1,4 +1,4 @@
-"""A plan as text for people: where tensors lie, what a step costs, and how good the plan can be said to be."""
+"""A plan as text for people: layouts, what a step costs, and how far the plan is from the lower bound."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ METHODS = {
     "time limit": "stopped by the time limit",
     "interrupted": "stopped by Ctrl-C",
     "Lagrangian": "Lagrangian of the memory constraint, exact at each multiplier; layers split between two of them",
-    MEMORY_REPAIR: "plan of minimum memory, repaired by its graph's peak",
-    "axis by axis": "one or two axes at a time, bounded axis by axis",
+    MEMORY_REPAIR: "minimum-memory plan, repaired until the peak of its graph fits",
+    "axis by axis": "one or two axes at a time, with a bound for each axis",
 }
-"""What closed a search, in words; a method that is not here is printed as it is."""
+"""How a search ended, in words; an unknown method is printed as it is."""
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "buffers")
 
 LISTED = 4
-"""Modules that are named of a stage."""
+"""Modules that are listed of a stage."""
 
 PADDED = 4
-"""Padded parameters that are named."""
+"""Padded parameters that are listed."""
 
-LEGEND = "{axis}: split over that axis; +sum{axis}: still to be summed; xN: N alike, figures of all"
+LEGEND = "{axis}: split over that axis; +sum{axis}: partial sums over it; xN: N repeated modules, added up"
 
 
 def plan_table(plan: Plan, width: int = 100) -> str:
@@ -108,7 +108,7 @@ def _header(plan: Plan) -> RenderableType:
         ("optimizer", plan.optimizer),
     ]
     if plan.pipeline is not None:
-        parts = ", each device sends a part of what those of its stage all have" if plan.scatter else ""
+        parts = ", devices of a stage with equal outputs each send a part" if plan.scatter else ""
         said = f"{len(plan.stages)} along axis {plan.pipeline.axis}, schedule {plan.pipeline.order}{parts}"
         rows.append(("stages", said))
         for number, stage in enumerate(plan.stages):
@@ -125,7 +125,7 @@ def _modules(plan: Plan) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, caption_justify="left")
     table.add_column("module and its layouts", overflow="fold")
     table.add_column("time", justify="right", no_wrap=True)
-    table.add_column("sent by a device", justify="right", no_wrap=True)
+    table.add_column("sent per device", justify="right", no_wrap=True)
     table.add_column("parameters", justify="right", no_wrap=True)
     for row in plan.modules:
         layouts = Padding(figures(row.layouts.items()), (0, 0, 0, 2))
@@ -145,7 +145,7 @@ def _traffic(by_axis: Mapping[str, float], axes: Sequence[str]) -> str:
 
 
 def _totals(plan: Plan) -> RenderableType:
-    """Figures of a whole step on one device; a table with a row for each axis, and memory by category."""
+    """Figures of a whole step on one device: seconds, traffic by axis, and memory by category."""
     predicted = plan.predicted
     communication = max(0.0, predicted.step_seconds - predicted.compute_seconds - predicted.host_seconds)
     split = f"compute {format_seconds(predicted.compute_seconds)}, communication {format_seconds(communication)}"
@@ -155,48 +155,49 @@ def _totals(plan: Plan) -> RenderableType:
         sent = format_bytes(predicted.communication_bytes.get(name, 0.0))
         counts = predicted.collectives.get(name, {})
         kinds = ", ".join(f"{count} {kind.replace('_', '-')}" for kind, count in counts.items() if count)
-        rows.append((f"axis {name} ({size})", f"{sent} sent by each device; {kinds or 'no collectives'}"))
+        rows.append((f"axis {name} ({size})", f"{sent} sent per device; {kinds or 'no collectives'}"))
     memory = predicted.memory_bytes
     order = [name for name in CATEGORIES if name in memory] + [name for name in memory if name not in CATEGORIES]
     each = ", ".join(f"{name} {format_bytes(memory[name])}" for name in order)
-    rows.append(("memory a device", f"{format_bytes(sum(memory.values()))}: {each}" if each else "not predicted"))
-    peak = sorted(predicted.peak_bytes.items(), key=lambda held: -held[1])
+    rows.append(("memory per device", f"{format_bytes(sum(memory.values()))}: {each}" if each else "not predicted"))
+    peak = sorted(predicted.peak_bytes.items(), key=lambda item: -item[1])
     if peak:
         each = ", ".join(f"{name} {format_bytes(size)}" for name, size in peak if size)
         rows.append(("peak in a step", f"{format_bytes(sum(size for _, size in peak))}: {each}"))
     if plan.certificate.memory_price > 0:
-        rows.append(("price of memory", price_text(plan)))
+        rows.append(("shadow price of memory", price_text(plan)))
     if plan.microbatches > 1:
-        rows.append(("microbatches", f"{plan.microbatches} parts of the batch one after the other, gradients added up"))
+        rows.append(("microbatches", f"{plan.microbatches} parts of the batch in sequence; gradients accumulate"))
     if plan.offload:
         states = sum(name.startswith("parameter ") for name in plan.offload)
-        kinds = f"{len(plan.offload) - states} kinds of values until the backward pass"
+        kinds = f"{len(plan.offload) - states} kinds of saved values"
         kinds += f", optimizer state of {states} kinds of parameters" if states else ""
-        rows.append(("on the host", f"{format_bytes(predicted.host_bytes)} of a device: {kinds}"))
+        rows.append(("offloaded", f"{format_bytes(predicted.host_bytes)} per device: {kinds}"))
     if plan.recompute:
         moved = sum(name.startswith("consumer ") for name in plan.recompute)
-        apart = sum(name.startswith(PER_USE) for name in plan.recompute)
-        kinds = f"{len(plan.recompute) - moved - apart} kinds of operators computed, {moved} kinds of values moved"
-        kinds += f" ({apart} of them for each user)" if apart else ""
-        rows.append(("in the backward", f"{kinds} again instead of kept"))
+        per_use = sum(name.startswith(PER_USE) for name in plan.recompute)
+        kinds = f"{len(plan.recompute) - moved - per_use} kinds of operators; re-gathered: {moved} kinds of values"
+        kinds += f", {per_use} of them per use" if per_use else ""
+        rows.append(("recomputed", kinds))
     return figures([("", ""), *rows])
 
 
 def price_text(plan: Plan) -> str:
-    """What a little more memory would save: a GiB, or less where that is more than an eighth of what is held."""
-    held, size = sum(plan.predicted.peak_bytes.values()), 2.0**30
-    while size > held / 8 and size > 1:
+    """What a little more memory would save: of a GiB, or of less if a GiB is more than an eighth of the peak."""
+    peak, size = sum(plan.predicted.peak_bytes.values()), 2.0**30
+    # The price is a slope: it holds for changes that are small beside the peak.
+    while size > peak / 8 and size > 1:
         size /= 8
     saved = plan.certificate.memory_price * size
     share = format_share(saved / max(plan.predicted.step_seconds, 1e-300))
-    return f"{format_bytes(size)} more a device would save about {format_seconds(saved)} a step ({share})"
+    return f"{format_bytes(size)} more per device would save about {format_seconds(saved)} per step ({share})"
 
 
 def _checked(certificate: Certificate) -> str:
     verified = certificate.checked or 0.0
     distance = max(0.0, certificate.objective - verified) / max(certificate.objective, 1e-300)
     return (
-        f"{format_seconds(verified)}: verified from duals, apart from the search; the objective is at most "
+        f"{format_seconds(verified)}: verified from duals, independently of the search; the objective is at most "
         f"{format_share(distance)} above"
     )
 
@@ -211,7 +212,7 @@ def _certificate(certificate: Certificate) -> RenderableType:
     return figures(
         [
             ("", ""),
-            ("objective", f"{format_seconds(certificate.objective)} a step, as the search counts"),
+            ("objective", f"{format_seconds(certificate.objective)} per step, as the search counts"),
             ("lower bound", f"{bound}: {meaning}"),
             ("gap", format_share(gap)),
             *([("checked", _checked(certificate))] if certificate.checked is not None else []),

@@ -87,10 +87,10 @@ def test_json_is_the_plan_and_nothing_else(model: str) -> None:
 def test_recipes_are_compared_with_the_plan(model: str) -> None:
     result = plan(f"{model}:make")
     assert result.exit_code == 0, result.output
-    table = result.stdout[result.stdout.index("beside recipes") :]
+    table = result.stdout[result.stdout.index("compared with recipes") :]
     assert table.index("this plan") < table.index("ddp") < table.index("fsdp") < table.index("megatron")
-    assert "not here" in table  # the model has no sequence
-    assert "megatron-sequence" in table[table.index("not here") :]
+    assert "not applicable" in table  # the model has no sequence
+    assert "megatron-sequence" in table[table.index("not applicable") :]
     rows = {row["recipe"]: row for row in json.loads(plan(f"{model}:make", "--json").stdout)["recipes"]}
     assert list(rows) == ["ddp", "zero1", "zero2", "fsdp", "hsdp", "megatron", "megatron-sequence"]
     assert rows["ddp"]["ratio"] >= 1 - 1e-3
@@ -135,9 +135,9 @@ def test_explain_says_what_a_module_keeps(model: str) -> None:
     assert "(relu)" in result.stdout and "for the backward pass" in result.stdout
     facts = json.loads(run("explain", "up", *options, "--json").stdout)
     assert facts["name"] == "up" and "answers" not in facts
-    assert {t["state"] for t in facts["tensors"]} <= {"passing", "kept"}
+    assert {t["state"] for t in facts["tensors"]} <= {"not saved", "saved"}
     wrong = run("explain", "uup", *options, "--why-not", "Shard(1)@b")
-    assert wrong.exit_code == 2 and "or module that hands on one tensor is called 'uup'; there are up" in wrong.stderr
+    assert wrong.exit_code == 2 and "or module with one output tensor is called 'uup'; there are up" in wrong.stderr
 
 
 def test_layouts_of_modules_are_pinned_and_asked_for(model: str) -> None:
@@ -164,7 +164,7 @@ def test_diff_exits_with_1_where_plans_differ(model: str) -> None:
     assert "the same layouts" in same.stdout
     other = run("diff", "free.json", "fsdp.json")
     assert other.exit_code == 1
-    assert "laid out otherwise" in other.stdout
+    assert "layouts that differ" in other.stdout
     facts = json.loads(run("diff", "free.json", "fsdp.json", "--json").stdout)
     assert {row["name"] for row in facts["layouts"]} >= {"up.weight", "down.weight"}
     missing = run("diff", "free.json", "nowhere.json")
@@ -311,12 +311,12 @@ def test_pipelines_are_planned_simulated_and_verified(model: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("command", "more", "expected"),
     [
-        ("plan", ("--stages", "2", "--microbatch", "1"), "--microbatch and --recompute are of plans without --stages"),
+        ("plan", ("--stages", "2", "--microbatch", "1"), "--microbatch and --recompute are for plans without --stages"),
         ("plan", ("--stages", "nowhere", "--microbatches", "2"), "no stage can begin at 'nowhere'"),
         ("plan", ("--stages", "2", "--schedule", "absent.csv"), "No such file"),
         ("plan", ("--schedule", "gpipe"), "or --stages for a pipeline that runs"),
-        ("plan", ("--stage-axis", "a"), "--stage-axis is of a pipeline: add --stages"),
-        ("verify", ("--virtual", "2"), "--virtual is of a pipeline: add --stages"),
+        ("plan", ("--stage-axis", "a"), "--stage-axis belongs to a pipeline: add --stages"),
+        ("verify", ("--virtual", "2"), "--virtual belongs to a pipeline: add --stages"),
     ],
 )
 def test_options_of_pipelines_say_what_is_wrong(model: str, command: str, more: tuple[str, ...], expected: str) -> None:
@@ -444,8 +444,8 @@ def test_plan_predicts_stages() -> None:
     [
         ((), 2, "predicted for --recipe megatron or megatron-sequence; add it"),
         (("--axes", "gpu=2", "--schedule", "gpipe"), 2, "predicted for --recipe megatron or megatron-sequence; add it"),
-        (("--recipe", "megatron", "--roles", "tp=tensor"), 2, "the names of the axes do"),
-        (("--recipe", "megatron", "--stage-axis", "pp"), 2, "of a pipeline that runs: add --stages"),
+        (("--recipe", "megatron", "--roles", "tp=tensor"), 2, "the names of the axes (pp, dp, tp) decide"),
+        (("--recipe", "megatron", "--stage-axis", "pp"), 2, "for a pipeline that runs: add --stages"),
         (("--recipe", "megatron", "--save", "plan.json"), 2, "one with stages is only predicted"),
         (("--recipe", "megatron", "--schedule", "2f2b"), 2, "unknown schedule '2f2b'"),
         (("--recipe", "megatron", "--recompute", "some"), 2, 'there are "none", "selective" and "full"'),
@@ -470,7 +470,7 @@ def test_simulate_runs_the_graph_of_a_plan(model: str, tmp_path: Path) -> None:
         == json.loads(path.read_text())["predicted"]["memory_bytes"]["parameters"]
     )
     assert any(event["name"] == "memory" for event in json.loads(trace.read_text())["traceEvents"])
-    assert "most memory" in run("simulate", "--model", model, "--plan", str(path)).stdout
+    assert "peak memory" in run("simulate", "--model", model, "--plan", str(path)).stdout
 
 
 @pytest.mark.parametrize(
@@ -485,9 +485,9 @@ def test_simulate_wants_a_plan_or_a_schedule(options: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("options", "wrong"),
     [
-        (("--model", "m.py:f", "--plan", "p.json", "--stages", "2"), "durations are of a --schedule"),
-        (("--model", "m.py:f", "--plan", "p.json", "--forward", "2"), "durations are of a --schedule"),
-        (("--schedule", "1f1b", "--precision", "bf16"), "--precision is of a --plan"),
+        (("--model", "m.py:f", "--plan", "p.json", "--stages", "2"), "durations are for a --schedule"),
+        (("--model", "m.py:f", "--plan", "p.json", "--forward", "2"), "durations are for a --schedule"),
+        (("--schedule", "1f1b", "--precision", "bf16"), "--precision is for a --plan"),
     ],
 )
 def test_simulate_refuses_options_of_the_other_kind(options: tuple[str, ...], wrong: str) -> None:

@@ -182,10 +182,10 @@ def test_more_samples_in_as_little_memory_take_more_microbatches(monkeypatch: py
     found = solve(program, {"a": 2}, slow_devices(), memory=1e9, search=search)
     budget = 1.1 * needed_by(found)
     cases = what_if(model, batch, found, budget=budget, search=search)
-    ways = {(c.budget, c.samples): c.way for c in cases if c.devices == 2}
-    assert ways[budget, 64] == "2 microbatches"
-    assert ways[budget, 128] in ("4 microbatches", "8 microbatches")
-    assert ways[2 * budget, 128] in ("", "2 microbatches")
+    splits = {(c.budget, c.samples): c.splits for c in cases if c.devices == 2}
+    assert splits[budget, 64] == "2 microbatches"
+    assert splits[budget, 128] in ("4 microbatches", "8 microbatches")
+    assert splits[2 * budget, 128] in ("", "2 microbatches")
 
 
 STAGED = {"stages": 2, "microbatches": 4, "schedule": "zb-h1"}
@@ -208,7 +208,7 @@ def test_the_data_of_stages_are_those_of_the_plan(staged: tuple[Plan, str]) -> N
     assert max(start + long for _, _, start, long, _ in data["timeline"]["tasks"]) == pytest.approx(
         found.predicted.step_seconds * 1e6
     )
-    held = [d["held"] for d in data["pipeline"]]
+    held = [d["peak"] for d in data["pipeline"]]
     assert max(held, key=lambda h: sum(h.values())) == pytest.approx(dict(found.predicted.peak_bytes))
     chart = data["memory"]
     highest = max(map(sum, zip(*chart["categories"].values(), strict=True)))
@@ -221,7 +221,7 @@ def test_the_data_of_stages_are_those_of_the_plan(staged: tuple[Plan, str]) -> N
     lanes = data["timeline"]["streams"]
     assert lanes == ["device 0", "device 0 receives", "device 1", "device 1 receives"]
     assert len({c["devices"] for c in data["whatif"] if c["seconds"] is not None}) >= 1
-    assert all("4 microbatches" in c["way"] for c in data["whatif"] if c["chosen"])
+    assert all("4 microbatches" in c["splits"] for c in data["whatif"] if c["chosen"])
 
 
 @pytest.mark.skipif(bool(browser.missing()), reason=browser.missing())
@@ -271,4 +271,4 @@ def test_the_command(model_file: str, tmp_path: Path, monkeypatch: pytest.Monkey
     staged = [*arguments[:-4], "--axes", "pp=2", "--recipe", "megatron", "--report", str(page)]
     result = CliRunner().invoke(cli.app, staged)
     assert result.exit_code == WRONG_INPUT
-    assert "--report is of plans that can be run" in result.output
+    assert "--report is for plans that can be run" in result.output

@@ -77,21 +77,23 @@ def test_sequence_parallelism_keeps_what_the_paper_says() -> None:
 def test_selective_recomputation_keeps_what_the_paper_says(which: str, tensor: int, recipe: str | None) -> None:
     layer = parts(tensor=tensor, recipe=recipe)["layers.1"]
     statistics = STATISTICS / (tensor if "sequence" in which else 1)
-    assert layer.saved - layer.spared == published(f"{which}selective", tensor) + statistics
-    # The first of attention's two products is made again, and what follows it up to the second.
+    assert layer.saved - layer.recomputed_bytes == published(f"{which}selective", tensor) + statistics
+    # Attention's first product and what follows it up to the second: scale, mask, softmax, draw, drop.
     scores = 2 * BATCH * SEQUENCE**2 * HIDDEN / tensor
-    assert sum(w.flops.sum() for w in layer.again.kernels.values()) == scores
-    assert sum(w.launches.sum() for w in layer.again.kernels.values()) == 6  # product, scale, mask, softmax, draw, drop
-    assert layer.again.collectives == ()
-    assert parts(tensor=tensor, recipe=recipe)[AFTER].spared == 0
+    assert sum(w.flops.sum() for w in layer.recompute.kernels.values()) == scores
+    assert (
+        sum(w.launches.sum() for w in layer.recompute.kernels.values()) == 6
+    )  # product, scale, mask, softmax, draw, drop
+    assert layer.recompute.collectives == ()
+    assert parts(tensor=tensor, recipe=recipe)[AFTER].recomputed_bytes == 0
 
 
 def test_full_recomputation_keeps_what_the_paper_says() -> None:
-    assert parts()["layers.0"].handed == 2 * SEQUENCE * BATCH * HIDDEN
+    assert parts()["layers.0"].output_bytes == 2 * SEQUENCE * BATCH * HIDDEN
     tensor = parts(tensor=4, recipe="megatron")["layers.0"]
-    assert tensor.alike == (tensor.handed,) == (2 * SEQUENCE * BATCH * HIDDEN,)
+    assert tensor.replicated_bytes == (tensor.output_bytes,) == (2 * SEQUENCE * BATCH * HIDDEN,)
     sequence = parts(tensor=2, recipe="megatron-sequence")["layers.0"]
-    assert sequence.alike == (0.0,)
+    assert sequence.replicated_bytes == (0.0,)
 
 
 def test_megatron_communicates_as_megatron() -> None:

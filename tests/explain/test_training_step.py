@@ -23,7 +23,7 @@ TIMES = st.floats(1e-3, 1.0)
 
 def part(name: str, moved: float, parameters: float) -> Part:
     forward, backward = Activity({"float16": stream(moved)}), Activity({"float16": stream(2 * moved)})
-    return Part(name, forward, backward, {2: parameters}, saved=10.0, handed=1e6)
+    return Part(name, forward, backward, {2: parameters}, saved=10.0, output_bytes=1e6)
 
 
 PARTS = (part(BEFORE, 1e6, 5e6), part("layers.0", 1e9, 1e6), part("layers.1", 1e9, 1e6), part(AFTER, 5e8, 0.0))
@@ -68,16 +68,16 @@ def test_stages_share_the_blocks() -> None:
         stages_of(PARTS, A100, MACHINE, Training(stages=3))
 
 
-def test_stages_hand_on_parts_of_what_devices_have_alike() -> None:
+def test_stages_send_parts_of_what_is_replicated() -> None:
     near, after = MACHINE.links[0], A100.link_for({"stage": 2, "rest": 8})[0]
-    alike = tuple(replace(p, alike=(8e5,)) for p in PARTS)
+    alike = tuple(replace(p, replicated_bytes=(8e5,)) for p in PARTS)
     machine = Machine(("tensor",), (2,), A100.link_for({"tensor": 2}), A100.device)
-    whole, parts = (stages_of(p, A100, machine, Training(stages=2, data=4)).handed for p in (PARTS, alike))
+    whole, parts = (stages_of(p, A100, machine, Training(stages=2, data=4)).send for p in (PARTS, alike))
     gathered = float(collective_seconds("all_gather", 8e5, 2, near))
     assert whole == pytest.approx(1e6 / after.bandwidth + after.latency)
     assert parts == pytest.approx((2e5 + 4e5) / after.bandwidth + gathered + after.latency)
     slow = replace(machine, links=(replace(near, bandwidth=1e6),))  # where gathering takes longer, all is sent
-    assert stages_of(alike, A100, slow, Training(stages=2, data=4)).handed == whole
+    assert stages_of(alike, A100, slow, Training(stages=2, data=4)).send == whole
 
 
 def test_one_block_stands_for_many() -> None:
@@ -87,7 +87,7 @@ def test_one_block_stands_for_many() -> None:
     )
 
 
-def test_recomputation_runs_the_blocks_again() -> None:
+def test_full_recomputation_runs_the_blocks_twice() -> None:
     plain = stages_of(PARTS, A100, MACHINE, Training())
     again = stages_of(PARTS, A100, MACHINE, Training(recompute="full"))
     turn, turn_again = (float((s.forward + s.backward)[0]) for s in (plain, again))

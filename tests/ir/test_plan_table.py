@@ -28,8 +28,8 @@ def test_the_table_says_what_a_person_asks() -> None:
         "weight  f32[hidden, ffn{gpu}]",
         "layers.*.mlp.down_proj x32",
         "compute 10 ms, communication 2.5 ms",
-        "3.0 MiB sent by each device; 5 all-reduce",
-        "1.0 MiB sent by each device; 7 all-gather, 2 reduce-scatter",
+        "3.0 MiB sent per device; 5 all-reduce",
+        "1.0 MiB sent per device; 7 all-gather, 2 reduce-scatter",
         "4.0 GiB: parameters 1.0 GiB, gradients 1.0 GiB, optimizer 2.0 GiB, buffers 512 B",
         "lower bound  12.2 ms",
         "2.4%",
@@ -51,8 +51,8 @@ def test_a_plan_without_prediction_and_without_a_bound() -> None:
 @pytest.mark.parametrize(
     ("held", "expected"),
     [
-        (70 * 2**30, "1.0 GiB more a device would save about 100 us a step (0.8%)"),
-        (6 * 2**30, "128.0 MiB more a device would save about 12.5 us a step (0.1%)"),
+        (70 * 2**30, "1.0 GiB more per device would save about 100 us per step (0.8%)"),
+        (6 * 2**30, "128.0 MiB more per device would save about 12.5 us per step (0.1%)"),
     ],
 )
 def test_the_price_of_memory(held: float, expected: str) -> None:

@@ -141,7 +141,7 @@ def test_what_is_shared_is_held_to_the_end() -> None:
     counted = predict(part, analyze(part), each).predicted.collectives["a"]["all_gather"]
     assert counted >= COUNT * plan.predicted.collectives["a"]["all_gather"] / 2
     tensors = activations(part, plan, next(iter(plan.parameters)))
-    assert "kept" in {t.state for t in tensors}
+    assert "saved" in {t.state for t in tensors}
 
 
 def one_microbatch_for_all(program: Program, plan: Plan) -> Program:

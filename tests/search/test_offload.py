@@ -86,7 +86,7 @@ def test_what_is_sent_computes_the_same_and_fits(again: str, tmp_path: Path) -> 
     assert compare(program, local, plan, values, torch.float64).max_error < 1e-10
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
-    assert "on the host" in plan.summary()
+    assert "offloaded" in plan.summary()
 
 
 def test_only_what_is_sent_makes_it_fit() -> None:
@@ -117,13 +117,13 @@ def test_a_pin_that_does_not_exist() -> None:
 def test_explain_says_why_a_tensor_is_on_the_host() -> None:
     plan = solved(FAST, 0.6)
     tensors = activations(captured()[0], plan, "layers")
-    sent = [t for t in tensors if t.state == "on the host"]
+    sent = [t for t in tensors if t.state == "offloaded"]
     assert sent
     for tensor in sent:
         assert tensor.copied <= tensor.worth * 1.01
-        assert tensor.copied < tensor.seconds or "which is gone" in tensor.why
+        assert tensor.copied < tensor.seconds or "recomputing it needs" in tensor.why
     text = " ".join(activations_table(plan, tensors).split())
-    assert "on the host: sending it there and back takes" in text
+    assert "offloaded: copying it to the host and back takes" in text
     facts = activations_dict("layers", plan, tensors)["tensors"]
     assert [t["copied"] for t in facts] == [t.copied for t in tensors]
 

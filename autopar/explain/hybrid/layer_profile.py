@@ -36,7 +36,7 @@ BEFORE, AFTER = "before the blocks", "after the blocks"
 
 
 @dataclass(frozen=True)
-class Collective:
+class ChargedCollective:
     """A collective of one device: its kind, its axis, and the bytes by which it is charged."""
 
     kind: str
@@ -54,7 +54,7 @@ class Activity:
     """
 
     kernels: Mapping[str, Work] = field(default_factory=dict)
-    collectives: tuple[Collective, ...] = ()
+    collectives: tuple[ChargedCollective, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ class Part:
         forward: of one microbatch.
         backward: of one microbatch.
         parameters: elements of the parameters on one device, by bytes of an element.
-        saved: bytes that the forward keeps for the backward.
-        handed: bytes of the values that the next part takes from this one.
-        again: what selective recomputation does before the backward: it makes the values again that have a factor
-            twice, such as attention's scores, which are large and cheap (V. Korthikanti et al., "Reducing Activation
+        saved: bytes saved for the backward pass.
+        output_bytes: of the values that the next part uses from this one.
+        recompute: what selective recomputation runs before the backward: the values that have a factor twice, such as
+            attention's scores, which are large and cheap to recompute (V. Korthikanti et al., "Reducing Activation
             Recomputation in Large Transformer Models", 2022, section 5).
-        spared: how many of the saved bytes these values are.
-        alike: of the bytes handed on, how many all devices of an axis have alike, by axis.
+        recomputed_bytes: how many of the saved bytes selective recomputation does not save.
+        replicated_bytes: how many of the output bytes are replicated over an axis, by axis.
     """
 
     name: str
@@ -80,10 +80,10 @@ class Part:
     backward: Activity
     parameters: Mapping[int, float]
     saved: float
-    handed: float
-    again: Activity = field(default_factory=Activity)
-    spared: float = 0.0
-    alike: tuple[float, ...] = ()
+    output_bytes: float
+    recompute: Activity = field(default_factory=Activity)
+    recomputed_bytes: float = 0.0
+    replicated_bytes: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,11 @@ class Spent:
         return max(self.device + sum(self.communication), self.host)
 
     def scaled(self, times: float) -> Spent:
-        """As often."""
+        """The same activity this many times."""
         return Spent(self.device * times, self.host * times, tuple(c * times for c in self.communication))
 
     def __add__(self, other: Spent) -> Spent:
-        """Both, one after the other."""
+        """Both in sequence."""
         both = zip(self.communication, other.communication, strict=True)
         return Spent(self.device + other.device, self.host + other.host, tuple(a + b for a, b in both))
 
@@ -154,10 +154,10 @@ def step_of(program: Program, dims: Dims, plan: Plan) -> tuple[Part, ...]:
         plan: layouts.
     """
     classes = layer_classes(program, dims)
-    return _Parts(program, dims, plan, classes).parts()
+    return _ProfileBuilder(program, dims, plan, classes).parts()
 
 
-class _Parts:
+class _ProfileBuilder:
     """Sorts a program's nodes into parts."""
 
     def __init__(self, program: Program, dims: Dims, plan: Plan, classes: LayerClasses) -> None:
@@ -173,16 +173,16 @@ class _Parts:
         moves = self._moves()
         nodes: dict[tuple[str, bool], list[fx.Node]] = defaultdict(list)
         for node in dict.fromkeys((*work, *moves)):
-            nodes[self._place(node)].append(node)
-        kept = self._kept()
-        large = {value for value in kept if self._squared(value)}
-        again = self._again(large)
-        parameters, saved, spared = self._parameters(), self._sizes(kept), self._sizes(large)
-        handed = self._handed(order)
+            nodes[self._part_and_pass(node)].append(node)
+        saved_values = self._saved()
+        large = {value for value in saved_values if self._squared(value)}
+        recomputed = self._recomputed(large)
+        parameters, saved, recomputed_bytes = self._parameters(), self._sizes(saved_values), self._sizes(large)
+        outputs = self._outputs(order)
 
         def activity(chosen: Iterable[fx.Node]) -> Activity:
             by_dtype: dict[str, list[Work]] = defaultdict(list)
-            collectives: list[Collective] = []
+            collectives: list[ChargedCollective] = []
             for node in chosen:
                 if node in work:
                     by_dtype[arithmetic_dtype(self.dims.operators[node], self.machine.device)].append(work[node])
@@ -196,10 +196,10 @@ class _Parts:
                 activity(nodes[name, True]),
                 parameters[name],
                 saved[name],
-                sum(map(self._bytes, handed[name])),
-                activity(n for n in nodes[name, False] if n in again),
-                spared[name],
-                self._alike(handed[name]),
+                sum(map(self._bytes, outputs[name])),
+                activity(n for n in nodes[name, False] if n in recomputed),
+                recomputed_bytes[name],
+                self._replicated_bytes(outputs[name]),
             )
             for name in order
         )
@@ -216,26 +216,26 @@ class _Parts:
             found[node] = known[key]
         return found
 
-    def _moves(self) -> dict[fx.Node, list[Collective]]:
+    def _moves(self) -> dict[fx.Node, list[ChargedCollective]]:
         """Collectives of each node: of its results, and of its lowering."""
-        found: dict[fx.Node, list[Collective]] = defaultdict(list)
+        found: dict[fx.Node, list[ChargedCollective]] = defaultdict(list)
         tables = Tables(self.machine)
         moves = all_moves(self.program, self.dims, self.assignment, tables)
         for (node, out), steps in moves.items():
             for move, _ in steps:
                 size = moved_bytes(self.dims.types[node, out], move, self.machine.sizes)
                 if move.kind != "slice":
-                    found[node].append(Collective(move.kind, move.axis, size))
+                    found[node].append(ChargedCollective(move.kind, move.axis, size))
         for node, names in self.assignment.strategies.items():
             operator = self.dims.operators[node]
             for axis, name in enumerate(names):
                 letter = name.partition(".")[0]
                 for letters, size in lowered_bytes(operator, letter) if letter in operator.rule.lower else ():
                     local = size / letter_parts(names, letters, self.machine.sizes)
-                    found[node].append(Collective("all_reduce", axis, local))
+                    found[node].append(ChargedCollective("all_reduce", axis, local))
         return found
 
-    def _place(self, node: fx.Node) -> tuple[str, bool]:
+    def _part_and_pass(self, node: fx.Node) -> tuple[str, bool]:
         return self.names.get(node, BEFORE), is_backward(node)
 
     def _bytes(self, value: Value) -> float:
@@ -254,15 +254,15 @@ class _Parts:
                 found[part][item] += self._bytes((node, 0)) / item
         return defaultdict(dict, {name: dict(sizes) for name, sizes in found.items()})
 
-    def _kept(self) -> dict[Value, None]:
-        """The forward's values that the backward takes, each storage once, in order."""
-        kept: dict[Value, None] = {}
+    def _saved(self) -> dict[Value, None]:
+        """The forward values that the backward uses, each storage once, in order."""
+        saved: dict[Value, None] = {}
         for node, sources in self.program.sources.items():
             for source in sources if is_backward(node) else ():
-                stored = self._stored(source)
-                if stored[0] in self.names and not is_backward(stored[0]):
-                    kept[stored] = None
-        return kept
+                storage = self._storage(source)
+                if storage[0] in self.names and not is_backward(storage[0]):
+                    saved[storage] = None
+        return saved
 
     def _sizes(self, values: Iterable[Value]) -> dict[str, float]:
         """Bytes of values, by the part that makes them."""
@@ -272,12 +272,12 @@ class _Parts:
         return found
 
     def _squared(self, value: Value) -> bool:
-        """Whether a value has a factor twice; what is the same for all blocks, such as a mask, does not count."""
+        """Whether a value has a factor twice; a constant that all blocks share, such as a mask, does not count."""
         factors = [id(f) for dim in self.dims.types[value].dims for f in dim]
         return len(set(factors)) < len(factors) and value[0] not in self.constants
 
-    def _again(self, values: set[Value]) -> set[fx.Node]:
-        """The nodes that make values again, from others which have no factor twice."""
+    def _recomputed(self, values: set[Value]) -> set[fx.Node]:
+        """The nodes that recompute values, starting from values without a factor twice."""
         found: set[fx.Node] = set()
         waiting = list(values)
         while waiting:
@@ -288,27 +288,27 @@ class _Parts:
             waiting += [s for s in self.program.sources[node] if s[0] in self.names and self._squared(s)]
         return found
 
-    def _stored(self, value: Value) -> Value:
+    def _storage(self, value: Value) -> Value:
         """The value whose memory a view shows."""
         while value[0] in self.dims.operators and self.dims.operators[value[0]].rule.view:
             value = self.program.sources[value[0]][0]
         return value
 
-    def _handed(self, order: list[str]) -> dict[str, dict[Value, None]]:
-        """Each part's forward values that the next part's forward takes."""
+    def _outputs(self, order: list[str]) -> dict[str, dict[Value, None]]:
+        """Each part's forward values that the next part's forward uses."""
         following = dict(pairwise(order))
-        handed: dict[str, dict[Value, None]] = defaultdict(dict)
+        outputs: dict[str, dict[Value, None]] = defaultdict(dict)
         for node, sources in self.program.sources.items():
             for source in () if is_backward(node) else sources:
-                stored = self._stored(source)
-                part = self.names.get(stored[0])
-                constant = stored[0] in self.constants  # each stage makes its own
+                storage = self._storage(source)
+                part = self.names.get(storage[0])
+                constant = storage[0] in self.constants  # each stage computes its own
                 if part is not None and self.names[node] == following.get(part) and not constant:
-                    handed[part][stored] = None
-        return handed
+                    outputs[part][storage] = None
+        return outputs
 
-    def _alike(self, values: Iterable[Value]) -> tuple[float, ...]:
-        """Bytes of the values that all devices of an axis have alike, by axis."""
+    def _replicated_bytes(self, values: Iterable[Value]) -> tuple[float, ...]:
+        """Bytes of the values that are replicated over an axis, by axis."""
         layouts = [(self._bytes(value), self.assignment.outputs[value]) for value in values]
         axes = range(len(self.machine.sizes))
         return tuple(sum(size for size, layout in layouts if layout[axis] == Replicate()) for axis in axes)

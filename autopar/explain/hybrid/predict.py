@@ -46,9 +46,9 @@ class Hybrid:
     Attributes:
         step_seconds: of everything.
         pipeline_seconds: of all microbatches on all stages.
-        reduce_seconds: of the sum of gradients over the data ranks.
+        reduce_seconds: of the gradient reduction over the data ranks.
         update_seconds: of the optimizer, with the norm of the gradients.
-        bubble: share of the pipeline's time in which a stage waits, on average.
+        bubble: share of the pipeline's time in which a stage idles, on average.
         microbatches: of one data rank.
         forward_seconds: of a microbatch on each stage.
         backward_seconds: of a microbatch on each stage, recomputation included.
@@ -103,7 +103,7 @@ def predict_hybrid(
         recipe: of the tensor axis, one of `RECIPES`.
         memory: budget per device; default: the device's memory less a tenth.
         loss_fn: ``loss_fn(output, batch)`` for a model that does not return its loss.
-        optimizer: whose state is kept and updated.
+        optimizer: whose state is stored and updated.
         precision: as for `autopar.plan`.
         time_limit: seconds for the solver, which decides what the recipe leaves open.
         progress: called with ``(phase, incumbent, bound)``.
@@ -116,7 +116,7 @@ def predict_hybrid(
     machine_cluster = Cluster.resolve(cluster)
     own, microbatches = _microbatch(batch, sizes["data"], microbatch)
     training = Training(None, sizes["stage"], microbatches, sizes["data"], recompute, optimizer, virtual)
-    order(schedule, training.stages, microbatches, virtual)  # refuses what there is not, before the model is captured
+    order(schedule, training.stages, microbatches, virtual)  # raises before the model is captured
     program, layers = _captured(model, own, loss_fn, precision)
     training = replace(training, layers=layers)
     dims = analyze(program)
@@ -125,10 +125,10 @@ def predict_hybrid(
     plan = solve(program, tensor, machine_cluster, optimizer=optimizer, search=search, progress=progress)
     parts = step_of(program, dims, plan)
     stages = stages_of(parts, machine_cluster, machine_of(plan), training)
-    kept = _kept(parts, training)
-    timeline = simulated(stages, microbatches, schedule, kept, virtual)
-    held = [sum(timeline.peak_memory(d).values()) for d in range(sizes["stage"])]
-    memory_by_stage = [{**_state(parts, training, d), "activations": held[d]} for d in range(sizes["stage"])]
+    saved = _saved_bytes(parts, training)
+    timeline = simulated(stages, microbatches, schedule, saved, virtual)
+    activations = [sum(timeline.peak_memory(d).values()) for d in range(sizes["stage"])]
+    memory_by_stage = [{**_state(parts, training, d), "activations": activations[d]} for d in range(sizes["stage"])]
     fullest = max(memory_by_stage, key=lambda m: sum(m.values()))
     _check_budget(fullest, machine_cluster, memory, recompute)
     pipeline_seconds = timeline.step_seconds
@@ -157,7 +157,7 @@ def _captured(
     except CaptureError as e:
         if short.layers is None:
             raise
-        logger.info("captured whole, layer by layer: two layers alone fail: %s", e)
+        logger.info("captured whole, layer by layer: the capture of two layers fails: %s", e)
     return program_of(model, batch, loss_fn=loss_fn, precision=precision), None
 
 
@@ -170,7 +170,7 @@ def _check_budget(needed: Mapping[str, float], cluster: Cluster, memory: str | f
         if largest == "activations" and recompute != "full":
             remedy = 'recompute="full", or smaller microbatches'
         raise InfeasibleError(
-            f"the fullest stage needs {format_bytes(total)} a device, {format_bytes(total - budget)} more than the "
+            f"the fullest stage needs {format_bytes(total)} per device, {format_bytes(total - budget)} more than the "
             f"budget of {format_bytes(budget)}; most of it is {largest} ({format_bytes(needed[largest])}): {remedy}",
             needed=total,
             budget=budget,
@@ -213,20 +213,20 @@ def _microbatch(batch: Batch, data: int, size: int | None) -> tuple[Batch, int]:
     return pytree.unflatten(skeleton, own), samples // data // size
 
 
-def _kept(parts: tuple[Part, ...], training: Training) -> list[float]:
-    """Bytes that a microbatch keeps in each run of blocks."""
+def _saved_bytes(parts: tuple[Part, ...], training: Training) -> list[float]:
+    """Bytes saved of a microbatch in each run of blocks."""
     found = []
     for run in range(training.runs):
         members = run_parts(parts, training, run)
-        found.append(sum(count * (part.saved - _made_again(part, training)) for part, count in members))
+        found.append(sum(count * (part.saved - _recomputed_bytes(part, training)) for part, count in members))
     return found
 
 
-def _made_again(part: Part, training: Training) -> float:
-    """Bytes of what a part saves that are made again before its backward; a block keeps what it is handed."""
+def _recomputed_bytes(part: Part, training: Training) -> float:
+    """Bytes that a part recomputes before its backward instead of saving; full recomputation saves a block's input."""
     if part.name in (BEFORE, AFTER):
         return 0.0
-    return {"none": 0.0, "selective": part.spared, "full": part.saved - part.handed}[training.recompute]
+    return {"none": 0.0, "selective": part.recomputed_bytes, "full": part.saved - part.output_bytes}[training.recompute]
 
 
 def _state(parts: tuple[Part, ...], training: Training, stage: int) -> dict[str, float]:
@@ -238,5 +238,5 @@ def _state(parts: tuple[Part, ...], training: Training, stage: int) -> dict[str,
             memory["parameters"] += count * elements * item
             memory["gradients"] += count * elements * item
             memory["optimizer"] += count * elements * (optimizer_state_bytes(training.optimizer, 1, MASTER) + master)
-        memory["recomputed"] = max(memory["recomputed"], _made_again(part, training))
+        memory["recomputed"] = max(memory["recomputed"], _recomputed_bytes(part, training))
     return memory

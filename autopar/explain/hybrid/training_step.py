@@ -38,8 +38,8 @@ class Training:
         microbatches: of one data rank, in one step.
         data: data ranks, which sum their gradients.
         recompute: ``"none"``; ``"selective"``: values of a block that have a factor twice, such as attention's scores,
-            are made again; ``"full"``: of a block only what it is handed is kept, and its forward runs again.
-        optimizer: whose state is kept and updated.
+            are recomputed; ``"full"``: only a block's input is saved, and its forward runs once more.
+        optimizer: whose state is stored and updated.
 
     Raises:
         ValueError: a number is not positive, or there is no such recomputation.
@@ -59,7 +59,7 @@ class Training:
         return self.stages * self.virtual
 
     def __post_init__(self) -> None:
-        """Refuse what is no training."""
+        """Raise for values that no training has."""
         for name in ("stages", "microbatches", "data", "virtual"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be a positive integer, got {getattr(self, name)!r}")
@@ -74,14 +74,14 @@ class Stages:
     Attributes:
         forward: of each run; a stage has one, but for `Training.virtual`.
         backward: of each run, recomputation included.
-        handed: seconds in which a stage hands its result to the next.
+        send: seconds to send a stage's output to the next one.
         reduce: of the stage whose gradients take longest to sum over the data ranks.
         update: of the stage whose optimizer step takes longest, with the norm of the gradients.
     """
 
     forward: NDArray[np.float64]
     backward: NDArray[np.float64]
-    handed: float
+    send: float
     reduce: float
     update: float
 
@@ -109,23 +109,23 @@ def stages_of(
     if spent is None:
         spent = {p.name: (spend(p.forward, machine), spend(p.backward, machine)) for p in parts}
     blocks = [p for p in parts if p.name not in (BEFORE, AFTER)]
-    if training.recompute == "full":  # a block runs its forward again before its backward
+    if training.recompute == "full":  # a block's forward runs once more before its backward
         spent = {**spent, **{p.name: (spent[p.name][0], sum(spent[p.name][::-1], none)) for p in blocks}}
     if training.recompute == "selective":
-        costs = {p.name: spend(p.again, machine) for p in blocks}
+        costs = {p.name: spend(p.recompute, machine) for p in blocks}
         spent = {**spent, **{n: (spent[n][0], spent[n][1] + cost) for n, cost in costs.items()}}
     found = []
     for run in range(training.runs):
         members = run_parts(parts, training, run)
         forward, backward = (sum((spent[p.name][i].scaled(count) for p, count in members), none) for i in (0, 1))
-        found.append(_turn(forward, backward))
+        found.append(_elapsed(forward, backward))
     sizes = [_parameter_bytes(stage_parts(parts, training, stage)) for stage in range(training.stages)]
     times = np.array(found)
     data, after = _links(cluster, machine, training)
-    handed = _handed_seconds(parts[-2], after, machine) if training.stages > 1 else 0.0
+    send = _send_seconds(parts[-2], after, machine) if training.stages > 1 else 0.0
     reduce = max(float(collective_seconds("all_reduce", sum(s.values()), training.data, data)) for s in sizes)
     update = max(_update_seconds(s, machine, training) for s in sizes)
-    return Stages(times[:, 0], times[:, 1], handed, reduce, update)
+    return Stages(times[:, 0], times[:, 1], send, reduce, update)
 
 
 def stage_parts(parts: Sequence[Part], training: Training, stage: int) -> list[tuple[Part, int]]:
@@ -151,8 +151,8 @@ def run_parts(parts: Sequence[Part], training: Training, run: int) -> list[tuple
     return [*((p, 1) for p in ends), *((blocks[i], count) for i, count in sorted(numbers.items()))]
 
 
-def _turn(forward: Spent, backward: Spent) -> tuple[float, float]:
-    """Seconds of both passes. The host may run ahead in one and fall behind in the other: their sum decides."""
+def _elapsed(forward: Spent, backward: Spent) -> tuple[float, float]:
+    """Seconds of both passes. The host may gain time in one pass and lose it in the other: their sum decides."""
     both = (forward + backward).elapsed
     share = forward.elapsed / max(forward.elapsed + backward.elapsed, 1e-30)
     return both * share, both * (1 - share)
@@ -166,16 +166,16 @@ def _links(cluster: Cluster, machine: Machine, training: Training) -> tuple[Link
     return data, stage
 
 
-def _handed_seconds(part: Part, after: Link, machine: Machine) -> float:
-    """Seconds in which a stage hands its result to the next: whole, or in parts that are gathered on an axis.
+def _send_seconds(part: Part, after: Link, machine: Machine) -> float:
+    """Seconds to send a stage's output to the next one: whole, or in parts that are gathered on an axis.
 
-    Devices that have the same send a part each, if that is faster (D. Narayanan et al., "Efficient Large-Scale Language
+    Devices with equal outputs send a part each, if that is faster (D. Narayanan et al., "Efficient Large-Scale Language
     Model Training on GPU Clusters Using Megatron-LM", 2021, section 4.1).
     """
-    found = [part.handed / after.bandwidth]
-    for alike, ranks, link in zip(part.alike, machine.sizes, machine.links, strict=False):
-        sent = part.handed - alike + alike / ranks
-        found.append(sent / after.bandwidth + float(collective_seconds("all_gather", alike, ranks, link)))
+    found = [part.output_bytes / after.bandwidth]
+    for replicated, ranks, link in zip(part.replicated_bytes, machine.sizes, machine.links, strict=False):
+        sent = part.output_bytes - replicated + replicated / ranks
+        found.append(sent / after.bandwidth + float(collective_seconds("all_gather", replicated, ranks, link)))
     return min(found) + after.latency
 
 
@@ -203,16 +203,16 @@ def _update_seconds(sizes: dict[int, float], machine: Machine, training: Trainin
 
 
 def step_seconds(stages: Stages, microbatches: int) -> float:
-    """Seconds of a step under 1F1B, as a closed form: a bound that alike stages, or a last one that is slower, reach.
+    """Seconds of a step under 1F1B, as a closed form: a bound, reached by equal stages and by a slower last one.
 
-    One microbatch goes through all stages, there and back, and the slowest stage does the others meanwhile. What a
-    stage hands on is under way once in each direction for every microbatch that fills the pipeline, and then once for
-    every round of as many microbatches as there are stages: a stage waits for the one that it sent a round ago.
+    One microbatch goes through all stages, forward and backward, while the slowest stage computes the others. Sends
+    are exposed once in each direction for every microbatch that fills the pipeline, and then once for every round of
+    as many microbatches as there are stages: a stage waits for the microbatch that it sent a round ago.
     """
     turn = stages.forward + stages.backward
-    under_way = 2 * stages.handed * (len(turn) - 1) * (1 + (microbatches - 1) / len(turn))
+    exposed = 2 * stages.send * (len(turn) - 1) * (1 + (microbatches - 1) / len(turn))
     computed = float(turn.sum()) + (microbatches - 1) * float(turn.max())
-    return computed + under_way + stages.reduce + stages.update
+    return computed + exposed + stages.reduce + stages.update
 
 
 def simulated(
@@ -224,13 +224,13 @@ def simulated(
         stages: seconds of each.
         microbatches: of one data rank.
         schedule: one of `autopar.simulate.SCHEDULES`.
-        saved: bytes that a microbatch keeps in a run of blocks until its backward; a number, or one for each run.
+        saved: bytes saved of a microbatch in a run of blocks until its backward; a number, or one for each run.
         virtual: runs of each stage.
     """
     actions = order(schedule, len(stages.forward) // virtual, microbatches, virtual)
     # The part for the weights is not known apart; schedules that split the backward take half of it.
     halves = stages.backward / 2
-    return simulate(pipeline(actions, stages.forward, halves, halves, stages.handed, saved=saved))
+    return simulate(pipeline(actions, stages.forward, halves, halves, stages.send, saved=saved))
 
 
 def simulated_seconds(stages: Stages, microbatches: int, schedule: str = "1f1b") -> float:

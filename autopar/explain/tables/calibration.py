@@ -1,10 +1,10 @@
-"""A calibration for people: measured against fitted, as a table and as a picture."""
+"""A calibration: measured against fitted times, as plain data, as a table and as a plot."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 from xml.sax.saxutils import escape
 
 import numpy as np
@@ -12,43 +12,16 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from autopar.costs.calibrate import Sample
 from autopar.costs.cluster import Cluster
 from autopar.ir.plan_table import figures, format_seconds, render
 
-COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf")
+COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf")
 SIDE, MARGIN = 560, 70
 
 
-class Sample(Protocol):
-    """What is read of an `autopar.costs.calibrate.Sample`."""
-
-    @property
-    def kind(self) -> str:
-        """Of kernel or collective."""
-
-    @property
-    def dtype(self) -> str:
-        """Of its tensors."""
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Of its tensors."""
-
-    @property
-    def seconds(self) -> float:
-        """Measured."""
-
-    @property
-    def level(self) -> int:
-        """Of links."""
-
-    @property
-    def stride(self) -> int:
-        """Between members that are not neighbors of a level."""
-
-
 def calibration_dict(cluster: Cluster, samples: Sequence[Sample], fitted: Sequence[float]) -> dict[str, Any]:
-    """The cluster as TOML, errors by kind, and every sample with what the fit says of it."""
+    """The cluster as TOML, errors by kind, and every sample with its fitted seconds."""
     rows = [
         {
             "kind": s.kind,
@@ -66,7 +39,7 @@ def calibration_dict(cluster: Cluster, samples: Sequence[Sample], fitted: Sequen
 
 
 def calibration_table(cluster: Cluster, samples: Sequence[Sample], fitted: Sequence[float], width: int = 100) -> str:
-    """The figures that were found, and how far the fit is from what was measured."""
+    """The fitted figures of the cluster, and how far the fit is from the measurements."""
     device = cluster.device
     rates = ", ".join(f"{rate / 1e9:.4g} GFLOP/s in {dtype}" for dtype, rate in device.flops.items())
     rows = [
@@ -96,7 +69,7 @@ def calibration_plot(samples: Sequence[Sample], fitted: Sequence[float]) -> str:
     every = [s.seconds for s in samples] + [float(f) for f in fitted]
     low, high = math.floor(math.log10(min(every))), math.ceil(math.log10(max(every)))
     kinds = list(dict.fromkeys(s.kind for s in samples))
-    color = {kind: COLOURS[i % len(COLOURS)] for i, kind in enumerate(kinds)}
+    color = {kind: COLORS[i % len(COLORS)] for i, kind in enumerate(kinds)}
 
     def at(seconds: float) -> float:
         return (math.log10(seconds) - low) / max(1, high - low) * SIDE

@@ -1,4 +1,4 @@
-"""What is different between two plans: figures, layouts and modules, as plain data and as tables."""
+"""How two plans differ: figures, layouts and modules, as plain data and as tables."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from autopar.ir.plan import Plan
 from autopar.ir.plan_table import figures, format_seconds, render
 
 MODULES = 12
-"""Modules whose time or traffic differs that the table shows, the largest differences first."""
+"""Rows of the table of modules, the largest differences first."""
 
 _KINDS = {"parameters": "parameter", "batch": "batch", "results": "result"}
 
 
 def difference(first: Plan, second: Plan) -> dict[str, Any]:
-    """Pairs, of the first plan and the second, of everything in which they differ.
+    """Everything in which two plans differ, as pairs of the first plan's value and the second's.
 
     Returns:
-        ``same`` (whether both lay out and compute everything alike, on the same mesh), ``about`` (axes, cluster,
-        optimizer, graph), ``figures`` (seconds and bytes, always all of them), ``layouts`` (alike names of repeated
-        blocks joined), ``operators`` (how many classes of operators are split otherwise) and ``modules``.
+        ``same`` (whether mesh, layouts and strategies are equal), ``about`` (axes, cluster, optimizer, graph),
+        ``figures`` (seconds and bytes, equal ones, too), ``layouts`` (those of repeated blocks joined), ``operators``
+        (how many layer classes of operators have another strategy or consumer layout; None for two graphs) and
+        ``modules``.
     """
-    about = {key: pair for key, pair in _about(first, second).items() if pair[0] != pair[1]}
+    one, other = _about(first), _about(second)
+    about = {key: (one[key], other[key]) for key in one if one[key] != other[key]}
     layouts = _layouts(first, second)
     operators = _operators(first, second)
     return {
@@ -52,26 +54,27 @@ def difference_table(first: Plan, second: Plan, names: tuple[str, str], width: i
     parts.append(_pairs("", names, _figure_rows(found["figures"]), "right"))
     if found["layouts"]:
         rows = ((_counted(row), *(_placements(each) for each in row["layouts"])) for row in found["layouts"])
-        parts.append(_pairs("laid out otherwise", names, rows))
+        parts.append(_pairs("layouts that differ", names, rows))
     if found["modules"]:
         parts.append(_module_table(found["modules"], names))
-    count = found["operators"]
-    verdict = "the same layouts" if found["same"] else f"{count} classes of operators split otherwise"
-    verdict = "not compared: the plans are for different graphs" if count is None else verdict
-    return render([*parts, figures([("", ""), ("operators", verdict)])], width)
+    return render([*parts, figures([("", ""), ("operators", _verdict(found))])], width)
 
 
-def _about(first: Plan, second: Plan) -> dict[str, tuple[str, str]]:
-    def facts(plan: Plan) -> dict[str, str]:
-        return {
-            "axes": ", ".join(f"{name}={size}" for name, size in plan.axes),
-            "cluster": f"{plan.cluster.name} ({plan.cluster.fingerprint()})",
-            "optimizer": plan.optimizer,
-            "graph": plan.fingerprint,
-            "stages": str(len(plan.stages)),
-        }
+def _verdict(found: Mapping[str, Any]) -> str:
+    if found["operators"] is None:
+        return "not compared: the plans are for different graphs"
+    return "the same layouts" if found["same"] else f"{found['operators']} classes of operators with another strategy"
 
-    return {key: (value, facts(second)[key]) for key, value in facts(first).items()}
+
+def _about(plan: Plan) -> dict[str, str]:
+    """What a plan is for."""
+    return {
+        "axes": ", ".join(f"{name}={size}" for name, size in plan.axes),
+        "cluster": f"{plan.cluster.name} ({plan.cluster.fingerprint()})",
+        "optimizer": plan.optimizer,
+        "graph": plan.fingerprint,
+        "stages": str(len(plan.stages)),
+    }
 
 
 def _figures(first: Plan, second: Plan) -> dict[str, Any]:
@@ -89,16 +92,19 @@ def _figures(first: Plan, second: Plan) -> dict[str, Any]:
 
 
 def _layouts(first: Plan, second: Plan) -> list[dict[str, Any]]:
-    """Tensors whose layouts differ, those of repeated blocks together where their layouts are."""
+    """Tensors whose layouts differ; repeated blocks with the same pair of layouts are joined."""
+    pairs = [
+        (kind, name, *(_text(plan, getattr(plan, field).get(name), name) for plan in (first, second)))
+        for field, kind in _KINDS.items()
+        for name in dict.fromkeys((*getattr(first, field), *getattr(second, field)))
+    ]
     joined: dict[tuple[str, str, str], list[str]] = {}
-    for field, kind in _KINDS.items():
-        here, there = getattr(first, field), getattr(second, field)
-        for name in dict.fromkeys((*here, *there)):
-            pair = (_text(first, here.get(name), name), _text(second, there.get(name), name))
-            if pair[0] != pair[1]:
-                full = name if kind == "parameter" else f"{kind}.{name}"
-                key = re.sub(r"(?<=\.)\d+(?=\.)", "*", full) if kind == "parameter" else full
-                joined.setdefault((key, *pair), []).append(full)
+    for kind, name, one, other in pairs:
+        if one != other:
+            full = name if kind == "parameter" else f"{kind}.{name}"
+            # Numbers of batch.N and result.N tell tensors apart; those within a parameter's path are of its block.
+            key = re.sub(r"(?<=\.)\d+(?=\.)", "*", full) if kind == "parameter" else full
+            joined.setdefault((key, one, other), []).append(full)
     return [
         {"name": key if len(names) > 1 else names[0], "instances": len(names), "layouts": pair}
         for (key, *pair), names in joined.items()
@@ -106,7 +112,7 @@ def _layouts(first: Plan, second: Plan) -> list[dict[str, Any]]:
 
 
 def _text(plan: Plan, layout: Layout | None, name: str) -> str:
-    """One placement for each axis, and the padded shape; empty for a tensor that the plan has not."""
+    """One placement for each axis, and the padded shape; empty for a tensor that the plan does not have."""
     if layout is None:
         return ""
     padded = "x".join(map(str, plan.padding.get(name, ())))
@@ -115,9 +121,10 @@ def _text(plan: Plan, layout: Layout | None, name: str) -> str:
 
 
 def _operators(first: Plan, second: Plan) -> int | None:
-    """Classes of operators that are split otherwise, or handed on in another layout; None for two graphs."""
+    """How many layer classes of operators have another strategy or consumer layout; None for two graphs."""
     if first.fingerprint != second.fingerprint:
         return None
+    # A consumer layout is named "node output": its operator counts once, whatever of it differs.
     changed = {
         name.rpartition(" ")[0] if table is first.consumer_layouts else name
         for table, other in ((first.choices, second.choices), (first.consumer_layouts, second.consumer_layouts))
@@ -146,7 +153,7 @@ def _figure_rows(values: Mapping[str, Any]) -> Iterable[Sequence[str]]:
         yield (name, *map(format_seconds, values[key]))
     for axis, pair in values["communication_bytes"].items():
         yield (f"sent along {axis}", *map(format_bytes, pair))
-    yield ("memory a device", *map(format_bytes, values["memory_bytes"]))
+    yield ("memory per device", *map(format_bytes, values["memory_bytes"]))
 
 
 def _pairs(title: str, names: Sequence[str], rows: Iterable[Sequence[str]], justify: Any = "left") -> Table:
@@ -165,7 +172,7 @@ def _module_table(modules: Sequence[Mapping[str, Any]], names: tuple[str, str]) 
         both = zip(row["seconds"], row["communication_bytes"], strict=True)
         cells = (f"{format_seconds(seconds)}, sends {format_bytes(sent)}" for seconds, sent in both)
         rows.append((_counted({**row, "name": row["path"] or "(model)"}), *cells))
-    table = _pairs("where time differs", names, rows, "right")
+    table = _pairs("modules that differ", names, rows, "right")
     if len(modules) > MODULES:
         table.caption = Text(f"and {len(modules) - MODULES} more modules", style="none")
     return table
@@ -177,4 +184,4 @@ def _counted(row: Mapping[str, Any]) -> str:
 
 
 def _placements(text: str) -> str:
-    return text or "(not there)"
+    return text or "(none)"

@@ -1,4 +1,4 @@
-"""What this machine has of what autopar uses, what is missing, and how to get it."""
+"""Which of autopar's requirements this machine has, what is missing, and how to get it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OLDEST_TORCH = (2, 11)
 
 
 def examine() -> dict[str, Any]:
-    """Facts as plain data; ``missing`` lists what is not there, each with its remedy."""
+    """Facts as plain data; ``missing`` lists what is not installed, each with its remedy."""
     facts: dict[str, Any] = {
         "autopar": _version("autopar") or "not installed (run from its sources)",
         "python": platform.python_version(),
@@ -96,7 +96,7 @@ def _preset(name: str) -> str:
 
 
 def _missing(facts: dict[str, Any]) -> list[str]:
-    """One line for each thing that is not there."""
+    """One line for each missing requirement, with its remedy."""
     found = []
     versions = facts["packages"]
     found += [f"{name}: pip install {name}" for name in REQUIRED if versions[name] is None]

@@ -3,60 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from autopar.ir.plan import Plan
 from autopar.ir.plan_table import figures, render
+from autopar.verify.verify import EquivalenceReport
 
 LONGEST = 30
-"""Rows of the table; the largest errors come first, and what is left out is counted."""
+"""Rows of the table: the largest errors; the others are counted."""
 
 
-class Report(Protocol):
-    """What is read of an `autopar.verify.verify.EquivalenceReport`."""
-
-    @property
-    def loss(self) -> torch.Tensor | None:
-        """Of the distributed program."""
-
-    @property
-    def reference_loss(self) -> torch.Tensor | None:
-        """Of the plain model."""
-
-    @property
-    def errors(self) -> Mapping[str, float]:
-        """Of every tensor by name."""
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that was run."""
-
-    @property
-    def reference(self) -> str:
-        """What it was compared with."""
-
-    @property
-    def note(self) -> str:
-        """Why that is not the eager model."""
-
-    @property
-    def first_difference(self) -> object:
-        """Where the first value differs; it is asked where something does, since it takes another run."""
-
-
-def agrees(report: Report, tolerance: float) -> bool:
-    """Whether no error is above the tolerance; one that is not a number is."""
+def agrees(report: EquivalenceReport, tolerance: float) -> bool:
+    """Whether all errors are within the tolerance; NaN never is."""
     return all(error <= tolerance for error in report.errors.values())
 
 
-def equivalence_dict(report: Report, tolerance: float) -> dict[str, Any]:
-    """Plain data; an error that is not finite is text, which JSON can hold."""
+def equivalence_dict(report: EquivalenceReport, tolerance: float) -> dict[str, Any]:
+    """Plain data; an error that is not finite becomes text, since JSON has no such numbers."""
     errors = {name: error if math.isfinite(error) else str(error) for name, error in _sorted(report)}
     equal = agrees(report, tolerance)
     return {
@@ -73,7 +39,7 @@ def equivalence_dict(report: Report, tolerance: float) -> dict[str, Any]:
     }
 
 
-def equivalence_table(report: Report, tolerance: float, width: int = 100) -> str:
+def equivalence_table(report: EquivalenceReport, tolerance: float, width: int = 100) -> str:
     """The largest errors and the verdict as plain text, at most ``width`` columns wide."""
     found = _sorted(report)
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
@@ -88,7 +54,7 @@ def equivalence_table(report: Report, tolerance: float, width: int = 100) -> str
     rows.append(("against", f"{report.reference}; {report.note}" if report.note else report.reference))
     rows.append(("compared", f"{len(found)} tensors; error: largest difference over the tensor's largest entry"))
     if len(found) > LONGEST:
-        rows.append(("", f"{len(found) - LONGEST} tensors with smaller errors are left out above; --json has all"))
+        rows.append(("", f"{len(found) - LONGEST} tensors with smaller errors are not shown; --json has all"))
     worst = f"largest error {found[0][1]:.1e} ({found[0][0]})" if found else "nothing to compare"
     equal = agrees(report, tolerance)
     rows.append(("verdict", f"{'equal' if equal else 'DIFFERENT'}: {worst}, tolerance {tolerance:.1e}"))
@@ -97,6 +63,6 @@ def equivalence_table(report: Report, tolerance: float, width: int = 100) -> str
     return render([table, figures(rows)], width)
 
 
-def _sorted(report: Report) -> list[tuple[str, float]]:
-    """Names and errors, the worst first; what is not a number is worse than any number."""
+def _sorted(report: EquivalenceReport) -> list[tuple[str, float]]:
+    """Names and errors, the worst first; NaN is worse than any number."""
     return sorted(report.errors.items(), key=lambda item: (not math.isnan(item[1]), -item[1], item[0]))

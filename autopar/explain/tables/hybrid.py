@@ -1,4 +1,4 @@
-"""What `autopar plan` prints of a plan with pipeline stages: times, stage by stage, and memory."""
+"""What `autopar plan` prints of a plan with predicted stages: times, stage by stage, and memory."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def hybrid_table(facts: Mapping[str, Any], width: int = 100) -> str:
         ("predicted step", format_seconds(facts["step_seconds"])),
         ("pipeline", f"{format_seconds(facts['pipeline_seconds'])}, {facts['microbatches']} microbatches of one data "
                      f"rank; bubble {format_share(facts['bubble'])}"),
-        ("gradients", f"{format_seconds(facts['reduce_seconds'])} to sum them over the data ranks"),
+        ("gradients", f"{format_seconds(facts['reduce_seconds'])} to reduce them over the data ranks"),
         ("optimizer", f"{format_seconds(facts['update_seconds'])}, with the norm of the gradients"),
-        ("memory a device", f"{format_bytes(sum(memory.values()))} on the fullest stage: {parts}"),
+        ("memory per device", f"{format_bytes(sum(memory.values()))} on the fullest stage: {parts}"),
     ]  # fmt: skip
     return render([table, figures(rows)], width)

@@ -1,4 +1,4 @@
-"""What a long search is doing, on stderr: phase, elapsed time, incumbent and gap. Short ones stay silent."""
+"""Progress of a long search on stderr: phase, elapsed time, incumbent and gap. A short one prints nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.text import Text
 from autopar.ir.plan_table import format_seconds, format_share
 
 DELAY = 2.0
-"""Seconds of silence: what is faster needs no progress."""
+"""Seconds without output: a faster search needs no progress."""
 
 PHASES = {"unconstrained": "fastest plan of any size", "multiplier": "fastest plan that fits"}
 """The solver's phases in words; one that is not here is printed as it is."""
@@ -28,7 +28,7 @@ PHASES = {"unconstrained": "fastest plan of any size", "multiplier": "fastest pl
 class SearchProgress:
     """A context that is also the ``progress`` callback of `autopar.plan`.
 
-    On a terminal one line is kept up to date; elsewhere a line is written when the phase changes.
+    On a terminal it updates one line; elsewhere it writes a line when the phase changes.
     """
 
     def __init__(self, console: Console | None = None, delay: float = DELAY) -> None:

@@ -1,9 +1,8 @@
-"""A plan beside the recipes: what each is predicted to take, and why some do not apply."""
+"""A plan compared with the recipes: what each is predicted to take, and why some do not apply."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -11,34 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.costs.memory import format_bytes
+from autopar.explain.recipes import Comparison
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import figures, format_seconds, render
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One recipe.
-
-    Attributes:
-        recipe: its name.
-        plan: the best plan that is one of the recipe's; None if there is none.
-        reason: why there is none.
-        recomputing: whether it was searched with recomputation, since it does not fit without.
-    """
-
-    recipe: str
-    plan: Plan | None
-    reason: str = ""
-    recomputing: bool = False
-
-    @property
-    def label(self) -> str:
-        """What it is called in a table."""
-        return f"{self.recipe}, recomputing" if self.recomputing else self.recipe
-
-
 def comparison_list(found: Plan, rows: Sequence[Comparison]) -> list[dict[str, Any]]:
-    """Plain data: seconds, bytes and how many times as long as ``found`` of each recipe, or the reason why not."""
+    """Plain data of each recipe: seconds, bytes and how many times as long as ``found`` it takes, or why not."""
     return [
         {"recipe": row.recipe, "recomputing": row.recomputing, "reason": row.reason}
         if row.plan is None
@@ -54,10 +32,10 @@ def comparison_list(found: Plan, rows: Sequence[Comparison]) -> list[dict[str, A
 
 
 def comparison_table(found: Plan, rows: Sequence[Comparison], width: int = 100) -> str:
-    """The same as text; recipes that do not apply below the table."""
+    """The same as text; recipes without a plan are listed below the table, with the reason."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    table.add_column("beside recipes", no_wrap=True)
-    for name in ("step", "times this plan", "memory a device"):
+    table.add_column("compared with recipes", no_wrap=True)
+    for name in ("step", "times this plan", "memory per device"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, plan in [("this plan", found), *((row.label, row.plan) for row in rows)]:
         if plan is not None:
@@ -65,7 +43,7 @@ def comparison_table(found: Plan, rows: Sequence[Comparison], width: int = 100) 
             seconds = format_seconds(plan.predicted.step_seconds)
             table.add_row(*map(Text, (name, seconds, f"{_ratio(found, plan):.3g}", memory)))
     left_out = [(row.label, row.reason) for row in rows if row.plan is None]
-    return render([table, *([figures([("not here", ""), *left_out])] if left_out else [])], width)
+    return render([table, *([figures([("not applicable", ""), *left_out])] if left_out else [])], width)
 
 
 def _ratio(found: Plan, plan: Plan) -> float:

@@ -13,7 +13,7 @@ from rich.text import Text
 from autopar.ir.plan_table import figures, render
 
 LONGEST = 25
-"""Rows of a list of reasons; what is left out is counted."""
+"""Rows of a list of reasons; the others are counted."""
 
 
 def operators_table(rows: Sequence[Mapping[str, Any]], width: int = 100) -> str:
@@ -39,7 +39,7 @@ def operators_table(rows: Sequence[Mapping[str, Any]], width: int = 100) -> str:
 
 
 DISCOVERED = "(discovered)"
-MEANING = "calls on which the oracle has proven the rule: split, run, put together, compared"
+MEANING = "calls on which the oracle has proven the rule: shard, run, reassemble, compare"
 
 
 def coverage_table(figures_: Mapping[str, Any], width: int = 100) -> str:

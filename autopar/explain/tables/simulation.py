@@ -12,14 +12,14 @@ from rich.text import Text
 from autopar.costs.memory import format_bytes
 from autopar.ir.plan_table import figures, format_seconds, format_share, render
 
-COLUMNS = ("device", "computes", "bubble", "exposed communication", "microbatches held")
+COLUMNS = ("device", "computes", "bubble", "exposed communication", "saved microbatches")
 
 
 def pipeline_table(facts: Mapping[str, Any], width: int = 100) -> str:
     """A simulated pipeline as plain text.
 
     Args:
-        facts: what was simulated (``schedule``, ``stages``, ``microbatches``, ``virtual``), and what was found:
+        facts: what was simulated (``schedule``, ``stages``, ``microbatches``, ``virtual``), and the outcome:
             ``step_seconds``, ``bubble`` and a row for each of ``devices``.
         width: columns.
     """
@@ -35,12 +35,12 @@ def pipeline_table(facts: Mapping[str, Any], width: int = 100) -> str:
             f"{row['peak_microbatches']:.3g}",
         )
         table.add_row(*map(Text, cells))
-    virtual = f" of {facts['virtual']} virtual ones each" if facts["virtual"] > 1 else ""
+    virtual = f" of {facts['virtual']} virtual stages each" if facts["virtual"] > 1 else ""
     rows = [
         ("schedule", f"{facts['schedule']}: {facts['stages']} stages{virtual}, {facts['microbatches']} microbatches"),
         ("step", format_seconds(facts["step_seconds"])),
-        ("bubble", f"{format_share(facts['bubble'])} of the step, mean of the devices: nothing is computed"),
-        ("held", "most microbatches whose activations a device keeps at a time"),
+        ("bubble", f"{format_share(facts['bubble'])} of the step, on average over the devices"),
+        ("saved microbatches", "the most whose activations a device has saved at a time"),
     ]
     return render([table, figures(rows)], width)
 
@@ -53,14 +53,14 @@ def step_table(facts: Mapping[str, Any], width: int = 100) -> str:
         width: columns.
     """
     sums = ", ".join(f"{format_seconds(s)} on {axis}" for axis, s in facts["communication_seconds"].items())
-    held = facts["peak_memory_bytes"]
+    peak = facts["peak_memory_bytes"]
     rows = [
         ("step", f"{format_seconds(facts['step_seconds'])}, without the optimizer's"),
         ("planned as", f"{format_seconds(facts['predicted_step_seconds'])}, nothing overlapped"),
         ("computes", format_seconds(facts["busy_seconds"])),
         ("communicates", sums or "never"),
-        ("exposed", f"{format_seconds(facts['exposed_communication_seconds'])} of it: nothing is computed meanwhile"),
-        ("most memory", format_bytes(sum(held.values()))),
-        *((f"  {name}", format_bytes(size)) for name, size in sorted(held.items(), key=lambda x: -x[1]) if size),
+        ("exposed", f"{format_seconds(facts['exposed_communication_seconds'])} of it, not overlapped with compute"),
+        ("peak memory", format_bytes(sum(peak.values()))),
+        *((f"  {name}", format_bytes(size)) for name, size in sorted(peak.items(), key=lambda x: -x[1]) if size),
     ]
     return render([figures(rows)], width)

@@ -1,9 +1,9 @@
-"""Answers to "why not?": a tensor's other placements, what each would cost, and what blocks it."""
+"""Answers to "why not?": a tensor's other placements, and what each would cost or why it is impossible."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -11,28 +11,13 @@ from rich.text import Text
 
 from autopar.costs.memory import format_bytes
 from autopar.explain.tables.difference import difference, difference_table
+from autopar.explain.why_not import Answer
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import figures, format_seconds, render
 
 
-class Answer(Protocol):
-    """What is read of an `autopar.explain.why_not.Answer`."""
-
-    @property
-    def wanted(self) -> Mapping[str, str]:
-        """Placement by axis."""
-
-    @property
-    def plan(self) -> Plan | None:
-        """The best plan with it."""
-
-    @property
-    def reason(self) -> str:
-        """What blocks it."""
-
-
 def answers_dict(name: str, layout: str, found: Plan, answers: Sequence[Answer]) -> dict[str, Any]:
-    """Plain data: the layout that was chosen, and for each other one its cost or what blocks it."""
+    """Plain data: the layout that was chosen, and for each other one its cost or why it is impossible."""
     rows: list[dict[str, Any]] = []
     for answer in answers:
         row: dict[str, Any] = {"wanted": dict(answer.wanted)}
@@ -55,12 +40,12 @@ def answers_dict(name: str, layout: str, found: Plan, answers: Sequence[Answer])
 
 
 def answers_table(name: str, layout: str, found: Plan, answers: Sequence[Answer], width: int = 100) -> str:
-    """The same as text: a row for each, or the whole difference where one was asked for."""
+    """The same as text: a row for each answer; a single one gets the whole difference of the two plans."""
     seconds, memory = found.predicted.step_seconds, sum(found.predicted.memory_bytes.values())
     gap = f"{100 * found.certificate.gap:.3g}% at most above the best of: {found.certificate.space}"
     head = [
         (name, layout),
-        ("predicted step", f"{format_seconds(seconds)}, {format_bytes(memory)} a device"),
+        ("predicted step", f"{format_seconds(seconds)}, {format_bytes(memory)} per device"),
         ("gap", gap),
     ]
     if len(answers) == 1:
@@ -76,7 +61,7 @@ def answers_table(name: str, layout: str, found: Plan, answers: Sequence[Answer]
         )
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     table.add_column("instead", no_wrap=True)
-    for title in ("step", "times this plan", "memory a device"):
+    for title in ("step", "times this plan", "memory per device"):
         table.add_column(title, justify="right", no_wrap=True)
     for answer in answers:
         if answer.plan is not None:

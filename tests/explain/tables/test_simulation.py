@@ -21,6 +21,6 @@ FACTS = {
 def test_a_row_for_each_device_and_the_figures_of_the_step() -> None:
     text = pipeline_table(FACTS)
     assert ["0", "900", "ms", "10%", "2", "ms", "10.3"] in [line.split() for line in text.splitlines()]
-    assert "interleaved: 2 stages of 3 virtual ones each, 4 microbatches" in text
+    assert "interleaved: 2 stages of 3 virtual stages each, 4 microbatches" in text
     assert "15% of the step" in text
     assert max(map(len, pipeline_table(FACTS, width=70).splitlines())) <= 70

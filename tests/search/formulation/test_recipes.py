@@ -359,4 +359,4 @@ def test_a_recipe_that_does_not_fit_is_compared_with_recomputation(monkeypatch: 
     assert plan.recompute
     assert sum(plan.predicted.peak_bytes.values()) <= budget
     rows = {row.recipe: row for row in compare_recipes(program, found, memory=1000)}
-    assert re.fullmatch(r"needs .* a device, .* more than the budget of .*", rows["fsdp"].reason)
+    assert re.fullmatch(r"needs .* per device, .* more than the budget of .*", rows["fsdp"].reason)
