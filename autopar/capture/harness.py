@@ -62,7 +62,7 @@ class Harness(nn.Module):
         loss_fn: LossFunction | None,
         training: bool,
         loss: Loss = None,
-        watch: floats.Watch | None = None,
+        recorder: floats.FloatRecorder | None = None,
         record: Record | None = None,
         tracked: bool = False,
         promoted: Collection[str] = (),
@@ -74,7 +74,7 @@ class Harness(nn.Module):
         self.arguments = arguments
         self.loss_fn, self.loss = loss_fn, loss
         self.differentiable = training
-        self.watch = watch
+        self.recorder = recorder
         self.seen = Seen()
         self.record, self.tracked, self.promoted = record, tracked, promoted
         self.aliases, self.references = aliases_of(model), references
@@ -94,7 +94,7 @@ class Harness(nn.Module):
 
         Behind these are tensors of the state that the call writes, and of buffers that it assigns.
         """
-        numbers = floats.values_or_stand_ins(self.watch, tensors[self.arguments.tensors :])
+        numbers = floats.values_or_stand_ins(self.recorder, tensors[self.arguments.tensors :])
         given = self.arguments.fill(tensors, numbers)
         if self.record is None:
             return self._results(self._call(given), tensors, None)
