@@ -83,19 +83,19 @@ class _Asked:
     training: bool
     compute: torch.dtype | None
 
-    def captured(self, watch: floats.Watch) -> Program:
+    def captured(self, recorder: floats.FloatRecorder) -> Program:
         """With as few constants as the model allows."""
         first: CaptureError | None = None
         for promote, track in _ATTEMPTS:
             try:
-                return self._attempt(watch, promote, track)
+                return self._attempt(recorder, promote, track)
             except _AgainError as e:
                 first = first or e.error
             except CaptureError as e:
                 raise first or e from None
         raise AssertionError("the last attempt is final")
 
-    def _attempt(self, watch: floats.Watch, promote: bool, track: bool) -> Program:
+    def _attempt(self, recorder: floats.FloatRecorder, promote: bool, track: bool) -> Program:
         model, training = self.model, self.training
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         dtypes = [self.compute] * self.arguments.tensors + [None] * len(self.arguments.numbers)
@@ -108,7 +108,7 @@ class _Asked:
         with swapped(model, fake, training, self.compute, promote) as (inputs, references):
             record = Record(model)
             harness = Harness(
-                model, self.arguments, self.loss_fn, training, self.loss, watch, record, track, inputs, references
+                model, self.arguments, self.loss_fn, training, self.loss, recorder, record, track, inputs, references
             )
             try:
                 with torch.set_grad_enabled(training), _quiet():
@@ -124,7 +124,7 @@ class _Asked:
                 record.put_back()
         counted = frozenset((w.module, w.path) for w in program.state.writes if isinstance(w.value, Replay))
         state = replace(program.state, counted=counted, constants=not promote)
-        return replace(program, state=state, guards=watch.guards)
+        return replace(program, state=state, guards=recorder.guards)
 
 
 _ATTEMPTS = ((True, True), (True, False), (False, False))

@@ -14,8 +14,8 @@ KEPT = 2
 """Blocks that stay: the first may make what all share, such as a mask; the second stands for the others."""
 
 
-class Number:
-    """In place of a block's own number: it may be handed on, but nobody may read it."""
+class UnreadableNumber:
+    """In place of a block's own number: the model may pass it along, but not read it."""
 
     def _read(self, *_: Any) -> Any:
         raise TypeError("a block's own number decides what it computes")
@@ -46,8 +46,8 @@ def shorten(model: nn.Module, kept: int = KEPT) -> Shortened:
 
     Blocks are alike if their modules are of the same classes with the same settings, and their parameters and buffers
     of the same shapes and dtypes, and none is shared. Only a block's own number may differ: in its place they get what
-    cannot be read (`Number`). Any other setting that differs may change what the block computes: then the whole model
-    is kept, and the reason said.
+    cannot be read (`UnreadableNumber`). Any other setting that differs may change what the block computes: then the
+    whole model is kept, and the reason said.
     """
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > kept]
     lists = [(name, m) for name, m in lists if any(True for _ in m[0].children())]
@@ -82,7 +82,7 @@ def _without_numbers(block: nn.Module, numbers: Collection[str]) -> nn.Module:
 
 def _changed(module: nn.Module, path: str, numbers: Collection[str]) -> nn.Module:
     changed = copy.copy(module)
-    changed.__dict__.update({k: Number() for k in vars(module) if f"{path}.{k}" in numbers})
+    changed.__dict__.update({k: UnreadableNumber() for k in vars(module) if f"{path}.{k}" in numbers})
     inner = ((name, child, f"{path}.{name}".lstrip(".")) for name, child in module._modules.items())
     changed._modules = {n: None if c is None else _changed(c, p, numbers) for n, c, p in inner}
     return changed

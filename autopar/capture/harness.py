@@ -65,7 +65,7 @@ class Harness(nn.Module):
         loss_fn: LossFunction | None,
         training: bool,
         loss: Loss = None,
-        watch: floats.Watch | None = None,
+        recorder: floats.FloatRecorder | None = None,
         record: Record | None = None,
         tracked: bool = False,
         promoted: Collection[str] = (),
@@ -77,7 +77,7 @@ class Harness(nn.Module):
         self.arguments = arguments
         self.loss_fn, self.loss = loss_fn, loss
         self.differentiable = training
-        self.watch = watch
+        self.recorder = recorder
         self.seen = Seen()
         self.record, self.tracked, self.promoted = record, tracked, promoted
         self.aliases, self.references = aliases_of(model), references
@@ -99,7 +99,7 @@ class Harness(nn.Module):
 
         Behind these are tensors of the state that the call writes, and of buffers that it assigns.
         """
-        numbers = floats.values_or_stand_ins(self.watch, tensors[self.arguments.tensors :])
+        numbers = floats.values_or_stand_ins(self.recorder, tensors[self.arguments.tensors :])
         if self.record is None:
             return self._results(self._call(self.arguments.fill(tensors, numbers)), tensors, None)
         self.record.put_back()

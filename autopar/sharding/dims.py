@@ -19,7 +19,7 @@ from autopar.ir.graph import user_line
 from autopar.ir.layout import Factor, TensorType
 from autopar.ir.program import Call, Input, Output, Program, Value, map_nodes, producer, values_of
 from autopar.rules.discover.search import discover
-from autopar.rules.discover.trials import Call as DiscoveryCall
+from autopar.rules.discover.trials import DiscoveryCall
 from autopar.rules.rule import Rule, Spec, find_rule, letter_sizes
 from autopar.rules.shapes.known_strides import copied_arguments
 from autopar.sharding.factor_names import factor_names

@@ -22,8 +22,8 @@ aten = torch.ops.aten
 
 Group = list[int]
 
-Watch = Callable[[fx.Node, list[Any]], None]
-"""``watch(node, values)``: sees what a node has made on every rank."""
+Observer = Callable[[fx.Node, list[Any]], None]
+"""``observe(node, values)``: sees what a node has made on every rank."""
 
 
 def emulate(
@@ -32,7 +32,7 @@ def emulate(
     sizes: Sequence[int],
     inputs: Sequence[Sequence[torch.Tensor]],
     shared: dict[fx.Node, list[Any]] | None = None,
-    watch: Watch | None = None,
+    observe: Observer | None = None,
     draw: random.Random | None = None,
 ) -> list[list[torch.Tensor | None]]:
     """Run a rewritten program on every rank of a mesh.
@@ -43,7 +43,7 @@ def emulate(
         sizes: of the mesh axes.
         inputs: ``inputs[i][rank]``, the local tensors of each placeholder.
         shared: of a step in microbatches, what all of them take: the first fills it, the others compute it no more.
-        watch: called with every operator node and its values on all ranks, in order.
+        observe: called with every operator node and its values on all ranks, in order.
         draw: gives inputs and what operators make random strides; of a program that takes any
             (`autopar.passes.insert_contiguous.insert_contiguous_everywhere`). None: they keep their own.
 
@@ -71,8 +71,8 @@ def emulate(
                     environment[node] = [_elsewhere(v, draw) for v in environment[node]]
                 if shared is not None and is_hoisted(node):
                     shared[node] = environment[node]
-                if watch is not None:
-                    watch(node, environment[node])
+                if observe is not None:
+                    observe(node, environment[node])
             for dead in last.get(node, ()):
                 del environment[dead]
     ranks = range(len(where))
@@ -91,10 +91,10 @@ def _elsewhere(value: Any, draw: random.Random) -> Any:
 
 
 def run_whole(
-    program: Program, inputs: Sequence[torch.Tensor], watch: Watch | None = None
+    program: Program, inputs: Sequence[torch.Tensor], observe: Observer | None = None
 ) -> list[torch.Tensor | None]:
     """Run a program on global tensors, as one device would, whatever their strides."""
-    return [v[0] for v in emulate(with_contiguous(program), (), (), [[x] for x in inputs], watch=watch)]
+    return [v[0] for v in emulate(with_contiguous(program), (), (), [[x] for x in inputs], observe=observe)]
 
 
 def _groups(where: list[tuple[int, ...]], axis: int) -> list[Group]:

@@ -14,15 +14,15 @@ from autopar.ir.ops.accumulate import GradientAccumulator
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.shards import assemble, block, common_blocks, coordinates, join, take
-from autopar.verify.emulate import Watch, emulate, run_whole
+from autopar.verify.emulate import Observer, emulate, run_whole
 from autopar.verify.emulate_pipeline import emulate_pipeline
 from autopar.verify.float64 import as_dtype, default_dtype
 
 Whole = tuple[torch.Tensor, float]
 """A global tensor, and how far its replicas differ."""
 
-Watches = Callable[[int], Watch | None]
-"""``watches(microbatch)``: what sees the nodes of one microbatch."""
+Observers = Callable[[int], Observer | None]
+"""``observers(microbatch)``: what sees the nodes of one microbatch."""
 
 
 @dataclass(frozen=True)
@@ -91,15 +91,15 @@ class EmulatedStep:
             made = emulate_pipeline(placed, self.plan, inputs, self.draw)
         return self._joined([self._whole(outputs) for outputs in made])
 
-    def run_flat(self, watches: Watches = lambda turn: None) -> list[Whole | None]:
+    def run_flat(self, observers: Observers = lambda turn: None) -> list[Whole | None]:
         """The same, stages or not: all devices of a stage run the whole graph."""
         placed, inner = as_dtype(self.local, self.dtype), self.plan.inner
         own = dict(zip(placed.graph.graph.nodes, self.local.graph.graph.nodes, strict=True))
         totals, made = GradientAccumulator(), []
         shared: dict[fx.Node, list[object]] = {}
         for turn in range(self.local.part.count):
-            watch = watches(turn)
-            seen = None if watch is None else _renamed(watch, own)
+            observe = observers(turn)
+            seen = None if observe is None else _renamed(observe, own)
             with totals.microbatch(), default_dtype(self.dtype):
                 inputs = self.local_inputs(turn)
                 outputs = emulate(placed, inner.axis_names, inner.axis_sizes, inputs, shared, seen, self.draw)
@@ -126,6 +126,6 @@ class EmulatedStep:
         return made[-1]
 
 
-def _renamed(watch: Watch, nodes: Mapping[fx.Node, fx.Node]) -> Watch:
-    """A watch that sees nodes of a copied graph as those of the original."""
-    return lambda node, values: watch(nodes[node], values)
+def _renamed(observe: Observer, nodes: Mapping[fx.Node, fx.Node]) -> Observer:
+    """An observer that sees nodes of a copied graph as those of the original."""
+    return lambda node, values: observe(nodes[node], values)

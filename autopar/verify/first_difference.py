@@ -20,7 +20,7 @@ from autopar.ir.ops.random import generator_states, restore_generators, same_num
 from autopar.ir.program import Program, tensor_arguments
 from autopar.ir.shards import assemble, coordinates, largest_difference, without_padding
 from autopar.search.microbatch.split import microbatch_program
-from autopar.verify.emulate import Watch, run_whole
+from autopar.verify.emulate import Observer, run_whole
 from autopar.verify.emulate_step import EmulatedStep
 from autopar.verify.float64 import as_dtype, default_dtype
 
@@ -108,7 +108,7 @@ def first_in_rewriting(step: EmulatedStep) -> FirstDifference | None:
     whole = as_dtype(part, step.dtype)
     totals = GradientAccumulator()
 
-    def watches(turn: int) -> Watch:
+    def observers(turn: int) -> Observer:
         values: dict[str, Any] = {}
         states = generator_states()
         with totals.microbatch():
@@ -116,23 +116,23 @@ def first_in_rewriting(step: EmulatedStep) -> FirstDifference | None:
             run_whole(whole, inputs, lambda node, made: values.__setitem__(node.name, made[0]))
         values.update({n.name: v for n, v in zip(whole.placeholders, inputs, strict=True)})
         restore_generators(states)
-        return _watch(step, part, values)
+        return _observer(step, part, values)
 
     try:
         with same_numbers(0):
-            step.run_flat(watches)
+            step.run_flat(observers)
     except _FoundError as e:
         return e.difference
     return None
 
 
-def _watch(step: EmulatedStep, part: Program, values: Mapping[str, Any]) -> Watch:
+def _observer(step: EmulatedStep, part: Program, values: Mapping[str, Any]) -> Observer:
     """Compares every node that has layouts with the node of the global graph that it comes from."""
     originals = {n.name: n for n in part.graph.graph.nodes}
     local = {n.name: n for n in step.local.graph.graph.nodes}
     plan, limit = step.plan.inner, tolerance_of(step.dtype)
 
-    def watch(node: fx.Node, made: list[Any]) -> None:
+    def observe(node: fx.Node, made: list[Any]) -> None:
         source = local.get(node.meta["moves"]) if _is_move(node) else node
         name = "" if source is None else source.meta.get("whole", "")
         if name not in values or "layouts" not in node.meta or node.meta.get("internal"):
@@ -151,7 +151,7 @@ def _watch(step: EmulatedStep, part: Program, values: Mapping[str, Any]) -> Watc
                 lies = _lies_as(parts, expected, type_, plan.axis_sizes, scale, limit)
                 raise _FoundError(_difference(node, originals[name], error, i, lies, plan.axis_names))
 
-    return watch
+    return observe
 
 
 def _is_move(node: fx.Node) -> bool:
@@ -267,7 +267,7 @@ def first_in_canonical_form(
         inputs = [values[i.kind, i.name] for i in captured.inputs]
         run_whole(as_dtype(captured, dtype), inputs, lambda n, v: made.__setitem__(n.name, (n.target, v[0])))
 
-    def watch(node: fx.Node, found: list[Any]) -> None:
+    def observe(node: fx.Node, found: list[Any]) -> None:
         target, expected = made.get(node.name, (None, None))
         value = found[0]
         if target is not node.target or not isinstance(value, torch.Tensor) or value.shape != expected.shape:
@@ -278,7 +278,7 @@ def first_in_canonical_form(
 
     try:
         with same_numbers(0), default_dtype(dtype):
-            run_whole(as_dtype(program, dtype), [values[i.kind, i.name] for i in program.inputs], watch)
+            run_whole(as_dtype(program, dtype), [values[i.kind, i.name] for i in program.inputs], observe)
     except _FoundError as e:
         return e.difference
     return None

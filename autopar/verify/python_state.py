@@ -11,11 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.state.slots import attributes_of, slots_of
+from autopar.capture.state.slots import attributes_of, own_attributes, slots_of
 from autopar.ir.shards import largest_difference
-
-_OWN = frozenset(vars(nn.Module()))
-"""Attributes that every module has: tables of parameters, buffers, modules and hooks."""
 
 DEPTH = 6
 """How deep values are looked into."""
@@ -40,12 +37,14 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     """Every attribute of every module that is no parameter, buffer or module, by qualified name, frozen."""
     found = {}
     for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if name not in _OWN:
-                found[f"{path}.{name}" if path else name] = frozen(value)
+        for name, value in own_attributes(module).items():
+            found[f"{path}.{name}" if path else name] = frozen(value)
     return found
 
 
+# `autopar.capture.state.slots` describes the same attributes by identity and version, as it decides whether a graph
+# still holds for this very object. Here two copies of a model are compared, whose objects are never the same: values
+# have to be copied, and what has no value (a function, a class) counts by its type.
 def frozen(value: Any, depth: int = DEPTH) -> Any:
     """A copy that later writes do not change; of what is no plain data, its class."""
     if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):

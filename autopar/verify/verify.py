@@ -21,7 +21,7 @@ from autopar.errors import VerifyError
 from autopar.ir.ops.random import same_numbers
 from autopar.ir.plan import Plan
 from autopar.ir.precision import Precision
-from autopar.ir.program import STATELESS, Input, Program, same_graph
+from autopar.ir.program import STATELESS, Input, Program, State, same_graph
 from autopar.ir.shards import is_zero_outside, without_padding
 from autopar.ir.signature import binding
 from autopar.ir.signature.outputs import Loss
@@ -162,15 +162,10 @@ def verify(
         passes = tuple(insert_contiguous_everywhere if p is insert_contiguous else p for p in passes)
     local = rewrite(program, plan, passes=passes)
     given = in_one_dtype(program, values, dtype)
-    calls, later, before = CALLS, None, Record(model)
-    if graph.state != STATELESS:  # what a call leaves may give the next one a graph of its own
-        made = captured_calls(graph, given, dtype, 1)[0][0].values
-        changed = LiveCopy(model, dtype, graph).call(made)[1]
-        own = None if changed is None else copied(changed, _own_dtype(model))
-        if own is not None:
-            second = captured(own, batch, loss_fn=loss_fn, loss=loss, training=graph.training, precision=policy)
-            calls, later = (CALLS, second.state) if same_graph(graph, second) else (1, None)
-        before.put_back()  # calls change globals, of which there are no copies
+    capture = functools.partial(captured, batch=batch, loss_fn=loss_fn, loss=loss, precision=policy)
+    before = Record(model)
+    calls, later = _second_call(graph, model, given, dtype, capture)
+    before.put_back()  # calls change globals, of which there are no copies
     # A graph as captured draws in the order of strides that tensors happen to have; in canonical form as eager does.
     raw = program if any(_is_random(n) for n in graph.graph.graph.nodes) else graph
     reference = reference_of(model, batch, raw, given, dtype, loss_fn, policy, loss, calls)
@@ -180,6 +175,29 @@ def verify(
         return compare(program, local, plan, values, dtype, reference=reference, graph=graph, live=live, draw=draw)
     finally:
         before.put_back()
+
+
+def _second_call(
+    graph: Program,
+    model: nn.Module,
+    given: Mapping[Key, torch.Tensor],
+    dtype: torch.dtype,
+    capture: Callable[..., Program],
+) -> tuple[int, State | None]:
+    """How many calls the first graph serves, and the state of the second call, where that is captured anew.
+
+    What a call writes to the model's attributes may give the next one a graph of its own; comparing the second call of
+    the eager model with the first graph would then report a difference that `autopar.parallelize` does not have.
+    """
+    if graph.state == STATELESS:
+        return CALLS, None
+    values = captured_calls(graph, given, dtype, 1)[0][0].values
+    changed = LiveCopy(model, dtype, graph).call(values)[1]
+    if changed is None:
+        return CALLS, None
+    # Back in the model's own dtype: a graph that is captured in another one has other casts.
+    second = capture(copied(changed, _own_dtype(model)), training=graph.training)
+    return (CALLS, second.state) if same_graph(graph, second) else (1, None)
 
 
 def _is_random(node: fx.Node) -> bool:

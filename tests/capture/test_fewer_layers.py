@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from autopar.capture.fewer_layers import Number, shorten
+from autopar.capture.fewer_layers import UnreadableNumber, shorten
 from benchmarks.gpt import GPT
 
 
@@ -78,8 +78,8 @@ def test_a_number_of_its_own_is_replaced_by_one_that_nobody_can_read() -> None:
     assert short.layers == 4
     assert len(short.model.layers) == 3
     for layer in short.model.layers:
-        assert isinstance(layer.number, Number)
-        assert isinstance(layer.qkv.depth, Number)
+        assert isinstance(layer.number, UnreadableNumber)
+        assert isinstance(layer.qkv.depth, UnreadableNumber)
         assert layer.width == 4
     assert (model.layers[2].number, model.layers[2].qkv.depth) == (3, 2)  # as it was
     assert short.model.layers[2].qkv.weight is model.layers[2].qkv.weight

@@ -133,8 +133,8 @@ def test_torch_computes_with_a_tensor_as_with_a_float(name: str, dtype: torch.dt
     """Bit by bit, without a graph: dtypes and rounding of scalars, vectors and integers."""
     h = torch.randn(3, 4, generator=torch.Generator().manual_seed(2)).to(dtype)
     for alpha in (0.1, 1 / 3, 2.7, -1.3):
-        watch = floats.Watch([alpha])
-        (stand_in,) = watch.stand_ins([torch.tensor(alpha, dtype=torch.float64)])
+        recorder = floats.FloatRecorder([alpha])
+        (stand_in,) = recorder.stand_ins([torch.tensor(alpha, dtype=torch.float64)])
         use = ONE_GRAPH[name]
         expected, found = use(h, alpha), use(h, stand_in)
         assert found.dtype == expected.dtype

@@ -14,8 +14,8 @@ import autopar
 from autopar.errors import MissingRuleError
 from autopar.rules.discover import search as discovery
 from autopar.rules.discover.search import discover
-from autopar.rules.discover.trials import Call, shrunk
-from autopar.rules.discover.write import Findings, Letter, write_rule
+from autopar.rules.discover.trials import DiscoveryCall, shrunk
+from autopar.rules.discover.write import Findings, JointDims, write_rule
 from autopar.rules.oracle.sharding import check_rule
 from autopar.rules.rule import Rule, Spec
 
@@ -38,7 +38,7 @@ def found(target: Any, *args: Any, outputs: Any = None, **kwargs: Any) -> Rule:
     def spec(t: Any) -> Any:
         return Spec(tuple(t.shape), t.dtype) if isinstance(t, torch.Tensor) else t
 
-    return discover(Call(target, map_aggregate((args, kwargs), spec), tuple(map(spec, results))))
+    return discover(DiscoveryCall(target, map_aggregate((args, kwargs), spec), tuple(map(spec, results))))
 
 
 @pytest.fixture(autouse=True)
@@ -204,7 +204,7 @@ def test_sizes_keep_their_order_and_multiples() -> None:
 
 
 def test_findings_are_written_for_any_sizes() -> None:
-    letter = Letter(((0, 0), (1, 0)), ((0, 1),), "keep", "rows")
+    letter = JointDims(((0, 0), (1, 0)), ((0, 1),), "keep", "rows")
     rule = write_rule(Findings((letter,), ((0,),)), [(8, 3), (4,)], [(5, 4), None, (1,)])
     assert rule.equation == "(ab)c,a->da,_,1"
     assert (rule.keep, rule.blocked, dict(rule.scaled)) == ("a", "bcd", {"rows": "a"})

@@ -12,6 +12,10 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+# Why this is not `autopar.ir.signature.floats.Float`, which records numbers too: a `Float` is an input of the graph. It
+# computes with tensors, and each question about it becomes a guard that other values can pass. A `Tracked` number never
+# enters the graph: its arithmetic is replayed in Python, so that an int stays an int, and one question makes it a
+# constant. One class for both would need either half of its methods twice.
 Number = int | float
 Operation = tuple[Callable[[Any, Any], Any], Number, bool]
 """A binary operator, the other number, and whether that comes first."""

@@ -51,7 +51,7 @@ class Live:
 
 
 @dataclass(frozen=True)
-class Made:
+class NewObject:
     """An object that the call made: its class and what is in it."""
 
     kind: Any
@@ -84,7 +84,7 @@ class Write:
     Attributes:
         module: path of the module.
         path: of the attribute or item in it.
-        value: a skeleton: `Leaf` for tensor results of the graph, `Live`, `Made`, `Replay` or a plain value.
+        value: a skeleton: `Leaf` for tensor results of the graph, `Live`, `NewObject`, `Replay` or a plain value.
     """
 
     module: str
@@ -232,7 +232,7 @@ class Record:
         """Whether a new list holds the very parameters that the old one held."""
         before = next(b for m, p, _, b in self._containers if (m, p) == (write.module, write.path[:-1]))
         old = before.get(write.path[-1])
-        if not isinstance(write.value, Made) or not isinstance(old, list) or write.value.kind is not list:
+        if not isinstance(write.value, NewObject) or not isinstance(old, list) or write.value.kind is not list:
             return False
         owned = [v for _, v in write.value.items]
         return len(owned) == len(old) and all(isinstance(o, Own) for o in owned)
@@ -277,7 +277,7 @@ class Record:
                     "tensor in an attribute instead"
                 )
             return value
-        return Made(_kind(value), items)
+        return NewObject(_kind(value), items)
 
 
 def _kind(value: Any) -> Any:
@@ -286,7 +286,7 @@ def _kind(value: Any) -> Any:
 
 
 def _has_leaf(value: Any) -> bool:
-    return isinstance(value, Leaf) or (isinstance(value, Made) and any(_has_leaf(v) for _, v in value.items))
+    return isinstance(value, Leaf) or (isinstance(value, NewObject) and any(_has_leaf(v) for _, v in value.items))
 
 
 def is_same_value(value: Any, before: Any) -> bool:
@@ -391,7 +391,7 @@ def build(model: nn.Module, skeleton: Any, results: Any) -> Any:
         path, _, name = skeleton.name.rpartition(".")
         found = getattr(model.get_submodule(path), name)
         return weakref.ref(found) if skeleton.weak else found
-    if not isinstance(skeleton, Made):
+    if not isinstance(skeleton, NewObject):
         return skeleton
     items = [(step, build(model, v, results)) for step, v in skeleton.items]
     kind = skeleton.kind
@@ -420,7 +420,7 @@ def written_tensors(model: nn.Module, writes: Sequence[Write]) -> dict[int, torc
     def visit(skeleton: Any, module: str, path: Path) -> None:
         if isinstance(skeleton, Leaf):
             found[skeleton.index] = _find(model, module, path)
-        elif isinstance(skeleton, Made):
+        elif isinstance(skeleton, NewObject):
             for step, inner in skeleton.items:
                 visit(inner, module, (*path, step))
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from autopar.ir.signature.pytree import Traced
+from autopar.ir.signature.pytree import FloatProxy
 
 
 def is_traced(value: Any) -> bool:
     """Whether it stands for a float; to ``isinstance`` it is one."""
-    return issubclass(type(value), Traced)
+    return issubclass(type(value), FloatProxy)
 
 
 _LOW = (torch.bfloat16, torch.float16)

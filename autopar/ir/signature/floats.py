@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from autopar.ir.signature.float_operators import FUNCTIONS
-from autopar.ir.signature.pytree import Number, Traced
+from autopar.ir.signature.pytree import FloatProxy, RuntimeFloat
 
 Compute = Callable[[Sequence[float]], Any]
 Result = TypeVar("Result")
@@ -47,7 +47,7 @@ class Guard:
 
 
 @dataclass(frozen=True)
-class Formula(Number):
+class Formula(RuntimeFloat):
     """A float as a function of those of the batch."""
 
     text: str
@@ -62,7 +62,7 @@ class Formula(Number):
         return self.text
 
 
-class Watch:
+class FloatRecorder:
     """The floats of a call that is traced, and what the model wants to know of them."""
 
     def __init__(self, numbers: Sequence[float], constant: bool = False) -> None:
@@ -91,19 +91,19 @@ class Watch:
         return made
 
 
-def watched(numbers: Sequence[float], make: Callable[[Watch], Result]) -> Result:
+def watched(numbers: Sequence[float], make: Callable[[FloatRecorder], Result]) -> Result:
     """What is made of floats that are inputs; where that fails, of constants."""
     try:
-        return make(Watch(numbers))
+        return make(FloatRecorder(numbers))
     except Exception:
         if not numbers:
             raise
-    return make(Watch(numbers, constant=True))
+    return make(FloatRecorder(numbers, constant=True))
 
 
-def values_or_stand_ins(watch: Watch | None, tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """Floats for a model that is called with real tensors (no watch), or what stands for them while it is traced."""
-    return [t.item() for t in tensors] if watch is None else watch.stand_ins(tensors)
+def values_or_stand_ins(recorder: FloatRecorder | None, tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Floats for a model that is called with real tensors (no recorder), or what stands for them while it is traced."""
+    return [t.item() for t in tensors] if recorder is None else recorder.stand_ins(tensors)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -112,17 +112,17 @@ def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-class Float(Traced):
+class Float(FloatProxy):
     """A float of a batch, or what a model computes from some, while it is traced.
 
     Where Python's result and that of a tensor could differ, as for powers, there is no tensor.
     """
 
-    __slots__ = ("_formula", "_watch", "tensor")
+    __slots__ = ("_formula", "_recorder", "tensor")
     __array_ufunc__ = None  # numpy's operators do not take it for an object
 
-    def __init__(self, tensor: torch.Tensor | None, formula: Formula, watch: Watch) -> None:
-        self.tensor, self._formula, self._watch = tensor, formula, watch
+    def __init__(self, tensor: torch.Tensor | None, formula: Formula, recorder: FloatRecorder) -> None:
+        self.tensor, self._formula, self._recorder = tensor, formula, recorder
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -145,7 +145,7 @@ class Float(Traced):
 
     def _ask(self, what: str, function: Callable[[float], Any]) -> Any:
         compute = self._formula.compute
-        return self._watch.ask(f"{what} of {self._formula}", lambda numbers: function(compute(numbers)))
+        return self._recorder.ask(f"{what} of {self._formula}", lambda numbers: function(compute(numbers)))
 
     def __float__(self) -> float:
         found: float = self._ask("value", lambda v: v)
@@ -191,7 +191,7 @@ class Float(Traced):
     def __neg__(self) -> Float:
         formula, tensor = self._formula, self.tensor
         negative = None if tensor is None else -tensor
-        return Float(negative, Formula(f"-({formula})", lambda n: -formula.compute(n)), self._watch)
+        return Float(negative, Formula(f"-({formula})", lambda n: -formula.compute(n)), self._recorder)
 
     def __pos__(self) -> Float:
         return self
@@ -199,7 +199,7 @@ class Float(Traced):
     def __abs__(self) -> Float:
         formula, tensor = self._formula, self.tensor
         positive = None if tensor is None else tensor.abs()
-        return Float(positive, Formula(f"abs({formula})", lambda n: abs(formula.compute(n))), self._watch)
+        return Float(positive, Formula(f"abs({formula})", lambda n: abs(formula.compute(n))), self._recorder)
 
 
 def _exact(value: Any, *, without_tensor: bool = False) -> Any:
@@ -239,15 +239,15 @@ def _binary(name: str, first: Any, second: Any) -> Any:
     if not all(type(v) in (Float, float, int, bool) for v in (first, second)):
         return NotImplemented
     a, b = _formula(first), _formula(second)
-    watch: Watch = (first if type(first) is Float else second)._watch
+    recorder: FloatRecorder = (first if type(first) is Float else second)._recorder
     text = f"({a} {sign} {b})"
 
     def compute(numbers: Sequence[float]) -> Any:
         return function(a.compute(numbers), b.compute(numbers))
 
     if name in _COMPARISONS:
-        return watch.ask(text, compute)
-    if name in _DIVISIONS and watch.ask(f"{b} is zero", lambda numbers: b.compute(numbers) == 0):
+        return recorder.ask(text, compute)
+    if name in _DIVISIONS and recorder.ask(f"{b} is zero", lambda numbers: b.compute(numbers) == 0):
         raise ZeroDivisionError("float division by zero")
     left, right = (v.tensor if type(v) is Float else float(v) for v in (first, second))
     tensor = None
@@ -257,12 +257,12 @@ def _binary(name: str, first: Any, second: Any) -> Any:
         tensor = left * left
     elif type(function(_known(first), _known(second))) is not float:  # a complex power
         return NotImplemented
-    return Float(tensor, Formula(text, compute), watch)
+    return Float(tensor, Formula(text, compute), recorder)
 
 
 def _known(value: Any) -> Any:
     """The value of this call, which is not taken for granted."""
-    return value._formula.compute(value._watch.numbers) if type(value) is Float else value
+    return value._formula.compute(value._recorder.numbers) if type(value) is Float else value
 
 
 def _beside_tensor(name: str, first: Any, second: Any) -> Any:

@@ -9,6 +9,7 @@ import enum
 import fractions
 import pathlib
 import uuid
+from abc import ABC, abstractmethod
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -35,16 +36,16 @@ class Leaf:
     index: int
 
 
-class Number:
+class RuntimeFloat(ABC):
     """The place of a float that is known when a step runs."""
 
+    @abstractmethod
     def value(self, numbers: Sequence[float]) -> float:
         """The float, from those of the batch."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class FloatLeaf(Number):
+class FloatLeaf(RuntimeFloat):
     """The place of float number ``index``."""
 
     index: int
@@ -54,12 +55,12 @@ class FloatLeaf(Number):
         return numbers[self.index]
 
 
-class Traced:
+class FloatProxy(ABC):
     """What stands for a float while a model is traced; in the skeleton of an output it leaves its place."""
 
-    def leaf(self) -> Number:
+    @abstractmethod
+    def leaf(self) -> RuntimeFloat:
         """The place."""
-        raise NotImplementedError
 
 
 def flatten(
@@ -100,7 +101,7 @@ def unflatten(skeleton: Any, tensors: Sequence[Any], numbers: Sequence[float] = 
         return set(skeleton.value) if type(skeleton.value) is set else skeleton.value
     if type(skeleton) in (list, tuple):
         return type(skeleton)(unflatten(v, tensors, numbers) for v in skeleton)
-    return skeleton.value(numbers) if isinstance(skeleton, Number) else skeleton
+    return skeleton.value(numbers) if isinstance(skeleton, RuntimeFloat) else skeleton
 
 
 class _Visitor:
@@ -116,7 +117,7 @@ class _Visitor:
             return None
         if isinstance(v, torch.Tensor):
             return self._tensor(v, path)
-        if issubclass(type(v), Traced):
+        if issubclass(type(v), FloatProxy):
             return v.leaf()
         if self.numbers is not None and type(v) is float:
             self.numbers.append(v)

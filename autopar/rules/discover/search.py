@@ -23,7 +23,7 @@ from autopar.rules.discover.isolate import CrashError, isolated
 from autopar.rules.discover.trials import (
     LARGEST_RATIO,
     LEAST,
-    Call,
+    DiscoveryCall,
     Mode,
     Sizes,
     Tree,
@@ -34,7 +34,7 @@ from autopar.rules.discover.trials import (
     size_pairs,
     trials,
 )
-from autopar.rules.discover.write import Findings, Letter, Place, write_rule
+from autopar.rules.discover.write import Findings, JointDims, Place, write_rule
 from autopar.rules.oracle.sharding import check_rule
 from autopar.rules.rule import Rule, Spec
 
@@ -66,7 +66,7 @@ def discovered() -> tuple[Discovery, ...]:
     return tuple(_discovered.values())
 
 
-def discover(call: Call) -> Rule:
+def discover(call: DiscoveryCall) -> Rule:
     """Find the rule of an operator without one; the same in every process.
 
     Raises:
@@ -96,7 +96,7 @@ def _log(found: Discovery) -> None:
     logger.info('discovered %s: "%s"%s%s on %d samples', name, found.rule.equation, blocked, linear, found.samples)
 
 
-def _key(call: Call, sizes: Sizes) -> Any:
+def _key(call: DiscoveryCall, sizes: Sizes) -> Any:
     """Structure, dtypes and plain arguments, with sizes as ``sizes`` maps them."""
 
     def text(t: Any) -> str:
@@ -118,7 +118,7 @@ def _refuse(target: Any) -> None:
         raise MissingRuleError(f"no rule for {target}; it looks at memory, such operators are not discovered")
 
 
-def _findings(call: Call, known: Findings | None) -> tuple[Findings, Findings]:
+def _findings(call: DiscoveryCall, known: Findings | None) -> tuple[Findings, Findings]:
     """What holds at any size, and what of it holds at the real ones.
 
     Parts of tensors are not what a kernel was written for: those of the CPU run in a process of their own, since some
@@ -134,13 +134,13 @@ def _findings(call: Call, known: Findings | None) -> tuple[Findings, Findings]:
     return found
 
 
-def _on(device: str, call: Call, known: Findings | None) -> tuple[Findings, Findings]:
+def _on(device: str, call: DiscoveryCall, known: Findings | None) -> tuple[Findings, Findings]:
     with torch.random.fork_rng(devices=[]):
         found = known or _find(device, call)
         return found, _confirm(device, call, found)
 
 
-def _find(device: str, call: Call) -> Findings:
+def _find(device: str, call: DiscoveryCall) -> Findings:
     errors: list[str] = []
     made = _trials(device, call, errors)
     if not made:
@@ -167,7 +167,7 @@ def _find(device: str, call: Call) -> Findings:
 _UNSPLIT = "no way to split it was found"
 
 
-def _trials(device: str, call: Call, errors: list[str]) -> list[Trial]:
+def _trials(device: str, call: DiscoveryCall, errors: list[str]) -> list[Trial]:
     """Calls at two sizes; those whose outputs have the sizes expected of them are preferred."""
     second: list[Trial] = []
     for floating in (torch.float64, torch.float32):
@@ -185,7 +185,7 @@ def _trials(device: str, call: Call, errors: list[str]) -> list[Trial]:
     return second
 
 
-def _expected(call: Call, trial: Trial) -> bool:
+def _expected(call: DiscoveryCall, trial: Trial) -> bool:
     return all(
         (a is None) == (b is None)
         and (a is None or b is None or tuple(b.shape) == tuple(trial.sizes.get(n, n) for n in a.shape))
@@ -204,7 +204,7 @@ def _check_pure(target: Any, trial: Trial) -> None:
         raise MissingRuleError(f"no rule for {target}; it is random, and rules of such operators are not discovered")
 
 
-def _shape_arguments(call: Call) -> tuple[int, ...]:
+def _shape_arguments(call: DiscoveryCall) -> tuple[int, ...]:
     first = call.outputs[0] if call.outputs else None
     args = call.arguments[0]
     return tuple(i for i, a in enumerate(args) if first is not None and first.ndim and _is_shape(a, first.shape))
@@ -231,7 +231,7 @@ def _choices(shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[Place, ...]]:
         yield from sorted(dict.fromkeys(found), key=lambda places: -len(places))
 
 
-def _letter(call: Call, made: list[Trial], found: Findings, places: tuple[Place, ...]) -> Letter | None:
+def _letter(call: DiscoveryCall, made: list[Trial], found: Findings, places: tuple[Place, ...]) -> JointDims | None:
     """The letter of dims that are cut together, if there is one."""
     taken = {p for letter in found.letters for p in letter.outputs}
     for scaled, arguments in _halves(made[0], found, places):
@@ -241,7 +241,7 @@ def _letter(call: Call, made: list[Trial], found: Findings, places: tuple[Place,
             continue
         complete = len(cut) == sum(t is not None for t in made[0].outputs)
         for absent in ("",) if complete else ("reduce", "keep"):
-            letter = Letter(places, cut, absent, scaled)
+            letter = JointDims(places, cut, absent, scaled)
             if _informative(made, letter) and _holds(call, made, replace(found, letters=(letter,))):
                 return letter
     return None
@@ -297,7 +297,7 @@ def _constant(made: Sequence[Trial], j: int) -> bool:
     return values.numel() == 0 or bool((values == values[0]).all())
 
 
-def _informative(made: Sequence[Trial], letter: Letter) -> bool:
+def _informative(made: Sequence[Trial], letter: JointDims) -> bool:
     """Outputs without the letter vary."""
     present = {j for j, _ in letter.outputs}
     every = [j for j, t in enumerate(made[0].outputs) if t is not None and j not in present]
@@ -311,7 +311,7 @@ def _operand_sets(inputs: Sequence[Spec]) -> list[tuple[int, ...]]:
     return [s for count in counts for s in itertools.combinations(floating, count) if s]
 
 
-def _holds(call: Call, made: Sequence[Trial], found: Findings, pairs: bool = False) -> bool:
+def _holds(call: DiscoveryCall, made: Sequence[Trial], found: Findings, pairs: bool = False) -> bool:
     """Whether the oracle proves the findings on every trial, in consecutive and in alternating parts."""
     for trial, alternating in itertools.product(made, (False, True) if found.letters else (False,)):
         outputs = [None if t is None else tuple(t.shape) for t in trial.outputs]
@@ -324,7 +324,7 @@ def _holds(call: Call, made: Sequence[Trial], found: Findings, pairs: bool = Fal
     return True
 
 
-def _jointly(call: Call, made: Sequence[Trial], found: Findings) -> Findings:
+def _jointly(call: DiscoveryCall, made: Sequence[Trial], found: Findings) -> Findings:
     """The findings that also hold together, two at a time on a mesh of two axes."""
     few = made[:1]
     if _holds(call, few, found, pairs=True):
@@ -339,7 +339,7 @@ def _jointly(call: Call, made: Sequence[Trial], found: Findings) -> Findings:
     return kept
 
 
-def _confirm(device: str, call: Call, found: Findings) -> Findings:
+def _confirm(device: str, call: DiscoveryCall, found: Findings) -> Findings:
     """Drop what does not hold at the real sizes, or the largest that can be run: kernels have constants in them."""
     if found.reason:
         return found
@@ -360,7 +360,7 @@ def _confirm(device: str, call: Call, found: Findings) -> Findings:
     return replace(found, samples=found.samples + len(made), reason=reason)
 
 
-def _rule(call: Call, found: Findings) -> Rule:
+def _rule(call: DiscoveryCall, found: Findings) -> Rule:
     shapes = [t.shape for t in call.inputs], [None if t is None else t.shape for t in call.outputs]
     try:
         return write_rule(found, *shapes)

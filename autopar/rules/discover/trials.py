@@ -36,7 +36,7 @@ LARGEST_RATIO = 8
 
 
 @dataclass(frozen=True)
-class Call:
+class DiscoveryCall:
     """A call whose rule is wanted: tensors are `Spec`, also among the outputs.
 
     Attributes:
@@ -122,7 +122,7 @@ FOURS = (4, 12, 20, 28, 44, 52, 68, 76)  # can be cut twice
 TWOS = (6, 10, 14, 22, 26, 34, 38, 46)  # share no other factor
 
 
-def size_pairs(call: Call) -> Iterator[tuple[Sizes, Sizes]]:
+def size_pairs(call: DiscoveryCall) -> Iterator[tuple[Sizes, Sizes]]:
     """Two ways at a time to choose sizes: small ones, small ones that leave the smallest alone, real ones last."""
     sizes = call.sizes
     for kept in (1, 4):
@@ -132,12 +132,12 @@ def size_pairs(call: Call) -> Iterator[tuple[Sizes, Sizes]]:
     yield real, real
 
 
-def pattern(call: Call) -> Sizes:
+def pattern(call: DiscoveryCall) -> Sizes:
     """The same for calls whose sizes are alike: which are equal, small, and small multiples of others."""
     return shrunk(call.sizes, FOURS, kept=4)
 
 
-def capped(call: Call) -> Sizes:
+def capped(call: DiscoveryCall) -> Sizes:
     """The real sizes, the largest halved until the call is small enough to run."""
     found = {n: n for n in call.sizes}
     while _elements(call, found) > MOST_ELEMENTS:
@@ -148,7 +148,7 @@ def capped(call: Call) -> Sizes:
     return found
 
 
-def trials(call: Call, sizes: Sizes, mode: Mode, seed: int, errors: list[str]) -> list[Trial]:
+def trials(call: DiscoveryCall, sizes: Sizes, mode: Mode, seed: int, errors: list[str]) -> list[Trial]:
     """A few calls; values with which it fails, or gives numbers that are not finite, are left out."""
     found: list[Trial] = []
     for i, kind in enumerate(KINDS):
@@ -179,12 +179,12 @@ def run(target: Callable[..., Any], arguments: Tree, errors: list[str]) -> tuple
     return tuple(v if isinstance(v, torch.Tensor) else None for v in values)
 
 
-def _elements(call: Call, sizes: Sizes) -> int:
+def _elements(call: DiscoveryCall, sizes: Sizes) -> int:
     shapes = [t.shape for t in (*call.inputs, *call.outputs) if t is not None]
     return sum(math.prod(sizes.get(n, n) for n in shape) for shape in shapes)
 
 
-def _draw(call: Call, sizes: Sizes, mode: Mode, kind: str, generator: torch.Generator) -> Tree | None:
+def _draw(call: DiscoveryCall, sizes: Sizes, mode: Mode, kind: str, generator: torch.Generator) -> Tree | None:
     """Random arguments; None if they would be too large."""
     if _elements(call, sizes) > MOST_ELEMENTS:
         return None

@@ -16,7 +16,7 @@ Shapes = Sequence[tuple[int, ...] | None]
 
 
 @dataclass(frozen=True)
-class Letter:
+class JointDims:
     """Dims that are cut together.
 
     Attributes:
@@ -45,7 +45,7 @@ class Findings:
         exact: found at the real sizes only: they may say nothing of others.
     """
 
-    letters: tuple[Letter, ...] = ()
+    letters: tuple[JointDims, ...] = ()
     linear: tuple[tuple[int, ...], ...] = ()
     shapes: tuple[int, ...] = ()
     samples: int = 0
@@ -92,7 +92,7 @@ def write_rule(found: Findings, inputs: Shapes, outputs: Shapes, alternating: bo
     )
 
 
-def _all_places(letter: Letter, inputs: int) -> list[Place]:
+def _all_places(letter: JointDims, inputs: int) -> list[Place]:
     """Inputs and outputs, numbered through."""
     return [*letter.inputs, *((inputs + j, d) for j, d in letter.outputs)]
 

@@ -80,7 +80,7 @@ class StageTensor(DTensor):
         placements = kwargs.get("placements", args[1] if len(args) > 1 else None)
         if placements is not None and tuple(placements) == tuple(self.placements):
             return self
-        whole: DTensor = _Whole.apply(self)  # type: ignore[no-untyped-call]
+        whole: DTensor = _GatherStages.apply(self)  # type: ignore[no-untyped-call]
         return whole.redistribute(*args, **kwargs)
 
 
@@ -98,7 +98,7 @@ def staged(tensor: DTensor, home: OwnerStage | None) -> DTensor:
     return tensor
 
 
-class _Whole(torch.autograd.Function):
+class _GatherStages(torch.autograd.Function):
     """From the devices of one stage to those of all, and of the gradient back."""
 
     @staticmethod

@@ -18,7 +18,7 @@ from autopar.rules.oracle.sharding import check_rule
 from autopar.rules.rule import Rule, find_rule
 from autopar.sharding.candidates import strategies
 from autopar.sharding.dims import Dims, analyze
-from autopar.verify.coverage.trace import Traced, trace
+from autopar.verify.coverage.trace import TracedSample, trace
 
 SAMPLES = 2
 """Of each operator; up to three times as many while none can be split."""
@@ -37,7 +37,7 @@ NOTHING, MISSING, UNTRACED = "nothing to split", "no rule", "not captured"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class OperatorCoverage:
     """What came of one operator in one dtype.
 
     Attributes:
@@ -65,13 +65,13 @@ class Outcome:
     failures: tuple[str, ...] = ()
 
 
-def examine(op: Any, dtype: torch.dtype) -> Outcome | None:
+def examine(op: Any, dtype: torch.dtype) -> OperatorCoverage | None:
     """Examine an entry of torch's operator database; None if it does not know the dtype."""
     if dtype not in op.supported_dtypes("cpu"):
         return None
     gradients = bool(op.supports_autograd) and dtype in op.supported_backward_dtypes("cpu")
     name, kind = op.formatted_name, str(dtype).removeprefix("torch.")
-    found: list[Outcome] = []
+    found: list[OperatorCoverage] = []
     reasons: list[str] = []
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
@@ -79,7 +79,7 @@ def examine(op: Any, dtype: torch.dtype) -> Outcome | None:
         try:
             samples = _samples(op, dtype, gradients)
         except Exception as e:
-            return Outcome(name, kind, UNTRACED, f"its samples fail: {type(e).__name__}")
+            return OperatorCoverage(name, kind, UNTRACED, f"its samples fail: {type(e).__name__}")
         for i, sample in enumerate(samples):
             if i >= SAMPLES and any(o.status in (SPLIT, DISCOVERED) for o in found):
                 break
@@ -89,7 +89,9 @@ def examine(op: Any, dtype: torch.dtype) -> Outcome | None:
                 reasons.append(reason_of(e))
                 continue
             found.append(_examine(name, kind, traced))
-    return _together(found) if found else Outcome(name, kind, UNTRACED, next(iter(reasons), "it has no samples"))
+    return (
+        _together(found) if found else OperatorCoverage(name, kind, UNTRACED, next(iter(reasons), "it has no samples"))
+    )
 
 
 def _samples(op: Any, dtype: torch.dtype, gradients: bool) -> list[Any]:
@@ -134,15 +136,15 @@ def reason_of(error: Exception) -> str:
     return known or (text.splitlines()[0][:120] if text else "")
 
 
-def _examine(name: str, dtype: str, traced: Traced) -> Outcome:
+def _examine(name: str, dtype: str, traced: TracedSample) -> OperatorCoverage:
     overloads = tuple(str(o) for o in traced.overloads)
     common: dict[str, Any] = {"differentiable": traced.differentiable, "traced": overloads}
     try:
         dims = analyze(traced.program)
     except MissingRuleError as e:
-        return Outcome(name, dtype, MISSING, str(e).split(" (node")[0], **common)
+        return OperatorCoverage(name, dtype, MISSING, str(e).split(" (node")[0], **common)
     except InvalidRuleError as e:
-        return Outcome(name, dtype, REPLICATED, failures=(str(e),), **common)
+        return OperatorCoverage(name, dtype, REPLICATED, failures=(str(e),), **common)
     counted = [(str(node.target), kind) for node in dims.operators if (kind := _kind(node, dims))]
     kinds: dict[str, str] = {}
     for target, kind in counted:
@@ -150,7 +152,7 @@ def _examine(name: str, dtype: str, traced: Traced) -> Outcome:
     status = max((kind for _, kind in counted), key=_ORDER.index, default=NOTHING)
     blocking = ", ".join(dict.fromkeys(target for target, kind in counted if kind == REPLICATED))
     checks, failures = _prove(traced, dims)
-    return Outcome(name, dtype, status, blocking, overloads=kinds, checks=checks, failures=failures, **common)
+    return OperatorCoverage(name, dtype, status, blocking, overloads=kinds, checks=checks, failures=failures, **common)
 
 
 _ORDER = [SPLIT, DISCOVERED, REPLICATED]
@@ -174,7 +176,7 @@ def _kind(node: fx.Node, dims: Dims) -> str:
     return SPLIT if find_rule(node.target) else DISCOVERED
 
 
-def _together(found: list[Outcome]) -> Outcome:
+def _together(found: list[OperatorCoverage]) -> OperatorCoverage:
     """One outcome for several samples: the best status, everything else added up."""
     order = [SPLIT, DISCOVERED, REPLICATED, MISSING, NOTHING]
     best = min(found, key=lambda o: order.index(o.status))
@@ -182,7 +184,7 @@ def _together(found: list[Outcome]) -> Outcome:
     for outcome in found:
         for name, kind in outcome.overloads.items():
             kinds[name] = _best(kinds.get(name), kind)
-    return Outcome(
+    return OperatorCoverage(
         best.name,
         best.dtype,
         best.status,
@@ -198,7 +200,7 @@ def _together(found: list[Outcome]) -> Outcome:
 _proven: set[Any] = set()
 
 
-def _prove(traced: Traced, dims: Dims) -> tuple[int, tuple[str, ...]]:
+def _prove(traced: TracedSample, dims: Dims) -> tuple[int, tuple[str, ...]]:
     """Check the rule of each distinct call on the values that reach it; how many strategies hold, and which do not."""
     checks, failures = 0, []
     for node, args, kwargs in _calls(traced):
@@ -239,7 +241,7 @@ def _flat(args: Any, kwargs: Any) -> list[Any]:
     return found
 
 
-def _calls(traced: Traced) -> Iterator[tuple[fx.Node, tuple[Any, ...], dict[str, Any]]]:
+def _calls(traced: TracedSample) -> Iterator[tuple[fx.Node, tuple[Any, ...], dict[str, Any]]]:
     """Every operator node with its real arguments, in order."""
     graph = traced.program.graph
     environment: dict[fx.Node, Any] = dict(zip(traced.program.placeholders, traced.values, strict=True))

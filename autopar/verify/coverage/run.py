@@ -13,7 +13,16 @@ import torch
 
 import autopar.strategies  # noqa: F401  registers every rule
 from autopar._torch_compat import dtensor_overloads, operator_database
-from autopar.verify.coverage.examine import DISCOVERED, MISSING, NOTHING, REPLICATED, SPLIT, UNTRACED, Outcome, examine
+from autopar.verify.coverage.examine import (
+    DISCOVERED,
+    MISSING,
+    NOTHING,
+    REPLICATED,
+    SPLIT,
+    UNTRACED,
+    OperatorCoverage,
+    examine,
+)
 
 DTYPES = ("float64", "float32")
 
@@ -22,7 +31,7 @@ Tick = Callable[[int, int, str], None]
 
 def cover(
     only: str = "", dtypes: Sequence[str] = DTYPES, workers: int = 1, tick: Tick = lambda *_: None
-) -> list[Outcome]:
+) -> list[OperatorCoverage]:
     """Examine every operator whose name contains ``only``, in each dtype.
 
     Args:
@@ -41,7 +50,7 @@ def cover(
     return found
 
 
-def _outcomes(tasks: list[tuple[str, str]], workers: int) -> Iterator[Outcome | None]:
+def _outcomes(tasks: list[tuple[str, str]], workers: int) -> Iterator[OperatorCoverage | None]:
     if workers <= 1:
         yield from map(_task, tasks)
         return
@@ -50,13 +59,13 @@ def _outcomes(tasks: list[tuple[str, str]], workers: int) -> Iterator[Outcome | 
         yield from pool.map(_task, tasks, chunksize=4)
 
 
-def _task(task: tuple[str, str]) -> Outcome | None:
+def _task(task: tuple[str, str]) -> OperatorCoverage | None:
     name, dtype = task
     op = next(o for o in operator_database() if o.formatted_name == name)
     return examine(op, getattr(torch, dtype))
 
 
-def figures_of(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def figures_of(outcomes: Sequence[OperatorCoverage]) -> dict[str, Any]:
     """Counts by dtype, the overloads that can be split, what DTensor has for the same ones, and every operator."""
     overloads: dict[str, str] = {}
     for outcome in outcomes:
@@ -76,8 +85,8 @@ def figures_of(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def _counts(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    def by_status(chosen: Sequence[Outcome]) -> dict[str, int]:
+def _counts(outcomes: Sequence[OperatorCoverage]) -> dict[str, Any]:
+    def by_status(chosen: Sequence[OperatorCoverage]) -> dict[str, int]:
         found = Counter(o.status for o in chosen)
         return {s: found[s] for s in (SPLIT, DISCOVERED, REPLICATED, NOTHING, MISSING, UNTRACED)}
 

@@ -19,7 +19,7 @@ from autopar.passes.canonicalize import canonical
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedSample:
     """A graph, the tensors that go in, and what was in it before it was made canonical.
 
     Attributes:
@@ -35,7 +35,7 @@ class Traced:
     differentiable: bool
 
 
-def trace(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], gradients: bool) -> Traced:
+def trace(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], gradients: bool) -> TracedSample:
     """Trace ``function`` on these arguments with the decompositions of `autopar.capture.capture`.
 
     Args:
@@ -64,7 +64,7 @@ def trace(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     outputs = tuple(Output("result", str(i)) for i in range(len(results)))
     traced = Program(graph, inputs, outputs, len(outputs), None, training=False)
     program = canonical(traced)
-    return Traced(program, values, overloads, bool(tangents))
+    return TracedSample(program, values, overloads, bool(tangents))
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
