@@ -46,8 +46,8 @@ FORBIDDEN = {
 }
 
 TORCH_META = {
-    "val", "tensor_meta", "partitioner_tag", "stack_trace", "nn_module_stack", "fwd_nn_module_stack", "custom", "seq_nr",
-    "desc",
+    "val", "tensor_meta", "partitioner_tag", "stack_trace", "nn_module_stack", "fwd_nn_module_stack", "custom",
+    "seq_nr", "desc",
 }  # fmt: skip
 """Torch's own entries of ``node.meta``; ours is one, which `autopar.ir.node_info` alone reads and writes."""
 
