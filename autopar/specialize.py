@@ -18,6 +18,7 @@ from autopar.compiler import program_of, rewrite, solve
 from autopar.costs.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError, RankError
 from autopar.ir.layout import Layout, Replicate, Split
+from autopar.ir.node_info import graph_info, info
 from autopar.ir.ops.collectives import GROUP_ARGUMENT
 from autopar.ir.ops.random import generator_digest
 from autopar.ir.plan import Plan
@@ -166,7 +167,7 @@ def specialize(
 
     def build() -> tuple[Step, str, frozenset[str]]:
         local = rewrite(program, chosen, passes=options.passes)
-        away: frozenset[str] = local.graph.meta["states_away"]
+        away = graph_info(local.graph).offloaded_states
         names = {name: name for name, _ in place.axes}
         coordinates = dict(zip(names, place.coordinates, strict=True))
         bound = replace(local, graph=bind(local.graph, place.groups or names, coordinates))
@@ -397,10 +398,10 @@ def data_parts(layout: Layout, sizes: tuple[int, ...]) -> int:
 def _types(local: Program, plan: Plan) -> BoundaryLayouts:
     """Types, padded ones too, from a rewritten program."""
     part = local.part
-    inputs = {(i.kind, i.name): n.meta["types"][0] for n, i in zip(local.placeholders, local.inputs, strict=True)}
+    inputs = {(i.kind, i.name): info(n).type() for n, i in zip(local.placeholders, local.inputs, strict=True)}
     results = {
         o.name: (whole_type(type_, part.results.get(o.name), part.count), plan.results[o.name])
-        for o, type_ in zip(local.outputs, local.output_node.meta["input_types"], strict=True)
+        for o, type_ in zip(local.outputs, info(local.output_node).input_types, strict=True)
         if o.kind == "result" and type_ is not None
     }
     more = 0 if part.before is None else len(part.before.outputs)

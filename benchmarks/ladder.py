@@ -32,6 +32,7 @@ from autopar.costs.cluster import Cluster  # noqa: E402
 from autopar.costs.memory import format_bytes  # noqa: E402
 from autopar.errors import InfeasibleError  # noqa: E402
 from autopar.ir.layout import Replicate  # noqa: E402
+from autopar.ir.node_info import info  # noqa: E402
 from autopar.ir.ops.collectives import axis_index, c10d  # noqa: E402
 from autopar.ir.ops.host import to_device, to_host  # noqa: E402
 from autopar.ir.plan import Plan  # noqa: E402
@@ -151,7 +152,7 @@ def emulated_peak(local: Program, plan: Plan, values: Sequence[torch.Tensor]) ->
     """Most bytes that are allocated at once when the first rank runs a rewritten graph, and its inputs."""
     inputs = []
     for node, value in zip(local.placeholders, values, strict=True):
-        type_, layout = node.meta["types"][0], node.meta["layouts"][0]
+        type_, layout = info(node).type(), info(node).layout()
         inputs.append(block(value, type_, layout, plan.axis_sizes, (0,) * len(plan.axes)).clone())
     with torch.no_grad():
         return peak_allocated(lambda: walk(local, inputs)) + float(sum(i.nbytes for i in inputs))

@@ -28,6 +28,7 @@ from autopar.compiler import rewrite
 from autopar.costs.cluster import Cluster, Device, Link
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import is_backward, module_path
+from autopar.ir.node_info import info
 from autopar.ir.plan import EVERY, Plan
 from autopar.ir.program import Program, copy_graph, is_operator, producer, tensor_arguments, values_of
 from autopar.passes.canonicalize import canonical
@@ -181,7 +182,7 @@ def kept_by(program: Program, plan: Plan) -> tuple[float, list[fx.Node]]:
     late = [n for n in nodes if n.op == "call_function" and is_backward(n)]
     kept = storages({a for n in late for a in tensor_arguments(n) if not is_backward(producer(a)[0])})
     names = {n.name for n in nodes}
-    again = [n for n in late if n.meta.get("original") in names and is_operator(n)]
+    again = [n for n in late if info(n).recompute_of in names and is_operator(n)]
     return sum(size for storage, size in kept.items() if storage not in given), again
 
 

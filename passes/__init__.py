@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from autopar.errors import PassError
 from autopar.ir.check import check
+from autopar.ir.node_info import info, set_info
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, copy_graph
 from autopar.passes.annotate_layouts import annotate_layouts
@@ -81,7 +82,8 @@ def run_passes(program: Program, plan: Plan, passes: Sequence[Pass], *, verified
     """
     program = replace(program, graph=copy_graph(program.graph))
     for node in program.graph.graph.nodes:
-        node.meta["whole"] = node.name  # whatever passes make of it: `autopar.verify.first_difference` asks
+        # Whatever passes make of the node, `autopar.verify.first_difference` asks which node of the program it was.
+        set_info(node, replace(info(node), program_node=node.name))
     done: tuple[str, ...] = ()
     for step in passes:
         try:

@@ -4,67 +4,67 @@ Before::
 
     mm = aten.mm(view, t)
 
-After (the graph computes the same; ``meta`` holds)::
+After (the graph computes the same; `NodeInfo` holds)::
 
     mm = aten.mm(view, t)   # [(batch{data} seq), hidden], [hidden, ffn{model}] -> [(batch{data} seq), ffn{model}]
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from torch import fx
+
+from autopar.ir.node_info import graph_info, info, set_graph_info, set_info
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, is_operator, producer
 from autopar.sharding.assignment import Assignment, assign
-from autopar.sharding.dims import analyze
+from autopar.sharding.dims import Dims, analyze
 from autopar.sharding.layer_classes import layer_classes
 
 
 def annotate_layouts(program: Program, plan: Plan) -> Program:
-    """Write what the plan says of each node into its ``meta``.
-
-    That is ``types``, ``layouts``, ``input_layouts``, ``consumer_layouts``, ``held``, ``strategy`` and ``operator``.
-    The output node has ``input_layouts`` and ``input_types``; the graph has ``again``, for `insert_recompute`. What all
-    microbatches share is ``hoisted``, and the outputs of a node that are moved for all of them are
-    ``hoisted_layouts``. A value is ``away`` that is offloaded until the backward pass takes it, and ``away_moved`` if
-    its moved form is; parameters whose optimizer state is offloaded are the graph's ``states_away``.
-    """
+    """Write what the plan says of each node, and of the graph, into its `NodeInfo` and `GraphInfo`."""
     dims = analyze(program)
     assignment = assign(program, dims, plan, layer_classes(program, dims))
     for node in program.graph.graph.nodes:
         if node.op == "output":
-            node.meta["input_layouts"] = assignment.finals
-            node.meta["input_types"] = tuple(v and dims.type_of(v) for v in program.output_values)
-            continue
-        outputs = dims.operators[node].outputs if is_operator(node) else (dims.types.get((node, 0)),)
-        if not is_operator(node) and (node, 0) not in dims.types:
-            continue  # getitem: its producer speaks for it
-        node.meta["types"] = tuple(outputs)
-        node.meta["layouts"] = tuple(assignment.outputs.get((node, i)) for i in range(len(outputs)))
-        node.meta["consumer_layouts"] = {
-            i: assignment.consumer_layouts[node, i]
-            for i in range(len(outputs))
-            if (node, i) in assignment.consumer_layouts
-        }
-        node.meta["held"] = frozenset(i for i in range(len(outputs)) if (node, i) in assignment.held)
-        if is_operator(node):
-            node.meta["operator"] = dims.operators[node]
-            node.meta["strategy"] = assignment.strategies[node]
-            node.meta["input_layouts"] = assignment.inputs[node]
-    program.graph.meta["invariants"] = ("layouts",)
-    program.graph.meta["axes"] = dict(plan.axes)
-    program.graph.meta["again"] = assignment.again
-    program.graph.meta["states_away"] = assignment.away.states
-    _mark_steady(program, assignment)
+            types = tuple(None if v is None else dims.type_of(v) for v in program.output_values)
+            set_info(node, replace(info(node), input_layouts=assignment.finals, input_types=types))
+        elif is_operator(node) or (node, 0) in dims.types:  # not getitem: its producer speaks for it
+            _annotate(node, dims, assignment)
+    set_graph_info(program.graph, replace(
+        graph_info(program.graph), invariants=("layouts",), axes=dict(plan.axes), recompute=assignment.again,
+        offloaded_states=assignment.away.states,
+    ))  # fmt: skip
+    _mark_hoisted(program, assignment)
     for node in program.graph.graph.nodes:
         if not isinstance(node.meta.get("val"), tuple | list):  # whose outputs speak for themselves
-            node.meta["away"] = producer(node) in assignment.away.made
-            node.meta["away_moved"] = producer(node) in assignment.away.moved
+            offloaded, moved = (producer(node) in values for values in (assignment.away.made, assignment.away.moved))
+            set_info(node, replace(info(node), offloaded=offloaded, consumer_layout_offloaded=moved))
     return program
 
 
-def _mark_steady(program: Program, assignment: Assignment) -> None:
+def _annotate(node: fx.Node, dims: Dims, assignment: Assignment) -> None:
+    types = tuple(dims.operators[node].outputs if is_operator(node) else (dims.types.get((node, 0)),))
+    numbers = range(len(types))
+    known = replace(
+        info(node),
+        types=types,
+        layouts=tuple(assignment.outputs.get((node, i)) for i in numbers),
+        consumer_layouts={i: lay for i in numbers if (lay := assignment.consumer_layouts.get((node, i))) is not None},
+        forced=frozenset(i for i in numbers if (node, i) in assignment.held),
+    )
+    if is_operator(node):
+        strategy, into = assignment.strategies[node], assignment.inputs[node]
+        known = replace(known, operator=dims.operators[node], strategy=strategy, input_layouts=into)
+    set_info(node, known)
+
+
+def _mark_hoisted(program: Program, assignment: Assignment) -> None:
     for node in program.graph.graph.nodes:
         source, _ = producer(node)
         if source in assignment.steady.nodes or (source in program.microbatch_invariant and not is_operator(source)):
-            node.meta["hoisted"] = True
+            set_info(node, replace(info(node), hoisted=True))
     for node, index in assignment.steady.consumer_layouts:
-        node.meta["hoisted_layouts"] = (*node.meta.get("hoisted_layouts", ()), index)
+        set_info(node, replace(info(node), hoisted_outputs=(*info(node).hoisted_outputs, index)))

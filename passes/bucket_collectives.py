@@ -15,12 +15,14 @@ rest of the backward pass. Only reductions whose result is nothing but a gradien
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from autopar.ir.graph import inherit_origin
+from autopar.ir.node_info import info, set_info
 from autopar.ir.ops.collectives import Collective, c10d
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -49,7 +51,7 @@ def bucket_collectives(program: Program, plan: Plan) -> Program:
         position = {n: i for i, n in enumerate(graph.nodes)}
         groups: dict[tuple[str, torch.dtype, int], list[fx.Node]] = {}
         for node in sorted(ready, key=lambda n: position[n.all_input_nodes[0]]):  # as they become available
-            key = (str(node.args[2]), node.meta["val"].dtype, node.meta.get("stage", 0))
+            key = (str(node.args[2]), node.meta["val"].dtype, info(node).stage or 0)
             groups.setdefault(key, []).append(node)
         for (axis, *_), members in groups.items():
             for bucket in _buckets(members, bucket_bytes(machine, axis)):
@@ -73,7 +75,7 @@ def _is_gradient_reduction(node: fx.Node, ends: set[fx.Node | None]) -> bool:
 
     One that is cut down afterwards does not wait: until it is, the device would hold the whole of it.
     """
-    if not isinstance(node.meta.get("collective"), Collective):
+    if info(node).collective is None:
         return False
     if node.target is not c10d.all_reduce.default or node.args[1] != "sum":
         return False
@@ -110,16 +112,17 @@ def _join(graph: fx.Graph, members: list[fx.Node]) -> None:
     """Start one reduction when the last member is known; wait for it at the end, where only outputs follow."""
     output = graph.output_node()
     waits = [next(iter(m.users)) for m in members]
-    infos = [m.meta["collective"] for m in members]
+    joined = [c for m in members if (c := info(m).collective) is not None]
     with graph.inserting_before(members[-1].all_input_nodes[0].next):
         flat = members[0].args[0]
         if len(members) > 1:
             pieces = [_call(graph, members[0], aten.reshape.default, m.args[0], [-1]) for m in members]
             flat = _call(graph, members[0], aten.cat.default, pieces)
         reduced = _call(graph, members[0], c10d.all_reduce.default, flat, *members[0].args[1:])
-        reduced.meta["collective"] = Collective(
-            "all_reduce", infos[0].axis, sum(i.bytes for i in infos), sum(i.members for i in infos), True
+        collective = Collective(
+            "all_reduce", joined[0].axis, sum(c.bytes for c in joined), sum(c.members for c in joined), True
         )
+        set_info(reduced, replace(info(reduced), collective=collective))
     with graph.inserting_before(output):
         whole = _call(graph, members[0], c10d.wait_tensor.default, reduced)
         start = 0
@@ -130,9 +133,8 @@ def _join(graph: fx.Graph, members: list[fx.Node]) -> None:
                 part = _call(graph, member, aten.narrow.default, whole, 0, start, value.numel())
                 result = _call(graph, member, aten.reshape.default, part, list(value.shape))
             start += value.numel()
-            result.meta.update(
-                {k: wait.meta[k] for k in ("types", "layouts", "consumer_layouts") if k in wait.meta}, internal=False
-            )
+            known = replace(info(result), types=info(wait).types, layouts=info(wait).layouts, internal=False)
+            set_info(result, replace(known, consumer_layouts=info(wait).consumer_layouts))
             wait.replace_all_uses_with(result)
     for member, wait in zip(members, waits, strict=True):
         graph.erase_node(wait)

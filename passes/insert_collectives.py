@@ -20,10 +20,12 @@ its own group.
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 
 from torch import fx
 
 from autopar.ir.layout import Layout
+from autopar.ir.node_info import graph_info, info, set_graph_info, set_info
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, is_hoisted, is_operator, producer, replace_tensor_arguments, tensor_arguments
 from autopar.sharding.assignment import machine_of
@@ -43,7 +45,7 @@ def insert_collectives(program: Program, plan: Plan) -> Program:
             for value, layout in _hoisted_layouts(graph):
                 _bring(graph, node, value, layout, tables, placed, False, steady=True)
         if is_operator(node):
-            wanted = node.meta["input_layouts"]
+            wanted = info(node).input_layouts
             values = [
                 _bring(graph, node, a, layout, tables, placed, False)
                 for a, layout in zip(tensor_arguments(node), wanted, strict=True)
@@ -52,12 +54,10 @@ def insert_collectives(program: Program, plan: Plan) -> Program:
     output = program.output_node
     finals = [
         None if value is None else _bring(graph, output, value, layout, tables, placed, spec.kind == "gradient")
-        for spec, value, layout in zip(
-            program.outputs, program.output_values, output.meta["input_layouts"], strict=True
-        )
+        for spec, value, layout in zip(program.outputs, program.output_values, info(output).input_layouts, strict=True)
     ]
     output.args = (finals,)
-    program.graph.meta["invariants"] = ("layouts", "placed")
+    set_graph_info(program.graph, replace(graph_info(program.graph), invariants=("layouts", "placed")))
     return program
 
 
@@ -66,9 +66,9 @@ def _hoisted_layouts(graph: fx.Graph) -> list[tuple[fx.Node, Layout]]:
     found = []
     for value in graph.nodes:
         source, index = producer(value)
-        if index in source.meta.get("hoisted_layouts", ()) and "val" in value.meta:
+        if index in info(source).hoisted_outputs and "val" in value.meta:
             several = isinstance(value.meta["val"], tuple | list)  # whose outputs speak for themselves
-            found += [] if several else [(value, source.meta["consumer_layouts"][index])]
+            found += [] if several else [(value, info(source).consumer_layouts[index])]
     return found
 
 
@@ -84,9 +84,10 @@ def _bring(
 ) -> fx.Node:
     """The value in layout ``target``, by the moves that are not there yet."""
     source, index = producer(value)
-    type_, made = source.meta["types"][index], source.meta["layouts"][index]
-    start = source.meta["consumer_layouts"].get(index, made)
-    if index in source.meta.get("held", ()) and start not in (made, target) and not user.meta.get("as_made"):
+    known = info(source)
+    type_, made = known.type(index), known.layout(index)
+    start = known.consumer_layouts.get(index, made)
+    if index in known.forced and start not in (made, target) and not info(user).takes_as_made:
         value = _bring(graph, user, value, start, tables, placed, gradient, steady)
         return _bring(graph, user, value, target, tables, placed, gradient, steady)
     placed.setdefault((value, made), value)
@@ -103,10 +104,11 @@ def _bring(
                 # A forward value that only the backward pass wants elsewhere is moved in the backward pass.
                 owner = value if user.op == "output" else user
                 once = steady or is_hoisted(user)
-                name = value.meta.get("original", value.name)
+                name = info(value).recompute_of or value.name
                 emitter = MoveEmitter(graph, owner, type_, move, tables.machine, gradient, once, name)
                 moved = placed[value, move.target] = emitter.emit(placed[value, move.source])
-                moved.meta["away"] = value.meta.get("away_moved", False) and move.target == start
+                offloaded = info(value).consumer_layout_offloaded and move.target == start
+                set_info(moved, replace(info(moved), offloaded=offloaded))
     return placed[value, target]
 
 

@@ -26,6 +26,7 @@ import torch
 from torch import fx
 
 from autopar.ir.graph import inherit_origin, is_backward
+from autopar.ir.node_info import graph_info, info, set_graph_info, set_info
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, copy_graph, is_operator, producer, replace_tensor_arguments, tensor_arguments
 from autopar.rules.shapes.known_strides import has_strides, known_strides, needs_of, tensors_of
@@ -39,7 +40,7 @@ def insert_contiguous(program: Program, plan: Plan) -> Program:
     inserted = _insert(program.graph, known_strides(program.graph))
     if inserted:
         propagate(program, plan)
-    program.graph.meta["propagated"] = not inserted  # what shares memory is known, too
+    set_graph_info(program.graph, replace(graph_info(program.graph), storages_known=not inserted))
     return program
 
 
@@ -72,7 +73,7 @@ def _insert(module: fx.GraphModule, known: Collection[fx.Node] | None) -> bool:
             continue
         brought = []
         for value, need in zip(tensors_of(node), needs, strict=True):
-            key = (value, need, is_backward(node), node.meta.get("stage"), node.meta.get("hoisted"))
+            key = (value, need, is_backward(node), info(node).stage, info(node).hoisted)
             if not need or has_strides(value, need, known):
                 brought.append(value)
                 continue
@@ -93,13 +94,8 @@ def _copy(graph: fx.Graph, value: fx.Node, need: str, user: fx.Node) -> fx.Node:
         node = graph.call_function(target, (value, *more))
     inherit_origin(node, user)
     source, index = producer(value)
-    if "layouts" in source.meta:
-        layout = source.meta["layouts"][index]
-        node.meta.update(
-            types=(source.meta["types"][index],),
-            layouts=(layout,),
-            consumer_layouts={},
-            input_layouts=(layout,),
-            internal=False,
-        )
+    if info(source).layouts:
+        layout = info(source).layout(index)
+        known = replace(info(node), types=(info(source).types[index],), layouts=(layout,), input_layouts=(layout,))
+        set_info(node, replace(known, internal=False))
     return node

@@ -17,11 +17,12 @@ takes.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from dataclasses import replace
 
 from torch import fx
 
 from autopar.ir.graph import inherit_origin, is_backward
+from autopar.ir.node_info import info, set_info
 from autopar.ir.ops.host import to_device, to_host
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, producer
@@ -30,14 +31,14 @@ from autopar.rules.shapes.local_shapes import propagate
 
 def insert_offload(program: Program, plan: Plan) -> Program:
     """Send the values that `annotate_layouts` has marked to the host between the passes."""
-    away = [n for n in program.graph.graph.nodes if n.meta.get("away")]
+    away = [n for n in program.graph.graph.nodes if info(n).offloaded]
     if not away:
         return program
     order = {n: i for i, n in enumerate(program.graph.graph.nodes)}
     for value in away:
         late: dict[int, list[fx.Node]] = defaultdict(list)
         for user in sorted((u for u in value.users if is_backward(u)), key=order.__getitem__):
-            stages = (node.meta.get("stage", 0) for node in (value, user))
+            stages = (info(node).stage or 0 for node in (value, user))
             late[max(stages)].append(user)  # to earlier ones it goes with the gradients
         for stage, users in late.items():
             _send(program.graph.graph, value, users, stage)
@@ -60,9 +61,7 @@ def _like(node: fx.Node, value: fx.Node, stage: int) -> fx.Node:
     """The node with the notes of a value that it copies."""
     source, index = producer(value)
     inherit_origin(node, source)
-    notes: dict[str, Any] = {"consumer_layouts": {}, "internal": False}
-    notes |= {name: (source.meta[name][index],) for name in ("types", "layouts")}
-    if "stage" in source.meta:
-        notes["stage"] = stage
-    node.meta.update(notes)
+    known = info(source)
+    known = replace(info(node), types=known.types, layouts=known.layouts).only(index)
+    set_info(node, known if known.stage is None else replace(known, stage=stage))
     return node

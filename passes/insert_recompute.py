@@ -17,12 +17,14 @@ for each user where they are not to wait for the next.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
 from torch import fx
 
 from autopar.ir.graph import inherit_origin, is_backward
+from autopar.ir.node_info import graph_info, info, set_graph_info, set_info
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, draws, is_operator, map_nodes, producer
 from autopar.memory.recompute import Recompute
@@ -33,7 +35,8 @@ aten = torch.ops.aten
 def insert_recompute(program: Program, plan: Plan) -> Program:
     """Copy operators into the backward pass; copies have the layouts of their originals."""
     del plan
-    again: Recompute = program.graph.meta.pop("again")
+    again: Recompute = graph_info(program.graph).recompute
+    set_graph_info(program.graph, replace(graph_info(program.graph), recompute=None))
     if not again.values:
         return program
     graph = program.graph.graph
@@ -101,23 +104,24 @@ class _Copies:
         source, index = producer(node)
         if source in self.again.nodes:
             copied = self.graph.node_copy(node, cache(self._own))
-            copied.meta = {**node.meta, "original": node.name}
+            copied.meta = dict(node.meta)
+            set_info(copied, replace(info(node), recompute_of=node.name))
         else:
             copied = self._alias(node, index)
         copied.meta["partitioner_tag"] = "is_backward"
-        for note in ("hoisted", "hoisted_layouts"):  # it is of one microbatch
-            copied.meta.pop(note, None)
+        set_info(copied, replace(info(copied), hoisted=False, hoisted_outputs=()))  # it is of one microbatch
         return copied
 
     def _alias(self, node: fx.Node, index: int) -> fx.Node:
         source, _ = producer(node)
         alias = self.graph.call_function(aten.alias.default, (node,))
         inherit_origin(alias, node)
-        layout = source.meta["layouts"][index]
-        alias.meta.update(
-            types=(source.meta["types"][index],), layouts=(layout,),
-            consumer_layouts={0: source.meta["consumer_layouts"][index]},
-            held=frozenset({0} if index in source.meta["held"] else ()), as_made=True, input_layouts=(layout,),
-            val=node.meta["val"], internal=False, original=node.name,
-        )  # fmt: skip
+        known, layout = info(source), info(source).layout(index)
+        alias.meta["val"] = node.meta["val"]
+        set_info(alias, replace(
+            info(alias), types=(known.types[index],), layouts=(layout,), input_layouts=(layout,),
+            consumer_layouts={0: known.consumer_layouts[index]},
+            forced=frozenset({0} if index in known.forced else ()),
+            takes_as_made=True, internal=False, recompute_of=node.name,
+        ))  # fmt: skip
         return alias

@@ -12,11 +12,13 @@ After::
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from autopar.ir.layout import local_shape
+from autopar.ir.node_info import graph_info, info, set_graph_info
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, is_operator
 from autopar.rules.shapes.local_shapes import propagate
@@ -27,20 +29,20 @@ from autopar.sharding.dims import Operator
 def localize_shapes(program: Program, plan: Plan) -> Program:
     """Make size arguments local, then propagate local shapes."""
     for node in program.graph.graph.nodes:
-        if is_operator(node) and "operator" in node.meta:
+        if is_operator(node) and info(node).operator is not None:
             _localize(node, plan.axis_sizes)
     propagate(program, plan, everything=True)
-    program.graph.meta["invariants"] = ("layouts", "placed", "local")
+    set_graph_info(program.graph, replace(graph_info(program.graph), invariants=("layouts", "placed", "local")))
     return program
 
 
 def _localize(node: fx.Node, sizes: Sequence[int]) -> None:
-    operator: Operator = node.meta["operator"]
+    operator: Operator = info(node).operator
     for position in operator.rule.shapes:
-        shape = local_shape(operator.outputs[0], node.meta["layouts"][0], sizes)  # type: ignore[arg-type]
+        shape = local_shape(operator.outputs[0], info(node).layout(), sizes)  # type: ignore[arg-type]
         node.update_arg(position, list(shape))
     for key, letters in operator.rule.scaled.items():
-        parts = letter_parts(node.meta["strategy"], letters, sizes)
+        parts = letter_parts(info(node).strategy, letters, sizes)
         if parts == 1:
             continue
         if isinstance(key, int) and key < len(node.args):

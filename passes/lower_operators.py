@@ -13,12 +13,13 @@ After::
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
 
 from autopar.ir.graph import inherit_origin
+from autopar.ir.node_info import info, set_info, torch_meta
 from autopar.ir.ops.collectives import Collective, axis_index, c10d
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, is_operator, map_nodes, producer
@@ -34,9 +35,9 @@ def lower_operators(program: Program, plan: Plan) -> Program:
     machine = machine_of(plan)
     changed = False
     for node in list(program.graph.graph.nodes):
-        if is_operator(node) and "operator" in node.meta:
-            letters = lowered_letters(node.meta["operator"], node.meta["strategy"])
-            lower = node.meta["operator"].rule.lower
+        if is_operator(node) and info(node).operator is not None:
+            letters = lowered_letters(info(node).operator, info(node).strategy)
+            lower = info(node).operator.rule.lower
             if any(lower[c] is not lower[letters[0]] for c in letters):
                 raise ValueError(f"node {node.name} is split along {letters}, each with other code; choose one of them")
             if letters:
@@ -81,30 +82,30 @@ class Context:
 
     def global_size(self, letter: str) -> int:
         """Global size of a letter."""
-        return math.prod(f.size for f in self.node.meta["operator"].letters[letter].factors)
+        return math.prod(f.size for f in info(self.node).operator.letters[letter].factors)
 
     def local_size(self, letter: str) -> int:
         """Size of a letter on this device."""
-        return self.global_size(letter) // letter_parts(self.node.meta["strategy"], letter, self.machine.sizes)
+        return self.global_size(letter) // letter_parts(info(self.node).strategy, letter, self.machine.sizes)
 
     def all_reduce(self, x: Any, op: str) -> Any:
         """Reduce over the devices that share the letter."""
-        letters, size = lowered_bytes(self.node.meta["operator"], self.letter)[self.reduced]
-        size /= letter_parts(self.node.meta["strategy"], letters, self.machine.sizes)
+        letters, size = lowered_bytes(info(self.node).operator, self.letter)[self.reduced]
+        size /= letter_parts(info(self.node).strategy, letters, self.machine.sizes)
         self.reduced += 1
         for a in self.axes:
             if self.machine.sizes[a] == 1:
                 continue
             node = self.graph.call_function(c10d.all_reduce.default, (x.node, op, self.machine.names[a]))
-            node.meta["collective"] = Collective("all_reduce", self.machine.names[a], size)
+            set_info(node, replace(info(node), collective=Collective("all_reduce", self.machine.names[a], size)))
             x = fx.Proxy(self.graph.call_function(c10d.wait_tensor.default, (node,)), self.tracer)
         return x
 
 
 def _lower(graph: fx.Graph, node: fx.Node, letters: list[str], machine: Machine) -> None:
-    operator: Operator = node.meta["operator"]
+    operator: Operator = info(node).operator
     letter = letters[0]
-    axes = tuple(a for a, name in enumerate(node.meta["strategy"]) if name.partition(".")[0] in letters)
+    axes = tuple(a for a, name in enumerate(info(node).strategy) if name.partition(".")[0] in letters)
     tracer = fx.proxy.GraphAppendingTracer(graph)
     last = node.prev
     with graph.inserting_before(node):
@@ -117,7 +118,7 @@ def _lower(graph: fx.Graph, node: fx.Node, letters: list[str], machine: Machine)
         made = made.next
     if context.reduced != len(operator.rule.lower[letter].all_reduces):
         raise ValueError(f"the lowering of {node.target} along {letter} announced other all-reduces than it made")
-    several = len(node.meta["types"]) > 1
+    several = len(info(node).types) > 1
     if several and not isinstance(result, tuple):
         _replace(node, result.node)
         return
@@ -129,16 +130,20 @@ def _lower(graph: fx.Graph, node: fx.Node, letters: list[str], machine: Machine)
 
 def _replace(node: fx.Node, other: fx.Node) -> None:
     """Let an operator with the same outputs as ``node`` stand in for it."""
-    other.meta.update({k: v for k, v in node.meta.items() if k in ("types", "layouts", *_kept(node))})
-    other.meta.update(consumer_layouts={}, internal=False)
+    _describe(other, node)
+    set_info(other, replace(info(other), consumer_layouts={}, internal=False))
     node.replace_all_uses_with(other)
     node.graph.erase_node(node)
 
 
-def _kept(node: fx.Node) -> list[str]:
-    """What is known of an operator and holds for what stands in for it."""
-    replaced = ("operator", "strategy", "input_layouts", "val", "types", "layouts", "consumer_layouts", "away")
-    return [key for key in node.meta if key not in replaced]
+def _describe(other: fx.Node, node: fx.Node) -> None:
+    """Say of what stands in for an operator what is known of that; what ``other`` itself computes, only it knows."""
+    own = info(other)
+    other.meta.update(torch_meta(node, but=("val",)))
+    set_info(other, replace(
+        info(node), operator=own.operator, strategy=own.strategy, input_layouts=own.input_layouts,
+        collective=own.collective, offloaded=own.offloaded,
+    ))  # fmt: skip
 
 
 def _stand_in(node: fx.Node, index: int, value: fx.Node, *, several: bool) -> None:
@@ -146,14 +151,13 @@ def _stand_in(node: fx.Node, index: int, value: fx.Node, *, several: bool) -> No
     source, position = producer(value)
     if position:
         raise ValueError(f"the lowering of {node.target} returns output {position} of {source.target}, not the first")
-    source.meta.update({key: node.meta[key] for key in _kept(node)})
-    source.meta.update(types=(node.meta["types"][index],), layouts=(node.meta["layouts"][index],), consumer_layouts={})
-    source.meta["internal"] = False
+    _describe(source, node)
+    set_info(source, info(source).only(index))
     if not several:
-        value.meta["away"] = node.meta.get("away", False)
+        set_info(value, replace(info(value), offloaded=info(node).offloaded))
         node.replace_all_uses_with(value)
         return
     for user in [u for u in node.users if u.args[1] == index]:
-        value.meta["away"] = user.meta.get("away", False)
+        set_info(value, replace(info(value), offloaded=info(user).offloaded))
         user.replace_all_uses_with(value)
         user.graph.erase_node(user)

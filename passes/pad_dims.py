@@ -28,6 +28,7 @@ from torch import fx
 from autopar.errors import PlanError
 from autopar.ir.graph import inherit_origin
 from autopar.ir.layout import Factor, TensorType
+from autopar.ir.node_info import info, set_info
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, Value, is_operator, producer, replace_tensor_arguments, tensor_arguments
 from autopar.rules.rule import Rule, find_rule, lengthened, padding_of, vanishes
@@ -282,11 +283,10 @@ class _Padding:
     def call(self, user: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         made = self.graph.call_function(target, args, kwargs)
         inherit_origin(made, user)
-        made.meta.pop("internal")
+        # Terms of a gradient pass through this before they are added up, so it has their dtype for that.
+        reduce_dtype = info(args[0]).reduce_dtype if isinstance(args[0], fx.Node) else None
+        set_info(made, replace(info(made), internal=False, reduce_dtype=reduce_dtype))
         made.meta["val"] = self.compute(made)
-        of = args[0].meta if isinstance(args[0], fx.Node) else {}
-        if "reduce_dtype" in of:  # terms of a gradient: where they are added up, they pass through this first
-            made.meta["reduce_dtype"] = of["reduce_dtype"]
         return made
 
     def compute(self, node: fx.Node, rule: Rule | None = None) -> Any:

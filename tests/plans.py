@@ -13,7 +13,7 @@ import autopar.strategies  # noqa: F401  registers every rule
 from autopar.compiler import program_of
 from autopar.costs.cluster import Cluster
 from autopar.ir.layout import Layout, Partial, Replicate, Split, describe, divides, parse_placement, replicated
-from autopar.ir.ops.collectives import Collective
+from autopar.ir.node_info import graph_info, info
 from autopar.ir.plan import Certificate, Plan
 from autopar.ir.program import Input, Program, is_operator, producer, tensor_arguments
 from autopar.search.padding import padded_shapes
@@ -146,7 +146,7 @@ def show(program: Program) -> str:
 
     ``name = operator(arguments)  # layouts``; placeholders go by what they stand for, operators by their own names.
     """
-    axes = tuple(program.graph.meta.get("axes", {}))
+    axes = tuple(graph_info(program.graph).axes)
     specs = dict(zip(program.placeholders, program.inputs, strict=True))
     names: dict[fx.Node, str] = {}
     count: Counter[str] = Counter()
@@ -171,15 +171,15 @@ def _line(node: fx.Node, axes: tuple[str, ...], names: Mapping[fx.Node, str]) ->
         ]
         call += f" = {_target(node)}({', '.join([*(_text(a, names) for a in node.args), *named])})"
     notes = []
-    info = node.meta.get("collective")
-    if isinstance(info, Collective):
+    made = info(node).collective
+    if made is not None:
         notes.append(
-            f"{info.kind} on {info.axis}: {info.bytes:g} bytes"
-            + (f", {info.members} together" if info.members > 1 else "")
+            f"{made.kind} on {made.axis}: {made.bytes:g} bytes"
+            + (f", {made.members} together" if made.members > 1 else "")
         )
-    if axes and "layouts" in node.meta and not node.meta.get("internal"):
-        pairs = zip(node.meta["types"], node.meta["layouts"], strict=True)
-        notes.append(", ".join("-" if t is None else describe(t, x, axes) for t, x in pairs))
+    if axes and info(node).layouts and not info(node).internal:
+        pairs = zip(info(node).types, info(node).layouts, strict=True)
+        notes.append(", ".join("-" if t is None or x is None else describe(t, x, axes) for t, x in pairs))
     return "  # ".join([call, *notes])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from autopar.compiler import plan, program_of, rewrite, solve
 from autopar.costs.cluster import Cluster, Device, Link
 from autopar.errors import PassError, PlanError
 from autopar.ir.layout import Partial, Replicate, Split
+from autopar.ir.node_info import graph_info, info, set_graph_info, set_info
 from autopar.ir.ops.collectives import GROUP_ARGUMENT, axis_index, c10d
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -147,30 +149,35 @@ def test_half_a_move_is_caught() -> None:
     assert "node relu takes all_reduce" in broken(drop)
 
 
+def note(node: fx.Node, **changes: Any) -> None:
+    """Say something else of a node."""
+    set_info(node, replace(info(node), **changes))
+
+
 def test_layout_that_nobody_made_is_caught() -> None:
     def lie(program: Program) -> None:
-        node(program, "mm").meta["layouts"] = ((Split(0),),)
+        note(node(program, "mm"), layouts=((Split(0),),))
 
     assert "computes a local tensor of shape (4, 4), not (2, 4)" in broken(lie)
 
 
 def test_wrong_argument_layout_is_caught() -> None:
     def lie(program: Program) -> None:
-        node(program, "relu").meta["input_layouts"] = ((Partial(),),)
+        note(node(program, "relu"), input_layouts=((Partial(),),))
 
     assert "node relu takes wait_tensor_default as (P(sum)), and it lies as (R)" in broken(lie, "insert_collectives")
 
 
 def test_wrong_output_layout_is_caught() -> None:
     def lie(program: Program) -> None:
-        node(program, "output").meta["input_layouts"] = ((Split(1),),)
+        note(node(program, "output"), input_layouts=((Split(1),),))
 
     assert "node output takes relu as (S(1.0))" in broken(lie, "insert_collectives")
 
 
 def test_missing_layout_is_caught() -> None:
     def forget(program: Program) -> None:
-        del node(program, "mm").meta["layouts"]
+        note(node(program, "mm"), layouts=())
 
     assert "node mm has no layout" in broken(forget, "annotate_layouts")
 
@@ -198,7 +205,7 @@ def test_local_arguments_that_do_not_fit_are_caught() -> None:
 
     def saboteur(program: Program, plan: Plan) -> Program:
         first = program.placeholders[0]
-        first.meta["layouts"] = ((Replicate(),),)
+        note(first, layouts=((Replicate(),),))
         return program
 
     with pytest.raises(
@@ -209,7 +216,7 @@ def test_local_arguments_that_do_not_fit_are_caught() -> None:
 
 def _unchecked(step: Callable[[Program, Plan], Program]) -> Callable[[Program, Plan], Program]:
     def insert_collisions(program: Program, plan: Plan) -> Program:
-        program.graph.meta["invariants"] = ("layouts",)
+        set_graph_info(program.graph, replace(graph_info(program.graph), invariants=("layouts",)))
         return step(program, plan)
 
     return insert_collisions
@@ -247,7 +254,7 @@ def reductions(program: Program, gradient: bool) -> list[fx.Node]:
     return [
         n
         for n in program.graph.graph.nodes
-        if n.target is c10d.all_reduce.default and n.meta["collective"].gradient is gradient
+        if n.target is c10d.all_reduce.default and info(n).collective.gradient is gradient
     ]
 
 

@@ -46,6 +46,12 @@ FORBIDDEN = {
     "autopar.search": ("torch.distributed",),
 }
 
+TORCH_META = {
+    "val", "tensor_meta", "partitioner_tag", "stack_trace", "nn_module_stack", "fwd_nn_module_stack", "custom",
+    "seq_nr", "desc",
+}  # fmt: skip
+"""Torch's own entries of ``node.meta``; ours is one, which `autopar.ir.node_info` alone reads and writes."""
+
 VAGUE_NAMES = {"utils.py", "util.py", "helpers.py", "helper.py", "misc.py", "common.py"}
 
 
@@ -116,6 +122,31 @@ def private_torch_uses(tree: ast.AST) -> list[str]:
         if from_torch and chain and chain[0] != "ops" and is_private(chain[-1]):
             used.append(".".join(["torch", *chain]))
     return used
+
+
+def own_meta_keys(tree: ast.AST) -> list[str]:
+    """Strings that a file takes as keys of some ``meta``, and which are none of torch's."""
+    found: list[str] = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Subscript(value=ast.Attribute(attr="meta"), slice=ast.Constant(value=str(key))):
+                found.append(key)
+            case ast.Call(
+                func=ast.Attribute(value=ast.Attribute(attr="meta"), attr="get" | "pop" | "setdefault"),
+                args=[ast.Constant(value=str(key)), *_],
+            ):
+                found.append(key)
+            case ast.Call(func=ast.Attribute(value=ast.Attribute(attr="meta"), attr="update"), keywords=keywords):
+                found += [keyword.arg for keyword in keywords if keyword.arg]
+            case ast.Compare(
+                left=ast.Constant(value=str(key)),
+                ops=[ast.In() | ast.NotIn()],
+                comparators=[ast.Attribute(attr="meta")],
+            ):
+                found.append(key)
+            case ast.Assign(targets=[ast.Attribute(attr="meta")], value=ast.Dict(keys=keys)):
+                found += [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+    return [key for key in found if key not in TORCH_META]
 
 
 def direction_errors(module: str, imported: set[str]) -> list[str]:
@@ -201,6 +232,12 @@ def test_private_torch_is_used_in_one_place_only(path: Path) -> None:
     assert module == "autopar._torch_compat" or private_torch_uses(tree) == []
 
 
+@pytest.mark.parametrize("path", sources("autopar", "passes", "strategies", "benchmarks", "tests"), ids=by_path)
+def test_what_passes_know_of_a_node_is_one_value(path: Path) -> None:
+    tree, _, _ = parse(path)
+    assert own_meta_keys(tree) == [], "add a field to autopar.ir.node_info.NodeInfo"
+
+
 def test_modules_do_not_import_each_other_in_a_circle() -> None:
     graph = {}
     for path in sources("autopar", "passes", "strategies"):
@@ -257,6 +294,24 @@ def test_files_are_named_after_what_they_do() -> None:
 )
 def test_private_torch_uses(source: str, used: list[str]) -> None:
     assert private_torch_uses(ast.parse(source)) == used
+
+
+@pytest.mark.parametrize(
+    ("source", "keys"),
+    [
+        ('node.meta["stage"] = 1', ["stage"]),
+        ('f(x).meta.get("stage", 0)', ["stage"]),
+        ('node.meta.pop("stage")', ["stage"]),
+        ("node.meta.update(stage=1)", ["stage"]),
+        ('"stage" in node.meta', ["stage"]),
+        ('"stage" not in node.meta', ["stage"]),
+        ('node.meta = {**other.meta, "stage": 1}', ["stage"]),
+        ('node.meta["val"].meta.get("stack_trace")', []),
+        ("copy.meta = dict(node.meta)", []),
+    ],
+)
+def test_own_meta_keys(source: str, keys: list[str]) -> None:
+    assert own_meta_keys(ast.parse(source)) == keys
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import operator
 from torch import fx
 
 from autopar.ir.layout import local_shape
+from autopar.ir.node_info import graph_info, info
 from autopar.ir.ops.host import to_device, to_host
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, is_hoisted, is_operator, producer, tensor_arguments, values_of
@@ -15,7 +16,7 @@ from autopar.ir.program import Program, is_hoisted, is_operator, producer, tenso
 def check(program: Program, plan: Plan) -> None:
     """Check a program between passes.
 
-    The invariants that hold by now are named in ``graph.meta["invariants"]``: ``layouts`` (every tensor has one),
+    The invariants that hold by now are named in `GraphInfo.invariants`: ``layouts`` (every tensor has one),
     ``placed`` (every argument lies as its user takes it, so no Partial meets a nonlinear operator), ``local`` (local
     shapes are what the layouts say).
 
@@ -24,7 +25,7 @@ def check(program: Program, plan: Plan) -> None:
         RuntimeError: the graph is malformed.
     """
     program.graph.graph.lint()
-    holds = program.graph.meta.get("invariants", ())
+    holds = graph_info(program.graph).invariants
     for node in program.graph.graph.nodes:
         _check_host(node)
         if "layouts" in holds:
@@ -37,9 +38,9 @@ def check(program: Program, plan: Plan) -> None:
 
 
 def _check_layouts(node: fx.Node) -> None:
-    if node.meta.get("internal") or not (is_operator(node) or node.op == "placeholder"):
+    if info(node).internal or not (is_operator(node) or node.op == "placeholder"):
         return
-    if "layouts" not in node.meta:
+    if not info(node).layouts:
         raise ValueError(f"node {node.name} has no layout")
 
 
@@ -56,30 +57,30 @@ def _check_steady(node: fx.Node) -> None:
 
 
 def _check_placed(node: fx.Node) -> None:
-    if "input_layouts" not in node.meta:
+    if not info(node).input_layouts:
         return
     values = tensor_arguments(node) if node.op != "output" else [v for v in node.args[0] if v is not None]  # type: ignore[union-attr]
-    wanted = node.meta["input_layouts"]
+    wanted = list(info(node).input_layouts)
     if node.op == "output":
         wanted = [w for w, v in zip(wanted, node.args[0], strict=True) if v is not None]  # type: ignore[arg-type]
     for value, layout in zip(values, wanted, strict=True):
         source, index = producer(value)  # type: ignore[arg-type]
-        if "layouts" not in source.meta:
+        if not info(source).layouts:
             raise ValueError(f"node {node.name} takes {value}, which has no layout: it is inside a move")
-        if source.meta["layouts"][index] != layout:
+        if info(source).layouts[index] != layout:
             raise ValueError(
                 f"node {node.name} takes {value} as ({', '.join(map(str, layout))}), "
-                f"and it lies as ({', '.join(map(str, source.meta['layouts'][index]))})"
+                f"and it lies as ({', '.join(map(str, info(source).layout(index)))})"
             )
 
 
 def _check_local(node: fx.Node, plan: Plan) -> None:
-    if "layouts" not in node.meta or node.op == "output":
+    if not info(node).layouts or node.op == "output":
         return
     used = {user.args[1] for user in node.users if user.target is operator.getitem}
     values = values_of(node)
-    for i, (value, type_, layout) in enumerate(zip(values, node.meta["types"], node.meta["layouts"], strict=False)):
-        if type_ is None or value is None or (len(values) > 1 and i not in used):
+    for i, (value, type_, layout) in enumerate(zip(values, info(node).types, info(node).layouts, strict=False)):
+        if type_ is None or layout is None or value is None or (len(values) > 1 and i not in used):
             continue  # kernels shape outputs that nobody uses as they please
         expected = local_shape(type_, layout, plan.axis_sizes)
         if tuple(value.shape) != expected:

@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveC
 
 from autopar._torch_compat import TorchDispatchMode, checkpoint_replaced, selective_policy, traced_graph
 from autopar.ir.graph import is_backward
+from autopar.ir.node_info import info, set_info
 
 aten = torch.ops.aten
 logger = logging.getLogger("autopar")
@@ -137,8 +139,8 @@ class _Asking(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for node in reversed(graph.nodes) if asked in _SAVING else ():
             if node is last:
                 break
-            if node.meta.get("saved") is not _SAVING[0]:  # what a region in this one must save stays saved
-                node.meta["saved"] = asked
+            if info(node).saved is not _SAVING[0]:  # what a region in this one must save stays saved
+                set_info(node, replace(info(node), saved=asked))
         return out
 
 
@@ -160,7 +162,7 @@ def mark(graph: fx.Graph) -> None:
     """Give every node of the joint graph the number of the outermost region it is in, as ``region``."""
     for node in graph.nodes:
         if path := _path(node):
-            node.meta["region"] = path[0]
+            set_info(node, replace(info(node), region=path[0]))
 
 
 def pinned(sources: Mapping[fx.Node, Sequence[tuple[fx.Node, int]]]) -> dict[fx.Node, str]:
@@ -173,7 +175,7 @@ def pinned(sources: Mapping[fx.Node, Sequence[tuple[fx.Node, int]]]) -> dict[fx.
     Args:
         sources: the values that each operator takes, in program order.
     """
-    if not any("region" in node.meta for node in sources):
+    if all(info(node).region is None for node in sources):
         return {}
     users: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node, values in sources.items():
@@ -183,14 +185,14 @@ def pinned(sources: Mapping[fx.Node, Sequence[tuple[fx.Node, int]]]) -> dict[fx.
     for node in reversed(list(sources)):
         found = takers[node] = set()
         for user in users[node]:
-            region = user.meta.get("region")
+            region = info(user).region
             if is_backward(user) or region is not None:
                 found.add(region)
             if not is_backward(user) and _is_view(user):
                 found |= takers[user]
     pins: dict[fx.Node, str] = {}
     for node in sources:
-        region, saved = node.meta.get("region"), node.meta.get("saved")
+        region, saved = info(node).region, info(node).saved
         if region is None or is_backward(node):
             continue
         if saved is CheckpointPolicy.MUST_SAVE:

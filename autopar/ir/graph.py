@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from functools import lru_cache
 
 from torch import fx
 
+from autopar.ir.node_info import info, set_info
+
 
 def module_path(node: fx.Node) -> str:
     """Qualified name of the innermost module that the node (or the forward node it differentiates) comes from."""
-    if "module_path" not in node.meta:
+    found = info(node).module_path
+    if found is None:
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
         path = str(next(reversed(stack.values()))[0]) if stack else ""
-        node.meta["module_path"] = re.sub(r"^(L\['self'\]\.)?model\.?", "", path, count=1)
-    found: str = node.meta["module_path"]
+        found = re.sub(r"^(L\['self'\]\.)?model\.?", "", path, count=1)
+        set_info(node, replace(info(node), module_path=found))
     return found
 
 
@@ -43,20 +47,10 @@ def is_backward(node: fx.Node) -> bool:
 
 def inherit_origin(node: fx.Node, source: fx.Node) -> None:
     """A node that a pass makes comes from where ``source`` does: module, pass of the step, region, the user's line."""
-    for key in (
-        "nn_module_stack",
-        "fwd_nn_module_stack",
-        "partitioner_tag",
-        "seq_nr",
-        "stack_trace",
-        "region",
-        "saved",
-        "hoisted",
-        "stage",
-    ):
+    for key in ("nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "seq_nr", "stack_trace"):
         if key in source.meta:
             node.meta[key] = source.meta[key]
-    node.meta["internal"] = True
+    set_info(node, info(node).inherit(info(source)))
 
 
 def user_line(node: fx.Node) -> str:

@@ -9,36 +9,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from autopar.ir.graph import is_backward, module_calls
 from autopar.ir.layout import Placement, Split, TensorType
+from autopar.ir.node_info import ModuleOutput, info, set_info
 from autopar.ir.program import Program, Value, producer
 
-MARKS = "handed"
-"""Marks of a node, in its ``meta``."""
-
 _RESHAPE = torch.ops.aten.reshape.default
-
-
-class ModuleOutput(NamedTuple):
-    """Of a tensor that a module hands on.
-
-    Attributes:
-        module: its name.
-        call: of the module, where it is called several times.
-        number: of the tensor, among all that the call hands on.
-        shape: in which the module hands it on, where the node has the same elements in another one.
-    """
-
-    module: str
-    call: str
-    number: int
-    shape: tuple[int, ...] | None = None
 
 
 def mark_module_outputs(program: Program) -> None:
@@ -46,7 +28,12 @@ def mark_module_outputs(program: Program) -> None:
     order = {node: i for i, node in enumerate(program.graph.graph.nodes)}
     for (module, call), values in _leaving(program).items():
         for number, node in enumerate(sorted(values, key=order.__getitem__)):
-            node.meta[MARKS] = (*node.meta.get(MARKS, ()), ModuleOutput(module, call, number))
+            _mark(node, ModuleOutput(module, call, number))
+
+
+def _mark(node: fx.Node, *outputs: ModuleOutput) -> None:
+    """Add module outputs to those that a node makes."""
+    set_info(node, replace(info(node), module_outputs=(*info(node).module_outputs, *outputs)))
 
 
 def _leaving(program: Program) -> dict[tuple[str, str], set[fx.Node]]:
@@ -72,8 +59,8 @@ def _taken(program: Program) -> Iterator[tuple[fx.Node | None, fx.Node]]:
 
 def pass_on(node: fx.Node, to: fx.Node) -> None:
     """Mark what stands for a node from now on."""
-    if MARKS in node.meta:
-        to.meta[MARKS] = tuple(dict.fromkeys((*to.meta.get(MARKS, ()), *node.meta[MARKS])))
+    known = info(to).module_outputs
+    _mark(to, *(m for m in dict.fromkeys(info(node).module_outputs) if m not in known))
 
 
 def mark_viewed(graph: fx.Graph) -> None:
@@ -82,9 +69,9 @@ def mark_viewed(graph: fx.Graph) -> None:
         source = node.args[0] if node.target is _RESHAPE else None
         if isinstance(source, fx.Node):
             calls, shape = module_calls(source), tuple(node.meta["val"].shape)
-            own = [m._replace(shape=shape) for m in node.meta.get(MARKS, ()) if (m.module, m.call) in calls]
+            own = [m._replace(shape=shape) for m in info(node).module_outputs if (m.module, m.call) in calls]
             if own:
-                source.meta[MARKS] = (*source.meta.get(MARKS, ()), *own)
+                _mark(source, *own)
 
 
 def module_outputs(program: Program) -> dict[str, list[tuple[Value, ModuleOutput]]]:
@@ -97,7 +84,7 @@ def module_outputs(program: Program) -> dict[str, list[tuple[Value, ModuleOutput
         found: dict[tuple[str, int], list[tuple[Value, ModuleOutput]]] = defaultdict(list)
         for node in program.graph.graph.nodes:
             value = producer(node)
-            for mark in node.meta.get(MARKS, ()) if value[0] in program.sources and not is_backward(node) else ():
+            for mark in info(node).module_outputs if value[0] in program.sources and not is_backward(node) else ():
                 found[mark.module, mark.number].append((value, mark))
         several = {module for module, number in found if number}
         program.memo[key] = {f"{m}:{i}" if m in several else m: found[m, i] for m, i in sorted(found)}

@@ -17,6 +17,7 @@ from torch import fx
 from autopar._torch_compat import LazyGraphModule
 from autopar.ir.checkpoint_regions import pinned
 from autopar.ir.graph import block_prefixes, is_backward, module_path, without_indices
+from autopar.ir.node_info import info
 from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.signature.floats import Guard
 from autopar.ir.signature.outputs import Total
@@ -472,12 +473,12 @@ def values_of(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
 
 def is_hoisted(node: fx.Node) -> bool:
     """Whether a node of a rewritten graph runs once a step, before the first microbatch, see `autopar.memory.hoist`."""
-    return bool(node.meta.get("hoisted"))
+    return info(node).hoisted
 
 
 def draws(node: fx.Node) -> bool:
     """Whether the node, which has been annotated, takes numbers from a random generator."""
-    operator_ = node.meta.get("operator")
+    operator_ = info(node).operator
     return operator_ is not None and bool(operator_.rule.random)
 
 

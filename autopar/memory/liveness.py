@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -14,8 +14,9 @@ from autopar._torch_compat import storage_id
 from autopar.costs.memory import convolution_copies, optimizer_state_bytes
 from autopar.errors import PlanError
 from autopar.ir.graph import block_of, is_backward, module_path
+from autopar.ir.node_info import graph_info, info, set_graph_info
 from autopar.ir.ops.accumulate import accumulate
-from autopar.ir.ops.collectives import Collective, c10d
+from autopar.ir.ops.collectives import c10d
 from autopar.ir.ops.host import to_device, to_host
 from autopar.ir.plan import Plan
 from autopar.ir.program import GRADIENTS, Program, is_hoisted, tensor_arguments, values_of
@@ -61,9 +62,11 @@ def liveness(program: Program, plan: Plan) -> list[Change]:
     Raises:
         PlanError: the program is not rewritten.
     """
-    if "local" not in program.graph.meta.get("invariants", ()):
+    if "local" not in graph_info(program.graph).invariants:
         raise PlanError("the program is not a rewritten one; give what compiler.rewrite(program, plan) returns")
-    if not program.graph.meta.pop("propagated", False):
+    known = graph_info(program.graph)
+    set_graph_info(program.graph, replace(known, storages_known=False))
+    if not known.storages_known:
         propagate(program, plan, everything=True)  # passes leave shapes right, but not which tensors share memory
     links = plan.cluster.link_for(dict(plan.axes))
     copies = {axis: link.copies for (axis, _), link in zip(plan.axes, links, strict=True) if link.copies}
@@ -92,7 +95,7 @@ class _Liveness:
             kept[self._storage(value)] = KINDS[spec.kind]
             times = self.part.count if spec.kind == "batch" and spec.name in self.part.rows else 1
             yield Change(None, True, KINDS[spec.kind], float(value.nbytes * times))
-            if spec.kind == "parameter" and spec.name in trained - program.graph.meta["states_away"]:
+            if spec.kind == "parameter" and spec.name in trained - graph_info(program.graph).offloaded_states:
                 state = optimizer_state_bytes(self.optimizer, value.numel(), value.element_size())
                 yield Change(None, True, "optimizer", float(state))
         for output, value in zip(program.outputs, program.output_values, strict=True):
@@ -132,8 +135,8 @@ class _Liveness:
             if size := self.convolved * copied_by_convolution(node):
                 yield Change(node, True, "transient", size)
                 yield Change(node, False, "transient", -size)
-            made = node.meta.get("collective")
-            if not isinstance(made, Collective) or made.kind not in _COPIED or made.axis not in self.copies:
+            made = info(node).collective
+            if made is None or made.kind not in _COPIED or made.axis not in self.copies:
                 continue
             whole = max(v.nbytes for n in (node, node.all_input_nodes[0]) for v in values_of(n) if v is not None)
             waits = [u for u in node.users if u.target is c10d.wait_tensor.default]
@@ -179,7 +182,7 @@ def _in_front(program: Program) -> set[fx.Node]:
 
 
 def _category(node: fx.Node, user: fx.Node) -> str:
-    if isinstance(node.meta.get("collective"), Collective):
+    if info(node).collective is not None:
         return "communication"
     kept = node.target is to_device or (is_backward(user) and not is_backward(node))
     return "activations" if kept else "transient"
@@ -246,7 +249,7 @@ def _at_step(held: Mapping[str, float], program: Program, plan: Plan) -> dict[st
 
 def _states_away(program: Program, optimizer: str) -> float:
     """Bytes of the optimizer state that comes from the host for the optimizer's step."""
-    away, inputs = program.graph.meta["states_away"], zip(program.placeholders, program.inputs, strict=True)
+    away, inputs = graph_info(program.graph).offloaded_states, zip(program.placeholders, program.inputs, strict=True)
     values = [n.meta["val"] for n, i in inputs if i.kind == "parameter" and i.name in away]
     return float(sum(optimizer_state_bytes(optimizer, v.numel(), v.element_size()) for v in values))
 
@@ -276,6 +279,7 @@ def peak_snapshot(program: Program, plan: Plan) -> PeakSnapshot:
 
 
 def _tensor(node: fx.Node, size: float) -> LiveTensor:
-    if node.meta.get("moves"):
-        return LiveTensor(node.meta["moves"], size, is_backward(node), moved=True)
-    return LiveTensor(node.meta.get("original", node.name), size, "original" in node.meta)
+    known = info(node)
+    if known.moved_value:
+        return LiveTensor(known.moved_value, size, is_backward(node), moved=True)
+    return LiveTensor(known.recompute_of or node.name, size, known.recompute_of is not None)

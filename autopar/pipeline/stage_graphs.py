@@ -15,6 +15,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from autopar._torch_compat import BoxedCodeGen
+from autopar.ir.node_info import info
 from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.program import Output, Program, is_hoisted
 from autopar.pipeline.forward_order import forward_nodes
@@ -91,7 +92,8 @@ class StageGraphs:
 
     def stage(self, node: fx.Node) -> int:
         """The stage that computes a node."""
-        found: int = node.meta["stage"]
+        found = info(node).stage
+        assert found is not None
         return found
 
     @cached_property

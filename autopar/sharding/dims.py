@@ -17,6 +17,7 @@ from torch import fx
 from autopar.errors import InvalidRuleError, MissingRuleError
 from autopar.ir.graph import user_line
 from autopar.ir.layout import Factor, TensorType
+from autopar.ir.node_info import info
 from autopar.ir.program import Call, Input, Output, Program, Value, map_nodes, producer, values_of
 from autopar.rules.discover.search import discover
 from autopar.rules.discover.trials import DiscoveryCall
@@ -131,7 +132,8 @@ def _dtype(node: fx.Node, output: int) -> str:
 
 
 def _reduce(node: fx.Node) -> str:
-    return str(node.meta["reduce_dtype"]).removeprefix("torch.") if "reduce_dtype" in node.meta else ""
+    dtype = info(node).reduce_dtype
+    return "" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, eq=False)

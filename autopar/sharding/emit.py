@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import fx
 
 from autopar.ir.graph import inherit_origin
 from autopar.ir.layout import Layout, Split, TensorType, local_dims, local_shape
+from autopar.ir.node_info import info, set_info
 from autopar.ir.ops.collectives import Collective, axis_index, c10d
 from autopar.sharding.redistribute import Machine, Move, moved_bytes, reduces, sum_dtype
 
@@ -32,7 +33,7 @@ class MoveEmitter:
         move: the move.
         machine: the mesh.
         gradient: whether its only purpose is to bring a gradient into its parameter's layout.
-        steady: whether it runs once for all microbatches.
+        hoisted: whether it runs once a step, before the first microbatch.
         value: name of the node whose value it is.
     """
 
@@ -42,7 +43,7 @@ class MoveEmitter:
     move: Move
     machine: Machine
     gradient: bool = False
-    steady: bool = False
+    hoisted: bool = False
     value: str = ""
 
     def emit(self, local: fx.Node) -> fx.Node:
@@ -54,7 +55,8 @@ class MoveEmitter:
             local = self._cast(local, sum_dtype(self.type)) if apart else local
             result = getattr(self, f"_{self.move.kind}")(local)
             result = self._cast(result, self.type.dtype) if apart else result
-        result.meta.update(types=(self.type,), layouts=(self.move.target,), consumer_layouts={}, internal=False)
+        known = replace(info(result), types=(self.type,), layouts=(self.move.target,), internal=False)
+        set_info(result, known)
         return result
 
     @property
@@ -68,7 +70,7 @@ class MoveEmitter:
     def _call(self, target: Any, *args: Any) -> fx.Node:
         node = self.graph.call_function(target, args)
         inherit_origin(node, self.owner)
-        node.meta.update(hoisted=self.steady, moves=self.value)
+        set_info(node, replace(info(node), hoisted=self.hoisted, moved_value=self.value))
         return node
 
     def _cast(self, local: fx.Node, dtype: str) -> fx.Node:
@@ -83,7 +85,8 @@ class MoveEmitter:
         local = self._cast(local, wire) if wire else self._as_pairs(local) if pairs else local
         node = self._call(target, local, *args, self._axis)
         size = moved_bytes(self.type, self.move, self.machine.sizes)
-        node.meta["collective"] = Collective(self.move.kind, self._axis, size, gradient=self.gradient)
+        collective = Collective(self.move.kind, self._axis, size, gradient=self.gradient)
+        set_info(node, replace(info(node), collective=collective))
         received = self._call(c10d.wait_tensor.default, node)
         return self._cast(received, self.type.dtype) if wire else self._from_pairs(received) if pairs else received
 

@@ -18,7 +18,8 @@ from autopar._torch_compat import storage_id
 from autopar.costs.collectives import COLLECTIVES
 from autopar.costs.host_copies import copy_seconds
 from autopar.costs.kernels import Work, kernel_seconds, stream
-from autopar.ir.ops.collectives import Collective, c10d
+from autopar.ir.node_info import info
+from autopar.ir.ops.collectives import c10d
 from autopar.ir.ops.host import to_device, to_host
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, tensor_arguments, values_of
@@ -95,11 +96,11 @@ class _Emitted:
         """The task of a node; what only shows or names another's result has none of its own."""
         sources = [self.made_by[a] for a in tensor_arguments(node)]
         device = self.machine.device
-        info = node.meta.get("collective")
-        if isinstance(info, Collective):
-            axis = self.machine.names.index(info.axis)
-            ring = COLLECTIVES[info.kind](info.bytes, self.machine.sizes[axis], self.machine.links[axis])
-            self._append(node, info.axis, float(ring) + device.launch, COMMUNICATION, (self.kernel,), device.host)
+        collective = info(node).collective
+        if collective is not None:
+            axis = self.machine.names.index(collective.axis)
+            ring = COLLECTIVES[collective.kind](collective.bytes, self.machine.sizes[axis], self.machine.links[axis])
+            self._append(node, collective.axis, float(ring) + device.launch, COMMUNICATION, (self.kernel,), device.host)
         elif node.target is c10d.wait_tensor.default:
             self._append(node, COMPUTE, 0.0, WAIT, tuple(sources), 0.0)
         elif node.target in (to_host, to_device):
@@ -122,7 +123,7 @@ class _Emitted:
     def _kernel(self, node: fx.Node) -> tuple[float, bool]:
         """Seconds of a node's kernel, and whether it has one."""
         device = self.machine.device
-        if "operator" not in node.meta:
+        if info(node).operator is None:
             taken = [v for a in tensor_arguments(node) for v in values_of(a)]
             made = [v for v in values_of(node) if v is not None]
             old = {storage_id(v) for v in taken if v is not None}
@@ -131,7 +132,7 @@ class _Emitted:
             work = stream(sum(v.nbytes for v in (*taken, *made) if v is not None))
             dtype = str(made[0].dtype).removeprefix("torch.")
             return float(kernel_seconds(work, dtype if dtype in device.flops else "float32", device)[0]), True
-        operator, names = node.meta["operator"], node.meta["strategy"]
+        operator, names = info(node).operator, info(node).strategy
         if (operator, names) not in self.known:
             chosen = candidates(operator, self.machine.sizes, allowed=[[n] for n in names])
             # What is copied in front of it has nodes of its own.

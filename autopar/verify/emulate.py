@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from autopar.costs.collectives import wire_bytes
+from autopar.ir.node_info import graph_info, info
 from autopar.ir.ops.collectives import GROUP_ARGUMENT, axis_index, c10d
 from autopar.ir.ops.random import generator_states, restore_generators
 from autopar.ir.program import Program, is_hoisted, map_nodes
@@ -202,13 +203,13 @@ _COLLECTIVES: dict[Any, Callable[[fx.Node, list[torch.Tensor], list[Group]], lis
 
 def census(program: Program) -> dict[str, dict[str, tuple[int, float]]]:
     """Redistributions and bytes sent per device in a rewritten graph, by axis and kind of collective."""
-    sizes: dict[str, int] = program.graph.meta["axes"]
+    sizes = graph_info(program.graph).axes
     found: dict[str, dict[str, tuple[int, float]]] = {}
     for node in program.graph.graph.nodes:
-        info = node.meta.get("collective")
-        if info is None:
+        made = info(node).collective
+        if made is None:
             continue
-        count, sent = found.setdefault(info.axis, {}).get(info.kind, (0, 0.0))
-        more = float(wire_bytes(info.kind, info.bytes, sizes[info.axis]))
-        found[info.axis][info.kind] = (count + info.members, sent + more)
+        count, sent = found.setdefault(made.axis, {}).get(made.kind, (0, 0.0))
+        more = float(wire_bytes(made.kind, made.bytes, sizes[made.axis]))
+        found[made.axis][made.kind] = (count + made.members, sent + more)
     return found

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from autopar.ir.node_info import info
 from autopar.ir.ops.accumulate import GradientAccumulator
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -77,7 +78,7 @@ class EmulatedStep:
         sizes = self.plan.inner.axis_sizes
         found = []
         for node, mine in zip(self.local.placeholders, self.inputs(self.local, turn), strict=True):
-            type_, layout = node.meta["types"][0], node.meta["layouts"][0]
+            type_, layout = info(node).type(), info(node).layout()
             found.append([block(mine, type_, layout, sizes, where) for where in coordinates(sizes)])
         return found
 
@@ -107,12 +108,12 @@ class EmulatedStep:
         return self._joined(made)
 
     def _whole(self, outputs: Sequence[Sequence[torch.Tensor | None]]) -> list[Whole | None]:
-        last, sizes = self.local.output_node.meta, self.plan.inner.axis_sizes
+        last, sizes = info(self.local.output_node), self.plan.inner.axis_sizes
         return [
             None
             if type_ is None or not (there := [p for p in parts if p is not None])
             else assemble(there, type_, layout, sizes)
-            for parts, type_, layout in zip(outputs, last["input_types"], last["input_layouts"], strict=True)
+            for parts, type_, layout in zip(outputs, last.input_types, last.input_layouts, strict=True)
         ]
 
     def _joined(self, made: list[list[Whole | None]]) -> list[Whole | None]:

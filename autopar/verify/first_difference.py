@@ -15,6 +15,7 @@ from torch import fx
 
 from autopar.ir.graph import is_backward, module_path, user_line
 from autopar.ir.layout import Layout, Partial, Placement, Replicate, Split, TensorType, describe, local_shape
+from autopar.ir.node_info import info
 from autopar.ir.ops.accumulate import GradientAccumulator
 from autopar.ir.ops.random import generator_states, restore_generators, same_numbers
 from autopar.ir.program import Program, tensor_arguments
@@ -133,13 +134,13 @@ def _observer(step: EmulatedStep, part: Program, values: Mapping[str, Any]) -> O
     plan, limit = step.plan.inner, tolerance_of(step.dtype)
 
     def observe(node: fx.Node, made: list[Any]) -> None:
-        source = local.get(node.meta["moves"]) if _is_move(node) else node
-        name = "" if source is None else source.meta.get("whole", "")
-        if name not in values or "layouts" not in node.meta or node.meta.get("internal"):
+        source = local.get(info(node).moved_value or "") if _is_move(node) else node
+        name = (None if source is None else info(source).program_node) or ""
+        if name not in values or not info(node).layouts or info(node).internal:
             return
         whole = values[name]
         for i in _used_outputs(node):
-            type_, layout = node.meta["types"][i], node.meta["layouts"][i]
+            type_, layout = info(node).types[i], info(node).layouts[i]
             several = isinstance(made[0], tuple | list)
             expected = whole[i] if isinstance(whole, tuple | list) else whole
             parts = [m[i] if several else m for m in made]
@@ -156,12 +157,12 @@ def _observer(step: EmulatedStep, part: Program, values: Mapping[str, Any]) -> O
 
 def _is_move(node: fx.Node) -> bool:
     """Whether a pass put the node in to bring a value into another layout; it is no node of the global graph."""
-    return "moves" in node.meta and "whole" not in node.meta
+    return info(node).moved_value is not None and info(node).program_node is None
 
 
 def _used_outputs(node: fx.Node) -> list[int]:
     """Numbers of the outputs that something takes; what is in others may be anything."""
-    if len(node.meta["types"]) == 1:
+    if len(info(node).types) == 1:
         return [0]
     return sorted({u.args[1] for u in node.users if u.target is operator.getitem})  # type: ignore[misc]
 
@@ -170,25 +171,26 @@ def _difference(
     node: fx.Node, original: fx.Node, error: float, index: int, lies: Layout | None, names: Sequence[str]
 ) -> FirstDifference:
     def text(source: fx.Node, i: int, layout: Layout | None) -> str:
-        return "" if layout is None else describe(source.meta["types"][i], layout, names)
+        return "" if layout is None else describe(info(source).type(i), layout, names)
 
     inputs = []
     for argument in tensor_arguments(node) if not _is_move(node) else ():
         source, i = argument.args if argument.target is operator.getitem else (argument, 0)
-        if "layouts" in source.meta:  # type: ignore[union-attr]
-            inputs.append(text(source, i, source.meta["layouts"][i]))  # type: ignore[arg-type,union-attr]
+        if info(source).layouts:  # type: ignore[arg-type]
+            inputs.append(text(source, i, info(source).layouts[i]))  # type: ignore[arg-type,index]
     called = f"{_collective(node)}of {original.target}" if _is_move(node) else str(original.target)
     return FirstDifference(
         REWRITING, original.name, called, module_path(original), _line(original), is_backward(node), error,
-        expected=text(node, index, node.meta["layouts"][index]), found=text(node, index, lies), inputs=tuple(inputs),
+        expected=text(node, index, info(node).layouts[index]), found=text(node, index, lies), inputs=tuple(inputs),
     )  # fmt: skip
 
 
 def _collective(node: fx.Node) -> str:
     """``all_reduce over data `` for the last node of a move."""
     while node.all_input_nodes and _is_move(node):
-        if "collective" in node.meta:
-            return f"{node.meta['collective'].kind} over {node.meta['collective'].axis} "
+        collective = info(node).collective
+        if collective is not None:
+            return f"{collective.kind} over {collective.axis} "
         node = node.all_input_nodes[0]
     return "slice "
 

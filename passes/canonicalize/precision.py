@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir.node_info import info, set_info
 from autopar.ir.precision import Precision
 from autopar.ir.program import Program, copy_graph
 
@@ -104,6 +105,6 @@ def _mark(value: fx.Node, reduce: torch.dtype, known: set[fx.Node]) -> None:
         known.add(node)
         made = node.meta.get("val")
         if isinstance(made, torch.Tensor) and made.is_floating_point() and made.dtype.itemsize < reduce.itemsize:
-            node.meta["reduce_dtype"] = reduce
+            set_info(node, replace(info(node), reduce_dtype=reduce))
         if node.target in _LINEAR:
             pending += [a for a in node.all_input_nodes if a not in known]

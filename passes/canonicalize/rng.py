@@ -26,7 +26,8 @@ from torch import fx
 
 from autopar.errors import CaptureError
 from autopar.ir.graph import user_line
-from autopar.ir.module_outputs import MARKS, pass_on
+from autopar.ir.module_outputs import pass_on
+from autopar.ir.node_info import info, set_info
 from autopar.ir.program import Program, copy_graph
 
 aten = torch.ops.aten
@@ -118,8 +119,8 @@ def _draw(
 def _call(graph: fx.Graph, source: fx.Node, value: torch.Tensor, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """A node in place of ``source``, with its origin; ``value`` is a fake tensor like its output."""
     node = graph.call_function(target, args, kwargs)
-    node.meta = {k: v for k, v in source.meta.items() if k != MARKS}
-    node.meta["val"] = value
+    node.meta = {**source.meta, "val": value}
+    set_info(node, replace(info(source), module_outputs=()))
     return node
 
 

@@ -25,7 +25,8 @@ from torch import fx
 
 from autopar.errors import CaptureError
 from autopar.ir.graph import inherit_origin, user_line
-from autopar.ir.module_outputs import MARKS, pass_on
+from autopar.ir.module_outputs import pass_on
+from autopar.ir.node_info import info, set_info, torch_meta
 from autopar.ir.program import Program, copy_graph, is_operator
 
 aten = torch.ops.aten
@@ -66,7 +67,8 @@ class _Rewriting:
     def run(self) -> None:
         with self.graph.inserting_before(self.node):
             found = self.as_view() if self.looks_at_all() else self.as_gather()
-        found.meta.update({k: v for k, v in self.node.meta.items() if k not in ("val", MARKS)})
+        found.meta.update(torch_meta(self.node, but=("val",)))
+        set_info(found, replace(info(self.node), module_outputs=info(found).module_outputs))
         pass_on(self.node, found)
         self.node.replace_all_uses_with(found)
         self.graph.erase_node(self.node)
@@ -120,7 +122,7 @@ class _Rewriting:
         if target is aten.reshape.default and -1 in args[1]:
             made.args = (args[0], list(made.meta["val"].shape))
         inherit_origin(made, self.node)
-        made.meta.pop("internal")
+        set_info(made, replace(info(made), internal=False))
         return made
 
 

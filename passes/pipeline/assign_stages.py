@@ -1,4 +1,4 @@
-"""assign_stages: every operator learns its stage, ``meta["stage"]``.
+"""assign_stages: every operator learns its stage, `NodeInfo.stage`.
 
 Before (a stage begins at ``layers.1``)::
 
@@ -20,12 +20,14 @@ the stages: ``accumulate(a + b)`` becomes ``accumulate(a) + accumulate(b)``.
 from __future__ import annotations
 
 from bisect import bisect_right
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import fx
 
 from autopar.ir.graph import inherit_origin
+from autopar.ir.node_info import info, set_info
 from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.ops.collectives import axis_index
 from autopar.ir.plan import Plan
@@ -43,13 +45,24 @@ def assign_stages(program: Program, plan: Plan) -> Program:
     forward = forward_nodes(program)
     cuts = cuts_at(program, forward, [s.modules[0] for s in plan.stages[1:]])
     for node, position in positions(program, forward).items():
-        node.meta["stage"] = bisect_right(cuts, position)
+        _set_stage(node, bisect_right(cuts, position))
     _follow_gradients(program, forward)
     _shrink_first(program, forward)
     for node in list(program.graph.graph.nodes):
         if node.target is accumulate:
             _accumulate_apart(program.graph.graph, node)
     return program
+
+
+def _set_stage(node: fx.Node, stage: int) -> None:
+    set_info(node, replace(info(node), stage=stage))
+
+
+def _stage(node: fx.Node) -> int:
+    """The stage of an operator, which has one from here on."""
+    found = info(node).stage
+    assert found is not None
+    return found
 
 
 def _follow_gradients(program: Program, forward: set[fx.Node]) -> None:
@@ -65,13 +78,14 @@ def _follow_gradients(program: Program, forward: set[fx.Node]) -> None:
         """What is made again, of a stage."""
         if node.op != "call_function" or node in forward or node in free or node in behind:
             return node
-        if node.meta["stage"] >= stage:
+        if _stage(node) >= stage:
             return node
         if (node, stage) not in copies:
             arguments = {a: own(a, stage, user) for a in node.all_input_nodes}
             with graph.inserting_before(user):
                 copy = graph.node_copy(node, arguments.__getitem__)
-            copy.meta = {**node.meta, "stage": stage}
+            copy.meta = dict(node.meta)
+            _set_stage(copy, stage)
             copies[node, stage] = copy
         return copies[node, stage]
 
@@ -80,8 +94,9 @@ def _follow_gradients(program: Program, forward: set[fx.Node]) -> None:
             behind.add(node)
         if node.op != "call_function" or node in forward or node in once:
             continue
-        gradients = [a.meta["stage"] for a in node.all_input_nodes if "stage" in a.meta and a in behind]
-        stage = node.meta["stage"] = min([node.meta["stage"], *gradients])
+        gradients = [s for a in node.all_input_nodes if a in behind and (s := info(a).stage) is not None]
+        stage = min([_stage(node), *gradients])
+        _set_stage(node, stage)
         node.args, node.kwargs = map_nodes((node.args, node.kwargs), partial(own, stage=stage, user=node))
 
 
@@ -92,15 +107,15 @@ def _shrink_first(program: Program, forward: set[fx.Node]) -> None:
             continue
         for user in node.users:
             chain = _move(user) if user in forward else []  # what the backward pass moves, no stage behind gets
-            if chain and chain[-1].meta["stage"] > node.meta["stage"] and _bytes(chain[-1]) < _bytes(node):
+            if chain and _stage(chain[-1]) > _stage(node) and _bytes(chain[-1]) < _bytes(node):
                 for part in chain:
-                    part.meta["stage"] = node.meta["stage"]
+                    _set_stage(part, _stage(node))
 
 
 def _move(node: fx.Node) -> list[fx.Node]:
     """The nodes of a move, from its first; empty if the node does not begin one of a single path."""
     chain = [node]
-    while chain[-1].meta.get("internal"):
+    while info(chain[-1]).internal:
         if len(chain[-1].users) != 1:
             return []
         chain.append(next(iter(chain[-1].users)))
@@ -124,18 +139,21 @@ def _accumulate_apart(graph: fx.Graph, node: fx.Node) -> None:
     if term.target is not aten.add.Tensor or len(term.all_input_nodes) != 2 or term.kwargs or len(term.users) > 1:
         return
     parts = term.all_input_nodes
-    if len({p.meta.get("stage") for p in parts}) == 1:
+    if len({info(p).stage for p in parts}) == 1:
         return
     sums = []
     for part in parts:
         with graph.inserting_after(part):
             total = graph.call_function(accumulate, (part,))
         inherit_origin(total, part)
-        total.meta = {**node.meta, **total.meta, "stage": part.meta["stage"], "internal": False}
+        known = replace(info(node).inherit(info(total)), stage=_stage(part), internal=False)
+        total.meta = {**node.meta, **total.meta}
+        set_info(total, known)
         sums.append(total)
     with graph.inserting_after(node):
         whole = graph.call_function(aten.add.Tensor, tuple(sums))
-    whole.meta = {**node.meta, "input_layouts": node.meta["layouts"] * 2}
+    whole.meta = dict(node.meta)
+    set_info(whole, replace(info(node), input_layouts=(info(node).layout(),) * 2))
     node.replace_all_uses_with(whole)
     graph.erase_node(node)
     graph.erase_node(term)

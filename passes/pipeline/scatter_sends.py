@@ -29,6 +29,7 @@ from torch import fx
 
 from autopar.costs.cluster import Link
 from autopar.ir.layout import Layout, TensorType
+from autopar.ir.node_info import info
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, producer
 from autopar.pipeline.forward_order import forward_nodes
@@ -82,10 +83,11 @@ def _all_sent(program: Program, behind: Sequence[int]) -> list[_Sent]:
     for node in program.graph.graph.nodes:
         if node.op != "call_function" or node in free or node in once:
             continue
-        here, users = node.meta["stage"], dict[int, list[fx.Node]]()
+        here, users = info(node).stage or 0, dict[int, list[fx.Node]]()
         for user in node.users:
-            if user.op == "call_function" and user not in once and _hops(here, user.meta["stage"], behind):
-                users.setdefault(user.meta["stage"], []).append(user)
+            stage = info(user).stage or 0
+            if user.op == "call_function" and user not in once and _hops(here, stage, behind):
+                users.setdefault(stage, []).append(user)
         if users:
             ends = {max(here, *users), min(here, *users)}
             found.append(_Sent(node, users, sum(_hops(here, end, behind) for end in ends)))
@@ -100,10 +102,10 @@ def _hops(a: int, b: int, behind: Sequence[int]) -> int:
 def _type_and_layout(value: fx.Node) -> tuple[TensorType, Layout] | None:
     """Of a value, if it has them: the inside of a move or of a lowered operator has not."""
     source, index = producer(value)
-    if "layouts" not in source.meta or not isinstance(value.meta.get("val"), torch.Tensor):
+    if not info(source).layouts or not isinstance(value.meta.get("val"), torch.Tensor):
         return None
-    type_, layout = source.meta["types"][index], source.meta["layouts"][index]
-    return None if type_ is None else (type_, layout)
+    type_, layout = info(source).types[index], info(source).layouts[index]
+    return None if type_ is None or layout is None else (type_, layout)
 
 
 def _fastest(table: Redistributions, layout: Layout, sent: _Sent, link: Link) -> Layout:

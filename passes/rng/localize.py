@@ -17,11 +17,13 @@ number, so it draws the same.
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from autopar.ir.graph import inherit_origin
+from autopar.ir.node_info import info, set_info
 from autopar.ir.ops.collectives import axis_index
 from autopar.ir.ops.random import seeded
 from autopar.ir.plan import Plan
@@ -36,13 +38,14 @@ def localize_random(program: Program, plan: Plan) -> Program:
     found = [n for n in graph.nodes if draws(n)]
     numbers: dict[str, int] = {}
     for node in found:
-        number = numbers.setdefault(node.meta.get("original", node.name), len(numbers))
+        number = numbers.setdefault(info(node).recompute_of or node.name, len(numbers))
         with graph.inserting_before(node):
             block = _block(graph, node, plan)
         node.args = (node.target, number, block, *node.args)
         node.target = seeded
         if isinstance(block, fx.Node):
-            del node.meta["input_layouts"]  # it speaks of tensors, and the block's number is none
+            # Input layouts are of tensor arguments, and the block's number, which is one now, has no layout.
+            set_info(node, replace(info(node), input_layouts=()))
     if found:
         propagate(program, plan)
     return program
@@ -51,7 +54,7 @@ def localize_random(program: Program, plan: Plan) -> Program:
 def _block(graph: fx.Graph, node: fx.Node, plan: Plan) -> Any:
     """Number of this device's block: the first axis that splits the output counts the most."""
     index: Any = 0
-    for (name, size), strategy in zip(plan.axes, node.meta["strategy"], strict=True):
+    for (name, size), strategy in zip(plan.axes, info(node).strategy, strict=True):
         if strategy == REPLICATE:
             continue
         here = _call(graph, node, axis_index, name)

@@ -15,7 +15,10 @@ The generator goes on as if nothing had been drawn again. This is for ``determin
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autopar.ir.graph import inherit_origin
+from autopar.ir.node_info import info, set_info
 from autopar.ir.ops.random import generator_state, replayed
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, draws, tensor_arguments
@@ -26,16 +29,17 @@ def replay_random(program: Program, plan: Plan) -> Program:
     """Keep the generator's state in front of every draw that has a copy; the copy starts from it."""
     graph = program.graph.graph
     originals = {n.name: n for n in graph.nodes if draws(n)}
-    copies = [n for n in originals.values() if "original" in n.meta]
+    copies = [n for n in originals.values() if info(n).recompute_of is not None]
     for node in copies:
-        original = originals[node.meta["original"]]
+        original = originals[info(node).recompute_of or ""]
         where = original.kwargs.get("device") or tensor_arguments(original)[0]
         with graph.inserting_before(original):
             state = graph.call_function(generator_state, (where,))
         inherit_origin(state, original)
         node.args = (node.target, state, *node.args)
         node.target = replayed
-        del node.meta["input_layouts"]  # it speaks of tensors with layouts, and the state has none
+        # Input layouts are of tensor arguments, and the generator's state, which is one now, has no layout.
+        set_info(node, replace(info(node), input_layouts=()))
     if copies:
         propagate(program, plan)
     return program

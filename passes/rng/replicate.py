@@ -14,7 +14,10 @@ The generators of all devices, alike before, stay alike. This is what ``determin
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autopar.ir.layout import replicated
+from autopar.ir.node_info import info, set_info
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, draws
 from autopar.sharding.candidates import REPLICATE
@@ -25,9 +28,9 @@ def replicate_random(program: Program, plan: Plan) -> Program:
     axes = len(plan.axes)
     for node in program.graph.graph.nodes:
         if draws(node):
-            node.meta["strategy"] = (REPLICATE,) * axes
-            node.meta["layouts"] = tuple(None if lay is None else replicated(axes) for lay in node.meta["layouts"])
-            node.meta["consumer_layouts"] = {
-                i: lay for i, lay in node.meta["consumer_layouts"].items() if i in node.meta["held"]
-            }
+            known = info(node)
+            layouts = tuple(None if lay is None else replicated(axes) for lay in known.layouts)
+            forced = {i: lay for i, lay in known.consumer_layouts.items() if i in known.forced}
+            known = replace(known, strategy=(REPLICATE,) * axes, layouts=layouts, consumer_layouts=forced)
+            set_info(node, known)
     return program

@@ -50,6 +50,7 @@ def dropped(rank: int, deterministic: bool) -> list[float]:
     """Losses and a sum of gradients of a model with dropout: kept masks, then masks that are drawn again."""
     from dataclasses import replace
 
+    from autopar.ir.node_info import info
     from autopar.ir.plan import EVERY
     from autopar.ir.program import draws
     from autopar.parallelize import parallelize
@@ -72,7 +73,7 @@ def dropped(rank: int, deterministic: bool) -> list[float]:
         gradients = module.full_gradients()
         found += [float(loss), *(float(g.double().square().sum()) for g in gradients.values())]
     assert second.backward_graph is not None
-    assert any("original" in n.meta and draws(n) for n in second.backward_graph.graph.nodes)
+    assert any(info(n).recompute_of is not None and draws(n) for n in second.backward_graph.graph.nodes)
     return found
 
 

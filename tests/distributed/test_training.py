@@ -62,6 +62,7 @@ def pins_on(pins: dict[str, str], axes: int) -> dict[str, Any]:
 
 
 def train(rank: int, name: str, plans: Any) -> dict[str, Any]:
+    from autopar.ir.node_info import info
     from autopar.parallelize import parallelize
     from autopar.search.options import Search
 
@@ -78,7 +79,7 @@ def train(rank: int, name: str, plans: Any) -> dict[str, Any]:
                 assert any("attn_mask" in n.kwargs for n in nodes)
             found[f"{label} {sizes}"] = (
                 worst,
-                sorted({n.meta["collective"].kind for n in nodes if "collective" in n.meta}),
+                sorted({info(n).collective.kind for n in nodes if info(n).collective is not None}),
             )
     return found
 

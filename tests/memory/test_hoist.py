@@ -14,7 +14,7 @@ from autopar.costs.cluster import Cluster
 from autopar.errors import PassError
 from autopar.explain.activations import activations
 from autopar.ir.layout import Replicate, Split
-from autopar.ir.ops.collectives import Collective
+from autopar.ir.node_info import info, set_info
 from autopar.ir.plan import EVERY, Plan
 from autopar.ir.precision import Precision
 from autopar.ir.program import Program, is_hoisted
@@ -42,8 +42,8 @@ def runs(program: Program) -> dict[str, int]:
     """How often a step makes each kind of collective, along the axis ``a``."""
     found: Counter[str] = Counter()
     for node in program.graph.graph.nodes:
-        if isinstance(node.meta.get("collective"), Collective):
-            found[node.meta["collective"].kind] += program.runs(node)
+        if info(node).collective is not None:
+            found[info(node).collective.kind] += program.runs(node)
     return dict(found)
 
 
@@ -61,7 +61,7 @@ def test_a_kept_gather_is_made_once() -> None:
     assert runs(local)["all_gather"] == split
     tasks = [t.name for t in emitted(local, plan)]
     for node in local.graph.graph.nodes:
-        if isinstance(node.meta.get("collective"), Collective) and is_hoisted(node):
+        if info(node).collective is not None and is_hoisted(node):
             assert tasks.count(node.name) == 1
     report = compare(program, local, plan, global_values(program, model, batch), torch.float64)
     assert report.max_error < BOUND, report.worst
@@ -84,8 +84,8 @@ def test_short_memory_takes_gathers_for_a_step_a_microbatch_and_a_use() -> None:
     assert gathers == sorted(gathers)
     assert len(set(gathers)) == 3
     last = rewrite(program, plan)
-    found = [(last.runs(n), n) for n in last.graph.graph.nodes if isinstance(n.meta.get("collective"), Collective)]
-    assert {times for times, n in found if n.meta["collective"].kind == "all_gather"} == {1, COUNT}
+    found = [(last.runs(n), n) for n in last.graph.graph.nodes if info(n).collective is not None]
+    assert {times for times, n in found if info(n).collective.kind == "all_gather"} == {1, COUNT}
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -150,7 +150,7 @@ def one_microbatch_for_all(program: Program, plan: Plan) -> Program:
     waiting = [min(given.users)]
     while waiting:
         node = waiting.pop()
-        node.meta["hoisted"] = True
+        set_info(node, replace(info(node), hoisted=True))
         waiting += node.all_input_nodes
     return hoist_invariants(program, plan)
 
@@ -161,9 +161,8 @@ def test_mistakes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def of_a_microbatch(program: Program, plan: Plan) -> Program:
         """An operator of one microbatch is said to be shared, and what it takes is not."""
-        next(n for n in program.graph.graph.nodes if n.op == "call_function" and not is_hoisted(n)).meta["hoisted"] = (
-            True
-        )
+        node = next(n for n in program.graph.graph.nodes if n.op == "call_function" and not is_hoisted(n))
+        set_info(node, replace(info(node), hoisted=True))
         return program
 
     assert compare(program, rewrite(program, plan), plan, values, torch.float64).max_error < BOUND

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from autopar.compiler import peak_of, program_to_plan, rewrite, solve
 from autopar.costs.cluster import Cluster
+from autopar.ir.node_info import info
 from autopar.ir.ops.accumulate import GradientAccumulator
 from autopar.ir.program import Program, map_nodes
 from autopar.ir.shards import take
@@ -124,7 +125,7 @@ def test_what_the_library_copies_is_held_until_it_is_done() -> None:
         (with_copies.operator, with_copies.total - alone.total)
         for with_copies, alone in zip(moments(local, plan), moments(local, replace(plan, cluster=without)), strict=True)
     ]
-    copied = [(n, c) for n in local.graph.graph.nodes if (c := n.meta.get("collective")) and n.op == "call_function"]
+    copied = [(n, c) for n in local.graph.graph.nodes if (c := info(n).collective) and n.op == "call_function"]
     whole = [
         max(n.meta["val"].nbytes, n.all_input_nodes[0].meta["val"].nbytes)
         for n, c in copied

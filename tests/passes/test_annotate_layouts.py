@@ -7,6 +7,7 @@ import pytest
 from autopar.compiler import rewrite
 from autopar.errors import PlanError
 from autopar.ir.layout import Partial, Replicate, Split
+from autopar.ir.node_info import graph_info, info
 from autopar.passes.annotate_layouts import annotate_layouts
 from tests.plans import hand_plan, layout, show, tiny
 
@@ -44,14 +45,14 @@ def test_meta() -> None:
     plan = hand_plan(program, AXES, {"mm": "m.0 k.0"}, consumer_layouts={"mm": "S(0) S(1)"}, results={"0": "S(1) R"})
     after = rewrite(program, plan, passes=(annotate_layouts,))
     nodes = {n.name: n for n in after.graph.graph.nodes}
-    assert nodes["mm"].meta["input_layouts"] == (layout("S(0) S(1)"), layout("R S(0)"))
-    assert nodes["mm"].meta["layouts"] == ((Split(0), Partial()),)
-    assert nodes["mm"].meta["consumer_layouts"] == {0: layout("S(0) S(1)")}
-    assert nodes["mm"].meta["strategy"] == ("m.0", "k.0")
-    assert nodes["relu"].meta["layouts"] == ((Replicate(), Replicate()),)
-    assert nodes["output"].meta["input_layouts"] == (layout("S(1) R"),)
-    assert after.graph.meta["axes"] == AXES
-    assert "layouts" not in next(n for n in program.graph.graph.nodes if n.name == "mm").meta
+    assert info(nodes["mm"]).input_layouts == (layout("S(0) S(1)"), layout("R S(0)"))
+    assert info(nodes["mm"]).layouts == ((Split(0), Partial()),)
+    assert info(nodes["mm"]).consumer_layouts == {0: layout("S(0) S(1)")}
+    assert info(nodes["mm"]).strategy == ("m.0", "k.0")
+    assert info(nodes["relu"]).layouts == ((Replicate(), Replicate()),)
+    assert info(nodes["output"]).input_layouts == (layout("S(1) R"),)
+    assert graph_info(after.graph).axes == AXES
+    assert not info(next(n for n in program.graph.graph.nodes if n.name == "mm")).layouts
 
 
 def test_unequal_parts_name_the_node() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from autopar.compiler import rewrite
 from autopar.costs.cluster import Device, Link
+from autopar.ir.node_info import info
 from autopar.ir.ops.collectives import Collective, c10d
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -37,7 +38,7 @@ def data_parallel(axes: dict[str, int]) -> tuple[Program, Dims, list[torch.Tenso
 
 
 def reductions(program: Program) -> list[Collective]:
-    return [i for n in program.graph.graph.nodes if (i := n.meta.get("collective")) and i.gradient]
+    return [i for n in program.graph.graph.nodes if (i := info(n).collective) and i.gradient]
 
 
 @pytest.mark.parametrize("axes", [{"a": 4}, {"a": 2, "b": 2}])
@@ -60,7 +61,7 @@ def test_small_buckets_start_as_soon_as_they_are_full(monkeypatch: pytest.Monkey
     after = rewrite(program, plan)
     assert [c.members for c in reductions(after)] == [1] * 4
     order = list(after.graph.graph.nodes)
-    starts = [i for i, n in enumerate(order) if (c := n.meta.get("collective")) and c.gradient]
+    starts = [i for i, n in enumerate(order) if (c := info(n).collective) and c.gradient]
     waits = [order.index(next(iter(order[i].users))) for i in starts]
     assert all(order[i].target is c10d.wait_tensor.default for i in waits)
     last = max(i for i, n in enumerate(order) if n.target is torch.ops.aten.mm.default)

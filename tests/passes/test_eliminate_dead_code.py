@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autopar.compiler import rewrite
+from autopar.ir.node_info import info, set_info
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes import PASSES
@@ -26,7 +29,7 @@ def test_before_and_after() -> None:
         with graph.inserting_after(index):
             unused = graph.call_function(torch.ops.aten.mul.Tensor, (mm, index))
         for node in (index, unused):
-            node.meta["internal"] = True
+            set_info(node, replace(info(node), internal=True))
         return program
 
     passes = (*PASSES[:-1], litter)

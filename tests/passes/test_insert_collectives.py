@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from autopar.compiler import rewrite, solve
+from autopar.ir.node_info import info
 from autopar.ir.ops.collectives import Collective
 from autopar.ir.program import Program
 from autopar.passes.annotate_layouts import annotate_layouts
@@ -25,7 +26,7 @@ def inserted(axes: dict[str, int], training: bool = False, **said: Any) -> Progr
 
 
 def collectives(program: Program) -> list[Collective]:
-    return [n.meta["collective"] for n in program.graph.graph.nodes if "collective" in n.meta]
+    return [info(n).collective for n in program.graph.graph.nodes if info(n).collective is not None]
 
 
 def test_partial_is_reduced_in_front_of_a_nonlinear_operator() -> None:
@@ -126,7 +127,7 @@ def test_forward_value_for_the_backward_pass_moves_there() -> None:
     after = inserted(
         {"a": 2}, True, choices={"mm": "m.0", "relu": "a.0", "t": "R"}, batch={"0": "S(0)"}, results={"0": "S(0)"}
     )
-    tags = {n.meta.get("partitioner_tag") for n in after.graph.graph.nodes if "collective" in n.meta}
+    tags = {n.meta.get("partitioner_tag") for n in after.graph.graph.nodes if info(n).collective is not None}
     assert tags == {"is_backward"}
 
 
@@ -137,7 +138,7 @@ def test_what_makes_a_gradient_smaller_comes_as_soon_as_it_is_known() -> None:
     after = rewrite(program, plan)
     order = list(after.graph.graph.nodes)
     last = max(i for i, n in enumerate(order) if n.target is torch.ops.aten.mm.default)
-    scattered = [i for i, n in enumerate(order) if (c := n.meta.get("collective")) and c.kind == "reduce_scatter"]
+    scattered = [i for i, n in enumerate(order) if (c := info(n).collective) and c.kind == "reduce_scatter"]
     assert len(scattered) == 4
     assert sum(i < last for i in scattered) == 2
     assert compare(program, after, plan, values, torch.float64).max_error < 1e-12

@@ -12,6 +12,7 @@ from torch import nn
 
 from autopar.compiler import program_of, rewrite
 from autopar.costs.cluster import Cluster
+from autopar.ir.node_info import info
 from autopar.ir.program import Program
 from autopar.memory.liveness import liveness
 from autopar.passes import DETERMINISTIC_PASSES
@@ -50,7 +51,9 @@ def rewritten(program: Program, seed: int = 0, passes=DETERMINISTIC_PASSES):
 def copies(program: Program) -> list[str]:
     """Operators in front of which something is brought into strides."""
     found = [n for n in program.graph.graph.nodes if n.target in (aten.contiguous.default, with_strides)]
-    return [str(u.target) for n in found if "moves" not in n.meta for u in n.users if "backward" not in str(u.target)]
+    return [
+        str(u.target) for n in found if info(n).moved_value is None for u in n.users if "backward" not in str(u.target)
+    ]
 
 
 @pytest.mark.parametrize("turned", [True, False])

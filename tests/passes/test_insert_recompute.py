@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from autopar.compiler import program_of, rewrite, solve
 from autopar.costs.cluster import Cluster
 from autopar.ir.graph import is_backward
+from autopar.ir.node_info import info
 from autopar.ir.ops.random import seeded, step_seed
 from autopar.ir.plan import EVERY, Plan
 from autopar.ir.program import Program
@@ -82,7 +83,7 @@ def test_copies_stand_in_the_backward_pass_in_front_of_their_user() -> None:
     program, _ = captured()
     local = rewrite(program, with_again(program, solve(program, AXES, "cpu"), *MIDDLE))
     nodes = list(local.graph.graph.nodes)
-    copies = [n for n in nodes if "original" in n.meta]
+    copies = [n for n in nodes if info(n).recompute_of is not None]
     first = next(i for i, n in enumerate(nodes) if is_backward(n))
     assert copies
     assert all(is_backward(n) and nodes.index(n) >= first for n in copies)

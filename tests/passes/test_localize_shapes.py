@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from autopar.compiler import program_of, rewrite
+from autopar.ir.node_info import graph_info
 from autopar.ir.program import Program
 from autopar.passes import PASSES
 from autopar.passes.localize_shapes import localize_shapes
@@ -59,7 +60,7 @@ def test_every_node_gets_its_local_value() -> None:
     shapes = {n.name: tuple(n.meta["val"].shape) for n in after.graph.graph.nodes if n.op != "output"}
     assert shapes["view"] == (2, 8)
     assert shapes["mm"] == (2, 4)
-    assert after.graph.meta["invariants"] == ("layouts", "placed", "local")
+    assert graph_info(after.graph).invariants == ("layouts", "placed", "local")
     assert all("val" not in n.meta or n.meta["val"].shape[0] == 8 for n in program.graph.graph.nodes if n.name == "mm")
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from autopar.compiler import program_of, rewrite
 from autopar.costs.cluster import Cluster
 from autopar.errors import PlanError
+from autopar.ir.node_info import info
 from autopar.ir.precision import Precision
 from autopar.ir.program import Program
 from autopar.ir.shards import is_zero_outside, with_padding, without_padding
@@ -125,9 +126,9 @@ def test_under_a_precision_policy(compute: torch.dtype) -> None:
 def test_a_gradient_is_added_up_as_the_policy_says_after_it_is_padded() -> None:
     after = pad(program_of(Tokens(27, 30), BATCH, precision=Precision()), HIDDEN)
     made = [n for n in after.graph.graph.nodes if n.target in (aten.pad.default, aten.narrow.default)]
-    between = [n for n in made if "reduce_dtype" in n.args[0].meta]
+    between = [n for n in made if info(n.args[0]).reduce_dtype is not None]
     assert between
-    assert {n.meta.get("reduce_dtype") for n in between} == {torch.float32}
+    assert {info(n).reduce_dtype for n in between} == {torch.float32}
 
 
 def test_nothing_to_do() -> None:

@@ -14,6 +14,7 @@ from autopar.compiler import program_of, rewrite, solve
 from autopar.costs.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import is_backward, module_path
+from autopar.ir.node_info import info
 from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.ops.host import to_host
 from autopar.ir.plan import Plan
@@ -129,7 +130,7 @@ def forget_a_share(program: Program) -> Program:
     """Drop what the last stage adds to the gradient of the weight that it shares with the first."""
     for node in program.graph.graph.nodes:
         terms = [a for a in node.all_input_nodes if a.target is accumulate]
-        if len({t.meta["stage"] for t in terms}) == 2:
+        if len({info(t).stage for t in terms}) == 2:
             node.replace_all_uses_with(terms[1])
     return program
 
@@ -177,10 +178,10 @@ def test_a_stage_makes_again_what_it_takes() -> None:
     budget = 0.8 * sum(ample.predicted.peak_bytes.values())
     plan = solve(program, {"stage": 2}, "cpu", memory=budget, search=Search(pins=pins))
     local = rewrite(program, plan, passes=DETERMINISTIC_PASSES)
-    again = [n for n in local.graph.graph.nodes if n.meta.get("original")]
+    again = [n for n in local.graph.graph.nodes if info(n).recompute_of]
     assert again
     late = [n for n in local.graph.graph.nodes if is_backward(n) and module_path(n).startswith("model.layers.1.")]
-    assert {n.meta["stage"] for n in late} == {1}
+    assert {info(n).stage for n in late} == {1}
     cutting = StageGraphs(local, 2)
     assert len(cutting.returned(0)) == 1
     report = compare(program, local, plan, global_values(program, model, batch), torch.float64)
@@ -192,7 +193,7 @@ def test_what_passes_make_keeps_its_place() -> None:
     program = program_of(*example("llama"))
     plan = solve(program, {"tensor": 2, "data": 2}, Cluster.preset("cpu"), search=Search(recipe="random", seed=3))
     nodes = rewrite(program, plan).graph.graph.nodes
-    made = [n for n in nodes if n.meta.get("internal") and n.meta.get("partitioner_tag")]
+    made = [n for n in nodes if info(n).internal and n.meta.get("partitioner_tag")]
     assert len(made) > 100
     assert all("seq_nr" in n.meta for n in made if n.meta.get("fwd_nn_module_stack") or n.meta.get("nn_module_stack"))
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from autopar.compiler import program_of, rewrite, solve
+from autopar.ir.node_info import info
 from autopar.parallelize import parallelize
 from autopar.search.formulation.recipes import RECIPES
 from autopar.search.options import Search
@@ -42,7 +43,9 @@ def test_on_one_device(search: Search) -> None:
 def test_no_collective_on_such_an_axis(axes: dict[str, int], options: dict[str, Any]) -> None:
     program = program_of(mlp(), mlp_batch(0))
     plan = solve(program, axes, "cpu", search=Search(**options))
-    found = [n.meta["collective"].axis for n in rewrite(program, plan).graph.graph.nodes if "collective" in n.meta]
+    found = [
+        info(n).collective.axis for n in rewrite(program, plan).graph.graph.nodes if info(n).collective is not None
+    ]
     assert found and "one" not in found
     assert not plan.predicted.collectives["one"]
     assert max(verify(mlp(), mlp_batch(0), axes, plan=plan).errors.values()) < 1e-10

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.compiler import program_of, solve
+from autopar.ir.node_info import info
 from autopar.ir.ops.collectives import c10d
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -75,7 +76,7 @@ def sabotaged(monkeypatch: pytest.MonkeyPatch, sabotage: Any) -> list[str]:
     values: list[str] = []
 
     def broken(program: Program, plan: Plan) -> Program:
-        values.extend(node.meta["moves"] for node in sabotage(program))
+        values.extend(info(node).moved_value for node in sabotage(program))
         assert values
         return program
 
@@ -88,7 +89,7 @@ def sabotaged(monkeypatch: pytest.MonkeyPatch, sabotage: Any) -> list[str]:
 
 def reductions(program: Program, *, gradient: bool) -> list[Any]:
     nodes = program.graph.graph.nodes
-    return [n for n in nodes if n.target is c10d.all_reduce.default and n.meta["collective"].gradient == gradient]
+    return [n for n in nodes if n.target is c10d.all_reduce.default and info(n).collective.gradient == gradient]
 
 
 def largest_instead(program: Program) -> list[Any]:

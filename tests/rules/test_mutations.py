@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from autopar.compiler import program_of, rewrite
 from autopar.errors import InvalidRuleError, PassError
+from autopar.ir.node_info import info
 from autopar.ir.ops.collectives import axis_index, c10d
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -45,7 +46,7 @@ def drop_reductions(*, gradient: bool) -> Saboteur:
     def drop(program: Program, plan: Plan) -> Program:
         dropped = 0
         for node in list(program.graph.graph.nodes):
-            if node.target is c10d.all_reduce.default and node.meta["collective"].gradient == gradient:
+            if node.target is c10d.all_reduce.default and info(node).collective.gradient == gradient:
                 (wait,) = node.users
                 wait.replace_all_uses_with(node.args[0])
                 dropped += 1

@@ -15,6 +15,7 @@ import autopar
 from autopar.compiler import program_of, rewrite, solve
 from autopar.errors import InfeasibleError
 from autopar.ir.module_outputs import find_module_outputs, module_outputs
+from autopar.ir.node_info import info
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, Value, copy_graph, producer, values_of
 from autopar.passes.annotate_layouts import annotate_layouts
@@ -43,13 +44,13 @@ def _way(argument: fx.Node, before: set[fx.Node], values: set[Value]) -> tuple[s
     """The pinned layout, if moves pass through it on the way from a value to its user; else the one it is made in."""
     passed = []
     while argument not in before:
-        passed += argument.meta.get("layouts", ())
+        passed += info(argument).layouts
         argument = argument.all_input_nodes[0]
     source, index = producer(argument)
     if (source, index) not in values or argument.op == "placeholder":
         return None
-    passed.append(source.meta["layouts"][index])
-    pinned = source.meta["consumer_layouts"].get(index)
+    passed.append(info(source).layouts[index])
+    pinned = info(source).consumer_layouts.get(index)
     return tuple(map(str, pinned if pinned in passed else passed[-1]))
 
 

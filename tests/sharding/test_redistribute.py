@@ -15,6 +15,7 @@ from torch import fx
 
 from autopar.costs.cluster import Cluster
 from autopar.ir.layout import Factor, Layout, Partial, Replicate, Split, TensorType, replicated
+from autopar.ir.node_info import NodeInfo, info, set_info
 from autopar.ir.plan import Certificate, Plan
 from autopar.ir.program import Input, Output, Program
 from autopar.ir.shards import assemble, block, coordinates
@@ -52,9 +53,10 @@ def identity(type_: TensorType, source: Layout, targets: list[Layout]) -> Progra
     """One tensor, returned in several layouts."""
     graph = fx.Graph()
     x = graph.placeholder("x")
-    x.meta = {"types": (type_,), "layouts": (source,), "consumer_layouts": {}, "val": torch.empty(type_.shape)}
+    x.meta["val"] = torch.empty(type_.shape)
+    set_info(x, NodeInfo(types=(type_,), layouts=(source,)))
     out = graph.output([x] * len(targets))
-    out.meta["input_layouts"] = tuple(targets)
+    set_info(out, NodeInfo(input_layouts=tuple(targets)))
     outputs = tuple(Output("result", str(i)) for i in range(len(targets)))
     return Program(fx.GraphModule({}, graph), (Input("batch", "0"),), outputs, len(targets), None)
 
@@ -199,7 +201,7 @@ def test_two_axes_by_name(source: str, target: str) -> None:
 def test_partial_on_one_axis_stays_when_the_other_is_scattered() -> None:
     """``(Partial, Partial) -> (Partial, Split)`` is one reduce-scatter, on the second axis."""
     program = check(make_type((4,)), (2, 2), (P, P), [(P, Split(0))])
-    kinds = [(i.kind, i.axis) for n in program.graph.graph.nodes if (i := n.meta.get("collective"))]
+    kinds = [(i.kind, i.axis) for n in program.graph.graph.nodes if (i := info(n).collective)]
     assert kinds == [("reduce_scatter", "b")]
 
 
@@ -215,7 +217,7 @@ def test_outer_split_of_a_nested_factor_does_not_move_first() -> None:
 def test_moves_are_shared_between_targets() -> None:
     type_, sizes = make_type((8,), (8,)), (2, 2)
     program = check(type_, sizes, (Split(0), Split(0)), [(R, R), (R, R), (Split(0), R), (R, R)])
-    axes = [i.axis for n in program.graph.graph.nodes if (i := n.meta.get("collective"))]
+    axes = [i.axis for n in program.graph.graph.nodes if (i := info(n).collective)]
     assert axes == ["b", "a"]  # (Split, Replicate) lies on the way
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.compiler import program_of, rewrite
+from autopar.ir.node_info import info
 from autopar.ir.program import Program
 from autopar.verify.verify import compare, global_values
 from tests.plans import follow_plan
@@ -38,8 +39,8 @@ def batch_of(step: int = 0) -> dict[str, Tensor]:
 
 def lowered(program: Program) -> int:
     """How many all-reduces the code of split batch norms makes."""
-    nodes = [n for n in program.graph.graph.nodes if n.meta.get("collective") is not None]
-    return sum(n.meta["collective"].kind == "all_reduce" and n.meta["collective"].bytes == 16 for n in nodes)
+    nodes = [n for n in program.graph.graph.nodes if info(n).collective is not None]
+    return sum(info(n).collective.kind == "all_reduce" and info(n).collective.bytes == 16 for n in nodes)
 
 
 def test_one_value_a_channel_on_each_device() -> None:
@@ -96,7 +97,7 @@ def test_channels_are_split_without_communication() -> None:
     local = rewrite(program, plan)
     report = compare(program, local, plan, global_values(program, model, batch), torch.float64)
     assert report.max_error <= 1e-10
-    kinds = {n.meta["collective"].kind for n in local.graph.graph.nodes if n.meta.get("collective")}
+    kinds = {info(n).collective.kind for n in local.graph.graph.nodes if info(n).collective}
     assert kinds <= {"all_gather"}  # of the running statistics only, which every device holds whole
 
 

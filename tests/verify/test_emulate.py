@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from autopar.ir.node_info import GraphInfo, NodeInfo, set_graph_info, set_info
 from autopar.ir.ops.collectives import GROUP_ARGUMENT, Collective, axis_index, c10d
 from autopar.ir.program import Input, Output, Program
 from autopar.verify.emulate import census, emulate, run_whole
@@ -126,11 +127,11 @@ def test_collective_on_another_axis_is_an_error() -> None:
 def test_census_adds_up_members_and_bytes() -> None:
     def build(graph: fx.Graph, x: fx.Node) -> list[fx.Node]:
         one = graph.call_function(c10d.all_reduce.default, (x, "sum", "a"))
-        one.meta["collective"] = Collective("all_reduce", "a", 64.0, 3, True)
+        set_info(one, NodeInfo(collective=Collective("all_reduce", "a", 64.0, 3, True)))
         two = graph.call_function(c10d.all_reduce.default, (one, "sum", "a"))
-        two.meta["collective"] = Collective("all_reduce", "a", 16.0)
+        set_info(two, NodeInfo(collective=Collective("all_reduce", "a", 16.0)))
         return [two]
 
     program = program_of(build)
-    program.graph.meta["axes"] = {"a": 4}
+    set_graph_info(program.graph, GraphInfo(axes={"a": 4}))
     assert census(program) == {"a": {"all_reduce": (4, 80.0 * 2 * 3 / 4)}}  # a ring sends 2 (n - 1) / n of the bytes

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from autopar.compiler import program_of, rewrite
 from autopar.costs.cluster import Cluster
+from autopar.ir.node_info import info
 from autopar.search.random_plan import random_plan
 from autopar.sharding.dims import analyze
 from autopar.verify.verify import capture_error, compare, global_values
@@ -85,5 +86,5 @@ def test_a_loss_is_that_of_the_whole_batch(name: str) -> None:
         report = compare(program, rewrite(program, plan), plan, values, torch.float64)
         assert report.max_error <= 1e-12, f"{label}: {report.worst}: {report.max_error}"
         assert set(report.gradients) == {"head.weight", "head.bias"}
-        kinds = [n.meta["collective"].kind for n in report.program.graph.graph.nodes if n.meta.get("collective")]
+        kinds = [info(n).collective.kind for n in report.program.graph.graph.nodes if info(n).collective]
         assert kinds, f"{label}: nothing is computed in parts"

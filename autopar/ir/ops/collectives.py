@@ -22,7 +22,7 @@ def axis_index(axis: str) -> int:
 
 @dataclass(frozen=True)
 class Collective:
-    """What a communication node is, for the census: ``meta["collective"]``.
+    """What a communication node is, for the census.
 
     Attributes:
         kind: ``all_gather``, ``reduce_scatter``, ``all_reduce`` or ``all_to_all``.

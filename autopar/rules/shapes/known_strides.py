@@ -17,6 +17,7 @@ from torch import fx
 
 from autopar._torch_compat import OpOverload
 from autopar.errors import InvalidRuleError
+from autopar.ir.node_info import info
 from autopar.ir.ops.collectives import c10d
 from autopar.ir.ops.host import to_device, to_host
 from autopar.ir.program import Program, map_nodes, producer, tensor_arguments, values_of
@@ -74,7 +75,7 @@ def needs_of(node: fx.Node) -> tuple[str, ...]:
     target = called(node)
     if not isinstance(target, OpOverload) or target.namespace in ("_c10d_functional", "autopar"):
         return ()
-    rule = node.meta["operator"].rule if "operator" in node.meta else _local_rule(node, target)
+    rule = info(node).operator.rule if info(node).operator is not None else _local_rule(node, target)
     if rule is None and target in _FREE:
         return ()
     count = len(tensors_of(node))
@@ -147,7 +148,7 @@ def _row_major(node: fx.Node) -> bool:
 
 def _crosses(value: fx.Node, user: fx.Node) -> bool:
     """Whether a value goes from one stage of a pipeline to another."""
-    return value.meta.get("stage", user.meta.get("stage")) != user.meta.get("stage")
+    return info(value).stage is not None and info(value).stage != info(user).stage
 
 
 def _is_line(node: fx.Node) -> bool:

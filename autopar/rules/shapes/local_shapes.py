@@ -9,6 +9,7 @@ from torch import fx
 
 from autopar._torch_compat import OpOverload
 from autopar.ir.layout import local_shape
+from autopar.ir.node_info import info
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, map_nodes
 from autopar.rules.shapes.kernel_shapes import called, make, with_required_strides
@@ -28,7 +29,7 @@ def propagate(program: Program, plan: Plan, *, everything: bool = False) -> None
 
 def _run(module: fx.GraphModule, node: fx.Node, plan: Plan) -> Any:
     if node.op == "placeholder":
-        shape = local_shape(node.meta["types"][0], node.meta["layouts"][0], plan.axis_sizes)
+        shape = local_shape(info(node).type(), info(node).layout(), plan.axis_sizes)
         return torch.empty(shape, dtype=node.meta["val"].dtype, device="meta")
     if node.op == "get_attr":
         constant = getattr(module, str(node.target))
@@ -37,8 +38,8 @@ def _run(module: fx.GraphModule, node: fx.Node, plan: Plan) -> Any:
     if "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("meta")}
     target: Any = node.target
-    if "operator" in node.meta:
-        args, kwargs = with_required_strides(called(node), node.meta["operator"].rule, args, kwargs)
+    if info(node).operator is not None:
+        args, kwargs = with_required_strides(called(node), info(node).operator.rule, args, kwargs)
     try:
         return make(target, args, kwargs) if isinstance(target, OpOverload) else target(*args, **kwargs)
     except Exception as e:

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from autopar.ir.layout import Factor, Layout, TensorType
+from autopar.ir.node_info import info
 from autopar.ir.ops.accumulate import GradientAccumulator
 from autopar.ir.ops.random import current_seed, derive_seed, step_seed
 from autopar.ir.program import Input, Microbatch, Program, is_hoisted
@@ -98,7 +99,7 @@ class MicrobatchStep(Step):
     def _batch(self) -> dict[str, tuple[TensorType, Layout]]:
         """Type and layout of each tensor of a microbatch's batch."""
         described = zip(self.program.placeholders, self.program.inputs, strict=True)
-        return {i.name: (n.meta["types"][0], n.meta["layouts"][0]) for n, i in described if i.kind == "batch"}
+        return {i.name: (info(n).type(), info(n).layout()) for n, i in described if i.kind == "batch"}
 
     @cached_property
     def _blocks(self) -> int:

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autopar._torch_compat import BoxedCodeGen
 from autopar.errors import AutoparError
+from autopar.ir.node_info import info
 
 
 @dataclass(eq=False)
@@ -202,7 +203,7 @@ def split_reductions(backward: fx.GraphModule, results: int = 0) -> tuple[fx.Gra
     """
     late: set[fx.Node] = set()
     for node in backward.graph.nodes:
-        collective = node.meta.get("collective")
+        collective = info(node).collective
         starts = collective is not None and collective.gradient
         if node.op != "output" and (starts or any(a in late for a in node.all_input_nodes)):
             late.add(node)

@@ -25,19 +25,13 @@ from autopar._torch_compat import FakeTensor
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import inherit_origin, user_line
 from autopar.ir.layout import Layout, Replicate, Split
+from autopar.ir.node_info import GraphInfo, info, set_graph_info, set_info
 from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.ops.collectives import GROUP_ARGUMENT, axis_index, c10d
 from autopar.ir.program import Input, Microbatch, Output, Program, values_of
 
 TIME = "time"
 """Name of the microbatch axis."""
-
-_NOTES = (
-    "types", "layouts", "consumer_layouts", "held", "strategy", "operator", "input_layouts", "input_types",
-    "collective",
-    "internal",
-)  # fmt: skip
-"""What the passes along the microbatch axis write into nodes; it does not hold for the microbatch's program."""
 
 
 def cut_microbatches(program: Program, local: Program, count: int) -> Program:
@@ -110,7 +104,9 @@ def _replace_moves(cut: _Cut) -> None:
             with graph.inserting_after(node.args[0]):  # right there, so that the term is freed at once
                 total = graph.call_function(accumulate, (node.args[0],))
             inherit_origin(total, node.args[0])
+            known = info(wait).inherit(info(total))
             total.meta = {**wait.meta, **total.meta}
+            set_info(total, known)
             wait.replace_all_uses_with(total)
 
 
@@ -162,7 +158,7 @@ def _refuse_the_rest(cut: _Cut) -> None:
             raise cut.refusal(node)
         if node.op == "output" or node.target is accumulate:
             continue
-        split = any(isinstance(lay[0], Split) for lay in node.meta.get("layouts", ()) if lay is not None)
+        split = any(isinstance(lay[0], Split) for lay in info(node).layouts if lay is not None)
         if split or any(a in varying for a in node.all_input_nodes):
             varying.add(node)
         if node in varying and node in per_step:
@@ -172,10 +168,10 @@ def _refuse_the_rest(cut: _Cut) -> None:
 def _microbatch_of(cut: _Cut) -> Program:
     """The program of one microbatch, from the graph as it is now."""
     local = cut.local
-    batch = {i.name: cut.split_dim(n.meta["layouts"][0], n) for n, i in cut.inputs.items() if i.kind == "batch"}
+    batch = {i.name: cut.split_dim(info(n).layout(), n) for n, i in cut.inputs.items() if i.kind == "batch"}
     rows = {name: dim for name, dim in batch.items() if dim is not None}
     results = {}
-    finals = local.output_node.meta["input_layouts"]
+    finals = info(local.output_node).input_layouts
     for output, value, layout in zip(local.outputs, local.output_values, finals, strict=True):
         dim = cut.split_dim(layout, value) if output.kind == "result" and value is not None else None
         if dim is not None:
@@ -190,13 +186,12 @@ def _microbatch_of(cut: _Cut) -> Program:
 def _drop_notes(local: Program, example: FakeTensor) -> None:
     """Drop what the passes along the time axis have written, and make the values fake tensors like the example."""
     for node in local.graph.graph.nodes:
-        node.meta = {k: v for k, v in node.meta.items() if k not in _NOTES}
+        set_info(node, info(node).without_plan())
         if "val" in node.meta:
             values = values_of(node)
             fakes = tuple(v if v is None else _fake(v, example) for v in values)
             node.meta["val"] = fakes if isinstance(node.meta["val"], tuple | list) else fakes[0]
-    for note in ("invariants", "axes", "again", "states_away"):
-        local.graph.meta.pop(note, None)
+    set_graph_info(local.graph, GraphInfo())
 
 
 def _fake(value: torch.Tensor, like: FakeTensor) -> torch.Tensor:
@@ -212,12 +207,12 @@ def _culprit(node: fx.Node) -> fx.Node:
     waiting, seen = [node] if moved and not reduced else [], set()
     while waiting:
         for user in waiting.pop(0).users:
-            if user.op == "call_function" and "operator" in user.meta:
+            if user.op == "call_function" and info(user).operator is not None:
                 return user
             if user not in seen and user.op != "output":
                 seen.add(user)
                 waiting.append(user)
-    while node.all_input_nodes and "operator" not in node.meta:
+    while node.all_input_nodes and info(node).operator is None:
         node = node.all_input_nodes[0]
     return node
 
@@ -225,16 +220,16 @@ def _culprit(node: fx.Node) -> fx.Node:
 def _start(node: fx.Node) -> fx.Node:
     """The value that is moved, from the last node of the move."""
     (node,) = node.all_input_nodes
-    while "layouts" not in node.meta and node.target is not operator.getitem:
+    while not info(node).layouts and node.target is not operator.getitem:
         node = next(n for n in node.all_input_nodes if n.target is not axis_index)
     return node
 
 
 def _end_of_move(node: fx.Node) -> fx.Node | None:
     """The last node of the move that a collective or an index belongs to; None: it belongs to none."""
-    if "moves" not in node.meta or (node.target not in GROUP_ARGUMENT and node.target is not axis_index):
+    if info(node).moved_value is None or (node.target not in GROUP_ARGUMENT and node.target is not axis_index):
         return None
-    while "layouts" not in node.meta:
+    while not info(node).layouts:
         (node,) = node.users
     return node
 

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from autopar.costs.cluster import Link
 from autopar.costs.collectives import wire_bytes
-from autopar.ir.ops.collectives import Collective
+from autopar.ir.node_info import info
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, values_of
 from autopar.pipeline.schedules import Order, device_of, order_of
@@ -184,10 +184,10 @@ class _Seconds:
         counts: dict[tuple[str, str], float] = defaultdict(float)
         for piece, times in runs:
             for node in piece.nodes:
-                info = node.meta.get("collective")
-                if isinstance(info, Collective):
-                    sizes[info.axis] += times * float(wire_bytes(info.kind, info.bytes, self.sizes[info.axis]))
-                    counts[info.axis, info.kind] += times * info.members
+                made = info(node).collective
+                if made is not None:
+                    sizes[made.axis] += times * float(wire_bytes(made.kind, made.bytes, self.sizes[made.axis]))
+                    counts[made.axis, made.kind] += times * made.members
         return sizes, dict(counts)
 
     def per_step(self) -> tuple[list[float], list[float]]:

@@ -12,6 +12,7 @@ from torch import nn
 import autopar
 from autopar import Precision, Search
 from autopar.compiler import peak_of, program_of, rewrite, solve
+from autopar.ir.node_info import info
 from autopar.ir.program import Program
 from autopar.sharding.dims import analyze
 from tests import models as zoo
@@ -28,9 +29,9 @@ def dtypes(program: Program, kind: str) -> set[torch.dtype]:
 
 def reductions(program: Program) -> list[tuple[bool, torch.dtype]]:
     """Of every collective that adds up: whether it is for a gradient only, and in which dtype it adds."""
-    found = [n for n in program.graph.graph.nodes if n.meta.get("collective")]
-    adding = [n for n in found if n.meta["collective"].kind in ("all_reduce", "reduce_scatter")]
-    return [(n.meta["collective"].gradient, n.all_input_nodes[0].meta["val"].dtype) for n in adding]
+    found = [n for n in program.graph.graph.nodes if info(n).collective]
+    adding = [n for n in found if info(n).collective.kind in ("all_reduce", "reduce_scatter")]
+    return [(info(n).collective.gradient, n.all_input_nodes[0].meta["val"].dtype) for n in adding]
 
 
 def test_parameters_are_kept_in_one_dtype_and_computed_with_in_another() -> None:
@@ -80,7 +81,7 @@ def test_gradients_are_added_up_in_float32_wherever_a_plan_does_it() -> None:
         plan = solve(program, {"a": 2, "b": 2}, "cpu", search=Search(recipe="random", seed=seed))
         for gradient, dtype in reductions(rewrite(program, plan)):
             assert not gradient or dtype == torch.float32
-    marked = [n for n in program.graph.graph.nodes if "reduce_dtype" in n.meta]
+    marked = [n for n in program.graph.graph.nodes if info(n).reduce_dtype is not None]
     assert {aten.mm.default, aten.sum.dim_IntList} <= {n.target for n in marked}
 
 
@@ -90,9 +91,7 @@ def test_the_search_gathers_parameters_in_the_dtype_of_computing_and_reduces_aft
     pins = {"batch.*": ("S(0)",), "*.weight": ("S(0)",)}
     plan = solve(program, {"a": 4}, "cpu", search=Search(pins=pins))
     local = rewrite(program, plan)
-    gathers = [
-        n for n in local.graph.graph.nodes if n.meta.get("collective") and n.meta["collective"].kind == "all_gather"
-    ]
+    gathers = [n for n in local.graph.graph.nodes if info(n).collective and info(n).collective.kind == "all_gather"]
     large = [n for n in gathers if n.meta["val"].numel() == 64 * 256]
     assert large and {n.meta["val"].dtype for n in large} == {torch.bfloat16}
     assert {d for _, d in reductions(local) if d != torch.bfloat16} == {torch.float32}
@@ -101,7 +100,7 @@ def test_the_search_gathers_parameters_in_the_dtype_of_computing_and_reduces_aft
 def test_a_reduction_before_the_cast_is_charged_for_float32() -> None:
     program = program_of(*zoo.mlp(), precision=BF16)
     dims = analyze(program)
-    types = {t.reduce for (n, _), t in dims.types.items() if "reduce_dtype" in n.meta}
+    types = {t.reduce for (n, _), t in dims.types.items() if info(n).reduce_dtype is not None}
     assert types == {"float32"}
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from autopar.compiler import program_of, rewrite, solve
+from autopar.ir.node_info import info
 from autopar.ir.ops.collectives import axis_index
 from autopar.ir.plan import Plan, Scatter
 from autopar.ir.program import Program
@@ -63,7 +64,7 @@ def error(program: Program, plan: Plan, local: Program, made: Any = residual) ->
 def gathers(cutting: StageGraphs, stage: int, kind: str) -> list[str]:
     """Names of the gathers in a piece."""
     nodes = cutting.piece(stage, kind).graph.graph.nodes
-    return [n.name for n in nodes if "collective" in n.meta and n.meta["collective"].kind == "all_gather"]
+    return [n.name for n in nodes if info(n).collective is not None and info(n).collective.kind == "all_gather"]
 
 
 def test_parts_are_sent_where_the_link_is_slow() -> None:
@@ -152,7 +153,7 @@ def same_part(local: Program) -> Program:
 
 def from_another_stage(local: Program) -> Program:
     """The gradient's parts are put together with those of the forward value."""
-    cut = [n for n in local.graph.graph.nodes if n.meta.get("collective") and n.meta["collective"].kind == "all_gather"]
+    cut = [n for n in local.graph.graph.nodes if info(n).collective and info(n).collective.kind == "all_gather"]
     assert len(cut) == 2
     cut[1].replace_input_with(cut[1].all_input_nodes[0], cut[0].all_input_nodes[0])
     return local

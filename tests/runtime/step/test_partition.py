@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from autopar.compiler import program_of, rewrite, solve
+from autopar.ir.node_info import info
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.runtime.step.bind import bind
@@ -75,7 +76,7 @@ def test_postponed_graphs_split_off_every_gradient_collective() -> None:
     assert step.backward is not None
 
     def reductions(graph: torch.fx.GraphModule) -> int:
-        return sum(bool(getattr(n.meta.get("collective"), "gradient", False)) for n in graph.graph.nodes)
+        return sum(bool(getattr(info(n).collective, "gradient", False)) for n in graph.graph.nodes)
 
     compute, reduce = split_reductions(step.backward)
     assert reductions(step.backward) > 0

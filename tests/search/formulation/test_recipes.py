@@ -15,6 +15,7 @@ from autopar.compiler import peak_of, program_of, rewrite, solve
 from autopar.explain.recipes import compare_recipes
 from autopar.ir.graph import is_backward
 from autopar.ir.layout import Replicate, Split
+from autopar.ir.node_info import info
 from autopar.ir.plan import Plan
 from autopar.search.formulation.recipes import RECIPES
 from autopar.search.formulation.tensor_parallel import tensor_factors
@@ -47,9 +48,9 @@ def census(name: str, plan: Plan) -> dict[str, Counter[tuple[str, int]]]:
     program, _, _ = zoo.captured(name, **SIZES.get(name, {}))
     found: dict[str, Counter[tuple[str, int]]] = {"forward": Counter(), "backward": Counter()}
     for node in rewrite(program, plan).graph.graph.nodes:
-        if "collective" in node.meta and node.meta["val"].ndim:
+        if info(node).collective is not None and node.meta["val"].ndim:
             pass_ = "backward" if is_backward(node) else "forward"
-            found[pass_][node.meta["collective"].kind, node.meta["val"].numel()] += 1
+            found[pass_][info(node).collective.kind, node.meta["val"].numel()] += 1
     return found
 
 

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from autopar.compiler import program_of, rewrite, solve
 from autopar.errors import InfeasibleError
 from autopar.ir.layout import Factor, TensorType
+from autopar.ir.node_info import info
 from autopar.ir.ops.accumulate import accumulate
-from autopar.ir.ops.collectives import Collective
 from autopar.ir.plan import Plan
 from autopar.ir.precision import Precision
 from autopar.ir.program import Program
@@ -143,8 +143,8 @@ def test_what_is_counted_is_what_runs() -> None:
     local = rewrite(program, plan, passes=tuple(p for p in PASSES if p.__name__ != "bucket_collectives"))
     counts: Counter[str] = Counter()
     for node in local.graph.graph.nodes:
-        if isinstance(node.meta.get("collective"), Collective):
-            counts[node.meta["collective"].kind] += local.runs(node)
+        if info(node).collective is not None:
+            counts[info(node).collective.kind] += local.runs(node)
     assert dict(counts) == plan.predicted.collectives["a"]
     one = solve(program, {"a": 2}, "h100", search=Search(recipe="fsdp"))
     assert counts["reduce_scatter"] <= one.predicted.collectives["a"]["reduce_scatter"]  # gradients are reduced once

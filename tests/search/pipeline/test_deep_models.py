@@ -12,6 +12,7 @@ import autopar
 from autopar.compiler import program_of, solve
 from autopar.costs.cluster import Cluster, Link
 from autopar.errors import InfeasibleError
+from autopar.ir.node_info import info
 from autopar.ir.program import Program
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Search
@@ -110,7 +111,7 @@ def test_graphs_of_plans_that_differ_in_stages_are_rewritten_together() -> None:
     plans = [replace(plan, stages=line.stages(named_cuts(line, modules))) for modules in cuts]
 
     def seen(program: Program) -> list[tuple[str, object]]:
-        return [(n.format_node(), n.meta.get("stage")) for n in program.graph.graph.nodes if n.op == "call_function"]
+        return [(n.format_node(), info(n).stage) for n in program.graph.graph.nodes if n.op == "call_function"]
 
     together = [seen(local) for local in rewritten_in_stages(part, plans)]
     assert together == [seen(rewritten(part, own)) for own in plans]

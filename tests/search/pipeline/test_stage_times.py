@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.compiler import program_of, rewrite, solve
+from autopar.ir.node_info import info
 from autopar.pipeline.schedules import device_of, order_of
 from autopar.pipeline.stage_graphs import StageGraphs, free_nodes
 from autopar.search.options import Search
@@ -45,8 +46,8 @@ def test_collectives_are_those_of_the_graphs() -> None:
     counted = census(local)["other"]
     runs = {kind: 0 for kind in counted}
     for node in local.graph.graph.nodes:
-        if "collective" in node.meta:
-            runs[node.meta["collective"].kind] += node.meta["collective"].members * local.runs(node)
+        if info(node).collective is not None:
+            runs[info(node).collective.kind] += info(node).collective.members * local.runs(node)
     assert {k: sum(t.collectives.get(("other", k), 0) for t in taken) for k in runs} == runs
     sizes, kinds = sent_inside(taken, device_of(order_of(plan)))
     assert plan.predicted.collectives == kinds
