@@ -94,7 +94,7 @@ def load(file: Path, program: Program) -> Plan | None:
             raise PlanError(f"plan file {file} is of another program")
         os.utime(file)
     except (PlanError, OSError) as e:
-        logger.warning("a cached plan is not used, and searched for: %s", e)
+        logger.warning("a cached plan cannot be used and is searched again: %s", e)
         return None
     logger.info("plan of an earlier search, from %s", file)
     return plan
