@@ -1,9 +1,10 @@
 """Three axes and more: solve axis by axis, never the full product, and bound the whole from below by its axes.
 
-With the others held fixed, the layouts on two axes are an exact problem; solving these in turn until nothing improves
-is block coordinate descent. The lower bound is a sum over axes. A plan's moves, projected on one axis, are
-moves of that axis, and no tensor is smaller than split along all the others. Compute that is split over a set of axes
-takes ``T / N * prod(n_a, a not split)``, at least ``T / N * (1 + sum(n_a - 1, a not split))``: a sum over axes.
+With the others fixed, the layouts on two axes are a problem that is solved exactly; to solve these in turn until
+nothing improves is block coordinate descent. The lower bound is a sum over axes. The moves of a plan, projected on one
+axis, are moves along that axis, and no tensor is smaller than if it is split along all the others. Compute of ``T``
+seconds on one device that is split over some of the ``N`` devices' axes takes ``T / N * prod(n_a, a not split)``, which
+is at least ``T / N * (1 + sum(n_a - 1, a not split))``: a sum over axes.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def descend(
     assert best is not None
     pairs = itertools.cycle(itertools.combinations(range(count), 2))
     stale, every = 0, count * (count - 1) // 2
-    while stale < every and not limits.expired():  # until no pair of axes improves on the others' layouts
+    while stale < every and not limits.expired():  # until no pair improves, the others' layouts fixed
         block = next(pairs)
         found = _solve_block(make, replace(restrictions, fixed=fixed, free=block), memory, limits)
         stale += 1
@@ -103,7 +104,7 @@ def bound_by_axes(
     """Seconds that no plan on any of the axes can undercut; memory is not counted, so it holds for every budget.
 
     Returns:
-        What no plan avoids on any axis, and a claim for each axis; the bound is the sum of all.
+        Seconds that no plan avoids, and a claim for each axis; the bound is the sum of all.
     """
     fixed, claims, devices = 0.0, list[Claim](), math.prod(machine.sizes)
     for axis, (name, n, link) in enumerate(zip(machine.names, machine.sizes, machine.links, strict=True)):
@@ -130,7 +131,7 @@ def _project(decided: Mapping[Any, Sequence[Any]], axis: int) -> dict[Any, tuple
 
 
 def _share(built: Formulation, dims: Dims, classes: LayerClasses, machine: Machine, n: int) -> tuple[Problem, float]:
-    """The axis's part of the compute bound in place of the operators' own costs, and the part that nobody avoids."""
+    """The axis's part of the compute bound in place of the operators' costs, and the part that no plan avoids."""
     nodes = []
     devices = math.prod(machine.sizes)
     base = 0.0

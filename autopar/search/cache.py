@@ -1,7 +1,7 @@
-"""Plans of earlier searches, in files: what was searched once need not be searched again.
+"""A cache of plans in files.
 
-A file is named after everything that a search depends on, autopar's own sources included, so that nothing need ever be
-declared stale: what has changed is not found. Files may be deleted at any time.
+A file's name is a hash of everything that a search depends on, autopar's own sources included. So no file is ever
+stale: where something has changed, there is no file of that name. Files may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from autopar.sharding.dims import Dims
 logger = logging.getLogger("autopar")
 
 VARIABLE = "AUTOPAR_CACHE"
-"""Names the folder; empty or 0: there is none."""
+"""The environment variable that names the folder; empty or 0: there is no cache."""
 
 DEFAULT = "~/.cache/autopar"
 
 KEPT = 500
-"""Plans that were used last, which stay when more are written."""
+"""The most plans in the folder; those that were not used for longest are deleted."""
 
 
 def folder() -> Path | None:
-    """Where plans are kept; None where they are not."""
+    """The folder of the cache; None: there is none."""
     where = os.environ.get(VARIABLE, DEFAULT)
     path = os.path.expanduser(where)
     return None if where in ("", "0") or path.startswith("~") else Path(path)
 
 
 def file_of(program: Program, dims: Dims, job: Job, kind: str = "") -> Path | None:
-    """The file of the plan that a search for all this finds; None where plans are not kept.
+    """The file of the plan that a search for all this finds; None where plans are not cached.
 
     Args:
-        program: canonical program; one that leaves blocks out has files of its own.
+        program: canonical program; one with repeated layers left out has files of its own.
         dims: its dimension analysis, for the rules of its operators, of which some may be the user's.
         job: what is searched for.
         kind: what else the plan depends on.
@@ -94,14 +94,14 @@ def load(file: Path, program: Program) -> Plan | None:
             raise PlanError(f"plan file {file} is of another program")
         os.utime(file)
     except (PlanError, OSError) as e:
-        logger.warning("a plan that was kept is searched again: %s", e)
+        logger.warning("a cached plan cannot be used and is searched again: %s", e)
         return None
     logger.info("plan of an earlier search, from %s", file)
     return plan
 
 
 def store(file: Path, plan: Plan) -> None:
-    """Write a plan so that nobody ever reads half of it; what cannot be written is logged."""
+    """Write a plan, atomically, so that no process reads half of it; an error is logged."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
@@ -113,7 +113,7 @@ def store(file: Path, plan: Plan) -> None:
             Path(name).unlink(missing_ok=True)
         _prune(file.parent)
     except OSError as e:
-        logger.warning("the plan is not kept in %s: %s; set %s to another folder, or to 0", file, e, VARIABLE)
+        logger.warning("the plan is not cached in %s: %s; set %s to another folder, or to 0", file, e, VARIABLE)
 
 
 def _prune(where: Path) -> None:

@@ -1,4 +1,4 @@
-"""`predict`: what a plan costs, counted move by move on the whole program."""
+"""`predict`: seconds, bytes and collectives of a plan, counted operator by operator and move by move."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autopar.sharding.redistribute import Machine, Move, Redistributions, Tables
 
 
 def predict(program: Program, dims: Dims, plan: Plan, classes: LayerClasses | None = None) -> Plan:
-    """The plan with its prediction and its table filled in, of the whole model if the program leaves blocks out."""
+    """The plan with its prediction and its table of modules, of the whole model even if layers are left out."""
     if program.repeat is None:
         return _predict(program, dims, plan, classes)
     classes = classes or layer_classes(program, dims)
@@ -44,7 +44,7 @@ def predict(program: Program, dims: Dims, plan: Plan, classes: LayerClasses | No
 
 
 def _extrapolated(program: Program, dims: Dims, plan: Plan, classes: LayerClasses) -> Plan:
-    """The prediction of a program that leaves blocks out."""
+    """The prediction of the whole model from a program with repeated layers left out."""
     assert program.repeat is not None
     found = _predict(program, dims, plan, classes)
     shorter = program.repeat.shorter
@@ -83,7 +83,7 @@ def _predict(program: Program, dims: Dims, plan: Plan, classes: LayerClasses | N
 
 
 def node_seconds(program: Program, dims: Dims, plan: Plan) -> dict[fx.Node, float]:
-    """Seconds of each operator in a step, with moves and copies of what it makes; all microbatches together."""
+    """Seconds of each operator in a step, with moves and host copies of its results; all microbatches together."""
     assignment = assign(program, dims, plan, layer_classes(program, dims))
     account = _Account(machine_of(plan))
     _count_operators(program, dims, assignment, layer_classes(program, dims), account)
@@ -106,13 +106,13 @@ class _Account:
     collectives: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(int)))
 
     def copy(self, node: fx.Node, size: float, seconds: float) -> None:
-        """Add what a device has on the host, and what it takes in a step to send it there and back."""
+        """Add what a device has in host memory, and the seconds to copy it there and back in a step."""
         self.seconds[node] += seconds
         self.host_seconds += seconds
         self.host_bytes += size
 
     def move(self, node: fx.Node, kind: str, axis: int, size: float, seconds: float, times: int) -> None:
-        """Add one redistribution step, or one all-reduce of a lowering, that is made so many times."""
+        """Add one redistribution step, or one all-reduce of a lowering, that runs so many times."""
         self.seconds[node] += seconds * times
         name, n = self.machine.names[axis], self.machine.sizes[axis]
         if kind == "slice" or n == 1:
@@ -135,6 +135,8 @@ def _count_operators(
             one = candidates(operator, machine.sizes, allowed=[[n] for n in names])
             known[key] = float(operator_seconds(operator, one, machine)[0])
         again, runs = assignment.again, program.runs(node)
+        # An invariant that is saved runs once per step; a recomputed operator runs in the backward pass, too, and one
+        # that only recomputed operators read runs there alone.
         first = 1 if node in assignment.steady.nodes else runs * (node not in again.late)
         times = first + runs * again.times(node)
         account.compute += known[key] * times
@@ -156,7 +158,7 @@ def _count_moves(program: Program, dims: Dims, assignment: Assignment, account: 
 
 
 def _count_copies(program: Program, dims: Dims, assignment: Assignment, account: _Account, optimizer: str) -> None:
-    """Copies to the host and back; all that a microbatch sends, and optimizer state, is there at the same time."""
+    """Copies to the host and back. All that a microbatch offloads, and optimizer state, is there at the same time."""
     machine = account.machine
     for node, spec in zip(program.placeholders, program.inputs, strict=True):
         if spec.kind == "parameter" and spec.name in assignment.away.states:
@@ -206,7 +208,7 @@ def _memory(program: Program, plan: Plan, assignment: Assignment) -> dict[str, f
 
 
 def _rows(program: Program, dims: Dims, plan: Plan, assignment: Assignment, account: _Account) -> tuple[ModuleRow, ...]:
-    """One row for each module that owns parameters or takes time, repeated layers joined."""
+    """One row for each module that has parameters or takes time, repeated layers joined."""
     joined = partial(without_indices, blocks=program.blocks)
     layouts: dict[str, dict[str, str]] = defaultdict(dict)
     memory: dict[str, float] = defaultdict(float)

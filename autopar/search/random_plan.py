@@ -1,12 +1,13 @@
 """A random feasible plan: one strategy per node and axis, drawn without enumerating their product.
 
-The space holds far more than a solver would choose; that every plan in it computes the same is what tests check.
+The space contains far more than a solver would choose. Tests check that every plan in it computes the same.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import torch
@@ -17,7 +18,7 @@ from autopar.ir.checkpoint_regions import SAVED
 from autopar.ir.graph import is_backward
 from autopar.ir.layout import Layout, Partial, Replicate, divides, is_boundary_layout, replicated
 from autopar.ir.plan import EVERY, Certificate, Plan
-from autopar.ir.program import Program, Value, is_operator, values_of
+from autopar.ir.program import Input, Program, Value, is_operator, values_of
 from autopar.sharding.candidates import REPLICATE, Strategy, layouts, strategies
 from autopar.sharding.dims import Dims, Operator
 from autopar.sharding.layer_classes import layer_classes
@@ -25,11 +26,11 @@ from autopar.sharding.layer_classes import layer_classes
 Choose = Callable[[int], int]
 """``choose(n)``: a number below ``n``."""
 
-RELAYED = 4
-"""One value in so many is relayed."""
+MOVED = 4
+"""One value in so many gets a consumer layout."""
 
 OFFLOADED = 2
-"""One operator in so many that do not run again has its results on the host."""
+"""One value in so many that are not recomputed is offloaded."""
 
 SPLIT_BIAS = 3
 """A split is this many times as likely as its share: long chains of replicated nodes test little."""
@@ -43,9 +44,9 @@ def random_plan(
     choose: Choose | int = 0,
     fixed: Mapping[tuple[str, str], Layout] = MappingProxyType({}),
     optimizer: str = "adamw",
-    again: bool = False,
+    recompute: bool = False,
     regions: bool = False,
-    away: bool = False,
+    offload: bool = False,
 ) -> Plan:
     """Draw a plan.
 
@@ -55,119 +56,160 @@ def random_plan(
         axes: name and size of each mesh axis.
         cluster: for redistribution paths.
         choose: source of choices, or a seed.
-        fixed: layouts of parameters, batch tensors, results and relays that are decided already, by kind and name.
+        fixed: layouts of parameters, batch tensors, results and consumer layouts that are decided already, by kind and
+            name.
         optimizer: recorded in the plan.
-        again: draw also which operators run again in the backward pass, which values all users take in one layout that
-            is not their own, and which of these are moved again.
-        regions: what the model's own checkpointing makes again or saves is not drawn.
-        away: draw also what lies on the host, last, so that all else is drawn as without it.
+        recompute: draw also which operators are recomputed, which values have a consumer layout, and which of these are
+            re-gathered.
+        regions: the model's own checkpointing decides what is recomputed or saved in its regions.
+        offload: draw also what is offloaded. That comes last, so that all else is drawn as without it.
     """
     choose = random.Random(choose).randrange if isinstance(choose, int) else choose
-    classes = layer_classes(program, dims)
-    pins = program.pins if regions else {}
     sizes = tuple(axes.values())
-    whole = replicated(len(sizes))
-    made: dict[tuple[fx.Node, int], Layout] = {}
-    parameters: dict[str, Layout] = {}
-    batch: dict[str, Layout] = {}
-    results: dict[str, Layout] = {}
-    consumer_layouts: dict[str, Layout] = {}
-    moved: dict[Value, Layout] = {}
-    held: list[str] = []
-    recompute: dict[str, tuple[tuple[int, int], ...]] = {}
-    choices: dict[str, tuple[str, ...]] = {}
-    for output, value in zip(program.outputs, program.output_values, strict=True):
-        if output.kind == "result" and value is not None:
-            loss = program.loss is not None and int(output.name) == program.loss
-            drawn = whole if loss else _boundary(dims, value, sizes, choose)
-            results[output.name] = fixed.get(("result", output.name), drawn)
+    drawing = _Drawing(program, dims, layer_classes(program, dims).key, sizes, choose, fixed, recompute)
+    pins = program.pins if regions else {}
+    drawing.draw_results()
     inputs = dict(zip(program.placeholders, program.inputs, strict=True))
     for node in program.graph.graph.nodes:
         if node in inputs:
-            spec = inputs[node]
-            made[node, 0] = whole
-            if spec.kind == "parameter":
-                drawn = _boundary(dims, node, sizes, choose)
-                made[node, 0] = parameters[spec.name] = fixed.get(("parameter", spec.name), drawn)
-            elif spec.kind == "batch":
-                options = layouts(dims.type_of(node), sizes, False)
-                shown = spec.name in program.input_gradients  # the user sees the gradient
-                drawn = _boundary(dims, node, sizes, choose) if shown else options[choose(len(options))]
-                made[node, 0] = batch[spec.name] = fixed.get(("batch", spec.name), drawn)
-            elif spec.kind == "tangent":
-                made[node, 0] = results.get(spec.name, whole)
+            drawing.draw_input(node, inputs[node])
         elif node.op == "get_attr":
-            made[node, 0] = whole
+            drawing.produced[node, 0] = replicated(len(sizes))
         elif is_operator(node):
-            have = [moved.get(source, made[source]) for source in program.sources[node]]
-            chosen = _draw(dims.operators[node], have, sizes, choose)
-            choices[f"{classes.key[node]} @{node.name}"] = tuple(s.name for s in chosen)
-            for i in range(len(dims.operators[node].outputs)):
-                made[node, i] = tuple(s.outputs[i] for s in chosen)
-            if not is_backward(node) and _again(pins.get(node), again, choose):
-                recompute[f"{classes.key[node]} @{node.name}"] = EVERY
-        drawn_relays = _relays(node, dims, made, sizes, choose) if again else {}
-        named = {
-            i: ("consumer", f"{classes.key[node]} {i}") for i in range(len(values_of(node))) if node in classes.key
-        }
-        pinned = {i: fixed[key] for i, key in named.items() if key in fixed}
-        for i, layout in {**drawn_relays, **pinned}.items():
-            name = f"{classes.key[node]} @{node.name} {i}"
-            held += [name] if i in pinned else []
-            consumer_layouts[name] = moved[node, i] = layout
-            if not is_backward(node) and _again(pins.get(node), again, choose):
-                recompute[f"consumer {name}"] = EVERY
-    names = _movable(program, classes.key, moved) if away else []
-    offload = {name: EVERY for name in names if name not in recompute and not choose(OFFLOADED)}
+            drawing.draw_operator(node, pins.get(node))
+        drawing.draw_consumer_layouts(node, pins.get(node))
+    offloaded = drawing.draw_offload() if offload else {}
     certificate = Certificate(0.0, 0.0, "one random plan, nothing was searched", "random")
     return Plan(
-        axes=tuple(axes.items()), cluster=cluster, parameters=parameters, batch=batch, results=results, choices=choices,
-        consumer_layouts=consumer_layouts, optimizer=optimizer, fingerprint=program.fingerprint,
-        torch=str(torch.__version__),
-        certificate=certificate, recompute=recompute, offload=offload, forced_consumer_layouts=tuple(held),
+        axes=tuple(axes.items()), cluster=cluster, parameters=drawing.parameters, batch=drawing.batch,
+        results=drawing.results, choices=drawing.choices, consumer_layouts=drawing.consumer_layouts,
+        optimizer=optimizer, fingerprint=program.fingerprint, torch=str(torch.__version__), certificate=certificate,
+        recompute=drawing.recomputed, offload=offloaded, forced_consumer_layouts=tuple(drawing.forced),
     )  # fmt: skip
 
 
-def _movable(program: Program, key: Mapping[fx.Node, str], relayed: Iterable[Value]) -> list[str]:
-    """What may lie on the host: results of the forward pass, parameters that are trained, and relays of operators."""
-    outputs = zip(program.outputs, program.output_values, strict=True)
-    trained = {output.name for output, value in outputs if output.kind == "gradient" and value}
-    inputs = zip(program.placeholders, program.inputs, strict=True)
-    return [
-        *(f"{key[n]} @{n.name}" for n in program.sources if not is_backward(n)),
-        *(f"{key[n]} @{n.name}" for n, spec in inputs if spec.kind == "parameter" and spec.name in trained),
-        *(f"consumer {key[n]} @{n.name} {i}" for n, i in relayed if n in program.sources),
-    ]
+@dataclass
+class _Drawing:
+    """What is drawn so far. Later choices depend on it: `Partial` is drawn only where a value is partial already.
 
+    The order of the calls of ``choose`` is the meaning of a seed.
 
-def _again(pin: str | None, drawn: bool, choose: Choose) -> bool:
-    """Whether a value is made or moved again: as its region says, or as it comes."""
-    return bool(drawn and choose(2)) if pin is None else pin != SAVED
+    Attributes:
+        program: canonical program.
+        dims: its dimension analysis.
+        key: class of each node.
+        sizes: of the mesh axes.
+        choose: source of choices.
+        fixed: layouts that are decided already.
+        recompute: whether recomputation and consumer layouts are drawn.
+        produced: layout of each value as it is produced.
+        moved: consumer layout of each value that has one.
+        forced: consumer layouts that are fixed.
+        recomputed: the plan's ``recompute``, and so on for the other fields of a plan.
+    """
 
+    program: Program
+    dims: Dims
+    key: Mapping[fx.Node, str]
+    sizes: tuple[int, ...]
+    choose: Choose
+    fixed: Mapping[tuple[str, str], Layout]
+    recompute: bool
+    produced: dict[Value, Layout] = field(default_factory=dict)
+    moved: dict[Value, Layout] = field(default_factory=dict)
+    parameters: dict[str, Layout] = field(default_factory=dict)
+    batch: dict[str, Layout] = field(default_factory=dict)
+    results: dict[str, Layout] = field(default_factory=dict)
+    choices: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    consumer_layouts: dict[str, Layout] = field(default_factory=dict)
+    forced: list[str] = field(default_factory=list)
+    recomputed: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
-def _boundary(dims: Dims, node: fx.Node, sizes: tuple[int, ...], choose: Choose) -> Layout:
-    type_ = dims.type_of(node)
-    options = [x for x in layouts(type_, sizes, False) if is_boundary_layout(type_, x, sizes)]
-    return options[choose(len(options))]
+    def draw_results(self) -> None:
+        """Layouts of the model's results; the loss is replicated."""
+        program = self.program
+        for output, value in zip(program.outputs, program.output_values, strict=True):
+            if output.kind == "result" and value is not None:
+                loss = program.loss is not None and int(output.name) == program.loss
+                drawn = replicated(len(self.sizes)) if loss else self._boundary_layout(value)
+                self.results[output.name] = self.fixed.get(("result", output.name), drawn)
 
+    def draw_input(self, node: fx.Node, spec: Input) -> None:
+        """The layout of a parameter or a batch tensor; a tangent has its result's."""
+        self.produced[node, 0] = replicated(len(self.sizes))
+        if spec.kind == "parameter":
+            drawn = self._boundary_layout(node)
+            self.produced[node, 0] = self.parameters[spec.name] = self.fixed.get(("parameter", spec.name), drawn)
+        elif spec.kind == "batch":
+            options = layouts(self.dims.type_of(node), self.sizes, False)
+            returned = spec.name in self.program.input_gradients  # the user sees the gradient, in the same layout
+            drawn = self._boundary_layout(node) if returned else options[self.choose(len(options))]
+            self.produced[node, 0] = self.batch[spec.name] = self.fixed.get(("batch", spec.name), drawn)
+        elif spec.kind == "tangent":
+            self.produced[node, 0] = self.results.get(spec.name, self.produced[node, 0])
 
-def _relays(
-    node: fx.Node, dims: Dims, made: Mapping[Value, Layout], sizes: tuple[int, ...], choose: Choose
-) -> dict[int, Layout]:
-    """Other layouts that some of a node's outputs are brought to for all their users; sums must be complete."""
-    found = {}
-    for i in range(len(values_of(node))):
-        layout = made.get((node, i), ())
-        if (node, i) not in dims.types or any(isinstance(p, Partial) for p in layout):
-            continue
-        options = [x for x in layouts(dims.types[node, i], sizes, False) if x != layout]
-        if options and not choose(RELAYED):
-            found[i] = options[choose(len(options))]
-    return found
+    def draw_operator(self, node: fx.Node, pin: str | None) -> None:
+        """An operator's strategies, and whether it is recomputed."""
+        have = [self.moved.get(source, self.produced[source]) for source in self.program.sources[node]]
+        chosen = _draw(self.dims.operators[node], have, self.sizes, self.choose)
+        name = f"{self.key[node]} @{node.name}"
+        self.choices[name] = tuple(s.name for s in chosen)
+        for i in range(len(self.dims.operators[node].outputs)):
+            self.produced[node, i] = tuple(s.outputs[i] for s in chosen)
+        if not is_backward(node) and self._recomputes(pin):
+            self.recomputed[name] = EVERY
+
+    def draw_consumer_layouts(self, node: fx.Node, pin: str | None) -> None:
+        """Layouts that some of a node's outputs are moved to for all readers, and whether they are re-gathered."""
+        drawn = self._other_layouts(node) if self.recompute else {}
+        outputs = range(len(values_of(node))) if node in self.key else ()
+        names = {i: ("consumer", f"{self.key[node]} {i}") for i in outputs}
+        fixed = {i: self.fixed[name] for i, name in names.items() if name in self.fixed}
+        for i, layout in {**drawn, **fixed}.items():
+            name = f"{self.key[node]} @{node.name} {i}"
+            self.forced += [name] if i in fixed else []
+            self.consumer_layouts[name] = self.moved[node, i] = layout
+            if not is_backward(node) and self._recomputes(pin):
+                self.recomputed[f"consumer {name}"] = EVERY
+
+    def draw_offload(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        """A plan's ``offload``: of forward values, states of trained parameters, and moved values of operators."""
+        program, key = self.program, self.key
+        outputs = zip(program.outputs, program.output_values, strict=True)
+        trained = {output.name for output, value in outputs if output.kind == "gradient" and value}
+        inputs = zip(program.placeholders, program.inputs, strict=True)
+        names = [
+            *(f"{key[n]} @{n.name}" for n in program.sources if not is_backward(n)),
+            *(f"{key[n]} @{n.name}" for n, spec in inputs if spec.kind == "parameter" and spec.name in trained),
+            *(f"consumer {key[n]} @{n.name} {i}" for n, i in self.moved if n in program.sources),
+        ]
+        return {name: EVERY for name in names if name not in self.recomputed and not self.choose(OFFLOADED)}
+
+    def _recomputes(self, pin: str | None) -> bool:
+        """Whether a value is recomputed or re-gathered: as its checkpoint region says, or by chance."""
+        return bool(self.recompute and self.choose(2)) if pin is None else pin != SAVED
+
+    def _boundary_layout(self, node: fx.Node) -> Layout:
+        """A layout in which the user may see a tensor."""
+        type_ = self.dims.type_of(node)
+        options = [x for x in layouts(type_, self.sizes, False) if is_boundary_layout(type_, x, self.sizes)]
+        return options[self.choose(len(options))]
+
+    def _other_layouts(self, node: fx.Node) -> dict[int, Layout]:
+        """Other layouts for some of a node's outputs, of those that are no partial sums."""
+        found = {}
+        for i in range(len(values_of(node))):
+            layout = self.produced.get((node, i), ())
+            if (node, i) not in self.dims.types or any(isinstance(p, Partial) for p in layout):
+                continue
+            options = [x for x in layouts(self.dims.types[node, i], self.sizes, False) if x != layout]
+            if options and not self.choose(MOVED):
+                found[i] = options[self.choose(len(options))]
+        return found
 
 
 def _draw(operator: Operator, have: Sequence[Layout], sizes: Sequence[int], choose: Choose) -> list[Strategy]:
-    """One strategy an axis; Partial only where the value is partial already, and only splits that divide."""
+    """One strategy per axis: `Partial` only where the value is partial already, and only splits that divide."""
     every = strategies(operator)
     chosen: list[Strategy] = []
     for axis in range(len(sizes)):
@@ -178,6 +220,7 @@ def _draw(operator: Operator, have: Sequence[Layout], sizes: Sequence[int], choo
 
 
 def _reachable(strategy: Strategy, have: Sequence[Layout], axis: int) -> bool:
+    """Whether the arguments can be moved to what a strategy reads: no redistribution makes a value partial."""
     return all(
         not isinstance(wanted, Partial) or layout[axis] == wanted
         for wanted, layout in zip(strategy.inputs, have, strict=True)
@@ -185,6 +228,7 @@ def _reachable(strategy: Strategy, have: Sequence[Layout], axis: int) -> bool:
 
 
 def _fits(operator: Operator, chosen: Sequence[Strategy], sizes: Sequence[int]) -> bool:
+    """Whether the strategies of the first axes divide all dims, and have at most one lowering."""
     rest = [Replicate()] * (len(sizes) - len(chosen))
     letters = {s.factor[0] for s in chosen if s.factor is not None and s.factor[0] in operator.rule.lower}
     if any(operator.rule.lower[a] is not operator.rule.lower[b] for a in letters for b in letters):

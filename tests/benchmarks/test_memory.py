@@ -143,7 +143,7 @@ def test_plans_of_many_kinds_need_more_than_the_bound() -> None:
     for axes in ({}, {"a": 2}):
         bound = least_memory.least(program, axes)
         for seed in range(8):
-            plan = random_plan(program, dims, axes, Cluster.preset("h100"), seed, again=True)
+            plan = random_plan(program, dims, axes, Cluster.preset("h100"), seed, recompute=True)
             assert bound <= sum(peak_of(program, plan).values()) + 1e-6, (axes, seed)
 
 
@@ -155,7 +155,7 @@ def test_plans_with_a_host_need_more_than_their_bound(model: str) -> None:
         bound = least_memory.least(program, axes, away=True)
         assert bound <= least_memory.least(program, axes)
         for seed in range(6):
-            plan = random_plan(program, dims, axes, Cluster.preset("h100"), seed, again=True, away=True)
+            plan = random_plan(program, dims, axes, Cluster.preset("h100"), seed, recompute=True, offload=True)
             assert plan.offload
             assert bound <= sum(peak_of(program, plan).values()) + 1e-6, (axes, seed)
 

@@ -93,7 +93,7 @@ def test_random_plans_run_what_is_counted(seed: int) -> None:
     program, _, values = zoo.captured("mlp")
     part = microbatch_program(program, COUNT)
     dims = analyze(part)
-    plan = random_plan(part, dims, {"a": 2}, Cluster.preset("cpu"), seed, again=seed > 0)
+    plan = random_plan(part, dims, {"a": 2}, Cluster.preset("cpu"), seed, recompute=seed > 0)
     plan = predict(part, dims, replace(plan, fingerprint=program.fingerprint, microbatches=COUNT))
     every = tuple(p for p in UNJOINED if p.__name__ != "eliminate_dead_code")  # what nothing takes is counted, too
     assert runs(rewrite(program, plan, passes=every)) == plan.predicted.collectives["a"]

@@ -54,7 +54,7 @@ def test_predicted_peak_is_measured(name: str, again: bool) -> None:
     program, dims, values = zoo.captured(name)
     cpu = Cluster.preset("cpu")
     cpu = replace(cpu, device=replace(cpu.device, copies=0.0))  # what a library has besides is no storage of the graph
-    plan = random_plan(program, dims, {}, cpu, 1, again=again)
+    plan = random_plan(program, dims, {}, cpu, 1, recompute=again)
     local = rewrite(program, plan)
     held = peak_memory(local, plan)
     predicted = sum(held.values()) - held["optimizer"]
@@ -66,7 +66,7 @@ def test_predicted_peak_is_measured(name: str, again: bool) -> None:
 def test_predicted_peak_of_a_microbatch_is_measured(name: str) -> None:
     whole, _, values = zoo.captured(name)
     program = microbatch_program(whole, 2)
-    plan = random_plan(program, analyze(program), {}, Cluster.preset("cpu"), 1, again=True)
+    plan = random_plan(program, analyze(program), {}, Cluster.preset("cpu"), 1, recompute=True)
     local = rewrite(whole, replace(plan, fingerprint=whole.fingerprint, microbatches=2))
     held = peak_memory(local, plan)
     named = {(i.kind, i.name): v for i, v in zip(whole.inputs, values, strict=True)}

@@ -46,7 +46,7 @@ def check(program: Program, dims: Dims, values: list[Tensor], axes: dict[str, in
     shapes = random_padding(part, dims, Random(seed).randrange) if seed % 3 == 0 else {}
     longer = pad(part, shapes)
     dims = analyze(longer) if shapes else dims
-    plan = random_plan(longer, dims, axes, Cluster.preset("cpu"), seed, again=True, away=True)
+    plan = random_plan(longer, dims, axes, Cluster.preset("cpu"), seed, recompute=True, offload=True)
     plan = replace(plan, padding=shapes, fingerprint=program.fingerprint, microbatches=part.microbatches)
     local = rewrite(program, plan, passes=DETERMINISTIC_PASSES)
     report = compare(program, local, plan, values, torch.float64)

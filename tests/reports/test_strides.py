@@ -205,7 +205,7 @@ def captured(name: str) -> tuple[Program, Any, list[Tensor], dict[str, Tensor]]:
 def check_plan(name: str, axes: dict[str, int], seed: int, strided: bool) -> None:
     """A random plan computes what eager does; ``strided``: whatever strides tensors have."""
     program, dims, values, expected = captured(name)
-    plan = random_plan(program, dims, axes, Cluster.preset("cpu"), seed, again=True, away=True)
+    plan = random_plan(program, dims, axes, Cluster.preset("cpu"), seed, recompute=True, offload=True)
     plan = replace(plan, fingerprint=program.fingerprint)
     passes = DETERMINISTIC_PASSES
     if strided:

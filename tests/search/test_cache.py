@@ -242,7 +242,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "file" / "plans"))
     planned()
-    assert "the plan is not kept" in caplog.text
+    assert "the plan is not cached" in caplog.text
     assert cache.VARIABLE in caplog.text
 
 

@@ -48,22 +48,22 @@ from autopar.sharding.layer_classes import LayerClasses
 DATA, OPTIMIZER, SHARD, TENSOR, SEQUENCE = "data", "optimizer", "shard", "tensor", "sequence"
 ROLES = (DATA, OPTIMIZER, SHARD, TENSOR, SEQUENCE)
 
-ROWS, STORED = (DATA, OPTIMIZER, SHARD), (OPTIMIZER, SHARD)
-"""Roles that split the batch, and those that split what is stored of parameters."""
+SPLIT_BATCH, SPLIT_STATES = (DATA, OPTIMIZER, SHARD), (OPTIMIZER, SHARD)
+"""Roles that split the batch, and those that split parameters and their states between steps."""
 
 Roles = tuple[str | None, ...]
 """The role of each axis; None: the search decides."""
 
 
 @dataclass(frozen=True)
-class Meaning:
-    """The factors that roles speak of, in one program.
+class RoleFactors:
+    """The factors that roles split, in one program.
 
     Attributes:
-        batch: samples lie along these.
+        batch: samples are along these.
         tensor: the tensor-parallel ones.
-        sequence: positions lie along these; empty where no axis splits the sequence.
-        hidden: those that the weights with tensor-parallel factors have besides.
+        sequence: positions are along these; empty where no axis splits the sequence.
+        hidden: the other factors of weights that have a tensor-parallel one.
     """
 
     batch: Ids
@@ -88,14 +88,14 @@ def by_roles(
         classes: which nodes share a decision.
         axes: name and size of each mesh axis.
         roles: of each axis.
-        restrictions: what holds besides.
+        restrictions: what is decided already.
 
     Raises:
-        InfeasibleError: a role finds nothing to split, or sizes do not divide.
+        InfeasibleError: there is nothing that a role could split, or sizes do not divide.
     """
     if not any(roles):
         return restrictions
-    meaning = find_meaning(program, dims, axes, roles)
+    factors = find_factors(program, dims, axes, roles)
     sizes = tuple(axes.values())
     casts, sums = from_parameters(program), into_gradients(program)
     inputs = dict(zip(program.placeholders, program.inputs, strict=True))
@@ -106,11 +106,11 @@ def by_roles(
         if node in dims.operators:
             chains = {SHARD: node in casts or node in sums, OPTIMIZER: node in casts}
             allowed[key] = tuple(
-                _allowed(node, program, dims, role, meaning, chains.get(str(role), False)) for role in roles
+                _allowed(node, program, dims, role, factors, chains.get(str(role), False)) for role in roles
             )
         elif node in inputs and inputs[node].kind in ("parameter", "batch"):
             find = _batch_layout if inputs[node].kind == "batch" else _parameter_layout
-            layout = find(dims.types[node, 0], roles, sizes, meaning)
+            layout = find(dims.types[node, 0], roles, sizes, factors)
             open_ = tuple(None if role is None else p for role, p in zip(roles, layout, strict=True))
             placements.update({(inputs[n].kind, inputs[n].name): open_ for n in members})
     if OPTIMIZER in roles:
@@ -120,20 +120,20 @@ def by_roles(
 
 
 def _gradients(program: Program, classes: LayerClasses) -> set[str]:
-    """Class and output of every gradient, as relays are called."""
+    """Names of the gradients' consumer layouts: class and output."""
     outputs = zip(program.outputs, program.output_values, strict=True)
     made = [producer(v) for o, v in outputs if o.kind == "gradient" and v is not None]
     return {f"{classes.key[node]} {out}" for node, out in made}
 
 
-def find_meaning(program: Program, dims: Dims, axes: Mapping[str, int], roles: Roles) -> Meaning:
-    """The factors that the roles speak of.
+def find_factors(program: Program, dims: Dims, axes: Mapping[str, int], roles: Roles) -> RoleFactors:
+    """The factors that the roles split.
 
     Raises:
         InfeasibleError: there are none, or sizes do not divide.
     """
     batch = batch_factors(program, dims)
-    ways, along = _extent(axes, roles, *ROWS)
+    ways, along = _extent(axes, roles, *SPLIT_BATCH)
     if ways > 1 and not batch:
         raise InfeasibleError(f"no tensor of the batch has a dim to split along {along}")
     uneven = [f.size for f in batch if f.size % ways]
@@ -142,7 +142,7 @@ def find_meaning(program: Program, dims: Dims, axes: Mapping[str, int], roles: R
             f"{uneven[0]} samples do not divide along {along}; take a batch of a multiple of {ways}, or smaller axes"
         )
     if not {TENSOR, SEQUENCE} & set(roles):
-        return Meaning(ids(batch), ids(()), ids(()), ids(()))
+        return RoleFactors(ids(batch), ids(()), ids(()), ids(()))
     ways, along = _extent(axes, roles, TENSOR, SEQUENCE)
     tensor = tensor_factors(program, dims, ways)
     if not tensor:
@@ -160,18 +160,18 @@ def find_meaning(program: Program, dims: Dims, axes: Mapping[str, int], roles: R
     for type_ in input_types(program, dims, "parameter").values():
         if any(chosen & ids(dim) for dim in type_.dims):
             hidden |= ids(f for dim in type_.dims if not chosen & ids(dim) for f in dim)
-    return Meaning(ids(batch), chosen, ids(sequence), hidden)
+    return RoleFactors(ids(batch), chosen, ids(sequence), hidden)
 
 
 def _extent(axes: Mapping[str, int], roles: Roles, *which: str) -> tuple[int, str]:
-    """Devices along the axes of some roles, and these axes for a message."""
+    """The number of devices along the axes of some roles, and these axes for a message."""
     found = {a: n for (a, n), role in zip(axes.items(), roles, strict=True) if role in which}
     names = " x ".join(f"{a}={n}" for a, n in found.items())
     return math.prod(found.values()), f"{'axis' if len(found) == 1 else 'axes'} {names}"
 
 
 def _allowed(
-    node: fx.Node, program: Program, dims: Dims, role: str | None, meaning: Meaning, chain: bool
+    node: fx.Node, program: Program, dims: Dims, role: str | None, factors: RoleFactors, chain: bool
 ) -> frozenset[str] | None:
     """Names of the strategies that an operator may take on an axis; None: all.
 
@@ -180,42 +180,42 @@ def _allowed(
         program: its program.
         dims: the program's dimension analysis.
         role: of the axis.
-        meaning: of the roles.
-        chain: it only changes the form of one parameter or gradient, and may follow that one's layout.
+        factors: that the roles split.
+        chain: whether it only transforms a parameter or gradient, and so may follow that one's layout.
     """
     splits = split_factors(node, program, dims)
 
-    def along(factors: Ids) -> frozenset[str]:
-        return frozenset(name for name, factor in splits.items() if id(factor) in factors)
+    def along(wanted: Ids) -> frozenset[str]:
+        return frozenset(name for name, factor in splits.items() if id(factor) in wanted)
 
     every = strategies(dims.operators[node])
     whole = frozenset(s.name for s in every if not s.splits)
     if role is None:
         return None
-    if role in ROWS:
-        return along(meaning.batch) or (None if chain else whole)
-    if found := along(meaning.tensor):
+    if role in SPLIT_BATCH:
+        return along(factors.batch) or (None if chain else whole)
+    if found := along(factors.tensor):
         return found
-    found = along(meaning.sequence) if role == SEQUENCE else frozenset()
-    if found and meaning.hidden & factors_of(operator_types(node, program, dims)).keys():
-        # What is gathered for a linear may be transposed for its gradient: a view costs nothing either way.
+    found = along(factors.sequence) if role == SEQUENCE else frozenset()
+    if found and factors.hidden & factors_of(operator_types(node, program, dims)).keys():
+        # A value that is gathered for a linear may be transposed for its gradient: a view costs nothing either way.
         return found | whole if dims.operators[node].rule.view else found | (whole - {REPLICATE})
     return whole  # masks, positions, labels
 
 
-def _batch_layout(type_: TensorType, roles: Roles, sizes: tuple[int, ...], meaning: Meaning) -> Layout:
-    rows = bool(type_.dims) and bool(ids(type_.dims[0][:1]) & meaning.batch)
-    return tuple(Split(0, 0) if rows and role in ROWS else Replicate() for role in roles)
+def _batch_layout(type_: TensorType, roles: Roles, sizes: tuple[int, ...], factors: RoleFactors) -> Layout:
+    rows = bool(type_.dims) and bool(ids(type_.dims[0][:1]) & factors.batch)
+    return tuple(Split(0, 0) if rows and role in SPLIT_BATCH else Replicate() for role in roles)
 
 
-def _parameter_layout(type_: TensorType, roles: Roles, sizes: tuple[int, ...], meaning: Meaning) -> Layout:
-    """Tensor axes split their factor; sharding axes as much as they can, first dims first."""
-    own = next((Split(d, j) for d, j in type_.positions if id(type_.dims[d][j]) in meaning.tensor), Replicate())
+def _parameter_layout(type_: TensorType, roles: Roles, sizes: tuple[int, ...], factors: RoleFactors) -> Layout:
+    """Tensor axes split their factor; sharding axes split as much as they can, leading dims first."""
+    own = next((Split(d, j) for d, j in type_.positions if id(type_.dims[d][j]) in factors.tensor), Replicate())
 
     def suits(layout: Layout) -> bool:
-        """Open axes are left to the search, beside what this leaves of the dims."""
+        """Axes without a role are left to the search, which splits what this leaves of the dims."""
         return all(
-            role in STORED or p == (own if role in (TENSOR, SEQUENCE) else Replicate())
+            role in SPLIT_STATES or p == (own if role in (TENSOR, SEQUENCE) else Replicate())
             for role, p in zip(roles, layout, strict=True)
         )
 

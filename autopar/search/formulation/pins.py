@@ -40,9 +40,9 @@ class Restrictions:
         fixed: strategy name or placement of each variable on each axis that is not searched; absent: replicated.
         free: axes that are searched; None searches all.
         data_axes_only: batch tensors may be split along the first factor of their first dim only.
-        placements: the same as ``layouts``, axis by axis, None where it is open; gives way to them. In both there are,
-            by ``consumer`` and name, the layouts that values are brought to for all their users; those of ``layouts``
-            are pinned, and no user takes the value otherwise.
+        placements: the same as ``layouts``, axis by axis, None where it is open; ``layouts`` win. Both contain consumer
+            layouts under ``consumer`` and their name; those in ``layouts`` are forced: every reader takes the value in
+            this layout.
         strategies: names that each class of operators may take, axis by axis; None: any.
     """
 
@@ -112,10 +112,10 @@ def pin_modules(
     axes: Mapping[str, int],
     restrictions: Restrictions,
 ) -> Restrictions:
-    """Restrictions with the pins of what modules hand on added: names and patterns that no tensor has, see `read_pins`.
+    """Restrictions with the pins of module outputs added: names and patterns that no tensor has, see `read_pins`.
 
     Args:
-        program: which has what modules hand on.
+        program: whose modules these are.
         dims: its dimension analysis.
         classes: which nodes share a decision.
         pins: names or patterns to placements.
@@ -133,20 +133,20 @@ def pin_modules(
     layouts, owner = dict(restrictions.layouts), dict[str, str]()
     for name, pinned in wanted.items():
         for value, own in _of_values(program, dims, name, pinned, axes).items():
-            relay = f"{classes.key[value[0]]} {value[1]}"
-            before = layouts.get(("consumer", relay), own)
+            consumer = f"{classes.key[value[0]]} {value[1]}"
+            before = layouts.get(("consumer", consumer), own)
             if any(a is not None and b is not None and a != b for a, b in zip(before, own, strict=True)):
                 raise InfeasibleError(
-                    f"the pins of {owner[relay]} and {name} differ, but these hand on one tensor, or are laid out "
-                    "alike as repeated layers are: pin them alike, or set tie_layers=False"
+                    f"the pins of {owner[consumer]} and {name} differ, but their outputs are one tensor, or are laid "
+                    "out alike as repeated layers are: pin them alike, or set tie_layers=False"
                 )
-            layouts["consumer", relay] = tuple(a or b for a, b in zip(before, own, strict=True))
-            owner[relay] = name
+            layouts["consumer", consumer] = tuple(a or b for a, b in zip(before, own, strict=True))
+            owner[consumer] = name
     return replace(restrictions, layouts=layouts)
 
 
 def _of_values(program: Program, dims: Dims, name: str, pinned: Pinned, axes: Mapping[str, int]) -> dict[Value, Pinned]:
-    """The layout of each value that stands for what a module hands on."""
+    """The layout of each value that stands for a module's output."""
     found: dict[Value, Pinned] = {}
     reason: Exception | str = ""
     for value, mark in module_outputs(program)[name]:
@@ -158,12 +158,12 @@ def _of_values(program: Program, dims: Dims, name: str, pinned: Pinned, axes: Ma
             continue
         if not divides(type_, tuple(p or Replicate() for p in own), tuple(axes.values())):
             raise InfeasibleError(
-                f"module {name} hands on {type_}, which cannot be laid out as "
+                f"the output of module {name} is {type_}, which cannot be laid out as "
                 f"({', '.join(str(p or Replicate()) for p in pinned)}) on axes {dict(axes)}: sizes must divide"
             )
         found[value] = own
     if not found:
-        raise InfeasibleError(f"what module {name} hands on cannot be pinned: {reason}")
+        raise InfeasibleError(f"the output of module {name} cannot be pinned: {reason}")
     return found
 
 

@@ -58,11 +58,11 @@ class ProgramPoint:
     Attributes:
         node: the operator.
         position: its place in program order.
-        inputs: numbers of its arguments that count: each value once, none that is held anyway.
+        inputs: numbers of its arguments that count: each value once, and only values of operators.
         outputs: numbers of its results that count.
         results: names of the model's results that are complete, and no views of what is counted already.
         gradients: bytes, on one device, of the gradients that are complete and not counted already, by parameter.
-        present: values that are counted by the above, and therefore not again where they are saved.
+        present: values that the above count, so that they do not count where they are saved.
         live_ranges: of each member of a class.
     """
 

@@ -1,4 +1,4 @@
-"""Recipes: parallelism by hand, under the names that people know. A recipe gives each mesh axis a role."""
+"""Recipes: well-known kinds of parallelism by name. A recipe gives each mesh axis a role."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def ddp(axes: Sequence[str], roles: Mapping[str, str]) -> Roles:
 
 
 def zero1(axes: Sequence[str], roles: Mapping[str, str]) -> Roles:
-    """Every axis splits the batch and the optimizer's state; parameters gathered once, gradients all-reduced."""
+    """Every axis splits the batch and optimizer state; parameters are gathered once, gradients all-reduced."""
     return (OPTIMIZER,) * len(axes)
 
 
@@ -31,7 +31,7 @@ def zero2(axes: Sequence[str], roles: Mapping[str, str]) -> Roles:
 
 
 def fsdp(axes: Sequence[str], roles: Mapping[str, str]) -> Roles:
-    """Every axis splits the batch and parameters, gathered once a step, in little memory twice; gradients scattered."""
+    """Every axis splits the batch and parameters, which are re-gathered if memory is short; gradients scattered."""
     return (SHARD,) * len(axes)
 
 
@@ -54,7 +54,7 @@ def megatron_sequence(axes: Sequence[str], roles: Mapping[str, str]) -> Roles:
 
 
 def _megatron(name: str, own: str, axes: Sequence[str], roles: Mapping[str, str]) -> Roles:
-    """Roles as given, else by the axes' names, else the last one that has none yet is the tensor axis."""
+    """Roles as given, or else by the axes' names, or else the last axis without a role is the tensor axis."""
     given = dict(zip(axes, read_roles(roles, axes), strict=True))
     named = {a: DATA if a in DATA_NAMES else own if a in TENSOR_NAMES else None for a in axes}
     found = {a: given[a] or named[a] for a in axes}
@@ -79,13 +79,13 @@ RECIPES: dict[str, Recipe] = {
 }
 
 GATHERS_ONCE = ("zero1", "zero2")
-"""Recipes that keep what they gather for the backward pass, whatever the budget."""
+"""Recipes that save gathered parameters for the backward pass, whatever the budget."""
 
 TAKES_ROLES = ("megatron", "megatron-sequence")
 
 
 def check_recipe(name: str | None, roles: Mapping[str, str]) -> None:
-    """Refuse recipes that do not exist, and roles beside those that decide them all.
+    """Refuse recipes that do not exist, and roles beside a recipe that decides them all.
 
     Raises:
         ValueError: says what there is.

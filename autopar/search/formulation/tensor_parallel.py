@@ -1,8 +1,9 @@
 """Which factors can be tensor-parallel: column-parallel, then row-parallel linears, found by structure.
 
-A factor qualifies if parameters have it, and if the forward pass can be split along it from where a linear makes it to
-where a later one sums over it (Megatron-LM, https://arxiv.org/abs/1909.08053, section 3). Heads and ffn do; hidden does
-not, since norms and the loss need it whole. A vocabulary does: embedding and cross-entropy have code for a part of it.
+A factor qualifies if parameters have it, and if the forward pass can be split along it from the linear that produces it
+to a later one that sums over it (Megatron-LM, https://arxiv.org/abs/1909.08053, section 3). Heads and ffn do; hidden
+does not, since norms and the loss need it whole. A vocabulary does: embedding and cross-entropy are lowered to code for
+a part of it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def tensor_factors(program: Program, dims: Dims, parts: int) -> list[Factor]:
     }
     sources = from_parameters(program)
     rows = max((dims.types[program.sources[n][0]].shape[0] for n in _embeddings(program)), default=0)
-    summed: set[int] = set()  # by a linear, or by code of its own
+    summed: set[int] = set()  # by a linear, or by lowered code
     lowered: set[int] = set()
     for node in program.sources:
         if is_backward(node):
@@ -66,7 +67,7 @@ def _embeddings(program: Program) -> list[fx.Node]:
 
 
 def _split(node: fx.Node, key: int, program: Program, dims: Dims, sources: set[fx.Node], rows: int) -> str | None:
-    """How an operator lives with a factor split: ``kept``, ``summed``, ``lowered``; None: not at all."""
+    """How an operator runs with a factor split: ``preserved``, ``summed`` or ``lowered``; None: not at all."""
     operator = dims.operators[node]
     names = [name for name, factor in split_factors(node, program, dims).items() if id(factor) == key]
     found = None
@@ -81,22 +82,22 @@ def _split(node: fx.Node, key: int, program: Program, dims: Dims, sources: set[f
             if weights and len(program.sources[node]) == 2:
                 found = "summed"
         else:
-            found = found or "kept"
+            found = found or "preserved"
     return found
 
 
 def _one_each(left: dict[int, Factor], lowered: set[int], parameters: list[TensorType]) -> list[Factor]:
     """At most one factor of each parameter: the leading one of a dim, then the one that fewest parameters have.
 
-    Of two linears' common dims in a row, ffn and the residual stream of a model without norms, that is ffn. What a pair
-    of linears makes and sums over comes before a vocabulary, unless it is both dims of a weight: a residual stream.
+    In a model without norms, both ffn and the residual stream qualify; fewer parameters have ffn. A factor between two
+    linears comes before a vocabulary, unless it is both dims of some weight: then it is a residual stream.
     """
-    behind = {id(f) for type_ in parameters for dim in type_.dims for f in [f for f in dim if id(f) in left][1:]}
+    trailing = {id(f) for type_ in parameters for dim in type_.dims for f in [f for f in dim if id(f) in left][1:]}
     count = {key: sum(key in factors_of([t]) for t in parameters) for key in left}
     square = {k for k in left for t in parameters if sum(k == id(f) for dim in t.dims for f in dim) > 1}
     second = lowered | square
     chosen: dict[int, Factor] = {}
-    for key in sorted(left.keys() - behind, key=lambda k: (k in second, count[k], list(left).index(k))):
+    for key in sorted(left.keys() - trailing, key=lambda k: (k in second, count[k], list(left).index(k))):
         if not any(key in (own := factors_of([t])) and own.keys() & chosen.keys() for t in parameters):
             chosen[key] = left[key]
     return list(chosen.values())

@@ -125,7 +125,7 @@ def _of_batch_alone(cut: _Cut) -> set[fx.Node]:
 def _compute_before(cut: _Cut, value: fx.Node, end: fx.Node) -> None:
     """Replace ``end`` by a new batch tensor: a value of the whole program, or a microbatch's part of it."""
     names = {n.name: n for n in cut.whole.graph.graph.nodes}
-    whole = cut.computed_before.get(value) or names.get(value.name)  # a value that is moved again, or a first time
+    whole = cut.computed_before.get(value) or names.get(value.name)  # moved once more, or for the first time
     if whole is None:
         raise cut.refusal(value)
     graph = cut.local.graph.graph
