@@ -108,7 +108,7 @@ def graph_hash(graph: fx.Graph) -> str:
         arguments = fx.map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}")
         value = node.meta.get("val")
         shape = (tuple(value.shape), str(value.dtype)) if isinstance(value, torch.Tensor) else None
-        name = str(node.target) if node.op == "call_function" else ""
+        name = str(node.target).split(" at 0x")[0] if node.op == "call_function" else ""  # without a function's address
         digest.update(f"{node.op} {name} {arguments!r} {shape}\n".encode())
     return digest.hexdigest()[:16]
 
