@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,32 +16,25 @@ from autopar.capture import Batch, LossFunction, capture
 from autopar.capture.repeat import abridge
 from autopar.costs.cluster import Cluster
 from autopar.costs.memory import parse_bytes
-from autopar.errors import InfeasibleError, PlanError
+from autopar.errors import PlanError
 from autopar.ir.plan import INTERRUPTED, TIME_LIMIT, Plan
 from autopar.ir.precision import Precision
 from autopar.ir.program import Program
 from autopar.ir.signature import binding
 from autopar.ir.signature.outputs import Loss
-from autopar.memory.deep_models import peak_of_blocks
-from autopar.memory.liveness import Moment, moments, peak_memory, peak_snapshot
-from autopar.memory.peak_snapshot import PeakSnapshot
-from autopar.memory.recompute import uniform
 from autopar.passes import PASSES, Pass, collector_paused, run_passes
 from autopar.passes.canonicalize import canonical
 from autopar.passes.canonicalize.precision import apply_precision
-from autopar.passes.pipeline.assign_stages import assign_stages
 from autopar.passes.rng.replicate import replicate_random
 from autopar.pipeline.custom_schedule import as_text
 from autopar.search import cache
-from autopar.search.budget.cutoff import NO_CUTOFF, Cutoff
+from autopar.search.flat import best_flat
 from autopar.search.formulation.pins import Restrictions
-from autopar.search.microbatch.count import best_count
-from autopar.search.microbatch.split import hint_of_loss, microbatch_program, require_early_backward
-from autopar.search.options import OFFLOAD, SCHEDULE, Job, Peak, Progress, Search, silent
-from autopar.search.padding import Measure, best_padded
-from autopar.search.pipeline.branch_and_bound import Works, best_pipeline, least_seconds
+from autopar.search.microbatch.split import microbatch_program, require_early_backward
+from autopar.search.options import SCHEDULE, Job, Progress, Search, silent
+from autopar.search.peak import peak_of as peak_of
+from autopar.search.pipeline.branch_and_bound import best_pipeline
 from autopar.sharding.dims import analyze
-from autopar.sharding.layer_classes import LayerClasses, layer_classes
 
 logger = logging.getLogger("autopar")
 
@@ -137,105 +130,20 @@ def solve(
     """
     search, machine = _with_table(search or Search()), Cluster.resolve(cluster)
     budget = None if memory is None else parse_bytes(memory)
-    job = Job(axes, machine, budget, optimizer, search, restrictions or Restrictions(), progress or silent)
+    job = Job(
+        axes, machine, budget, optimizer, search, restrictions or Restrictions(), progress or silent,
+        deterministic=deterministic,
+    )  # fmt: skip
     with collector_paused():
         dims, kind = analyze(program), f"random numbers {'at once' if deterministic else 'apart'}, factored {factored}"
         file = cache.file_of(program, dims, job, kind)
         if file is not None and (known := cache.load(file, program)) is not None:
             job.progress(f"plan of an earlier search, {file}", math.inf, 0.0)
             return known
-        planner = _Planner(program, job, deterministic)
-        plan = planner.pipeline(factored) if search.pipelines else planner.flat()
+        plan = best_pipeline(program, job, factored) if search.pipelines else best_flat(program, job)
         if file is not None and plan.certificate.method not in (TIME_LIMIT, INTERRUPTED):
             cache.store(file, plan)
         return plan
-
-
-@dataclass(frozen=True)
-class _Planner:
-    """Plans of one program, in as many microbatches as serve, without stages and with them."""
-
-    program: Program
-    job: Job
-    deterministic: bool
-
-    def free(self) -> Plan:
-        """The best without stages, whatever it needs."""
-        count = self.job.search.microbatches or 1
-        return self._counted(self._part(count), replace(self.job, memory=None), _peak)
-
-    def flat(self, cutoff: Cutoff = NO_CUTOFF) -> Plan:
-        """The best without stages, if it beats a rival; where nothing fits, memory of the host is searched, too."""
-        search = self.job.search
-        try:
-            return self._flat(search, cutoff)
-        except InfeasibleError as e:
-            if not (search.offload_at_last and self.job.cluster.device.host_bandwidth and e.needed):
-                raise
-        return self._flat(replace(search, pins={**search.pins, OFFLOAD: "search"}), cutoff)
-
-    def _flat(self, search: Search, cutoff: Cutoff) -> Plan:
-        job = replace(self.job, search=search)
-        if search.microbatches or job.memory is None or search.recipe == "random":
-            return self._beating(self._part(search.microbatches or 1), job, cutoff)
-        if self.program.loss is None:
-            try:
-                return self._beating(self._part(1), job, cutoff)
-            except InfeasibleError as e:
-                hint = hint_of_loss(self.program)
-                if not hint:
-                    raise
-                raise InfeasibleError(f"{e}{hint}", needed=e.needed, budget=e.budget, least=e.least) from e
-        return best_count(lambda count, cutoff: self._beating(self._part(count), job, cutoff), cutoff)
-
-    def pipeline(self, factored: bool) -> Plan:
-        """The best with stages, or without, as the pins say."""
-        job = self.job
-        if self.program.training:
-            require_early_backward(self.program)
-        works = Works(self._part, self._inside, _measured_graphs, self.free, self.flat)
-        floor = least_seconds(self.program, job.cluster, math.prod(job.axes.values()))
-        return best_pipeline(self.program, job, works, floor, factored)
-
-    def _inside(self, part: Program, job: Job, measure: Measure | None) -> Plan:
-        """The best for the devices of a stage."""
-        return self._counted(part, job, measure or _peak)
-
-    def _beating(self, part: Program, job: Job, cutoff: Cutoff) -> Plan:
-        """The best if it is faster than another; where all that the certificate says is checked, if it is not, too."""
-        return self._counted(part, job if job.search.check else replace(job, cutoff=cutoff), _peak)
-
-    def _counted(self, part: Program, job: Job, measure: Measure) -> Plan:
-        plan = best_padded(part, job, measure)
-        return replace(plan, fingerprint=self.program.fingerprint, microbatches=part.microbatches)
-
-    def _part(self, count: int) -> Program:
-        return microbatch_program(self.program, count, deterministic=self.deterministic)
-
-
-def _measured_graph(program: Program, plan: Plan) -> Program:
-    """The rewritten graph, unverified: it is measured, and not run."""
-    return run_passes(program, plan, PASSES, verified=False)
-
-
-def _measured_graphs(program: Program, plans: Sequence[Plan]) -> list[Program]:
-    """Such graphs under plans that differ in stages alone, at which passes in front of the cutting do not look."""
-    cutting = PASSES.index(assign_stages)
-    alike = run_passes(program, plans[0], PASSES[:cutting], verified=False)
-    return [run_passes(alike, plan, PASSES[cutting:], verified=False) for plan in plans]
-
-
-def _peak(program: Program, classes: LayerClasses) -> Peak:
-    return Peak(lambda plan: peak_of(program, plan, classes), lambda plan: peak_snapshot_of(program, plan, classes))
-
-
-def peak_snapshot_of(program: Program, plan: Plan, classes: LayerClasses) -> PeakSnapshot:
-    """What is held at the heaviest moment; of a model of many blocks, at that of the few that were captured."""
-    found = peak_snapshot(_measured_graph(program, plan), plan)
-    if program.repeat is None:
-        return found
-    held = peak_of(program, plan, classes)
-    return replace(found, held=held, totals=(sum(held.values()),))
 
 
 def _with_table(search: Search) -> Search:
@@ -243,21 +151,6 @@ def _with_table(search: Search) -> Search:
     if SCHEDULE not in search.pins:
         return search
     return replace(search, pins={**search.pins, SCHEDULE: as_text(search.pins[SCHEDULE])})
-
-
-def peak_of(program: Program, plan: Plan, classes: LayerClasses | None = None) -> dict[str, float]:
-    """Bytes by category at the moment when a device holds the most, in the graph that a plan gives."""
-    if program.repeat is None:
-        return peak_memory(_measured_graph(program, plan), plan)
-    classes = classes or layer_classes(program, analyze(program))
-    shorter = program.repeat.shorter
-
-    def held(program: Program, part: Plan) -> list[Moment]:
-        return moments(_measured_graph(program, part), part)
-
-    parts = [(share, part) for share, part in uniform(plan, classes.count) if share > 0]
-    known = [(share, held(program, part), held(shorter, part)) for share, part in parts]
-    return peak_of_blocks(known, program.repeat)
 
 
 def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) -> Program:

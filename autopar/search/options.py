@@ -7,29 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.costs.cluster import Cluster
-from autopar.ir.plan import Plan
-from autopar.memory.peak_snapshot import PeakSnapshot
 from autopar.search.budget.cutoff import NO_CUTOFF, Cutoff
 from autopar.search.formulation.memory_model import WHOLE, Share
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.formulation.recipes import GATHERS_ONCE, check_recipe
-
-Held = Callable[[Plan], Mapping[str, float]]
-"""Bytes by category at the moment when a device holds the most under a plan."""
-
-
-@dataclass(frozen=True)
-class Peak:
-    """What a device holds under a plan.
-
-    Attributes:
-        held: bytes by category when that is most.
-        peak_snapshot: the same moment, tensor by tensor; None where that is not known.
-    """
-
-    held: Held
-    peak_snapshot: Callable[[Plan], PeakSnapshot] | None = None
-
+from autopar.search.pipeline.shape import ScheduledStages
 
 Progress = Callable[[str, float, float], None]
 """``(phase, incumbent, bound)``, in seconds."""
@@ -189,6 +171,8 @@ class Job:
         share: of what it would hold for the whole model that a device holds.
         moments: whether the budget is for every moment of a step; False: for what the backward pass is left with when
             it begins, whatever it holds besides.
+        stages: the pipeline whose devices the plan is for; None: the devices have the whole model.
+        deterministic: random numbers are those of one device.
     """
 
     axes: Mapping[str, int]
@@ -201,3 +185,5 @@ class Job:
     cutoff: Cutoff = NO_CUTOFF
     share: Share = WHOLE
     moments: bool = True
+    stages: ScheduledStages | None = None
+    deterministic: bool = False

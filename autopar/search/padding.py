@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 
 from autopar.errors import InfeasibleError
 from autopar.ir.layout import Factor, Split, TensorType
@@ -13,23 +12,19 @@ from autopar.ir.plan import INTERRUPTED, TIME_LIMIT, Plan
 from autopar.ir.program import Program
 from autopar.passes.pad_dims import pad
 from autopar.search.budget.cutoff import Cutoff, PrunedError
-from autopar.search.budget.minimum_memory import minimum_memory_plan
 from autopar.search.budget.repair import costed, repaired
-from autopar.search.find import EXACT_AXES, find_plan, require_splits
+from autopar.search.find import find_plan, require_splits
 from autopar.search.formulation.axis_roles import DATA, by_roles
 from autopar.search.formulation.pins import Pinned, Restrictions, complete, pin_modules, read_pins
 from autopar.search.formulation.recipes import roles_of
-from autopar.search.options import Job, Peak
+from autopar.search.options import Job
 from autopar.search.predict import predict
 from autopar.search.random_plan import random_plan
 from autopar.sharding.dims import Dims, analyze
-from autopar.sharding.layer_classes import LayerClasses, layer_classes
-
-Measure = Callable[[Program, LayerClasses], Peak]
-"""What plans of a program need."""
+from autopar.sharding.layer_classes import layer_classes
 
 
-def best_padded(program: Program, job: Job, measure: Measure) -> Plan:
+def best_padded(program: Program, job: Job) -> Plan:
     """The best plan that is found.
 
     Where parameters have dims that an axis does not divide, it is searched twice: without padding, and then with it for
@@ -54,7 +49,7 @@ def best_padded(program: Program, job: Job, measure: Measure) -> Plan:
             # A later shape lives with the mesh that there is; roles say more clearly what is wrong.
             if None in roles and not job.restrictions.layouts:
                 require_splits(dims, axes)
-            plan = _best(padded, dims, replace(job, search=search, restrictions=limits, cutoff=known), measure)
+            plan = _best(padded, dims, replace(job, search=search, restrictions=limits, cutoff=known))
         except InfeasibleError as e:
             errors.append(e)
             bounds += [e.bound] if isinstance(e, PrunedError) else []
@@ -87,7 +82,7 @@ def _of_whole_model(plan: Plan, program: Program) -> Plan:
     return replace(plan, parameters=parameters, padding=padding)
 
 
-def _best(program: Program, dims: Dims, job: Job, measure: Measure) -> Plan:
+def _best(program: Program, dims: Dims, job: Job) -> Plan:
     """The best plan, or a random one, of a program whose dims are decided."""
     axes, search = job.axes, job.search
     classes = layer_classes(program, dims, tie=search.tie_layers or search.recipe == "random")
@@ -95,17 +90,14 @@ def _best(program: Program, dims: Dims, job: Job, measure: Measure) -> Plan:
     if search.recipe == "random":
         return predict(program, dims, _random(program, dims, job, limits))
     limits = by_roles(program, dims, classes, axes, roles_of(search.recipe, axes, search.roles), limits)
-    job, peak = replace(job, restrictions=limits), measure(program, classes)
+    job = replace(job, restrictions=limits)
     try:
-        return predict(program, dims, find_plan(program, dims, job, classes, peak.held), classes)
+        return predict(program, dims, find_plan(program, dims, job, classes), classes)
     except InfeasibleError as e:
-        if peak.peak_snapshot is None:
+        if job.stages is not None:  # pipelines are many, of which some fit sooner
             raise
         error = e
-    exact = program.repeat is None and len(job.axes) <= EXACT_AXES
-    start = partial(minimum_memory_plan, program, dims, job, classes) if exact else None
-    lean = repaired(program, dims, classes, job, peak.peak_snapshot, error, start)
-    return costed(predict(program, dims, lean, classes))
+    return costed(predict(program, dims, repaired(program, dims, classes, job, error), classes))
 
 
 def _random(program: Program, dims: Dims, job: Job, limits: Restrictions) -> Plan:

@@ -8,16 +8,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.costs.cluster import Cluster
 from autopar.ir.plan import Certificate, Plan
 from autopar.search.budget.pareto import Frontier
-from autopar.search.budget.within_budget import Task, _remembered
+from autopar.search.budget.within_budget import _remembered
 from autopar.search.formulation.build import Formulation
-from autopar.search.options import Job
 from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits
 from autopar.search.solver.problem import Node, Problem
 from tests.plans import hand_plan, tiny
+from tests.search.budget.test_within_budget import hand_made
 
 COST, ROW = (1.0, 2.0, 4.0, 8.0), (40.0, 30.0, 20.0, 10.0)
 """One node of four labels, each with less in its row than the one before."""
@@ -29,8 +28,8 @@ def remembered(peaks: Mapping[float, float], row: float) -> tuple[float, list[fl
     plan = hand_plan(program, {"a": 2})
     measured: list[float] = []
 
-    def read(built: Formulation, mix: LayerMix, bound: float, method: str) -> Plan:
-        return replace(plan, certificate=Certificate(mix.cost, bound, "", method))
+    def read(mix: LayerMix, bound: float) -> Plan:
+        return replace(plan, certificate=Certificate(mix.cost, bound, "", "prices"))
 
     def peak(plan: Plan) -> dict[str, float]:
         measured.append(plan.certificate.objective)
@@ -41,11 +40,7 @@ def remembered(peaks: Mapping[float, float], row: float) -> tuple[float, list[fl
     frontier = Frontier(problem, limits)
     for budget in ROW:
         frontier.around(budget)
-    task = Task(
-        make=lambda restrictions, memory: Formulation(problem, ()), read=read, state=lambda gradients: {},
-        limits=limits,
-        job=Job({}, Cluster.preset("cpu"), 25.0), peak=peak,
-    )  # fmt: skip
+    task = hand_made(limits, 25.0, Formulation(problem, ()), read, peak)
     found = _remembered(task, Formulation(problem, ()), frontier, row, 0.0, "prices")
     return found.certificate.objective, measured
 

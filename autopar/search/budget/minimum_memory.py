@@ -12,10 +12,11 @@ from dataclasses import replace
 from autopar.ir.plan import MEMORY_REPAIR, Certificate, Plan
 from autopar.ir.program import Program
 from autopar.search.budget.pareto import Frontier
-from autopar.search.find import plan_of, state_bytes
 from autopar.search.formulation.build import build
 from autopar.search.formulation.memory_model import MemoryModel
 from autopar.search.options import Job
+from autopar.search.peak import state_bytes
+from autopar.search.read_plan import plan_of
 from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits
 from autopar.sharding.dims import Dims
@@ -51,5 +52,4 @@ def minimum_memory_plan(program: Program, dims: Dims, job: Job, classes: LayerCl
     point = frontier.least()
     mix = LayerMix.of(point)
     certificate = Certificate(point.cost, 0.0, "any plan", MEMORY_REPAIR)
-    plan = plan_of(program, dims, classes, built, mix, certificate, job, tables)
-    return replace(plan, forced_consumer_layouts=job.restrictions.forced_consumer_layouts)
+    return plan_of(program, dims, classes, built, mix, certificate, job, tables)

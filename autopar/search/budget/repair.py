@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -25,11 +25,14 @@ from autopar.ir.plan import MEMORY_REPAIR, PER_USE, Plan
 from autopar.ir.program import Program
 from autopar.memory.peak_snapshot import PeakSnapshot
 from autopar.memory.recompute import class_of, ranges
+from autopar.search.budget.budget_problem import missing
 from autopar.search.budget.lagrangian import fits
 from autopar.search.budget.min_peak import Choice, min_peak_recomputation
-from autopar.search.budget.within_budget import missing
+from autopar.search.budget.minimum_memory import minimum_memory_plan
+from autopar.search.find import EXACT_AXES
 from autopar.search.formulation.memory_model import carried
 from autopar.search.options import Job
+from autopar.search.peak import peak_snapshot_of
 from autopar.search.solver.interrupt import requested
 from autopar.sharding.dims import Dims
 from autopar.sharding.factor_kinds import from_parameters
@@ -90,22 +93,19 @@ def repaired(
     dims: Dims,
     classes: LayerClasses,
     job: Job,
-    peak_snapshot: Callable[[Plan], PeakSnapshot],
     error: InfeasibleError,
-    start: Callable[[], Plan] | None = None,
 ) -> Plan:
     """A plan that fits, if the leanest that was found can be made one, or one that needs little whatever the budget is.
 
-    What an error names would have been enough, and is the same for each budget that is not: it comes from ``start``.
+    What an error names would have been enough, and is the same for each budget that is not: where layouts were searched
+    exactly, it comes from `minimum_memory_plan`, which does not depend on the budget.
 
     Args:
         program: that was searched.
         dims: its dimension analysis.
         classes: which nodes share a decision.
         job: what it was searched for.
-        peak_snapshot: what is held at the heaviest moment of a plan's graph.
         error: that says what was found.
-        start: a plan that needs little, which does not depend on the budget; None: there is no such plan.
 
     Raises:
         InfeasibleError: none was found; of the leanest that is known now.
@@ -114,13 +114,15 @@ def repaired(
     budget = job.memory
     if plan is None or budget is None or error.needed is None or plan.offload:
         raise error
-    leaning = _Leaning(program, dims, classes, job, peak_snapshot, budget)
+    leaning = _Leaning(program, dims, classes, job, budget)
     known: list[tuple[Plan, PeakSnapshot]] = []
     if error.needed <= NEAR * budget:
-        known += leaning.near(plan, peak_snapshot(plan))
+        known += leaning.near(plan, leaning.peak_snapshot(plan))
     if not any(fits(held.totals[0], budget) for _, held in known):
-        # The search's bound holds for it, too.
-        known = leaning.chosen(replace(start(), certificate=plan.certificate)) if start is not None else known
+        if program.repeat is None and len(job.axes) <= EXACT_AXES:
+            start = minimum_memory_plan(program, dims, job, classes)
+            # The search's bound holds for it, too.
+            known = leaning.chosen(replace(start, certificate=plan.certificate))
     if not known:
         raise error
     plan, now = min(known, key=lambda found: found[1].totals[0])
@@ -140,8 +142,10 @@ class _Leaning:
     dims: Dims
     classes: LayerClasses
     job: Job
-    peak_snapshot: Callable[[Plan], PeakSnapshot]
     budget: float
+
+    def peak_snapshot(self, plan: Plan) -> PeakSnapshot:
+        return peak_snapshot_of(self.program, plan, self.classes)
 
     @cached_property
     def changes(self) -> _Changes:

@@ -8,18 +8,17 @@ tightened by what is too much, and the search goes on. The bound is that of the 
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.costs.memory import format_bytes
 from autopar.errors import InfeasibleError
 from autopar.ir.plan import Plan
 from autopar.search.axis_by_axis import descend, placements
+from autopar.search.budget.budget_problem import BudgetProblem, missing, peak_bytes
 from autopar.search.budget.cutoff import NO_CUTOFF
 from autopar.search.budget.lagrangian import Point, fits, solve
 from autopar.search.budget.layer_groups import in_groups
@@ -29,12 +28,10 @@ from autopar.search.budget.use_slack import slack_used
 from autopar.search.formulation.build import Formulation
 from autopar.search.formulation.memory_model import WHOLE, MemoryModel
 from autopar.search.formulation.pins import Restrictions
-from autopar.search.options import Held, Job
 from autopar.search.solver.certify import Claim
 from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits
 from autopar.search.solver.problem import Ints, Solution, evaluate
-from autopar.sharding.redistribute import Tables
 
 MORE_PRICES = 3
 """Prices tried for a row that is tightened."""
@@ -55,46 +52,7 @@ SMALL = 1500
 """Problems of so few labels are solved with the memory row in the ILP, too, where prices leave one."""
 
 
-@dataclass(frozen=True)
-class Task:
-    """What is searched.
-
-    Attributes:
-        make: the problem under restrictions, with memory counted in some way.
-        read: ``(problem, choice, lower bound, method)`` to a plan.
-        state: bytes of each parameter with its state, with gradients or without.
-        limits: relative gap and deadline.
-        job: what it is for.
-        peak: of a plan's graph, by category; None: it is not measured.
-        regions: whether the model's own checkpointing decides for what is in it.
-        away: whether what is kept may lie on the host.
-        states: bytes of optimizer state of each parameter, which may lie on the host, too.
-        record: called with each bound of all plans that is proved.
-    """
-
-    make: Callable[[Restrictions, MemoryModel], Formulation]
-    read: Callable[[Formulation, LayerMix, float, str], Plan]
-    state: Callable[[bool], Mapping[str, float]]
-    limits: Limits
-    job: Job
-    peak: Held | None
-    regions: bool = False
-    away: bool = False
-    states: Mapping[str, float] = field(default_factory=dict)
-    record: Callable[[Claim], None] = lambda claim: None
-
-    @property
-    def whole(self) -> bool:
-        """Whether the model is searched, and not a stage's share of it."""
-        return self.job.share is WHOLE
-
-    @property
-    def seconds(self) -> float:
-        """What is left of the time limit."""
-        return max(1.0, self.limits.deadline - time.monotonic())
-
-
-def plan_within(task: Task) -> Plan:
+def plan_within(task: BudgetProblem) -> Plan:
     """The best plan of one problem, within the budget if there is one.
 
     Raises:
@@ -107,27 +65,26 @@ def plan_within(task: Task) -> Plan:
         return _fitting(task, kept, bound)
     if kept is not None and not task.whole:  # nor is there enough for a stage of which this is asked
         return _fitting(task, kept, 0.0)
-    built = task.make(task.job.restrictions, MemoryModel(task.state(True), regions=task.regions, share=task.job.share))
+    built = task.formulation(task.job.restrictions, _everything_saved(task))
     solution = solve(built.problem, gap=task.limits.gap, time_limit=task.seconds, progress=task.job.progress)
-    task.record(Claim(built.problem, solution.lower_bound))
+    task.claims.append(Claim(built.problem, solution.lower_bound))
     task.job.cutoff.require_less(solution.lower_bound)
-    plan = task.read(built, _single(solution), solution.lower_bound, solution.method)
+    plan = task.plan(built, _single(solution), solution.lower_bound, solution.method)
     if kept is not None and task.whole:
         kept.frontier.start(_alike(kept.built, built, solution.labels), solution.lower_bound)
         if kept.relaxed and not fits(kept.frontier.free().memory, kept.budget):  # nor does the plan
             return _fitting(task, kept, solution.lower_bound)
-    plan, enough = _measured(task, plan)
+    plan, enough = task.measured(plan)
     return plan if enough or kept is None else _fitting(task, kept, solution.lower_bound)
 
 
-def plan_by_axes(task: Task, tables: Tables, bound: float) -> Plan:
+def plan_by_axes(task: BudgetProblem, bound: float) -> Plan:
     """A plan on three axes or more: layouts axis by axis, then what is kept under these layouts.
 
     Layouts are searched for parameters that take all of the budget, or half of it, and so on until the rest fits.
 
     Args:
         task: what is searched.
-        tables: redistribution costs.
         bound: that no plan falls below.
 
     Raises:
@@ -136,21 +93,21 @@ def plan_by_axes(task: Task, tables: Tables, bound: float) -> Plan:
     limits = task.limits
 
     def make(restrictions: Restrictions) -> Formulation:
-        return task.make(restrictions, MemoryModel(task.state(True), regions=task.regions, share=task.job.share))
+        return task.formulation(restrictions, _everything_saved(task))
 
     failure: InfeasibleError | None = None
     for part in (1.0, 0.5, 0.25, 0.125):
         room = None if task.job.memory is None else part * task.job.memory
         try:
             built, found = descend(
-                make, task.job.restrictions, tables, room, limits.gap, task.seconds, task.job.progress
+                make, task.job.restrictions, task.tables, room, limits.gap, task.seconds, task.job.progress
             )
         except InfeasibleError as e:
             raise failure or e from e
-        plan, enough = _measured(task, task.read(built, _single(found), bound, "axis by axis"))
+        plan, enough = task.measured(task.plan(built, _single(found), bound, "axis by axis"))
         if enough:
             return plan
-        fixed = replace(task.job.restrictions, fixed=placements(built, found, tables), free=())
+        fixed = replace(task.job.restrictions, fixed=placements(built, found, task.tables), free=())
         try:
             return _fitting(task, _kept(task, fixed), bound, "axis by axis")
         except InfeasibleError as e:
@@ -159,26 +116,16 @@ def plan_by_axes(task: Task, tables: Tables, bound: float) -> Plan:
     raise failure
 
 
+def _everything_saved(task: BudgetProblem) -> MemoryModel:
+    """Memory where the backward pass recomputes nothing, as it need not without a budget."""
+    return MemoryModel(task.state_and_gradients, regions=task.regions, share=task.job.share)
+
+
 def _single(solution: Solution) -> LayerMix:
     return LayerMix.of(Point(solution.labels, solution.objective, solution.memory))
 
 
-def _measured(task: Task, plan: Plan) -> tuple[Plan, bool]:
-    """The plan with its peak, and whether that is within the budget."""
-    if task.job.memory is None or task.peak is None:
-        return plan, True
-    held = task.peak(plan)
-    task.job.progress(
-        f"peak {format_bytes(sum(held.values()))}", plan.certificate.objective, plan.certificate.lower_bound
-    )
-    return replace(plan, predicted=replace(plan.predicted, peak_bytes=held)), fits(_peak(held), task.job.memory)
-
-
-def _peak(held: Mapping[str, float]) -> float:
-    return sum(held.values())
-
-
-def _fitting(task: Task, kept: MemoryConstraint, bound: float, method: str = "") -> Plan:
+def _fitting(task: BudgetProblem, kept: MemoryConstraint, bound: float, method: str = "") -> Plan:
     """The best plan whose graph fits, by rows that are tightened until it does.
 
     The row is what is held at one moment. Where that does not lead to a plan that fits, it is what is kept when the
@@ -197,10 +144,10 @@ def _fitting(task: Task, kept: MemoryConstraint, bound: float, method: str = "")
     """
     assert task.job.memory is not None
     moments = _at_moments(task, kept)
-    rows = [*moments, kept, kept.narrowed(replace(kept.memory, state=task.state(True)))]
-    here = [_on_device(row, task.limits) for row in rows] if task.away else []
+    rows = [*moments, kept, kept.narrowed(replace(kept.memory, state=task.state_and_gradients))]
+    here = [_on_device(row, task.limits) for row in rows] if task.offload else []
     for claim in (row.frontier.claim(row.budget) for row in moments if row.relaxed):
-        task.record(claim)
+        task.claims.append(claim)
         bound = max(bound, claim.bound)
     task.job.cutoff.require_less(bound)
     _require_room(task, [row for row in [*moments, kept] if row.relaxed], bound)
@@ -218,11 +165,11 @@ def _fitting(task: Task, kept: MemoryConstraint, bound: float, method: str = "")
             if row.relaxed or not here:
                 break
             continue
-        if fits(_peak(plan.predicted.peak_bytes), task.job.memory):
+        if fits(peak_bytes(plan), task.job.memory):
             return plan
         bound = found
-        size = _peak(plan.predicted.peak_bytes)
-        better = least is None or size < CLOSE * _peak(least.predicted.peak_bytes)
+        size = peak_bytes(plan)
+        better = least is None or size < CLOSE * peak_bytes(least)
         least = _lesser(least, plan)
         if not rows and not here and (better or not capped) and not task.limits.expired():
             rows.append(_on_device(kept.narrowed(replace(kept.memory, working=working / 2)), task.limits))
@@ -230,7 +177,7 @@ def _fitting(task: Task, kept: MemoryConstraint, bound: float, method: str = "")
     raise missing(task.job.memory, least)
 
 
-def _require_room(task: Task, rows: Sequence[MemoryConstraint], bound: float) -> None:
+def _require_room(task: BudgetProblem, rows: Sequence[MemoryConstraint], bound: float) -> None:
     """Where one of the rows that hold for all plans has no room, none fits, whatever else is tried.
 
     Raises:
@@ -239,22 +186,28 @@ def _require_room(task: Task, rows: Sequence[MemoryConstraint], bound: float) ->
     assert task.job.memory is not None
     for row in rows:
         if not row.frontier.reaches(row.budget):
-            plan, enough = _measured(task, task.read(row.built, _least(row.frontier), bound, "Lagrangian"))
+            plan, enough = task.measured(task.plan(row.built, _least(row.frontier), bound, "Lagrangian"))
             if not enough:
                 raise missing(task.job.memory, plan)
 
 
-def _kept(task: Task, restrictions: Restrictions) -> MemoryConstraint:
+def _kept(task: BudgetProblem, restrictions: Restrictions) -> MemoryConstraint:
     """The row of what is kept when the backward pass begins; it bounds all plans if nothing is decided for it."""
     assert task.job.memory is not None
     memory = MemoryModel(
-        task.state(False), True, task.job.search.again, regions=task.regions, away=task.away, optimizer=task.states,
-        share=task.job.share,
+        task.state, True, task.job.search.again, regions=task.regions, away=task.offload,
+        optimizer=task.optimizer_state, share=task.job.share,
     )  # fmt: skip
     relaxed = restrictions is task.job.restrictions and task.whole
-    limits = replace(task.limits, deadline=time.monotonic() + task.seconds / 2) if task.away else task.limits
+    limits = replace(task.limits, deadline=time.monotonic() + task.seconds / 2) if task.offload else task.limits
     return MemoryConstraint(
-        task.make, restrictions, memory, limits, task.job.memory, relaxed, task.job.cutoff if relaxed else NO_CUTOFF
+        task.formulation,
+        restrictions,
+        memory,
+        limits,
+        task.job.memory,
+        relaxed,
+        task.job.cutoff if relaxed else NO_CUTOFF,
     )
 
 
@@ -263,7 +216,7 @@ def _on_device(row: MemoryConstraint, limits: Limits) -> MemoryConstraint:
     return replace(row.narrowed(replace(row.memory, away=False, optimizer={})), limits=limits)
 
 
-def _at_moments(task: Task, kept: MemoryConstraint) -> list[MemoryConstraint]:
+def _at_moments(task: BudgetProblem, kept: MemoryConstraint) -> list[MemoryConstraint]:
     """The rows at the moments when most is held, that with the best bound first; of a stage none.
 
     Without a budget much is kept, and the moment is that when all of it is there; of such moments, that counts at which
@@ -294,28 +247,10 @@ def _at_moments(task: Task, kept: MemoryConstraint) -> list[MemoryConstraint]:
 
 def _lesser(a: Plan | None, b: Plan) -> Plan:
     """Of two plans the one that needs less."""
-    return b if a is None or _peak(b.predicted.peak_bytes) < _peak(a.predicted.peak_bytes) else a
+    return b if a is None or peak_bytes(b) < peak_bytes(a) else a
 
 
-def missing(memory: float, least: Plan | None) -> InfeasibleError:
-    """Say how much is missing, of what, and what would do."""
-    if least is None:
-        return InfeasibleError("no choice of labels avoids every forbidden label and pair; allow more candidates")
-    held = least.predicted.peak_bytes
-    needed = _peak(held)
-    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in sorted(held.items(), key=lambda x: -x[1])[:3])
-    more = math.ceil(math.prod(least.axis_sizes) * needed / memory)
-    return InfeasibleError(
-        f"no plan was found that needs less than {format_bytes(needed)} a device on axes {dict(least.axes)} ({parts}), "
-        f"and the budget is {format_bytes(memory)}: {format_bytes(needed - memory)} are missing. Raise memory= to "
-        f"{format_bytes(needed)}, or use a mesh of about {more} devices or a smaller batch",
-        needed=needed,
-        budget=memory,
-        least=least,
-    )
-
-
-def _tightened(task: Task, row: MemoryConstraint, bound: float, method: str) -> tuple[Plan, float, float]:
+def _tightened(task: BudgetProblem, row: MemoryConstraint, bound: float, method: str) -> tuple[Plan, float, float]:
     """The best plan of one kind of row that fits; where none does, the one that needs least.
 
     Args:
@@ -340,14 +275,14 @@ def _tightened(task: Task, row: MemoryConstraint, bound: float, method: str) -> 
     room = np.inf if row.memory.moment is None else task.job.memory
     before = (np.inf, np.inf)
     if not task.whole:  # there are other pipelines, of which some fit sooner
-        least, enough = _measured(task, task.read(built, _least(frontier), bound, method or "Lagrangian"))
-        if not enough and _peak(least.predicted.peak_bytes) > HOPELESS * task.job.memory:
+        least, enough = task.measured(task.plan(built, _least(frontier), bound, method or "Lagrangian"))
+        if not enough and peak_bytes(least) > HOPELESS * task.job.memory:
             raise missing(task.job.memory, least)
         if enough:  # otherwise what keeps least is not what needs least
-            room = frontier.least().memory + task.job.memory - _peak(least.predicted.peak_bytes)
+            room = frontier.least().memory + task.job.memory - peak_bytes(least)
 
     def measure(mix: LayerMix, bound: float) -> tuple[Plan, bool]:
-        return _measured(task, task.read(built, mix, bound, method or "Lagrangian"))
+        return task.measured(task.plan(built, mix, bound, method or "Lagrangian"))
 
     thorough = 1 if task.whole or np.isinf(room) else 0
     for turn in range(ROUNDS):
@@ -358,11 +293,11 @@ def _tightened(task: Task, row: MemoryConstraint, bound: float, method: str) -> 
                 break
             mix = _least(frontier)  # its graph may need less than its row says, and leave room for a better plan
         if row.relaxed:
-            task.record(frontier.claim(task.job.memory))
+            task.claims.append(frontier.claim(task.job.memory))
             bound = max(bound, frontier.bound(task.job.memory))
         task.job.cutoff.require_less(bound)
         plan, enough = measure(mix, bound)
-        size = _peak(plan.predicted.peak_bytes)
+        size = peak_bytes(plan)
         least = _lesser(least, plan)
         if enough:
             if best is None or mix.cost < best.certificate.objective:
@@ -396,7 +331,9 @@ def _least(frontier: Frontier) -> LayerMix:
     return LayerMix.of(frontier.least())
 
 
-def _remembered(task: Task, built: Formulation, frontier: Frontier, row: float, bound: float, method: str) -> Plan:
+def _remembered(
+    task: BudgetProblem, built: Formulation, frontier: Frontier, row: float, bound: float, method: str
+) -> Plan:
     """Of the points below a row that prices have found the cheapest whose graph fits; or what needs least.
 
     A row says little of what is transient: its best plan may not fit while a point with a smaller row, known already,
@@ -406,7 +343,7 @@ def _remembered(task: Task, built: Formulation, frontier: Frontier, row: float, 
     below = {(p.point.cost, p.point.memory): p.point for p in frontier.known if p.point.memory < row}
     found: Plan | None = None
     for point in sorted(below.values(), key=lambda p: p.cost) or [least]:
-        plan, enough = _measured(task, task.read(built, LayerMix.of(point), bound, method or "Lagrangian"))
+        plan, enough = task.measured(task.plan(built, LayerMix.of(point), bound, method or "Lagrangian"))
         if enough:
             return plan
         found = _lesser(found, plan)
@@ -414,7 +351,7 @@ def _remembered(task: Task, built: Formulation, frontier: Frontier, row: float, 
     return found
 
 
-def _within(task: Task, built: Formulation, frontier: Frontier, row: float, first: bool) -> LayerMix:
+def _within(task: BudgetProblem, built: Formulation, frontier: Frontier, row: float, first: bool) -> LayerMix:
     """The best choice within a row; after the first, few more prices are tried."""
 
     def alike(labels: Ints) -> list[NDArray[np.bool_]]:

@@ -19,10 +19,11 @@ from autopar.ir.program import Program, RepeatedLayers
 from autopar.memory.recompute import uniform
 from autopar.passes.pad_dims import pad
 from autopar.pipeline.stage_graphs import StageGraphs, is_held_by_all
+from autopar.search.peak import unverified_in_stages
 from autopar.search.pipeline.cuts import line_of, named_cuts
-from autopar.search.pipeline.space import PipelineShape
+from autopar.search.pipeline.shape import PipelineShape
 from autopar.search.pipeline.stage_memory import StageMemory, held_by
-from autopar.search.pipeline.stage_plan import Rewrite, StagePlan, homes_of, in_parts
+from autopar.search.pipeline.stage_plan import StagePlan, homes_of, in_parts
 from autopar.search.pipeline.stage_times import StageTime, taken_by
 from autopar.sharding.dims import analyze
 from autopar.sharding.layer_classes import layer_classes
@@ -47,9 +48,7 @@ def require_blocks(program: Program, arrangement: PipelineShape) -> None:
 class RepeatedStages:
     """A program that leaves blocks out, cut in three ways under a plan."""
 
-    def __init__(
-        self, program: Program, plan: Plan, arrangement: PipelineShape, link: Link, rewrite: Rewrite, split: bool
-    ) -> None:
+    def __init__(self, program: Program, plan: Plan, arrangement: PipelineShape, link: Link, split: bool) -> None:
         """Rewrite the blocks.
 
         Args:
@@ -57,7 +56,6 @@ class RepeatedStages:
             plan: for the devices of a stage, if these had the whole model.
             arrangement: of the stages, however many they are on a device.
             link: between stages.
-            rewrite: the program under such plans.
             split: whether the backward may be in two parts.
         """
         repeat = program.repeat
@@ -66,7 +64,7 @@ class RepeatedStages:
         count = layer_classes(self.padded, analyze(self.padded)).count
         parts = [(share, part) for share, part in uniform(plan, count) if share > 0]
         kinds = [(share, _rewritten(program, self.padded,
-                                    replace(_of_three(plan, repeat), recompute=part.recompute), rewrite))
+                                    replace(_of_three(plan, repeat), recompute=part.recompute)))
                  for share, part in parts]  # fmt: skip
         self.whole = [(share, _ways(cuts, link, split)) for share, cuts in kinds]
         self.apart: list[tuple[float, _Ways]] = []  # where stages send in parts; empty: that makes no difference
@@ -143,13 +141,13 @@ class _Ways:
     taken: _Figures[StageTime]
 
 
-def _rewritten(program: Program, padded: Program, plan: Plan, rewrite: Rewrite) -> list[tuple[Plan, Program]]:
+def _rewritten(program: Program, padded: Program, plan: Plan) -> list[tuple[Plan, Program]]:
     """The three blocks under plans that cut them in three ways."""
     assert program.repeat is not None
     line, path = line_of(padded, analyze(padded), plan), program.repeat.path
     cuts = ([f"{path}.1", f"{path}.2"], [f"{path}.2"], [f"{path}.1"])
     plans = [replace(plan, stages=line.stages(named_cuts(line, modules))) for modules in cuts]
-    return list(zip(plans, rewrite(program, plans), strict=True))
+    return list(zip(plans, unverified_in_stages(program, plans), strict=True))
 
 
 def _ways(cuts: Sequence[tuple[Plan, Program]], link: Link, split: bool) -> _Ways:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.costs.cluster import Link
@@ -18,8 +18,9 @@ from autopar.pipeline.schedules import Order, device_of, splits
 from autopar.pipeline.stage_graphs import FORWARD, INPUT, WEIGHT, StageGraphs
 from autopar.search.formulation.memory_model import Share
 from autopar.search.options import Search
+from autopar.search.peak import unverified
 from autopar.search.pipeline.cuts import ForwardOrder, balanced_cuts, line_of, named_cuts, random_cuts
-from autopar.search.pipeline.space import PipelineShape
+from autopar.search.pipeline.shape import PipelineShape
 from autopar.search.pipeline.stage_memory import StageMemory, held_by, peaks
 from autopar.search.pipeline.stage_times import StageTime, busiest, most_sent, sent_inside, step_seconds, taken_by
 from autopar.sharding.candidates import REPLICATE
@@ -27,9 +28,6 @@ from autopar.sharding.dims import analyze
 
 INSIDE = "; the devices of a stage: "
 """Between what a certificate says of stages and of what is inside them."""
-
-Rewrite = Callable[[Program, Sequence[Plan]], list[Program]]
-"""A program under plans that differ in their stages alone."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,6 @@ def staged(
     arrangement: PipelineShape,
     link: Link,
     search: Search,
-    rewrite: Rewrite,
     ways: Sequence[Scatter],
 ) -> list[StagePlan]:
     """A program cut into stages under a plan: as it is, and where stages send in parts, if that makes a difference.
@@ -102,7 +99,6 @@ def staged(
         arrangement: of the stages.
         link: between stages.
         search: for which it is cut.
-        rewrite: the program under such plans.
         ways: to send in parts.
 
     Raises:
@@ -113,7 +109,7 @@ def staged(
     plan = replace(plan, stages=line.stages(_cuts(line, search, arrangement, link)))
     split = any(splits(name) for name in arrangement.schedules)
     found = []
-    for own, local in in_parts(rewrite(program, [plan])[0], plan, ways):
+    for own, local in in_parts(unverified(program, plan), plan, ways):
         cutting = StageGraphs(local, arrangement.stages)
         holders = {name: stages[0] if len(stages := cutting.holders(name)) < arrangement.stages else None
                    for name in plan.parameters}  # fmt: skip

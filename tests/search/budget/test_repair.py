@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autopar.compiler import peak_of, peak_snapshot_of, program_of, program_to_plan, rewrite, solve
+from autopar.compiler import peak_of, program_of, program_to_plan, rewrite, solve
 from autopar.costs.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import is_backward
@@ -15,11 +15,12 @@ from autopar.ir.plan import EVERY, Plan
 from autopar.ir.program import Program
 from autopar.memory.liveness import moments, peak_snapshot
 from autopar.memory.recompute import class_of
+from autopar.search.budget.budget_problem import missing
 from autopar.search.budget.min_peak import Choice, min_peak_recomputation
 from autopar.search.budget.repair import repaired
-from autopar.search.budget.within_budget import missing
 from autopar.search.formulation.memory_model import carried
 from autopar.search.options import Job, Search
+from autopar.search.peak import peak_snapshot_of
 from autopar.sharding.dims import analyze
 from autopar.sharding.factor_kinds import from_parameters
 from autopar.sharding.layer_classes import LayerClasses, layer_classes
@@ -48,7 +49,7 @@ def made_lean(program: Program, classes: LayerClasses, plan: Plan, budget: float
     held = replace(plan.predicted, peak_bytes=peak_of(program, plan, classes))
     error = missing(budget, replace(plan, predicted=held))
     job = Job(LINE, GPU, budget, search=search)
-    return repaired(program, analyze(program), classes, job, lambda p: peak_snapshot_of(program, p, classes), error)
+    return repaired(program, analyze(program), classes, job, error)
 
 
 def lean_random_plan(program: Program, axes: dict[str, int], machine: Cluster, seed: int) -> tuple[Plan, Plan]:

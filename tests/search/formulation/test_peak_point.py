@@ -20,13 +20,14 @@ from autopar.ir.plan import Certificate
 from autopar.ir.program import Program
 from autopar.memory.liveness import PeakPoint as Held
 from autopar.memory.liveness import moments
-from autopar.search.find import plan_of, state_bytes
 from autopar.search.formulation.build import Formulation, build
 from autopar.search.formulation.memory_model import MemoryModel
 from autopar.search.formulation.peak_point import PeakPoint, Timeline
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Job
+from autopar.search.peak import state_bytes
+from autopar.search.read_plan import plan_of
 from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits, minimize
 from autopar.search.solver.problem import Ints, Problem, evaluate
