@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,26 +13,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture import Batch, LossFunction
 from autopar.capture.swap import refuse_scripted
-from autopar.compiler import program_of, rewrite, solve
 from autopar.costs.cluster import Cluster
 from autopar.costs.memory import parse_bytes
 from autopar.errors import PlanError
 from autopar.ir.plan import Plan
 from autopar.ir.precision import Precision
-from autopar.ir.program import Program
 from autopar.ir.signature.outputs import Loss
 from autopar.module.parallel_module import ParallelModule, parallel_module
-from autopar.passes import DETERMINISTIC_PASSES, PASSES
-from autopar.passes.annotate_layouts import annotate_layouts
-from autopar.passes.pad_dims import pad_dims
 from autopar.runtime.mesh import MeshContext, axes_of, one_device, place_on, refined
 from autopar.runtime.state.materialize import Init
 from autopar.runtime.state.parameters import distribute_parameters
-from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Search
 from autopar.search.pipeline.space import is_split_for_stages, split_for_stages
-from autopar.specialize import Settings, Toolchain
-from autopar.verify.require_equal import require_equal
+from autopar.specialize import CompileOptions
 
 
 def parallelize(
@@ -108,24 +100,16 @@ def parallelize(
     if policy is not None:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(policy.master) if parameter.is_floating_point() else parameter.data
-    alike = deterministic or mesh is None
-    passes = DETERMINISTIC_PASSES if alike else PASSES
-    toolchain = Toolchain(
-        partial(program_of, precision=policy), solve, partial(rewrite, passes=passes), _annotate,
-        partial(microbatch_program, deterministic=alike),
-    )  # fmt: skip
-    same = partial(require_equal, loss_fn=loss_fn, loss=loss, precision=policy) if check else None
     budget = _budget(place) if memory is None else parse_bytes(memory)
-    settings = Settings(toolchain, machine, budget, optimizer, search, given, loss_fn, inputs, alike, loss, same)
+    options = CompileOptions(
+        machine, budget, optimizer, search, given, loss_fn, inputs,
+        deterministic=deterministic or mesh is None, loss=loss, precision=policy, check=check,
+    )  # fmt: skip
     distribute_parameters(model, place)
-    parallel = parallel_module(model, place, settings, init)
+    parallel = parallel_module(model, place, options, init)
     if batch is not None:
         parallel.specialize(batch)
     return parallel
-
-
-def _annotate(program: Program, plan: Plan) -> Program:
-    return rewrite(program, plan, passes=(pad_dims, annotate_layouts))
 
 
 def _check_arguments(model: nn.Module, inputs: str) -> None:

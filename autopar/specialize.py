@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,14 +14,17 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 
 from autopar._torch_compat import FakeTensorMode
 from autopar.capture.state.hooks import without_hooks
+from autopar.compiler import program_of, rewrite, solve
 from autopar.costs.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError, RankError
 from autopar.ir.layout import Layout, Replicate, Split
 from autopar.ir.ops.collectives import GROUP_ARGUMENT
 from autopar.ir.ops.random import generator_digest
 from autopar.ir.plan import Plan
+from autopar.ir.precision import Precision
 from autopar.ir.program import Program, draws, same_graph
 from autopar.ir.signature import binding
+from autopar.passes import DETERMINISTIC_PASSES, PASSES, Pass
 from autopar.runtime.dtensor import Placements, from_placements
 from autopar.runtime.mesh import MeshContext, refined
 from autopar.runtime.state.parameters import plain_parameters
@@ -31,37 +34,17 @@ from autopar.runtime.step.partition import cut
 from autopar.runtime.step.pipeline_step import PipelineStep, cut_stages, inside, line_of
 from autopar.runtime.step.step import BoundaryLayouts, Step
 from autopar.search.formulation.pins import Restrictions
+from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import OFFLOAD, RECOMPUTE, STAGE_AXIS, Search
 from autopar.search.pipeline.space import samples, with_count
 from autopar.sharding.dims import analyze
 
 
 @dataclass(frozen=True)
-class Toolchain:
-    """The compiler, handed in from above.
-
-    Attributes:
-        program_of: ``(model, batch, loss_fn=, loss=) -> Program``.
-        solve: ``(program, axes, cluster, memory=, optimizer=, search=, restrictions=, deterministic=, factored=) ->
-            Plan``.
-        rewrite: ``(program, plan) -> Program`` on local tensors.
-        annotate: ``(program, plan) -> Program`` on global tensors, with layouts.
-        in_microbatches: ``(program, count) -> Program`` of one microbatch.
-    """
-
-    program_of: Callable[..., Program]
-    solve: Callable[..., Plan]
-    rewrite: Callable[[Program, Plan], Program]
-    annotate: Callable[[Program, Plan], Program]
-    microbatch_program: Callable[[Program, int], Program]
-
-
-@dataclass(frozen=True)
-class Settings:
+class CompileOptions:
     """What the user asked for.
 
     Attributes:
-        toolchain: the compiler.
         cluster: the devices.
         memory: bytes per device; None for no limit.
         optimizer: whose state the memory counts.
@@ -71,11 +54,10 @@ class Settings:
         inputs: ``global`` or ``local``.
         deterministic: random numbers are those of one device.
         loss: which scalar of the output is the loss.
-        require_equal: ``(model, batch, plan) -> text``, which raises where a plan does not compute what the model does;
-            None: plans are not checked.
+        precision: policy of the parameters' and the computation's dtypes; None: the model's own.
+        check: a plan is compared with the eager model before its first step.
     """
 
-    toolchain: Toolchain
     cluster: Cluster
     memory: float | None
     optimizer: str
@@ -85,7 +67,13 @@ class Settings:
     inputs: str
     deterministic: bool = False
     loss: Any = None
-    require_equal: Callable[..., str] | None = None
+    precision: Precision | None = None
+    check: bool = False
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """The rewriting."""
+        return DETERMINISTIC_PASSES if self.deterministic else PASSES
 
 
 @dataclass(frozen=True)
@@ -140,7 +128,7 @@ class Specialization:
 def specialize(
     model: nn.Module,
     request: Request,
-    settings: Settings,
+    options: CompileOptions,
     place: MeshContext,
     *,
     placements: Mapping[str, Placements] | None,
@@ -152,7 +140,7 @@ def specialize(
     Args:
         model: with DTensor parameters, or plain ones where there is no mesh.
         request: the call.
-        settings: what the user asked for.
+        options: what the user asked for.
         place: where this rank is.
         placements: of the parameters, which stay; None: they are decided now.
         weights: a checksum that must be the same on every rank.
@@ -161,27 +149,26 @@ def specialize(
     Raises:
         RankError: the ranks disagree, or one does not answer.
     """
-    tools = settings.toolchain
-    program = place.together(lambda: _capture(model, request, settings, place), "capturing the model")
+    program = place.together(lambda: _capture(model, request, options, place), "capturing the model")
     _compare(program, request, weights, place)
     for other in known:
         if same_graph(program, other.program):
             return replace(other, program=program)
     plan = place.decide(
-        lambda: plan_again(program, request, settings, place, placements).to_dict(), "the plan, which rank 0 searches"
+        lambda: plan_again(program, request, options, place, placements).to_dict(), "the plan, which rank 0 searches"
     )
     chosen = Plan.from_dict(plan)
     place = refined(place, chosen.axes)
 
     def build() -> tuple[Step, str, frozenset[str]]:
-        local = tools.rewrite(program, chosen)
+        local = rewrite(program, chosen, passes=options.passes)
         away: frozenset[str] = local.graph.meta["states_away"]
         names = {name: name for name, _ in place.axes}
         coordinates = dict(zip(names, place.coordinates, strict=True))
         bound = replace(local, graph=bind(local.graph, place.groups or names, coordinates))
         types = _types(local, chosen)
         if chosen.pipeline is not None:
-            if settings.deterministic and any(draws(n) for n in local.graph.graph.nodes):
+            if options.deterministic and any(draws(n) for n in local.graph.graph.nodes):
                 raise InfeasibleError(
                     "random operators of one stage would leave the generators of the others behind: leave "
                     "deterministic=True out, or the pipeline"
@@ -197,11 +184,11 @@ def specialize(
 
     step, order, away = place.together(build, "rewriting the graph")
     place.agree(order, "the order of collectives", "use the same versions of autopar and torch on every rank")
-    part = tools.microbatch_program(program, chosen.microbatches)
-    return Specialization(program, part, chosen, step, place, _seed(step.program, settings, place), away)
+    part = microbatch_program(program, chosen.microbatches, deterministic=options.deterministic)
+    return Specialization(program, part, chosen, step, place, _seed(step.program, options, place), away)
 
 
-def _seed(local: Program, settings: Settings, place: MeshContext) -> int | None:
+def _seed(local: Program, options: CompileOptions, place: MeshContext) -> int | None:
     """Rank 0's generator gives the seed of what each rank draws by itself; what all draw together needs no seed.
 
     Raises:
@@ -209,7 +196,7 @@ def _seed(local: Program, settings: Settings, place: MeshContext) -> int | None:
     """
     if not any(draws(n) for n in local.graph.graph.nodes):
         return None
-    if not settings.deterministic:
+    if not options.deterministic:
         return place.decide(lambda: generator_digest(place.device), "the seed of random numbers, which rank 0 gives")
     place.agree(
         generator_digest(place.device),
@@ -230,16 +217,21 @@ def collective_order(program: Program) -> str:
     return digest.hexdigest()[:16]
 
 
-def _capture(model: nn.Module, request: Request, settings: Settings, place: MeshContext) -> Program:
+def _capture(model: nn.Module, request: Request, options: CompileOptions, place: MeshContext) -> Program:
     with FakeTensorMode(allow_non_fake_inputs=True):
         fakes = [
             torch.empty(shape, dtype=dtype, device=place.device, requires_grad=i in request.differentiable)
             for i, (shape, dtype) in enumerate(request.shapes)
         ]
     batch = request.skeleton.fill(fakes)
-    own = nullcontext() if settings.loss_fn is not None else without_hooks(model)  # else the module calls them
+    own = nullcontext() if options.loss_fn is not None else without_hooks(model)  # else the module calls them
     with plain_parameters(model, place.device), own:
-        return settings.toolchain.program_of(model, batch, loss_fn=settings.loss_fn, loss=settings.loss)
+        return captured_under(model, batch, options)
+
+
+def captured_under(model: nn.Module, batch: Any, options: CompileOptions) -> Program:
+    """The canonical program of a model that has plain parameters."""
+    return program_of(model, batch, loss_fn=options.loss_fn, loss=options.loss, precision=options.precision)
 
 
 def _compare(program: Program, request: Request, weights: str, place: MeshContext) -> None:
@@ -279,16 +271,16 @@ def compare_contents(digest: str, part: int, place: MeshContext) -> None:
 def plan_again(
     program: Program,
     request: Request,
-    settings: Settings,
+    options: CompileOptions,
     place: MeshContext,
     placements: Mapping[str, Placements] | None,
 ) -> Plan:
     """A plan for a request: the given one if it fits, else a search, under the layouts that parameters have."""
-    given = settings.plan
+    given = options.plan
     if given is not None and (given.fingerprint == program.fingerprint or (placements is None and program.training)):
         return given  # a wrong fingerprint is reported by the rewriting
-    search = _later(settings.search, program) if placements else settings.search
-    part = settings.toolchain.microbatch_program(program, search.microbatches or 1)
+    search = _later(options.search, program) if placements else options.search
+    part = microbatch_program(program, search.microbatches or 1, deterministic=options.deterministic)
     dims = analyze(part)
     everywhere = [name == search.pins.get(STAGE_AXIS) for name, _ in place.axes]
     types = {(i.kind, i.name): dims.type_of(n) for n, i in zip(part.placeholders, part.inputs, strict=True)}
@@ -314,7 +306,7 @@ def plan_again(
         if known is not None:
             layouts["batch", str(index)] = known
     layouts.update({("batch", str(index)): layout for index, layout in request.rows.items()})
-    return _search(program, layouts, search, settings, place, first=placements is None)
+    return _search(program, layouts, search, options, place, first=placements is None)
 
 
 def _later(search: Search, program: Program) -> Search:
@@ -340,35 +332,35 @@ def _search(
     program: Program,
     layouts: dict[tuple[str, str], Layout],
     search: Search,
-    settings: Settings,
+    options: CompileOptions,
     place: MeshContext,
     *,
     first: bool,
 ) -> Plan:
-    local = settings.inputs == "local"
+    local = options.inputs == "local"
     # What lies on the mesh already lies on its axes, and so do the rows of which each rank passes its part.
     factored = first and not local and not layouts and place.spans_world
 
-    def solve(found: Mapping[tuple[str, str], Layout]) -> Plan:
+    def planned(found: Mapping[tuple[str, str], Layout]) -> Plan:
         limits = Restrictions(layouts=found, data_axes_only=local)
-        return settings.toolchain.solve(
-            program, dict(place.axes), settings.cluster, memory=settings.memory, optimizer=settings.optimizer,
-            search=search, restrictions=limits, deterministic=settings.deterministic, factored=factored,
+        return solve(
+            program, dict(place.axes), options.cluster, memory=options.memory, optimizer=options.optimizer,
+            search=search, restrictions=limits, deterministic=options.deterministic, factored=factored,
         )  # fmt: skip
 
     try:
-        plan = solve(layouts)
+        plan = planned(layouts)
     except InfeasibleError:
         if first or not (search.recipe or search.roles):
             raise
         search = replace(search, recipe=None, roles={})  # nor must a recipe, whose batch has to divide
-        plan = solve(layouts)
+        plan = planned(layouts)
     if not local or not first:
         return plan
     alike = {("batch", name): layout for name, layout in same_rows(program, plan).items()}
     if all(plan.batch[name] == layout for (_, name), layout in alike.items()):
         return plan
-    return solve({**layouts, **alike})
+    return planned({**layouts, **alike})
 
 
 def same_rows(program: Program, plan: Plan) -> dict[str, Layout]:

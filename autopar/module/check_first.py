@@ -18,7 +18,16 @@ from autopar.ir.program import Program, values_of
 from autopar.runtime.dtensor import Placements
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.state.parameters import BoundaryLayouts, gathered
-from autopar.specialize import Request, Settings, Specialization, data_layout, data_parts, plan_again
+from autopar.specialize import (
+    CompileOptions,
+    Request,
+    Specialization,
+    captured_under,
+    data_layout,
+    data_parts,
+    plan_again,
+)
+from autopar.verify.require_equal import require_equal
 
 logger = logging.getLogger("autopar")
 
@@ -49,7 +58,7 @@ def check_first(
     found: Specialization,
     request: Request,
     batch: Sequence[torch.Tensor],
-    settings: Settings,
+    options: CompileOptions,
     types: BoundaryLayouts,
     placements: Mapping[str, Placements],
 ) -> None:
@@ -63,7 +72,7 @@ def check_first(
         found: its plan.
         request: the call.
         batch: whole tensors with values.
-        settings: what the user asked for.
+        options: what the user asked for.
         types: type and layout of each parameter.
         placements: of the parameters.
 
@@ -81,11 +90,10 @@ def check_first(
     _, rows = data_layout(found.program, found.plan)
 
     def check() -> str:
-        assert settings.require_equal is not None
         with _plain(model, state):
             if room.rows == rows:
-                return settings.require_equal(model, request.skeleton.fill(list(batch)), found.plan)
-            return _on_fewer(model, found, request, batch, rows, room.rows, settings, placements)
+                return _compared(model, request.skeleton.fill(list(batch)), found.plan, options)
+            return _on_fewer(model, found, request, batch, rows, room.rows, options, placements)
 
     if room.rows < rows:
         _say(place, logging.WARNING, "the plan is checked on %s rows of %s, for want of memory", room.rows, rows)
@@ -104,18 +112,22 @@ def _on_fewer(
     batch: Sequence[torch.Tensor],
     rows: int,
     fewer: int,
-    settings: Settings,
+    options: CompileOptions,
     placements: Mapping[str, Placements],
 ) -> str:
     """The check on the first rows of a batch, of a plan for such a batch with the same parameter layouts."""
-    assert settings.require_equal is not None
     cut = [t[:fewer] if t.ndim and t.shape[0] == rows else t for t in batch]
     shapes = tuple((tuple(t.shape), t.dtype) for t in cut)
     smaller = request.skeleton.fill(cut)
-    program = settings.toolchain.program_of(model, smaller, loss_fn=settings.loss_fn, loss=settings.loss)
+    program = captured_under(model, smaller, options)
     place = replace(found.place, mesh=None, control=None)  # it is for rank 0 alone
-    plan = plan_again(program, Request(request.skeleton, shapes, {}), replace(settings, plan=None), place, placements)
-    return settings.require_equal(model, smaller, plan)
+    plan = plan_again(program, Request(request.skeleton, shapes, {}), replace(options, plan=None), place, placements)
+    return _compared(model, smaller, plan, options)
+
+
+def _compared(model: nn.Module, batch: Any, plan: Plan, options: CompileOptions) -> str:
+    """What was compared, in words."""
+    return require_equal(model, batch, plan, loss_fn=options.loss_fn, loss=options.loss, precision=options.precision)
 
 
 @contextmanager

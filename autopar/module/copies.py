@@ -30,7 +30,7 @@ RESIZING = ("resize_token_embeddings", "resize_position_embeddings")
 def deep_copy(module: ParallelModule, memo: dict[int, Any]) -> ParallelModule:
     """A copy with tensors of its own. Plans, graphs and process groups do not change: the two share them."""
     old = module._autopar
-    for shared in (old.place, old.settings, old.init, old.family, old.first, old.latest):
+    for shared in (old.place, old.options, old.init, old.family, old.first, old.latest):
         memo[id(shared)] = shared
     new = memo[id(module)] = object.__new__(type(module))
     memo[id(old.cache)] = old.cache.copy()

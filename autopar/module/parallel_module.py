@@ -13,16 +13,19 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.capture.state.slots import OWN as TORCHS
+from autopar.compiler import rewrite
 from autopar.ir.plan import Plan
 from autopar.module.copies import RESIZING, SAVING, deep_copy, on_a_mesh, refuse_pickling, shallow_copy
 from autopar.module.session import Session
+from autopar.passes.annotate_layouts import annotate_layouts
+from autopar.passes.pad_dims import pad_dims
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.state.materialize import Init
 from autopar.runtime.state.parameters import gathered
 from autopar.runtime.state.state_dict import load_full, prepare_load, savable
 from autopar.runtime.state.storage import load_into
 from autopar.runtime.step.step import deliver, reduce_deferred
-from autopar.specialize import Settings
+from autopar.specialize import CompileOptions
 
 _OWN = ("_autopar", "_state_dict_hooks", "_load_state_dict_pre_hooks")
 """Attributes that are not the original's."""
@@ -37,12 +40,12 @@ class ParallelModule(nn.Module):
 
     _autopar: Session
 
-    def __init__(self, model: nn.Module, place: MeshContext, settings: Settings, init: Init | None) -> None:
+    def __init__(self, model: nn.Module, place: MeshContext, options: CompileOptions, init: Init | None) -> None:
         """Torch's tables, hooks included, are the original's own; so is every attribute but those of ``_OWN``."""
         self.__dict__.update({name: table for name, table in vars(model).items() if name in TORCHS})
         for name in ("_state_dict_hooks", "_load_state_dict_pre_hooks"):
             self.__dict__[name] = OrderedDict(self.__dict__[name])
-        self.__dict__["_autopar"] = Session(model, place, settings, init)
+        self.__dict__["_autopar"] = Session(model, place, options, init)
         self.register_state_dict_post_hook(_save_hook)  # type: ignore[no-untyped-call]
         hooks: Any = self._state_dict_hooks
         hooks.move_to_end(next(reversed(hooks)), last=False)  # before the model's own change names
@@ -94,7 +97,7 @@ class ParallelModule(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the original. Hooks of modules inside are part of the graphs; so are its own where ``loss_fn`` is."""
-        if self._autopar.settings.loss_fn is not None:
+        if self._autopar.options.loss_fn is not None:
             return self.forward(*args, **kwargs)
         return nn.Module.__call__(self, *args, **kwargs)
 
@@ -116,7 +119,7 @@ class ParallelModule(nn.Module):
         """The latest specialization's graph on global tensors, with layouts."""
         session = self._autopar
         found = session.known(session.latest)
-        return session.settings.toolchain.annotate(found.program, found.plan).graph
+        return rewrite(found.program, found.plan, passes=(pad_dims, annotate_layouts)).graph
 
     @property
     def forward_graph(self) -> fx.GraphModule:
@@ -194,7 +197,7 @@ class ParallelModule(nn.Module):
             deliver(reduce_deferred(session.deferred), session.deferred, session.place)
 
 
-def parallel_module(model: nn.Module, place: MeshContext, settings: Settings, init: Init | None) -> ParallelModule:
+def parallel_module(model: nn.Module, place: MeshContext, options: CompileOptions, init: Init | None) -> ParallelModule:
     """The module that runs a model on a mesh: of a class of its own, which is a subclass of the model's.
 
     So the model's methods and properties, special ones included, are those of the result: what they do to ``self`` is
@@ -216,7 +219,7 @@ def parallel_module(model: nn.Module, place: MeshContext, settings: Settings, in
     except TypeError:  # a class that cannot be subclassed so
         made = ParallelModule
     parallel: ParallelModule = object.__new__(made)
-    ParallelModule.__init__(parallel, model, place, settings, init)
+    ParallelModule.__init__(parallel, model, place, options, init)
     return parallel
 
 

@@ -40,8 +40,8 @@ from autopar.runtime.step.no_sync import DeferredReduction
 from autopar.runtime.step.step import Call, run
 from autopar.search.pipeline.space import along_with, without_pipeline
 from autopar.specialize import (
+    CompileOptions,
     Request,
-    Settings,
     Specialization,
     compare_contents,
     data_layout,
@@ -61,7 +61,7 @@ class Session:
     Attributes:
         original: the user's model, with parameters on the mesh.
         place: where this rank is.
-        settings: what the user asked for.
+        options: what the user asked for.
         init: of parameters on the meta device.
         slots: the Python state of the model.
         cache: specializations.
@@ -77,8 +77,8 @@ class Session:
         family: this and its copies.
     """
 
-    def __init__(self, model: nn.Module, place: MeshContext, settings: Settings, init: Init | None) -> None:
-        self.original, self.place, self.settings, self.init = model, place, settings, init
+    def __init__(self, model: nn.Module, place: MeshContext, options: CompileOptions, init: Init | None) -> None:
+        self.original, self.place, self.options, self.init = model, place, options, init
         self.slots = Slots(model)
         self.cache = Kept()
         self.unseen: set[Any] = set()
@@ -114,7 +114,7 @@ class Session:
             ]  # fmt: skip
             if isinstance(step, MicrobatchStep):
                 batch += step.before([self._gatherable(t, request, i) for i, t in enumerate(tensors)], buffers)
-        given = origins(tensors, request.differentiable, self.settings.inputs)
+        given = origins(tensors, request.differentiable, self.options.inputs)
         call = Call(step, buffers, [t.to(self.place.device) for t in batch], self.deferred, name, given)
         with self._random_numbers(found):
             results = run(call, [named[n] for n in step.parameters], [tensors[int(o.name)] for o in given])
@@ -144,8 +144,8 @@ class Session:
     @property
     def plan(self) -> Plan:
         """The plan of the parameters' layouts: that of the first specialization."""
-        if self.first is None and self.settings.plan is not None:
-            return self.settings.plan
+        if self.first is None and self.options.plan is not None:
+            return self.options.plan
         return self.known(self.first).plan
 
     @property
@@ -202,7 +202,7 @@ class Session:
         return step_seed(derive_seed(found.seed, self.drawn))
 
     def _is_whole(self, tensor: torch.Tensor) -> bool:
-        return self.settings.inputs == "global" or isinstance(tensor, DTensor)
+        return self.options.inputs == "global" or isinstance(tensor, DTensor)
 
     def _gatherable(self, tensor: torch.Tensor, request: Request, index: int) -> torch.Tensor:
         """A batch tensor that is whole, or a DTensor."""
@@ -244,14 +244,14 @@ class Session:
         first = self.first is None
         placements = None if first else self._placements()
         weights = checksum(dict(self.original.named_parameters())) if first else ""
-        settings = self.settings
+        options = self.options
         if self.first is not None:
-            search = without_pipeline(settings.search)
+            search = without_pipeline(options.search)
             search = replace(search, pins={**search.pins, **along_with(self.first.plan)})
-            settings = replace(settings, search=search)
+            options = replace(options, search=search)
         states = {c: self.slots.signature(c) for c in (False, True)}
         found = specialize(
-            self.original, request, settings, self.place,
+            self.original, request, options, self.place,
             placements=placements, weights=weights, known=others,
         )  # fmt: skip
         for member in [m() for m in self.family] if first else ():  # copies made before go on like this one
@@ -269,7 +269,7 @@ class Session:
         key = self._key(request)
         if key in self.unseen:
             plain = [t for t in tensors if not isinstance(t, DTensor)]
-            part = 0 if self.settings.inputs == "global" else self.data_rank
+            part = 0 if self.options.inputs == "global" else self.data_rank
             compare_contents(contents(plain), part, self.place)
             self.unseen.remove(key)
 
@@ -277,7 +277,7 @@ class Session:
         """With ``check=True``, before the first step of a mode: the plan must compute what the model does."""
         grads = torch.is_grad_enabled(), request.differentiable
         mode = (tuple(m.training for m in self.original.modules()), grads, repr(request.skeleton))
-        if self.settings.require_equal is None or mode in self.checked:
+        if not self.options.check or mode in self.checked:
             return
         if uninitialized(self.original) or any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
             return  # an example without values: the first call checks
@@ -286,7 +286,7 @@ class Session:
             t if t.shape == request.shapes[i][0] else self._gatherable(t, request, i) for i, t in enumerate(tensors)
         ]
         whole = [full_tensor(t).requires_grad_(i in request.differentiable) for i, t in enumerate(given)]
-        check_first(self.original, found, request, whole, self.settings, self.types(), self._placements())
+        check_first(self.original, found, request, whole, self.options, self.types(), self._placements())
 
     def _key(self, request: Request) -> Any:
         device = self.place.device.type
@@ -335,7 +335,7 @@ class Session:
 
     def _rows(self) -> Layout:
         if self.first is None:
-            plan = self.known(None).plan if self.settings.plan is None else self.settings.plan
+            plan = self.known(None).plan if self.options.plan is None else self.options.plan
             whole = replicated(len(self.place.axes))
             found = [tuple(p if p == Split(0, 0) else Replicate() for p in v) for v in plan.batch.values()]
             return max(found, key=lambda v: data_parts(v, self.place.sizes), default=whole)
