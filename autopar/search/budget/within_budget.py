@@ -1,16 +1,17 @@
 """A plan within a memory budget, which holds for the graph that is emitted and not for an estimate.
 
-The search counts memory by a row: parameters, optimizer state and what is held while one operator runs, at the moment
-when most is held (`autopar.search.formulation.peak_point`). A row is a relaxation: it leaves out other moments, and
-copies. So the graph of the plan found is rewritten and its peak measured; if that exceeds the budget, the row is
-tightened by what is too much, and the search goes on. The bound is that of the row as it was at first.
+The search counts memory by a constraint: parameters, optimizer state and what is live while one operator runs, at the
+program point where a device holds the most (`autopar.search.formulation.peak_point`). It is a relaxation: it leaves out
+other program points, and copies. So the graph of the plan found is rewritten and its peak measured; if that exceeds the
+budget, the constraint is tightened by what is too much, and the search goes on. The bound is that of the constraint as
+it was at first: a tightened one says nothing about the plans that it excludes.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,22 +35,22 @@ from autopar.search.solver.minimize import Limits
 from autopar.search.solver.problem import Ints, Solution, evaluate
 
 MORE_PRICES = 3
-"""Prices tried for a row that is tightened."""
+"""Multipliers tried for a constraint that is tightened."""
 
 ROUNDS, BETTER = 8, 1
-"""How often a row is tightened at most, and how often one is tried between two of which only the tighter gave a fit."""
+"""How often a constraint is tightened at most, and how often between two limits of which only the lower fits."""
 
 CLOSE = 0.97
-"""A plan that uses so much of the budget need not be improved by loosening its row again."""
+"""A plan that uses so much of the budget need not be improved by loosening its constraint again."""
 
 MOMENTS = 3
-"""So many moments have a row at most."""
+"""So many program points have a constraint at most."""
 
 HOPELESS = 1.25
-"""Where what keeps least needs so much of the budget, nothing else is tried for a stage of a pipeline."""
+"""Where what saves the least needs so much of the budget, nothing else is tried for a stage of a pipeline."""
 
 SMALL = 1500
-"""Problems of so few labels are solved with the memory row in the ILP, too, where prices leave one."""
+"""Problems of so few labels are solved with the memory constraint in the ILP, too, where multipliers leave a gap."""
 
 
 def plan_within(task: BudgetProblem) -> Plan:
@@ -79,7 +80,7 @@ def plan_within(task: BudgetProblem) -> Plan:
 
 
 def plan_by_axes(task: BudgetProblem, bound: float) -> Plan:
-    """A plan on three axes or more: layouts axis by axis, then what is kept under these layouts.
+    """A plan on three axes or more: layouts axis by axis, then what is saved for backward under these layouts.
 
     Layouts are searched for parameters that take all of the budget, or half of it, and so on until the rest fits.
 
@@ -125,17 +126,17 @@ def _single(solution: Solution) -> LayerMix:
     return LayerMix.of(Point(solution.labels, solution.objective, solution.memory))
 
 
-def _fitting(task: BudgetProblem, kept: MemoryConstraint, bound: float, method: str = "") -> Plan:
-    """The best plan whose graph fits, by rows that are tightened until it does.
+def _fitting(task: BudgetProblem, saved: MemoryConstraint, bound: float, method: str = "") -> Plan:
+    """The best plan whose graph fits, by memory constraints that are tightened until it does.
 
-    The row is what is held at one moment. Where that does not lead to a plan that fits, it is what is kept when the
-    backward pass begins; gradients count, too, if they are what is too much; or operators may not work on so much at a
-    time. What may lie on the host counts little, so that such a row says little of what lives for a moment: where that
-    leads to no plan in half of the time, everything stays on the device.
+    A constraint counts what a device holds at one program point. Where none of these leads to a plan that fits, what is
+    saved for backward counts; then gradients, too, if they are what is too much; and last, operators may not work on so
+    much at a time. Offloaded tensors count little, so that such a constraint says little of what is live only briefly:
+    where it leads to no plan in half of the time, everything stays on the device.
 
     Args:
         task: what is searched.
-        kept: the row of what is kept.
+        saved: the constraint on what is saved for backward.
         bound: that no plan falls below.
         method: that the certificate names.
 
@@ -143,45 +144,57 @@ def _fitting(task: BudgetProblem, kept: MemoryConstraint, bound: float, method: 
         InfeasibleError: no such plan fits.
     """
     assert task.job.memory is not None
-    moments = _at_moments(task, kept)
-    rows = [*moments, kept, kept.narrowed(replace(kept.memory, state=task.state_and_gradients))]
-    here = [_on_device(row, task.limits) for row in rows] if task.offload else []
-    for claim in (row.frontier.claim(row.budget) for row in moments if row.relaxed):
-        task.claims.append(claim)
-        bound = max(bound, claim.bound)
-    task.job.cutoff.require_less(bound)
-    _require_room(task, [row for row in [*moments, kept] if row.relaxed], bound)
+    points = _at_peak_points(task, saved)
+    bound = _proved(task, points, saved, bound)
+    waiting = [*points, saved, saved.narrowed(replace(saved.memory, state=task.state_and_gradients))]
+    on_device = [_on_device(constraint, task.limits) for constraint in waiting] if task.offload else []
     least: Plan | None = None
     capped = False
-    while rows or here:
-        if not rows:
-            rows, here = here, []
-        row = rows.pop(0)
+    while waiting or on_device:
+        if not waiting:
+            waiting, on_device = on_device, []
+        constraint = waiting.pop(0)
         try:
-            plan, found, working = _tightened(replace(task, limits=row.limits), row, bound, method)
+            plan, bound, working = _tightened(replace(task, limits=constraint.limits), constraint, bound, method)
         except InfeasibleError as e:  # nothing works on so little
-            if least is None and not here and e.needed is not None:
+            if least is None and not on_device and e.needed is not None:
                 raise
-            if row.relaxed or not here:
+            if constraint.relaxed or not on_device:
                 break
             continue
         if fits(peak_bytes(plan), task.job.memory):
             return plan
-        bound = found
-        size = peak_bytes(plan)
-        better = least is None or size < CLOSE * peak_bytes(least)
+        better = least is None or peak_bytes(plan) < CLOSE * peak_bytes(least)
         least = _lesser(least, plan)
-        if not rows and not here and (better or not capped) and not task.limits.expired():
-            rows.append(_on_device(kept.narrowed(replace(kept.memory, working=working / 2)), task.limits))
+        last = not waiting and not on_device
+        if last and (better or not capped) and not task.limits.expired():
+            # The transient part is too much: halve what an operator may take, for as long as that helps.
+            halved = saved.narrowed(replace(saved.memory, working=working / 2))
+            waiting.append(_on_device(halved, task.limits))
             capped = True
     raise missing(task.job.memory, least)
 
 
-def _require_room(task: BudgetProblem, rows: Sequence[MemoryConstraint], bound: float) -> None:
-    """Where one of the rows that hold for all plans has no room, none fits, whatever else is tried.
+def _proved(task: BudgetProblem, points: Sequence[MemoryConstraint], saved: MemoryConstraint, bound: float) -> float:
+    """The best bound that the constraints which hold for all plans prove.
 
     Raises:
-        InfeasibleError: says what is missing to the plan of the least row.
+        PrunedError: no plan is faster than the cutoff.
+        InfeasibleError: a constraint has no room for any plan.
+    """
+    for claim in (point.frontier.claim(point.budget) for point in points if point.relaxed):
+        task.claims.append(claim)
+        bound = max(bound, claim.bound)
+    task.job.cutoff.require_less(bound)
+    _require_room(task, [constraint for constraint in [*points, saved] if constraint.relaxed], bound)
+    return bound
+
+
+def _require_room(task: BudgetProblem, rows: Sequence[MemoryConstraint], bound: float) -> None:
+    """Where one of the constraints that hold for all plans has no room, none fits, whatever else is tried.
+
+    Raises:
+        InfeasibleError: says what is missing to its plan of least memory.
     """
     assert task.job.memory is not None
     for row in rows:
@@ -192,7 +205,7 @@ def _require_room(task: BudgetProblem, rows: Sequence[MemoryConstraint], bound: 
 
 
 def _kept(task: BudgetProblem, restrictions: Restrictions) -> MemoryConstraint:
-    """The row of what is kept when the backward pass begins; it bounds all plans if nothing is decided for it."""
+    """The constraint on what is saved for backward; it bounds all plans if nothing is decided for it."""
     assert task.job.memory is not None
     memory = MemoryModel(
         task.state, True, task.job.search.again, regions=task.regions, away=task.offload,
@@ -212,16 +225,17 @@ def _kept(task: BudgetProblem, restrictions: Restrictions) -> MemoryConstraint:
 
 
 def _on_device(row: MemoryConstraint, limits: Limits) -> MemoryConstraint:
-    """The row with everything on the device."""
+    """The constraint with everything on the device."""
     return replace(row.narrowed(replace(row.memory, away=False, optimizer={})), limits=limits)
 
 
-def _at_moments(task: BudgetProblem, kept: MemoryConstraint) -> list[MemoryConstraint]:
-    """The rows at the moments when most is held, that with the best bound first; of a stage none.
+def _at_peak_points(task: BudgetProblem, kept: MemoryConstraint) -> list[MemoryConstraint]:
+    """The constraints at the program points where most is held, that with the best bound first; of a stage none.
 
-    Without a budget much is kept, and the moment is that when all of it is there; of such moments, that counts at which
-    the most is there that nobody can do without. Where the best that fits in this row does not fit in that of its own
-    heaviest moment, this is a row, too, if it says more. A stage's share of the whole model says little of one moment.
+    Without a budget much is saved, and the point is the one where all of it is live; of such points, that counts at
+    which the most is live that no plan can do without. Where the best that fits under this constraint does not fit
+    under that of its own peak, the latter is one, too, if it bounds more. A stage's share of the whole model says
+    little of one point.
     """
     if kept.memory.share is not WHOLE or kept.built.heaviest is None or not task.job.moments:
         return []
@@ -250,12 +264,46 @@ def _lesser(a: Plan | None, b: Plan) -> Plan:
     return b if a is None or peak_bytes(b) < peak_bytes(a) else a
 
 
-def _tightened(task: BudgetProblem, row: MemoryConstraint, bound: float, method: str) -> tuple[Plan, float, float]:
-    """The best plan of one kind of row that fits; where none does, the one that needs least.
+@dataclass
+class _Measured:
+    """Plans under one memory constraint whose graphs were measured.
+
+    Attributes:
+        best: the cheapest that fits.
+        chosen: the labels that it is of.
+        least: the one that needs the least, whether it fits or not.
+        fitting: the most bytes that the constraint counts of a plan that fits.
+        failing: the fewest bytes that it counts of one that does not.
+    """
+
+    best: Plan | None = None
+    chosen: LayerMix | None = None
+    least: Plan | None = None
+    fitting: float = -np.inf
+    failing: float = np.inf
+
+    def add(self, plan: Plan, mix: LayerMix, enough: bool) -> None:
+        """A plan, its labels, and whether it fits."""
+        self.least = _lesser(self.least, plan)
+        if not enough:
+            self.failing = min(self.failing, mix.memory)
+            return
+        if self.best is None or mix.cost < self.best.certificate.objective:
+            self.best, self.chosen = plan, mix
+        self.fitting = max(self.fitting, mix.memory)
+
+
+def _tightened(
+    task: BudgetProblem, constraint: MemoryConstraint, bound: float, method: str
+) -> tuple[Plan, float, float]:
+    """The best plan under one kind of constraint that fits; where none does, the one that needs least.
+
+    What the graph needs beyond what the constraint counts is about the same for plans alike. So the budget less that
+    is the next limit of the constraint, until the limits of plans that fit and of those that do not are close.
 
     Args:
         task: what is searched.
-        row: how memory is counted.
+        constraint: how memory is counted.
         bound: known before.
         method: that the certificate names.
 
@@ -266,64 +314,85 @@ def _tightened(task: BudgetProblem, row: MemoryConstraint, bound: float, method:
         InfeasibleError: the problem has no solution at all.
     """
     assert task.job.memory is not None
-    built, frontier = row.built, row.frontier
-    best: Plan | None = None
-    chosen: LayerMix | None = None
-    least: Plan | None = None
-    fitting, failing, tries = -np.inf, np.inf, BETTER
-    # What the cheapest plan needs besides its row says how much is transient; a moment's row says that itself.
-    room = np.inf if row.memory.moment is None else task.job.memory
-    before = (np.inf, np.inf)
-    if not task.whole:  # there are other pipelines, of which some fit sooner
-        least, enough = task.measured(task.plan(built, _least(frontier), bound, method or "Lagrangian"))
-        if not enough and peak_bytes(least) > HOPELESS * task.job.memory:
-            raise missing(task.job.memory, least)
-        if enough:  # otherwise what keeps least is not what needs least
-            room = frontier.least().memory + task.job.memory - peak_bytes(least)
-
-    def measure(mix: LayerMix, bound: float) -> tuple[Plan, bool]:
-        return task.measured(task.plan(built, mix, bound, method or "Lagrangian"))
-
+    built, frontier, budget = constraint.built, constraint.frontier, task.job.memory
+    known, tries, before = _Measured(), BETTER, (np.inf, np.inf)
+    room = _first_room(task, constraint, known, bound, method)
     thorough = 1 if task.whole or np.isinf(room) else 0
     for turn in range(ROUNDS):
         try:
             mix = _within(task, built, frontier, room, first=turn <= thorough)
         except InfeasibleError:
-            if best is not None:
+            if known.best is not None:
                 break
-            mix = _least(frontier)  # its graph may need less than its row says, and leave room for a better plan
-        if row.relaxed:
-            task.claims.append(frontier.claim(task.job.memory))
-            bound = max(bound, frontier.bound(task.job.memory))
+            mix = _least(frontier)  # its graph may need less than is counted, and leave room for a better plan
+        if constraint.relaxed:
+            task.claims.append(frontier.claim(budget))
+            bound = max(bound, frontier.bound(budget))
         task.job.cutoff.require_less(bound)
-        plan, enough = measure(mix, bound)
+        plan, enough = task.measured(task.plan(built, mix, bound, method or "Lagrangian"))
         size = peak_bytes(plan)
-        least = _lesser(least, plan)
-        if enough:
-            if best is None or mix.cost < best.certificate.objective:
-                best, chosen = plan, mix
-            fitting = max(fitting, mix.memory)
-        else:
-            failing = min(failing, mix.memory)
-        late = task.limits.expired()
-        tries -= best is not None
-        if late or (mix.cost, mix.memory) == before or CLOSE * task.job.memory <= size <= task.job.memory:
+        known.add(plan, mix, enough)
+        tries -= known.best is not None
+        if task.limits.expired() or (mix.cost, mix.memory) == before or CLOSE * budget <= size <= budget:
             break
-        if failing - fitting < (1 - CLOSE) * task.job.memory or tries < 0:
+        if known.failing - known.fitting < (1 - CLOSE) * budget or tries < 0:
             break
         before = mix.cost, mix.memory
-        room = mix.memory + task.job.memory - size  # what is transient stays about the same
-        if not frontier.reaches(room):  # or it shrinks with the rest
-            room = mix.memory * task.job.memory / size
-        if not fitting < room < failing:
-            room = (fitting + failing) / 2 if np.isfinite(fitting) else failing * CLOSE
-    if best is None:
-        best = _remembered(task, built, frontier, failing, bound, method)
-        best = best if least is None else _lesser(best, least)
-    elif chosen is not None and task.whole:  # pipelines are many
-        best = slack_used(built, chosen, best, task.job.memory, task.limits, lambda mix: measure(mix, bound))
+        room = _next_room(frontier, mix, size, budget, known)
+    plan = _best_of(task, constraint, known, bound, method)
     working = [v.working[x] for v, x in zip(built.variables, mix.labelings[0], strict=True) if v.working is not None]
-    return best, bound, float(max(working))
+    return plan, bound, float(max(working))
+
+
+def _first_room(
+    task: BudgetProblem, constraint: MemoryConstraint, known: _Measured, bound: float, method: str
+) -> float:
+    """Bytes of the constraint's first limit.
+
+    What the cheapest plan needs besides what is counted says how much is transient; a constraint at a program point
+    counts that itself. For a stage, the plan of least memory is measured first: there are other pipelines, of which
+    some fit sooner.
+
+    Raises:
+        InfeasibleError: even that plan needs far too much of a stage's devices.
+    """
+    assert task.job.memory is not None
+    room = np.inf if constraint.memory.moment is None else task.job.memory
+    if task.whole:
+        return room
+    mix = _least(constraint.frontier)
+    known.least, enough = task.measured(task.plan(constraint.built, mix, bound, method or "Lagrangian"))
+    if not enough and peak_bytes(known.least) > HOPELESS * task.job.memory:
+        raise missing(task.job.memory, known.least)
+    if not enough:  # what saves the least is not what needs the least
+        return room
+    return constraint.frontier.least().memory + task.job.memory - peak_bytes(known.least)
+
+
+def _next_room(frontier: Frontier, mix: LayerMix, size: float, budget: float, known: _Measured) -> float:
+    """Bytes of the constraint's next limit, after a plan that needs ``size`` bytes."""
+    room = mix.memory + budget - size  # what is transient stays about the same
+    if not frontier.reaches(room):  # or it shrinks with the rest
+        room = mix.memory * budget / size
+    if known.fitting < room < known.failing:
+        return room
+    return (known.fitting + known.failing) / 2 if np.isfinite(known.fitting) else known.failing * CLOSE
+
+
+def _best_of(task: BudgetProblem, constraint: MemoryConstraint, known: _Measured, bound: float, method: str) -> Plan:
+    """The best plan that was measured, its slack used; where none fits, a point known already may, or needs least."""
+    assert task.job.memory is not None
+    built = constraint.built
+    if known.best is None:
+        found = _remembered(task, built, constraint.frontier, known.failing, bound, method)
+        return found if known.least is None else _lesser(found, known.least)
+    if known.chosen is None or not task.whole:  # pipelines are many
+        return known.best
+
+    def measure(mix: LayerMix) -> tuple[Plan, bool]:
+        return task.measured(task.plan(built, mix, bound, method or "Lagrangian"))
+
+    return slack_used(built, known.chosen, known.best, task.job.memory, task.limits, measure)
 
 
 def _least(frontier: Frontier) -> LayerMix:
@@ -334,10 +403,10 @@ def _least(frontier: Frontier) -> LayerMix:
 def _remembered(
     task: BudgetProblem, built: Formulation, frontier: Frontier, row: float, bound: float, method: str
 ) -> Plan:
-    """Of the points below a row that prices have found the cheapest whose graph fits; or what needs least.
+    """Of the points below a limit that multipliers have found the cheapest whose graph fits; or what needs least.
 
-    A row says little of what is transient: its best plan may not fit while a point with a smaller row, known already,
-    does. To measure one takes less time than another price.
+    A constraint says little of what is transient: its best plan may not fit while a point that counts less, known
+    already, does. To measure one takes less time than to try another multiplier.
     """
     least = frontier.least()
     below = {(p.point.cost, p.point.memory): p.point for p in frontier.known if p.point.memory < row}
@@ -352,7 +421,7 @@ def _remembered(
 
 
 def _within(task: BudgetProblem, built: Formulation, frontier: Frontier, row: float, first: bool) -> LayerMix:
-    """The best choice within a row; after the first, few more prices are tried."""
+    """The best choice within a limit; after the first, few more multipliers are tried."""
 
     def alike(labels: Ints) -> list[NDArray[np.bool_]]:
         return _alike(built, built, labels)
@@ -364,7 +433,7 @@ def _within(task: BudgetProblem, built: Formulation, frontier: Frontier, row: fl
     if sum(len(n.cost) for n in built.problem.nodes) <= SMALL:
         exact = solve(built.problem, budget=row, gap=task.limits.gap, time_limit=task.seconds)
         return replace(_single(exact), price=mix.price) if exact.objective < mix.cost else mix
-    if counts.max() == 1:  # there are no blocks to mix, so that what lies between two prices is out of reach of them
+    if counts.max() == 1:  # no layers repeat, so that multipliers cannot reach what lies between two of their solutions
         return in_groups(built.problem, alike(mix.labelings[-1]), counts, row, mix, task.limits.gap)
     return mix
 
