@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.compiler import _measured_graph, _measured_graphs, program_of, solve
+from autopar.compiler import program_of, solve
 from autopar.costs.cluster import Cluster, Link
 from autopar.errors import InfeasibleError
 from autopar.ir.program import Program
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Search
+from autopar.search.peak import unverified, unverified_in_stages
 from autopar.search.pipeline.cuts import line_of, named_cuts
 from autopar.sharding.dims import analyze
 
@@ -111,8 +112,8 @@ def test_graphs_of_plans_that_differ_in_stages_are_rewritten_together() -> None:
     def seen(program: Program) -> list[tuple[str, object]]:
         return [(n.format_node(), n.meta.get("stage")) for n in program.graph.graph.nodes if n.op == "call_function"]
 
-    together = [seen(local) for local in _measured_graphs(part, plans)]
-    assert together == [seen(_measured_graph(part, own)) for own in plans]
+    together = [seen(local) for local in unverified_in_stages(part, plans)]
+    assert together == [seen(unverified(part, own)) for own in plans]
     assert len({tuple(found) for found in together}) == len(cuts)
 
 
