@@ -28,17 +28,15 @@ from autopar.passes.canonicalize.precision import apply_precision
 from autopar.passes.rng.replicate import replicate_random
 from autopar.pipeline.custom_schedule import as_text
 from autopar.search import cache
+from autopar.search.flat import best_flat
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.microbatch.split import microbatch_program, require_early_backward
 from autopar.search.options import SCHEDULE, Job, Progress, Search, silent
-from autopar.search.peak import peak_of
+from autopar.search.peak import peak_of as peak_of
 from autopar.search.pipeline.branch_and_bound import best_pipeline
-from autopar.search.variants import plan_of_whole
 from autopar.sharding.dims import analyze
 
 logger = logging.getLogger("autopar")
-
-__all__ = ["captured", "default_memory", "peak_of", "plan", "program_of", "program_to_plan", "rewrite", "solve"]
 
 
 def captured(
@@ -137,12 +135,12 @@ def solve(
         deterministic=deterministic,
     )  # fmt: skip
     with collector_paused():
-        kind = f"random numbers {'at once' if deterministic else 'apart'}, factored {factored}"
-        file = cache.file_of(program, analyze(program), job, kind)
+        dims, kind = analyze(program), f"random numbers {'at once' if deterministic else 'apart'}, factored {factored}"
+        file = cache.file_of(program, dims, job, kind)
         if file is not None and (known := cache.load(file, program)) is not None:
             job.progress(f"plan of an earlier search, {file}", math.inf, 0.0)
             return known
-        plan = best_pipeline(program, job, factored=factored) if search.pipelines else plan_of_whole(program, job)
+        plan = best_pipeline(program, job, factored) if search.pipelines else best_flat(program, job)
         if file is not None and plan.certificate.method not in (TIME_LIMIT, INTERRUPTED):
             cache.store(file, plan)
         return plan

@@ -25,7 +25,7 @@ from autopar.runtime.state.materialize import Init
 from autopar.runtime.state.parameters import distribute_parameters
 from autopar.search.options import Search
 from autopar.search.pipeline.space import is_split_for_stages, split_for_stages
-from autopar.specialize import UserOptions
+from autopar.specialize import CompileOptions
 
 
 def parallelize(
@@ -101,9 +101,10 @@ def parallelize(
         for parameter in model.parameters():
             parameter.data = parameter.data.to(policy.master) if parameter.is_floating_point() else parameter.data
     budget = _budget(place) if memory is None else parse_bytes(memory)
-    options = UserOptions(
-        machine, budget, optimizer, search, given, loss_fn, inputs, deterministic or mesh is None, loss, policy, check
-    )
+    options = CompileOptions(
+        machine, budget, optimizer, search, given, loss_fn, inputs,
+        deterministic=deterministic or mesh is None, loss=loss, precision=policy, check=check,
+    )  # fmt: skip
     distribute_parameters(model, place)
     parallel = parallel_module(model, place, options, init)
     if batch is not None:

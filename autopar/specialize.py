@@ -42,8 +42,8 @@ from autopar.sharding.dims import analyze
 
 
 @dataclass(frozen=True)
-class UserOptions:
-    """What the user asked `autopar.parallelize` for.
+class CompileOptions:
+    """What the user asked for.
 
     Attributes:
         cluster: the devices.
@@ -55,8 +55,8 @@ class UserOptions:
         inputs: ``global`` or ``local``.
         deterministic: random numbers are those of one device.
         loss: which scalar of the output is the loss.
-        precision: policy of dtypes; None: the model's own.
-        check: whether plans are compared with the eager model before their first step.
+        precision: policy of the parameters' and the computation's dtypes; None: the model's own.
+        check: a plan is compared with the eager model before its first step.
     """
 
     cluster: Cluster
@@ -73,12 +73,8 @@ class UserOptions:
 
     @property
     def passes(self) -> tuple[Pass, ...]:
-        """What rewrites the graph."""
+        """The rewriting."""
         return DETERMINISTIC_PASSES if self.deterministic else PASSES
-
-    def program_of(self, model: nn.Module, batch: Any) -> Program:
-        """The model's program for such a batch."""
-        return program_of(model, batch, loss_fn=self.loss_fn, loss=self.loss, precision=self.precision)
 
 
 @dataclass(frozen=True)
@@ -133,7 +129,7 @@ class Specialization:
 def specialize(
     model: nn.Module,
     request: Request,
-    options: UserOptions,
+    options: CompileOptions,
     place: MeshContext,
     *,
     placements: Mapping[str, Placements] | None,
@@ -193,7 +189,7 @@ def specialize(
     return Specialization(program, part, chosen, step, place, _seed(step.program, options, place), away)
 
 
-def _seed(local: Program, options: UserOptions, place: MeshContext) -> int | None:
+def _seed(local: Program, options: CompileOptions, place: MeshContext) -> int | None:
     """Rank 0's generator gives the seed of what each rank draws by itself; what all draw together needs no seed.
 
     Raises:
@@ -222,7 +218,7 @@ def collective_order(program: Program) -> str:
     return digest.hexdigest()[:16]
 
 
-def _capture(model: nn.Module, request: Request, options: UserOptions, place: MeshContext) -> Program:
+def _capture(model: nn.Module, request: Request, options: CompileOptions, place: MeshContext) -> Program:
     with FakeTensorMode(allow_non_fake_inputs=True):
         fakes = [
             torch.empty(shape, dtype=dtype, device=place.device, requires_grad=i in request.differentiable)
@@ -231,7 +227,12 @@ def _capture(model: nn.Module, request: Request, options: UserOptions, place: Me
     batch = request.skeleton.fill(fakes)
     own = nullcontext() if options.loss_fn is not None else without_hooks(model)  # else the module calls them
     with plain_parameters(model, place.device), own:
-        return options.program_of(model, batch)
+        return captured_under(model, batch, options)
+
+
+def captured_under(model: nn.Module, batch: Any, options: CompileOptions) -> Program:
+    """The canonical program of a model that has plain parameters."""
+    return program_of(model, batch, loss_fn=options.loss_fn, loss=options.loss, precision=options.precision)
 
 
 def _compare(program: Program, request: Request, weights: str, place: MeshContext) -> None:
@@ -271,7 +272,7 @@ def compare_contents(digest: str, part: int, place: MeshContext) -> None:
 def plan_again(
     program: Program,
     request: Request,
-    options: UserOptions,
+    options: CompileOptions,
     place: MeshContext,
     placements: Mapping[str, Placements] | None,
 ) -> Plan:
@@ -332,7 +333,7 @@ def _search(
     program: Program,
     layouts: dict[tuple[str, str], Layout],
     search: Search,
-    options: UserOptions,
+    options: CompileOptions,
     place: MeshContext,
     *,
     first: bool,
@@ -341,7 +342,7 @@ def _search(
     # What lies on the mesh already lies on its axes, and so do the rows of which each rank passes its part.
     factored = first and not local and not layouts and place.spans_world
 
-    def under(found: Mapping[tuple[str, str], Layout]) -> Plan:
+    def planned(found: Mapping[tuple[str, str], Layout]) -> Plan:
         limits = Restrictions(layouts=found, data_axes_only=local)
         return solve(
             program, dict(place.axes), options.cluster, memory=options.memory, optimizer=options.optimizer,
@@ -349,18 +350,18 @@ def _search(
         )  # fmt: skip
 
     try:
-        plan = under(layouts)
+        plan = planned(layouts)
     except InfeasibleError:
         if first or not (search.recipe or search.roles):
             raise
         search = replace(search, recipe=None, roles={})  # nor must a recipe, whose batch has to divide
-        plan = under(layouts)
+        plan = planned(layouts)
     if not local or not first:
         return plan
     alike = {("batch", name): layout for name, layout in same_rows(program, plan).items()}
     if all(plan.batch[name] == layout for (_, name), layout in alike.items()):
         return plan
-    return under({**layouts, **alike})
+    return planned({**layouts, **alike})
 
 
 def same_rows(program: Program, plan: Plan) -> dict[str, Layout]:

@@ -30,12 +30,11 @@ from autopar.errors import InfeasibleError
 from autopar.ir.graph import is_backward, module_path
 from autopar.ir.node_info import info
 from autopar.ir.plan import EVERY, Plan
-from autopar.ir.program import Program, copy_graph, is_operator, producer, tensor_arguments, values_of
+from autopar.ir.program import Program, copy_graph, is_operator, tensor_arguments, values_of
 from autopar.passes.canonicalize import canonical
-from autopar.rules.shapes.local_shapes import propagate
 from autopar.search.find import find_plan
 from autopar.search.options import Job, Search
-from autopar.search.program_search import state_bytes
+from autopar.search.peak import saved_for_backward, state_bytes
 from autopar.sharding.dims import analyze
 from autopar.sharding.layer_classes import layer_classes
 
@@ -137,20 +136,9 @@ def plan_keeping(program: Program, budget: float) -> Plan:
         InfeasibleError: none is.
     """
     held = sum(state_bytes(program, "sgd", gradients=False).values())
+
     job = Job({"device": 1}, PRODUCTS, held + budget, "sgd", Search(gap=1e-6), moments=False)
-    return find_plan(program, analyze(program), job, meter=SavedBytes(program, held))
-
-
-@dataclass(frozen=True)
-class SavedBytes:
-    """Counts what is saved for backward, beside the parameters."""
-
-    program: Program
-    state: float
-
-    def held(self, plan: Plan) -> dict[str, float]:
-        """Bytes by category."""
-        return {"state": self.state, "saved": kept_by(self.program, plan)[0]}
+    return find_plan(program, analyze(program), job)
 
 
 def checkpointed(name: str, program: Program) -> Row:
@@ -176,14 +164,10 @@ def checkpointed(name: str, program: Program) -> Row:
 def kept_by(program: Program, plan: Plan) -> tuple[float, list[fx.Node]]:
     """Bytes that the emitted graph keeps for the backward pass, and the operators that it runs twice."""
     local = rewrite(program, plan)
-    propagate(local, plan, everything=True)
-    nodes = list(local.graph.graph.nodes)
-    given = storages(n for n in nodes if n.op == "placeholder")
-    late = [n for n in nodes if n.op == "call_function" and is_backward(n)]
-    kept = storages({a for n in late for a in tensor_arguments(n) if not is_backward(producer(a)[0])})
-    names = {n.name for n in nodes}
-    again = [n for n in late if info(n).recompute_of in names and is_operator(n)]
-    return sum(size for storage, size in kept.items() if storage not in given), again
+    saved = saved_for_backward(local, plan)
+    names = {n.name for n in local.graph.graph.nodes}
+    backward = [n for n in local.graph.graph.nodes if n.op == "call_function" and is_backward(n)]
+    return saved, [n for n in backward if info(n).recompute_of in names and is_operator(n)]
 
 
 def storages(nodes: Iterable[fx.Node]) -> dict[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,15 @@ from autopar.ir.program import Program, values_of
 from autopar.runtime.dtensor import Placements
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.state.parameters import BoundaryLayouts, gathered
-from autopar.specialize import Request, Specialization, UserOptions, data_layout, data_parts, plan_again
+from autopar.specialize import (
+    CompileOptions,
+    Request,
+    Specialization,
+    captured_under,
+    data_layout,
+    data_parts,
+    plan_again,
+)
 from autopar.verify.require_equal import require_equal
 
 logger = logging.getLogger("autopar")
@@ -50,7 +58,7 @@ def check_first(
     found: Specialization,
     request: Request,
     batch: Sequence[torch.Tensor],
-    options: UserOptions,
+    options: CompileOptions,
     types: BoundaryLayouts,
     placements: Mapping[str, Placements],
 ) -> None:
@@ -84,7 +92,7 @@ def check_first(
     def check() -> str:
         with _plain(model, state):
             if room.rows == rows:
-                return _require_equal(model, request.skeleton.fill(list(batch)), found.plan, options)
+                return _compared(model, request.skeleton.fill(list(batch)), found.plan, options)
             return _on_fewer(model, found, request, batch, rows, room.rows, options, placements)
 
     if room.rows < rows:
@@ -104,20 +112,21 @@ def _on_fewer(
     batch: Sequence[torch.Tensor],
     rows: int,
     fewer: int,
-    options: UserOptions,
+    options: CompileOptions,
     placements: Mapping[str, Placements],
 ) -> str:
     """The check on the first rows of a batch, of a plan for such a batch with the same parameter layouts."""
     cut = [t[:fewer] if t.ndim and t.shape[0] == rows else t for t in batch]
     shapes = tuple((tuple(t.shape), t.dtype) for t in cut)
     smaller = request.skeleton.fill(cut)
-    program = options.program_of(model, smaller)
+    program = captured_under(model, smaller, options)
     place = replace(found.place, mesh=None, control=None)  # it is for rank 0 alone
     plan = plan_again(program, Request(request.skeleton, shapes, {}), replace(options, plan=None), place, placements)
-    return _require_equal(model, smaller, plan, options)
+    return _compared(model, smaller, plan, options)
 
 
-def _require_equal(model: nn.Module, batch: Any, plan: Plan, options: UserOptions) -> str:
+def _compared(model: nn.Module, batch: Any, plan: Plan, options: CompileOptions) -> str:
+    """What was compared, in words."""
     return require_equal(model, batch, plan, loss_fn=options.loss_fn, loss=options.loss, precision=options.precision)
 
 
@@ -207,3 +216,7 @@ def free_bytes(device: torch.device) -> float:
         return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         return 2.0**32
+
+
+RequireEqual = Callable[[nn.Module, Any, Plan], str]
+"""``require_equal(model, batch, plan)``: raises `VerifyError`, or says what was found."""

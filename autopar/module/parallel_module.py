@@ -25,7 +25,7 @@ from autopar.runtime.state.parameters import gathered
 from autopar.runtime.state.state_dict import load_full, prepare_load, savable
 from autopar.runtime.state.storage import load_into
 from autopar.runtime.step.step import deliver, reduce_deferred
-from autopar.specialize import UserOptions
+from autopar.specialize import CompileOptions
 
 _OWN = ("_autopar", "_state_dict_hooks", "_load_state_dict_pre_hooks")
 """Attributes that are not the original's."""
@@ -40,7 +40,7 @@ class ParallelModule(nn.Module):
 
     _autopar: Session
 
-    def __init__(self, model: nn.Module, place: MeshContext, options: UserOptions, init: Init | None) -> None:
+    def __init__(self, model: nn.Module, place: MeshContext, options: CompileOptions, init: Init | None) -> None:
         """Torch's tables, hooks included, are the original's own; so is every attribute but those of ``_OWN``."""
         self.__dict__.update({name: table for name, table in vars(model).items() if name in TORCHS})
         for name in ("_state_dict_hooks", "_load_state_dict_pre_hooks"):
@@ -197,7 +197,7 @@ class ParallelModule(nn.Module):
             deliver(reduce_deferred(session.deferred), session.deferred, session.place)
 
 
-def parallel_module(model: nn.Module, place: MeshContext, options: UserOptions, init: Init | None) -> ParallelModule:
+def parallel_module(model: nn.Module, place: MeshContext, options: CompileOptions, init: Init | None) -> ParallelModule:
     """The module that runs a model on a mesh: of a class of its own, which is a subclass of the model's.
 
     So the model's methods and properties, special ones included, are those of the result: what they do to ``self`` is

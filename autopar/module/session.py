@@ -40,9 +40,9 @@ from autopar.runtime.step.no_sync import DeferredReduction
 from autopar.runtime.step.step import Call, run
 from autopar.search.pipeline.space import along_with, without_pipeline
 from autopar.specialize import (
+    CompileOptions,
     Request,
     Specialization,
-    UserOptions,
     compare_contents,
     data_layout,
     data_parts,
@@ -77,7 +77,7 @@ class Session:
         family: this and its copies.
     """
 
-    def __init__(self, model: nn.Module, place: MeshContext, options: UserOptions, init: Init | None) -> None:
+    def __init__(self, model: nn.Module, place: MeshContext, options: CompileOptions, init: Init | None) -> None:
         self.original, self.place, self.options, self.init = model, place, options, init
         self.slots = Slots(model)
         self.cache = Kept()

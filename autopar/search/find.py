@@ -10,11 +10,10 @@ from autopar.errors import InfeasibleError
 from autopar.ir.plan import INTERRUPTED, TIME_LIMIT, Plan
 from autopar.ir.program import Program
 from autopar.search.axis_by_axis import bound_by_axes
+from autopar.search.budget.budget_problem import BudgetProblem
 from autopar.search.budget.within_budget import plan_by_axes, plan_within
 from autopar.search.formulation.recipes import roles_of
 from autopar.search.options import Job
-from autopar.search.peak import PeakMeter
-from autopar.search.program_search import ProgramSearch
 from autopar.search.solver.duals import examine
 from autopar.search.solver.interrupt import requested
 from autopar.search.solver.minimize import Limits
@@ -27,36 +26,32 @@ EXACT_AXES = 2
 """Meshes of up to this many axes are solved as one problem; larger ones axis by axis, with the gap stated."""
 
 
-def find_plan(
-    program: Program, dims: Dims, job: Job, classes: LayerClasses | None = None, meter: PeakMeter | None = None
-) -> Plan:
-    """The fastest plan that fits.
+def find_plan(program: Program, dims: Dims, job: Job, classes: LayerClasses | None = None) -> Plan:
+    """The fastest plan that fits, whose peak is measured on the graph that would be emitted.
 
     Args:
         program: canonical program.
         dims: its dimension analysis.
         job: what is searched for.
         classes: which nodes share a decision; default: as ``job.search.tie_layers`` says.
-        meter: measures the peak of a plan; None: memory is not measured.
 
     Raises:
         InfeasibleError: nothing fits; says how much is missing.
         CertificateError: the check refutes what the search claims.
     """
-    axes, cluster, search = job.axes, job.cluster, job.search
+    axes, cluster, search, restrictions = job.axes, job.cluster, job.search, job.restrictions
     machine = Machine(tuple(axes), tuple(axes.values()), cluster.link_for(dict(axes)), cluster.device)
     classes = classes or layer_classes(program, dims, tie=search.tie_layers)
-    tables = Tables(machine)
     # Roles of all axes leave so little open that any number of them is one problem.
-    decided = all(roles_of(search.recipe, axes, search.roles)) and bool(job.restrictions.strategies)
+    decided = all(roles_of(search.recipe, axes, search.roles)) and bool(restrictions.strategies)
     exact = decided or len(axes) <= EXACT_AXES
     limits = Limits(search.gap, time.monotonic() + search.time_limit)
-    searched = ProgramSearch(program, dims, classes, tables, job, limits, meter)
+    task = BudgetProblem(program, dims, classes, Tables(machine), limits, job)
     if exact:
-        plan, fixed, claims = plan_within(searched), 0.0, searched.claims
+        plan, fixed, claims = plan_within(task), 0.0, task.claims
     else:
-        fixed, claims = bound_by_axes(program, dims, classes, machine, job.restrictions)
-        plan = plan_by_axes(searched, fixed + sum(claim.bound for claim in claims))
+        fixed, claims = bound_by_axes(program, dims, classes, machine, restrictions)
+        plan = plan_by_axes(task, fixed + sum(claim.bound for claim in claims))
     if limits.expired():
         plan = replace(plan, certificate=replace(plan.certificate, method=INTERRUPTED if requested() else TIME_LIMIT))
     if not search.check or requested():

@@ -11,6 +11,7 @@ from autopar.search.budget.cutoff import NO_CUTOFF, Cutoff
 from autopar.search.formulation.memory_model import WHOLE, Share
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.formulation.recipes import GATHERS_ONCE, check_recipe
+from autopar.search.pipeline.shape import ScheduledStages
 
 Progress = Callable[[str, float, float], None]
 """``(phase, incumbent, bound)``, in seconds."""
@@ -173,9 +174,10 @@ class Job:
         progress: called with ``(phase, incumbent, bound)``.
         cutoff: what the plan has to beat.
         share: of what it would hold for the whole model that a device holds.
-        moments: whether the budget is for every program point of a step; False: for what is saved when the backward
-            pass begins, whatever it holds besides.
-        deterministic: random numbers are those of one device, drawn for the whole batch at once.
+        moments: whether the budget is for every moment of a step; False: for what the backward pass is left with when
+            it begins, whatever it holds besides.
+        stages: the pipeline whose devices the plan is for; None: the devices have the whole model.
+        deterministic: random numbers are those of one device.
     """
 
     axes: Mapping[str, int]
@@ -188,4 +190,5 @@ class Job:
     cutoff: Cutoff = NO_CUTOFF
     share: Share = WHOLE
     moments: bool = True
+    stages: ScheduledStages | None = None
     deterministic: bool = False

@@ -13,28 +13,22 @@ from autopar.ir.program import Program
 from autopar.passes.pad_dims import pad
 from autopar.search.budget.cutoff import Cutoff, PrunedError
 from autopar.search.budget.repair import costed, repaired
-from autopar.search.find import EXACT_AXES, find_plan, require_splits
+from autopar.search.find import find_plan, require_splits
 from autopar.search.formulation.axis_roles import DATA, by_roles
 from autopar.search.formulation.pins import Pinned, Restrictions, complete, pin_modules, read_pins
 from autopar.search.formulation.recipes import roles_of
 from autopar.search.options import Job
-from autopar.search.peak import GraphPeak, StageMeter
 from autopar.search.predict import predict
 from autopar.search.random_plan import random_plan
 from autopar.sharding.dims import Dims, analyze
 from autopar.sharding.layer_classes import layer_classes
 
 
-def best_padded(program: Program, job: Job, stages: StageMeter | None = None) -> Plan:
+def best_padded(program: Program, job: Job) -> Plan:
     """The best plan that is found.
 
     Where parameters have dims that an axis does not divide, it is searched twice: without padding, and then with it for
     a plan that is faster. Each search has half of the time limit.
-
-    Args:
-        program: of one microbatch, canonical.
-        job: what is searched for.
-        stages: measures plans by the heaviest stage of a pipeline; None: by the whole graph.
     """
     axes, search = job.axes, job.search
     roles, dims = roles_of(search.recipe, axes, search.roles), analyze(program)
@@ -55,7 +49,7 @@ def best_padded(program: Program, job: Job, stages: StageMeter | None = None) ->
             # A later shape lives with the mesh that there is; roles say more clearly what is wrong.
             if None in roles and not job.restrictions.layouts:
                 require_splits(dims, axes)
-            plan = _best(padded, dims, replace(job, search=search, restrictions=limits, cutoff=known), stages)
+            plan = _best(padded, dims, replace(job, search=search, restrictions=limits, cutoff=known))
         except InfeasibleError as e:
             errors.append(e)
             bounds += [e.bound] if isinstance(e, PrunedError) else []
@@ -88,7 +82,7 @@ def _of_whole_model(plan: Plan, program: Program) -> Plan:
     return replace(plan, parameters=parameters, padding=padding)
 
 
-def _best(program: Program, dims: Dims, job: Job, stages: StageMeter | None) -> Plan:
+def _best(program: Program, dims: Dims, job: Job) -> Plan:
     """The best plan, or a random one, of a program whose dims are decided."""
     axes, search = job.axes, job.search
     classes = layer_classes(program, dims, tie=search.tie_layers or search.recipe == "random")
@@ -97,16 +91,13 @@ def _best(program: Program, dims: Dims, job: Job, stages: StageMeter | None) -> 
         return predict(program, dims, _random(program, dims, job, limits))
     limits = by_roles(program, dims, classes, axes, roles_of(search.recipe, axes, search.roles), limits)
     job = replace(job, restrictions=limits)
-    meter = GraphPeak(program, classes) if stages is None else stages.of(program)
     try:
-        return predict(program, dims, find_plan(program, dims, job, classes, meter), classes)
+        return predict(program, dims, find_plan(program, dims, job, classes), classes)
     except InfeasibleError as e:
-        if stages is not None:  # repair knows one graph, not one of each stage
+        if job.stages is not None:  # pipelines are many, of which some fit sooner
             raise
         error = e
-    exact = program.repeat is None and len(job.axes) <= EXACT_AXES
-    found = repaired(program, dims, classes, job, error, from_minimum=exact)
-    return costed(predict(program, dims, found, classes))
+    return costed(predict(program, dims, repaired(program, dims, classes, job, error), classes))
 
 
 def _random(program: Program, dims: Dims, job: Job, limits: Restrictions) -> Plan:

@@ -1,80 +1,109 @@
-"""What a device holds at its peak under a plan, measured on the graph that the plan gives."""
+"""What a device holds: its state, known before any plan, and the peak of the graph that a plan is rewritten to.
+
+The search counts memory by constraints that leave something out. Whether a plan fits is therefore asked of the graph
+that would be emitted: it is rewritten as for running, but not verified, and `autopar.memory.liveness` walks through it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import replace
 
+from torch import fx
+
+from autopar._torch_compat import storage_id
+from autopar.costs.memory import optimizer_state_bytes
+from autopar.ir.graph import is_backward
+from autopar.ir.layout import item_bytes
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program
+from autopar.ir.program import Program, producer, tensor_arguments, values_of
 from autopar.memory.deep_models import peak_of_blocks
 from autopar.memory.liveness import Moment, moments, peak_memory, peak_snapshot
 from autopar.memory.peak_snapshot import PeakSnapshot
 from autopar.memory.recompute import uniform
 from autopar.passes import PASSES, run_passes
 from autopar.passes.pipeline.assign_stages import assign_stages
+from autopar.rules.shapes.local_shapes import propagate
 from autopar.sharding.dims import analyze
 from autopar.sharding.layer_classes import LayerClasses, layer_classes
 
 
-class PeakMeter(Protocol):
-    """How the peak of a plan is measured: on its whole graph, or on that of the heaviest pipeline stage."""
-
-    def held(self, plan: Plan) -> Mapping[str, float]:
-        """Bytes by category at the peak."""
-
-
-class StageMeter(Protocol):
-    """How a pipeline measures the plan of a program for the devices of a stage."""
-
-    def of(self, program: Program) -> PeakMeter:
-        """The meter of a program, whose dims may be padded."""
-
-
-@dataclass(frozen=True)
-class GraphPeak:
-    """The peak of a plan's whole graph."""
-
-    program: Program
-    classes: LayerClasses
-
-    def held(self, plan: Plan) -> Mapping[str, float]:
-        """Bytes by category at the peak."""
-        return peak_of(self.program, plan, self.classes)
-
-
-def rewritten(program: Program, plan: Plan) -> Program:
-    """The rewritten graph. It is measured and never run, so that it is not checked after each pass."""
+def unverified(program: Program, plan: Plan) -> Program:
+    """The rewritten graph, to be measured and not run: checking it after each pass would take most of the time."""
     return run_passes(program, plan, PASSES, verified=False)
 
 
-def rewritten_in_stages(program: Program, plans: Sequence[Plan]) -> list[Program]:
-    """The rewritten graphs of plans that differ in their stages alone, which passes before `assign_stages` ignore."""
+def unverified_in_stages(program: Program, plans: Sequence[Plan]) -> list[Program]:
+    """The graphs under plans that differ in their stages alone: passes before `assign_stages` run once for all."""
     first = PASSES.index(assign_stages)
-    shared = run_passes(program, plans[0], PASSES[:first], verified=False)
-    return [run_passes(shared, plan, PASSES[first:], verified=False) for plan in plans]
+    alike = run_passes(program, plans[0], PASSES[:first], verified=False)
+    return [run_passes(alike, plan, PASSES[first:], verified=False) for plan in plans]
 
 
 def peak_of(program: Program, plan: Plan, classes: LayerClasses | None = None) -> dict[str, float]:
-    """Bytes by category at the peak of a device; of a deep model, extrapolated from the layers that were captured."""
+    """Bytes by category at the program point where a device holds the most, in the graph that a plan gives.
+
+    Args:
+        program: canonical program of one microbatch. Where it has three layers for many, their peak is extrapolated.
+        plan: for this program.
+        classes: its layer classes, where they are known.
+    """
     if program.repeat is None:
-        return peak_memory(rewritten(program, plan), plan)
+        return peak_memory(unverified(program, plan), plan)
     classes = classes or layer_classes(program, analyze(program))
     shorter = program.repeat.shorter
 
-    def held(program: Program, part: Plan) -> list[Moment]:
-        return moments(rewritten(program, part), part)
+    def points(program: Program, part: Plan) -> list[Moment]:
+        return moments(unverified(program, part), part)
 
+    # Layers may be treated in several ways; each part is the whole model treated in one of them.
     parts = [(share, part) for share, part in uniform(plan, classes.count) if share > 0]
-    known = [(share, held(program, part), held(shorter, part)) for share, part in parts]
+    known = [(share, points(program, part), points(shorter, part)) for share, part in parts]
     return peak_of_blocks(known, program.repeat)
 
 
 def peak_snapshot_of(program: Program, plan: Plan, classes: LayerClasses) -> PeakSnapshot:
-    """The live tensors at the peak; of a deep model, those of the captured layers with the bytes of all."""
-    found = peak_snapshot(rewritten(program, plan), plan)
+    """The peak tensor by tensor; of a deep model, the tensors are those of the few layers that were captured."""
+    found = peak_snapshot(unverified(program, plan), plan)
     if program.repeat is None:
         return found
     held = peak_of(program, plan, classes)
     return replace(found, held=held, totals=(sum(held.values()),))
+
+
+def saved_for_backward(program: Program, plan: Plan) -> float:
+    """Bytes that the backward pass of a rewritten program takes from the forward pass, besides inputs."""
+    propagate(program, plan, everything=True)  # passes leave shapes right, but not which tensors share memory
+    nodes = list(program.graph.graph.nodes)
+    backward = [n for n in nodes if n.op == "call_function" and is_backward(n)]
+    inputs = _storages([n for n in nodes if n.op == "placeholder"])
+    saved = _storages([a for n in backward for a in tensor_arguments(n) if not is_backward(producer(a)[0])])
+    return float(sum(size for storage, size in saved.items() if storage not in inputs))
+
+
+def _storages(nodes: Sequence[fx.Node]) -> dict[int, int]:
+    """Bytes of each distinct storage that these nodes' tensors have."""
+    return {storage_id(v): v.untyped_storage().nbytes() for n in nodes for v in values_of(n) if v is not None}
+
+
+def state_bytes(program: Program, optimizer: str, *, gradients: bool = True) -> dict[str, float]:
+    """Bytes of each parameter, and of all that it stands for, with optimizer state and gradient, on one device."""
+    trained = {
+        o.name for o, v in zip(program.outputs, program.output_values, strict=True) if o.kind == "gradient" and v
+    }
+    found = {}
+    for node, spec in zip(program.placeholders, program.inputs, strict=True):
+        if spec.kind == "parameter":
+            value = node.meta["val"]
+            item = item_bytes(str(value.dtype).removeprefix("torch."))
+            size = float(value.numel() * item)
+            if spec.name in trained:
+                size += (size if gradients else 0.0) + optimizer_state_bytes(optimizer, value.numel(), item)
+            found[spec.name] = size * (len(program.repeat.names(spec.name)) if program.repeat else 1)
+    return found
+
+
+def optimizer_bytes(program: Program, optimizer: str) -> dict[str, float]:
+    """Bytes of optimizer state of each parameter that has some, and of all that it stands for, on one device."""
+    found, gone = state_bytes(program, optimizer), state_bytes(program, "sgd")
+    return {name: size - gone[name] for name, size in found.items() if size > gone[name]}

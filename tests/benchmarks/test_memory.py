@@ -14,7 +14,7 @@ from autopar.costs.cluster import Cluster
 from autopar.parallelize import parallelize
 from autopar.search.budget.live_ranges import minimize_peak, minimize_peak_at
 from autopar.search.options import Search
-from autopar.search.program_search import state_bytes
+from autopar.search.peak import state_bytes
 from autopar.search.random_plan import random_plan
 from benchmarks import ladder, least_memory, published
 from benchmarks.allocated import peak_allocated

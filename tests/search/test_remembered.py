@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
-from autopar.ir.plan import Plan
+from autopar.ir.plan import Certificate, Plan
 from autopar.search.budget.pareto import Frontier
 from autopar.search.budget.within_budget import _remembered
 from autopar.search.formulation.build import Formulation
+from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits
 from autopar.search.solver.problem import Node, Problem
-from tests.search.by_hand import SolvedByHand
+from tests.plans import hand_plan, tiny
+from tests.search.budget.test_within_budget import hand_made
 
 COST, ROW = (1.0, 2.0, 4.0, 8.0), (40.0, 30.0, 20.0, 10.0)
 """One node of four labels, each with less in its row than the one before."""
@@ -21,20 +24,24 @@ COST, ROW = (1.0, 2.0, 4.0, 8.0), (40.0, 30.0, 20.0, 10.0)
 
 def remembered(peaks: Mapping[float, float], row: float) -> tuple[float, list[float]]:
     """Cost of what is chosen within 25 bytes, and costs of what was measured; ``peaks`` is by cost."""
+    program, _ = tiny()
+    plan = hand_plan(program, {"a": 2})
     measured: list[float] = []
 
-    class Graphs(SolvedByHand):
-        def held(self, plan: Plan) -> dict[str, float]:
-            measured.append(plan.certificate.objective)
-            return {"transient": peaks[plan.certificate.objective]}
+    def read(mix: LayerMix, bound: float) -> Plan:
+        return replace(plan, certificate=Certificate(mix.cost, bound, "", "prices"))
+
+    def peak(plan: Plan) -> dict[str, float]:
+        measured.append(plan.certificate.objective)
+        return {"transient": peaks[plan.certificate.objective]}
 
     problem = Problem((Node("n", np.array(COST), np.array(ROW)),), ())
     limits = Limits(1e-9, time.monotonic() + 60)
     frontier = Frontier(problem, limits)
     for budget in ROW:
         frontier.around(budget)
-    built = Formulation(problem, ())
-    found = _remembered(Graphs.of(built, 25.0), built, frontier, row, 0.0, "Lagrangian")
+    task = hand_made(limits, 25.0, Formulation(problem, ()), read, peak)
+    found = _remembered(task, Formulation(problem, ()), frontier, row, 0.0, "prices")
     return found.certificate.objective, measured
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from autopar.search.budget.budget_problem import BudgetProblem
 from autopar.search.budget.cutoff import NO_CUTOFF, Cutoff
 from autopar.search.budget.pareto import Frontier
 from autopar.search.formulation.build import Formulation
 from autopar.search.formulation.memory_model import MemoryModel
 from autopar.search.formulation.pins import Restrictions
-from autopar.search.program_search import ProgramSearch
 from autopar.search.solver.minimize import Limits
 
 
@@ -29,7 +29,7 @@ class MemoryConstraint:
         like: a constraint of the same problem under another memory model, whose labelings are good ones here.
     """
 
-    searched: ProgramSearch
+    searched: BudgetProblem
     restrictions: Restrictions
     memory: MemoryModel
     limits: Limits
@@ -41,7 +41,7 @@ class MemoryConstraint:
     @cached_property
     def built(self) -> Formulation:
         """The problem."""
-        return self.searched.formulate(self.restrictions, self.memory)
+        return self.searched.formulation(self.restrictions, self.memory)
 
     @cached_property
     def frontier(self) -> Frontier:

@@ -15,7 +15,8 @@ from autopar.search.budget.pareto import Frontier
 from autopar.search.formulation.build import Formulation, build
 from autopar.search.formulation.memory_model import MemoryModel
 from autopar.search.options import Job
-from autopar.search.program_search import plan_of, state_bytes
+from autopar.search.peak import state_bytes
+from autopar.search.read_plan import plan_of
 from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits
 from autopar.sharding.dims import Dims

@@ -25,10 +25,11 @@ from autopar.ir.plan import MEMORY_REPAIR, PER_USE, Plan
 from autopar.ir.program import Program
 from autopar.memory.peak_snapshot import PeakSnapshot
 from autopar.memory.recompute import class_of, ranges
+from autopar.search.budget.budget_problem import missing
 from autopar.search.budget.lagrangian import fits
 from autopar.search.budget.min_peak import Choice, min_peak_recomputation
 from autopar.search.budget.minimum_memory import minimum_memory_plan
-from autopar.search.budget.within_budget import missing
+from autopar.search.find import EXACT_AXES
 from autopar.search.formulation.memory_model import block_boundary_activations
 from autopar.search.options import Job
 from autopar.search.peak import peak_snapshot_of
@@ -93,13 +94,11 @@ def repaired(
     classes: LayerClasses,
     job: Job,
     error: InfeasibleError,
-    *,
-    from_minimum: bool = False,
 ) -> Plan:
-    """A plan that fits, made from the one that needs least of those found, or from the minimum-memory plan.
+    """A plan that fits, if the leanest that was found can be made one, or one that needs little whatever the budget is.
 
-    What an error says would be enough must not depend on the budget that was asked for: with ``from_minimum`` it comes
-    from `minimum_memory_plan`, which looks at no budget.
+    What an error names would have been enough, and is the same for each budget that is not: where layouts were searched
+    exactly, it comes from `minimum_memory_plan`, which does not depend on the budget.
 
     Args:
         program: that was searched.
@@ -107,27 +106,28 @@ def repaired(
         classes: which nodes share a decision.
         job: what it was searched for.
         error: that says what was found.
-        from_minimum: whether to start from the minimum-memory plan, too, where nothing else fits.
 
     Raises:
-        InfeasibleError: none was found; of the plan that needs least.
+        InfeasibleError: none was found; of the leanest that is known now.
     """
     plan: Plan | None = error.least
     budget = job.memory
     if plan is None or budget is None or error.needed is None or plan.offload:
         raise error
-    repair = _Repair(program, dims, classes, job, budget)
+    leaning = _Leaning(program, dims, classes, job, budget)
     known: list[tuple[Plan, PeakSnapshot]] = []
     if error.needed <= NEAR * budget:
-        known += repair.near(plan, repair.snapshot(plan))
-    if from_minimum and not any(fits(held.totals[0], budget) for _, held in known):
-        start = minimum_memory_plan(program, dims, job, classes)
-        known = repair.chosen(replace(start, certificate=plan.certificate))  # the search's bound holds for it, too
+        known += leaning.near(plan, leaning.peak_snapshot(plan))
+    if not any(fits(held.totals[0], budget) for _, held in known):
+        if program.repeat is None and len(job.axes) <= EXACT_AXES:
+            start = minimum_memory_plan(program, dims, job, classes)
+            # The search's bound holds for it, too.
+            known = leaning.chosen(replace(start, certificate=plan.certificate))
     if not known:
         raise error
     plan, now = min(known, key=lambda found: found[1].totals[0])
     if not fits(now.totals[0], budget):
-        plan, now = repair.eased(plan, now)
+        plan, now = leaning.eased(plan, now)
     plan = replace(plan, predicted=replace(plan.predicted, peak_bytes=now.held))
     if not fits(now.totals[0], budget):
         raise missing(budget, plan)
@@ -135,8 +135,8 @@ def repaired(
 
 
 @dataclass(frozen=True)
-class _Repair:
-    """How the peak of plans is lowered to a budget."""
+class _Leaning:
+    """How plans are made leaner for a budget."""
 
     program: Program
     dims: Dims
@@ -144,8 +144,7 @@ class _Repair:
     job: Job
     budget: float
 
-    def snapshot(self, plan: Plan) -> PeakSnapshot:
-        """The live tensors at the peak of a plan's graph."""
+    def peak_snapshot(self, plan: Plan) -> PeakSnapshot:
         return peak_snapshot_of(self.program, plan, self.classes)
 
     @cached_property
@@ -180,11 +179,11 @@ class _Repair:
 
     def _for_each(self, plan: Plan) -> list[tuple[Plan, PeakSnapshot]]:
         """The plan, or, if it does not fit, the one that moves all that it moves again for each user, if that helps."""
-        found = [(plan, self.snapshot(plan))]
+        found = [(plan, self.peak_snapshot(plan))]
         if not fits(found[0][1].totals[0], self.budget):
             each = {PER_USE + name: r for name, r in plan.recompute.items() if name.startswith("consumer ")}
             apart = replace(plan, recompute={**plan.recompute, **each})
-            found.append((apart, self.snapshot(apart)))
+            found.append((apart, self.peak_snapshot(apart)))
         return [min(found, key=lambda known: known[1].totals[0])]
 
     def eased(self, plan: Plan, now: PeakSnapshot) -> tuple[Plan, PeakSnapshot]:
@@ -195,7 +194,7 @@ class _Repair:
             for change in self.changes.of(plan, now):
                 if time.monotonic() > deadline or requested():
                     break
-                found = self.snapshot(change.of(plan, self.classes.count))
+                found = self.peak_snapshot(change.of(plan, self.classes.count))
                 if found.totals < (best[0].totals if best else now.totals):
                     best = found, change
                     if now.totals[0] - found.totals[0] >= ENOUGH * change.size:

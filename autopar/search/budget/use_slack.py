@@ -13,9 +13,9 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.ir.plan import Plan
+from autopar.search.budget.budget_problem import BudgetProblem
 from autopar.search.budget.layer_groups import in_groups
 from autopar.search.formulation.build import Formulation
-from autopar.search.program_search import ProgramSearch
 from autopar.search.solver.layer_mix import LayerMix, mix_of
 from autopar.search.solver.problem import Ints, Problem
 
@@ -26,7 +26,7 @@ FULL = 0.998
 
 
 def use_slack(
-    searched: ProgramSearch, built: Formulation, mix: LayerMix, plan: Plan, bound: float, method: str
+    searched: BudgetProblem, built: Formulation, mix: LayerMix, plan: Plan, bound: float, method: str
 ) -> Plan:
     """The plan, or a faster one under its layouts that fits as well.
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.costs.memory import format_bytes
 from autopar.errors import InfeasibleError
 from autopar.ir.plan import Plan
 from autopar.search.axis_by_axis import descend, placements
+from autopar.search.budget.budget_problem import BudgetProblem, missing, peak_bytes
 from autopar.search.budget.cutoff import NO_CUTOFF
 from autopar.search.budget.lagrangian import fits, solve
 from autopar.search.budget.layer_groups import in_groups
@@ -30,7 +30,6 @@ from autopar.search.budget.use_slack import use_slack
 from autopar.search.formulation.build import Formulation
 from autopar.search.formulation.memory_model import WHOLE, MemoryModel
 from autopar.search.formulation.pins import Restrictions
-from autopar.search.program_search import ProgramSearch
 from autopar.search.solver.certify import Claim
 from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits
@@ -55,7 +54,7 @@ SMALL = 1500
 """Problems of at most this many labels go to the ILP with the memory constraint, where multipliers leave a gap."""
 
 
-def plan_within(searched: ProgramSearch) -> Plan:
+def plan_within(searched: BudgetProblem) -> Plan:
     """The best plan of one problem, within the budget if there is one.
 
     Raises:
@@ -70,7 +69,7 @@ def plan_within(searched: ProgramSearch) -> Plan:
         return _fitting(searched, saved, bound)
     if saved is not None and not searched.whole:  # a stage is asked for a budget only where memory is short
         return _fitting(searched, saved, 0.0)
-    built = searched.formulate(job.restrictions, _without_budget(searched))
+    built = searched.formulation(job.restrictions, _without_budget(searched))
     solution = solve(built.problem, gap=limits.gap, time_limit=searched.seconds, progress=job.progress)
     searched.claims.append(Claim(built.problem, solution.lower_bound))
     job.cutoff.require_less(solution.lower_bound)
@@ -84,7 +83,7 @@ def plan_within(searched: ProgramSearch) -> Plan:
     return plan if enough or saved is None else _fitting(searched, saved, solution.lower_bound)
 
 
-def plan_by_axes(searched: ProgramSearch, bound: float) -> Plan:
+def plan_by_axes(searched: BudgetProblem, bound: float) -> Plan:
     """A plan on three axes or more: layouts axis by axis, then what is saved under these layouts.
 
     Layouts are searched for parameters that take all of the budget, or half of it, and so on until the rest fits.
@@ -99,7 +98,7 @@ def plan_by_axes(searched: ProgramSearch, bound: float) -> Plan:
     job, limits = searched.job, searched.limits
 
     def make(restrictions: Restrictions) -> Formulation:
-        return searched.formulate(restrictions, _without_budget(searched))
+        return searched.formulation(restrictions, _without_budget(searched))
 
     failure: InfeasibleError | None = None
     for part in (1.0, 0.5, 0.25, 0.125):
@@ -122,20 +121,16 @@ def plan_by_axes(searched: ProgramSearch, bound: float) -> Plan:
     raise failure
 
 
-def _without_budget(searched: ProgramSearch) -> MemoryModel:
+def _without_budget(searched: BudgetProblem) -> MemoryModel:
     """Memory is counted, and nothing is recomputed for it."""
-    return MemoryModel(searched.memory_of_state(True), regions=searched.regions, share=searched.job.share)
+    return MemoryModel(searched.state_and_gradients, regions=searched.regions, share=searched.job.share)
 
 
 def _single(solution: Solution) -> LayerMix:
     return LayerMix.of(Labeling(solution.labels, solution.objective, solution.memory))
 
 
-def _peak(plan: Plan) -> float:
-    return sum(plan.predicted.peak_bytes.values())
-
-
-def _fitting(searched: ProgramSearch, saved: MemoryConstraint, bound: float, method: str = "") -> Plan:
+def _fitting(searched: BudgetProblem, saved: MemoryConstraint, bound: float, method: str = "") -> Plan:
     """The best plan whose graph fits, by constraints that are tightened until it does.
 
     The first constraints are about program points. Where these lead to no plan that fits, the next is about what is
@@ -155,7 +150,7 @@ def _fitting(searched: ProgramSearch, saved: MemoryConstraint, bound: float, met
     memory = searched.job.memory
     assert memory is not None
     points = _at_program_points(searched, saved)
-    constraints = [*points, saved, saved.narrowed(replace(saved.memory, state=searched.memory_of_state(True)))]
+    constraints = [*points, saved, saved.narrowed(replace(saved.memory, state=searched.state_and_gradients))]
     here = [_on_device(c, searched.limits) for c in constraints] if searched.offload else []
     for claim in (c.frontier.claim(c.budget) for c in points if c.relaxed):
         searched.claims.append(claim)
@@ -176,10 +171,10 @@ def _fitting(searched: ProgramSearch, saved: MemoryConstraint, bound: float, met
             if constraint.relaxed or not here:
                 break
             continue
-        if fits(_peak(plan), memory):
+        if fits(peak_bytes(plan), memory):
             return plan
         bound = found
-        better = least is None or _peak(plan) < CLOSE * _peak(least)
+        better = least is None or peak_bytes(plan) < CLOSE * peak_bytes(least)
         least = _lesser(least, plan)
         if not constraints and not here and (better or not capped) and not searched.limits.expired():
             # What is left over is transient: half of what the largest operator works on may not be live at a time.
@@ -189,7 +184,7 @@ def _fitting(searched: ProgramSearch, saved: MemoryConstraint, bound: float, met
     raise missing(memory, least)
 
 
-def _require_room(searched: ProgramSearch, constraints: Sequence[MemoryConstraint], bound: float) -> None:
+def _require_room(searched: BudgetProblem, constraints: Sequence[MemoryConstraint], bound: float) -> None:
     """Where one of the constraints that hold for all plans has no room, none fits, whatever else is tried.
 
     Raises:
@@ -204,13 +199,13 @@ def _require_room(searched: ProgramSearch, constraints: Sequence[MemoryConstrain
                 raise missing(searched.job.memory, plan)
 
 
-def _saved(searched: ProgramSearch, restrictions: Restrictions) -> MemoryConstraint:
+def _saved(searched: BudgetProblem, restrictions: Restrictions) -> MemoryConstraint:
     """The constraint on what is saved when the backward pass begins; it bounds all plans if nothing is decided yet."""
     job = searched.job
     assert job.memory is not None
     memory = MemoryModel(
-        searched.memory_of_state(False), True, job.search.recompute, regions=searched.regions, offload=searched.offload,
-        optimizer=searched.offloadable_state(), share=job.share,
+        searched.state, True, job.search.recompute, regions=searched.regions, offload=searched.offload,
+        optimizer=searched.optimizer_state, share=job.share,
     )  # fmt: skip
     relaxed = restrictions is job.restrictions and searched.whole
     limits = searched.limits
@@ -225,7 +220,7 @@ def _on_device(constraint: MemoryConstraint, limits: Limits) -> MemoryConstraint
     return replace(constraint.narrowed(replace(constraint.memory, offload=False, optimizer={})), limits=limits)
 
 
-def _at_program_points(searched: ProgramSearch, saved: MemoryConstraint) -> list[MemoryConstraint]:
+def _at_program_points(searched: BudgetProblem, saved: MemoryConstraint) -> list[MemoryConstraint]:
     """Constraints at the program points where most is live, that with the best bound first; for a stage none.
 
     Without a budget much is saved, and the peak is where all of it is live; of such points, the one counts at which
@@ -258,28 +253,11 @@ def _at_program_points(searched: ProgramSearch, saved: MemoryConstraint) -> list
 
 def _lesser(a: Plan | None, b: Plan) -> Plan:
     """The plan of two that needs less."""
-    return b if a is None or _peak(b) < _peak(a) else a
-
-
-def missing(memory: float, least: Plan | None) -> InfeasibleError:
-    """Say how much is missing, of what, and what would do."""
-    if least is None:
-        return InfeasibleError("no choice of labels avoids every forbidden label and pair; allow more candidates")
-    held, needed = least.predicted.peak_bytes, _peak(least)
-    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in sorted(held.items(), key=lambda x: -x[1])[:3])
-    more = math.ceil(math.prod(least.axis_sizes) * needed / memory)
-    return InfeasibleError(
-        f"no plan was found that needs less than {format_bytes(needed)} a device on axes {dict(least.axes)} ({parts}), "
-        f"and the budget is {format_bytes(memory)}: {format_bytes(needed - memory)} are missing. Raise memory= to "
-        f"{format_bytes(needed)}, or use a mesh of about {more} devices or a smaller batch",
-        needed=needed,
-        budget=memory,
-        least=least,
-    )
+    return b if a is None or peak_bytes(b) < peak_bytes(a) else a
 
 
 def _tightened(
-    searched: ProgramSearch, constraint: MemoryConstraint, bound: float, method: str
+    searched: BudgetProblem, constraint: MemoryConstraint, bound: float, method: str
 ) -> tuple[Plan, float, float]:
     """The best plan of one kind of constraint that fits; where none does, the one that needs least.
 
@@ -343,7 +321,7 @@ class _Tightening:
         failing: the fewest of one whose graph does not.
     """
 
-    searched: ProgramSearch
+    searched: BudgetProblem
     built: Formulation
     memory: float
     method: str
@@ -369,10 +347,10 @@ class _Tightening:
         frontier = constraint.frontier
         plan = self.searched.plan(self.built, _least(frontier), bound, self.method)
         self.least, enough = self.searched.measured(plan)
-        if not enough and _peak(self.least) > HOPELESS * self.memory:
+        if not enough and peak_bytes(self.least) > HOPELESS * self.memory:
             raise missing(self.memory, self.least)
         if enough:  # else what saves least is not what needs least
-            room = frontier.least().memory + self.memory - _peak(self.least)
+            room = frontier.least().memory + self.memory - peak_bytes(self.least)
         return room
 
     def measure(self, mix: LayerMix, bound: float) -> float:
@@ -385,7 +363,7 @@ class _Tightening:
             self.fitting = max(self.fitting, mix.memory)
         else:
             self.failing = min(self.failing, mix.memory)
-        return _peak(plan)
+        return peak_bytes(plan)
 
     def next_room(self, mix: LayerMix, size: float, frontier: Frontier) -> float:
         """Bytes that the constraint allows next, after a solution whose graph needs ``size`` bytes."""
@@ -412,7 +390,7 @@ def _least(frontier: Frontier) -> LayerMix:
 
 
 def _remembered(
-    searched: ProgramSearch, built: Formulation, frontier: Frontier, memory: float, bound: float, method: str
+    searched: BudgetProblem, built: Formulation, frontier: Frontier, memory: float, bound: float, method: str
 ) -> Plan:
     """Of the points found with less than ``memory`` bytes, the cheapest whose graph fits; or the one that needs least.
 
@@ -430,7 +408,7 @@ def _remembered(
     return found
 
 
-def _within(searched: ProgramSearch, built: Formulation, frontier: Frontier, memory: float, first: bool) -> LayerMix:
+def _within(searched: BudgetProblem, built: Formulation, frontier: Frontier, memory: float, first: bool) -> LayerMix:
     """The best solution within a memory constraint; after the first, fewer multipliers are tried."""
     limits = searched.limits
 

@@ -2,30 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from autopar.errors import InfeasibleError
 from autopar.ir.plan import Certificate, Plan
+from autopar.ir.program import Program
 from autopar.search.budget.cutoff import NO_CUTOFF, Cutoff, PrunedError
+from autopar.search.microbatch.split import microbatch_program
+from autopar.search.options import Job
+from autopar.search.padding import best_padded
 from autopar.search.solver.interrupt import requested
 
 WORTH = 0.98
 """Where twice as many microbatches need more than this share of the memory, even more will not do."""
 
-Attempt = Callable[[int, Cutoff], Plan]
-"""``attempt(count, rival)``: the best plan of ``count`` microbatches, if it is faster than the rival."""
+
+def plan_of_microbatch(program: Program, part: Program, job: Job) -> Plan:
+    """The best plan of one microbatch, as a plan of the program that it is a part of.
+
+    Args:
+        program: of the whole batch; the plan is found again by its fingerprint.
+        part: of one microbatch; the program itself where there is one only.
+        job: what is searched for.
+
+    Raises:
+        InfeasibleError: nothing fits.
+    """
+    return replace(best_padded(part, job), fingerprint=program.fingerprint, microbatches=part.microbatches)
 
 
-def best_count(attempt: Attempt, cutoff: Cutoff = NO_CUTOFF) -> Plan:
-    """The fastest plan of 1, 2, 4, ... microbatches, if it is faster than the rival.
+def plan_of_count(program: Program, count: int, job: Job) -> Plan:
+    """The best plan of so many microbatches, if it is faster than the job's cutoff.
 
-    A step is not faster in more microbatches than its memory asks for: kernels are smaller, and where they are not
-    kept, parameters are gathered more often.
+    Raises:
+        InfeasibleError: none fits.
+        PrunedError: none is faster.
+    """
+    if job.search.check:  # all that the certificate says is checked, which a search that was cut off cannot be
+        job = replace(job, cutoff=NO_CUTOFF)
+    return plan_of_microbatch(program, microbatch_program(program, count, deterministic=job.deterministic), job)
+
+
+def best_count(program: Program, job: Job) -> Plan:
+    """The fastest plan of 1, 2, 4, ... microbatches, if it is faster than the job's cutoff.
+
+    A step is not faster in more microbatches than its memory asks for: kernels are smaller, and parameters that are
+    not saved are gathered more often.
 
     Raises:
         InfeasibleError: none fits; the error is that of the least need.
-        NoFasterError: none is faster.
+        PrunedError: none is faster.
     """
     best: Plan | None = None
     error: InfeasibleError | None = None
@@ -36,7 +62,7 @@ def best_count(attempt: Attempt, cutoff: Cutoff = NO_CUTOFF) -> Plan:
     while best is None or (best.certificate.binds and not requested()):
         tried.append(count)
         try:
-            found = attempt(count, cutoff if best is None else Cutoff.of(best))
+            found = plan_of_count(program, count, job if best is None else replace(job, cutoff=Cutoff.of(best)))
         except PrunedError as e:
             if best is None:
                 raise
@@ -57,10 +83,20 @@ def best_count(attempt: Attempt, cutoff: Cutoff = NO_CUTOFF) -> Plan:
     if best is None:
         assert error is not None
         raise error
-    space = best.certificate.space
-    if len(tried) > 1:
-        space = f"{', '.join(map(str, tried))} microbatches; {space}"
-    bound = min(*bounds, *(certificate.lower_bound for certificate in certificates), best.certificate.objective)
-    verified = [certificate.checked for certificate in certificates if certificate.checked is not None]
-    checked = min(verified) if len(verified) == len(certificates) else None
-    return replace(best, certificate=replace(best.certificate, lower_bound=bound, space=space, checked=checked))
+    return replace(best, certificate=_of_all_counts(best.certificate, certificates, bounds, tried))
+
+
+def _of_all_counts(best: Certificate, found: list[Certificate], bounds: list[float], tried: list[int]) -> Certificate:
+    """The best plan's certificate, with the bound of all numbers that were tried.
+
+    Args:
+        best: of the best plan.
+        found: of all plans.
+        bounds: of the numbers that the cutoff ended.
+        tried: numbers of microbatches.
+    """
+    space = f"{', '.join(map(str, tried))} microbatches; {best.space}" if len(tried) > 1 else best.space
+    bound = min(*bounds, *(certificate.lower_bound for certificate in found), best.objective)
+    verified = [certificate.checked for certificate in found if certificate.checked is not None]
+    checked = min(verified) if len(verified) == len(found) else None
+    return replace(best, lower_bound=bound, space=space, checked=checked)

@@ -16,47 +16,38 @@ What waits with more seconds than the best plan found takes is left there. To ha
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from autopar.costs.cluster import Cluster
 from autopar.errors import InfeasibleError
-from autopar.ir.plan import TIME_LIMIT, Certificate, Plan, Scatter
+from autopar.ir.plan import TIME_LIMIT, Plan
 from autopar.ir.program import Program
 from autopar.pipeline.schedules import Order, alone, order, require_numbers
-from autopar.pipeline.stage_graphs import INPUT
-from autopar.search.budget.cutoff import Cutoff, PrunedError
+from autopar.search.budget.cutoff import Cutoff
 from autopar.search.budget.lagrangian import fits
-from autopar.search.budget.within_budget import HOPELESS
-from autopar.search.microbatch.split import require_early_backward
+from autopar.search.flat import best_flat, flat_in_any_memory
+from autopar.search.microbatch.count import plan_of_microbatch
+from autopar.search.microbatch.split import microbatch_program, require_early_backward
 from autopar.search.options import Job
 from autopar.search.pipeline.deep_models import RepeatedStages, require_blocks
-from autopar.search.pipeline.space import (
-    PipelineShape,
-    bubble,
-    counts,
-    inside_stage,
-    pipeline_shapes,
-    restrictions_inside,
-    waits,
+from autopar.search.pipeline.fit_stages import search_within_budget
+from autopar.search.pipeline.record import (
+    MeshKey,
+    PipelineProblem,
+    ScheduledPart,
+    SearchRecord,
+    StagePosition,
+    Subproblem,
 )
-from autopar.search.pipeline.stage_plan import (
-    INSIDE,
-    StagePlan,
-    fastest,
-    missing,
-    sends_behind,
-    share_of,
-    staged,
-    suitable,
-)
-from autopar.search.solver.interrupt import requested
-from autopar.search.variants import part_of, plan_in_any_memory, plan_of_part, plan_of_whole
+from autopar.search.pipeline.shape import PipelineShape
+from autopar.search.pipeline.space import bubble, counts, pipeline_shapes, waits
+from autopar.search.pipeline.stage_peak import scatters, stage_plans
+from autopar.search.pipeline.stage_plan import INSIDE, StagePlan, missing, suitable
 from autopar.sharding.candidates import candidates
 from autopar.sharding.dims import analyze
 from autopar.sharding.operator_cost import arithmetic_dtype, operator_work
@@ -64,11 +55,8 @@ from autopar.sharding.operator_cost import arithmetic_dtype, operator_work
 LIMITS = 5
 """So many time limits of one search are for all pipelines together, once a plan is known."""
 
-SEARCHED = 12
-"""How many pipelines that do not fit as they are, are searched within the budget."""
 
-
-def best_pipeline(program: Program, job: Job, *, factored: bool = False) -> Plan:
+def best_pipeline(program: Program, job: Job, factored: bool) -> Plan:
     """The fastest plan with the stages that are asked for; where they are searched, with or without.
 
     Args:
@@ -81,397 +69,233 @@ def best_pipeline(program: Program, job: Job, *, factored: bool = False) -> Plan
     """
     if program.training:
         require_early_backward(program)
-    found = _PipelineSearch(program, pipeline_shapes(job.search, job.axes, program.training, factored), job)
-    found.run()
-    return found.result()
+    floor = least_seconds(program, job.cluster, math.prod(job.axes.values()))
+    shapes = tuple(pipeline_shapes(job.search, job.axes, program.training, factored))
+    problem = PipelineProblem(program, job, shapes, floor, time.monotonic() + LIMITS * job.search.time_limit)
+    known = SearchRecord()
+    if problem.search.stages_open:
+        known.open.append(Subproblem(floor, floor, partial(_plan_without_stages, problem, known), floor))
+    for position in _positions(problem, known):
+        _open_microbatches(problem, known, position, 0)
+    while promising := [node for node in known.open if known.promised(node) < known.seconds]:
+        if known.is_late(problem.deadline):
+            break
+        node = min(promising, key=lambda o: (o.schedule in known.heavy, known.promised(o)))
+        known.open.remove(node)
+        try:
+            node.expand()
+        except InfeasibleError as e:
+            known.errors.append(e)
+    return _result(problem, known)
 
 
-@dataclass(frozen=True)
-class _Open:
-    """What is not looked into yet.
+def _positions(problem: PipelineProblem, known: SearchRecord) -> list[StagePosition]:
+    """Where stages may lie; of a random plan one."""
+    shapes, seed = [a for a in problem.shapes if _has_enough_layers(problem, known, a)], problem.search.seed
+    if problem.random and shapes:
+        shapes = [shapes[seed % len(shapes)]]
+    grouped: dict[MeshKey, list[PipelineShape]] = {}
+    for a in shapes:
+        grouped.setdefault((a.axes, a.axis), []).append(a)
+    found = []
+    for own in grouped.values():
+        allowed = {a: counts(problem.program, problem.search, a) for a in own}
+        numbers = sorted({n for each in allowed.values() for n in each})
+        if problem.random:
+            numbers = [numbers[seed % min(len(numbers), 3)]]
+        found.append(StagePosition(tuple(own), tuple((n, tuple(a for a in own if n in allowed[a])) for n in numbers)))
+    return found
 
-    Attributes:
-        seconds: about what the best plan takes that it leads to.
-        bound: no plan that it leads to takes less.
-        look: into it, which may leave others open.
-        checked: the bound as far as it is checked; None: it is not.
-        schedule: the one it is about; empty: none.
-        needed: bytes that the plan of that many seconds needs, if these are more than there are.
+
+def _has_enough_layers(problem: PipelineProblem, known: SearchRecord, a: PipelineShape) -> bool:
+    """Whether there is a layer for each stage, where three are captured for many."""
+    try:
+        require_blocks(problem.program, a)
+    except InfeasibleError as e:
+        known.errors.append(e)
+        return False
+    return True
+
+
+def _plan_without_stages(problem: PipelineProblem, known: SearchRecord) -> None:
+    """Plan the whole model on all devices, in whatever memory; that within the budget is left open."""
+    free = flat_in_any_memory(problem.program, problem.job)
+    known.flat = own = free.certificate
+    if problem.memory is None:
+        known.add(free)
+        return
+    expand = partial(_fit_without_stages, problem, known)
+    known.open.append(Subproblem(free.predicted.step_seconds, own.lower_bound, expand, own.checked))
+
+
+def _fit_without_stages(problem: PipelineProblem, known: SearchRecord) -> None:
+    """The best within the budget without stages."""
+    try:
+        found = best_flat(problem.program, replace(problem.job, cutoff=Cutoff(known.seconds)))
+    except InfeasibleError as e:
+        known.fail(e)
+        return
+    known.add(found)
+    known.flat = found.certificate
+
+
+def _open_microbatches(problem: PipelineProblem, known: SearchRecord, position: StagePosition, number: int) -> None:
+    """Leave a position with its next number of microbatches open.
+
+    Args:
+        problem: what is searched.
+        known: grows.
+        position: where the stages lie.
+        number: index of the number of microbatches; beyond the last there is nothing to do.
     """
+    if number >= len(position.numbers):
+        return
+    count, shapes = position.numbers[number]
+    for a in shapes:
+        known.tried.setdefault(a, []).append(count)
+    # In more microbatches the devices of a stage are not faster.
+    coarser = [p for (where, n), p in known.free.items() if where == position.key and count % n == 0]
+    devices, least = shapes[0].devices, problem.floor * min(waits(a, count) for a in shapes)
+    alike = max(coarser, key=lambda p: p.certificate.lower_bound, default=None)
+    bound, seconds = least, least
+    checked: float | None = least
+    if alike is not None:
+        bound = max(least, alike.certificate.lower_bound / devices)
+        checked = None if alike.certificate.checked is None else max(least, alike.certificate.checked / devices)
+        waiting = min(bubble(a, name, count) for a in shapes for name in a.schedules)
+        seconds = alike.predicted.step_seconds / devices * (1 + waiting)
+    expand = partial(_plan_stage_devices, problem, known, position, number)
+    known.open.append(Subproblem(max(bound, seconds), bound, expand, checked))
 
-    seconds: float
-    bound: float
-    look: Callable[[], None]
-    checked: float | None = None
-    schedule: str = ""
-    needed: float = 0.0
 
+def _plan_stage_devices(problem: PipelineProblem, known: SearchRecord, position: StagePosition, number: int) -> None:
+    """Plan the devices of a stage, if they had the whole model and any memory.
 
-_Key = tuple[tuple[tuple[str, int], ...], str]
-"""Axes of a mesh, and the one along which stages lie."""
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where stages may lie, and the microbatches that they may work on.
-
-    Attributes:
-        ways: with so many stages on each device.
-        numbers: of microbatches, in the order in which they are tried, each with those ways for which it is.
+    Raises:
+        InfeasibleError: the model does not allow it.
     """
+    (count, shapes), first = position.numbers[number], position.shapes[0]
+    known.say(problem.job, f"{first.devices} devices along {first.axis}, {count} microbatches")
+    try:
+        possible = [(a, allowed) for a in shapes if (allowed := _allowed(problem, known, a, count))]
+        if not possible:
+            return
+        part = microbatch_program(problem.program, count, deterministic=problem.job.deterministic)
+        free = plan_of_microbatch(problem.program, part, problem.job_inside(first))
+        known.free[position.key, count] = free
+        own, seconds = free.certificate, free.predicted.step_seconds / first.devices
+        checked = None if own.checked is None else own.checked / first.devices
+        for a, allowed in possible:
+            promised = seconds * (1 + min(bubble(a, name, count) for name in allowed))
+            bound = max(own.lower_bound / a.devices, problem.floor * waits(a, count))
+            expand = partial(_cut_into_stages, problem, known, part, a, allowed)
+            known.open.append(Subproblem(promised, bound, expand, checked))
+    finally:
+        _open_microbatches(problem, known, position, number + 1)
 
-    ways: tuple[PipelineShape, ...]
-    numbers: tuple[tuple[int, tuple[PipelineShape, ...]], ...]
 
-    @property
-    def key(self) -> _Key:
-        """Axes, and that of the stages."""
-        return self.ways[0].axes, self.ways[0].axis
+def _allowed(problem: PipelineProblem, known: SearchRecord, a: PipelineShape, count: int) -> tuple[str, ...]:
+    """The schedules that work for so many microbatches."""
+    found = []
+    for schedule in a.schedules:
+        try:
+            require_numbers(schedule, a.devices, count, a.virtual)
+            found.append(schedule)
+        except ValueError as e:
+            known.errors.append(InfeasibleError(f"no pipeline: {e}"))
+    if found and problem.program.training and count == 1 and not any(alone(name) for name in found):
+        known.errors.append(InfeasibleError(
+            'in a pipeline of one microbatch all stages but one wait: pin {"microbatches": n} with n of at least 2'
+        ))  # fmt: skip
+        return ()
+    return tuple(found)
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """A model in stages, and a schedule."""
+def _cut_into_stages(
+    problem: PipelineProblem, known: SearchRecord, part: Program, a: PipelineShape, schedules: Sequence[str]
+) -> None:
+    """Cut the model, planned for any memory, into stages.
 
-    part: Program
-    arrangement: PipelineShape
-    schedule: str
-    actions: Order
-
-
-class _PipelineSearch:
-    """The search, and what it has found."""
-
-    def __init__(self, program: Program, ways: list[PipelineShape], job: Job) -> None:
-        self.program, self.ways, self.job, self.search, self.progress = program, ways, job, job.search, job.progress
-        self.random = job.search.recipe == "random"
-        self.memory = None if self.random else job.memory  # random plans need not fit
-        # No step is faster than this, with stages or without.
-        self.floor = least_seconds(program, job.cluster, math.prod(job.axes.values()))
-        self.deadline = time.monotonic() + LIMITS * self.search.time_limit
-        self.open: list[_Open] = []
-        self.best: Plan | None = None
-        self.flat: Certificate | None = None  # of no stages
-        self.certificates: list[Certificate] = []
-        self.bounds: list[float] = []  # of what was given up
-        self.tried: dict[PipelineShape, list[int]] = {}
-        self.errors: list[InfeasibleError] = []
-        self.free: dict[tuple[_Key, int], Plan] = {}  # by place and microbatches
-        self.blocks: dict[tuple[_Key, int], RepeatedStages] = {}
-        self.heavy: set[str] = set()  # schedules that need far too much somewhere
-        self.costs: list[tuple[float, float]] = []  # bytes needed, and how much longer it takes in the budget
-        self.lightest: dict[
-            tuple[PipelineShape, int], tuple[float, Plan, str]
-        ] = {}  # what needed least within a budget
-        self.least: Plan | None = None
-        self.searched = 0
-        self.stopped = False
-
-    def run(self) -> None:
-        """Look into what promises the most, until nothing promises more than what is known."""
-        if self.search.stages_open:
-            self.open.append(_Open(self.floor, self.floor, self._without_stages, self.floor))
-        for place in self._places():
-            self._consider(place, 0)
-        while candidates := [o for o in self.open if self._promised(o) < self._seconds]:
-            if self._is_late():
-                break
-            found = min(candidates, key=lambda o: (o.schedule in self.heavy, self._promised(o)))
-            self.open.remove(found)
-            try:
-                found.look()
-            except InfeasibleError as e:
-                self.errors.append(e)
-
-    def _places(self) -> list[_Place]:
-        """Where stages may lie; of a random plan one."""
-        ways, seed = [a for a in self.ways if self._has_enough(a)], self.search.seed
-        if self.random and ways:
+    Raises:
+        InfeasibleError: it has too few modules.
+    """
+    what = f"{a.devices} devices along {a.axis}, {a.stages} stages, {part.microbatches} microbatches"
+    known.say(problem.job, what)
+    own = known.free[(a.axes, a.axis), part.microbatches].certificate
+    orders = {name: order(name, a.devices, part.microbatches, a.virtual) for name in schedules}
+    cuts = _free_stages(problem, known, part, a, tuple(orders.values()))
+    names, seed = list(orders), problem.search.seed
+    for schedule in [names[seed % len(names)]] if problem.random else names:
+        scheduled = ScheduledPart(part, a, schedule, orders[schedule])
+        ways = suitable(cuts, scheduled.actions)
+        if problem.random:
             ways = [ways[seed % len(ways)]]
-        grouped: dict[_Key, list[PipelineShape]] = {}
-        for a in ways:
-            grouped.setdefault((a.axes, a.axis), []).append(a)
-        found = []
-        for own in grouped.values():
-            allowed = {a: counts(self.program, self.search, a) for a in own}
-            numbers = sorted({n for each in allowed.values() for n in each})
-            if self.random:
-                numbers = [numbers[seed % min(len(numbers), 3)]]
-            found.append(_Place(tuple(own), tuple((n, tuple(a for a in own if n in allowed[a])) for n in numbers)))
-        return found
-
-    def _has_enough(self, a: PipelineShape) -> bool:
-        """Whether there is a block for each stage, where blocks are left out."""
-        try:
-            require_blocks(self.program, a)
-        except InfeasibleError as e:
-            self.errors.append(e)
-            return False
-        return True
-
-    def _promised(self, o: _Open) -> float:
-        """Seconds; where more memory is needed than there is, it costs as much as where less was needed, at least."""
-        return o.seconds * max((cost for needed, cost in self.costs if needed <= o.needed), default=1.0)
-
-    def _is_late(self) -> bool:
-        """Whether what is known has to do."""
-        late = self.best is not None and (requested() or time.monotonic() > self.deadline)
-        self.stopped = self.stopped or late
-        return late
-
-    def _try(self, attempt: Callable[[], Plan]) -> Plan | None:
-        """Remember what an attempt finds, if it is the best."""
-        try:
-            found = attempt()
-        except PrunedError as e:
-            self.bounds.append(e.bound)
-            return None
-        except InfeasibleError as e:
-            self.errors.append(e)
-            return None
-        self.certificates.append(found.certificate)
-        if found.predicted.step_seconds < self._seconds:
-            self.best = found
-        return found
-
-    @property
-    def _seconds(self) -> float:
-        return math.inf if self.best is None else self.best.predicted.step_seconds
-
-    def _without_stages(self) -> None:
-        """Plan the whole model on all devices, in whatever memory; that within the budget waits."""
-        free = plan_in_any_memory(self.program, self.job)
-        self.flat = own = free.certificate
-        if self.memory is None:
-            self._try(lambda: free)
-        else:
-            self.open.append(_Open(free.predicted.step_seconds, own.lower_bound, self._flat, own.checked))
-
-    def _flat(self) -> None:
-        """The best within the budget without stages."""
-        if found := self._try(lambda: plan_of_whole(self.program, self.job, Cutoff(self._seconds))):
-            self.flat = found.certificate
-
-    def _consider(self, place: _Place, number: int) -> None:
-        """Leave a place with its next number of microbatches open."""
-        if number >= len(place.numbers):
-            return
-        count, ways = place.numbers[number]
-        for a in ways:
-            self.tried.setdefault(a, []).append(count)
-        # In more microbatches the devices of a stage are not faster.
-        known = [p for (where, n), p in self.free.items() if where == place.key and count % n == 0]
-        devices, least = ways[0].devices, self.floor * min(waits(a, count) for a in ways)
-        alike = max(known, key=lambda p: p.certificate.lower_bound, default=None)
-        bound, seconds = least, least
-        checked: float | None = least
-        if alike is not None:
-            bound = max(least, alike.certificate.lower_bound / devices)
-            checked = None if alike.certificate.checked is None else max(least, alike.certificate.checked / devices)
-            waiting = min(bubble(a, name, count) for a in ways for name in a.schedules)
-            seconds = alike.predicted.step_seconds / devices * (1 + waiting)
-        look = partial(self._plan, place, number)
-        self.open.append(_Open(max(bound, seconds), bound, look, checked))
-
-    def _plan(self, place: _Place, number: int) -> None:
-        """Plan the devices of a stage, if they had the whole model and any memory.
-
-        Raises:
-            InfeasibleError: the model does not allow it.
-        """
-        (count, ways), first = place.numbers[number], place.ways[0]
-        self._say(f"{first.devices} devices along {first.axis}, {count} microbatches")
-        try:
-            possible = [(a, allowed) for a in ways if (allowed := self._allowed(a, count))]
-            if possible:
-                part = part_of(self.program, self.job, count)
-                free = self.free[place.key, count] = plan_of_part(self.program, part, self._job(first))
-                own, seconds = free.certificate, free.predicted.step_seconds / first.devices
-                checked = None if own.checked is None else own.checked / first.devices
-                for a, allowed in possible:
-                    promised = seconds * (1 + min(bubble(a, name, count) for name in allowed))
-                    bound = max(own.lower_bound / a.devices, self.floor * waits(a, count))
-                    self.open.append(_Open(promised, bound, partial(self._cut, part, a, allowed), checked))
-        finally:
-            self._consider(place, number + 1)
-
-    def _allowed(self, a: PipelineShape, count: int) -> tuple[str, ...]:
-        """The schedules that work for so many microbatches."""
-        found = []
-        for schedule in a.schedules:
-            try:
-                require_numbers(schedule, a.devices, count, a.virtual)
-                found.append(schedule)
-            except ValueError as e:
-                self.errors.append(InfeasibleError(f"no pipeline: {e}"))
-        if found and self.program.training and count == 1 and not any(alone(name) for name in found):
-            self.errors.append(InfeasibleError(
-                'in a pipeline of one microbatch all stages but one wait: pin {"microbatches": n} with n of at least 2'
-            ))  # fmt: skip
-            return ()
-        return tuple(found)
-
-    def _cut(self, part: Program, a: PipelineShape, schedules: Sequence[str]) -> None:
-        """Cut the model, planned for any memory, into stages.
-
-        Raises:
-            InfeasibleError: it has too few modules.
-        """
-        self._say(f"{a.devices} devices along {a.axis}, {a.stages} stages, {part.microbatches} microbatches")
-        free = self.free[(a.axes, a.axis), part.microbatches]
-        allowed = {name: order(name, a.devices, part.microbatches, a.virtual) for name in schedules}
-        cuts = self._staged(part, free, a, tuple(allowed.values()))
-        names, seed = list(allowed), self.search.seed
-        for schedule in [names[seed % len(names)]] if self.random else names:
-            cut, ways = _Cut(part, a, schedule, allowed[schedule]), suitable(cuts, allowed[schedule])
-            if self.random:
-                ways = [ways[seed % len(ways)]]
-            own, promised = free.certificate, min(w.busiest(cut.actions) for w in ways)
-            checked = None if own.checked is None else own.checked / a.devices
-            bound = own.lower_bound / a.devices
-            self.open.append(_Open(promised, bound, partial(self._simulate, cut, ways), checked, schedule))
-
-    def _simulate(self, c: _Cut, cuts: Sequence[StagePlan]) -> None:
-        """Seconds under a schedule; where it does not fit, it waits to be searched within the budget."""
-        seconds, cut = min(((cut.seconds(c.actions), cut) for cut in cuts), key=lambda found: found[0])
-        whole = cut.whole(c.schedule, c.actions, seconds)
-        needed, own = _needed(whole), whole.certificate
-        self.certificates.append(own)  # its bound is that of all schedules, in whatever memory
-        if self.memory is not None and not fits(needed, self.memory):
-            self.least = whole if self.least is None else min(self.least, whole, key=_needed)
-            look = partial(self._fit, c, seconds, needed)
-            self.open.append(_Open(seconds, own.lower_bound, look, own.checked, c.schedule, needed))
-        elif seconds < self._seconds:
-            self.best = whole
-
-    def _fit(self, c: _Cut, seconds: float, needed: float) -> None:
-        """Search a pipeline that takes so many seconds, and needs so many bytes, within the budget."""
-        if self.searched >= SEARCHED or self._is_hopeless(c):
-            return
-        self.searched += 1
-        if found := self._try(partial(self._fitting, c)):
-            self.costs.append((needed, found.predicted.step_seconds / seconds))
-        if self._is_hopeless(c):
-            self.heavy.add(c.schedule)
-        if self.searched % 4 == 0:
-            gc.collect()  # graphs that were measured
-
-    def _say(self, phase: str) -> None:
-        self.progress(phase, self._seconds, min((o.bound for o in self.open), default=0.0))
-
-    def _fitting(self, c: _Cut) -> Plan:
-        """The best plan under a schedule that fits.
-
-        Raises:
-            InfeasibleError: none does.
-        """
-        a = c.arrangement
-        self._say(f"{a.devices} devices along {a.axis}, {a.stages} stages, {c.schedule}")
-        share, cutoff = share_of(c.actions, a.stages), Cutoff(self._seconds * a.devices)
-        job = self._job(a)
-        search = replace(job.search, check=False)  # the bound that holds is that of any memory
-        job = replace(job, memory=self.memory, cutoff=cutoff, share=share, search=search)
-        try:
-            plan = plan_of_part(self.program, c.part, job, _Stages(self, c))
-        except PrunedError as e:  # of a device that has the whole model
-            raise PrunedError(e.bound / a.devices) from e
-        cut = self._fastest(c.part, plan, c)
-        found = cut.whole(c.schedule, c.actions, cut.seconds(c.actions))
-        alike = self.free[(a.axes, a.axis), c.part.microbatches].certificate  # of all plans, in whatever memory
-        bound = min(alike.lower_bound / a.devices, found.predicted.step_seconds)
-        checked = None if alike.checked is None else alike.checked / a.devices
-        return replace(found, certificate=replace(found.certificate, lower_bound=bound, checked=checked))
-
-    def _is_hopeless(self, c: _Cut) -> bool:
-        """Whether what needed least under any schedule needs far too much under this one."""
-        if self.memory is None or (c.arrangement, c.part.microbatches) not in self.lightest:
-            return False
-        needed, plan, schedule = self.lightest[c.arrangement, c.part.microbatches]
-        if schedule != c.schedule:
-            needed = sum(self._fastest(c.part, plan, c).peak(c.actions).values())
-        return needed > HOPELESS * self.memory
-
-    def _job(self, a: PipelineShape) -> Job:
-        """What is searched for the devices of a stage, if they had the whole model and any memory."""
-        limits = restrictions_inside(self.job.restrictions, self.job.axes, a.axis)
-        search, machine = inside_stage(self.search, a), self._machine(a)
-        return replace(self.job, axes=a.inside, cluster=machine, memory=None, search=search, restrictions=limits)
-
-    def _fastest(self, part: Program, plan: Plan, c: _Cut) -> StagePlan:
-        return fastest(self._staged(part, plan, c.arrangement, [c.actions]), c.actions)
-
-    def _staged(self, part: Program, plan: Plan, a: PipelineShape, allowed: Sequence[Order]) -> list[StagePlan]:
-        link = self._machine(a).axis_links[a.axis]
-        ways = [Scatter(a.axis, behind) for behind in dict.fromkeys(map(sends_behind, allowed))]
-        if part.repeat is None:
-            return staged(part, plan, a, link, self.search, ways)
-        key = (a.axes, a.axis), part.microbatches
-        if plan is not self.free[key]:
-            split = any(action.kind == INPUT for rows in allowed for row in rows for action in row)
-            return RepeatedStages(part, plan, a, link, split).staged(a, ways)
-        if key not in self.blocks:  # for all schedules
-            self.blocks[key] = RepeatedStages(part, plan, a, link, part.training)
-        return self.blocks[key].staged(a, ways)
-
-    def _machine(self, a: PipelineShape) -> Cluster:
-        """The devices, with a link for each axis."""
-        axes = dict(a.axes)
-        return replace(self.job.cluster, axis_links=dict(zip(axes, self.job.cluster.link_for(axes), strict=True)))
-
-    def result(self) -> Plan:
-        """The best plan, with a certificate for all that was looked at."""
-        if self.best is None:
-            needed = min((e.needed for e in self.errors if e.needed is not None), default=math.inf)
-            if self.least is None or self.memory is None:
-                raise self.errors[0]
-            raise missing(self.least, min(needed, _needed(self.least)), self.memory)
-        left = [o for o in self.open if o.bound < self._seconds]
-        bound = min(*(c.lower_bound for c in self.certificates), *self.bounds, *(o.bound for o in left), self._seconds)
-        if len({c.space for c in self.certificates}) == 1 and bound >= self.best.certificate.lower_bound:
-            return self.best
-        ways = [
-            f"{a.devices} devices of axis {a.axis}, {a.virtual} each, {', '.join(map(str, numbers))} microbatches"
-            for a, numbers in self.tried.items()
-        ]
-        inside = self.flat.space if self.flat else self.certificates[0].space.split(INSIDE)[-1]
-        none = "no pipeline, or " if self.search.stages_open else ""
-        space = f"{none}stages cut anywhere, alike inside, in any order, on {'; or '.join(ways)}{INSIDE}{inside}"
-        method = TIME_LIMIT if self.stopped else self.best.certificate.method
-        verified = [*(c.checked for c in self.certificates), *(o.checked for o in left), *self.bounds]
-        checked = None if None in verified else min(b for b in verified if b is not None)
-        certificate = replace(self.best.certificate, lower_bound=bound, space=space, method=method, checked=checked)
-        return replace(self.best, certificate=certificate)
+        promised = min(w.busiest(scheduled.actions) for w in ways)
+        checked = None if own.checked is None else own.checked / a.devices
+        bound = own.lower_bound / a.devices
+        expand = partial(_simulate, problem, known, scheduled, ways)
+        known.open.append(Subproblem(promised, bound, expand, checked, schedule))
 
 
-@dataclass(frozen=True)
-class _Stages:
-    """Measures plans for the devices of a stage by the heaviest stage of a pipeline."""
+def _free_stages(
+    problem: PipelineProblem, known: SearchRecord, part: Program, a: PipelineShape, orders: Sequence[Order]
+) -> list[StagePlan]:
+    """The plan for any memory, in stages; a deep model's layers are rewritten once for all shapes and schedules."""
+    key = (a.axes, a.axis), part.microbatches
+    plan, link = known.free[key], problem.link(a)
+    if part.repeat is None:
+        return stage_plans(part, plan, a, link, problem.search, orders)
+    if key not in known.blocks:
+        known.blocks[key] = RepeatedStages(part, plan, a, link, part.training)
+    return known.blocks[key].staged(a, scatters(a.axis, orders))
 
-    search: _PipelineSearch
-    cut: _Cut
 
-    def of(self, program: Program) -> _StagesOf:
-        """The meter of a program, whose dims may be padded."""
-        return _StagesOf(self.search, self.cut, program)
+def _simulate(
+    problem: PipelineProblem, known: SearchRecord, scheduled: ScheduledPart, cuts: Sequence[StagePlan]
+) -> None:
+    """Seconds under a schedule; where it does not fit, a search within the budget is left open."""
+    actions = scheduled.actions
+    seconds, cut = min(((cut.seconds(actions), cut) for cut in cuts), key=lambda found: found[0])
+    whole = cut.whole(scheduled.schedule, actions, seconds)
+    needed, own = _needed(whole), whole.certificate
+    known.certificates.append(own)  # its bound is that of all schedules, in whatever memory
+    if problem.memory is not None and not fits(needed, problem.memory):
+        known.least = whole if known.least is None else min(known.least, whole, key=_needed)
+        expand = partial(search_within_budget, problem, known, scheduled, seconds, needed)
+        known.open.append(Subproblem(seconds, own.lower_bound, expand, own.checked, scheduled.schedule, needed))
+    elif seconds < known.seconds:
+        known.best = whole
 
 
-@dataclass(frozen=True)
-class _StagesOf:
-    """The same, of one program."""
+def _result(problem: PipelineProblem, known: SearchRecord) -> Plan:
+    """The best plan, with a certificate for all that was looked at."""
+    best = known.best
+    if best is None:
+        needed = min((e.needed for e in known.errors if e.needed is not None), default=math.inf)
+        if known.least is None or problem.memory is None:
+            raise known.errors[0]
+        raise missing(known.least, min(needed, _needed(known.least)), problem.memory)
+    left = [o for o in known.open if o.bound < known.seconds]
+    bound = min(*(c.lower_bound for c in known.certificates), *known.bounds, *(o.bound for o in left), known.seconds)
+    if len({c.space for c in known.certificates}) == 1 and bound >= best.certificate.lower_bound:
+        return best
+    verified = [*(c.checked for c in known.certificates), *(o.checked for o in left), *known.bounds]
+    checked = None if None in verified else min(b for b in verified if b is not None)
+    method = TIME_LIMIT if known.stopped else best.certificate.method
+    space = _space(known, problem.search.stages_open)
+    certificate = replace(best.certificate, lower_bound=bound, space=space, method=method, checked=checked)
+    return replace(best, certificate=certificate)
 
-    search: _PipelineSearch
-    cut: _Cut
-    program: Program
 
-    def held(self, plan: Plan) -> Mapping[str, float]:
-        """Bytes by category on the device that holds the most."""
-        cut = self.cut
-        held = self.search._fastest(self.program, plan, cut).peak(cut.actions)
-        key, size = (cut.arrangement, cut.part.microbatches), sum(held.values())
-        known = self.search.lightest.get(key)
-        if self.program is cut.part and (known is None or size < known[0]):
-            self.search.lightest[key] = size, plan, cut.schedule
-        return held
+def _space(known: SearchRecord, stages_open: bool) -> str:
+    """What was searched, in words."""
+    shapes = [
+        f"{a.devices} devices of axis {a.axis}, {a.virtual} each, {', '.join(map(str, numbers))} microbatches"
+        for a, numbers in known.tried.items()
+    ]
+    inside = known.flat.space if known.flat else known.certificates[0].space.split(INSIDE)[-1]
+    none = "no pipeline, or " if stages_open else ""
+    return f"{none}stages cut anywhere, alike inside, in any order, on {'; or '.join(shapes)}{INSIDE}{inside}"
 
 
 def _needed(plan: Plan) -> float:

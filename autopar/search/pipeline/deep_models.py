@@ -19,9 +19,9 @@ from autopar.ir.program import Program, RepeatedLayers
 from autopar.memory.recompute import uniform
 from autopar.passes.pad_dims import pad
 from autopar.pipeline.stage_graphs import StageGraphs, is_held_by_all
-from autopar.search.peak import rewritten_in_stages
+from autopar.search.peak import unverified_in_stages
 from autopar.search.pipeline.cuts import line_of, named_cuts
-from autopar.search.pipeline.space import PipelineShape
+from autopar.search.pipeline.shape import PipelineShape
 from autopar.search.pipeline.stage_memory import StageMemory, held_by
 from autopar.search.pipeline.stage_plan import StagePlan, homes_of, in_parts
 from autopar.search.pipeline.stage_times import StageTime, taken_by
@@ -147,7 +147,7 @@ def _rewritten(program: Program, padded: Program, plan: Plan) -> list[tuple[Plan
     line, path = line_of(padded, analyze(padded), plan), program.repeat.path
     cuts = ([f"{path}.1", f"{path}.2"], [f"{path}.2"], [f"{path}.1"])
     plans = [replace(plan, stages=line.stages(named_cuts(line, modules))) for modules in cuts]
-    return list(zip(plans, rewritten_in_stages(program, plans), strict=True))
+    return list(zip(plans, unverified_in_stages(program, plans), strict=True))
 
 
 def _ways(cuts: Sequence[tuple[Plan, Program]], link: Link, split: bool) -> _Ways:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from autopar.errors import InfeasibleError
@@ -15,6 +15,7 @@ from autopar.pipeline.custom_schedule import as_text, is_table
 from autopar.pipeline.schedules import SCHEDULES, Schedule, any_count, splits
 from autopar.search.formulation.pins import Restrictions, read_placement
 from autopar.search.options import MICROBATCHES, SCHEDULE, STAGE_AXIS, STAGES, VIRTUAL, Search
+from autopar.search.pipeline.shape import PipelineShape
 
 _PINS = (STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS)
 
@@ -29,37 +30,6 @@ MOST_VISITS = 2**15
 
 STAGES_A_DEVICE = (1, 2, 4)
 """How many stages a device may have where that is searched."""
-
-
-@dataclass(frozen=True)
-class PipelineShape:
-    """How stages lie on a mesh, and the schedules that they may follow.
-
-    Attributes:
-        axes: name and size of each axis of the mesh.
-        axis: along which the stages lie.
-        devices: along the axis.
-        virtual: stages on each.
-        schedules: see `autopar.pipeline.schedules`.
-        modules: at which the stages behind the first begin; empty: they are chosen.
-    """
-
-    axes: tuple[tuple[str, int], ...]
-    axis: str
-    devices: int
-    virtual: int
-    schedules: tuple[str, ...]
-    modules: tuple[str, ...] = ()
-
-    @property
-    def stages(self) -> int:
-        """On all devices."""
-        return self.devices * self.virtual
-
-    @property
-    def inside(self) -> dict[str, int]:
-        """The axes of the devices of a stage."""
-        return {name: size for name, size in self.axes if name != self.axis}
 
 
 def pipeline_shapes(

@@ -18,9 +18,9 @@ from autopar.pipeline.schedules import Order, device_of, splits
 from autopar.pipeline.stage_graphs import FORWARD, INPUT, WEIGHT, StageGraphs
 from autopar.search.formulation.memory_model import Share
 from autopar.search.options import Search
-from autopar.search.peak import rewritten
+from autopar.search.peak import unverified
 from autopar.search.pipeline.cuts import ForwardOrder, balanced_cuts, line_of, named_cuts, random_cuts
-from autopar.search.pipeline.space import PipelineShape
+from autopar.search.pipeline.shape import PipelineShape
 from autopar.search.pipeline.stage_memory import StageMemory, held_by, peaks
 from autopar.search.pipeline.stage_times import StageTime, busiest, most_sent, sent_inside, step_seconds, taken_by
 from autopar.sharding.candidates import REPLICATE
@@ -109,7 +109,7 @@ def staged(
     plan = replace(plan, stages=line.stages(_cuts(line, search, arrangement, link)))
     split = any(splits(name) for name in arrangement.schedules)
     found = []
-    for own, local in in_parts(rewritten(program, plan), plan, ways):
+    for own, local in in_parts(unverified(program, plan), plan, ways):
         cutting = StageGraphs(local, arrangement.stages)
         holders = {name: stages[0] if len(stages := cutting.holders(name)) < arrangement.stages else None
                    for name in plan.parameters}  # fmt: skip

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
 import pytest
 
 import autopar
+from autopar.costs.cluster import Cluster
 from autopar.ir.plan import MEMORY_REPAIR, Certificate, Plan
-from autopar.search.budget.cutoff import Cutoff, PrunedError
-from autopar.search.microbatch.count import best_count
+from autopar.ir.program import Program
+from autopar.search.budget.cutoff import NO_CUTOFF, Cutoff, PrunedError
+from autopar.search.microbatch import count as microbatch_count
+from autopar.search.options import Job
 from tests import models as zoo
+from tests.plans import tiny
 
 
 @cache
@@ -23,7 +28,21 @@ def found(seconds: float, bound: float, price: float) -> Plan:
     return replace(some_plan(), certificate=Certificate(seconds, bound, "space", "prices", price))
 
 
-def test_a_count_that_is_not_faster_leaves_its_bound() -> None:
+@pytest.fixture
+def best_count(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
+    """`best_count` where each number of microbatches has the plan that an attempt says."""
+
+    def found(attempt: Callable[[int, Cutoff], Plan], cutoff: Cutoff = NO_CUTOFF) -> Plan:
+        def plan_of_count(program: Program, count: int, job: Job) -> Plan:
+            return attempt(count, job.cutoff)
+
+        monkeypatch.setattr(microbatch_count, "plan_of_count", plan_of_count)
+        return microbatch_count.best_count(tiny()[0], Job({"a": 2}, Cluster.preset("cpu"), cutoff=cutoff))
+
+    return found
+
+
+def test_a_count_that_is_not_faster_leaves_its_bound(best_count: Callable[..., Plan]) -> None:
     rivals: list[Cutoff] = []
 
     def attempt(count: int, cutoff: Cutoff) -> Plan:
@@ -38,7 +57,7 @@ def test_a_count_that_is_not_faster_leaves_its_bound() -> None:
     assert best.certificate.space.startswith("1, 2 microbatches")
 
 
-def test_a_plan_that_was_made_lean_is_not_the_last() -> None:
+def test_a_plan_that_was_made_lean_is_not_the_last(best_count: Callable[..., Plan]) -> None:
     """More microbatches need less memory, and may be faster than one batch that hardly fits."""
 
     def attempt(count: int, cutoff: Cutoff) -> Plan:
@@ -50,7 +69,7 @@ def test_a_plan_that_was_made_lean_is_not_the_last() -> None:
     assert best.certificate.space.startswith("1, 2 microbatches")
 
 
-def test_a_bound_is_never_above_what_is_found() -> None:
+def test_a_bound_is_never_above_what_is_found(best_count: Callable[..., Plan]) -> None:
     """The count that is given up needs far longer."""
 
     def attempt(count: int, cutoff: Cutoff) -> Plan:
@@ -61,7 +80,7 @@ def test_a_bound_is_never_above_what_is_found() -> None:
     assert best_count(attempt).certificate.lower_bound == 0.99
 
 
-def test_where_no_count_beats_the_rival_its_bound_is_told() -> None:
+def test_where_no_count_beats_the_rival_its_bound_is_told(best_count: Callable[..., Plan]) -> None:
     def attempt(count: int, cutoff: Cutoff) -> Plan:
         cutoff.require_less(2.0)
         return found(3.0, 2.0, 2e-12)

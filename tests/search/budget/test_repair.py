@@ -15,9 +15,9 @@ from autopar.ir.plan import EVERY, Plan
 from autopar.ir.program import Program
 from autopar.memory.liveness import moments, peak_snapshot
 from autopar.memory.recompute import class_of
+from autopar.search.budget.budget_problem import missing
 from autopar.search.budget.min_peak import Choice, min_peak_recomputation
 from autopar.search.budget.repair import repaired
-from autopar.search.budget.within_budget import missing
 from autopar.search.formulation.memory_model import block_boundary_activations
 from autopar.search.options import Job, Search
 from autopar.search.peak import peak_snapshot_of

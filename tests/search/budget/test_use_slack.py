@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -12,8 +13,10 @@ from autopar.search.budget.use_slack import use_slack
 from autopar.search.formulation.build import Formulation
 from autopar.search.formulation.variables.variable import Floats, Variable
 from autopar.search.solver.layer_mix import LayerMix
+from autopar.search.solver.minimize import Limits
 from autopar.search.solver.problem import Node, Problem, locate
-from tests.search.by_hand import SolvedByHand
+from tests.explain.tables.stand_ins import hand_made_plan
+from tests.search.budget.test_within_budget import hand_made
 
 COSTS, SIZES = (7.0, 5.0, 5.0), (6.0, 5.0, 5.0)
 KEPT = 0
@@ -25,7 +28,9 @@ def knapsack(unseen: float = 0.0) -> Formulation:
     for i, (cost, size) in enumerate(zip(COSTS, SIZES, strict=True)):
         seconds, memory = np.array([0.0, cost]), np.array([size - unseen * (i == 0), 0.0])
         more: Floats | None = np.array([unseen, 0.0]) if i == 0 and unseen else None
-        variables.append(Variable(f"n{i}", 1, {}, {}, None, seconds, memory, np.zeros(2, dtype=np.int64), unseen=more))
+        variables.append(
+            Variable(f"n{i}", 1, {}, {}, None, seconds, memory, np.zeros(2, dtype=np.int64), uncounted=more)
+        )
         nodes.append(Node(f"n{i}", seconds, memory))
     return Formulation(Problem(tuple(nodes), ()), tuple(variables))
 
@@ -34,17 +39,15 @@ def fill(built: Formulation, labels: tuple[int, ...], budget: float, held: float
     """What becomes of a plan, and what was measured; graphs hold what ``SIZES`` say, and ``held`` besides."""
     measured: list[float] = []
 
-    class Knapsack(SolvedByHand):
-        def plan(self, built: Formulation, mix: LayerMix, bound: float, method: str) -> Plan:
-            size = held + sum(s for s, x in zip(SIZES, mix.labelings[-1], strict=True) if x == KEPT)
-            measured.append(size)
-            plan = super().plan(built, mix, bound, method)
-            return replace(plan, predicted=replace(plan.predicted, peak_bytes={"all": size}))
+    def read(mix: LayerMix, bound: float) -> Plan:
+        size = held + sum(s for s, x in zip(SIZES, mix.labelings[-1], strict=True) if x == KEPT)
+        measured.append(size)
+        plan = hand_made_plan()
+        certificate = replace(plan.certificate, objective=mix.cost)
+        return replace(plan, certificate=certificate, predicted=replace(plan.predicted, peak_bytes={"all": size}))
 
-        def held(self, plan: Plan) -> dict[str, float]:
-            return dict(plan.predicted.peak_bytes)
-
-    searched = Knapsack.of(built, budget)
+    limits = Limits(1e-9, time.monotonic() + 60)
+    searched = hand_made(limits, budget, built, read, lambda plan: dict(plan.predicted.peak_bytes))
     mix = LayerMix.of(locate(built.problem, np.array(labels)))
     plan, enough = searched.measured(searched.plan(built, mix, 0.0, ""))
     assert enough

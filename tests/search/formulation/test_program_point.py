@@ -26,7 +26,8 @@ from autopar.search.formulation.pins import Restrictions
 from autopar.search.formulation.program_point import LiveRangeTable, ProgramPoint
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Job
-from autopar.search.program_search import plan_of, state_bytes
+from autopar.search.peak import state_bytes
+from autopar.search.read_plan import plan_of
 from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits, minimize
 from autopar.search.solver.problem import Ints, Problem, evaluate

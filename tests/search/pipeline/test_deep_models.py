@@ -16,7 +16,7 @@ from autopar.ir.node_info import info
 from autopar.ir.program import Program
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Search
-from autopar.search.peak import rewritten, rewritten_in_stages
+from autopar.search.peak import unverified, unverified_in_stages
 from autopar.search.pipeline.cuts import line_of, named_cuts
 from autopar.sharding.dims import analyze
 
@@ -113,8 +113,8 @@ def test_graphs_of_plans_that_differ_in_stages_are_rewritten_together() -> None:
     def seen(program: Program) -> list[tuple[str, object]]:
         return [(n.format_node(), info(n).stage) for n in program.graph.graph.nodes if n.op == "call_function"]
 
-    together = [seen(local) for local in rewritten_in_stages(part, plans)]
-    assert together == [seen(rewritten(part, own)) for own in plans]
+    together = [seen(local) for local in unverified_in_stages(part, plans)]
+    assert together == [seen(unverified(part, own)) for own in plans]
     assert len({tuple(found) for found in together}) == len(cuts)
 
 

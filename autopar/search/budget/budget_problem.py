@@ -1,0 +1,179 @@
+"""`BudgetProblem`: what is searched within a memory budget: a program, its devices and what is decided already.
+
+Its methods lead from memory counted in some way to a problem, from a solution to a plan, and from a plan to the peak of
+its graph.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from autopar.costs.memory import format_bytes
+from autopar.errors import InfeasibleError
+from autopar.ir.plan import Certificate, Plan
+from autopar.ir.program import Program
+from autopar.search.budget.lagrangian import fits
+from autopar.search.formulation.build import Formulation, build
+from autopar.search.formulation.memory_model import WHOLE, MemoryModel
+from autopar.search.formulation.pins import Restrictions
+from autopar.search.options import Job, Search
+from autopar.search.peak import optimizer_bytes, peak_of, saved_for_backward, state_bytes, unverified
+from autopar.search.pipeline.stage_peak import peak_in_stages
+from autopar.search.read_plan import plan_of
+from autopar.search.solver.certify import Claim
+from autopar.search.solver.duals import require_cost
+from autopar.search.solver.layer_mix import LayerMix
+from autopar.search.solver.minimize import Limits
+from autopar.sharding.dims import Dims
+from autopar.sharding.layer_classes import LayerClasses
+from autopar.sharding.redistribute import Tables
+
+
+@dataclass(frozen=True)
+class BudgetProblem:
+    """What is searched.
+
+    Attributes:
+        program: canonical program.
+        dims: its dimension analysis.
+        classes: which nodes share a decision.
+        tables: redistribution costs.
+        limits: relative gap and deadline.
+        job: what it is for.
+        claims: grows by each bound of all plans that is proved.
+    """
+
+    program: Program
+    dims: Dims
+    classes: LayerClasses
+    tables: Tables
+    limits: Limits
+    job: Job
+    claims: list[Claim] = field(default_factory=list)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the model is searched, and not a stage's share of it."""
+        return self.job.share is WHOLE
+
+    @property
+    def seconds(self) -> float:
+        """What is left of the time limit."""
+        return max(1.0, self.limits.deadline - time.monotonic())
+
+    @property
+    def regions(self) -> bool:
+        """Whether the model's own checkpointing decides for what is in it."""
+        return self.job.search.regions and bool(self.program.pins)
+
+    @property
+    def offload(self) -> bool:
+        """Whether saved activations may be offloaded to host memory."""
+        return self.job.search.offload and self.job.cluster.device.host_bandwidth > 0
+
+    @cached_property
+    def state(self) -> Mapping[str, float]:
+        """Bytes of each parameter with its optimizer state."""
+        return state_bytes(self.program, self.job.optimizer, gradients=False)
+
+    @cached_property
+    def state_and_gradients(self) -> Mapping[str, float]:
+        """Bytes of each parameter with its optimizer state and its gradient."""
+        return state_bytes(self.program, self.job.optimizer)
+
+    @cached_property
+    def optimizer_state(self) -> Mapping[str, float]:
+        """Bytes of each parameter's optimizer state, if it may be offloaded."""
+        return optimizer_bytes(self.program, self.job.optimizer) if self.offload else {}
+
+    def formulation(self, restrictions: Restrictions, memory: MemoryModel) -> Formulation:
+        """The problem under restrictions, with memory counted in some way."""
+        return build(self.program, self.dims, self.classes, self.tables, memory, restrictions)
+
+    def plan(self, built: Formulation, mix: LayerMix, bound: float, method: str) -> Plan:
+        """The plan of a choice of labels, its certificate included.
+
+        Args:
+            built: the problem.
+            mix: the choice.
+            bound: that no plan falls below.
+            method: that found it.
+
+        Raises:
+            CertificateError: the choice does not cost what the solver says.
+        """
+        if self.job.search.check:
+            require_cost(built.problem, mix, [v.count for v in built.variables])
+        bound = min(max(bound, 0.0), mix.cost)
+        certificate = Certificate(mix.cost, bound, self.space, method, mix.price)
+        return plan_of(self.program, self.dims, self.classes, built, mix, certificate, self.job, self.tables)
+
+    def measured(self, plan: Plan) -> tuple[Plan, bool]:
+        """The plan with its peak, and whether that is within the budget."""
+        if self.job.memory is None:
+            return plan, True
+        held = self._held(plan)
+        needed = sum(held.values())
+        known = plan.certificate
+        self.job.progress(f"peak {format_bytes(needed)}", known.objective, known.lower_bound)
+        return replace(plan, predicted=replace(plan.predicted, peak_bytes=held)), fits(needed, self.job.memory)
+
+    def _held(self, plan: Plan) -> dict[str, float]:
+        """Bytes by category that the budget has to hold: a device's peak, unless the job says what else counts."""
+        if self.job.stages is not None:
+            return peak_in_stages(self.program, plan, self.job.stages, self.job.search)
+        if not self.job.moments:
+            saved = saved_for_backward(unverified(self.program, plan), plan)
+            return {"parameters": sum(self.state.values()), "activations": saved}
+        return peak_of(self.program, plan, self.classes)
+
+    @property
+    def space(self) -> str:
+        """The plans that the certificate's bound is about, in words."""
+        return _space(self.job.search, self.job.cluster.name, self.regions, self.offload)
+
+
+def peak_bytes(plan: Plan) -> float:
+    """What a device holds at most under a plan whose peak is measured."""
+    return sum(plan.predicted.peak_bytes.values())
+
+
+def missing(memory: float, least: Plan | None) -> InfeasibleError:
+    """Say how much is missing, of what, and what would do."""
+    if least is None:
+        return InfeasibleError("no choice of labels avoids every forbidden label and pair; allow more candidates")
+    held = least.predicted.peak_bytes
+    needed = peak_bytes(least)
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in sorted(held.items(), key=lambda x: -x[1])[:3])
+    more = math.ceil(math.prod(least.axis_sizes) * needed / memory)
+    return InfeasibleError(
+        f"no plan was found that needs less than {format_bytes(needed)} a device on axes {dict(least.axes)} ({parts}), "
+        f"and the budget is {format_bytes(memory)}: {format_bytes(needed - memory)} are missing. Raise memory= to "
+        f"{format_bytes(needed)}, or use a mesh of about {more} devices or a smaller batch",
+        needed=needed,
+        budget=memory,
+        least=least,
+    )
+
+
+def _space(search: Search, cluster: str, regions: bool, away: bool) -> str:
+    tied = ", repeated layers alike in layout" if search.tie_layers else ""
+    recipe = f"what recipe {search.recipe} leaves open; " if search.recipe else ""
+    roles = ", ".join(f"{axis} for {role}" for axis, role in search.roles.items())
+    recipe += f"axes as told ({roles}); " if roles else ""
+    words = {
+        "search": "any tensor kept, made or moved again (what repeated layers hand on is kept)",
+        "regather": "parameters gathered once or twice",
+    }
+    kept = words.get(search.recompute, "no recomputation")
+    kept += ", but checkpointed regions as the model has them" if regions else ""
+    kept += ", or on the host where that takes less time than making it again, as optimizer state may" if away else ""
+    return (
+        f"{recipe}one layout per tensor on every axis{tied}; a value has one layout besides its own for all its users; "
+        f"no pipelines, {kept}; costs: kernels by tiles and traffic, collectives by ring or tree, "
+        f"on {cluster}"
+    )

@@ -1,0 +1,52 @@
+"""`peak_in_stages`: what the devices of a pipeline hold under a plan for the devices of one stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from autopar.costs.cluster import Link
+from autopar.ir.plan import Plan, Scatter
+from autopar.ir.program import Program
+from autopar.pipeline.schedules import Order
+from autopar.pipeline.stage_graphs import INPUT
+from autopar.search.options import Search
+from autopar.search.pipeline.deep_models import RepeatedStages
+from autopar.search.pipeline.shape import PipelineShape, ScheduledStages
+from autopar.search.pipeline.stage_plan import StagePlan, fastest, sends_behind, staged
+
+
+def peak_in_stages(program: Program, plan: Plan, stages: ScheduledStages, search: Search) -> dict[str, float]:
+    """Bytes by category on the device that holds the most, and remembers the plan if it is the lightest so far.
+
+    Args:
+        program: of one microbatch, padded or not.
+        plan: for the devices of a stage, if these had the whole model.
+        stages: into which it is cut.
+        search: for which it is cut.
+    """
+    held = fastest_stages(program, plan, stages, search).peak(stages.actions)
+    needed, lightest = sum(held.values()), stages.lightest
+    if program is lightest.program and needed < lightest.needed:
+        lightest.needed, lightest.plan, lightest.schedule = needed, plan, stages.schedule
+    return held
+
+
+def fastest_stages(program: Program, plan: Plan, stages: ScheduledStages, search: Search) -> StagePlan:
+    """A program cut into stages under a plan, sent as a whole or in parts, whichever is faster under the schedule."""
+    return fastest(stage_plans(program, plan, stages.shape, stages.link, search, [stages.actions]), stages.actions)
+
+
+def stage_plans(
+    program: Program, plan: Plan, shape: PipelineShape, link: Link, search: Search, orders: Sequence[Order]
+) -> list[StagePlan]:
+    """A program cut into stages under a plan, sent as a whole, and in parts as each of these orders can."""
+    ways = scatters(shape.axis, orders)
+    if program.repeat is None:
+        return staged(program, plan, shape, link, search, ways)
+    split = any(action.kind == INPUT for rows in orders for row in rows for action in row)
+    return RepeatedStages(program, plan, shape, link, split).staged(shape, ways)
+
+
+def scatters(axis: str, orders: Iterable[Order]) -> list[Scatter]:
+    """The ways to send in parts that go with these orders."""
+    return [Scatter(axis, after) for after in dict.fromkeys(map(sends_behind, orders))]
