@@ -108,7 +108,7 @@ def _header(plan: Plan) -> RenderableType:
         ("optimizer", plan.optimizer),
     ]
     if plan.pipeline is not None:
-        parts = ", devices of a stage with equal outputs each send a part" if plan.scatter else ""
+        parts = ", equal outputs are sent in parts" if plan.scatter else ""
         said = f"{len(plan.stages)} along axis {plan.pipeline.axis}, schedule {plan.pipeline.order}{parts}"
         rows.append(("stages", said))
         for number, stage in enumerate(plan.stages):

@@ -71,7 +71,7 @@ def test_parts_are_sent_where_the_link_is_slow() -> None:
     program, plan = planned(SLOW)
     assert plan.scatter == Scatter("node", (0,))
     assert Plan.from_dict(plan.to_dict()) == plan
-    assert "each send a part" in plan.summary()
+    assert "equal outputs are sent in parts" in plan.summary()
     local, whole = rewrite(program, plan), rewrite(program, replace(plan, scatter=None))
     parts, all_of_it = StageGraphs(local, 2), StageGraphs(whole, 2)
     for names, others in ((parts.received(1), all_of_it.received(1)), (parts.returned(0), all_of_it.returned(0))):
