@@ -60,19 +60,19 @@ class States:
         self._early.update(v for v in outputs[: program.forward_outputs] if v is not None)
         self._late = {s for n, sources in program.sources.items() if is_backward(n) for s in sources}
         self._late.update(v for v in outputs[program.forward_outputs :] if v is not None)
-        again = self._assignment.again
+        again = self._assignment.recompute
         taken = self._late | {s for node in again.nodes for s in program.sources[node]}
         self._apart = {v for v in taken if v[0] in again.nodes and v not in again.values}
         self.kept, self.again = self._read(taken)
         self.kept |= self._steady()
-        self._optimizer, gone = plan.optimizer, self._assignment.away.states
+        self._optimizer, gone = plan.optimizer, self._assignment.offload.states
         inputs = zip(program.placeholders, program.inputs, strict=True)
         trained = {o.name for o, v in zip(program.outputs, outputs, strict=True) if o.kind == "gradient" and v}
         self.optimizer = {n: i.name in gone for n, i in inputs if gone and i.kind == "parameter" and i.name in trained}
-        self.away = {self.taken(v) for v in (*self._assignment.away.made, *self._assignment.away.moved)}
+        self.away = {self.taken(v) for v in (*self._assignment.offload.made, *self._assignment.offload.moved)}
 
     def _read(self, taken: Collection[Value]) -> tuple[set[Form], set[Form]]:
-        again = self._assignment.again
+        again = self._assignment.recompute
         kept: set[Form] = set()
         repeated: set[Form] = set()
         for value in taken:
@@ -92,7 +92,7 @@ class States:
 
     def _steady(self) -> set[Form]:
         """What all microbatches take, which is held as what the backward pass takes."""
-        steady, found = self._assignment.steady, set[Form]()
+        steady, found = self._assignment.hoisted, set[Form]()
         for node, sources in self.program.sources.items():
             for value in sources if node not in steady.nodes else ():
                 if self.taken(value)[1] == MADE or value in steady.consumer_layouts:
@@ -148,7 +148,7 @@ class States:
         node, i = form
         if i != MADE:
             return self._bytes(form, self._layout(form))
-        again = self._assignment.again
+        again = self._assignment.recompute
         outputs = [(node, k) for k in range(self._outputs(node))]
         if node in again.nodes:
             used = [v for v in outputs if v in again.values]
