@@ -34,13 +34,15 @@ def annotate_layouts(program: Program, plan: Plan) -> Program:
         elif is_operator(node) or (node, 0) in dims.types:  # not getitem: its producer speaks for it
             _annotate(node, dims, assignment)
     set_graph_info(program.graph, replace(
-        graph_info(program.graph), invariants=("layouts",), axes=dict(plan.axes), recompute=assignment.again,
-        offloaded_states=assignment.away.states,
+        graph_info(program.graph), invariants=("layouts",), axes=dict(plan.axes), recompute=assignment.recompute,
+        offloaded_states=assignment.offload.states,
     ))  # fmt: skip
     _mark_hoisted(program, assignment)
     for node in program.graph.graph.nodes:
         if not isinstance(node.meta.get("val"), tuple | list):  # whose outputs speak for themselves
-            offloaded, moved = (producer(node) in values for values in (assignment.away.made, assignment.away.moved))
+            offloaded, moved = (
+                producer(node) in values for values in (assignment.offload.made, assignment.offload.moved)
+            )
             set_info(node, replace(info(node), offloaded=offloaded, consumer_layout_offloaded=moved))
     return program
 
@@ -53,7 +55,7 @@ def _annotate(node: fx.Node, dims: Dims, assignment: Assignment) -> None:
         types=types,
         layouts=tuple(assignment.outputs.get((node, i)) for i in numbers),
         consumer_layouts={i: lay for i in numbers if (lay := assignment.consumer_layouts.get((node, i))) is not None},
-        forced=frozenset(i for i in numbers if (node, i) in assignment.held),
+        forced=frozenset(i for i in numbers if (node, i) in assignment.forced),
     )
     if is_operator(node):
         strategy, into = assignment.strategies[node], assignment.inputs[node]
@@ -64,7 +66,7 @@ def _annotate(node: fx.Node, dims: Dims, assignment: Assignment) -> None:
 def _mark_hoisted(program: Program, assignment: Assignment) -> None:
     for node in program.graph.graph.nodes:
         source, _ = producer(node)
-        if source in assignment.steady.nodes or (source in program.microbatch_invariant and not is_operator(source)):
+        if source in assignment.hoisted.nodes or (source in program.microbatch_invariant and not is_operator(source)):
             set_info(node, replace(info(node), hoisted=True))
-    for node, index in assignment.steady.consumer_layouts:
+    for node, index in assignment.hoisted.consumer_layouts:
         set_info(node, replace(info(node), hoisted_outputs=(*info(node).hoisted_outputs, index)))

@@ -12,7 +12,7 @@ After::
     wait = _c10d_functional.wait_tensor(all_reduce)
     relu = aten.relu(wait)
 
-Each move of a value is emitted once, in front of the first user that needs it, or as soon as the value is there if it
+Each move of a value is emitted once, before the first user that needs it, or as soon as the value is there if it
 leaves the graph: gradients that wait to be scattered would be held whole. ``"model"`` is the mesh axis; a rank puts in
 its own group.
 """
@@ -43,7 +43,7 @@ def insert_collectives(program: Program, plan: Plan) -> Program:
         if shared and node.op != "placeholder" and not is_hoisted(node):  # what all microbatches take has been made
             shared = False
             for value, layout in _hoisted_layouts(graph):
-                _bring(graph, node, value, layout, tables, placed, False, steady=True)
+                _bring(graph, node, value, layout, tables, placed, False, hoisted=True)
         if is_operator(node):
             wanted = info(node).input_layouts
             values = [
@@ -80,7 +80,7 @@ def _bring(
     tables: Tables,
     placed: dict[tuple[fx.Node, Layout], fx.Node],
     gradient: bool,
-    steady: bool = False,
+    hoisted: bool = False,
 ) -> fx.Node:
     """The value in layout ``target``, by the moves that are not there yet."""
     source, index = producer(value)
@@ -88,8 +88,8 @@ def _bring(
     type_, made = known.type(index), known.layout(index)
     start = known.consumer_layouts.get(index, made)
     if index in known.forced and start not in (made, target) and not info(user).takes_as_made:
-        value = _bring(graph, user, value, start, tables, placed, gradient, steady)
-        return _bring(graph, user, value, target, tables, placed, gradient, steady)
+        value = _bring(graph, user, value, start, tables, placed, gradient, hoisted)
+        return _bring(graph, user, value, target, tables, placed, gradient, hoisted)
     placed.setdefault((value, made), value)
     table = tables.of(type_)
     for begin, end in ((made, start), (start, target)) if target != made else ():
@@ -103,7 +103,7 @@ def _bring(
             with graph.inserting_before(place):
                 # A forward value that only the backward pass wants elsewhere is moved in the backward pass.
                 owner = value if user.op == "output" else user
-                once = steady or is_hoisted(user)
+                once = hoisted or is_hoisted(user)
                 name = info(value).recompute_of or value.name
                 emitter = MoveEmitter(graph, owner, type_, move, tables.machine, gradient, once, name)
                 moved = placed[value, move.target] = emitter.emit(placed[value, move.source])

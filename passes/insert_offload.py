@@ -1,4 +1,4 @@
-"""insert_offload: what the plan keeps on the host goes there when it is made, and comes back in the backward pass.
+"""insert_offload: a copy of what the plan offloads goes to host memory, and back in the backward pass.
 
 Before::
 
@@ -8,9 +8,9 @@ Before::
 After::
 
     relu = aten.relu(x); away = autopar.to_host(relu); mm = aten.mm(relu, w); ...
-    back = autopar.to_device(away); grad_w = aten.mm(back_t, grad)                  # away is kept, not relu
+    back = autopar.to_device(away); grad_w = aten.mm(back_t, grad)                  # away is saved, not relu
 
-It comes back in front of the first operator that takes it. In a pipeline each stage sends what its own backward pass
+It comes back before the first operator that takes it. In a pipeline each stage sends what its own backward pass
 takes.
 """
 
@@ -30,12 +30,12 @@ from autopar.rules.shapes.local_shapes import propagate
 
 
 def insert_offload(program: Program, plan: Plan) -> Program:
-    """Send the values that `annotate_layouts` has marked to the host between the passes."""
-    away = [n for n in program.graph.graph.nodes if info(n).offloaded]
-    if not away:
+    """Send the values that `annotate_layouts` has marked as offloaded to host memory between the passes."""
+    offloaded = [n for n in program.graph.graph.nodes if info(n).offloaded]
+    if not offloaded:
         return program
     order = {n: i for i, n in enumerate(program.graph.graph.nodes)}
-    for value in away:
+    for value in offloaded:
         late: dict[int, list[fx.Node]] = defaultdict(list)
         for user in sorted((u for u in value.users if is_backward(u)), key=order.__getitem__):
             stages = (info(node).stage or 0 for node in (value, user))

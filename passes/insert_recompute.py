@@ -1,4 +1,4 @@
-"""insert_recompute: what the plan does not keep for the backward pass is computed again there.
+"""insert_recompute: what the plan does not save for the backward pass is recomputed there.
 
 Before::
 
@@ -8,11 +8,11 @@ Before::
 After::
 
     relu = aten.relu(x); mm = aten.mm(relu, w); ...
-    relu_again = aten.relu(x); grad_w = aten.mm(relu_again_t, grad)                 # x is kept instead
+    relu_again = aten.relu(x); grad_w = aten.mm(relu_again_t, grad)                 # x is saved instead
 
-Each operator that runs again does so in front of the first that needs it, so that little is held at a time. Values that
-are only moved again, such as gathered parameters, are marked with an alias that belongs to the backward pass; with one
-for each user where they are not to wait for the next.
+A copy runs right before the first operator that needs it, so that few tensors are live at a time. Values that are only
+re-gathered, such as parameters, get an alias that belongs to the backward pass; with one for each user where they are
+re-gathered per use, so that they are freed in between.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ aten = torch.ops.aten
 def insert_recompute(program: Program, plan: Plan) -> Program:
     """Copy operators into the backward pass; copies have the layouts of their originals."""
     del plan
-    again: Recompute = graph_info(program.graph).recompute
+    recompute: Recompute = graph_info(program.graph).recompute
     set_graph_info(program.graph, replace(graph_info(program.graph), recompute=None))
-    if not again.values:
+    if not recompute.values:
         return program
     graph = program.graph.graph
-    copies = _Copies(graph, again)
+    copies = _Copies(graph, recompute)
     for node in list(graph.nodes):
         if node.op == "output":
             early = list(program.output_values[: program.forward_outputs])
@@ -49,7 +49,7 @@ def insert_recompute(program: Program, plan: Plan) -> Program:
         elif is_operator(node) and is_backward(node):
             copies.bring(node)
     for node in reversed(list(graph.nodes)):
-        if producer(node)[0] in again.late and not node.users and not draws(node):
+        if producer(node)[0] in recompute.late and not node.users and not draws(node):
             graph.erase_node(node)
     return program
 
@@ -57,8 +57,8 @@ def insert_recompute(program: Program, plan: Plan) -> Program:
 class _Copies:
     """The copies made so far."""
 
-    def __init__(self, graph: fx.Graph, again: Recompute) -> None:
-        self.graph, self.again = graph, again
+    def __init__(self, graph: fx.Graph, recompute: Recompute) -> None:
+        self.graph, self.recompute = graph, recompute
         self.made: dict[fx.Node, fx.Node] = {}
 
     def bring(self, user: fx.Node) -> None:
@@ -67,7 +67,7 @@ class _Copies:
 
     def of(self, node: fx.Node, user: fx.Node) -> fx.Node:
         """The copy of a node, made in front of ``user`` if it is not there yet; the node itself where it is kept."""
-        if producer(node) in self.again.apart:
+        if producer(node) in self.recompute.apart:
             with self.graph.inserting_before(user):
                 return self._own(node)
         waiting = [node]
@@ -85,24 +85,24 @@ class _Copies:
 
     def _repeated(self, node: fx.Node) -> bool:
         several = isinstance(node.meta.get("val"), tuple | list)  # whose outputs speak for themselves
-        return node in self.again.nodes if several else producer(node) in self.again.values
+        return node in self.recompute.nodes if several else producer(node) in self.recompute.values
 
     def _needed(self, node: fx.Node) -> list[fx.Node]:
         """Arguments of a node that are copied before it is."""
         source, _ = producer(node)
-        if not self._repeated(node) or source not in self.again.nodes:
+        if not self._repeated(node) or source not in self.recompute.nodes:
             return []
         if source is not node:
             return [source]
-        return [n for n in source.all_input_nodes if self._repeated(n) and producer(n) not in self.again.apart]
+        return [n for n in source.all_input_nodes if self._repeated(n) and producer(n) not in self.recompute.apart]
 
     def _own(self, node: fx.Node) -> fx.Node:
         """A copy for one user, of what each user has a copy of for itself; of others the copy that all have."""
-        return self._copy(node) if producer(node) in self.again.apart else self.made.get(node, node)
+        return self._copy(node) if producer(node) in self.recompute.apart else self.made.get(node, node)
 
     def _copy(self, node: fx.Node) -> fx.Node:
         source, index = producer(node)
-        if source in self.again.nodes:
+        if source in self.recompute.nodes:
             copied = self.graph.node_copy(node, cache(self._own))
             copied.meta = dict(node.meta)
             set_info(copied, replace(info(node), recompute_of=node.name))

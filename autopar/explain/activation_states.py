@@ -60,13 +60,13 @@ class ActivationStates:
         self._kernels: dict[tuple[str, tuple[str, ...]], float] = {}
         outputs = [None if v is None else producer(v) for v in program.output_values]
         self._forward_uses, self._backward_uses = self._uses(outputs)
-        again = self._assignment.again
+        again = self._assignment.recompute
         in_backward = self._backward_uses | {s for node in again.nodes for s in program.sources[node]}
         # Saving one output of a recomputed operator takes memory of its own: the output is a form by itself.
         self._separate = {v for v in in_backward if v[0] in again.nodes and v not in again.values}
         self.saved, self.recomputed = self._states(in_backward)
         self.saved |= self._hoisted()
-        away = self._assignment.away
+        away = self._assignment.offload
         self.offloaded = {self.consumer_form(v) for v in (*away.made, *away.moved)}
         self._optimizer = plan.optimizer
         self.state_offloaded = self._state_offloaded(outputs) if away.states else {}
@@ -82,7 +82,7 @@ class ActivationStates:
 
     def _states(self, in_backward: Collection[Value]) -> tuple[set[Form], set[Form]]:
         """Which forms are saved and which are recomputed, so that these values are there in the backward pass."""
-        again = self._assignment.again
+        again = self._assignment.recompute
         saved: set[Form] = set()
         recomputed: set[Form] = set()
         for value in in_backward:
@@ -100,7 +100,7 @@ class ActivationStates:
 
     def _hoisted(self) -> set[Form]:
         """Forms that all microbatches share: computed before the first, in memory until the last has used them."""
-        steady, found = self._assignment.steady, set[Form]()
+        steady, found = self._assignment.hoisted, set[Form]()
         per_microbatch = {node: sources for node, sources in self.program.sources.items() if node not in steady.nodes}
         for value in (value for sources in per_microbatch.values() for value in sources):
             form, hoisted_layout = self.consumer_form(value), value in steady.consumer_layouts
@@ -111,7 +111,7 @@ class ActivationStates:
         return found - self.recomputed
 
     def _state_offloaded(self, outputs: list[Value | None]) -> dict[fx.Node, bool]:
-        program, offloaded = self.program, self._assignment.away.states
+        program, offloaded = self.program, self._assignment.offload.states
         named = zip(program.outputs, outputs, strict=True)
         trained = {output.name for output, value in named if output.kind == "gradient" and value}
         inputs = zip(program.placeholders, program.inputs, strict=True)
@@ -166,7 +166,7 @@ class ActivationStates:
         node, i = form
         if i != OPERATOR:
             return self._bytes(form, self._layout(form))
-        again = self._assignment.again
+        again = self._assignment.recompute
         outputs = [(node, k) for k in range(self._outputs(node))]
         if node in again.nodes:
             used = [v for v in outputs if v in again.values]

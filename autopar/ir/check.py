@@ -30,7 +30,7 @@ def check(program: Program, plan: Plan) -> None:
         _check_host(node)
         if "layouts" in holds:
             _check_layouts(node)
-            _check_steady(node)
+            _check_hoisted(node)
         if "placed" in holds:
             _check_placed(node)
         if "local" in holds:
@@ -50,7 +50,7 @@ def _check_host(node: fx.Node) -> None:
         raise ValueError(f"node {node.name} takes {away[0]}, which is in the memory of the host")
 
 
-def _check_steady(node: fx.Node) -> None:
+def _check_hoisted(node: fx.Node) -> None:
     varying = [a for a in node.all_input_nodes if not is_hoisted(a)] if is_hoisted(node) else []
     if varying:
         raise ValueError(f"node {node.name} runs before the first microbatch and takes {varying[0]}, which is of one")

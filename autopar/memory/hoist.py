@@ -30,13 +30,13 @@ class Hoisted:
     consumer_layouts: frozenset[Value] = frozenset()
 
 
-NEVER = Hoisted()
+NOTHING_HOISTED = Hoisted()
 
 
-def steady(
+def find_hoisted(
     program: Program, relayed: Collection[Value], operators: Collection[fx.Node], consumer_layouts: Collection[Value]
 ) -> Hoisted:
-    """What is not made again, and what that is made from.
+    """Find the microbatch-invariant operators that the backward pass does not recompute, and their arguments.
 
     Args:
         program: of one microbatch, nothing in it repeated yet.

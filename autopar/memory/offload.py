@@ -27,30 +27,30 @@ class Offload:
     states: frozenset[str] = frozenset()
 
 
-HERE = Offload()
+NOTHING_OFFLOADED = Offload()
 
 
-def away(
+def find_offloaded(
     program: Program,
     operators: Collection[fx.Node],
     consumer_layouts: Collection[Value],
-    again: Recompute,
+    recompute: Recompute,
     moves: Collection[Value],
 ) -> Offload:
-    """What goes to the host, of all that may: only what the backward pass takes, and does not make again.
+    """Find what is offloaded, of all that may be: only what the backward pass takes, and does not recompute.
 
     Args:
         program: the program, nothing in it repeated yet.
         operators: forward operators whose results may lie there.
         consumer_layouts: values that may, in the form in which all their users get them.
-        again: what the backward pass makes or moves again.
+        recompute: what the backward pass recomputes or re-gathers.
         moves: values for which that form is another than the one in which they are made, and of the forward pass.
     """
     if not operators and not consumer_layouts:
-        return HERE
-    late = {n for n in program.sources if is_backward(n)} | again.nodes
+        return NOTHING_OFFLOADED
+    late = {n for n in program.sources if is_backward(n)} | recompute.nodes
     taken = {value for node in late for value in program.sources[node]}
-    held = {value for value in moves if value not in again.values}  # the moved form is kept
-    sent = {value for value in consumer_layouts if value in taken and value not in again.values}
-    made = {v for v in taken - held if v[0] in operators and v[0] not in again.nodes}
+    held = {value for value in moves if value not in recompute.values}  # the moved form is kept
+    sent = {value for value in consumer_layouts if value in taken and value not in recompute.values}
+    made = {v for v in taken - held if v[0] in operators and v[0] not in recompute.nodes}
     return Offload(frozenset(made | (sent - held)), frozenset(sent & held))

@@ -1,4 +1,4 @@
-"""What a plan computes again in the backward pass, and what it keeps for it."""
+"""What a plan recomputes in the backward pass, and what it saves for it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Recompute:
-    """What the backward pass makes again instead of taking what the forward pass has kept.
+    """What the backward pass recomputes instead of taking what the forward pass has saved.
 
     Attributes:
         nodes: forward operators that run again.
         late: those of ``nodes`` that then need not run in the forward pass.
-        values: forward values that are made or moved again, for the backward pass alone.
-        apart: those of ``values`` that each operator moves for itself, and views of such, with how many do.
+        values: forward values that are recomputed or re-gathered, for the backward pass alone.
+        apart: those of ``values`` that are re-gathered per use, and views of such, with how many uses there are.
     """
 
     nodes: frozenset[fx.Node] = frozenset()
@@ -41,10 +41,10 @@ class Recompute:
         return self.apart.get((node, 0), 1) if node in self.nodes else 0
 
 
-NOTHING = Recompute()
+NOTHING_RECOMPUTED = Recompute()
 
 
-def again(
+def find_recomputed(
     program: Program,
     relayed: Collection[Value],
     operators: Collection[fx.Node],
@@ -52,7 +52,7 @@ def again(
     each: Collection[Value] = (),
     is_view: Callable[[fx.Node], bool] = lambda node: False,
 ) -> Recompute:
-    """What runs again, of all that may: only what the backward pass needs does.
+    """Find what is recomputed, of all that may be: only what the backward pass needs.
 
     Args:
         program: the program, nothing in it repeated yet.

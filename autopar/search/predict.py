@@ -134,10 +134,10 @@ def _count_operators(
         if key not in known:
             one = candidates(operator, machine.sizes, allowed=[[n] for n in names])
             known[key] = float(operator_seconds(operator, one, machine)[0])
-        again, runs = assignment.again, program.runs(node)
+        again, runs = assignment.recompute, program.runs(node)
         # An invariant that is saved runs once per step; a recomputed operator runs in the backward pass, too, and one
         # that only recomputed operators read runs there alone.
-        first = 1 if node in assignment.steady.nodes else runs * (node not in again.late)
+        first = 1 if node in assignment.hoisted.nodes else runs * (node not in again.late)
         times = first + runs * again.times(node)
         account.compute += known[key] * times
         account.seconds[node] += known[key] * times
@@ -161,13 +161,15 @@ def _count_copies(program: Program, dims: Dims, assignment: Assignment, account:
     """Copies to the host and back. All that a microbatch offloads, and optimizer state, is there at the same time."""
     machine = account.machine
     for node, spec in zip(program.placeholders, program.inputs, strict=True):
-        if spec.kind == "parameter" and spec.name in assignment.away.states:
+        if spec.kind == "parameter" and spec.name in assignment.offload.states:
             value = node.meta["val"]
             local = value.numel() // split_parts(assignment.outputs[node, 0], machine.sizes)
             size = float(optimizer_state_bytes(optimizer, local, value.element_size()))
             account.copy(next(iter(node.users)), size, 2 * float(copy_seconds(size, machine.device)))
-    sent = [(value, layout) for value, layout in assignment.outputs.items() if value in assignment.away.made]
-    sent += [(value, layout) for value, layout in assignment.consumer_layouts.items() if value in assignment.away.moved]
+    sent = [(value, layout) for value, layout in assignment.outputs.items() if value in assignment.offload.made]
+    sent += [
+        (value, layout) for value, layout in assignment.consumer_layouts.items() if value in assignment.offload.moved
+    ]
     for (node, out), layout in sent:
         type_ = dims.types[node, out]
         size = type_.numel * item_bytes(type_.dtype) / split_parts(layout, machine.sizes)
@@ -202,7 +204,7 @@ def _memory(program: Program, plan: Plan, assignment: Assignment) -> dict[str, f
         memory["parameters"] += local * item
         if spec.name in trained:
             memory["gradients"] += local * item
-            here = spec.name not in assignment.away.states
+            here = spec.name not in assignment.offload.states
             memory["optimizer"] += optimizer_state_bytes(plan.optimizer, local, item) * here
     return memory
 
@@ -227,7 +229,7 @@ def _rows(program: Program, dims: Dims, plan: Plan, assignment: Assignment, acco
         path, type_or_none = joined(module_path(node)), dims.types.get((node, 0))
         instances[path].add(module_path(node))
         if type_or_none is not None and node.meta.get("partitioner_tag") != "is_backward":
-            shown = assignment.consumer_layouts if (node, 0) in assignment.held else assignment.outputs
+            shown = assignment.consumer_layouts if (node, 0) in assignment.forced else assignment.outputs
             final[path] = type_or_none, shown[node, 0]
     last = {path: describe(type_, layout, plan.axis_names) for path, (type_, layout) in final.items()}
     seconds: dict[str, float] = defaultdict(float)

@@ -17,9 +17,9 @@ from autopar.ir.graph import is_backward, user_line
 from autopar.ir.layout import Layout, TensorType, divides, replicated
 from autopar.ir.plan import PER_USE, Plan, Ranges
 from autopar.ir.program import Program, Value, producer
-from autopar.memory.hoist import NEVER, Hoisted, steady
-from autopar.memory.offload import HERE, Offload, away
-from autopar.memory.recompute import NOTHING, Recompute, again
+from autopar.memory.hoist import NOTHING_HOISTED, Hoisted, find_hoisted
+from autopar.memory.offload import NOTHING_OFFLOADED, Offload, find_offloaded
+from autopar.memory.recompute import NOTHING_RECOMPUTED, Recompute, find_recomputed
 from autopar.sharding.candidates import combine
 from autopar.sharding.dims import Dims, Operator
 from autopar.sharding.layer_classes import LayerClasses
@@ -34,12 +34,12 @@ class Assignment:
         outputs: layout in which each value is made.
         inputs: layouts in which each operator takes its tensor arguments.
         consumer_layouts: layout that a value is brought to first, for all its users.
-        held: values that nobody takes but in that layout, or from it.
+        forced: values that nobody takes but in that layout, or from it.
         strategies: names of the strategies of each operator, axis by axis.
         finals: layout that each output of the program must have, in order.
-        again: what the backward pass computes or moves again.
-        steady: what all microbatches of a step share.
-        away: what lies on the host from the forward pass to the backward pass, and which optimizer state does.
+        recompute: what the backward pass recomputes or re-gathers.
+        hoisted: what runs once a step, before the first microbatch.
+        offload: what is in host memory from the forward to the backward pass, and whose optimizer state is.
     """
 
     outputs: dict[Value, Layout]
@@ -47,10 +47,10 @@ class Assignment:
     consumer_layouts: dict[Value, Layout]
     strategies: dict[fx.Node, tuple[str, ...]]
     finals: tuple[Layout, ...]
-    again: Recompute = NOTHING
-    steady: Hoisted = NEVER
-    away: Offload = HERE
-    held: frozenset[Value] = frozenset()
+    recompute: Recompute = NOTHING_RECOMPUTED
+    hoisted: Hoisted = NOTHING_HOISTED
+    offload: Offload = NOTHING_OFFLOADED
+    forced: frozenset[Value] = frozenset()
 
 
 def assign(program: Program, dims: Dims, plan: Plan, classes: LayerClasses) -> Assignment:
@@ -114,7 +114,7 @@ def _states(
         moves: of these, those for which it is another layout than their own.
     """
     if not plan.recompute and not plan.offload and not program.microbatch_invariant:
-        return NOTHING, NEVER, HERE
+        return NOTHING_RECOMPUTED, NOTHING_HOISTED, NOTHING_OFFLOADED
 
     def within(table: Ranges, node: fx.Node, prefix: str = "", suffix: str = "") -> bool:
         shared = table.get(f"{prefix}{key[node]}{suffix}", ())
@@ -133,13 +133,13 @@ def _states(
     early = {(n, i) for n, i in consumer_layouts if not _taken_late(program, classes, (key[n], i))}
     moved = {v for v in moved if not is_backward(v[0])}
     each = {(n, i) for n, i in moved if within(plan.recompute, n, f"{PER_USE}consumer ", f" {i}")}
-    repeated = again(program, early | moved, operators, moved, each, lambda n: dims.operators[n].rule.view)
-    gone = away(program, sent, shown, repeated, early & set(moves))
+    repeated = find_recomputed(program, early | moved, operators, moved, each, lambda n: dims.operators[n].rule.view)
+    offloaded = find_offloaded(program, sent, shown, repeated, early & set(moves))
     inputs = zip(program.placeholders, program.inputs, strict=True)
-    gone = replace(
-        gone, states=frozenset(i.name for n, i in inputs if i.kind == "parameter" and within(plan.offload, n))
+    offloaded = replace(
+        offloaded, states=frozenset(i.name for n, i in inputs if i.kind == "parameter" and within(plan.offload, n))
     )
-    return repeated, steady(program, early, operators, moved), gone
+    return repeated, find_hoisted(program, early, operators, moved), offloaded
 
 
 def _taken_late(program: Program, classes: LayerClasses, value: tuple[str, int]) -> bool:
@@ -184,7 +184,7 @@ def uses(program: Program, assignment: Assignment) -> tuple[Uses, Uses, Uses]:
     before: dict[Value, list[Layout]] = defaultdict(list)
     first: dict[Value, list[Layout]] = defaultdict(list)
     second: dict[Value, list[Layout]] = defaultdict(list)
-    again, shared = assignment.again, assignment.steady
+    again, shared = assignment.recompute, assignment.hoisted
 
     def late(value: Value) -> dict[Value, list[Layout]]:
         return second if value in again.values else first
@@ -239,10 +239,10 @@ def all_moves(
         for value, made in assignment.outputs.items():
             early = before.get(value, ()) if wanted is first else ()
             relay, targets = assignment.consumer_layouts.get(value), (*early, *wanted.get(value, ()))
-            if wanted is second and value in assignment.again.apart:
+            if wanted is second and value in assignment.recompute.apart:
                 continue  # counted below
             if value in dims.types and targets and any(layout != made for layout in (*targets, relay or made)):
-                held = value in assignment.held
+                held = value in assignment.forced
                 key = (tables.of(dims.types[value]), made, relay, targets, held)
                 moves = known[key] if key in known else known.setdefault(key, value_moves(*key))
                 once = len(value_moves(*key[:3], early, held)) if early else 0  # those for users before come first
@@ -251,14 +251,14 @@ def all_moves(
     for value, layouts, users in _apart(program, assignment):
         if value in dims.types:
             relay, table = assignment.consumer_layouts.get(value), tables.of(dims.types[value])
-            moves = value_moves(table, assignment.outputs[value], relay, layouts, value in assignment.held)
+            moves = value_moves(table, assignment.outputs[value], relay, layouts, value in assignment.forced)
             found[value] += [(move, users * program.moves(value[0])) for move in moves]
     return {value: moves for value, moves in found.items() if moves}
 
 
 def _apart(program: Program, assignment: Assignment) -> Iterator[tuple[Value, list[Layout], int]]:
     """What operators move for themselves: the value, where to, and how often the operator runs in the backward pass."""
-    again = assignment.again
+    again = assignment.recompute
     for node, sources in program.sources.items() if again.apart else ():
         times = int(is_backward(node)) or again.times(node)
         for value in dict.fromkeys(s for s in sources if s in again.apart) if times else ():
