@@ -29,7 +29,7 @@ logger = logging.getLogger("autopar")
 PATH = "autopar_regions"
 """Annotation of a traced node: numbers of the regions it is in, outermost first."""
 
-AGAIN, SAVED = "made again", "saved"
+RECOMPUTED, SAVED = "made\x20again", "saved"  # as in the names and fingerprints of plans of version 1
 """What the model asks of an operator's results, see `pinned`."""
 
 Policy = Callable[..., Any]
@@ -168,9 +168,9 @@ def mark(graph: fx.Graph) -> None:
 def pinned(sources: Mapping[fx.Node, Sequence[tuple[fx.Node, int]]]) -> dict[fx.Node, str]:
     """What the model's regions decide for operators of the forward pass.
 
-    `SAVED`: a policy must save the result, so it is not made again. `AGAIN`: the result is not kept, as nothing but the
-    region's own backward pass takes it. What leaves a region for the backward pass of others, or for another region
-    that runs again, is kept by torch, too, and is left to the search, as is what a policy prefers to save.
+    `SAVED`: a policy must save the result, so it is not recomputed. `RECOMPUTED`: the result is not saved, as nothing
+    but the region's own backward pass takes it. What leaves a region for the backward pass of others, or for another
+    region that is recomputed, is saved by torch, too, and is left to the search, as is what a policy prefers to save.
 
     Args:
         sources: the values that each operator takes, in program order.
@@ -198,7 +198,7 @@ def pinned(sources: Mapping[fx.Node, Sequence[tuple[fx.Node, int]]]) -> dict[fx.
         if saved is CheckpointPolicy.MUST_SAVE:
             pins[node] = SAVED
         elif saved is None and takers[node] <= {region}:
-            pins[node] = AGAIN
+            pins[node] = RECOMPUTED
     return pins
 
 

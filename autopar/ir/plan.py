@@ -312,9 +312,11 @@ _METHODS = {
     "fold": "elimination",
     "messages": "dual ascent",
     "prices": "Lagrangian",
-    "leaner": MEMORY_REPAIR,
 }
 """What closed a search, in version 1 and now."""
+
+_SAME = ("ilp", "multiplier", "axis by axis", TIME_LIMIT, INTERRUPTED, "random", "")
+"""Methods that have kept their names. The only other one of version 1 is memory repair."""
 
 
 def _of_version_1(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -330,7 +332,10 @@ def _of_version_1(data: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("recompute", "offload"):
         found[key] = {renamed(name): ranges for name, ranges in data.get(key, {}).items()}
     method = data["certificate"]["method"]
-    found["certificate"] = {**data["certificate"], "method": _METHODS.get(method, method)}
+    found["certificate"] = {
+        **data["certificate"],
+        "method": _METHODS.get(method, method if method in _SAME else MEMORY_REPAIR),
+    }
     return found
 
 

@@ -11,9 +11,9 @@ class LiveTensor:
     """Memory that an operator's results take.
 
     Attributes:
-        name: of the node; of what is made again, or moved, that of the node which made it first.
+        name: of the node; of a recomputed or re-gathered value, of the node that made it first.
         size: bytes.
-        again: whether the backward pass makes or moves it again.
+        again: whether the backward pass recomputes or re-gathers it.
         moved: whether it is the value in another layout than it was made in.
     """
 

@@ -34,7 +34,7 @@ class Search:
     Attributes:
         time_limit: seconds for the solver; where it searches without padding and with it, each has half of them. Each
             number of microbatches has its own, and so has every pipeline; after five such limits no more are tried.
-            Where nothing fits, as long again may go into making lean plans leaner, see `autopar.search.budget.repair`.
+            Where nothing fits, as long again may go into memory repair, see `autopar.search.budget.repair`.
         gap: relative gap at which to stop.
         pins: layouts decided by hand: name or pattern of parameters, ``batch.0``, ``result.0`` or modules (for what
             they hand on) to one placement an axis, as text (``("R", "S(0)")``), torch placements or a dict by axis

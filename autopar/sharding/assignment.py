@@ -179,7 +179,7 @@ def uses(program: Program, assignment: Assignment) -> tuple[Uses, Uses, Uses]:
     """The layouts in which each value is wanted, in order, by operators and by the program's outputs.
 
     Returns:
-        Of values before the first microbatch, as they are made first, and as they are made again.
+        Of values before the first microbatch, as they are made first, and as they are recomputed.
     """
     before: dict[Value, list[Layout]] = defaultdict(list)
     first: dict[Value, list[Layout]] = defaultdict(list)

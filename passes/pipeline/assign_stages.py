@@ -68,14 +68,14 @@ def _stage(node: fx.Node) -> int:
 def _follow_gradients(program: Program, forward: set[fx.Node]) -> None:
     """Put what takes a gradient into no later stage than the one that makes it.
 
-    What the backward pass makes again needs no gradient, and a later stage that takes it makes it for itself.
+    What the backward pass recomputes needs no gradient, and a later stage that takes it recomputes it for itself.
     """
     free, once, graph = free_nodes(program), program.per_step, program.graph.graph
     behind = {n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "tangent"}
     copies: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def own(node: fx.Node, stage: int, user: fx.Node) -> fx.Node:
-        """What is made again, of a stage."""
+        """The node that a stage recomputes for itself."""
         if node.op != "call_function" or node in forward or node in free or node in behind:
             return node
         if _stage(node) >= stage:

@@ -31,7 +31,7 @@ RUNS = 5
 
 KINDS = tuple(COLLECTIVES)
 
-CROWDED = 1 << 20
+CONTENDED = 1 << 20
 """Bytes from which sums of groups are timed that share the cards of a node: what they lose is bandwidth."""
 
 
@@ -77,7 +77,7 @@ def measure_collectives(
     for kind, level, stride, group in asked:
         members = group.size()
         for size in sizes:
-            if stride and size < CROWDED:
+            if stride and size < CONTENDED:
                 continue
             count = max(1, size // 4 // members) * members
             seconds = _seconds(_collective(kind, count, members, device, group), runs, device)

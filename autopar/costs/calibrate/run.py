@@ -203,8 +203,8 @@ def cluster_of(
     if levels in ([], [0]):  # nothing between nodes
         return Cluster(name, device, tuple(links), base.group_sizes)
     found = Cluster(name, device, tuple(links[: levels[-1] + 1]), tuple(groups[: levels[-1]]))
-    crowded = [s for s in on_links if s.stride]
-    if not crowded:
+    contended = [s for s in on_links if s.stride]
+    if not contended:
         return found
     near, far, *others = found.links
-    return replace(found, links=(near, replace(far, contention=fit_contention(crowded, found)), *others))
+    return replace(found, links=(near, replace(far, contention=fit_contention(contended, found)), *others))

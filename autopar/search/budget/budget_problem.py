@@ -166,12 +166,12 @@ def _space(search: Search, cluster: str, regions: bool, away: bool) -> str:
     roles = ", ".join(f"{axis} for {role}" for axis, role in search.roles.items())
     recipe += f"axes as told ({roles}); " if roles else ""
     words = {
-        "search": "any tensor kept, made or moved again (what repeated layers hand on is kept)",
-        "regather": "parameters gathered once or twice",
+        "search": "any tensor saved, recomputed or re-gathered (outputs of repeated layers are saved)",
+        "regather": "parameters gathered once, or re-gathered in the backward pass",
     }
     kept = words.get(search.recompute, "no recomputation")
     kept += ", but checkpointed regions as the model has them" if regions else ""
-    kept += ", or on the host where that takes less time than making it again, as optimizer state may" if away else ""
+    kept += ", or offloaded where that takes less time than recomputation, as optimizer state may" if away else ""
     return (
         f"{recipe}one layout per tensor on every axis{tied}; a value has one layout besides its own for all its users; "
         f"no pipelines, {kept}; costs: kernels by tiles and traffic, collectives by ring or tree, "

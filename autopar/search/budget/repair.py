@@ -1,11 +1,11 @@
-"""`repaired`: where nothing is found that fits, what lean plans keep is decided anew, by their graphs' own peaks.
+"""`repaired`: memory repair. Where no plan of the search fits, the peak of its graph says what else to recompute.
 
-Rows of memory are relaxations: they leave out what waits while values are made again, and other moments than theirs. So
-near the least memory that a model can do with, a row that is tightened further leads to plans that need more. There,
-what is kept is chosen for all moments at once (`autopar.search.budget.min_peak`), and then the graph of a plan says
-what is held when most is. Of each such tensor the plan that makes it again is measured; or, where it is made again, the
-one that keeps it; or, where it is moved again, the one that moves it for each user. That is taken whose heaviest
-moments are the lightest.
+Memory constraints are relaxations: they leave out live ranges of values that are recomputed, and program points other
+than their own. So near the least memory that a model needs, a constraint that is tightened further leads to plans that
+need more. There, what is saved is chosen for all program points at once (`autopar.search.budget.min_peak`); then the
+peak of the plan's own graph is lowered, one live tensor after the other: it is recomputed instead of saved, or saved
+instead of recomputed, or re-gathered per use instead of held between two uses. Each change is measured on its graph,
+and the one with the lowest peak is taken.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from autopar.sharding.factor_kinds import from_parameters
 from autopar.sharding.layer_classes import LayerClasses
 
 NEAR = 1.5
-"""A plan of the search that needs so much more than the budget is not tried to be made leaner."""
+"""A plan that needs this multiple of the budget is not repaired one tensor at a time."""
 
 ALMOST = 1.05
-"""In one that needs no more than so much of the budget, only single tensors are decided anew."""
+"""In a plan that needs at most this multiple of the budget, only single tensors are decided again."""
 
 EASIER = 2
-"""How often a plan is tried that keeps more than the leanest of its layouts, where that fits."""
+"""How often a plan is tried that saves more than the min-peak plan of its layouts, where that one fits."""
 
 ALWAYS = ("parameters", "optimizer", "buffers", "batch")
-"""What is held whatever the backward pass takes."""
+"""Held whatever is saved for the backward pass."""
 
 SHARE = 0.5
-"""Of the time limit, for changes of one plan."""
+"""Share of the time limit for changes of one plan."""
 
 ENOUGH = 0.9
-"""A change that saves so much of what it aims at is taken at once, without trying the others."""
+"""A change that frees this share of its tensor at the peak is taken at once, without trying the others."""
 
 SMALL = 1e-3
-"""Tensors of less than this share of the peak are not looked at."""
+"""Tensors smaller than this share of the peak are left as they are."""
 
 
 Entry = tuple[str, int | None]
@@ -83,7 +83,7 @@ class _Change:
 
 
 def _members(plan: Plan, name: str, count: Mapping[str, int]) -> set[int]:
-    """Of a class those that are made again."""
+    """The members of a class that are recomputed."""
     most = count[class_of(name)]
     return {i for start, stop in plan.recompute.get(name, ()) for i in range(start, min(stop, most))}
 
@@ -95,7 +95,7 @@ def repaired(
     job: Job,
     error: InfeasibleError,
 ) -> Plan:
-    """A plan that fits, if the leanest that was found can be made one, or one that needs little whatever the budget is.
+    """A plan that fits, made from the one that needs least of those found, or from the minimum-memory plan.
 
     What an error names would have been enough, and is the same for each budget that is not: where layouts were searched
     exactly, it comes from `minimum_memory_plan`, which does not depend on the budget.
@@ -108,26 +108,26 @@ def repaired(
         error: that says what was found.
 
     Raises:
-        InfeasibleError: none was found; of the leanest that is known now.
+        InfeasibleError: none was found; of the plan that needs least.
     """
     plan: Plan | None = error.least
     budget = job.memory
     if plan is None or budget is None or error.needed is None or plan.offload:
         raise error
-    leaning = _Leaning(program, dims, classes, job, budget)
+    repair = _Repair(program, dims, classes, job, budget)
     known: list[tuple[Plan, PeakSnapshot]] = []
     if error.needed <= NEAR * budget:
-        known += leaning.near(plan, leaning.peak_snapshot(plan))
+        known += repair.near(plan, repair.peak_snapshot(plan))
     if not any(fits(held.totals[0], budget) for _, held in known):
         if program.repeat is None and len(job.axes) <= EXACT_AXES:
             start = minimum_memory_plan(program, dims, job, classes)
             # The search's bound holds for it, too.
-            known = leaning.chosen(replace(start, certificate=plan.certificate))
+            known = repair.chosen(replace(start, certificate=plan.certificate))
     if not known:
         raise error
     plan, now = min(known, key=lambda found: found[1].totals[0])
     if not fits(now.totals[0], budget):
-        plan, now = leaning.eased(plan, now)
+        plan, now = repair.eased(plan, now)
     plan = replace(plan, predicted=replace(plan.predicted, peak_bytes=now.held))
     if not fits(now.totals[0], budget):
         raise missing(budget, plan)
@@ -135,8 +135,8 @@ def repaired(
 
 
 @dataclass(frozen=True)
-class _Leaning:
-    """How plans are made leaner for a budget."""
+class _Repair:
+    """How the peak of a plan is lowered to a budget."""
 
     program: Program
     dims: Dims
@@ -145,6 +145,7 @@ class _Leaning:
     budget: float
 
     def peak_snapshot(self, plan: Plan) -> PeakSnapshot:
+        """The live tensors at the peak of a plan's graph."""
         return peak_snapshot_of(self.program, plan, self.classes)
 
     @cached_property
@@ -152,12 +153,12 @@ class _Leaning:
         return _Changes(self.program, self.classes, self.job)
 
     def near(self, plan: Plan, now: PeakSnapshot) -> list[tuple[Plan, PeakSnapshot]]:
-        """A plan that needs a little too much, made leaner one tensor at a time; or all chosen anew, if that helps."""
+        """A plan slightly over the budget, repaired one tensor at a time; or with all chosen again, if that helps."""
         chosen = [] if fits(now.totals[0], ALMOST * self.budget) else self.chosen(plan)
         return [self.eased(*min([(plan, now), *chosen], key=lambda found: found[1].totals[0]))]
 
     def chosen(self, plan: Plan) -> list[tuple[Plan, PeakSnapshot]]:
-        """The plan with what it keeps chosen anew: as little as can be, or, where that fits, as little as must be."""
+        """The plan with what it saves chosen again: for the least peak, or, where that fits, as much as fits."""
         if self.program.repeat is not None or requested():
             return []
         choice = Choice(self.changes.free, self.changes.moved)
@@ -178,7 +179,7 @@ class _Leaning:
         return found
 
     def _for_each(self, plan: Plan) -> list[tuple[Plan, PeakSnapshot]]:
-        """The plan, or, if it does not fit, the one that moves all that it moves again for each user, if that helps."""
+        """The plan; or, if it does not fit, the same with re-gathering per use, if that helps."""
         found = [(plan, self.peak_snapshot(plan))]
         if not fits(found[0][1].totals[0], self.budget):
             each = {PER_USE + name: r for name, r in plan.recompute.items() if name.startswith("consumer ")}
@@ -187,7 +188,7 @@ class _Leaning:
         return [min(found, key=lambda known: known[1].totals[0])]
 
     def eased(self, plan: Plan, now: PeakSnapshot) -> tuple[Plan, PeakSnapshot]:
-        """A plan made leaner one tensor at a time, until it fits or nothing helps."""
+        """A plan repaired one tensor at a time, until it fits or nothing helps."""
         deadline = time.monotonic() + SHARE * self.job.search.time_limit
         while not fits(now.totals[0], self.budget):
             best: tuple[PeakSnapshot, _Change] | None = None
@@ -202,7 +203,7 @@ class _Leaning:
             if best is None:
                 break
             now, plan = best[0], best[1].of(plan, self.classes.count)
-            self.job.progress(f"peak {format_bytes(now.totals[0])}, leaner", plan.certificate.objective, 0.0)
+            self.job.progress(f"peak {format_bytes(now.totals[0])}, memory repair", plan.certificate.objective, 0.0)
         return plan, now
 
 
@@ -215,7 +216,7 @@ def costed(plan: Plan) -> Plan:
 
 
 class _Changes:
-    """What may be kept or made again, under the pins of a search."""
+    """What may be saved or recomputed, under the pins of a search."""
 
     def __init__(self, program: Program, classes: LayerClasses, job: Job) -> None:
         self.program, self.classes = program, classes
@@ -238,7 +239,7 @@ class _Changes:
         self.number = {node: i for node, i in self.by_name.values()}
 
     def of(self, plan: Plan, peak_snapshot: PeakSnapshot) -> Iterator[_Change]:
-        """What may help at the heaviest moment: the largest tensors first, of all blocks and of one."""
+        """Changes that may lower the peak: the largest tensors first, in all layers and in one."""
         seen: set[frozenset[Entry]] = set()
         there = [(t, *self.by_name[t.name]) for t in peak_snapshot.tensors if t.name in self.by_name]
         held = {node for tensor, node, _ in there if not tensor.again and not tensor.moved}
@@ -255,17 +256,17 @@ class _Changes:
                         yield _Change(tensor.size, entries, again)
 
     def _each(self, node: fx.Node, plan: Plan, one: bool) -> frozenset[Entry]:
-        """What is moved again for each user, where a value that is moved again waits for the next."""
+        """What to re-gather per use, where a re-gathered value is held until its next use."""
         moved = [e for e in self._entries(node, plan, one) if e[0].startswith("consumer ") and self._is_again(e, plan)]
         each = ((PER_USE + name, member) for name, member in moved)
         return frozenset(e for e in each if not self._is_again(e, plan))
 
     def _kept(self, node: fx.Node, plan: Plan, one: bool) -> frozenset[Entry]:
-        """What is no longer made again where a value is kept."""
+        """What is no longer recomputed where a value is saved."""
         return frozenset(e for e in self._entries(node, plan, one) if self._is_again(e, plan))
 
     def _again(self, node: fx.Node, plan: Plan, held: Collection[fx.Node], one: bool) -> frozenset[Entry]:
-        """What else is made or moved again where a value is: what it is made of, unless that is there or is already."""
+        """What else to recompute or re-gather with a value: its inputs, unless they are live or recomputed already."""
         found: set[fx.Node] = set()
         entries = set(self._entries(node, plan, one))  # all that there is of an input
         waiting = [node]
