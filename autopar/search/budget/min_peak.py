@@ -230,4 +230,7 @@ class _Storages:
 
 def _storages(node: fx.Node) -> list[int]:
     """The storages of a node's results, which those of a view share with its argument."""
-    return list(dict.fromkeys(storage_id(value) for value in values_of(node) if value is not None))
+    source, index = producer(node)
+    # A getitem may have a fake tensor of its own, with another storage than its producer's output.
+    values = values_of(node) if source is node else (values_of(source)[index],)
+    return list(dict.fromkeys(storage_id(value) for value in values if value is not None))

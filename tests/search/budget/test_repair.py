@@ -218,3 +218,11 @@ def test_one_device() -> None:
     program, _, _ = zoo.captured("mlp")
     with pytest.raises(InfeasibleError, match="missing"):
         lean(program, {}, 1.0)
+
+
+def test_outputs_of_one_operator_have_storages_of_their_own() -> None:
+    """Mean and deviation of a layer norm are getitems, whose fake tensors need not be those of the operator."""
+    program, _, _ = zoo.captured("gpt2", hidden=512)
+    with pytest.raises(InfeasibleError, match="are missing") as caught:
+        solve(program, LINE, "cpu", memory="8MiB")
+    assert caught.value.needed is not None and caught.value.needed > 8 * 2**20
