@@ -13,7 +13,7 @@ from autopar.ir.program import Program
 from autopar.passes.pad_dims import pad
 from autopar.search.budget.cutoff import Cutoff, PrunedError
 from autopar.search.budget.repair import costed, repaired
-from autopar.search.find import find_plan, require_splits
+from autopar.search.find import EXACT_AXES, find_plan, require_splits
 from autopar.search.formulation.axis_roles import DATA, by_roles
 from autopar.search.formulation.pins import Pinned, Restrictions, complete, pin_modules, read_pins
 from autopar.search.formulation.recipes import roles_of
@@ -97,7 +97,10 @@ def _best(program: Program, dims: Dims, job: Job) -> Plan:
         if job.stages is not None:  # pipelines are many, of which some fit sooner
             raise
         error = e
-    return costed(predict(program, dims, repaired(program, dims, classes, job, error), classes))
+    # Plans that are searched axis by axis, or from three captured layers, have no minimum-memory plan.
+    exact = program.repeat is None and len(job.axes) <= EXACT_AXES
+    found = repaired(program, dims, classes, job, error, from_minimum=exact)
+    return costed(predict(program, dims, found, classes))
 
 
 def _random(program: Program, dims: Dims, job: Job, limits: Restrictions) -> Plan:

@@ -69,7 +69,7 @@ def test_plan_prints_a_table_and_saves_what_can_be_loaded(model: str, tmp_path: 
     assert "a=2, b=2 (4 devices)" in result.stdout
     assert "lower bound" in result.stdout
     assert "saved plan.json" in result.stderr
-    assert "saved" not in result.stdout
+    assert "saved plan.json" not in result.stdout
     loaded = Plan.load(tmp_path / "plan.json")
     assert dict(loaded.axes) == {"a": 2, "b": 2}
     assert set(loaded.parameters) == {"up.weight", "up.bias", "down.weight", "down.bias"}

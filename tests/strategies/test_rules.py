@@ -31,7 +31,8 @@ def _one_thread():
 
 def test_every_rule_has_a_sample():
     sampled = {str(s.target) for s in SAMPLES}
-    assert {str(t) for t in registered()} == sampled
+    ours = {str(t) for t, f in registered().items() if f.__module__.startswith("autopar.")}  # tests have rules, too
+    assert ours == sampled
 
 
 def test_the_list_of_rules_says_how_many_samples():

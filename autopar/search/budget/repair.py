@@ -29,7 +29,6 @@ from autopar.search.budget.budget_problem import missing
 from autopar.search.budget.lagrangian import fits
 from autopar.search.budget.min_peak import Choice, min_peak_recomputation
 from autopar.search.budget.minimum_memory import minimum_memory_plan
-from autopar.search.find import EXACT_AXES
 from autopar.search.formulation.memory_model import block_boundary_activations
 from autopar.search.options import Job
 from autopar.search.peak import peak_snapshot_of
@@ -94,11 +93,13 @@ def repaired(
     classes: LayerClasses,
     job: Job,
     error: InfeasibleError,
+    *,
+    from_minimum: bool = False,
 ) -> Plan:
     """A plan that fits, made from the one that needs least of those found, or from the minimum-memory plan.
 
-    What an error names would have been enough, and is the same for each budget that is not: where layouts were searched
-    exactly, it comes from `minimum_memory_plan`, which does not depend on the budget.
+    What an error says would be enough must not depend on the budget that was asked for: with ``from_minimum`` it comes
+    from `minimum_memory_plan`, which looks at no budget.
 
     Args:
         program: that was searched.
@@ -106,6 +107,7 @@ def repaired(
         classes: which nodes share a decision.
         job: what it was searched for.
         error: that says what was found.
+        from_minimum: whether to start from the minimum-memory plan, too, where nothing else fits.
 
     Raises:
         InfeasibleError: none was found; of the plan that needs least.
@@ -118,11 +120,9 @@ def repaired(
     known: list[tuple[Plan, PeakSnapshot]] = []
     if error.needed <= NEAR * budget:
         known += repair.near(plan, repair.peak_snapshot(plan))
-    if not any(fits(held.totals[0], budget) for _, held in known):
-        if program.repeat is None and len(job.axes) <= EXACT_AXES:
-            start = minimum_memory_plan(program, dims, job, classes)
-            # The search's bound holds for it, too.
-            known = repair.chosen(replace(start, certificate=plan.certificate))
+    if from_minimum and not any(fits(held.totals[0], budget) for _, held in known):
+        start = minimum_memory_plan(program, dims, job, classes)
+        known = repair.chosen(replace(start, certificate=plan.certificate))  # the search's bound holds for it, too
     if not known:
         raise error
     plan, now = min(known, key=lambda found: found[1].totals[0])
