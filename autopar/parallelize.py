@@ -51,34 +51,34 @@ def parallelize(
 
     Args:
         model: its parameters become DTensors in place; it may be on the meta device.
-        mesh: of any number of axes; None for one device, without a process group. Where stages take a factor of an
-            axis (pin ``stages``, searched ones too, or a plan), that becomes an axis of its own, and parameters lie on
-            such a mesh.
+        mesh: of any number of axes; None for one device, without a process group. Where pipeline stages take a factor
+            of an axis (pin ``stages``, or a plan), the factor becomes an axis of its own, and parameters are DTensors
+            on that finer mesh.
         batch: example of the *global* batch (tuple or dict of real, fake or meta tensors): layouts are decided now.
-            Without it they are decided by the first call.
+            Without it the first call decides them.
         loss_fn: ``loss_fn(output, batch) -> scalar`` for a model that does not return its loss.
         loss: which scalar of the output is the loss: a key, attribute or index, a path of these such as
-            ``"losses.total"``, or a function that picks it from the output, or makes it of the output's scalars. Only
-            that loss, or a multiple, then has gradients, which microbatches and stages need. Default: the only scalar
-            that requires a gradient; of several all carry theirs.
+            ``"losses.total"``, or a function that picks it from the output or computes it from the output's scalars.
+            Then only that loss, or a multiple of it, has gradients; microbatches and pipeline stages need that.
+            Default: the only scalar that requires a gradient; of several, each has its gradient.
         inputs: ``"global"``: each rank passes the whole batch, and its part is sliced; ``"local"``: its own rows,
-            see ``data_rank`` and ``data_world_size``. DTensors say it themselves.
+            see ``data_rank`` and ``data_world_size``. DTensors carry their own layout.
         memory: budget per device, such as ``"70GiB"``; default: what the device has, less a margin.
         optimizer: whose state the budget counts: adamw, adam, sgd, sgd-momentum, adagrad.
         precision: a `Precision`, or the dtype to compute in, such as ``"bf16"``: parameters are then kept, reduced and
             updated in float32; default: the model's own dtypes.
-        deterministic: dropout and other random operators draw the very numbers that one device would, from the default
-            generator, which must be in the same state on every rank; each rank draws whole tensors for that. Else each
-            draws its own part, from seeds that the state of rank 0's generator gives. No difference on one device.
+        deterministic: dropout and other random operators draw the same numbers as one device would, from the default
+            generator, which must be in the same state on every rank; each rank draws whole tensors for that. Otherwise
+            each rank draws its own shard, with seeds from rank 0's generator. No difference on one device.
         cluster: a `Cluster`, a preset's name or a TOML file; default: the devices at hand.
         plan: a `Plan` or a file to use instead of searching; a new batch shape is planned under its parameter layouts.
         search: limits and pins.
         timeout: seconds that a rank waits for the others, in every wait.
         init: for models on the meta device: ``init(name, tensor)`` fills one full CPU tensor in place, the same on
             every rank; or a file or folder of safetensors, of which each rank reads its part.
-        check: before the first step of each mode (training or not), rank 0 runs the plan of all devices in its own
-            process, in float64, and compares with the eager model over two calls: on ``batch`` if it has values, else
-            on the first one; on fewer rows where memory is short. Where not even the model fits, a warning says so.
+        check: before the first step of each mode (training or not), rank 0 emulates all devices in its own process, in
+            float64, and compares with the eager model over two calls: on ``batch`` if it has values, else on the first
+            one; on fewer rows where memory is short. Where not even the model fits, a warning says so.
 
     Raises:
         VerifyError: the plan does not compute what the model does; names the first difference.

@@ -73,7 +73,7 @@ class CompileOptions:
 
     @property
     def passes(self) -> tuple[Pass, ...]:
-        """The rewriting."""
+        """The passes that rewrite the graph."""
         return DETERMINISTIC_PASSES if self.deterministic else PASSES
 
 
@@ -84,8 +84,8 @@ class Request:
     Attributes:
         skeleton: of the arguments, with their floats.
         shapes: global shape and dtype of each batch tensor, and behind them of each float.
-        layouts: of batch tensors that lie on the mesh already, as torch's placements.
-        rows: layouts of batch tensors of which each rank passes its part, by index.
+        layouts: of batch tensors that are DTensors already, as torch's placements.
+        rows: layouts of batch tensors of which each rank passes its own rows, by index.
         differentiable: batch tensors that require a gradient.
     """
 
@@ -102,14 +102,14 @@ class Specialization:
 
     Attributes:
         program: as captured.
-        part: of the program, what is planned for; the same where there are no microbatches.
+        part: the program of one microbatch, which is planned for; the same where there is one only.
         plan: of the part.
         step: what runs.
         seed: of the step's random numbers, the same on every rank; None where it draws from the default generator, or
             not at all.
-        states_away: parameters whose optimizer state lies on the host between the optimizer's steps.
-        place: where this rank is on the plan's axes: those of the mesh, or finer ones, where stages take a factor of
-            one.
+        states_away: parameters whose optimizer state is offloaded between the optimizer's steps.
+        place: this rank's mesh context on the plan's axes: those of the mesh, or finer ones, where stages take a
+            factor of one.
     """
 
     program: Program
@@ -142,7 +142,7 @@ def specialize(
         model: with DTensor parameters, or plain ones where there is no mesh.
         request: the call.
         options: what the user asked for.
-        place: where this rank is.
+        place: this rank's mesh context.
         placements: of the parameters, which stay; None: they are decided now.
         weights: a checksum that must be the same on every rank.
         known: for the same shapes and modes and another state of the model; one whose graph is the same goes on.

@@ -101,7 +101,7 @@ def _simulated_pipeline(
     rows = order(text, stages, microbatches, virtual)
     forward, for_input, for_weight, sending = seconds
     tasks = pipeline(rows, forward / virtual, for_input / virtual, for_weight / virtual, sending, saved=1 / virtual)
-    name = "a table by hand" if is_table(text) else text
+    name = "a custom schedule" if is_table(text) else text
     return _with_table(simulate(tasks), name, stages, microbatches, virtual)
 
 

@@ -72,15 +72,15 @@ class Predicted:
     """What one step costs on each device.
 
     Attributes:
-        step_seconds: compute, communication and copies to the host and back, nothing overlapped.
+        step_seconds: compute, communication and copies to host memory and back, without any overlap.
         compute_seconds: the part that is compute.
         memory_bytes: by category: parameters, gradients, optimizer, buffers.
-        peak_bytes: by category, at the moment when the rewritten graph holds the most, see `autopar.memory.liveness`;
-            empty where no budget was set.
+        peak_bytes: by category, at the peak of the rewritten graph, see `autopar.memory.liveness`; empty where no
+            budget was set.
         communication_bytes: bytes that a device sends, by axis.
         collectives: how many, by axis and kind.
-        host_seconds: copies to the memory of the host and back.
-        host_bytes: what a device has in the memory of the host, at most.
+        host_seconds: copies to host memory and back.
+        host_bytes: the most that a device has in host memory.
     """
 
     step_seconds: float = 0.0
@@ -131,16 +131,16 @@ class Pipeline:
     @property
     def order(self) -> str:
         """The schedule in a few words."""
-        return "a table by hand" if "\n" in self.schedule else self.schedule
+        return "a custom schedule" if "\n" in self.schedule else self.schedule
 
 
 @dataclass(frozen=True)
 class Scatter:
-    """Between which stages each device sends a part only, see `passes/pipeline/scatter_sends.py`.
+    """Between which stages each device sends its shard only, see `passes/pipeline/scatter_sends.py`.
 
     Attributes:
-        axis: along which they send, whose link says what is faster.
-        behind: the stages of which the next one is on other devices.
+        axis: of the stages; its link decides whether shards are faster.
+        behind: the stages whose next stage is on other devices.
     """
 
     axis: str
@@ -158,7 +158,7 @@ class Plan:
         batch: layout of each batch tensor, by position.
         results: layout of each output tensor, by position.
         choices: strategy of each operator class on each axis.
-        consumer_layouts: layout in which the users of a value take it, where that is not the one it was made in.
+        consumer_layouts: layout in which the users of a value take it, where it is made in another one.
         forced_consumer_layouts: those of ``consumer_layouts`` that hold for every user, even one that could take the
             value as it was made: pinned layouts of module outputs.
         optimizer: whose state the memory counts.
@@ -171,14 +171,14 @@ class Plan:
         offload: what lies in host memory: results of operator classes, and consumer layouts, from the forward to the
             backward pass; and the optimizer state of parameter classes (``parameter NAME``) except during the
             optimizer's step. In the form of ``recompute``.
-        microbatches: how many parts of the batch a step computes one after the other, see
-            `autopar.search.microbatch.rewrite`; the layouts of batch and results are those of one, and what is computed
-            of the whole batch before has numbers behind those of the batch.
+        microbatches: how many microbatches a step runs, see `autopar.search.microbatch.rewrite`. Layouts of batch and
+            results are those of one microbatch; values computed from the whole batch before are numbered after the
+            batch tensors.
         stages: in the order of the forward pass.
-        pipeline: how the stages run; None where there is one. Parameters are then of a stage's devices only, see
-            `autopar.ir.layout.At`, and everything else is alike on all of them.
-        scatter: where stages send in parts what that is faster for; None: they send all as it is.
-        padding: padded shape of each parameter that has dims which would not divide, see `autopar.passes.pad_dims`.
+        pipeline: how the stages run; None where there is only one. In a pipeline each parameter is on the devices of
+            one stage, see `autopar.ir.layout.At`, and everything else has the same layout in all stages.
+        scatter: where stages send shards; None: they send whole tensors.
+        padding: padded shape of each parameter with dims that do not divide, see `autopar.passes.pad_dims`.
     """
 
     axes: tuple[tuple[str, int], ...]

@@ -32,39 +32,44 @@ class Search:
     """How to search.
 
     Attributes:
-        time_limit: seconds for the solver; where it searches without padding and with it, each has half of them. Each
-            number of microbatches has its own, and so has every pipeline; after five such limits no more are tried.
-            Where nothing fits, as long again may go into memory repair, see `autopar.search.budget.repair`.
+        time_limit: seconds of the solver. The search with padding and the one without have half of it each; each number
+            of microbatches and each pipeline has its own, and after five such limits no more are tried. Where nothing
+            fits, memory repair (`autopar.search.budget.repair`) may take as long again.
         gap: relative gap at which to stop.
-        pins: layouts decided by hand: name or pattern of parameters, ``batch.0``, ``result.0`` or modules (for what
-            they hand on) to one placement an axis, as text (``("R", "S(0)")``), torch placements or a dict by axis
-            name. ``recompute`` is for short memory: ``"search"`` decides tensor by tensor what the backward pass makes
-            again, ``"regather"`` (of recipes the default) re-gathers parameters only, ``"none"`` keeps all that it
-            takes. Each wins over the model's own ``torch.utils.checkpoint``, which is followed without this pin.
-            ``offload`` is for short memory, too, where the device has a way to its host: ``"search"`` decides what lies
-            in the host's memory until the backward pass, ``"none"`` (of recipes and pipelines the default) keeps all on
-            the device; without it, that is searched where nothing fits otherwise. ``microbatches`` is how many parts of
-            the batch a step computes one after the other, adding up gradients; without it, as many as short memory asks
-            for.
-            ``stages`` asks for a pipeline of so many devices along the axis ``stage_axis`` (by default the outermost
-            of that size), with a list of modules for one whose later stages begin there, or with ``"search"`` for any
-            pipeline or none, whichever is faster (without this pin, none). ``schedule`` is one of
-            `autopar.pipeline.schedules.SCHEDULES`, or a table by hand, as rows of actions or a CSV file, see
-            `autopar.pipeline.custom_schedule`; ``virtual`` how many stages each device has; without them, and without
-            ``microbatches``, these are searched, too.
-        recipe: layouts by the name of a kind of parallelism, see `autopar.search.formulation.recipes`; the search
-            decides only what the recipe leaves open. ``"random"`` draws a feasible plan, for tests (budgets are not
-            looked at).
-        roles: what axes are for, by name: ``data``, ``optimizer``, ``shard``, ``tensor`` or ``sequence``, see
-            `autopar.search.formulation.axis_roles`. Without a recipe, axes that are not named are searched;
+        pins: what is decided by hand. A key names a layout: a parameter or a pattern of parameters, ``batch.0``,
+            ``result.0``, or a module (for its output). Its value has one placement per mesh axis, as text (``("R",
+            "S(0)")``), torch placements, or a dict by axis name. Other keys:
+
+            ``recompute``: what the backward pass may recompute where memory is short. ``"search"`` decides tensor by
+            tensor, ``"regather"`` (the default of recipes) re-gathers parameters only, ``"none"`` saves everything.
+            Each overrides the model's own ``torch.utils.checkpoint``, which is followed without this pin.
+
+            ``offload``: ``"search"`` decides which saved activations and optimizer state to offload to host memory,
+            ``"none"`` (the default of recipes and pipelines) offloads nothing. Without the pin, offloading is searched
+            where nothing fits otherwise and the device has a link to its host.
+
+            ``microbatches``: how many microbatches a step accumulates gradients over; without it, as many as short
+            memory asks for.
+
+            ``stages``: pipeline stages: the number of devices along the axis ``stage_axis`` (by default the outermost
+            axis of that size), a list of the modules at which later stages begin, or ``"search"`` for whichever
+            pipeline, or none, is fastest. Without it there is no pipeline. ``schedule`` is one of
+            `autopar.pipeline.schedules.SCHEDULES`, or a custom one as rows of actions or a CSV file, see
+            `autopar.pipeline.custom_schedule`; ``virtual`` is the number of stages per device. Without ``schedule``,
+            ``virtual`` and ``microbatches``, these are searched, too.
+        recipe: layouts by the name of a parallelism, see `autopar.search.formulation.recipes`; the search decides only
+            what the recipe leaves open. ``"random"`` draws a feasible plan, for tests; it ignores budgets.
+        roles: what each axis is for, by name: ``data``, ``optimizer``, ``shard``, ``tensor`` or ``sequence``, see
+            `autopar.search.formulation.axis_roles`. Without a recipe, axes without a role are searched;
             ``"megatron"`` takes roles, too.
         seed: of the random plan.
-        tie_layers: repeated layers are laid out alike; False searches each on its own.
+        tie_layers: repeated layers have the same layouts; False searches each layer on its own.
         padding: parameters whose dims an axis does not divide, such as a vocabulary of 50257, may be padded on the
             devices where that is faster; False: only where a pin splits them.
-        check: the lower bound is verified afterwards, apart from the search, see `Certificate.checked`. May take as
-            long as ``time_limit`` again.
-        cache: a plan that was found before, for all the same, is read and not searched, see `autopar.search.cache`.
+        check: verify the lower bound after the search, independently of it, see `Certificate.checked`. May take as long
+            as ``time_limit`` again.
+        cache: a plan that was found before for the same program, cluster and options is read, see
+            `autopar.search.cache`.
     """
 
     time_limit: float = 60.0
@@ -172,10 +177,10 @@ class Job:
         search: limits and pins.
         restrictions: what is decided already.
         progress: called with ``(phase, incumbent, bound)``.
-        cutoff: what the plan has to beat.
-        share: of what it would hold for the whole model that a device holds.
-        moments: whether the budget is for every moment of a step; False: for what the backward pass is left with when
-            it begins, whatever it holds besides.
+        cutoff: what the plan must be faster than.
+        share: the share of the whole model's memory that a device holds.
+        moments: whether the budget is for every program point of a step; False: for what is saved when the backward
+            pass begins, whatever is live besides.
         stages: the pipeline whose devices the plan is for; None: the devices have the whole model.
         deterministic: random numbers are those of one device.
     """

@@ -300,7 +300,7 @@ def test_pipelines_are_planned_simulated_and_verified(model: str, tmp_path: Path
     assert [str(p) for p in loaded.parameters["down.weight"]][1] == "@1"
     found = run("simulate", "--model", f"{model}:make", "--plan", "plan.json", "--json")
     facts = json.loads(found.stdout)
-    assert facts["schedule"] == "a table by hand"
+    assert facts["schedule"] == "a custom schedule"
     assert facts["step_seconds"] == pytest.approx(loaded.predicted.step_seconds)
     assert [d["peak_microbatches"] for d in facts["devices"]] == [2, 1]
     verify = ("verify", "--model", f"{model}:make", "--axes", "a=2,b=2")

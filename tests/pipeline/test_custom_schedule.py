@@ -33,7 +33,7 @@ def test_by_hand(table: list[list[str]], virtual: int) -> None:
     report = staged("cnn", {"stage": 2}, pins)
     assert report.max_error < BOUND, report.worst
     assert Plan.from_dict(report.plan.to_dict()).pipeline == report.plan.pipeline
-    assert "a table by hand" in report.plan.summary()
+    assert "a custom schedule" in report.plan.summary()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -31,16 +31,16 @@ from autopar.sharding.layer_classes import layer_classes
 _T = TypeVar("_T", StageMemory, StageTime)
 
 
-def require_blocks(program: Program, arrangement: PipelineShape) -> None:
+def require_blocks(program: Program, shape: PipelineShape) -> None:
     """Refuse more stages than blocks, where some are left out.
 
     Raises:
         InfeasibleError: says so.
     """
     repeat = program.repeat
-    if repeat is not None and repeat.blocks < arrangement.stages:
+    if repeat is not None and repeat.blocks < shape.stages:
         raise InfeasibleError(
-            f"{arrangement.stages} stages of at least a block each, and {repeat.path} has {repeat.blocks} blocks; ask "
+            f"{shape.stages} stages of at least a block each, and {repeat.path} has {repeat.blocks} blocks; ask "
             "for fewer stages"
         )
 
@@ -48,13 +48,13 @@ def require_blocks(program: Program, arrangement: PipelineShape) -> None:
 class RepeatedStages:
     """A program that leaves blocks out, cut in three ways under a plan."""
 
-    def __init__(self, program: Program, plan: Plan, arrangement: PipelineShape, link: Link, split: bool) -> None:
+    def __init__(self, program: Program, plan: Plan, shape: PipelineShape, link: Link, split: bool) -> None:
         """Rewrite the blocks.
 
         Args:
             program: of one microbatch.
             plan: for the devices of a stage, if these had the whole model.
-            arrangement: of the stages, however many they are on a device.
+            shape: of the stages, however many they are on a device.
             link: between stages.
             split: whether the backward may be in two parts.
         """
@@ -68,21 +68,21 @@ class RepeatedStages:
                  for share, part in parts]  # fmt: skip
         self.whole = [(share, _ways(cuts, link, split)) for share, cuts in kinds]
         self.apart: list[tuple[float, _Ways]] = []  # where stages send in parts; empty: that makes no difference
-        apart = [(share, [in_parts(p, own, _everywhere(own, arrangement.axis))[-1] for own, p in cuts])
+        apart = [(share, [in_parts(p, own, _everywhere(own, shape.axis))[-1] for own, p in cuts])
                  for share, cuts in kinds]  # fmt: skip
         if any(own.scatter for _, cuts in apart for own, _ in cuts):
             self.apart = [(share, _ways(cuts, link, split)) for share, cuts in apart]
 
-    def staged(self, arrangement: PipelineShape, ways: Sequence[Scatter]) -> list[StagePlan]:
+    def staged(self, shape: PipelineShape, ways: Sequence[Scatter]) -> list[StagePlan]:
         """The stages of the whole model, cut as `stage_plan.staged` does: as it is, and sent in parts.
 
         Args:
-            arrangement: of the stages, no more than there are blocks.
+            shape: of the stages, no more than there are blocks.
             ways: to send in parts.
         """
-        found = [_of_whole(self.padded, self.plan, arrangement, self.whole)]
+        found = [_of_whole(self.padded, self.plan, shape, self.whole)]
         if self.apart:
-            found += [_of_whole(self.padded, replace(self.plan, scatter=w), arrangement, self.apart) for w in ways]
+            found += [_of_whole(self.padded, replace(self.plan, scatter=w), shape, self.apart) for w in ways]
         return found
 
 
@@ -91,13 +91,11 @@ def _everywhere(plan: Plan, axis: str) -> list[Scatter]:
     return [Scatter(axis, tuple(range(len(plan.stages) - 1)))]
 
 
-def _of_whole(
-    padded: Program, plan: Plan, arrangement: PipelineShape, ways: Sequence[tuple[float, _Ways]]
-) -> StagePlan:
+def _of_whole(padded: Program, plan: Plan, shape: PipelineShape, ways: Sequence[tuple[float, _Ways]]) -> StagePlan:
     """The stages of the whole model, from those of three blocks, which are treated in so many ways."""
     repeat = padded.repeat
     assert repeat is not None
-    blocks = _shared_out(ways, repeat.blocks, arrangement.stages)
+    blocks = _shared_out(ways, repeat.blocks, shape.stages)
     ends = list(itertools.accumulate(blocks, initial=0))
     shares = itertools.accumulate((share for share, _ in ways), initial=0.0)
     borders = [round(share * repeat.blocks) for share in shares]  # the first blocks are treated in the first way
@@ -112,7 +110,7 @@ def _of_whole(
     plan = replace(plan, stages=_stages(first.stages, ends, repeat))
     holders = _holders(padded, plan, first.holders, ends, repeat)
     homes = {n: None if s is None else (0, 1, len(blocks) - 1)[s] for n, s in first.homes.items()}
-    return StagePlan(plan, arrangement, held, taken, holders, homes)
+    return StagePlan(plan, shape, held, taken, holders, homes)
 
 
 @dataclass(frozen=True)

@@ -144,18 +144,18 @@ def _suits(schedule: Schedule, virtual: int, training: bool) -> bool:
     return schedule.interleaved == (virtual > 1) and not (training and schedule.stage_by_stage)
 
 
-def counts(program: Program, search: Search, arrangement: PipelineShape) -> list[int]:
+def counts(program: Program, search: Search, shape: PipelineShape) -> list[int]:
     """Numbers of microbatches to try: as pinned, or the number of devices, and about twice as many each time."""
     if not program.training:
         return [1]
     if search.microbatches:
         return [search.microbatches]
     rows = samples(program)
-    most = max(arrangement.devices, MOST_VISITS // arrangement.stages)
+    most = max(shape.devices, MOST_VISITS // shape.stages)
     divisors = [n for n in range(2, min(rows, most) + 1) if rows % n == 0]
     found: list[int] = []
     for n in divisors:
-        if n >= (2 * found[-1] if found else arrangement.devices):
+        if n >= (2 * found[-1] if found else shape.devices):
             found.append(n)
     return found or divisors[-1:] or [1]
 
@@ -172,30 +172,30 @@ def without_pipeline(search: Search) -> Search:
     return replace(search, pins={name: value for name, value in search.pins.items() if name not in _PINS})
 
 
-def inside_stage(search: Search, arrangement: PipelineShape) -> Search:
+def inside_stage(search: Search, shape: PipelineShape) -> Search:
     """The search for the devices of one stage.
 
     Raises:
         InfeasibleError: a pin splits a tensor along the axis of the stages.
     """
-    layouts = {name: _inside(name, value, arrangement) for name, value in search.layouts.items()}
+    layouts = {name: _inside(name, value, shape) for name, value in search.layouts.items()}
     search = without_pipeline(search)
     return replace(search, pins={**search.pins, **layouts})
 
 
-def _inside(name: str, value: Any, arrangement: PipelineShape) -> Any:
+def _inside(name: str, value: Any, shape: PipelineShape) -> Any:
     """A pin on the whole mesh as one on the devices of a stage; one that speaks of these alone is so already."""
-    names = [axis for axis, _ in arrangement.axes]
+    names = [axis for axis, _ in shape.axes]
     if isinstance(value, Mapping):
-        across = value.get(arrangement.axis)
-        inside: Any = {axis: placement for axis, placement in value.items() if axis != arrangement.axis}
+        across = value.get(shape.axis)
+        inside: Any = {axis: placement for axis, placement in value.items() if axis != shape.axis}
     elif isinstance(value, list | tuple) and len(value) == len(names):
-        across = value[names.index(arrangement.axis)]
-        inside = tuple(p for axis, p in zip(names, value, strict=True) if axis != arrangement.axis)
+        across = value[names.index(shape.axis)]
+        inside = tuple(p for axis, p in zip(names, value, strict=True) if axis != shape.axis)
     else:
         return value
     if across is not None and not isinstance(read_placement(name, across), Replicate):
-        raise InfeasibleError(f"pin {name!r} splits a tensor along axis {arrangement.axis!r}, where the stages lie")
+        raise InfeasibleError(f"pin {name!r} splits a tensor along axis {shape.axis!r}, where the stages lie")
     return inside
 
 

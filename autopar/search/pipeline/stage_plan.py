@@ -36,7 +36,7 @@ class StagePlan:
 
     Attributes:
         plan: for the devices of a stage, if these had the whole model; its ``stages`` are known.
-        arrangement: of the stages.
+        shape: of the stages.
         held: what each stage holds.
         taken: what each stage takes.
         holders: the stage that holds each parameter; None: all do.
@@ -44,7 +44,7 @@ class StagePlan:
     """
 
     plan: Plan
-    arrangement: PipelineShape
+    shape: PipelineShape
     held: Sequence[StageMemory]
     taken: Sequence[StageTime]
     holders: Mapping[str, int | None]
@@ -64,7 +64,7 @@ class StagePlan:
 
     def whole(self, schedule: str, actions: Order, seconds: float) -> Plan:
         """The plan for the whole mesh under a schedule that takes so many seconds."""
-        plan, a = self.plan, self.arrangement
+        plan, a = self.plan, self.shape
         peak, devices = self.peak(actions), device_of(actions)
         sent = plan.microbatches * most_sent(self.taken, devices)
         inside, collectives = sent_inside(self.taken, devices)
@@ -86,7 +86,7 @@ class StagePlan:
 def staged(
     program: Program,
     plan: Plan,
-    arrangement: PipelineShape,
+    shape: PipelineShape,
     link: Link,
     search: Search,
     ways: Sequence[Scatter],
@@ -96,7 +96,7 @@ def staged(
     Args:
         program: of one microbatch.
         plan: for the devices of a stage, if these had the whole model.
-        arrangement: of the stages.
+        shape: of the stages.
         link: between stages.
         search: for which it is cut.
         ways: to send in parts.
@@ -106,15 +106,15 @@ def staged(
     """
     padded = pad(program, plan.padding)
     line = line_of(padded, analyze(padded), plan)
-    plan = replace(plan, stages=line.stages(_cuts(line, search, arrangement, link)))
-    split = any(splits(name) for name in arrangement.schedules)
+    plan = replace(plan, stages=line.stages(_cuts(line, search, shape, link)))
+    split = any(splits(name) for name in shape.schedules)
     found = []
     for own, local in in_parts(unverified(program, plan), plan, ways):
-        cutting = StageGraphs(local, arrangement.stages)
-        holders = {name: stages[0] if len(stages := cutting.holders(name)) < arrangement.stages else None
+        cutting = StageGraphs(local, shape.stages)
+        holders = {name: stages[0] if len(stages := cutting.holders(name)) < shape.stages else None
                    for name in plan.parameters}  # fmt: skip
         held, taken = held_by(cutting, own, split), taken_by(cutting, own, link, split)
-        found.append(StagePlan(own, arrangement, held, taken, holders, homes_of(cutting)))
+        found.append(StagePlan(own, shape, held, taken, holders, homes_of(cutting)))
     return found
 
 
@@ -176,20 +176,20 @@ def missing(plan: Plan, needed: float, memory: float) -> InfeasibleError:
     )
 
 
-def _cuts(line: ForwardOrder, search: Search, arrangement: PipelineShape, link: Link) -> list[int]:
-    if arrangement.modules:
-        return named_cuts(line, arrangement.modules)
+def _cuts(line: ForwardOrder, search: Search, shape: PipelineShape, link: Link) -> list[int]:
+    if shape.modules:
+        return named_cuts(line, shape.modules)
     if search.recipe == "random":
-        return random_cuts(line, arrangement.stages, search.seed)
-    return balanced_cuts(line, arrangement.stages, link)
+        return random_cuts(line, shape.stages, search.seed)
+    return balanced_cuts(line, shape.stages, link)
 
 
-def _certificate(plan: Plan, seconds: float, arrangement: PipelineShape) -> Certificate:
+def _certificate(plan: Plan, seconds: float, shape: PipelineShape) -> Certificate:
     """The bound that the devices of a pipeline cannot all be faster than their average, if none ever waits."""
-    inside, devices = plan.certificate, arrangement.devices
+    inside, devices = plan.certificate, shape.devices
     space = (
-        f"stages cut anywhere, alike inside, in any order, on {devices} devices of axis {arrangement.axis}, "
-        f"{arrangement.virtual} each, {plan.microbatches} microbatches{INSIDE}{inside.space}"
+        f"stages cut anywhere, alike inside, in any order, on {devices} devices of axis {shape.axis}, "
+        f"{shape.virtual} each, {plan.microbatches} microbatches{INSIDE}{inside.space}"
     )
     checked = None if inside.checked is None else inside.checked / devices
     # What the search counts twice, such as a move for two users, the graph may do once.
