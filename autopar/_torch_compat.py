@@ -13,6 +13,7 @@ import torch
 from torch._decomp import get_decompositions
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -53,6 +54,7 @@ __all__ = [
     "selective_policy",
     "set_group_timeout",
     "storage_id",
+    "suggest_memory_format",
     "torch_schedule",
     "traced_graph",
     "traced_node",

@@ -153,7 +153,8 @@ def _dropout(graph: fx.Graph, node: fx.Node) -> None:
 def _coins(graph: fx.Graph, node: fx.Node) -> None:
     """A coin shows one where a uniform number lies below its probability."""
     chance, value = node.args[0], node.meta["val"]
-    drawn = _draw(graph, node, "uniform", [0, 1], chance.meta["val"])  # type: ignore[union-attr]
+    # In the order of the result, which is row-major however the probabilities lie in memory.
+    drawn = _draw(graph, node, "uniform", [0, 1], value, chance.meta["val"].dtype)  # type: ignore[union-attr]
     below = _call(graph, node, value.bool(), aten.lt.Tensor, drawn, chance)
     _replace(node, _call(graph, node, value, aten._to_copy.default, below, dtype=value.dtype))
 
