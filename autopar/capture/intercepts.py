@@ -53,9 +53,12 @@ _READS_STRIDES = frozenset(
 _BY_FORMAT = frozenset({functional.batch_norm, torch.batch_norm, torch.roll, torch.Tensor.roll})
 """Functions whose CPU kernels give the memory format that their argument suggests; fake tensors say otherwise.
 
-Strides decide in which order `torch.empty_like` and dropout draw. Found by comparing some 60 functions on permuted
-arguments.
+Strides decide in which order `torch.empty_like` and dropout draw. Found by comparing torch's operator database on
+permuted arguments; what else differs there are elementwise operators on arguments that lie in different orders.
 """
+
+_ROW_MAJOR = frozenset({functional.unfold})
+"""Functions whose CPU kernels give a row-major result whatever their argument; fake tensors say otherwise."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,8 @@ class Intercepts(TorchFunctionMode):
         if torch.is_grad_enabled():
             _refuse_strangers(args)
         result = func(*args, **(kwargs or {}))
+        if func in _ROW_MAJOR:
+            return result.contiguous()
         return _in_suggested_format(args[0], result) if func in _BY_FORMAT else result
 
     def checks(self, leaf: Callable[[torch.Tensor], Leaf]) -> tuple[Check, ...]:

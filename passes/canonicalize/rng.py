@@ -162,6 +162,7 @@ def _coins(graph: fx.Graph, node: fx.Node) -> None:
 def _scaled_normal(graph: fx.Graph, node: fx.Node) -> None:
     """``standard * std + mean``, rounded as the operator does."""
     named, value = _arguments(node), node.meta["val"]
-    standard = _draw(graph, node, "normal", [0, 1], value)
+    # The kernel fills a row-major tensor, however means and deviations lie in memory; fake tensors lie as these do.
+    standard = _draw(graph, node, "normal", [0, 1], value.new_empty(value.shape))
     scaled = _call(graph, node, value, aten.mul.Tensor, standard, named["std"])
     _replace(node, _call(graph, node, value, aten.add.Tensor, scaled, named["mean"]))

@@ -56,6 +56,10 @@ class Drawn(nn.Module):
             image = h.reshape(4, 2, 3, 8).permute(0, 3, 2, 1)
             h = self.norm2(image)
             h = h + torch.empty_like(h).normal_()
+        elif self.function == "unfold":
+            h = self.dropout(functional.unfold(h.unsqueeze(1), (1, 8)).transpose(1, 2))
+        elif self.function == "normal":
+            h = torch.normal(h.transpose(0, 1), torch.full_like(h.transpose(0, 1), 0.5)).square() + h.transpose(0, 1)
         else:
             image = h.reshape(4, 2, 3, 8).permute(0, 3, 1, 2)  # channels last
             h = torch.roll(image, 1, 2)
@@ -64,7 +68,7 @@ class Drawn(nn.Module):
 
 
 @pytest.mark.parametrize("plan", [None, "random"])
-@pytest.mark.parametrize("function", ["batch norm of sequences", "batch norm of images", "roll"])
+@pytest.mark.parametrize("function", ["batch norm of sequences", "batch norm of images", "roll", "unfold", "normal"])
 def test_numbers_are_drawn_in_the_order_of_the_kernels_strides(function: str, plan: str | None) -> None:
     torch.manual_seed(0)
     model, x = Drawn(function).double(), torch.randn(4, 6, 8, dtype=torch.float64)
