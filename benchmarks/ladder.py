@@ -31,12 +31,13 @@ from autopar.compiler import peak_of, program_of, rewrite, solve  # noqa: E402
 from autopar.costs.cluster import Cluster  # noqa: E402
 from autopar.costs.memory import format_bytes  # noqa: E402
 from autopar.errors import InfeasibleError  # noqa: E402
+from autopar.ir.graph import map_nodes  # noqa: E402
 from autopar.ir.layout import Replicate  # noqa: E402
 from autopar.ir.node_info import info  # noqa: E402
 from autopar.ir.ops.collectives import axis_index, c10d  # noqa: E402
 from autopar.ir.ops.host import to_device, to_host  # noqa: E402
 from autopar.ir.plan import Plan  # noqa: E402
-from autopar.ir.program import Program, map_nodes  # noqa: E402
+from autopar.ir.program import Program  # noqa: E402
 from autopar.ir.shards import block  # noqa: E402
 from autopar.memory.liveness import moments  # noqa: E402
 from autopar.memory.recompute import class_of  # noqa: E402

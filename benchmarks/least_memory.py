@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import fx
 
-from autopar.ir.graph import is_backward
+from autopar.ir.graph import is_backward, tensor_arguments, values_of
 from autopar.ir.layout import Layout
-from autopar.ir.program import Program, tensor_arguments, values_of
+from autopar.ir.program import Program
 from autopar.memory.liveness import copied_by_convolution
 from autopar.search.budget.live_ranges import LiveRanges, minimize_peak
 from autopar.search.formulation.memory_model import block_boundary_activations

@@ -150,7 +150,7 @@ def _steps(model: Any, batch: Any) -> Iterator[dict[str, Any]]:
 
     from autopar import Cluster, Search
     from autopar.compiler import program_of, rewrite, solve
-    from autopar.ir.program import operators
+    from autopar.ir.graph import operators
     from autopar.verify.verify import capture_error, compare, global_values
 
     start = time.perf_counter()

@@ -106,7 +106,7 @@ def measure(case: str, time_limit: float, whole: bool, check: bool) -> dict[str,
     import torch
 
     from autopar.compiler import program_of, program_to_plan, solve
-    from autopar.ir.program import operators
+    from autopar.ir.graph import operators
     from autopar.search.options import Search
     from autopar.sharding.dims import analyze
     from autopar.sharding.layer_classes import layer_classes

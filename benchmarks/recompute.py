@@ -27,10 +27,10 @@ from autopar.capture import capture
 from autopar.compiler import rewrite
 from autopar.costs.cluster import Cluster, Device, Link
 from autopar.errors import InfeasibleError
-from autopar.ir.graph import is_backward, module_path
+from autopar.ir.graph import copy_graph, is_backward, is_operator, module_path, tensor_arguments, values_of
 from autopar.ir.node_info import info
 from autopar.ir.plan import EVERY, Plan
-from autopar.ir.program import Program, copy_graph, is_operator, tensor_arguments, values_of
+from autopar.ir.program import Program
 from autopar.passes.canonicalize import canonical
 from autopar.search.find import find_plan
 from autopar.search.options import Job, Search

@@ -9,9 +9,10 @@ from dataclasses import replace
 
 from autopar.errors import PassError
 from autopar.ir.check import check
+from autopar.ir.graph import copy_graph
 from autopar.ir.node_info import info, set_info
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, copy_graph
+from autopar.ir.program import Program
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.bucket_collectives import bucket_collectives
 from autopar.passes.eliminate_dead_code import eliminate_dead_code

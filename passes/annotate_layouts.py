@@ -15,9 +15,10 @@ from dataclasses import replace
 
 from torch import fx
 
+from autopar.ir.graph import is_operator, producer
 from autopar.ir.node_info import graph_info, info, set_graph_info, set_info
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, is_operator, producer
+from autopar.ir.program import Program
 from autopar.sharding.assignment import Assignment, assign
 from autopar.sharding.dims import Dims, analyze
 from autopar.sharding.layer_classes import layer_classes

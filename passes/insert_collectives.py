@@ -24,10 +24,11 @@ from dataclasses import replace
 
 from torch import fx
 
+from autopar.ir.graph import is_operator, producer, replace_tensor_arguments, tensor_arguments
 from autopar.ir.layout import Layout
 from autopar.ir.node_info import graph_info, info, set_graph_info, set_info
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, is_hoisted, is_operator, producer, replace_tensor_arguments, tensor_arguments
+from autopar.ir.program import Program, is_hoisted
 from autopar.sharding.assignment import machine_of
 from autopar.sharding.emit import MoveEmitter
 from autopar.sharding.redistribute import Tables

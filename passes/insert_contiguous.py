@@ -25,10 +25,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.graph import inherit_origin, is_backward
+from autopar.ir.graph import (
+    copy_graph,
+    inherit_origin,
+    is_backward,
+    is_operator,
+    producer,
+    replace_tensor_arguments,
+    tensor_arguments,
+)
 from autopar.ir.node_info import graph_info, info, set_graph_info, set_info
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, copy_graph, is_operator, producer, replace_tensor_arguments, tensor_arguments
+from autopar.ir.program import Program
 from autopar.rules.shapes.known_strides import has_strides, known_strides, needs_of, tensors_of
 from autopar.rules.shapes.local_shapes import propagate
 from autopar.rules.strides import copier

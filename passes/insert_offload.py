@@ -21,11 +21,11 @@ from dataclasses import replace
 
 from torch import fx
 
-from autopar.ir.graph import inherit_origin, is_backward
+from autopar.ir.graph import inherit_origin, is_backward, producer
 from autopar.ir.node_info import info, set_info
 from autopar.ir.ops.host import to_device, to_host
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, producer
+from autopar.ir.program import Program
 from autopar.rules.shapes.local_shapes import propagate
 
 

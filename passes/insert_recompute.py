@@ -23,10 +23,10 @@ from functools import cache
 import torch
 from torch import fx
 
-from autopar.ir.graph import inherit_origin, is_backward
+from autopar.ir.graph import inherit_origin, is_backward, is_operator, map_nodes, producer
 from autopar.ir.node_info import graph_info, info, set_graph_info, set_info
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, draws, is_operator, map_nodes, producer
+from autopar.ir.program import Program, draws
 from autopar.memory.recompute import Recompute
 
 aten = torch.ops.aten

@@ -17,10 +17,11 @@ from typing import Any
 
 from torch import fx
 
+from autopar.ir.graph import is_operator
 from autopar.ir.layout import local_shape
 from autopar.ir.node_info import graph_info, info, set_graph_info
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, is_operator
+from autopar.ir.program import Program
 from autopar.rules.shapes.local_shapes import propagate
 from autopar.sharding.candidates import letter_parts
 from autopar.sharding.dims import Operator

@@ -18,11 +18,11 @@ from typing import Any
 
 from torch import fx
 
-from autopar.ir.graph import inherit_origin
+from autopar.ir.graph import inherit_origin, is_operator, map_nodes, producer
 from autopar.ir.node_info import info, set_info, torch_meta
 from autopar.ir.ops.collectives import Collective, axis_index, c10d
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, is_operator, map_nodes, producer
+from autopar.ir.program import Program
 from autopar.rules.shapes.local_shapes import propagate
 from autopar.sharding.assignment import machine_of
 from autopar.sharding.candidates import letter_parts, lowered_bytes, strategies

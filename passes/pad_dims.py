@@ -26,11 +26,11 @@ import torch
 from torch import fx
 
 from autopar.errors import PlanError
-from autopar.ir.graph import inherit_origin
+from autopar.ir.graph import Value, inherit_origin, is_operator, producer, replace_tensor_arguments, tensor_arguments
 from autopar.ir.layout import Factor, TensorType
 from autopar.ir.node_info import info, set_info
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, Value, is_operator, producer, replace_tensor_arguments, tensor_arguments
+from autopar.ir.program import Program
 from autopar.rules.rule import Rule, find_rule, lengthened, padding_of, vanishes
 from autopar.rules.shapes.kernel_shapes import with_required_strides
 from autopar.sharding.dims import Dims, Operator, analyze

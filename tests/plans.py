@@ -12,10 +12,11 @@ from torch import fx, nn
 import autopar.strategies  # noqa: F401  registers every rule
 from autopar.compiler import program_of
 from autopar.costs.cluster import Cluster
+from autopar.ir.graph import is_operator, producer, tensor_arguments
 from autopar.ir.layout import Layout, Partial, Replicate, Split, describe, divides, parse_placement, replicated
 from autopar.ir.node_info import graph_info, info
 from autopar.ir.plan import Certificate, Plan
-from autopar.ir.program import Input, Program, is_operator, producer, tensor_arguments
+from autopar.ir.program import Input, Program
 from autopar.search.padding import padded_shapes
 from autopar.sharding.candidates import Strategy, combine, strategies
 from autopar.sharding.dims import Dims, Operator, analyze

@@ -27,7 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from autopar._torch_compat import FakeTensor, OpOverload, traced_graph, traced_node, traced_root, without_modes
-from autopar.ir.program import map_nodes
+from autopar.ir.graph import map_nodes
 
 aten = torch.ops.aten
 

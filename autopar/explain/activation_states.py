@@ -14,10 +14,10 @@ from torch import fx
 
 from autopar.costs.host_copies import copy_seconds
 from autopar.costs.memory import optimizer_state_bytes
-from autopar.ir.graph import is_backward
+from autopar.ir.graph import Value, is_backward, producer
 from autopar.ir.layout import Layout, item_bytes
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, Value, producer
+from autopar.ir.program import Program
 from autopar.sharding.assignment import assign, machine_of
 from autopar.sharding.candidates import candidates, split_parts
 from autopar.sharding.dims import Dims

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autopar.explain.activation_states import GATHERED, OPERATOR, REDISTRIBUTED, ActivationStates, Form
-from autopar.ir.graph import is_backward, module_path, without_indices
+from autopar.ir.graph import is_backward, module_path, producer, without_indices
 from autopar.ir.plan import Certificate, Plan
 from autopar.ir.plan_table import format_seconds
-from autopar.ir.program import Program, producer
+from autopar.ir.program import Program
 from autopar.memory.recompute import uniform
 from autopar.passes.pad_dims import pad
 from autopar.sharding.dims import analyze

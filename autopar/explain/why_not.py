@@ -10,10 +10,11 @@ from typing import Any
 from autopar.compiler import solve
 from autopar.errors import InfeasibleError
 from autopar.explain.recipes import reason_of
+from autopar.ir.graph import values_of
 from autopar.ir.layout import Layout, Split
 from autopar.ir.module_outputs import module_outputs
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, values_of
+from autopar.ir.program import Program
 from autopar.passes.pad_dims import pad
 from autopar.search.formulation.pins import read_placement
 from autopar.search.options import Progress, Search

@@ -6,11 +6,12 @@ import operator
 
 from torch import fx
 
+from autopar.ir.graph import is_operator, producer, tensor_arguments, values_of
 from autopar.ir.layout import local_shape
 from autopar.ir.node_info import graph_info, info
 from autopar.ir.ops.host import to_device, to_host
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, is_hoisted, is_operator, producer, tensor_arguments, values_of
+from autopar.ir.program import Program, is_hoisted
 
 
 def check(program: Program, plan: Plan) -> None:

@@ -1,15 +1,24 @@
-"""Where a node comes from: module, pass of the step, the user's line; and which modules repeat."""
+"""Graphs and their nodes: where a node comes from, what it takes and makes, copies of graphs; which modules repeat."""
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
+import torch
 from torch import fx
 
+from autopar._torch_compat import LazyGraphModule
 from autopar.ir.node_info import info, set_info
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+Value = tuple[fx.Node, int]
+"""A node that makes tensors, and the number of one of its outputs."""
 
 
 def module_path(node: fx.Node) -> str:
@@ -80,3 +89,69 @@ def without_indices(path: str, blocks: frozenset[str]) -> str:
     """``layers.3.mlp`` as ``layers.*.mlp`` if ``layers.3`` is a repeated block."""
     parts = re.sub(r"@\d+", "", path).split(".")
     return ".".join("*" if ".".join(parts[: i + 1]) in blocks else p for i, p in enumerate(parts))
+
+
+def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
+    """The same module on a graph of its own; fake tensors and constants are shared."""
+    graph = fx.Graph()
+    environment: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(module.graph, environment))
+    graph.output_node().meta = dict(module.graph.output_node().meta)
+    for old, new in environment.items():
+        new.meta = dict(old.meta)
+    copied = LazyGraphModule(module, graph)  # most copies are looked at and never run
+    copied.meta = dict(module.meta)
+    return copied
+
+
+def map_nodes(value: Any, function: Callable[[fx.Node], Any]) -> Any:
+    """``value`` with ``function`` applied to every node in it; lists, tuples and dicts keep their structure."""
+    return fx.map_arg(value, function)
+
+
+def tensor_arguments(node: fx.Node) -> list[fx.Node]:
+    """The node's arguments that are tensors, in order of appearance among args and kwargs, lists flattened."""
+    found: list[fx.Node] = []
+    map_nodes((node.args, node.kwargs), found.append)
+    return found
+
+
+def replace_tensor_arguments(node: fx.Node, values: list[Any]) -> Arguments:
+    """``(args, kwargs)`` of the node with its tensor arguments, in order, replaced by ``values``."""
+    remaining = iter(values)
+    args, kwargs = map_nodes((node.args, node.kwargs), lambda _: next(remaining))
+    return args, kwargs
+
+
+def producer(node: fx.Node) -> tuple[fx.Node, int]:
+    """The operator node and the number of its output that a value is; looks through getitem."""
+    if node.op == "call_function" and node.target is operator.getitem:
+        source, index = node.args
+        assert isinstance(source, fx.Node)
+        assert isinstance(index, int)
+        return source, index
+    return node, 0
+
+
+def values_of(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
+    """Fake tensors of the node's outputs; None for one that does not exist."""
+    value = node.meta.get("val")
+    if isinstance(value, tuple | list):
+        return tuple(v if isinstance(v, torch.Tensor) else None for v in value)
+    return (value if isinstance(value, torch.Tensor) else None,)
+
+
+def is_operator(node: fx.Node) -> bool:
+    """Whether the node computes tensors by an operator (getitem belongs to its producer)."""
+    return node.op == "call_function" and node.target is not operator.getitem
+
+
+def operators(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Operator nodes in order."""
+    return (n for n in graph.nodes if is_operator(n))
+
+
+def static_arguments(node: fx.Node) -> str:
+    """Text of the node's arguments that are not tensors; the same for equal calls in every process, on any device."""
+    args, kwargs = map_nodes((node.args, node.kwargs), lambda _: "%")
+    return f"{args!r}{sorted((k, v) for k, v in kwargs.items() if k not in ('device', 'pin_memory'))!r}"

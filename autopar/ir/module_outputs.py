@@ -15,10 +15,10 @@ from fnmatch import fnmatchcase
 import torch
 from torch import fx
 
-from autopar.ir.graph import is_backward, module_calls
+from autopar.ir.graph import Value, is_backward, module_calls, producer
 from autopar.ir.layout import Placement, Split, TensorType
 from autopar.ir.node_info import ModuleOutput, info, set_info
-from autopar.ir.program import Program, Value, producer
+from autopar.ir.program import Program
 
 _RESHAPE = torch.ops.aten.reshape.default
 

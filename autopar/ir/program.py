@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import operator
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -14,21 +13,27 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar._torch_compat import LazyGraphModule
 from autopar.ir.checkpoint_regions import pinned
-from autopar.ir.graph import block_prefixes, is_backward, module_path, without_indices
+from autopar.ir.graph import (
+    Value,
+    block_prefixes,
+    is_backward,
+    map_nodes,
+    module_path,
+    operators,
+    producer,
+    static_arguments,
+    tensor_arguments,
+    values_of,
+    without_indices,
+)
 from autopar.ir.node_info import info
 from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.signature.floats import Guard
 from autopar.ir.signature.outputs import Total
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
 GRADIENTS = ("gradient", "input_gradient")
 """Kinds of outputs that the backward pass makes."""
-
-Value = tuple[fx.Node, int]
-"""A node that makes tensors, and the number of one of its outputs."""
 
 
 @dataclass(frozen=True)
@@ -421,56 +426,6 @@ def _same_constant(a: Program, node: fx.Node, b: Program, other: fx.Node) -> boo
     return mine is its or (mine.dtype == its.dtype and torch.equal(mine, its))
 
 
-def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
-    """The same module on a graph of its own; fake tensors and constants are shared."""
-    graph = fx.Graph()
-    environment: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(module.graph, environment))
-    graph.output_node().meta = dict(module.graph.output_node().meta)
-    for old, new in environment.items():
-        new.meta = dict(old.meta)
-    copied = LazyGraphModule(module, graph)  # most copies are looked at and never run
-    copied.meta = dict(module.meta)
-    return copied
-
-
-def map_nodes(value: Any, function: Callable[[fx.Node], Any]) -> Any:
-    """``value`` with ``function`` applied to every node in it; lists, tuples and dicts keep their structure."""
-    return fx.map_arg(value, function)
-
-
-def tensor_arguments(node: fx.Node) -> list[fx.Node]:
-    """The node's arguments that are tensors, in order of appearance among args and kwargs, lists flattened."""
-    found: list[fx.Node] = []
-    map_nodes((node.args, node.kwargs), found.append)
-    return found
-
-
-def replace_tensor_arguments(node: fx.Node, values: list[Any]) -> Arguments:
-    """``(args, kwargs)`` of the node with its tensor arguments, in order, replaced by ``values``."""
-    remaining = iter(values)
-    args, kwargs = map_nodes((node.args, node.kwargs), lambda _: next(remaining))
-    return args, kwargs
-
-
-def producer(node: fx.Node) -> tuple[fx.Node, int]:
-    """The operator node and the number of its output that a value is; looks through getitem."""
-    if node.op == "call_function" and node.target is operator.getitem:
-        source, index = node.args
-        assert isinstance(source, fx.Node)
-        assert isinstance(index, int)
-        return source, index
-    return node, 0
-
-
-def values_of(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
-    """Fake tensors of the node's outputs; None for one that does not exist."""
-    value = node.meta.get("val")
-    if isinstance(value, tuple | list):
-        return tuple(v if isinstance(v, torch.Tensor) else None for v in value)
-    return (value if isinstance(value, torch.Tensor) else None,)
-
-
 def is_hoisted(node: fx.Node) -> bool:
     """Whether a node of a rewritten graph runs once a step, before the first microbatch, see `autopar.memory.hoist`."""
     return info(node).hoisted
@@ -480,22 +435,6 @@ def draws(node: fx.Node) -> bool:
     """Whether the node, which has been annotated, takes numbers from a random generator."""
     operator_ = info(node).operator
     return operator_ is not None and bool(operator_.rule.random)
-
-
-def is_operator(node: fx.Node) -> bool:
-    """Whether the node computes tensors by an operator (getitem belongs to its producer)."""
-    return node.op == "call_function" and node.target is not operator.getitem
-
-
-def operators(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Operator nodes in order."""
-    return (n for n in graph.nodes if is_operator(n))
-
-
-def static_arguments(node: fx.Node) -> str:
-    """Text of the node's arguments that are not tensors; the same for equal calls in every process, on any device."""
-    args, kwargs = map_nodes((node.args, node.kwargs), lambda _: "%")
-    return f"{args!r}{sorted((k, v) for k, v in kwargs.items() if k not in ('device', 'pin_memory'))!r}"
 
 
 def _types(node: fx.Node) -> tuple[Any, ...]:

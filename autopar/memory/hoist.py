@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.ir.program import Program, Value
+from autopar.ir.graph import Value
+from autopar.ir.program import Program
 
 
 @dataclass(frozen=True)

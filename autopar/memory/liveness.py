@@ -13,13 +13,13 @@ from torch import fx
 from autopar._torch_compat import storage_id
 from autopar.costs.memory import convolution_copies, optimizer_state_bytes
 from autopar.errors import PlanError
-from autopar.ir.graph import block_of, is_backward, module_path
+from autopar.ir.graph import block_of, is_backward, module_path, tensor_arguments, values_of
 from autopar.ir.node_info import graph_info, info, set_graph_info
 from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.ops.collectives import c10d
 from autopar.ir.ops.host import to_device, to_host
 from autopar.ir.plan import Plan
-from autopar.ir.program import GRADIENTS, Program, is_hoisted, tensor_arguments, values_of
+from autopar.ir.program import GRADIENTS, Program, is_hoisted
 from autopar.memory.peak_snapshot import LiveTensor, PeakSnapshot
 from autopar.rules.shapes.local_shapes import propagate
 

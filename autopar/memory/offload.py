@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.ir.graph import is_backward
-from autopar.ir.program import Program, Value
+from autopar.ir.graph import Value, is_backward
+from autopar.ir.program import Program
 from autopar.memory.recompute import Recompute
 
 

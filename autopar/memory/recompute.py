@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import fx
 
-from autopar.ir.graph import is_backward
+from autopar.ir.graph import Value, is_backward, producer
 from autopar.ir.plan import EVERY, PER_USE, Plan
-from autopar.ir.program import Program, Value, producer
+from autopar.ir.program import Program
 
 Ranges = Mapping[str, tuple[tuple[int, int], ...]]
 """Of a plan: the members of each class that it names."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,8 +13,9 @@ import torch
 from torch import fx, nn
 
 from autopar.costs.memory import format_bytes
+from autopar.ir.graph import values_of
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, values_of
+from autopar.ir.program import Program
 from autopar.runtime.dtensor import Placements
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.state.parameters import BoundaryLayouts, gathered
@@ -216,7 +217,3 @@ def free_bytes(device: torch.device) -> float:
         return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         return 2.0**32
-
-
-RequireEqual = Callable[[nn.Module, Any, Plan], str]
-"""``require_equal(model, batch, plan)``: raises `VerifyError`, or says what was found."""

@@ -13,10 +13,10 @@ from torch import fx
 
 from autopar._torch_compat import storage_id
 from autopar.costs.memory import optimizer_state_bytes
-from autopar.ir.graph import is_backward
+from autopar.ir.graph import is_backward, producer, tensor_arguments, values_of
 from autopar.ir.layout import item_bytes
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, producer, tensor_arguments, values_of
+from autopar.ir.program import Program
 from autopar.memory.deep_models import peak_of_blocks
 from autopar.memory.liveness import Moment, moments, peak_memory, peak_snapshot
 from autopar.memory.peak_snapshot import PeakSnapshot

@@ -15,10 +15,10 @@ from torch import fx
 
 from autopar.costs.cluster import Cluster
 from autopar.ir.checkpoint_regions import SAVED
-from autopar.ir.graph import is_backward
+from autopar.ir.graph import Value, is_backward, is_operator, values_of
 from autopar.ir.layout import Layout, Partial, Replicate, divides, is_boundary_layout, replicated
 from autopar.ir.plan import EVERY, Certificate, Plan
-from autopar.ir.program import Input, Program, Value, is_operator, values_of
+from autopar.ir.program import Input, Program
 from autopar.sharding.candidates import REPLICATE, Strategy, layouts, strategies
 from autopar.sharding.dims import Dims, Operator
 from autopar.sharding.layer_classes import layer_classes

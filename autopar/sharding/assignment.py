@@ -13,10 +13,10 @@ from functools import lru_cache
 from torch import fx
 
 from autopar.errors import PlanError
-from autopar.ir.graph import is_backward, user_line
+from autopar.ir.graph import Value, is_backward, producer, user_line
 from autopar.ir.layout import Layout, TensorType, divides, replicated
 from autopar.ir.plan import PER_USE, Plan, Ranges
-from autopar.ir.program import Program, Value, producer
+from autopar.ir.program import Program
 from autopar.memory.hoist import NOTHING_HOISTED, Hoisted, find_hoisted
 from autopar.memory.offload import NOTHING_OFFLOADED, Offload, find_offloaded
 from autopar.memory.recompute import NOTHING_RECOMPUTED, Recompute, find_recomputed

@@ -15,10 +15,10 @@ import torch
 from torch import fx
 
 from autopar.errors import InvalidRuleError, MissingRuleError
-from autopar.ir.graph import user_line
+from autopar.ir.graph import Value, map_nodes, producer, user_line, values_of
 from autopar.ir.layout import Factor, TensorType
 from autopar.ir.node_info import info
-from autopar.ir.program import Call, Input, Output, Program, Value, map_nodes, producer, values_of
+from autopar.ir.program import Call, Input, Output, Program
 from autopar.rules.discover.search import discover
 from autopar.rules.discover.trials import DiscoveryCall
 from autopar.rules.rule import Rule, Spec, find_rule, letter_sizes

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 
 from torch import fx
 
+from autopar.ir.graph import producer
 from autopar.ir.layout import Factor, TensorType
-from autopar.ir.program import Program, producer
+from autopar.ir.program import Program
 from autopar.sharding.candidates import strategies
 from autopar.sharding.dims import Dims
 

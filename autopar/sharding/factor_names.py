@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import fx
 
-from autopar.ir.program import Program, operators, producer, tensor_arguments, values_of
+from autopar.ir.graph import operators, producer, tensor_arguments, values_of
+from autopar.ir.program import Program
 
 aten = torch.ops.aten
 

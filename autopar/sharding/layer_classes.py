@@ -9,8 +9,9 @@ from functools import lru_cache
 
 from torch import fx
 
+from autopar.ir.graph import producer
 from autopar.ir.layout import TensorType
-from autopar.ir.program import Call, Program, producer, short_hash, tied_keys
+from autopar.ir.program import Call, Program, short_hash, tied_keys
 from autopar.sharding.dims import Dims, Operator, analyze
 
 Uses = Mapping[tuple[str, int], Mapping[tuple[str, int], int]]

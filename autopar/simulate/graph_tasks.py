@@ -18,11 +18,12 @@ from autopar._torch_compat import storage_id
 from autopar.costs.collectives import COLLECTIVES
 from autopar.costs.host_copies import copy_seconds
 from autopar.costs.kernels import Work, kernel_seconds, stream
+from autopar.ir.graph import tensor_arguments, values_of
 from autopar.ir.node_info import info
 from autopar.ir.ops.collectives import c10d
 from autopar.ir.ops.host import to_device, to_host
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, tensor_arguments, values_of
+from autopar.ir.program import Program
 from autopar.memory.liveness import Change, liveness
 from autopar.sharding.assignment import machine_of
 from autopar.sharding.candidates import candidates

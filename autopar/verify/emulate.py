@@ -11,10 +11,11 @@ import torch
 from torch import fx
 
 from autopar.costs.collectives import wire_bytes
+from autopar.ir.graph import map_nodes
 from autopar.ir.node_info import graph_info, info
 from autopar.ir.ops.collectives import GROUP_ARGUMENT, axis_index, c10d
 from autopar.ir.ops.random import generator_states, restore_generators
-from autopar.ir.program import Program, is_hoisted, map_nodes
+from autopar.ir.program import Program, is_hoisted
 from autopar.ir.shards import coordinates
 from autopar.passes.insert_contiguous import with_contiguous
 from autopar.rules.strides import random_strides, with_strides

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.graph import is_backward, module_path, user_line
+from autopar.ir.graph import is_backward, module_path, tensor_arguments, user_line
 from autopar.ir.layout import Layout, Partial, Placement, Replicate, Split, TensorType, describe, local_shape
 from autopar.ir.node_info import info
 from autopar.ir.ops.accumulate import GradientAccumulator
 from autopar.ir.ops.random import generator_states, restore_generators, same_numbers
-from autopar.ir.program import Program, tensor_arguments
+from autopar.ir.program import Program
 from autopar.ir.shards import assemble, coordinates, largest_difference, without_padding
 from autopar.search.microbatch.split import microbatch_program
 from autopar.verify.emulate import Observer, run_whole

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from autopar.ir.program import Program, copy_graph
+from autopar.ir.graph import copy_graph
+from autopar.ir.program import Program
 
 aten = torch.ops.aten
 

@@ -21,8 +21,9 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from autopar.ir.graph import copy_graph, is_operator, static_arguments, tensor_arguments
 from autopar.ir.module_outputs import mark_viewed, pass_on
-from autopar.ir.program import Program, copy_graph, is_operator, static_arguments, tensor_arguments
+from autopar.ir.program import Program
 
 aten = torch.ops.aten
 

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir.graph import copy_graph
 from autopar.ir.node_info import info, set_info
 from autopar.ir.precision import Precision
-from autopar.ir.program import Program, copy_graph
+from autopar.ir.program import Program
 
 aten = torch.ops.aten
 

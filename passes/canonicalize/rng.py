@@ -25,10 +25,10 @@ import torch
 from torch import fx
 
 from autopar.errors import CaptureError
-from autopar.ir.graph import user_line
+from autopar.ir.graph import copy_graph, user_line
 from autopar.ir.module_outputs import pass_on
 from autopar.ir.node_info import info, set_info
-from autopar.ir.program import Program, copy_graph
+from autopar.ir.program import Program
 
 aten = torch.ops.aten
 

@@ -24,10 +24,10 @@ import torch
 from torch import fx
 
 from autopar.errors import CaptureError
-from autopar.ir.graph import inherit_origin, user_line
+from autopar.ir.graph import copy_graph, inherit_origin, is_operator, user_line
 from autopar.ir.module_outputs import pass_on
 from autopar.ir.node_info import info, set_info, torch_meta
-from autopar.ir.program import Program, copy_graph, is_operator
+from autopar.ir.program import Program
 
 aten = torch.ops.aten
 

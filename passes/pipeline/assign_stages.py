@@ -26,12 +26,12 @@ from functools import partial
 import torch
 from torch import fx
 
-from autopar.ir.graph import inherit_origin
+from autopar.ir.graph import inherit_origin, map_nodes
 from autopar.ir.node_info import info, set_info
 from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.ops.collectives import axis_index
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, map_nodes
+from autopar.ir.program import Program
 from autopar.pipeline.forward_order import cuts_at, forward_nodes, positions
 from autopar.pipeline.stage_graphs import free_nodes
 

@@ -28,10 +28,11 @@ import torch
 from torch import fx
 
 from autopar.costs.cluster import Link
+from autopar.ir.graph import producer
 from autopar.ir.layout import Layout, TensorType
 from autopar.ir.node_info import info
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, producer
+from autopar.ir.program import Program
 from autopar.pipeline.forward_order import forward_nodes
 from autopar.pipeline.stage_graphs import free_nodes
 from autopar.rules.shapes.local_shapes import propagate

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.ir.graph import inherit_origin
+from autopar.ir.graph import inherit_origin, tensor_arguments
 from autopar.ir.node_info import info, set_info
 from autopar.ir.ops.random import generator_state, replayed
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, draws, tensor_arguments
+from autopar.ir.program import Program, draws
 from autopar.rules.shapes.local_shapes import propagate
 
 

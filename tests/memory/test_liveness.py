@@ -11,9 +11,10 @@ from torch import Tensor, fx
 
 from autopar.compiler import peak_of, program_to_plan, rewrite, solve
 from autopar.costs.cluster import Cluster
+from autopar.ir.graph import map_nodes
 from autopar.ir.node_info import info
 from autopar.ir.ops.accumulate import GradientAccumulator
-from autopar.ir.program import Program, map_nodes
+from autopar.ir.program import Program
 from autopar.ir.shards import take
 from autopar.memory.liveness import moments, peak_memory
 from autopar.search.microbatch.split import microbatch_program

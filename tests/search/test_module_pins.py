@@ -14,10 +14,11 @@ from torch import fx, nn
 import autopar
 from autopar.compiler import program_of, rewrite, solve
 from autopar.errors import InfeasibleError
+from autopar.ir.graph import Value, copy_graph, producer, values_of
 from autopar.ir.module_outputs import find_module_outputs, module_outputs
 from autopar.ir.node_info import info
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, Value, copy_graph, producer, values_of
+from autopar.ir.program import Program
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.search.options import Search

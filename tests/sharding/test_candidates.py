@@ -7,8 +7,8 @@ import itertools
 import pytest
 from torch import fx
 
+from autopar.ir.graph import is_operator
 from autopar.ir.layout import Factor, Partial, Replicate, Split, TensorType, divides
-from autopar.ir.program import is_operator
 from autopar.sharding.candidates import Strategy, candidates, combine, layouts, split_parts, strategies
 from autopar.sharding.dims import Operator
 from tests import models

@@ -6,7 +6,7 @@ import pytest
 
 from autopar.compiler import program_of, rewrite, solve
 from autopar.costs.cluster import Cluster, Device, Link
-from autopar.ir.program import is_operator
+from autopar.ir.graph import is_operator
 from autopar.search.options import Search
 from autopar.sharding.dims import analyze
 from autopar.sharding.layer_classes import LayerClasses, layer_classes

@@ -19,10 +19,10 @@ from torch import fx
 from autopar.costs.cluster import Device
 from autopar.costs.collectives import collective_seconds
 from autopar.costs.kernels import Work, busy_seconds
-from autopar.ir.graph import block_of, is_backward, module_path
+from autopar.ir.graph import Value, block_of, is_backward, module_path
 from autopar.ir.layout import Replicate, item_bytes
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, Value
+from autopar.ir.program import Program
 from autopar.sharding.assignment import Assignment, all_moves, assign, machine_of
 from autopar.sharding.candidates import candidates, letter_parts, lowered_bytes, split_parts
 from autopar.sharding.dims import Dims, Operator

@@ -17,10 +17,11 @@ from torch import fx
 
 from autopar._torch_compat import OpOverload
 from autopar.errors import InvalidRuleError
+from autopar.ir.graph import map_nodes, producer, tensor_arguments, values_of
 from autopar.ir.node_info import info
 from autopar.ir.ops.collectives import c10d
 from autopar.ir.ops.host import to_device, to_host
-from autopar.ir.program import Program, map_nodes, producer, tensor_arguments, values_of
+from autopar.ir.program import Program
 from autopar.rules.rule import ANY, LAST, ROW_MAJOR, Rule, Spec, find_rule, required_strides
 from autopar.rules.shapes.kernel_shapes import called, make, with_required_strides
 from autopar.rules.strides import meets

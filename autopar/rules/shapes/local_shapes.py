@@ -8,10 +8,11 @@ import torch
 from torch import fx
 
 from autopar._torch_compat import OpOverload
+from autopar.ir.graph import map_nodes
 from autopar.ir.layout import local_shape
 from autopar.ir.node_info import info
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, map_nodes
+from autopar.ir.program import Program
 from autopar.rules.shapes.kernel_shapes import called, make, with_required_strides
 
 

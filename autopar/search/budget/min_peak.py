@@ -17,10 +17,10 @@ from functools import cached_property
 from torch import fx
 
 from autopar._torch_compat import storage_id
-from autopar.ir.graph import is_backward
+from autopar.ir.graph import Value, is_backward, producer, tensor_arguments, values_of
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.plan import Plan
-from autopar.ir.program import GRADIENTS, Program, Value, producer, tensor_arguments, values_of
+from autopar.ir.program import GRADIENTS, Program
 from autopar.memory.liveness import copied_by_convolution
 from autopar.memory.recompute import class_of, ranges
 from autopar.search.budget.live_ranges import LiveRanges, minimize_peak

@@ -25,8 +25,9 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autopar.errors import InfeasibleError
+from autopar.ir.graph import producer
 from autopar.ir.layout import Layout, Placement, Replicate, Split, TensorType, is_boundary_layout
-from autopar.ir.program import Program, producer
+from autopar.ir.program import Program
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.formulation.tensor_parallel import tensor_factors
 from autopar.sharding.candidates import REPLICATE, layouts, split_parts, strategies

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import fx
 
-from autopar.ir.graph import is_backward, module_path
-from autopar.ir.program import SHORT, Program, Value
+from autopar.ir.graph import Value, is_backward, module_path
+from autopar.ir.program import SHORT, Program
 from autopar.search.formulation.program_point import ProgramPoint
 from autopar.sharding.dims import Dims
 from autopar.sharding.layer_classes import LayerClasses

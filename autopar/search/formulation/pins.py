@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from autopar.errors import InfeasibleError
+from autopar.ir.graph import Value
 from autopar.ir.layout import (
     Layout,
     Partial,
@@ -22,7 +23,7 @@ from autopar.ir.layout import (
     parse_placement,
 )
 from autopar.ir.module_outputs import as_lies, find_module_outputs, module_outputs
-from autopar.ir.program import Program, Value
+from autopar.ir.program import Program
 from autopar.sharding.dims import Dims
 from autopar.sharding.layer_classes import LayerClasses
 

@@ -17,10 +17,10 @@ from functools import cached_property
 import numpy as np
 from torch import fx
 
-from autopar.ir.graph import is_backward
+from autopar.ir.graph import Value, is_backward, producer, values_of
 from autopar.ir.layout import item_bytes
 from autopar.ir.ops.accumulate import accumulate
-from autopar.ir.program import Program, Value, producer, values_of
+from autopar.ir.program import Program
 from autopar.search.formulation.variables.variable import Floats, Ints, Variable
 from autopar.sharding.dims import Dims
 from autopar.sharding.layer_classes import LayerClasses

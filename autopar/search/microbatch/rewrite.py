@@ -23,12 +23,12 @@ from torch import fx
 
 from autopar._torch_compat import FakeTensor
 from autopar.errors import InfeasibleError
-from autopar.ir.graph import inherit_origin, user_line
+from autopar.ir.graph import inherit_origin, user_line, values_of
 from autopar.ir.layout import Layout, Replicate, Split
 from autopar.ir.node_info import GraphInfo, info, set_graph_info, set_info
 from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.ops.collectives import GROUP_ARGUMENT, axis_index, c10d
-from autopar.ir.program import Input, Microbatch, Output, Program, values_of
+from autopar.ir.program import Input, Microbatch, Output, Program
 
 TIME = "time"
 """Name of the microbatch axis."""

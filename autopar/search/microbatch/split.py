@@ -9,7 +9,8 @@ import torch
 
 from autopar.costs.cluster import Cluster, Link
 from autopar.errors import InfeasibleError
-from autopar.ir.program import Program, values_of
+from autopar.ir.graph import values_of
+from autopar.ir.program import Program
 from autopar.ir.signature.outputs import WHICH
 from autopar.passes import Pass, collector_paused, run_passes
 from autopar.passes.annotate_layouts import annotate_layouts

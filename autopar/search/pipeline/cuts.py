@@ -11,9 +11,9 @@ from torch import fx
 
 from autopar.costs.cluster import Link
 from autopar.errors import InfeasibleError
-from autopar.ir.graph import module_path
+from autopar.ir.graph import module_path, values_of
 from autopar.ir.plan import Plan, Stage
-from autopar.ir.program import Program, values_of
+from autopar.ir.program import Program
 from autopar.pipeline.forward_order import ends, forward_nodes, positions, starts
 from autopar.pipeline.stage_graphs import free_nodes
 from autopar.search.predict import node_seconds

@@ -11,9 +11,9 @@ from torch import fx
 
 from autopar._torch_compat import storage_id
 from autopar.costs.memory import optimizer_state_bytes
+from autopar.ir.graph import values_of
 from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.plan import Plan
-from autopar.ir.program import values_of
 from autopar.memory.liveness import KINDS
 from autopar.pipeline.schedules import Action, Order
 from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, INPUT, WEIGHT, StageGraph, StageGraphs

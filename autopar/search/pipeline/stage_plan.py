@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from autopar.costs.cluster import Link
 from autopar.costs.memory import format_bytes
 from autopar.errors import InfeasibleError
+from autopar.ir.graph import copy_graph
 from autopar.ir.layout import At, Layout, Placement, Replicate
 from autopar.ir.plan import Certificate, Pipeline, Plan, Scatter
-from autopar.ir.program import Program, copy_graph
+from autopar.ir.program import Program
 from autopar.passes.pad_dims import pad
 from autopar.passes.pipeline.scatter_sends import scatter_sends
 from autopar.pipeline.schedules import Order, device_of, splits

@@ -11,9 +11,10 @@ from numpy.typing import ArrayLike
 
 from autopar.costs.cluster import Link
 from autopar.costs.collectives import wire_bytes
+from autopar.ir.graph import values_of
 from autopar.ir.node_info import info
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program, values_of
+from autopar.ir.program import Program
 from autopar.pipeline.schedules import Order, device_of, order_of
 from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, INPUT, StageGraph, StageGraphs
 from autopar.simulate import Task, pipeline, simulate

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from autopar.errors import CaptureError, InvalidRuleError, MissingRuleError
-from autopar.ir.program import is_operator, map_nodes, static_arguments, tensor_arguments, values_of
+from autopar.ir.graph import is_operator, map_nodes, static_arguments, tensor_arguments, values_of
 from autopar.rules.oracle.randomness import check_random
 from autopar.rules.oracle.sharding import check_rule
 from autopar.rules.rule import Rule, find_rule

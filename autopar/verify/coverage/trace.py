@@ -14,7 +14,8 @@ from torch.fx.node import map_aggregate
 from autopar._torch_compat import OpOverload
 from autopar.capture.decompositions import decompositions
 from autopar.errors import CaptureError
-from autopar.ir.program import Input, Output, Program, values_of
+from autopar.ir.graph import values_of
+from autopar.ir.program import Input, Output, Program
 from autopar.passes.canonicalize import canonical
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autopar.capture import capture
-from autopar.ir.program import is_operator
+from autopar.ir.graph import is_operator
 from autopar.passes.canonicalize.operators import canonicalize
 from autopar.verify.emulate import run_whole
 from tests import models

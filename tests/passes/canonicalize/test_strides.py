@@ -11,7 +11,7 @@ from torch import nn
 
 import autopar
 from autopar.errors import CaptureError
-from autopar.ir.program import is_operator
+from autopar.ir.graph import is_operator
 from autopar.passes.canonicalize.strides import canonicalize_strides
 from autopar.verify.emulate import run_whole
 from tests.models import X, raw

@@ -10,9 +10,9 @@ from functools import cached_property
 import numpy as np
 from torch import fx
 
-from autopar.ir.graph import is_backward
+from autopar.ir.graph import Value, is_backward, producer
 from autopar.ir.layout import item_bytes
-from autopar.ir.program import Program, Value, producer
+from autopar.ir.program import Program
 from autopar.search.formulation.memory_model import MemoryModel, block_boundary_activations, saved_for_backward
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.formulation.variables.variable import Floats, Variable
