@@ -5,7 +5,7 @@ counts that takes the least, such as with a gathered weight. While an operator o
 parameters with their state; what the backward pass has made and takes later; results that the caller gets; and what the
 operator takes and makes, with what its library copies. Of what the forward pass made there is what must be, see
 `autopar.search.budget.live_ranges`, whichever of it is kept. It leaves out what moves take, and what is held while the
-forward pass runs or values are made again.
+forward pass runs or values are recomputed.
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ def selective(cluster: Cluster) -> Iterator[Row]:
         chosen = predict(program, dims, replace(ample, recompute=dict.fromkeys(core, EVERY)), classes)
         held = peak_of(program, chosen, classes)
         found = solve(program, {"tensor": 8}, cluster, memory=sum(held.values()), search=search)
-        for name, plan in (("nothing made again", ample), ("selective", chosen), ("search", found)):
+        for name, plan in (("nothing recomputed", ample), ("selective", chosen), ("search", found)):
             memory = peak_of(program, plan, classes)
             yield {
                 "recipe": recipe, "plan": name, "step s": plan.predicted.step_seconds,

@@ -142,7 +142,7 @@ def plan_keeping(program: Program, budget: float) -> Plan:
 
 
 def checkpointed(name: str, program: Program) -> Row:
-    """Within each block everything is made again up to what the next one takes, as `torch.utils.checkpoint` does."""
+    """Within each block everything is recomputed up to what the next one takes, as `torch.utils.checkpoint` does."""
     classes = layer_classes(program, analyze(program))
 
     def block(node: fx.Node) -> str:

@@ -138,7 +138,7 @@ def test_the_bound_is_that_of_the_best_choice() -> None:
 
 
 def test_plans_of_many_kinds_need_more_than_the_bound() -> None:
-    """Random layouts and random choices of what is made again, each counted in the graph that it gives."""
+    """Random layouts and random choices of what is recomputed, each counted in the graph that it gives."""
     program, dims, _ = models.captured("mlp")
     for axes in ({}, {"a": 2}):
         bound = least_memory.least(program, axes)

@@ -85,7 +85,7 @@ def test_masks_that_are_drawn_again_are_the_same(ranks: Ranks, deterministic: bo
 
 
 def within(rank: int) -> tuple[float, float, float, int]:
-    """Budget, predicted peak, largest difference of gradients, and how much is made again where memory is short."""
+    """Budget, predicted peak, largest difference of gradients, and how much is recomputed where memory is short."""
     from autopar.parallelize import parallelize
     from autopar.search.options import Search
 

@@ -283,7 +283,7 @@ def lean(run: Blocks) -> Stack:
 def test_what_must_be_saved_is_saved_in_little_memory(
     policy: CheckpointPolicy, free: int, share: float, held: set[int]
 ) -> None:
-    """Where there is a free block besides, it is made again. What should be saved need not be."""
+    """Where there is a free block besides, it is recomputed. What should be saved need not be."""
     context_fn = saving(aten.gelu.default, policy)
 
     def run(blocks: nn.ModuleList, x: Tensor) -> Tensor:
@@ -310,7 +310,7 @@ def test_the_pin_wins_over_regions() -> None:
 
 
 def test_regions_are_followed_within_a_budget() -> None:
-    """What the model checkpoints is made again, and more where that is not enough."""
+    """What the model checkpoints is recomputed, and more where that is not enough."""
     model = lean(by_partial_but_one)
     program, plan = planned(model, batch(MANY), memory="1GiB")
     assert not any("gelu" in name and "made again" not in name for name in plan.recompute)

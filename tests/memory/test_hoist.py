@@ -124,7 +124,7 @@ def test_casts_of_parameters_are_shared() -> None:
 
 
 def test_what_is_shared_is_held_to_the_end() -> None:
-    """The gathered weight of a plan that keeps it is there all the time; made again it is not."""
+    """The gathered weight of a plan that keeps it is there all the time; recomputed it is not."""
     program, _, _ = zoo.captured("mlp")
     plan = solve(program, {"a": 2}, "h100", search=fsdp())
     part = microbatch_program(program, COUNT)

@@ -160,7 +160,7 @@ def _halves(program: Program, plan: Plan) -> list[Tensor]:
 
 
 def test_what_runs_again_takes_what_has_come_back() -> None:
-    """The activation is made again from the product, which is on the host."""
+    """The activation is recomputed from the product, which is offloaded."""
     program, values = captured()
     sent = sent_by(program, plans()[0], "up")
     names = [k for k in sent.choices if "forward" in k and any(p in k for p in ("relu", "draw", "dropout", "mul"))]

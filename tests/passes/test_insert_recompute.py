@@ -1,4 +1,4 @@
-"""What a plan does not keep is made again in the backward pass: the same numbers, and only what is needed."""
+"""What a plan does not save is recomputed in the backward pass: the same numbers, and only what is needed."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def test_every_operator_of_the_backward_runs_once() -> None:
 
 
 def test_a_stage_makes_again_what_it_takes() -> None:
-    """Masks and rotary embeddings, made again for all layers, must not draw the backward pass to the first stage."""
+    """Masks and rotary embeddings, recomputed for all layers, must not draw the backward pass to the first stage."""
     model, batch = zoo.llama(layers=2, batch=16)
     program = program_of(model, batch)
     pins = {"stages": ["model.layers.1"], "microbatches": 2, "schedule": "1f1b", "recompute": "search"}

@@ -30,7 +30,7 @@ def test_what_is_kept_waits_for_what_is_made_again_of_it() -> None:
     ranges.last.pop("a")
     ranges.first.pop("a")
     assert ranges.intervals(())["a"] == (0, -1)  # nobody takes it
-    assert ranges.intervals({"b"})["a"] == (0, 1)  # until ``b`` is made again, in front of operator 2
+    assert ranges.intervals({"b"})["a"] == (0, 1)  # until ``b`` is recomputed, before operator 2
 
 
 def test_to_make_more_again_may_need_more() -> None:
