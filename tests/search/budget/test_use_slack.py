@@ -23,7 +23,7 @@ KEPT = 0
 
 
 def knapsack(unseen: float = 0.0) -> Formulation:
-    """Three tensors that are saved, or recomputed in some seconds; of the first a graph holds more than its constraint says."""
+    """Three tensors, saved or recomputed in some seconds; of the first a graph holds more than the constraint says."""
     variables, nodes = [], []
     for i, (cost, size) in enumerate(zip(COSTS, SIZES, strict=True)):
         seconds, memory = np.array([0.0, cost]), np.array([size - unseen * (i == 0), 0.0])
