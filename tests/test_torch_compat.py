@@ -38,8 +38,8 @@ def test_every_name_has_a_contract() -> None:
         "get_decompositions", "interrupt_gloo", "is_traced", "local_shape_of", "operator_database", "pipeline_runtime",
         "put_around_collectives", "pytree_node", "reduce_found_inf_over_every_gradient",
         "refuse_items_of_unreduced", "selective_policy", "set_group_timeout",
-        "storage_id", "torch_schedule", "traced_graph", "traced_node", "traced_root", "tracing", "without_modes",
-        "without_ordered_effects",
+        "storage_id", "suggest_memory_format", "torch_schedule", "traced_graph", "traced_node", "traced_root",
+        "tracing", "without_modes", "without_ordered_effects",
     }  # fmt: skip
     assert set(compat.__all__) == tested
 
@@ -50,6 +50,15 @@ def test_storage_id() -> None:
         assert {compat.storage_id(v) for v in (x, x[1:], x.t(), x.reshape(-1))} == {compat.storage_id(x)}
         others = [x.clone(), x.t().reshape(-1), torch.empty(4, 4, device=device)]
         assert len({compat.storage_id(v) for v in (x, *others)}) == 4
+
+
+def test_suggest_memory_format() -> None:
+    image = torch.empty(2, 3, 4, 5)
+    assert compat.suggest_memory_format(image) is torch.contiguous_format
+    assert compat.suggest_memory_format(image.to(memory_format=torch.channels_last)) is torch.channels_last
+    assert compat.suggest_memory_format(image.transpose(2, 3)) is torch.contiguous_format
+    volume = torch.empty(2, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d)
+    assert compat.suggest_memory_format(volume) is torch.channels_last_3d
 
 
 def test_a_lazy_graph_module_follows_its_graph() -> None:
