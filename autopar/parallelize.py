@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from itertools import compress
 from pathlib import Path
 
 import torch
@@ -127,8 +128,12 @@ def _check_arguments(model: nn.Module, inputs: str) -> None:
 
 def _check_optimizers(model: nn.Module) -> None:
     """An optimizer made before would go on updating the old parameters."""
-    own = {id(p) for p in model.parameters()}
-    for found in [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]:
+    own, objects = {id(p) for p in model.parameters()}, gc.get_objects()
+    kinds = {torch.optim.Optimizer}
+    while more := {k for kind in kinds for k in type.__subclasses__(kind)} - kinds:
+        kinds |= more
+    # A process holds some million objects: they are looked through without a Python call for each.
+    for found in compress(objects, map({id(k) for k in kinds}.__contains__, map(id, map(type, objects)))):
         if any(id(p) in own for group in found.param_groups for p in group["params"]):
             raise ValueError(
                 f"an optimizer ({type(found).__name__}) holds the model's parameters, which parallelize() replaces: "

@@ -103,7 +103,8 @@ def collector_paused() -> Iterator[None]:
 
     Meanwhile what there was before is left out of `gc.collect`, which is fast enough to call now and then.
     """
-    enabled, own = gc.isenabled(), gc.get_freeze_count() == 0
+    enabled = gc.isenabled()
+    own = enabled and gc.get_freeze_count() == 0  # who froze or disabled it does so on purpose
     gc.disable()
     if own:
         gc.freeze()

@@ -202,3 +202,4 @@ def settle() -> None:
     """What is loaded by now stays: the collector, and whoever asks it for objects, need not look at it again."""
     gc.collect()
     gc.freeze()
+    gc.disable()

@@ -38,7 +38,7 @@ def serve(pipe: Connection, mode: str) -> None:
             outcome = judge(case, mode)
         except Exception as e:  # of the judge's own
             outcome = Outcome("crash", f"judge: {type(e).__name__}", str(e))
-        if number % 20 == 0:
+        if number % 8 == 0:
             gc.collect()
         pipe.send(outcome.as_dict())
 
