@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
 
 from autopar.capture import Batch, LossFunction
 from autopar.capture.swap import refuse_scripted
@@ -121,6 +122,9 @@ def _check_arguments(model: nn.Module, inputs: str) -> None:
     if inputs not in ("global", "local"):
         raise ValueError(f'inputs={inputs!r}: expected "global" (ranks pass the whole batch) or "local" (their part)')
     refuse_scripted(model)
+    lazy = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]
+    if lazy:
+        raise ValueError(f"{lazy[0]!r} has no shape yet (a lazy module): call the model once before parallelize()")
     hooked = [n for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
     if hooked:
         raise ValueError(f"parameter {hooked[0]!r} has hooks, which would be lost; register them after parallelize()")

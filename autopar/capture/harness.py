@@ -16,6 +16,7 @@ from torch import nn
 from autopar.capture.attention import Attention
 from autopar.capture.intercepts import Check, Intercepts
 from autopar.capture.origins import Origins
+from autopar.capture.outside import refused
 from autopar.capture.state.hooks import Hooks, Observation, observations
 from autopar.capture.state.scope import uncached
 from autopar.capture.state.slots import Path, tensor_attributes
@@ -153,6 +154,7 @@ class Harness(nn.Module):
         try:
             with (
                 uncached(self.model),
+                refused(self.model),
                 Regions().recorded(),
                 origins.recorded(),
                 intercepts.entered(),

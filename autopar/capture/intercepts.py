@@ -4,7 +4,7 @@
 * ``torch.cond`` computes both branches and takes one, with the gradients of the other cut off.
 * Checks of ``torch.linalg`` for singular matrices become results, which are looked at after every step.
 * A tensor that requires a gradient, but is no parameter of the model, is refused: its gradient would be lost.
-* Seeds of the generators of random numbers are refused.
+* Copies of parameters are refused: they would be strangers.
 * Results whose strides fake tensors get wrong get those of the kernels.
 * The user's first line that reads strides is noted: the graph is traced with those of a contiguous batch.
 """
@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,8 +31,6 @@ from autopar.ir.signature.pytree import Leaf
 _AUTOPAR = str(Path(__file__).parent.parent)
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _CHECK = torch.ops.aten._linalg_check_errors.default
-
-_SEEDING = ("manual_seed", "seed")
 
 _READS_STRIDES = frozenset(
     {
@@ -95,17 +92,13 @@ class Intercepts(TorchFunctionMode):
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """While it lasts, calls are changed."""
-        cond, seeds = torch.cond, {(m, n): getattr(m, n) for m in (torch, torch.random) for n in _SEEDING}
+        cond = torch.cond
         torch.cond = _cond
-        for module, name in seeds:
-            setattr(module, name, functools.partial(_refuse_seed, name))
         try:
             with without_ordered_effects(), _Checks(self.checked), self:
                 yield
         finally:
             torch.cond = cond
-            for (module, name), function in seeds.items():
-                setattr(module, name, function)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Write data through, refuse strangers."""
@@ -113,6 +106,8 @@ class Intercepts(TorchFunctionMode):
             return _set_data(*args)
         if not self.stride_read and func in _READS_STRIDES:
             self.stride_read = _own_line()
+        if func is torch.Tensor.__deepcopy__:
+            _refuse_copy(args[0])
         if torch.is_grad_enabled():
             _refuse_strangers(args)
         result = func(*args, **(kwargs or {}))
@@ -130,13 +125,14 @@ def _in_suggested_format(argument: torch.Tensor, result: torch.Tensor) -> torch.
     return result.contiguous(memory_format=suggest_memory_format(argument))
 
 
-def _refuse_seed(name: str, *_: Any) -> None:
-    """A graph's numbers come from the generator that is there when it runs: one that is seeded within is none of it."""
-    file, line = user_frame()
-    raise CaptureError(
-        f"the model calls torch.{name}() at {file}:{line}: a graph cannot seed the generator again; seed it before the "
-        "call, or draw the numbers outside and pass them, or register them as a buffer"
-    )
+def _refuse_copy(tensor: torch.Tensor) -> None:
+    if is_traced(tensor) and not tensor.is_leaf:
+        file, line = user_frame()
+        raise CaptureError(
+            f"the model copies a parameter or another tensor that has a gradient (copy.deepcopy), of shape "
+            f"{list(tensor.shape)}, at {file}:{line}: the copy is no parameter of the model; use detach().clone(), or "
+            "torch.func.functional_call with other weights, or make the copy once before parallelize()"
+        )
 
 
 def _own_line() -> str:

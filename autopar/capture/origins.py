@@ -25,7 +25,12 @@ from autopar.capture.state.tracked import is_tracked, plain
 STACK, LINE = "autopar_stack", "autopar_line"
 """Annotations of a traced node: (path, call) of each module that it runs in, outermost first; (file, line)."""
 
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
+_GENERATED = ("<frozen", "<string>", "<eval_with_key>", "<__array_function__", "<attrs", "<lambdifygenerated")
+"""Code without a file of its own; a notebook's cells, and what is typed, have such names, too, and are the user's."""
+
+_STANDARD = str(Path(contextlib.__file__).parent)
+
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), *_GENERATED)
 
 
 class Origins(TorchFunctionMode):
@@ -90,14 +95,29 @@ class Origins(TorchFunctionMode):
 
 
 def user_frame() -> tuple[str, int]:
-    """File and line of the innermost frame that is neither torch's nor autopar's."""
+    """File and line of the innermost frame that is neither Python's, torch's nor autopar's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_NOT_THE_USERS) and not name.startswith("<"):
+        if is_users_file(name):
             return name, frame.f_lineno
         frame = frame.f_back
     return "", 0
+
+
+def is_users_file(name: str) -> bool:
+    """Whether code is neither Python's, torch's nor autopar's, nor made by a program."""
+    return not is_standard(name) and not name.startswith(_NOT_THE_USERS)
+
+
+def is_standard(name: str) -> bool:
+    """Whether a file is of Python's own library."""
+    return name.startswith((_STANDARD, "<frozen")) and not is_installed(name)
+
+
+def is_installed(name: str) -> bool:
+    """Whether a file is of a package that is installed."""
+    return "site-packages" in name or "dist-packages" in name
 
 
 def record_origins(graph: fx.Graph) -> None:

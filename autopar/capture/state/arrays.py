@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -12,25 +13,26 @@ from autopar.errors import CaptureError
 LARGEST = 2**26
 """Bytes of an array that is copied; one that is larger is data, and not looked at."""
 
-Array = np.ndarray[Any, Any]
+Array: TypeAlias = "np.ndarray[Any, Any] | bytearray | memoryview | array[Any]"
 
 
 @dataclass(frozen=True)
 class Arrays:
     """Arrays with copies of their elements, by name."""
 
-    found: list[tuple[str, Array, Array]] = field(default_factory=list)
+    found: list[tuple[str, Array, Any]] = field(default_factory=list)
 
-    def add(self, name: str, array: Array) -> None:
+    def add(self, name: str, values: Array) -> None:
         """Remember the elements of one."""
-        if array.nbytes <= LARGEST:
-            self.found.append((name, array, array.copy()))
+        size = values.nbytes if isinstance(values, np.ndarray) else memoryview(values).nbytes
+        if size <= LARGEST:
+            self.found.append((name, values, _copied(values)))
 
     def put_back(self) -> None:
         """Give every array the elements that it had."""
-        for _, array, before in self.found:
-            if not _same(array, before):
-                array[...] = before
+        for _, values, before in self.found:
+            if not _same(values, before):
+                values[:] = before
 
     def require_unchanged(self) -> None:
         """Refuse a call that has written to one.
@@ -38,13 +40,22 @@ class Arrays:
         Raises:
             CaptureError: it has; names the array.
         """
-        for name, array, before in self.found:
-            if not _same(array, before):
+        for name, values, before in self.found:
+            if not _same(values, before):
                 raise CaptureError(
-                    f"a call of the model writes to the elements of the numpy array {name}, which a graph cannot do "
-                    "again; keep a tensor (register_buffer), or set the attribute to a new array"
+                    f"a call of the model writes to the elements of the "
+                    f"{'numpy array' if isinstance(values, np.ndarray) else type(values).__name__} {name}, which a graph "
+                    "cannot do again; keep a tensor (register_buffer), or set the attribute to a new array"
                 )
 
 
-def _same(a: Array, b: Array) -> bool:
-    return a.shape == b.shape and a.tobytes() == b.tobytes()
+def _copied(values: Array) -> Any:
+    if isinstance(values, np.ndarray):
+        return values.copy()
+    return bytes(values) if isinstance(values, memoryview) else values[:]
+
+
+def _same(a: Array, b: Any) -> bool:
+    if isinstance(a, np.ndarray):
+        return bool(a.shape == b.shape) and bool(a.tobytes() == b.tobytes())
+    return bytes(a) == bytes(b)

@@ -7,11 +7,17 @@ off the bytecode of the methods of the model's classes, and of the functions and
 from __future__ import annotations
 
 import argparse
+import array
 import contextlib
+import contextvars
 import dis
 import functools
+import importlib.util
+import os
 import sys
+import threading
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,10 +36,15 @@ LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "autopar", "b
 
 SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, tuple)
 
-NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+NAMESPACES = (types.SimpleNamespace, argparse.Namespace, threading.local, contextvars.ContextVar, weakref.ref)
 """Classes of libraries whose objects hold what users put in them."""
 
-CONTAINERS = (list, dict, set, deque, np.ndarray, torch.Tensor)
+CONTAINERS = (list, dict, set, deque, np.ndarray, torch.Tensor, bytearray, memoryview, array.array)
+
+BY_STRING = frozenset(
+    ("getattr", "setattr", "hasattr", "attrgetter", "vars", "globals", "__dict__", "__getattribute__")
+)
+"""Code that names one of these may name attributes and globals by strings."""
 
 
 class Owner:
@@ -88,13 +99,16 @@ class Scope:
 
 def scopes_of(model: nn.Module) -> list[Scope]:
     """The scopes that the code of a model's modules reads."""
-    kinds = tuple(dict.fromkeys(type(m) for m in model.modules()))
-    if kinds not in _known:
-        _known[kinds] = [Scope(owner, tuple(sorted(names))) for owner, names in _Search(kinds).names.items()]
-    return _known[kinds]
+    return scopes_of_classes(tuple([type(m) for m in model.modules()]))
 
 
-_known: dict[tuple[type, ...], list[Scope]] = {}
+def scopes_of_classes(kinds: tuple[type, ...]) -> list[Scope]:
+    """The scopes that the code of some modules' classes reads."""
+    known = _known.get(kinds)
+    # Code that imports a module when it runs reads names that were not there before.
+    if known is None or any(name in sys.modules for name in known.not_imported):
+        known = _known[kinds] = _Search(tuple(dict.fromkeys(kinds)))
+    return known.scopes
 
 
 @contextlib.contextmanager
@@ -111,6 +125,16 @@ def uncached(model: nn.Module) -> Iterator[None]:
             owner[name] = cache
 
 
+def globals_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Globals of the user's functions that a model's code reaches."""
+    kinds = tuple([type(m) for m in model.modules()])
+    scopes_of_classes(kinds)
+    return _known[kinds].globals
+
+
+_known: dict[tuple[type, ...], _Search] = {}
+
+
 class _Search:
     """What ``forward`` reaches: by names of attributes, whoever has them, and by globals.
 
@@ -118,7 +142,16 @@ class _Search:
     """
 
     def __init__(self, kinds: Sequence[type]) -> None:
-        self.names: dict[Owner, set[str]] = {}
+        """Search until nothing new is named.
+
+        Attributes:
+            scopes: the names, by owner.
+            not_imported: modules that the code imports when it runs, and that are not there yet.
+            globals: of the user's functions.
+        """
+        self.not_imported: set[str] = set()
+        self._names: dict[Owner, set[str]] = {}
+        self._globals: dict[int, dict[str, Any]] = {}
         self._seen: set[int] = set()
         self._attributes = {"forward", "__call__"}
         self._classes: dict[type, None] = {}
@@ -131,9 +164,14 @@ class _Search:
                 self._visit_class(c)
             for space, label in list(self._objects.values()):
                 self._visit_object(space, label)
+        self.scopes = [Scope(owner, tuple(sorted(names))) for owner, names in self._names.items()]
+        self.globals = list(self._globals.values())
 
     def _add_class(self, kind: type) -> None:
-        self._classes.update({c: None for c in kind.__mro__ if not _is_library(c.__module__)})
+        own = [c for c in kind.__mro__ if not is_library(c.__module__)]
+        # Attributes of a class may be those of its metaclass.
+        own += [c for k in own for c in type.mro(type(k)) if not _is_foreign(c.__module__)]
+        self._classes.update({c: None for c in own})
 
     def _visit_class(self, kind: type) -> None:
         if _is_installed(kind.__module__):
@@ -142,12 +180,8 @@ class _Search:
         special = not issubclass(kind, nn.Module)  # its operators are called without a name
         for name, value in list(vars(kind).items()):
             function = _function_in(value)
-            if name not in self._attributes and not (special and function is not None and name.startswith("__")):
-                continue
-            if function is not None:
-                self._visit_function(function)
-            if function is not None or isinstance(value, (*SIMPLE, *CONTAINERS)):
-                self._note(kind, kind.__qualname__, name)
+            if name in self._attributes or (special and function is not None and name.startswith("__")):
+                self._visit_value(kind, kind.__qualname__, name, value)
 
     def _visit_installed(self, kind: type) -> None:
         """Of a library's class plain values alone, which a user may set: its code is large, and keeps to attributes."""
@@ -157,15 +191,18 @@ class _Search:
             if (function := _function_in(value)) is None:
                 continue
             space = function.__globals__
-            for n in _Names.of(function.__code__).globals:
+            names = _Names.of(function.__code__)
+            for n in names.globals:
                 if isinstance(space.get(n, len), SIMPLE) and not n.startswith("__"):
                     self._note(space, str(space.get("__name__", "")), n)
+            self._visit_environment(names)
 
     def _visit_object(self, space: Any, label: str) -> None:
         """Of an object or a module what the code names: the rest (a tracker's times, say) may change at every step."""
-        for name, value in (space if isinstance(space, dict) else _own(space)).items():
-            if name in self._attributes and isinstance(value, (*SIMPLE, *CONTAINERS)):
-                self._note(space, label, name)
+        is_module = isinstance(space, dict)
+        for name, value in list((space if is_module else _own(space)).items()):
+            if name in self._attributes and (is_module or isinstance(value, (*SIMPLE, *CONTAINERS))):
+                self._visit_value(space, label, name, value)
 
     def _visit_function(self, function: types.FunctionType) -> None:
         if id(function) in self._seen or len(self._seen) > MOST or _is_foreign(function.__module__):
@@ -173,19 +210,54 @@ class _Search:
         self._seen.add(id(function))
         names = _Names.of(function.__code__)
         self._attributes.update(names.attributes)
+        self._visit_environment(names)
         if vars(function):
             self._objects[id(function)] = function, function.__qualname__
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # nothing has been assigned yet
-                if (inner := _function_in(cell.cell_contents)) is not None:
-                    self._visit_function(inner)
+                self._follow(cell.cell_contents, cell.cell_contents.__class__.__name__)
+        space = self._globals[id(function.__globals__)] = function.__globals__
         for name in names.globals:
-            if name in function.__globals__:
-                self._visit_global(function.__globals__, name)
+            if name in space:
+                self._visit_value(space, str(space.get("__name__", "")), name, space[name])
+        for module, imported in names.imports:
+            self._visit_import(module, imported, str(space.get("__package__") or ""))
 
-    def _visit_global(self, space: dict[str, Any], name: str) -> None:
-        value, function = space[name], _function_in(space[name])
-        label = str(space.get("__name__", ""))
+    def _visit_environment(self, names: _Names) -> None:
+        """The environment's variables, all of them: which ones the code asks for is not known."""
+        if ENVIRONMENT & {*names.globals, *names.attributes} and hasattr(os.environ, "_data"):
+            self._note(os.environ, "os.environ", "_data")
+
+    def _visit_import(self, module: str, imported: Sequence[str], package: str) -> None:
+        """What a function imports when it runs."""
+        with contextlib.suppress(ImportError):  # a relative one outside of a package: the code will say so itself
+            module = importlib.util.resolve_name(module, package)
+        if is_library(module) or _is_installed(module):
+            return
+        if module not in sys.modules:
+            self.not_imported.add(module)
+            return
+        for name in {module, module.partition(".")[0]}:
+            self._follow(sys.modules[name], name)
+        space = vars(sys.modules[module])
+        for name in imported:
+            if name in space:
+                self._visit_value(space, module, name, space[name])
+
+    def _visit_value(self, space: Any, label: str, name: str, value: Any) -> None:
+        """What a name leads to: noted where it is state, and followed."""
+        function = _function_in(value)
+        if function is not None:
+            is_state = isinstance(space, type) or not _is_foreign(function.__module__)
+        else:
+            is_state = isinstance(value, (*SIMPLE, *CONTAINERS, *NAMESPACES)) or _is_users_object(value)
+        if is_state:
+            self._note(space, label, name)
+        self._follow(value, f"{label}.{name}")
+
+    def _follow(self, value: Any, label: str) -> None:
+        """Look into what the code names: a module, a class, a function or an object of the user's."""
+        function = _function_in(value)
         if isinstance(value, types.ModuleType):
             if not _is_foreign(value.__name__):
                 self._objects[id(vars(value))] = vars(value), value.__name__
@@ -193,23 +265,30 @@ class _Search:
             if not _is_foreign(value.__module__):
                 self._add_class(value)
         elif function is not None:
-            if not _is_foreign(function.__module__):
-                self._note(space, label, name)
             self._visit_function(function)
-        elif isinstance(value, (*SIMPLE, *CONTAINERS)):
-            self._note(space, label, name)
-        elif isinstance(value, NAMESPACES) or not (callable(value) or _is_foreign(type(value).__module__)):
-            self._note(space, label, name)
-            self._objects[id(value)] = value, f"{label}.{name}"
-            if not isinstance(value, NAMESPACES):
-                self._add_class(type(value))
+        elif isinstance(value, types.SimpleNamespace | argparse.Namespace | threading.local):
+            self._objects[id(value)] = value, label
+        elif _is_users_object(value):
+            self._objects[id(value)] = value, label
+            self._add_class(type(value))
 
     def _note(self, space: Any, label: str, name: str) -> None:
         owner = _owners.setdefault(id(space), Owner(space, label))
-        self.names.setdefault(owner, set()).add(name)
+        self._names.setdefault(owner, set()).add(name)
 
 
-def _is_library(module: str | None) -> bool:
+ENVIRONMENT = frozenset(("environ", "getenv"))
+
+
+def _is_users_object(value: Any) -> bool:
+    """Whether a value is an object of a class of the user's that may have state; modules are looked at themselves."""
+    kind = type(value)
+    plain = isinstance(value, type | types.ModuleType | types.FunctionType | types.MethodType | nn.Module)
+    return not plain and kind not in SIMPLE and not _is_foreign(kind.__module__)
+
+
+def is_library(module: str | None) -> bool:
+    """Whether a module is of Python's, torch's, numpy's or autopar's."""
     return module is None or module.partition(".")[0] in LIBRARIES
 
 
@@ -221,7 +300,7 @@ def _is_installed(module: str) -> bool:
 
 
 def _is_foreign(module: str | None) -> bool:
-    return _is_library(module) or _is_installed(str(module))
+    return is_library(module) or _is_installed(str(module))
 
 
 def _function_in(value: Any) -> types.FunctionType | None:
@@ -237,25 +316,45 @@ def _function_in(value: Any) -> types.FunctionType | None:
 
 @dataclass(frozen=True)
 class _Names:
-    """What code refers to by name, that of functions within included."""
+    """What code refers to by name, that of functions within included.
+
+    Attributes:
+        globals: also builtins.
+        attributes: apart from globals: ``self.step`` has nothing to do with a loop's variable ``step``.
+        imports: modules that it imports, as an import statement says them, each with the names taken from it.
+    """
 
     globals: tuple[str, ...]
     attributes: tuple[str, ...]
+    imports: tuple[tuple[str, tuple[str, ...]], ...]
 
     @classmethod
     def of(cls, code: types.CodeType) -> _Names:
-        """Globals apart from attributes: ``self.step`` has nothing to do with a loop's variable ``step``."""
+        """Read the bytecode."""
         found: tuple[dict[str, None], dict[str, None]] = ({}, {})
+        strings: dict[str, None] = {}
+        imports: dict[str, tuple[str, ...]] = {}
         pending = [code]
         while pending:
             part = pending.pop()
             pending += [c for c in part.co_consts if isinstance(c, types.CodeType)]
+            strings.update({c: None for c in part.co_consts if isinstance(c, str) and c.isidentifier()})
+            level, names = 0, ()
             for instruction in dis.get_instructions(part):
-                if instruction.opname.endswith(("_GLOBAL", "_NAME")):
-                    found[0][instruction.argval] = None
-                elif instruction.opname.endswith(("_ATTR", "_METHOD")):
-                    found[1][instruction.argval] = None
-        return cls(tuple(found[0]), tuple(found[1]))
+                operation, argument = instruction.opname, instruction.argval
+                if operation.endswith(("_GLOBAL", "_NAME")) and operation != "IMPORT_NAME":
+                    found[0][argument] = None
+                elif operation.endswith(("_ATTR", "_METHOD")):
+                    found[1][argument] = None
+                elif operation == "IMPORT_NAME":  # behind its level and the names taken
+                    module = "." * level + argument
+                    imports[module] = (*imports.get(module, ()), *(names or ()))
+                elif operation.startswith("LOAD_"):
+                    level, names = (names if isinstance(names, int) else 0), argument
+        if BY_STRING & {*found[0], *found[1]}:
+            found[0].update(strings)
+            found[1].update(strings)
+        return cls(tuple(found[0]), tuple(found[1]), tuple(imports.items()))
 
 
 def _own(value: Any) -> dict[str, Any]:

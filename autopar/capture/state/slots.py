@@ -6,6 +6,8 @@ every call, cheaply: what has not been assigned since is not looked at again.
 
 from __future__ import annotations
 
+import array
+import contextvars
 import enum
 import functools
 import hashlib
@@ -15,7 +17,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from autopar.capture.state.scope import Scope, scopes_of
+from autopar.capture.state.scope import Scope, is_library, scopes_of_classes
 
 OWN = frozenset(vars(nn.Module()))
 """Attributes that torch's modules have of their own."""
@@ -34,6 +36,9 @@ HOOK_TABLES = (*HOOKS, "_forward_hooks_with_kwargs", "_forward_hooks_always_call
 
 SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, slice,
           range, type(Ellipsis))  # fmt: skip
+
+BUFFERS = (bytearray, memoryview, array.array)
+"""Numbers in memory that can be written one by one."""
 
 DEEPEST = 12
 """Containers in one another that are looked into."""
@@ -69,8 +74,24 @@ def children(value: Any) -> list[tuple[Step, Any]] | None:
         return [(("attr", "func"), value.func), (("attr", "args"), value.args), (("attr", "keywords"), value.keywords)]
     if isinstance(value, SIMPLE) or isinstance(value, torch.Tensor | type | types.ModuleType | np.ndarray):
         return None
+    if isinstance(value, weakref.ref):
+        target = value()
+        return [] if isinstance(target, torch.Tensor | nn.Module) else [(("target", ""), target)]
+    if isinstance(value, contextvars.ContextVar):
+        return [(("value", ""), value.get(None))]
     is_object = hasattr(value, "__dict__") or bool(slots_of(type(value)))
-    return attributes_of(value) if is_object and not callable(value) else None
+    return attributes_of(value) if is_object and (not callable(value) or _is_users(type(value))) else None
+
+
+_called: dict[type, bool] = {}
+
+
+def _is_users(kind: type) -> bool:
+    """Whether the objects of a class that are called have state of the user's: torch's own keep caches there."""
+    if kind not in _called:
+        is_python = any(isinstance(vars(c).get("__call__"), types.FunctionType) for c in kind.__mro__)
+        _called[kind] = is_python and not is_library(kind.__module__)
+    return _called[kind]
 
 
 def attributes_of(value: Any) -> list[tuple[Step, Any]]:
@@ -135,6 +156,8 @@ def describe(value: Any) -> Any:
         return type(value), repr(value) if isinstance(value, float | complex) else value
     if isinstance(value, torch.Tensor):
         return "tensor", Same(value), tuple(value.shape), value.dtype, _version(value), value.requires_grad
+    if isinstance(value, BUFFERS):
+        return type(value), bytes(value)
     if isinstance(value, np.ndarray):
         return "array", value.shape, str(value.dtype), hashlib.sha256(np.ascontiguousarray(value).data).hexdigest()
     if isinstance(value, random.Random):
@@ -234,10 +257,24 @@ class _Seen:
 SCOPES = "code"
 """In place of a module's path: the state that is in no module, but in the scopes that the code reads."""
 
+SETTINGS = "torch's settings"
+"""In place of a module's path: what is set for the whole process, which a model may ask for as well as torch does."""
+
+_SETTINGS: dict[str, Callable[[], Any]] = {
+    "default dtype": torch.get_default_dtype,
+    "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
+    "float32 matmul precision": torch.get_float32_matmul_precision,
+    "threads": torch.get_num_threads,
+    "flash attention": torch.backends.cuda.flash_sdp_enabled,
+    "memory-efficient attention": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "attention by matmul": torch.backends.cuda.math_sdp_enabled,
+    "attention of cuDNN": torch.backends.cuda.cudnn_sdp_enabled,
+}
+
 Signature = dict[str, dict[Path, Any]]
 """State by the path of the module and the path in it."""
 
-_MUTABLE = (torch.Tensor, np.ndarray, random.Random, np.random.Generator)
+_MUTABLE = (torch.Tensor, np.ndarray, random.Random, np.random.Generator, *BUFFERS)
 
 
 class Slots:
@@ -249,7 +286,7 @@ class Slots:
         self._known: dict[tuple[str, bool], _Seen] = {}
         self._parameters: tuple[Any, ...] = ()
         self._inputs: frozenset[int] = frozenset()
-        self._scopes: tuple[tuple[type, ...], list[Scope]] = ((), [])
+        self._settings: dict[Path, Any] = {}
 
     def signature(self, constants: bool = False) -> Signature:
         """The state of every module now; entries that have not changed are the same objects.
@@ -266,11 +303,15 @@ class Slots:
         contents: dict[int, tuple[Any, ...]] = {}
         for path, module in modules:
             found[path] = self._of(path, module, constants, contents)
-        kinds = tuple([type(m) for _, m in modules])
-        if self._scopes[0] != kinds:
-            self._scopes = kinds, scopes_of(self._model)
-        found[SCOPES] = self._of_scopes(self._scopes[1], contents)
+        found[SCOPES] = self._of_scopes(scopes_of_classes(tuple([type(m) for _, m in modules])), contents)
+        found[SETTINGS] = self._of_settings()
         return found
+
+    def _of_settings(self) -> dict[Path, Any]:
+        found: dict[Path, Any] = {(("attr", name),): read() for name, read in _SETTINGS.items()}
+        if found != self._settings:
+            self._settings = found
+        return self._settings
 
     def _of_scopes(self, scopes: Sequence[Scope], contents: dict[int, tuple[Any, ...]]) -> dict[Path, Any]:
         values = tuple([v for s in scopes for _, v in s.items()])

@@ -24,6 +24,7 @@ from autopar.capture.state.arrays import Arrays
 from autopar.capture.state.driven import Driven, is_driven
 from autopar.capture.state.scope import Scope, scopes_of
 from autopar.capture.state.slots import (
+    BUFFERS,
     HOOK_TABLES,
     OWN,
     SCOPES,
@@ -151,7 +152,7 @@ class Record:
         if id(value) in self._live or isinstance(value, SIMPLE):
             return
         self._live[id(value)] = (Live(module, path), value)
-        if isinstance(value, np.ndarray):
+        if isinstance(value, (np.ndarray, *BUFFERS)):
             self._arrays.add(name_of(module, path), value)
         inner = children(value) if depth < 12 and not isinstance(value, nn.Module) else None
         if inner is None:
@@ -170,7 +171,9 @@ class Record:
     def guard(self) -> None:
         """Put a `Driven` in place of iterators: how far a call takes them cannot be undone."""
         for module, path, container, before in self._containers:
-            for step, value in before.items() if not isinstance(container, tuple | set | frozenset) else ():
+            for step, value in (
+                before.items() if not isinstance(container, tuple | set | frozenset | weakref.ref) else ()
+            ):
                 if is_driven(value):
                     _put(container, step, Driven(name_of(module, (*path, step))))
 
@@ -217,7 +220,7 @@ class Record:
                 where = f"{name_of(module, at)}{f', assigned at {line}' if line else ''}"
                 if module == SCOPES and isinstance(container, set | frozenset):
                     continue  # which warnings have been given, say: the next call has a graph of its own
-                if isinstance(container, set | frozenset | types.FunctionType | tuple):
+                if isinstance(container, set | frozenset | types.FunctionType | tuple | weakref.ref):
                     raise CaptureError(
                         f"a call of the model changes {where}, in a {type(container).__name__}, which cannot be done "
                         "again after a step; keep it in an attribute, a list or a dict of a module"
@@ -334,6 +337,8 @@ def _put(container: Any, step: Step, value: Any) -> None:
         container.owner[key] = value
     elif kind == "item":
         container[key] = value
+    elif kind == "value":
+        container.set(value)
     elif kind == "cell":
         cells = dict(zip(container.__code__.co_freevars, container.__closure__, strict=True))
         cells[key].cell_contents = value
@@ -444,6 +449,10 @@ def _find(model: nn.Module, module: str, path: Path) -> Any:
             value = dict(zip(value.__code__.co_freevars, value.__closure__, strict=True))[key].cell_contents
         elif kind == "default":
             value = value.__defaults__[key]
+        elif kind == "value":
+            value = value.get(None)
+        elif kind == "target":
+            value = value()
         else:
             value = dict(attributes_of(value))[kind, key] if _is_plain(value) else getattr(value, key)
     return value

@@ -1,0 +1,101 @@
+"""What a model gets from outside of it, which is another value each time: a graph would repeat the first for ever.
+
+The clock, random bytes, files, and the state of torch's generator. While a model is traced, functions that give these
+are replaced by ones that refuse; torch and libraries may go on calling them.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import io
+import os
+import random
+import secrets
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from autopar.capture.origins import is_installed, is_standard, is_users_file
+from autopar.capture.state.scope import globals_of
+from autopar.errors import CaptureError
+
+_CLOCK = "reads the clock", "measure time outside of the model"
+_BYTES = "draws random bytes", "draw with torch (torch.rand), or outside and pass what was drawn as an argument"
+_FILE = "reads a file", "read it before the call, and keep what it says in an attribute or a buffer"
+_SEED = (
+    "seeds torch's generator",
+    ("seed it before the call, or draw the numbers outside and pass them, or register them as a buffer"),
+)
+_STATE = (
+    "handles the state of torch's generator",
+    ("do that outside of the model, or draw the numbers there and pass them as an argument"),
+)
+
+_SOURCES: tuple[tuple[ModuleType, tuple[str, ...], tuple[str, str]], ...] = (
+    (time, ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time",
+            "process_time_ns"), _CLOCK),
+    (os, ("urandom", "getrandom"), _BYTES),
+    (random, ("_urandom",), _BYTES),
+    (uuid, ("uuid1", "uuid4"), _BYTES),
+    (secrets, ("token_bytes", "token_hex", "randbelow", "randbits", "choice"), _BYTES),
+    (builtins, ("open",), _FILE),
+    (io, ("open",), _FILE),
+    (np, ("load", "loadtxt", "genfromtxt", "fromfile", "memmap"), _FILE),
+    (torch, ("load", "from_file"), _FILE),
+    (torch, ("manual_seed", "seed"), _SEED),
+    (torch.random, ("manual_seed", "seed"), _SEED),
+    (torch.cuda, ("manual_seed", "manual_seed_all", "seed", "seed_all"), _SEED),
+    (torch, ("initial_seed", "get_rng_state", "set_rng_state"), _STATE),
+    (torch.random, ("initial_seed", "get_rng_state", "set_rng_state", "fork_rng"), _STATE),
+    (torch.cuda, ("initial_seed", "get_rng_state", "set_rng_state", "get_rng_state_all", "set_rng_state_all"), _STATE),
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def refused(model: nn.Module) -> Iterator[None]:
+    """While it lasts, the user's code may not ask for what is another value each time."""
+    refusing: dict[int, Any] = {}
+    put: list[tuple[dict[str, Any], str, Any]] = []
+    for module, names, why in _SOURCES:
+        for name in (n for n in names if hasattr(module, n)):
+            function = vars(module)[name]
+            refusing.setdefault(id(function), functools.partial(_refuse, f"{module.__name__}.{name}", why, function))
+            put.append((vars(module), name, function))
+    for space in globals_of(model):  # from time import time
+        put += [(space, n, v) for n, v in space.items() if id(v) in refusing]
+    try:
+        for space, name, function in put:
+            space[name] = refusing[id(function)]
+        yield
+    finally:
+        for space, name, function in put:
+            space[name] = function
+
+
+def _refuse(name: str, why: tuple[str, str], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the function for a library, and refuse to for the user's code."""
+    if why is _FILE and name.endswith("open") and not _is_read(*args, **kwargs):
+        return function(*args, **kwargs)
+    frame = sys._getframe(1)
+    # Python's own code asks on behalf of its caller; torch, and every installed library, for itself.
+    while frame.f_back is not None and is_standard(frame.f_code.co_filename):
+        frame = frame.f_back
+    if not is_users_file(frame.f_code.co_filename) or is_installed(frame.f_code.co_filename):
+        return function(*args, **kwargs)
+    raise CaptureError(
+        f"the model {why[0]} ({name.removeprefix('builtins.')}) at {frame.f_code.co_filename}:{frame.f_lineno}: a "
+        f"graph would repeat what it got the first time; {why[1]}"
+    )
+
+
+def _is_read(file: Any = None, mode: str = "r", *_: Any, **__: Any) -> bool:
+    return "r" in mode or "+" in mode

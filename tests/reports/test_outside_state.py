@@ -1,0 +1,315 @@
+"""State that is in no module, wherever Python lets it be: a change is seen; what differs each time is refused."""
+
+from __future__ import annotations
+
+import array
+import contextvars
+import functools
+import importlib
+import io
+import os
+import random
+import sys
+import threading
+import time
+import types
+import uuid
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import CaptureError
+
+X = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3)
+
+
+class Scaled(nn.Module):
+    """A linear layer times what a case says; each case is a subclass of its own, whose code is looked into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 2)
+
+    def scale(self) -> Any:
+        return 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).square().mean() * self.scale()
+
+
+class Meta(type):
+    scale = 1.0
+
+
+class Configured(metaclass=Meta):
+    pass
+
+
+class Once:
+    """A singleton."""
+
+    one: Once | None = None
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    @classmethod
+    def get(cls) -> Once:
+        cls.one = cls.one or cls()
+        return cls.one
+
+
+class Descriptor:
+    value = 1.0
+
+    def __get__(self, owner: Any, kind: Any) -> float:
+        return self.value
+
+
+class Holder:
+    scale = 1.0
+
+
+class Activation:
+    """An object that is called, and counts."""
+
+    def __init__(self) -> None:
+        self.slope, self.calls = 1.0, 0
+
+    def __call__(self, h: Tensor) -> Tensor:
+        self.calls += 1
+        return h * self.slope * self.calls
+
+
+SETTING, LOCAL, HOLDER, BY_NAME = contextvars.ContextVar("SETTING", default=1.0), threading.local(), Holder(), 1.0
+BYTES, NUMBERS, MODULE = bytearray(b"\x01"), array.array("d", [1.0]), types.ModuleType("a_users_module")
+VIEW = memoryview(bytearray(b"\x01"))
+LOCAL.scale = 1.0
+vars(MODULE).update(scale=1.0)
+sys.modules["a_users_module"] = MODULE
+
+
+def case(read: Callable[[Any], Any], change: Callable[[Any, int], Any], **members: Any) -> Any:
+    """A class whose ``scale`` is ``read``, and what changes it before each call."""
+    return pytest.param(type("Case", (Scaled,), {"scale": read, **members}), change)
+
+
+def from_import(model: Any) -> Any:
+    from a_users_module import scale  # type: ignore[import-not-found]
+
+    return scale
+
+
+def plain_import(model: Any) -> Any:
+    import a_users_module
+
+    return a_users_module.scale
+
+
+def called(model: Any) -> Any:
+    return model.act(2.0)
+
+
+CASES = {
+    "environment": case(lambda m: float(os.environ.get("AUTOPAR_TEST_SCALE", "1")),
+                        lambda m, i: os.environ.update(AUTOPAR_TEST_SCALE=str(i))),
+    "getenv": case(lambda m: float(os.getenv("AUTOPAR_TEST_SCALE", "1")),
+                   lambda m, i: os.environ.update(AUTOPAR_TEST_SCALE=str(i))),
+    "context variable": case(lambda m: SETTING.get(), lambda m, i: SETTING.set(float(i))),
+    "thread-local": case(lambda m: LOCAL.scale, lambda m, i: setattr(LOCAL, "scale", float(i))),
+    "weak reference": case(lambda m: m.ref().scale, lambda m, i: setattr(HOLDER, "scale", float(i)),
+                           ref=weakref.ref(HOLDER)),
+    "metaclass": case(lambda m: Configured.scale, lambda m, i: setattr(Meta, "scale", float(i))),
+    "singleton": case(lambda m: Once.get().scale, lambda m, i: setattr(Once.get(), "scale", float(i))),
+    "descriptor": case(lambda m: m.value, lambda m, i: setattr(Descriptor, "value", float(i)), value=Descriptor()),
+    "by a string": case(lambda m: getattr(Holder, "sca" + "le"), lambda m, i: setattr(Holder, "scale", float(i))),
+    "globals()": case(lambda m: globals()["BY_NAME"], lambda m, i: globals().update(BY_NAME=float(i))),
+    "bytes": case(lambda m: BYTES[0], lambda m, i: BYTES.__setitem__(0, i)),
+    "numbers": case(lambda m: NUMBERS[0], lambda m, i: NUMBERS.__setitem__(0, float(i))),
+    "view of memory": case(lambda m: VIEW[0], lambda m, i: VIEW.__setitem__(0, i)),
+    "from import within": case(from_import, lambda m, i: setattr(MODULE, "scale", float(i))),
+    "import within": case(plain_import, lambda m, i: setattr(MODULE, "scale", float(i))),
+    "deterministic": case(lambda m: 1 + torch.are_deterministic_algorithms_enabled(),
+                          lambda m, i: torch.use_deterministic_algorithms(i % 2 == 0)),
+    "default dtype": case(lambda m: torch.tensor(1 / 3).double(),
+                          lambda m, i: torch.set_default_dtype((torch.float32, torch.float64)[i % 2])),
+    "kernels of attention": case(lambda m: 1 + torch.backends.cuda.flash_sdp_enabled(),
+                                 lambda m, i: torch.backends.cuda.enable_flash_sdp(i % 2 == 0)),
+}  # fmt: skip
+
+
+def losses(model: Any, runs: Any, change: Callable[[Any, int], Any]) -> list[Any]:
+    """Loss and gradient of three calls, each after a change."""
+    found = []
+    for i in (1, 2, 5):
+        change(model, i)
+        model.zero_grad()
+        loss = runs(X)
+        loss.backward()
+        found.append((loss.item(), model.linear.weight.grad.clone()))
+    return found
+
+
+@pytest.fixture
+def settings() -> Any:
+    """Torch's settings, given back."""
+    dtype, deterministic = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+    flash = torch.backends.cuda.flash_sdp_enabled()
+    yield
+    torch.set_default_dtype(dtype)
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cuda.enable_flash_sdp(flash)
+
+
+def assert_equal(kind: Any, change: Callable[[Any, int], Any]) -> None:
+    plain, given = kind().double(), kind().double()
+    expected = losses(plain, plain, change)
+    parallel: Any = autopar.parallelize(given, None)
+    for (a, g), (b, h) in zip(expected, losses(parallel, parallel, change), strict=True):
+        assert a == pytest.approx(b, rel=1e-12)
+        assert torch.allclose(g, h, rtol=1e-12, atol=0)
+
+
+@pytest.mark.usefixtures("settings")
+@pytest.mark.parametrize(("kind", "change"), CASES.values(), ids=CASES.keys())
+def test_a_change_is_seen(kind: Any, change: Callable[[Any, int], Any]) -> None:
+    assert_equal(kind, change)
+
+
+class Called(Scaled):
+    """An object that is called has attributes, as one whose methods are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = Activation()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.linear(x)).square().mean()
+
+
+def test_objects_that_are_called() -> None:
+    assert_equal(Called, lambda m, i: setattr(m.act, "slope", float(i)))
+
+
+def test_a_module_that_the_first_call_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its names are not there when the state is first looked at."""
+    (tmp_path / "imported_late.py").write_text("scale = 3.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    class Late(Scaled):
+        def scale(self) -> Any:
+            from imported_late import scale  # type: ignore[import-not-found]
+
+            return scale
+
+    model = autopar.parallelize(Late().double(), None)
+    plain = Late().double()
+    sys.modules.pop("imported_late", None)
+    assert model(X).item() == pytest.approx(plain(X).item(), rel=1e-12)
+    importlib.import_module("imported_late").scale = 7.0  # type: ignore[attr-defined]
+    assert model(X).item() == pytest.approx(plain(X).item(), rel=1e-12)
+
+
+def test_a_context_variable_that_a_call_sets() -> None:
+    class Sets(Scaled):
+        def scale(self) -> Any:
+            SETTING.set(SETTING.get() + 1)
+            return SETTING.get()
+
+    def fresh(model: Any, i: int) -> None:
+        if i == 1:
+            SETTING.set(0.0)
+
+    assert_equal(Sets, fresh)
+
+
+def draw_twice(m: Any) -> Any:
+    with torch.random.fork_rng():
+        first = torch.rand(())
+    return first + torch.rand(())
+
+
+SOURCES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "time": (lambda m: time.time() % 1, "reads the clock"),
+    "perf_counter": (lambda m: perf_counter() % 1, "reads the clock"),
+    "uuid": (lambda m: uuid.uuid4().int % 3, "random bytes"),
+    "urandom": (lambda m: os.urandom(1)[0], "random bytes"),
+    "system random": (lambda m: random.SystemRandom().random(), "random bytes"),
+    "open": (lambda m: open(__file__).tell(), "reads a file"),
+    "path": (lambda m: len(Path(__file__).read_text()), "reads a file"),
+    "generator's state": (lambda m: float(torch.get_rng_state().sum()), "state of torch's generator"),
+    "initial seed": (lambda m: torch.initial_seed() % 3, "state of torch's generator"),
+    "fork": (draw_twice, "state of torch's generator"),
+    "seed": (lambda m: torch.manual_seed(3).initial_seed(), "seeds torch's generator"),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_differs_each_time_is_refused(name: str) -> None:
+    read, text = SOURCES[name]
+    kind: Any = type("Case", (Scaled,), {"scale": read})
+    functions = time.time, os.urandom, io.open, torch.manual_seed, globals()["perf_counter"]
+    with pytest.raises(CaptureError, match=f"the model {text.replace('(', '.')}.*test_outside_state.py:|{text}"):
+        autopar.parallelize(kind().double(), None)(X)
+    assert functions == (time.time, os.urandom, io.open, torch.manual_seed, globals()["perf_counter"])
+
+
+def test_files_may_be_written(tmp_path: Path) -> None:
+    """As lines may be printed."""
+
+    class Writes(Scaled):
+        def scale(self) -> Any:
+            (tmp_path / "seen").write_text("a call")
+            return 1.0
+
+    assert autopar.parallelize(Writes().double(), None)(X).item() == pytest.approx(Writes().double()(X).item())
+
+
+def test_elements_of_bytes_that_a_call_writes() -> None:
+    class Writes(Scaled):
+        def scale(self) -> Any:
+            BYTES[0] += 1
+            return BYTES[0]
+
+    before = bytes(BYTES)
+    with pytest.raises(CaptureError, match=r"elements of the bytearray .*BYTES"):
+        autopar.parallelize(Writes().double(), None)(X)
+    assert bytes(BYTES) == before
+
+
+def test_copies_of_parameters() -> None:
+    class Copies(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            import copy
+
+            return copy.deepcopy(self.linear)(x).square().mean() + super().forward(x)
+
+    with pytest.raises(CaptureError, match=r"copies a parameter .*test_outside_state.py:\d+: .*functional_call"):
+        autopar.parallelize(Copies().double(), None)(X)
+
+
+def test_lazy_modules() -> None:
+    with pytest.raises(ValueError, match=r"'0.weight' has no shape yet .*call the model once"):
+        autopar.parallelize(nn.Sequential(nn.LazyLinear(3)), None)
+
+
+def test_partial_functions() -> None:
+    """`functools.partial` with another argument is another function."""
+
+    class Partial(Scaled):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor: Any = functools.partial(float.__mul__, 1.0)
+
+        def scale(self) -> Any:
+            return self.factor(3.0)
+
+    assert_equal(Partial, lambda m, i: setattr(m, "factor", functools.partial(float.__mul__, float(i))))
