@@ -34,6 +34,13 @@ def pytest_collection_finish() -> None:
     """What was imported stays: the garbage collector need not look at its millions of objects again and again."""
     gc.collect()
     gc.freeze()
+    gc.disable()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Traces leave cycles behind: they are collected after some tests, not while one runs."""
+    if len(item.nodeid) % 8 == 0:
+        gc.collect()
 
 
 @pytest.hookimpl(optionalhook=True)

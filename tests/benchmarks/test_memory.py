@@ -147,7 +147,7 @@ def test_plans_of_many_kinds_need_more_than_the_bound() -> None:
             assert bound <= sum(peak_of(program, plan).values()) + 1e-6, (axes, seed)
 
 
-@pytest.mark.parametrize("model", ["mlp", "llama"])
+@pytest.mark.parametrize("model", ["mlp", pytest.param("llama", marks=pytest.mark.deep)])
 def test_plans_with_a_host_need_more_than_their_bound(model: str) -> None:
     """What is kept may lie there until it is taken, which no bound of plans without one allows."""
     program, dims, _ = models.captured(model)

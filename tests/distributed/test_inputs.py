@@ -188,7 +188,7 @@ def test_short_batches(ranks: Ranks) -> None:
     assert max(ranks.run(short_last_batch)) < 1e-12
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.deep), 2])
 def test_accumulated_gradients(ranks: Ranks, microbatches: int) -> None:
     """Under `no_sync`, three batches are reduced as one is, with the last of them."""
     for errors, (_, *ordinary, _, within, last) in ranks.run(accumulation, microbatches):  # first calls compare batches

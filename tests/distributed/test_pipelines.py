@@ -94,7 +94,9 @@ def deep(name: str, sizes: tuple[int, ...], schedule: str) -> Any:
         pytest.param("unet", (4,), {"stages": 4, "microbatches": 4}, 1e-10, marks=pytest.mark.deep),
         ("unet", (2, 2), {"stages": 2, "virtual": 2, "microbatches": 2, "schedule": BENT}, 1e-10),
         ("unet", (4,), {"stages": 2, "microbatches": 2}, 1e-10),  # on a factor of the axis
-        ("gpt2", (2, 2), {"stages": 2, "microbatches": 4, "schedule": "zb-h1"}, 1e-5),
+        pytest.param(
+            "gpt2", (2, 2), {"stages": 2, "microbatches": 4, "schedule": "zb-h1"}, 1e-5, marks=pytest.mark.deep
+        ),
         pytest.param(
             "t5", (2, 2), {"stages": 2, "virtual": 2, "microbatches": 4, "schedule": "zbv"}, 1e-5,
             marks=pytest.mark.deep,
@@ -135,6 +137,7 @@ def under_a_plan_of_a_factor(rank: int) -> tuple[dict[str, int], float]:
     return dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)), worst
 
 
+@pytest.mark.deep
 def test_a_plan_whose_stages_take_a_factor_of_an_axis(ranks: Ranks) -> None:
     for axes, worst in ranks.run(under_a_plan_of_a_factor):
         assert axes == {"a_stages": 2, "a": 2}
@@ -220,7 +223,9 @@ def chosen(rank: int, recipe: str | None, seed: int, sizes: tuple[int, ...] = (2
     return worst, str(parallel.plan.pipeline)
 
 
-@pytest.mark.parametrize(("sizes", "axis"), [((2, 2), "'node'"), ((4,), "'node_stages'")])
+@pytest.mark.parametrize(
+    ("sizes", "axis"), [((2, 2), "'node'"), pytest.param((4,), "'node_stages'", marks=pytest.mark.deep)]
+)
 def test_a_pipeline_that_the_search_chooses(ranks: Ranks, sizes: tuple[int, ...], axis: str) -> None:
     for worst, pipeline in ranks.run(chosen, None, 0, sizes):
         assert axis in pipeline
@@ -248,7 +253,7 @@ def test_layouts_differ_between_stages(ranks: Ranks) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2, pytest.param(3, marks=pytest.mark.deep)])
 def test_random_pipelines(ranks: Ranks, seed: int) -> None:
     for worst, pipeline in ranks.run(chosen, "random", seed):
         assert "Pipeline" in pipeline

@@ -53,6 +53,7 @@ def test_depth_is_counted_not_captured() -> None:
     assert block * 4 < shallow.forward_seconds[0]
 
 
+@pytest.mark.deep
 def test_recomputation_trades_time_for_memory() -> None:
     plain, again = predicted(pp=2), predicted(recompute="full", pp=2)
     assert again.step_seconds > plain.step_seconds

@@ -71,6 +71,7 @@ def in_three_parts(plan: Plan, program: Program) -> Plan:
     return replace(plan, recompute=table)
 
 
+@pytest.mark.deep
 def test_three_kinds_of_blocks_of_a_model_that_is_captured_in_part() -> None:
     """Time is that of the whole model's graph, and memory about that, never less."""
     model, batch = models.MODELS["llama"](layers=8, seq=4)
@@ -90,7 +91,7 @@ def test_three_kinds_of_blocks_of_a_model_that_is_captured_in_part() -> None:
     [
         ("gpt2", "dp", 0.2),
         pytest.param("vit", "dp", 0.5, marks=pytest.mark.deep),
-        pytest.param("llama", "dp", 0.2, marks=pytest.mark.slow),
+        pytest.param("llama", "dp", 0.2, marks=pytest.mark.deep),
         pytest.param("llama", "greedy", 0.2, marks=pytest.mark.deep),
         pytest.param("unet", "ilp", 0.2, marks=pytest.mark.slow),
     ],

@@ -61,7 +61,7 @@ PLANS = 5
 """Of each random model: capturing it takes longer than a plan."""
 
 
-@settings(max_examples=settings().max_examples if DEEP else 7)
+@settings(max_examples=settings().max_examples if DEEP else 5)
 @given(drawn=models(), plans=st.lists(st.tuples(meshes, seeds), min_size=PLANS, max_size=PLANS))
 def test_random_plans_of_random_model(
     drawn: tuple[nn.Module, tuple[Tensor, ...]], plans: list[tuple[dict[str, int], int]]
@@ -73,7 +73,7 @@ def test_random_plans_of_random_model(
         check(program, dims, values, axes, seed)
 
 
-@settings(max_examples=settings().max_examples if DEEP else 40)
+@settings(max_examples=settings().max_examples if DEEP else 20)
 @given(axes=meshes, seed=seeds)
 def test_many_random_plans_of_a_small_model(axes: dict[str, int], seed: int) -> None:
     check(*zoo.captured("mlp"), axes, seed)

@@ -42,10 +42,10 @@ class Arrays:
         """
         for name, values, before in self.found:
             if not _same(values, before):
+                kind = "numpy array" if isinstance(values, np.ndarray) else type(values).__name__
                 raise CaptureError(
-                    f"a call of the model writes to the elements of the "
-                    f"{'numpy array' if isinstance(values, np.ndarray) else type(values).__name__} {name}, which a graph "
-                    "cannot do again; keep a tensor (register_buffer), or set the attribute to a new array"
+                    f"a call of the model writes to the elements of the {kind} {name}, which a graph cannot do again; "
+                    "keep a tensor (register_buffer), or set the attribute to a new array"
                 )
 
 

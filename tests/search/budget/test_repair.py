@@ -150,6 +150,7 @@ def test_some_blocks_may_do_without() -> None:
     assert len(found.recompute) >= 1
 
 
+@pytest.mark.deep
 def test_models_of_which_blocks_were_left_out() -> None:
     program = program_to_plan(*zoo.MODELS["llama"](layers=6, batch=8, seq=16))
     assert program.repeat is not None
@@ -170,7 +171,7 @@ def lean(program: Program, axes: dict[str, int], budget: float) -> Plan:
 @pytest.mark.parametrize(
     ("axes", "size", "layers", "above"),
     [
-        ({"gpu": 2}, 8, 1, 1.2),
+        pytest.param({"gpu": 2}, 8, 1, 1.2, marks=pytest.mark.deep),
         pytest.param(LINE, 64, 2, 1.05, marks=pytest.mark.deep),
         pytest.param({"a": 2, "b": 2}, 64, 2, 1.05, marks=pytest.mark.deep),
     ],

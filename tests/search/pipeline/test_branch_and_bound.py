@@ -143,7 +143,7 @@ def test_what_waiting_adds_to_the_work(schedule: str, virtual: int, devices: int
 
 
 @pytest.mark.parametrize(
-    "schedules", [("1f1b",), pytest.param(("gpipe", "1f1b", "zb-h1"), marks=pytest.mark.deep)], ids=len
+    "schedules", [pytest.param(s, marks=pytest.mark.deep) for s in (("1f1b",), ("gpipe", "1f1b", "zb-h1"))], ids=len
 )
 def test_within_a_budget_nothing_beats_what_is_found_or_its_bound(schedules: tuple[str, ...]) -> None:
     """The fastest of all needs more than there is: a pipeline, which is searched within it."""
