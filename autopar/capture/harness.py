@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autopar.capture.attention import Attention
-from autopar.capture.intercepts import Check, Intercepts
+from autopar.capture.intercepts import ArgumentCheck, Check, Intercepts
 from autopar.capture.origins import Origins
 from autopar.capture.outside import refused
 from autopar.capture.state.hooks import Hooks, Observation, observations
@@ -48,7 +48,7 @@ class Seen:
         self.assigned: dict[int, str] = {}
         self.writes: list[Write] = []
         self.observed: list[Observation] = []
-        self.checks: tuple[Check, ...] = ()
+        self.checks: tuple[Check | ArgumentCheck, ...] = ()
         self.stride_read = ""
         self.numbers: list[tuple[str, Path]] | None = None
 
@@ -223,7 +223,9 @@ class Harness(nn.Module):
         for name, new in self.model.named_buffers(remove_duplicate=False):
             if name not in before:  # registered as None, or in forward
                 path, _, attribute = name.rpartition(".")
-                self.seen.writes.append(Write(path, (("attr", attribute),), leaf(new)))
+                transient = attribute in self.model.get_submodule(path)._non_persistent_buffers_set
+                step = ("transient buffer" if transient else "buffer", attribute)
+                self.seen.writes.append(Write(path, (step,), leaf(new)))
         made = {name for name, _ in self.model.named_parameters()} - self.parameter_names
         if made:
             raise CaptureError(

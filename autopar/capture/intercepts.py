@@ -4,6 +4,8 @@
 * ``torch.cond`` computes both branches and takes one, with the gradients of the other cut off.
 * Checks of ``torch.linalg`` for singular matrices become results, which are looked at after every step.
 * A tensor that requires a gradient, but is no parameter of the model, is refused: its gradient would be lost.
+* So do checks of arguments of ``torch.distributions``.
+* Batch norm with ``momentum=None`` counts with a tensor, not with the number in it.
 * Copies of parameters are refused: they would be strangers.
 * Results whose strides fake tensors get wrong get those of the kernels.
 * The user's first line that reads strides is noted: the graph is traced with those of a contiguous batch.
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from autopar._torch_compat import TorchDispatchMode, is_traced, suggest_memory_format, without_ordered_effects
@@ -81,24 +84,52 @@ class Check:
         _CHECK(results[self.info.index], self.function, is_matrix=self.is_matrix)
 
 
+@dataclass(frozen=True)
+class ArgumentCheck:
+    """A check of what a distribution is given, which is made after a step.
+
+    Attributes:
+        invalid: how many values are outside of the domain.
+        line: of the user's that gives it.
+    """
+
+    invalid: Leaf
+    line: str
+
+    def make(self, results: Any) -> None:
+        """Raise as torch does, which has values to show.
+
+        Raises:
+            ValueError: some value is outside of the domain.
+        """
+        if int(results[self.invalid.index]):
+            raise ValueError(
+                f"a distribution of torch.distributions was given values that its constraints refuse, at {self.line}; "
+                "run the model without parallelize() to see them"
+            )
+
+
 class Intercepts(TorchFunctionMode):
     """Changes calls of torch while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()
         self.checked: list[tuple[torch.Tensor, str, bool]] = []
+        self.validated: list[tuple[torch.Tensor, str]] = []
         self.stride_read = ""
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """While it lasts, calls are changed."""
-        cond = torch.cond
+        cond, batch_norm = torch.cond, _BatchNorm.forward
         torch.cond = _cond
+        _BatchNorm.forward = lambda module, x: _batch_norm(batch_norm, module, x)  # type: ignore[method-assign,assignment]
         try:
             with without_ordered_effects(), _Checks(self.checked), self:
                 yield
         finally:
             torch.cond = cond
+            _BatchNorm.forward = batch_norm  # type: ignore[method-assign]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Write data through, refuse strangers."""
@@ -106,6 +137,10 @@ class Intercepts(TorchFunctionMode):
             return _set_data(*args)
         if not self.stride_read and func in _READS_STRIDES:
             self.stride_read = _own_line()
+        if func is torch._is_all_true and is_traced(args[0]):
+            # A sum over samples, which can be made in microbatches; whether all are valid cannot.
+            self.validated.append((args[0].logical_not().sum(), "{}:{}".format(*user_frame())))
+            return True
         if func is torch.Tensor.__deepcopy__:
             _refuse_copy(args[0])
         if torch.is_grad_enabled():
@@ -115,14 +150,30 @@ class Intercepts(TorchFunctionMode):
             return result.contiguous()
         return _in_suggested_format(args[0], result) if func in _BY_FORMAT else result
 
-    def checks(self, leaf: Callable[[torch.Tensor], Leaf]) -> tuple[Check, ...]:
+    def checks(self, leaf: Callable[[torch.Tensor], Leaf]) -> tuple[Check | ArgumentCheck, ...]:
         """What is to be looked at after a step."""
-        return tuple(Check(leaf(info), function, is_matrix) for info, function, is_matrix in self.checked)
+        made = tuple(Check(leaf(info), function, is_matrix) for info, function, is_matrix in self.checked)
+        return (*made, *(ArgumentCheck(leaf(invalid), line) for invalid, line in self.validated))
 
 
 def _in_suggested_format(argument: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """The result with the kernel's strides: a copy in the trace, which canonicalization takes out again."""
     return result.contiguous(memory_format=suggest_memory_format(argument))
+
+
+def _batch_norm(forward: Callable[..., torch.Tensor], module: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
+    """Batch norm; its average over all batches so far (``momentum=None``) reads the number of batches otherwise."""
+    counted, means, variances = module.num_batches_tracked, module.running_mean, module.running_var
+    if module.momentum is not None or not module.training or counted is None or means is None or variances is None:
+        return forward(module, x)
+    module._check_input_dim(x)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        counted.add_(1)
+        share = counted.to(means.dtype).reciprocal()
+        variance, mean = torch.var_mean(x.to(means.dtype), [d for d in range(x.dim()) if d != 1], correction=1)
+        means.mul_(1 - share).add_(share * mean)
+        variances.mul_(1 - share).add_(share * variance)
+    return functional.batch_norm(x, None, None, module.weight, module.bias, True, 0.0, module.eps)
 
 
 def _refuse_copy(tensor: torch.Tensor) -> None:

@@ -19,7 +19,8 @@ from torch import fx
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
 
-from autopar._torch_compat import TorchDispatchMode, checkpoint_replaced, selective_policy, traced_graph
+from autopar._torch_compat import TorchDispatchMode, checkpoint_replaced, selective_policy, traced_graph, without_modes
+from autopar.errors import CaptureError
 from autopar.ir.graph import is_backward
 from autopar.ir.node_info import info, set_info
 
@@ -104,6 +105,11 @@ def _without_hooks() -> Iterator[None]:
     before = {name: getattr(hooks, name) for name in ("__enter__", "__exit__")}
 
     def enter(self: Any) -> None:
+        if not isinstance(self, torch.autograd.graph.save_on_cpu) and not _keep_values(self):
+            raise CaptureError(
+                f"{type(self).__name__} changes what is saved for the backward pass (its unpack function does not give "
+                "back what its pack function was given), which a graph cannot do; write a torch.autograd.Function"
+            )
         logger.warning("%s is left out: what is kept for the backward pass stays on its device", type(self).__name__)
 
     def leave(self: Any, *error: Any) -> None:
@@ -114,6 +120,23 @@ def _without_hooks() -> Iterator[None]:
         yield
     finally:
         hooks.__enter__, hooks.__exit__ = before["__enter__"], before["__exit__"]  # type: ignore[method-assign]
+
+
+def _keep_values(hooks: Any) -> bool:
+    """Whether the two functions give tensors back as they were: tried on some, since what they do is not known."""
+    generator = torch.Generator().manual_seed(0)
+    for size in (3, 2**16):  # small tensors are often left alone
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            with without_modes(), torch.no_grad():
+                given = torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
+                try:
+                    found = hooks.unpack_hook(hooks.pack_hook(given.clone()))
+                except Exception:  # whatever it is, it is not the tensor
+                    return False
+                alike = isinstance(found, torch.Tensor) and found.dtype == dtype and found.shape == given.shape
+                if not alike or not torch.equal(found.cpu(), given):
+                    return False
+    return True
 
 
 class _Asking(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -296,6 +296,80 @@ def test_copies_of_parameters() -> None:
         autopar.parallelize(Copies().double(), None)(X)
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_hooks_on_what_is_saved(exact: bool) -> None:
+    """Those that give back what they were given may be left out; others change gradients."""
+    pack = (lambda t: t.clone()) if exact else (lambda t: t.bfloat16())
+    unpack = (lambda t: t) if exact else (lambda t: t.double())
+
+    class Hooked(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                return super().forward(x).tanh().square()
+
+    if exact:
+        assert_equal(Hooked, lambda m, i: None)
+    else:
+        with pytest.raises(CaptureError, match=r"saved_tensors_hooks changes what is saved .*autograd.Function"):
+            autopar.parallelize(Hooked().double(), None)(X)
+
+
+def test_batch_norm_that_averages_over_all_batches() -> None:
+    """Its statistics are those of eager after three calls, and after one in evaluation."""
+    plain, given = (nn.Sequential(nn.BatchNorm1d(3, momentum=None), nn.Linear(3, 2)).double() for _ in range(2))
+    given.load_state_dict(plain.state_dict())
+    parallel: Any = autopar.parallelize(given, None)
+    for i, training in enumerate((True, True, False, True)):
+        for model in (plain, parallel):
+            model.train(training)
+            model.zero_grad()
+            model(X * (i + 1) + i).square().mean().backward()
+        for a, b in zip(plain.parameters(), parallel.parameters(), strict=True):
+            assert torch.allclose(a.grad, b.grad, rtol=1e-10, atol=1e-14)
+        for a, b in zip(plain.buffers(), parallel.buffers(), strict=True):
+            assert torch.allclose(a, b, rtol=1e-12, atol=0)
+    report = autopar.verify(plain, (X,), {"a": 2}, loss_fn=lambda y, _: y.square().mean(), plan="random")
+    assert max(report.max_error, report.capture_error) < 1e-7
+
+
+def test_arguments_of_distributions_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As eager checks them, whether or not torch.compile, which turns that off, has been used before."""
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
+
+    class Draws(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            return -torch.distributions.Normal(self.linear(x), x[:, :2].sum(-1, keepdim=True)).log_prob(x[:, 2:]).mean()
+
+    parallel, plain = autopar.parallelize(Draws().double(), None), Draws().double()
+    assert parallel(X.abs() + 0.1).item() == pytest.approx(plain(X.abs() + 0.1).item(), rel=1e-12)
+    for model in (plain, parallel):
+        with pytest.raises(ValueError, match=r"constraint"):
+            model(-X.abs() - 0.1)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_buffers_that_a_call_registers(persistent: bool) -> None:
+    """They are buffers afterwards, as those of eager."""
+
+    class Registers(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "mean"):
+                self.register_buffer("mean", x.mean(0), persistent=persistent)
+            else:
+                self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
+            return super().forward(x - self.mean)
+
+    plain, parallel = Registers().double(), autopar.parallelize(Registers().double(), None)
+    for i in range(3):
+        assert parallel(X + i).item() == pytest.approx(plain(X + i).item(), rel=1e-12)
+        for a, b in (
+            (plain.state_dict(), parallel.state_dict()),
+            (dict(plain.named_buffers()), dict(parallel.named_buffers())),
+        ):
+            assert list(a) == list(b)
+            assert all(torch.equal(v, b[n]) for n, v in a.items())
+
+
 def test_lazy_modules() -> None:
     with pytest.raises(ValueError, match=r"'0.weight' has no shape yet .*call the model once"):
         autopar.parallelize(nn.Sequential(nn.LazyLinear(3)), None)

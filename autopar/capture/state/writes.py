@@ -374,6 +374,9 @@ def apply(model: nn.Module, writes: Sequence[Write], results: Any) -> None:
             _delete(container, step)
         elif isinstance(container, list | deque) and step[1] >= len(container):
             container.append(value)
+        elif step[0] in ("buffer", "transient buffer"):
+            container._buffers.setdefault(step[1], None)  # which register_buffer lets pass
+            container.register_buffer(step[1], value, persistent=step[0] == "buffer")
         elif isinstance(container, nn.Module) and not write.path[:-1]:
             setattr(container, step[1], value)
         else:
