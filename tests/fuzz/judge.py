@@ -77,6 +77,7 @@ def loaded(case: Case) -> types.ModuleType:
 def judge(case: Case, mode: str = "one") -> Outcome:
     """The outcome of a case on one device (``"one"``) or with a random plan on an emulated mesh (``"plans"``)."""
     started = time.perf_counter()
+    torch.set_default_dtype(torch.float32)  # which the case before may have changed
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         outcome = {"one": _one, "plans": _plans}[mode](case)

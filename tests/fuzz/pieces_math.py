@@ -41,6 +41,9 @@ ALGEBRA = (
     Piece("positions", "h = h + torch.arange(SS, dtype=h.dtype)[:, None] / SS"),
     Piece("assertion", "assert h.shape[-1] == CC\ntorch._assert(h.ndim == 3, 'three dims')\nh = h * 2"),
     Piece("distribution", "h = h + torch.distributions.Normal(h, 1.0).log_prob(torch.zeros_like(h))"),
+    Piece("distribution with a scale", "h = h + torch.distributions.Normal(h, F.softplus(h) + 0.1).log_prob(h.detach() * 0.5)"),
+    Piece("hooks on what is saved", "with torch.autograd.graph.saved_tensors_hooks(<<lambda t: t, lambda t: t|lambda t: t.float(), lambda t: t.double()>>):\n"
+          "    h = torch.tanh(h)"),
     Piece("distribution drawn", "h = torch.distributions.Normal(h, 0.1).rsample()"),
 )  # fmt: skip
 

@@ -1,14 +1,21 @@
 """What every program of the fuzzer begins with: inputs, and a record of all that a training loop can see."""
 
+import array
 import collections
 import contextlib
+import contextvars
 import copy
 import dataclasses
 import enum
 import functools
 import itertools
+import os
 import random
+import threading
+import time
 import types
+import uuid
+import weakref
 
 import numpy as np
 import torch
@@ -18,15 +25,22 @@ from torch.utils.checkpoint import checkpoint
 
 __all__ = [
     "F",
+    "array",
     "checkpoint",
     "collections",
     "contextlib",
+    "contextvars",
     "copy",
     "enum",
     "functools",
     "itertools",
     "nn",
+    "os",
+    "threading",
+    "time",
     "types",
+    "uuid",
+    "weakref",
 ]  # for what follows
 torch.set_num_threads(1)
 
