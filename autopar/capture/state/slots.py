@@ -264,7 +264,6 @@ _SETTINGS: dict[str, Callable[[], Any]] = {
     "default dtype": torch.get_default_dtype,
     "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
     "float32 matmul precision": torch.get_float32_matmul_precision,
-    "threads": torch.get_num_threads,
     "flash attention": torch.backends.cuda.flash_sdp_enabled,
     "memory-efficient attention": torch.backends.cuda.mem_efficient_sdp_enabled,
     "attention by matmul": torch.backends.cuda.math_sdp_enabled,
