@@ -13,8 +13,8 @@ from autopar.ir.plan_table import format_seconds, format_share
 from autopar.ir.program import Program
 from autopar.pipeline.schedules import Order, device_of, order_of
 from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, INPUT, WEIGHT, StageGraphs
-from autopar.search.pipeline.stage_memory import StageMemory, held_by, peaks
-from autopar.search.pipeline.stage_times import StageTime, step_tasks, taken_of
+from autopar.search.pipeline.stage_memory import StageMemory, memory_of_stages, peaks
+from autopar.search.pipeline.stage_times import StageTime, step_tasks, times_of_plan
 from autopar.simulate import COMPUTE, Task, Timeline, simulate
 
 KINDS = {FORWARD: "forward", BACKWARD: "backward", INPUT: "backward, for the input", WEIGHT: "backward, for weights"}
@@ -56,10 +56,10 @@ def simulate_pipeline(local: Program, plan: Plan) -> SimulatedPipeline:
         local: the program that was rewritten under the plan.
         plan: the plan.
     """
-    order, times = order_of(plan), taken_of(local, plan)
+    order, times = order_of(plan), times_of_plan(local, plan)
     split_backward = any(action.kind == INPUT for row in order for action in row)
-    memory = held_by(StageGraphs(local, len(plan.stages)), plan.inner, split_backward)
-    saved = np.array([m.saved for m in memory]), np.array([m.for_weights for m in memory])
+    memory = memory_of_stages(StageGraphs(local, len(plan.stages)), plan.inner, split_backward)
+    saved = np.array([m.saved for m in memory]), np.array([m.saved_for_weights for m in memory])
     return SimulatedPipeline(order, times, memory, simulate(step_tasks(times, order, *saved)))
 
 
@@ -73,7 +73,7 @@ def stage_rows(step: SimulatedPipeline, plan: Plan) -> list[dict[str, Any]]:
             "forward": times.forward,
             "backward": times.backward,
             "saved": memory.saved,
-            "parameters": memory.steady.get("parameters", 0.0),
+            "parameters": memory.whole_step.get("parameters", 0.0),
         }
         for stage, device, times, memory in rows
     ]

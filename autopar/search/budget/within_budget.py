@@ -28,7 +28,6 @@ from autopar.search.budget.memory_constraint import MemoryConstraint
 from autopar.search.budget.pareto import MAX_PRICES, Frontier, within
 from autopar.search.budget.use_slack import use_slack
 from autopar.search.formulation.build import Formulation
-from autopar.search.formulation.memory_model import WHOLE, MemoryModel
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.solver.certify import Claim
 from autopar.search.solver.layer_mix import LayerMix
@@ -69,7 +68,7 @@ def plan_within(searched: BudgetProblem) -> Plan:
         return _fitting(searched, saved, bound)
     if saved is not None and not searched.whole:  # a stage is asked for a budget only where memory is short
         return _fitting(searched, saved, 0.0)
-    built = searched.formulation(job.restrictions, _without_budget(searched))
+    built = searched.formulation(job.restrictions, searched.states_alone)
     solution = solve(built.problem, gap=limits.gap, time_limit=searched.seconds, progress=job.progress)
     searched.claims.append(Claim(built.problem, solution.lower_bound))
     job.cutoff.require_less(solution.lower_bound)
@@ -98,7 +97,7 @@ def plan_by_axes(searched: BudgetProblem, bound: float) -> Plan:
     job, limits = searched.job, searched.limits
 
     def make(restrictions: Restrictions) -> Formulation:
-        return searched.formulation(restrictions, _without_budget(searched))
+        return searched.formulation(restrictions, searched.states_alone)
 
     failure: InfeasibleError | None = None
     for part in (1.0, 0.5, 0.25, 0.125):
@@ -119,11 +118,6 @@ def plan_by_axes(searched: BudgetProblem, bound: float) -> Plan:
             failure = failure or e
     assert failure is not None
     raise failure
-
-
-def _without_budget(searched: BudgetProblem) -> MemoryModel:
-    """Memory is counted, and nothing is recomputed for it."""
-    return MemoryModel(searched.state_and_gradients, regions=searched.regions, share=searched.job.share)
 
 
 def _single(solution: Solution) -> LayerMix:
@@ -203,10 +197,7 @@ def _saved(searched: BudgetProblem, restrictions: Restrictions) -> MemoryConstra
     """The constraint on what is saved when the backward pass begins; it bounds all plans if nothing is decided yet."""
     job = searched.job
     assert job.memory is not None
-    memory = MemoryModel(
-        searched.state, True, job.search.recompute, regions=searched.regions, offload=searched.offload,
-        optimizer=searched.optimizer_state, share=job.share,
-    )  # fmt: skip
+    memory = searched.states_and_activations(offload=searched.offload)
     relaxed = restrictions is job.restrictions and searched.whole
     limits = searched.limits
     if searched.offload:  # the other half of the time is for plans that offload nothing
@@ -227,7 +218,7 @@ def _at_program_points(searched: BudgetProblem, saved: MemoryConstraint) -> list
     most is live that no plan can do without. Where the best plan within this constraint exceeds that of its own peak,
     this is a constraint, too, if its bound is better. A stage's share of the whole model says little of one point.
     """
-    if saved.memory.share is not WHOLE or saved.built.peak_point is None or not searched.job.moments:
+    if not searched.whole or saved.built.peak_point is None or not searched.job.all_points:
         return []
     found: list[MemoryConstraint] = []
     mix: LayerMix | None = None

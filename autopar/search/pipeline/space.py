@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from autopar.errors import InfeasibleError
 from autopar.ir.layout import Replicate
@@ -46,9 +46,9 @@ def pipeline_shapes(
     Raises:
         InfeasibleError: no axis of the mesh has as many devices, or no schedule as many stages on each.
     """
-    modules, places = search.stage_modules, _possible(search, axes, factored)
+    modules, places = search.stage_modules, _pinned_axis(search, axes, factored)
     if not search.stages_open:
-        devices = _asked(search)
+        devices = _pinned_devices(search)
         places = [p for p in places if p.devices == devices][:1]
         if not places:
             raise InfeasibleError(
@@ -68,8 +68,9 @@ def pipeline_shapes(
         ways = {n: tuple(s for s in names if _suits(SCHEDULES[s], n, training and pinned is None)) for n in each}
     if ways.get(1) and not search.stages_open:
         ways = {1: ways[1]}  # as many stages as are asked for
-    return [PipelineShape(p.axes, p.axis, p.devices, n, found, modules) for n, found in ways.items() if found
-            for p in places]  # fmt: skip
+    return [
+        replace(p, virtual=n, schedules=found, modules=modules) for n, found in ways.items() if found for p in places
+    ]
 
 
 def split_for_stages(search: Search, axes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
@@ -81,8 +82,8 @@ def split_for_stages(search: Search, axes: Mapping[str, int]) -> tuple[tuple[str
     found = tuple(axes.items())
     if not search.pipelines or search.stages_open:
         return found
-    devices = _asked(search)
-    return next((p.axes for p in _possible(search, axes, factored=True) if p.devices == devices), found)
+    devices = _pinned_devices(search)
+    return next((p.axes for p in _pinned_axis(search, axes, factored=True) if p.devices == devices), found)
 
 
 def is_split_for_stages(finer: tuple[tuple[str, int], ...], axes: Mapping[str, int]) -> bool:
@@ -90,7 +91,7 @@ def is_split_for_stages(finer: tuple[tuple[str, int], ...], axes: Mapping[str, i
     return any(p.axes == finer for p in _places(axes, factored=True))
 
 
-def _asked(search: Search) -> int:
+def _pinned_devices(search: Search) -> int:
     """The devices along the axis of the stages, as pinned.
 
     Raises:
@@ -105,7 +106,7 @@ def _asked(search: Search) -> int:
     return (len(modules) + 1) // virtual if modules else int(search.pins[STAGES])
 
 
-def _possible(search: Search, axes: Mapping[str, int], factored: bool) -> list[_Place]:
+def _pinned_axis(search: Search, axes: Mapping[str, int], factored: bool) -> list[PipelineShape]:
     """Where stages may lie by the pin of their axis.
 
     Raises:
@@ -117,23 +118,16 @@ def _possible(search: Search, axes: Mapping[str, int], factored: bool) -> list[_
     return [p for p in _places(axes, factored) if wanted in (None, p.axis, p.axis.removesuffix(FACTOR))]
 
 
-class _Place(NamedTuple):
-    """Where stages may lie."""
-
-    axes: tuple[tuple[str, int], ...]
-    axis: str
-    devices: int
-
-
-def _places(axes: Mapping[str, int], factored: bool) -> list[_Place]:
-    """Whole axes, and then the factors of each, the smallest first."""
+def _places(axes: Mapping[str, int], factored: bool) -> list[PipelineShape]:
+    """Whole axes, and then the factors of each, the smallest first; with a stage on each device, and no schedules."""
     given = tuple(axes.items())
-    found = [_Place(given, name, n) for name, n in given if n > 1]
+    found = [PipelineShape(given, name, n) for name, n in given if n > 1]
     for i, (name, n) in enumerate(given if factored else ()):
         for factor in range(2, min(n, MOST_DEVICES + 1)):
             if n % factor == 0:
+                # The factor is the outer one, so that the devices of a stage are neighbors.
                 split = (*given[:i], (f"{name}{FACTOR}", factor), (name, n // factor), *given[i + 1 :])
-                found.append(_Place(split, f"{name}{FACTOR}", factor))
+                found.append(PipelineShape(split, f"{name}{FACTOR}", factor))
     return [p for p in found if p.devices <= MOST_DEVICES]
 
 
@@ -217,10 +211,10 @@ def with_count(pins: Mapping[str, Any], count: int) -> dict[str, Any]:
     """The pins of `along_with` for another number of microbatches."""
     if pins.get(STAGES, 1) == 1:
         return {MICROBATCHES: count}
-    kept = {name: value for name, value in pins.items() if name in _PINS}
-    virtual = kept[VIRTUAL]
-    kept[SCHEDULE] = any_count(kept[SCHEDULE], (len(kept[STAGES]) + 1) // virtual, count, virtual)
-    return {**kept, MICROBATCHES: count}
+    found = {name: value for name, value in pins.items() if name in _PINS}
+    virtual = found[VIRTUAL]
+    found[SCHEDULE] = any_count(found[SCHEDULE], (len(found[STAGES]) + 1) // virtual, count, virtual)
+    return {**found, MICROBATCHES: count}
 
 
 def restrictions_inside(restrictions: Restrictions, axes: Mapping[str, int], axis: str) -> Restrictions:

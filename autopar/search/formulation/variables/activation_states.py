@@ -65,7 +65,7 @@ def with_states(context: BuildContext, variable: Variable, node: fx.Node) -> Var
     """An operator's variable with its states, and with the memory that its results need."""
     memory = context.memory
     if node.target is accumulate and memory.activations:  # the sum over microbatches is held throughout the step
-        return replace(variable, memory=context.bytes(variable, "out", 0) * memory.share.states)
+        return replace(variable, memory=context.bytes(variable, "out", 0) * memory.state_share)
     if is_backward(node) or not (memory.activations or memory.decides_saving):
         return variable
     reads = context.reads[variable.key]

@@ -133,4 +133,4 @@ class BuildContext:
 
     def share_of(self, variable: Variable) -> float:
         """The share of a saved value's bytes that counts, as a pipeline stage holds it."""
-        return self.memory.share.states if variable.invariant else self.memory.share.activations
+        return self.memory.state_share if variable.invariant else self.memory.activation_share

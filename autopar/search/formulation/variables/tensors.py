@@ -26,10 +26,10 @@ def parameter_variable(context: BuildContext, key: str, names: tuple[str, ...]) 
     """
     node, memory = context.classes.members[key][0], context.memory
     gradients = memory.point.gradients if memory.point else {}
-    size = sum(memory.state[n] + gradients.get(n, 0.0) for n in names) * memory.share.states
+    size = sum(memory.state[n] + gradients.get(n, 0.0) for n in names) * memory.state_share
     type_ = context.dims.types[node, 0]
     found = tensor_variable(context, key, context.classes.count[key], type_, "parameter", names, size)
-    offloadable = sum(memory.optimizer.get(n, 0.0) for n in names) * memory.share.states
+    offloadable = sum(memory.optimizer.get(n, 0.0) for n in names) * memory.state_share
     return _with_offloaded_states(context, found, offloadable)
 
 
