@@ -128,8 +128,8 @@ def _solved(problem: Problem, budget: float, scale: float, gap: float) -> Ints |
         return None
     if not graph.live_nodes():
         return unfold(graph, np.zeros(len(graph.cost), dtype=np.int64))
-    found = solve_ilp(graph, scale, gap * scale, STATES_SECONDS, budget - settled(graph))
-    return None if found.labels is None else unfold(graph, found.labels)
+    labels, _, _ = solve_ilp(graph, scale, gap * scale, STATES_SECONDS, budget - settled(graph))
+    return None if labels is None else unfold(graph, labels)
 
 
 def _of_all(labels: Ints, chosen: Chosen) -> Ints:

@@ -172,18 +172,22 @@ def _readers(ranges: LiveRanges) -> dict[Key, list[Key]]:
     return readers
 
 
-@dataclass(frozen=True)
 class _MixedIntegerProgram:
-    """A mixed-integer program, built one variable and one constraint at a time."""
+    """A mixed-integer program, built one variable and one constraint at a time.
 
-    lower: list[float] = field(default_factory=list)
-    upper: list[float] = field(default_factory=list)
-    integral: list[bool] = field(default_factory=list)
-    cost: list[float] = field(default_factory=list)
-    entries: list[tuple[int, int, float]] = field(default_factory=list)
-    limits: list[float] = field(default_factory=list)
+    It is handed to HiGHS as one matrix at the end, which is faster than a call for each row.
+    """
+
+    def __init__(self) -> None:
+        self.lower: list[float] = []
+        self.upper: list[float] = []
+        self.integral: list[bool] = []
+        self.cost: list[float] = []
+        self.entries: list[tuple[int, int, float]] = []  # row, column, coefficient; rows in order
+        self.limits: list[float] = []
 
     def variable(self, *, lower: float = 0.0, upper: float = 1.0, integral: bool = False, cost: float = 0.0) -> int:
+        """Add a variable; its number."""
         self.lower.append(lower)
         self.upper.append(upper)
         self.integral.append(integral)
@@ -191,6 +195,7 @@ class _MixedIntegerProgram:
         return len(self.lower) - 1
 
     def at_least(self, terms: Mapping[int, float], limit: float) -> None:
+        """Add a constraint: the sum of coefficients times variables is at least the limit."""
         self.entries.extend((len(self.limits), column, value) for column, value in terms.items())
         self.limits.append(limit)
 

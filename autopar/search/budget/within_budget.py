@@ -32,7 +32,7 @@ from autopar.search.formulation.pins import Restrictions
 from autopar.search.solver.certify import Claim
 from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits
-from autopar.search.solver.problem import Ints, Labeling, Solution, evaluate
+from autopar.search.solver.problem import Ints, evaluate
 
 MORE_PRICES = 3
 """Multipliers tried for a constraint that is tightened."""
@@ -72,7 +72,7 @@ def plan_within(searched: BudgetProblem) -> Plan:
     solution = solve(built.problem, gap=limits.gap, time_limit=searched.seconds, progress=job.progress)
     searched.claims.append(Claim(built.problem, solution.lower_bound))
     job.cutoff.require_less(solution.lower_bound)
-    plan = searched.plan(built, _single(solution), solution.lower_bound, solution.method)
+    plan = searched.plan(built, LayerMix.of(solution), solution.lower_bound, solution.method)
     if saved is not None and searched.whole:
         saved.frontier.start(_alike(saved.built, built, solution.labels), solution.lower_bound)
         if saved.relaxed and not fits(saved.frontier.free().memory, saved.budget):
@@ -108,7 +108,7 @@ def plan_by_axes(searched: BudgetProblem, bound: float) -> Plan:
             )
         except InfeasibleError as e:
             raise failure or e from e
-        plan, enough = searched.measured(searched.plan(built, _single(found), bound, "axis by axis"))
+        plan, enough = searched.measured(searched.plan(built, LayerMix.of(found), bound, "axis by axis"))
         if enough:
             return plan
         fixed = replace(job.restrictions, fixed=placements(built, found, searched.tables), free=())
@@ -118,10 +118,6 @@ def plan_by_axes(searched: BudgetProblem, bound: float) -> Plan:
             failure = failure or e
     assert failure is not None
     raise failure
-
-
-def _single(solution: Solution) -> LayerMix:
-    return LayerMix.of(Labeling(solution.labels, solution.objective, solution.memory))
 
 
 def _fitting(searched: BudgetProblem, saved: MemoryConstraint, bound: float, method: str = "") -> Plan:
@@ -388,9 +384,9 @@ def _remembered(
     A constraint says little of what is transient: its best plan may not fit while a point with less memory, known
     already, does. To measure one takes less time than another multiplier.
     """
-    below = {(p.point.cost, p.point.memory): p.point for p in frontier.known if p.point.memory < memory}
+    below = {(p.objective, p.memory): p for _, p in frontier.known if p.memory < memory}
     found: Plan | None = None
-    for point in sorted(below.values(), key=lambda p: p.cost) or [frontier.least()]:
+    for point in sorted(below.values(), key=lambda p: p.objective) or [frontier.least()]:
         plan, enough = searched.measured(searched.plan(built, LayerMix.of(point), bound, method))
         if enough:
             return plan
@@ -412,7 +408,7 @@ def _within(searched: BudgetProblem, built: Formulation, frontier: Frontier, mem
         return mix
     if sum(len(n.cost) for n in built.problem.nodes) <= SMALL:
         exact = solve(built.problem, budget=memory, gap=limits.gap, time_limit=searched.seconds)
-        return replace(_single(exact), price=mix.price) if exact.objective < mix.cost else mix
+        return replace(LayerMix.of(exact), price=mix.price) if exact.objective < mix.cost else mix
     if counts.max() == 1:  # no layers to split over, so that multipliers do not reach what lies between two of them
         return in_groups(built.problem, alike(mix.labelings[-1]), counts, memory, mix, limits.gap)
     return mix

@@ -11,7 +11,7 @@ import numpy as np
 
 from autopar.search.solver.presolve import presolve
 from autopar.search.solver.problem import Floats, Ints
-from autopar.search.solver.workspace import Folded, Potential, Workspace, join
+from autopar.search.solver.workspace import Potential, Workspace, join
 
 
 def fold(graph: Workspace, max_degree: int, max_entries: int, max_work: int) -> bool:
@@ -77,7 +77,7 @@ def eliminate(graph: Workspace, node: int) -> bool:
     if not alive.size:
         return False
     parts = [graph.remove(fid) for fid in list(graph.incident[node])]
-    graph.folded.append(Folded(node, cost, tuple(parts)))
+    graph.folded.append((node, cost, tuple(parts)))
     graph.active[node] = False
     groups, picks = [], []
     for n in around:
@@ -144,15 +144,15 @@ def unfold(graph: Workspace, labels: Ints) -> Ints:
         Labels of all nodes, [n].
     """
     out = labels.copy()
-    for step in reversed(graph.folded):
-        total = step.cost.copy()
+    for node, cost, factors in reversed(graph.folded):
+        total = cost.copy()
         finite = np.flatnonzero(np.isfinite(total))
-        for f in step.factors:
-            axis = f.nodes.index(step.node)
+        for f in factors:
+            axis = f.nodes.index(node)
             where = tuple(
                 slice(None) if k == axis else int(g[out[n]])
                 for k, (n, g) in enumerate(zip(f.nodes, f.groups, strict=True))
             )
             total[finite] += f.table[where][f.groups[axis][finite]]
-        out[step.node] = int(np.argmin(total))
+        out[node] = int(np.argmin(total))
     return out

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.search.solver.problem import Floats, Ints, Labeling, Problem
+from autopar.search.solver.problem import Floats, Ints, Problem, Solution
 
 ROUNDING = 1e-9
 """A share of a member that is rounding of the ends, and no member."""
@@ -37,9 +37,9 @@ class LayerMix:
     price: float = 0.0
 
     @classmethod
-    def of(cls, labeling: Labeling, price: float = 0.0) -> LayerMix:
+    def of(cls, labeling: Solution, price: float = 0.0) -> LayerMix:
         """All members in the states of one labeling."""
-        return cls((labeling.labels,), (1.0,), labeling.cost, labeling.memory, price)
+        return cls((labeling.labels,), (1.0,), labeling.objective, labeling.memory, price)
 
     @property
     def shares(self) -> list[float]:

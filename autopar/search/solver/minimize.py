@@ -84,7 +84,7 @@ def minimize(graph: Workspace, value_of: Value, limits: Limits, start: Ints | No
         start: A labeling known already.
 
     Returns:
-        The minimum; `labels` is None if there is no labeling of finite value.
+        The minimum; its labels are None if there is no labeling of finite value.
     """
     graph.memory = [np.zeros_like(m) for m in graph.memory]
     best = Incumbent(value_of, limits.gap)
@@ -124,7 +124,7 @@ def minimize(graph: Workspace, value_of: Value, limits: Limits, start: Ints | No
 
 def _finish(best: Incumbent, bound: float, method: str) -> Minimum:
     """What is proved: all that was cut off costs at least the last cutoff, everything else at least `bound`."""
-    return Minimum(best.labels, min(best.value, best.applied, bound), method)
+    return best.labels, min(best.value, best.applied, bound), method
 
 
 def _inherit(snapshot: Workspace, graph: Workspace) -> None:
@@ -181,7 +181,7 @@ def _close(graph: Workspace, best: Incumbent, bound: float, limits: Limits) -> M
         return _finish(best, np.inf, "dual ascent")
     seconds = max(limits.deadline - time.monotonic(), 0.0)
     scale = abs(best.value) if np.isfinite(best.value) else 1.0
-    found = solve_ilp(graph, scale, limits.gap / 2 * scale, seconds)
-    if found.labels is not None:
-        best.offer(unfold(graph, found.labels))
-    return _finish(best, max(bound, found.bound), found.method)
+    labels, proved, method = solve_ilp(graph, scale, limits.gap / 2 * scale, seconds)
+    if labels is not None:
+        best.offer(unfold(graph, labels))
+    return _finish(best, max(bound, proved), method)

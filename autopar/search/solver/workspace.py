@@ -25,13 +25,8 @@ class Potential:
     table: Floats
 
 
-@dataclass(frozen=True, eq=False)
-class Folded:
-    """An eliminated node, with the costs and factors that its best label depends on."""
-
-    node: int
-    cost: Floats
-    factors: tuple[Potential, ...]
+Folded = tuple[int, Floats, tuple[Potential, ...]]
+"""An eliminated node, with the costs and factors that its best label depends on."""
 
 
 @dataclass
