@@ -20,16 +20,19 @@ from torch import fx
 from autopar.costs.memory import format_bytes
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import is_backward
-from autopar.ir.plan import MEMORY_REPAIR, PER_USE, Plan
+from autopar.ir.plan import MEMORY_REPAIR, PER_USE, Certificate, Plan
 from autopar.memory.peak_snapshot import PeakSnapshot
 from autopar.memory.recompute import class_of, ranges
 from autopar.search.budget.budget_problem import BudgetProblem, missing
 from autopar.search.budget.lagrangian import fits
 from autopar.search.budget.min_peak import min_peak_recomputation
-from autopar.search.budget.minimum_memory import minimum_memory_plan
+from autopar.search.budget.pareto import Frontier
 from autopar.search.formulation.memory_model import block_boundary_activations
 from autopar.search.peak import peak_snapshot_of
+from autopar.search.read_plan import plan_of
 from autopar.search.solver.interrupt import requested
+from autopar.search.solver.layer_mix import LayerMix
+from autopar.search.solver.minimize import Limits
 from autopar.sharding.factor_kinds import from_parameters
 
 NEAR = 1.5
@@ -56,6 +59,36 @@ SMALL = 1e-3
 
 Entry = tuple[str, int | None]
 """A name in a plan's ``recompute``, and one member of its class, or all of them."""
+
+
+Measured = tuple[Plan, PeakSnapshot]
+"""A plan, and the live tensors at the peak of its graph."""
+
+
+def minimum_memory_plan(searched: BudgetProblem, certificate: Certificate) -> Plan:
+    """The plan of least memory at the peak of two plans: the fastest, and the one that saves the least.
+
+    An error that says how much memory would be enough must say the same for every budget that is too small. So where
+    nothing fits, repair starts from this plan, and not from one that the search met on the way to its budget.
+
+    Args:
+        searched: what was searched; its budget makes no difference.
+        certificate: of the plan, whose bound holds for all plans.
+
+    Raises:
+        InfeasibleError: the restrictions leave no plan.
+    """
+    job = searched.job
+    limits = Limits(job.search.gap, time.monotonic() + job.search.time_limit / 2)
+    memory = searched.states_and_activations(offload=False)
+    built = searched.formulation(job.restrictions, memory)
+    frontier = Frontier(built.problem, limits)
+    if built.peak_point is not None:
+        point = built.peak_point([frontier.free().labels, frontier.least().labels])
+        built = searched.formulation(job.restrictions, replace(memory, point=point))
+        frontier = Frontier(built.problem, limits)
+    mix = LayerMix.of(frontier.least())
+    return plan_of(searched.program, searched.dims, searched.classes, built, mix, certificate, job, searched.tables)
 
 
 def _members(plan: Plan, name: str, count: Mapping[str, int]) -> set[int]:
@@ -116,10 +149,6 @@ def repaired(searched: BudgetProblem, error: InfeasibleError, *, from_minimum: b
     if not fits(now.totals[0], budget):
         raise missing(budget, plan)
     return plan
-
-
-Measured = tuple[Plan, PeakSnapshot]
-"""A plan, and the live tensors at the peak of its graph."""
 
 
 def _peak(measured: Measured) -> float:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from autopar.errors import InfeasibleError
 from autopar.ir.plan import Plan
 from autopar.search.budget.cutoff import Cutoff, PrunedError
-from autopar.search.budget.within_budget import HOPELESS
+from autopar.search.budget.tighten import HOPELESS
 from autopar.search.padding import best_padded
 from autopar.search.pipeline.search_tree import SearchTree
 from autopar.search.pipeline.shape import ScheduledStages
