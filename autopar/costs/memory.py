@@ -59,6 +59,7 @@ def convolution_copies(
     """
     if kernel == 1:
         return 0.0
+    # float64: oneDNN does not have it, and torch unfolds all patches of the input (im2col).
     if item > 4:
         return float(taken * kernel)
     if backward:
@@ -81,6 +82,7 @@ def parse_bytes(size: str | int | float) -> int:
     """
     if isinstance(size, bool) or not isinstance(size, str | int | float):
         raise ValueError(f"a size in bytes must be a number or text such as '70GiB', got {size!r}")
+    # ASCII: \d alone matches the digits of every script.
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", str(size), re.ASCII)
     if match is None:
         raise ValueError(f"cannot read {size!r} as a size in bytes: write a number and a unit, such as '70GiB'")
@@ -88,6 +90,7 @@ def parse_bytes(size: str | int | float) -> int:
     if unit.lower() not in _UNITS_BY_LOWER:
         known = ", ".join(name for name in _UNITS if name)
         raise ValueError(f"unknown unit {unit!r} in the size {size!r}: use one of {known}")
+    # Exact: a product of floats may end just below a whole number, and int() cuts off.
     return int(Fraction(number) * _UNITS_BY_LOWER[unit.lower()])
 
 
