@@ -56,9 +56,12 @@ def simulate_pipeline(local: Program, plan: Plan) -> SimulatedPipeline:
         local: the program that was rewritten under the plan.
         plan: the plan.
     """
+    # The times of the search: what the page shows is what the plan was chosen by.
     order, times = order_of(plan), times_of_plan(local, plan)
+    # Zero-bubble schedules run a backward pass in two parts, each of which holds something else.
     split_backward = any(action.kind == INPUT for row in order for action in row)
     memory = memory_of_stages(StageGraphs(local, len(plan.stages)), plan.inner, split_backward)
+    # The simulator follows what microbatches save; all else is constant over a step.
     saved = np.array([m.saved for m in memory]), np.array([m.saved_for_weights for m in memory])
     return SimulatedPipeline(order, times, memory, simulate(step_tasks(times, order, *saved)))
 
@@ -83,6 +86,7 @@ def device_rows(step: SimulatedPipeline) -> list[dict[str, Any]]:
     """A row for each device: seconds of computing, its bubble, exposed communication, and its peak by category."""
     line = step.timeline
     return [
+        # By device: several stages may lie on one, and share its time.
         {"device": d, "busy": line.busy[d], "bubble": line.bubble[d], "exposed": line.exposed_communication[d],
          "peak": peak}
         for d, peak in enumerate(step.peaks)
@@ -104,6 +108,7 @@ def lanes(step: SimulatedPipeline) -> tuple[list[str], list[tuple[int, int, int]
     """Names of lanes, and position, lane and kind of each task that takes time."""
     line, kinds = step.timeline, list(kinds_of(step))
     timed = [(i, task) for i, task in enumerate(line.tasks) if task.seconds > 0]
+    # A device that receives nothing gets no second lane.
     used = {_lane(task) for _, task in timed}
     ordered = [f"device {device}{suffix}" for device in line.devices for suffix in ("", " receives")]
     names = [name for name in ordered if name in used]
@@ -127,4 +132,5 @@ def kinds_of(step: SimulatedPipeline) -> Mapping[str, float]:
 def _kind(task: Task) -> str:
     if task.stream != COMPUTE:
         return RECEIVE
+    # A task is named after its action, F3 of stage 1: the first letter is the kind.
     return KINDS.get(task.name[0], PER_STEP) if "microbatches" not in task.name else PER_STEP
