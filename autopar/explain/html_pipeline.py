@@ -84,33 +84,33 @@ def stage_rows(step: SimulatedPipeline, plan: Plan) -> list[dict[str, Any]]:
 
 def device_rows(step: SimulatedPipeline) -> list[dict[str, Any]]:
     """A row for each device: seconds of computing, its bubble, exposed communication, and its peak by category."""
-    line = step.timeline
+    timeline = step.timeline
     return [
         # By device: several stages may lie on one, and share its time.
-        {"device": d, "busy": line.busy[d], "bubble": line.bubble[d], "exposed": line.exposed_communication[d],
-         "peak": peak}
+        {"device": d, "busy": timeline.busy[d], "bubble": timeline.bubble[d],
+         "exposed": timeline.exposed_communication[d], "peak": peak}
         for d, peak in enumerate(step.peaks)
     ]  # fmt: skip
 
 
 def pipeline_caption(step: SimulatedPipeline, plan: Plan) -> str:
     """The sentence above the timeline."""
-    line = step.timeline
+    timeline = step.timeline
     assert plan.pipeline is not None
     return (
         f"{plan.microbatches} microbatches through {len(plan.stages)} stages on {len(step.order)} devices of axis "
-        f"{plan.pipeline.axis}, {plan.pipeline.order}, simulated: {format_seconds(line.step_seconds)}, of which "
-        f"{format_share(line.mean_bubble)} is bubble on average. The other devices of a stage do the same."
+        f"{plan.pipeline.axis}, {plan.pipeline.order}, simulated: {format_seconds(timeline.step_seconds)}, of which "
+        f"{format_share(timeline.mean_bubble)} is bubble on average. The other devices of a stage do the same."
     )
 
 
 def lanes(step: SimulatedPipeline) -> tuple[list[str], list[tuple[int, int, int]]]:
     """Names of lanes, and position, lane and kind of each task that takes time."""
-    line, kinds = step.timeline, list(kinds_of(step))
-    timed = [(i, task) for i, task in enumerate(line.tasks) if task.seconds > 0]
+    timeline, kinds = step.timeline, list(kinds_of(step))
+    timed = [(i, task) for i, task in enumerate(timeline.tasks) if task.seconds > 0]
     # A device that receives nothing gets no second lane.
     used = {_lane(task) for _, task in timed}
-    ordered = [f"device {device}{suffix}" for device in line.devices for suffix in ("", " receives")]
+    ordered = [f"device {device}{suffix}" for device in timeline.devices for suffix in ("", " receives")]
     names = [name for name in ordered if name in used]
     return names, [(i, names.index(_lane(task)), kinds.index(_kind(task))) for i, task in timed]
 

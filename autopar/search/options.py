@@ -113,6 +113,7 @@ class Search:
         """
         default = "search"
         if self.recipe or self.roles:
+            # ZeRO-1 and ZeRO-2 gather parameters once; ZeRO-3 and all others may re-gather them.
             default = "none" if self.recipe in GATHERS_ONCE else REGATHER
         pinned = str(self.pins.get(RECOMPUTE, default))
         return REGATHER if pinned in FORMER_REGATHER else pinned

@@ -115,6 +115,7 @@ class _Account:
         """Add one redistribution step, or one all-reduce of a lowering, that runs so many times."""
         self.seconds[node] += seconds * times
         name, n = self.machine.names[axis], self.machine.sizes[axis]
+        # Nothing is sent: a slice is local.
         if kind == "slice" or n == 1:
             return
         sent = float(wire_bytes(kind, size, n)) * times
@@ -130,15 +131,16 @@ def _count_operators(
     machine = account.machine
     for node, names in assignment.strategies.items():
         operator = dims.operators[node]
+        # Repeated layers are alike: each kind of operator is costed once.
         key = (classes.key[node], names)
         if key not in known:
             one = candidates(operator, machine.sizes, allowed=[[n] for n in names])
             known[key] = float(operator_seconds(operator, one, machine)[0])
-        again, runs = assignment.recompute, program.runs(node)
+        recompute, runs = assignment.recompute, program.runs(node)
         # An invariant that is saved runs once per step; a recomputed operator runs in the backward pass, too, and one
         # that only recomputed operators read runs there alone.
-        first = 1 if node in assignment.hoisted.nodes else runs * (node not in again.late)
-        times = first + runs * again.times(node)
+        first = 1 if node in assignment.hoisted.nodes else runs * (node not in recompute.late)
+        times = first + runs * recompute.times(node)
         account.compute += known[key] * times
         account.seconds[node] += known[key] * times
         _count_lowering(node, dims, names, account, times)
@@ -166,11 +168,11 @@ def _count_copies(program: Program, dims: Dims, assignment: Assignment, account:
             local = value.numel() // split_parts(assignment.outputs[node, 0], machine.sizes)
             size = float(optimizer_state_bytes(optimizer, local, value.element_size()))
             account.copy(next(iter(node.users)), size, 2 * float(copy_seconds(size, machine.device)))
-    sent = [(value, layout) for value, layout in assignment.outputs.items() if value in assignment.offload.made]
-    sent += [
+    offloaded = [(value, layout) for value, layout in assignment.outputs.items() if value in assignment.offload.made]
+    offloaded += [
         (value, layout) for value, layout in assignment.consumer_layouts.items() if value in assignment.offload.moved
     ]
-    for (node, out), layout in sent:
+    for (node, out), layout in offloaded:
         type_ = dims.types[node, out]
         size = type_.numel * item_bytes(type_.dtype) / split_parts(layout, machine.sizes)
         account.copy(node, size, 2 * float(copy_seconds(size, machine.device)) * program.runs(node))
@@ -204,8 +206,8 @@ def _memory(program: Program, plan: Plan, assignment: Assignment) -> dict[str, f
         memory["parameters"] += local * item
         if spec.name in trained:
             memory["gradients"] += local * item
-            here = spec.name not in assignment.offload.states
-            memory["optimizer"] += optimizer_state_bytes(plan.optimizer, local, item) * here
+            on_device = spec.name not in assignment.offload.states
+            memory["optimizer"] += optimizer_state_bytes(plan.optimizer, local, item) * on_device
     return memory
 
 
@@ -241,6 +243,7 @@ def _rows(program: Program, dims: Dims, plan: Plan, assignment: Assignment, acco
             sent[joined(path)][axis] += value
     rows = []
     for path in dict.fromkeys((*layouts, *seconds)):
+        # The layout of a module's output is that of the last operator in it.
         described: Mapping[str, str] = {**layouts[path], **({"output": last[path]} if path in last else {})}
         rows.append(ModuleRow(path, len(instances[path]), described, seconds[path], dict(sent[path]), memory[path]))
     return tuple(rows)

@@ -69,14 +69,14 @@ def measure_collectives(
     # A mesh has its outermost axis first; levels are counted from the inside.
     mesh = init_device_mesh(device.type, shape[::-1], mesh_dim_names=names[::-1])
     found: list[Sample] = []
-    asked = [(kind, level, 0, mesh.get_group(names[level])) for level in range(len(shape)) if shape[level] > 1
+    timed = [(kind, level, 0, mesh.get_group(names[level])) for level in range(len(shape)) if shape[level] > 1
              for kind in KINDS]  # fmt: skip
     # Groups with two members in each node, so that several of them share a node's cards.
     half = shape[0] // 2
     if math.prod(shape[1:]) > 1 and half > 1 and not shape[0] % 2:
         ranks = torch.arange(world).reshape(-1, half).t().contiguous()
-        asked.append(("all_reduce", 1, half, DeviceMesh(device.type, ranks).get_group(1)))
-    for kind, level, stride, group in asked:
+        timed.append(("all_reduce", 1, half, DeviceMesh(device.type, ranks).get_group(1)))
+    for kind, level, stride, group in timed:
         members = group.size()
         for size in sizes:
             if stride and size < CONTENDED:
@@ -86,7 +86,7 @@ def measure_collectives(
             seconds = _seconds(_collective(kind, count, members, device, group), runs, device)
             found.append(Sample(kind, "float32", (4 * count, members), seconds, level, stride))
             if tick is not None:
-                tick(len(found), len(asked) * len(sizes), str(found[-1]))
+                tick(len(found), len(timed) * len(sizes), str(found[-1]))
             if seconds > LONG:  # of the slowest rank, the same on all
                 break
     return found

@@ -71,6 +71,7 @@ class BudgetProblem:
     @property
     def seconds(self) -> float:
         """What is left of the time limit."""
+        # At least a second: a search that begins late still finds something.
         return max(1.0, self.limits.deadline - time.monotonic())
 
     @property
@@ -130,6 +131,7 @@ class BudgetProblem:
         """
         if self.job.search.check:
             require_cost(built.problem, mix, [v.count for v in built.variables])
+        # Rounding may put the bound above the plan's own cost, or below zero.
         bound = min(max(bound, 0.0), mix.cost)
         certificate = Certificate(mix.cost, bound, self.space, method, mix.price)
         return plan_of(self.program, self.dims, self.classes, built, mix, certificate, self.job, self.tables)
@@ -146,9 +148,11 @@ class BudgetProblem:
 
     def _held(self, plan: Plan) -> dict[str, float]:
         """Bytes by category that the budget has to hold: a device's peak, unless the job says what else counts."""
+        # A stage's devices hold several microbatches of some layers: only the cut graph tells how much that is.
         if self.job.stages is not None:
             return peak_in_stages(self.program, plan, self.job.stages, self.job.search)
         if not self.job.all_points:
+            # A benchmark's budget, which counts as papers on recomputation do.
             saved = saved_for_backward(unverified(self.program, plan), plan)
             return {"parameters": sum(self.state.values()), "activations": saved}
         return peak_of(self.program, plan, self.classes)
@@ -171,6 +175,7 @@ def missing(memory: float, least: Plan | None) -> InfeasibleError:
     held = least.predicted.peak_bytes
     needed = peak_bytes(least)
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in sorted(held.items(), key=lambda x: -x[1])[:3])
+    # As if all that a device holds were split further: a mesh of so many devices may be enough.
     more = math.ceil(math.prod(least.axis_sizes) * needed / memory)
     return InfeasibleError(
         f"no plan was found that needs less than {format_bytes(needed)} a device on axes {dict(least.axes)} ({parts}), "
@@ -189,6 +194,7 @@ def _space(search: Search, cluster: str, regions: bool, offload: bool) -> str:
     recipe += f"axes as told ({roles}); " if roles else ""
     words = {
         "search": "any tensor saved, recomputed or re-gathered (outputs of repeated layers are saved)",
+        # ZeRO-2 or ZeRO-3, tensor by tensor.
         "regather": "parameters gathered once, or re-gathered in the backward pass",
     }
     saved = words.get(search.recompute, "no recomputation")

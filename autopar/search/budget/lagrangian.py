@@ -58,6 +58,7 @@ def least_memory(problem: Problem, limits: Limits) -> Solution:
     Raises:
         InfeasibleError: there is no labeling at all.
     """
+    # Memory in place of cost; what is forbidden stays forbidden.
     nodes = tuple(replace(n, cost=np.where(np.isfinite(n.cost), n.memory, np.inf)) for n in problem.nodes)
     edges = tuple(replace(e, table=np.where(np.isfinite(e.table), 0.0, np.inf)) for e in problem.edges)
 
@@ -143,6 +144,7 @@ def _bracket(
     room = budget - settled(graph)  # for the nodes that are left
     _sweep(messages, limits)
     best.offer(decode(graph, messages, room))
+    # `under` fits and `over` does not: the best multiplier is between those at which either is the minimum.
     under, bound, chosen, current = locate(problem, _known(best)), -np.inf, 0.0, 0.0
     low, high = 0.0, np.inf
     for _ in range(MAX_STEPS):
@@ -226,6 +228,7 @@ def _search(graph: Workspace, budget: float, multiplier: float, best: Incumbent,
         if not presolve(graph) or not fold(graph, degree, entries, entries * WORK_PER_ENTRY):
             return np.inf, "multiplier"
         after = sum(len(graph.alive(n)) for n in graph.live_nodes())
+        # A level is given up once reduced costs drop few labels more.
         level += after > 0.8 * before
         if not graph.live_nodes():
             best.offer(unfold(graph, np.zeros(len(graph.cost), dtype=np.int64)))

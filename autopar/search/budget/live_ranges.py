@@ -105,6 +105,7 @@ def minimize_peak(
             then.
         seconds: time limit of each program.
     """
+    # The operators at which most is live whatever is chosen: there the peak is, most likely.
     constrained = [int(t) for t in np.argsort(ranges.certain())[::-1][:FIRST]]
     bound, best = 0.0, (math.inf, set[Key]())
     for _ in range(ROUNDS):
@@ -141,6 +142,7 @@ def minimize_peak_at(
         s: model.variable(upper=0.0 if s in ranges.fixed else 1.0, integral=True, cost=scale * cost.get(s, 0.0))
         for s in names
     }
+    # Continuous: with binary `recomputed`, the least values that the constraints allow are 0 or 1.
     ever = {s: model.variable(lower=1.0 if s in ranges.first else 0.0) for s in names}
     for s in names:
         for u in readers[s]:  # needed if a reader is needed and recomputed
@@ -151,6 +153,7 @@ def minimize_peak_at(
         for s in names:
             if ranges.last.get(s, -1) >= t:
                 model.at_least({held[s]: 1.0, needed[s]: -1.0}, 0.0)
+                # What is saved is held until its last read.
                 model.at_least({held[s]: 1.0, recomputed[s]: 1.0}, 1.0)
             for u in readers[s]:
                 # A reader that was recomputed by now needed it; one that will be recomputed later still does.
@@ -175,7 +178,7 @@ def _readers(ranges: LiveRanges) -> dict[Key, list[Key]]:
 class _MixedIntegerProgram:
     """A mixed-integer program, built one variable and one constraint at a time.
 
-    It is handed to HiGHS as one matrix at the end, which is faster than a call for each row.
+    HiGHS gets it as one matrix at the end, which is faster than a call for each row.
     """
 
     def __init__(self) -> None:
@@ -211,6 +214,7 @@ class _MixedIntegerProgram:
         solver.run()
         info = solver.getInfo()
         known = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+        # Infinite where time ran out before any bound: zero is one.
         bound = float(info.mip_dual_bound)
         return bound if np.isfinite(bound) else 0.0, np.asarray(solver.getSolution().col_value) if known else None
 

@@ -205,8 +205,8 @@ class _Storages:
     def _working_bytes(self, node: fx.Node, copies: float) -> float:
         """Bytes of arguments and results beyond what is held of them anyway, and of what the library copies."""
         beyond: dict[int, float] = {}
-        into = self.assignment.inputs[node]
-        for argument, layout in zip(tensor_arguments(node), into, strict=True):
+        layouts = self.assignment.inputs[node]
+        for argument, layout in zip(tensor_arguments(node), layouts, strict=True):
             for s in _storages(argument):
                 moved = layout not in self._layouts(producer(argument))
                 if self._parts(layout) < self.parts[s] or moved:  # held beside the part that it is moved from
@@ -217,8 +217,8 @@ class _Storages:
                 beyond[s] = self.bytes[s] / self._parts(self.assignment.outputs[node, i]) - self._local_bytes(s)
         copied = copied_by_convolution(node)
         if copied and copies:
-            given, taken, weight = (self._parts(layout) for layout in into[:3])  # of the backward pass
-            copied = copied_by_convolution(node, (taken, weight, given))
+            gradient, data, weight = (self._parts(layout) for layout in layouts[:3])  # of the backward pass
+            copied = copied_by_convolution(node, (data, weight, gradient))
         return sum(beyond.values()) + copies * copied
 
 

@@ -83,8 +83,10 @@ class Frontier:
 
     def among(self, chosen: Labels) -> Frontier:
         """The frontier of some labels of each node only."""
+        # Masks of labels as bits: the same layouts come up again for other multipliers.
         key = np.concatenate([np.packbits(c) for c in chosen]).tobytes()
         if key not in self.states:
+            # Although the time is up: without states there would be no plan for these layouts at all.
             deadline = max(self.limits.deadline, time.monotonic() + STATES_SECONDS)
             self.states[key] = Frontier(restricted(self.problem, chosen), Limits(EXACT_GAP, deadline))
         return self.states[key]
@@ -141,6 +143,7 @@ class Frontier:
     def little(self) -> Solution:
         """A labeling of about the least memory, which is found faster than `least`."""
         free = self.free()
+        # A smaller multiplier, and the search's gap instead of an exact minimum.
         found = self._at(DOMINANT / 10 * (abs(free.objective) or 1.0) / (abs(free.memory) or 1.0), self.limits.gap)
         self.small.append(found)
         return found
@@ -164,6 +167,7 @@ class Frontier:
             return over, over
         under = next((p for p in self.small if fits(p.memory, budget)), None) or self.least()
         require_fit(under, budget)
+        # Similar problems have similar multipliers: that of the plan to beat often ends the search at once.
         if self.useless[1].price:
             self._at(self.useless[1].price, self.limits.gap)
         for _, p in self.known:
@@ -191,9 +195,10 @@ class Frontier:
             return cost + price * memory
 
         priced = reprice(self._folded, price)
+        # Eliminated nodes have lost their labels, and with them their memory: what it costs is the same for all.
         priced.constant += price * settled(priced)
-        for i, twins in self._twins.items():
-            priced.cost[i] = _least_of_each(priced.cost[i], twins)
+        for i, equal_labels in self._equal_labels.items():
+            priced.cost[i] = _least_of_each(priced.cost[i], equal_labels)
         # Labelings of other multipliers are good incumbents: the minimum changes little from one to the next.
         start = min((p for _, p in self.known), key=lambda p: p.objective + price * p.memory, default=None)
         incumbent = None if start is None else start.labels
@@ -214,11 +219,11 @@ class Frontier:
         return graph
 
     @cached_property
-    def _twins(self) -> dict[int, Ints]:
+    def _equal_labels(self) -> dict[int, Ints]:
         """Nodes with labels that no neighbor can tell apart, and the number of the class of such labels of each label.
 
-        A value that is saved on the device and the same value offloaded are twins: given a multiplier, the cheaper of
-        the two is known, and the others are left out.
+        A value that is saved on the device and the same value offloaded are such labels: given a multiplier, the
+        cheaper of the two is known, and the others are left out.
         """
         groups_of: dict[int, list[Ints]] = defaultdict(list)
         for factor in self._folded.factors.values():
@@ -232,11 +237,12 @@ class Frontier:
         return found
 
 
-def _least_of_each(cost: Floats, twins: Ints) -> Floats:
-    """The costs, infinite for all but the cheapest label of each class of twins."""
-    order = np.lexsort((cost, twins))
+def _least_of_each(cost: Floats, equal_labels: Ints) -> Floats:
+    """The costs, infinite for all but the cheapest label of each class of equal_labels."""
+    order = np.lexsort((cost, equal_labels))
     first = np.ones(len(cost), dtype=bool)
-    first[1:] = twins[order][1:] != twins[order][:-1]
+    first[1:] = equal_labels[order][1:] != equal_labels[order][:-1]
+    # Sorted by class and then by cost: the first of each class is its cheapest.
     found: Floats = np.full(len(cost), np.inf)
     found[order[first]] = cost[order[first]]
     return found
@@ -265,6 +271,7 @@ def split_over_layers(
     layers = int(counts.max(initial=1))
     labelings = under.labels, over.labels
     sizes = np.array([[n.memory[x] for n, x in zip(problem.nodes, labels, strict=True)] for labels in labelings])
+    # In steps of a layer: memory is not exactly linear, as classes have different numbers of members.
     for members in range(layers + 1):
         ends = (members / layers, 1.0)
         if fits(float((weights(ends, counts) * sizes).sum()), budget):
@@ -303,6 +310,7 @@ def within(
     if over is under:
         return LayerMix.of(under)
     best = LayerMix.of(under, _slope(over, under))
+    # The layouts of either may lead to the better mix.
     for point in (over, under):
         chosen = alike(point.labels)
         states = frontier.among(chosen)

@@ -245,6 +245,7 @@ class _Repair:
 
     def eased(self, plan: Plan, now: PeakSnapshot) -> Measured:
         """A plan repaired one tensor at a time, until it fits or nothing helps."""
+        # For one plan: the caller may have several, and later steps need time, too.
         deadline = time.monotonic() + SHARE * self.searched.job.search.time_limit
         while not fits(now.totals[0], self.budget):
             best: Measured | None = None

@@ -45,7 +45,7 @@ def plan_within(searched: BudgetProblem) -> Plan:
         bound = saved.frontier.bound_at(job.cutoff.price, saved.budget)
         job.cutoff.require_less(bound)
         return _fitting(searched, saved, bound)
-    if saved is not None and not searched.whole:  # a stage is asked for a budget only where memory is short
+    if saved is not None and not searched.whole:  # a stage has a budget only where memory is short
         return _fitting(searched, saved, 0.0)
     built = searched.formulation(job.restrictions, searched.states_alone)
     solution = solve(built.problem, gap=limits.gap, time_limit=searched.seconds, progress=job.progress)
@@ -120,7 +120,7 @@ def _fitting(searched: BudgetProblem, saved: MemoryConstraint, bound: float, met
     assert memory is not None
     points = _at_program_points(searched, saved)
     constraints = [*points, saved, saved.narrowed(replace(saved.memory, state=searched.state_and_gradients))]
-    here = [_on_device(c, searched.limits) for c in constraints] if searched.offload else []
+    on_device = [_on_device(c, searched.limits) for c in constraints] if searched.offload else []
     for claim in (c.frontier.claim(c.budget) for c in points if c.relaxed):
         searched.claims.append(claim)
         bound = max(bound, claim.bound)
@@ -128,16 +128,16 @@ def _fitting(searched: BudgetProblem, saved: MemoryConstraint, bound: float, met
     _require_room(searched, [c for c in [*points, saved] if c.relaxed], bound)
     least: Plan | None = None
     capped = False
-    while constraints or here:
+    while constraints or on_device:
         if not constraints:
-            constraints, here = here, []
+            constraints, on_device = on_device, []
         constraint = constraints.pop(0)
         try:
             plan, found, working = tightened(replace(searched, limits=constraint.limits), constraint, bound, method)
         except InfeasibleError as e:  # nothing works on so little
-            if least is None and not here and e.needed is not None:
+            if least is None and not on_device and e.needed is not None:
                 raise
-            if constraint.relaxed or not here:
+            if constraint.relaxed or not on_device:
                 break
             continue
         if fits(peak_bytes(plan), memory):
@@ -145,7 +145,7 @@ def _fitting(searched: BudgetProblem, saved: MemoryConstraint, bound: float, met
         bound = found
         better = least is None or peak_bytes(plan) < CLOSE * peak_bytes(least)
         least = lesser(least, plan)
-        if not constraints and not here and (better or not capped) and not searched.limits.expired():
+        if not constraints and not on_device and (better or not capped) and not searched.limits.expired():
             # What is left over is transient: half of what the largest operator works on may not be live at a time.
             smaller = saved.narrowed(replace(saved.memory, working=working / 2))
             constraints.append(_on_device(smaller, searched.limits))

@@ -64,6 +64,7 @@ def block_boundary_activations(program: Program, classes: LayerClasses) -> froze
     def block(node: fx.Node) -> str:
         path = module_path(node)
         if path not in blocks:
+            # The innermost block: of an expert within a layer, the expert.
             parts = path.split(".")
             prefixes = (".".join(parts[:i]) for i in range(len(parts), 0, -1))
             blocks[path] = next((p for p in prefixes if p in program.blocks), "")

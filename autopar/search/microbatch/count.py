@@ -56,6 +56,7 @@ def best_count(program: Program, job: Job) -> Plan:
             pruned.append(e.bound)
             break
         except InfeasibleError as e:
+            # A number of microbatches that needs hardly less than the one before is the last: more will not fit either.
             less = e.needed is not None and (error is None or e.needed < WORTH * (error.needed or 0.0))
             if best is not None or not less:
                 error = error or e

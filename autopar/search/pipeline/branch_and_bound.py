@@ -39,7 +39,7 @@ from autopar.search.pipeline.deep_models import RepeatedStages, require_blocks
 from autopar.search.pipeline.fit_stages import search_within_budget
 from autopar.search.pipeline.search_tree import SearchTree, Subproblem
 from autopar.search.pipeline.shape import MeshKey, PipelineShape, ScheduledStages
-from autopar.search.pipeline.space import bubble, counts, pipeline_shapes, waits
+from autopar.search.pipeline.space import bubble, counts, idle_factor, pipeline_shapes
 from autopar.search.pipeline.stage_peak import scatters, stage_plans
 from autopar.search.pipeline.stage_plan import INSIDE, StagePlan, missing, suitable
 from autopar.sharding.candidates import candidates
@@ -157,7 +157,7 @@ def _open_microbatches(tree: SearchTree, numbers: Counts, i: int) -> None:
         tree.tried.setdefault(a, []).append(count)
     # In more microbatches the devices of a stage are not faster.
     coarser = [p for (mesh, n), p in tree.free.items() if mesh == shapes[0].mesh and count % n == 0]
-    devices, least = shapes[0].devices, tree.floor * min(waits(a, count) for a in shapes)
+    devices, least = shapes[0].devices, tree.floor * min(idle_factor(a, count) for a in shapes)
     alike = max(coarser, key=lambda p: p.certificate.lower_bound, default=None)
     bound, seconds = least, least
     checked: float | None = least
@@ -190,7 +190,7 @@ def _plan_stage_devices(tree: SearchTree, numbers: Counts, i: int) -> None:
         checked = None if own.checked is None else own.checked / first.devices
         for a, allowed in possible:
             promised = seconds * (1 + min(bubble(a, name, count) for name in allowed))
-            bound = max(own.lower_bound / a.devices, tree.floor * waits(a, count))
+            bound = max(own.lower_bound / a.devices, tree.floor * idle_factor(a, count))
             expand = partial(_cut_into_stages, tree, part, a, allowed)
             tree.open.append(Subproblem(promised, bound, expand, checked))
     finally:  # also where this number of microbatches is not possible
@@ -231,6 +231,7 @@ def _cut_into_stages(tree: SearchTree, part: Program, a: PipelineShape, schedule
         ways = suitable(cuts, scheduled.actions)
         if tree.random:
             ways = [ways[seed % len(ways)]]
+        # No simulation yet: no step is shorter than its busiest device works.
         promised = min(w.busiest(scheduled.actions) for w in ways)
         checked = None if own.checked is None else own.checked / a.devices
         bound = own.lower_bound / a.devices
@@ -305,6 +306,7 @@ def least_seconds(program: Program, machine: Cluster, devices: int) -> float:
     for operator, times in Counter(analyze(program).operators.values()).items():
         work = operator_work(operator, candidates(operator, ()), ())
         rate = device.peak(arithmetic_dtype(operator, device)) * device.efficiency
+        # Neither launches nor collectives nor small tiles: less than any real device takes.
         total += times * max(float(work.flops[0]) / rate, float(work.moved[0]) / (device.bandwidth * device.streaming))
     total /= devices
     repeat = program.repeat

@@ -139,6 +139,7 @@ class SearchTree:
 
     def is_late(self) -> bool:
         """Whether what is known has to do."""
+        # Without a plan the search goes on: a late answer is better than none.
         late = self.best is not None and (requested() or time.monotonic() > self.deadline)
         self.stopped = self.stopped or late
         return late

@@ -144,9 +144,9 @@ def counts(program: Program, search: Search, shape: PipelineShape) -> list[int]:
         return [1]
     if search.microbatches:
         return [search.microbatches]
-    rows = samples(program)
+    of_batch = samples(program)
     most = max(shape.devices, MOST_VISITS // shape.stages)
-    divisors = [n for n in range(2, min(rows, most) + 1) if rows % n == 0]
+    divisors = [n for n in range(2, min(of_batch, most) + 1) if of_batch % n == 0]
     found: list[int] = []
     for n in divisors:
         if n >= (2 * found[-1] if found else shape.devices):
@@ -157,8 +157,8 @@ def counts(program: Program, search: Search, shape: PipelineShape) -> list[int]:
 def samples(program: Program) -> int:
     """Of the batch."""
     described = zip(program.placeholders, program.inputs, strict=True)
-    rows = [n.meta["val"].shape[0] for n, i in described if i.kind == "batch" and n.meta["val"].ndim]
-    return Counter(rows).most_common(1)[0][0] if rows else 1
+    sizes = [n.meta["val"].shape[0] for n, i in described if i.kind == "batch" and n.meta["val"].ndim]
+    return Counter(sizes).most_common(1)[0][0] if sizes else 1
 
 
 def without_pipeline(search: Search) -> Search:
@@ -219,6 +219,7 @@ def with_count(pins: Mapping[str, Any], count: int) -> dict[str, Any]:
 
 def restrictions_inside(restrictions: Restrictions, axes: Mapping[str, int], axis: str) -> Restrictions:
     """Layouts on the whole mesh as such on the devices of a stage."""
+    # Restrictions with layouts come from a module whose mesh is decided.
     if not restrictions.layouts:  # the axis may be a factor of one of these
         return restrictions
     index = list(axes).index(axis)
@@ -226,29 +227,29 @@ def restrictions_inside(restrictions: Restrictions, axes: Mapping[str, int], axi
     return replace(restrictions, layouts=layouts)
 
 
-def waits(a: PipelineShape, count: int) -> float:
+def idle_factor(a: PipelineShape, count: int) -> float:
     """How much longer than its work such a pipeline takes at least."""
     split = a.virtual > 1 or any(splits(name) for name in a.schedules)
-    return 1.0 if split else least_wait(a.devices, count)
+    return 1.0 if split else least_idle_factor(a.devices, count)
 
 
 def bubble(a: PipelineShape, schedule: str, count: int) -> float:
-    """About what waiting adds to the work, where stages are alike and a backward pass takes twice its forward.
+    """About what idling adds to the work, where stages are alike and a backward pass takes twice its forward.
 
-    Two thirds of what is waited for are backward passes; where they are split, their parts for the weights, half of
-    them, and those of earlier microbatches fill the time.
+    Two thirds of the idle time are waits for backward passes; where these are split, their parts for the weights, half
+    of them, and those of earlier microbatches fill the time.
     """
     return (a.devices - 1) / (a.virtual * count) / (3 if splits(schedule) else 1)
 
 
-def least_wait(devices: int, count: int) -> float:
+def least_idle_factor(devices: int, count: int) -> float:
     """How much longer than its work a device of a pipeline takes at least, whose devices have a stage each.
 
     The devices of later stages wait for those before, at both ends of a step. If stages take ``t[0], t[1], ...`` for a
-    microbatch, device ``d`` is busy or waits for ``count * t[d] + sum(t[:d])``; that is least where all are the same,
+    microbatch, device ``d`` works or idles for ``count * t[d] + sum(t[:d])``; that is least where all are the same,
     ``t[d + 1] = t[d] * (1 - 1 / count)``.
 
-    >>> round(least_wait(4, 1), 3), round(least_wait(4, 8), 3), round(least_wait(4, 800), 3)
+    >>> round(least_idle_factor(4, 1), 3), round(least_idle_factor(4, 8), 3), round(least_idle_factor(4, 800), 3)
     (4.0, 1.208, 1.002)
     """
     return float(devices / (count * (1 - (1 - 1 / count) ** devices)))

@@ -156,8 +156,8 @@ def _bytes(cutting: StageGraphs, names: Iterable[str], shared: Set[int]) -> floa
 
 def _largest(cutting: StageGraphs, piece: StageGraph, shared: Set[int]) -> float:
     """The most bytes that the values which a stage graph itself computes have at a time."""
-    given = {storage_id(v) for name in piece.gives for v in values_of(cutting.node(name)) if v is not None}
-    taken = {storage_id(v) for name in piece.takes for v in values_of(cutting.node(name)) if v is not None}
+    outputs = {storage_id(v) for name in piece.gives for v in values_of(cutting.node(name)) if v is not None}
+    inputs = {storage_id(v) for name in piece.takes for v in values_of(cutting.node(name)) if v is not None}
     last: dict[int, fx.Node] = {}
     for node in piece.nodes:
         for value in _values(node, node.all_input_nodes):
@@ -166,10 +166,10 @@ def _largest(cutting: StageGraphs, piece: StageGraph, shared: Set[int]) -> float
     most = 0
     for node in piece.nodes:
         for value in _values(node, []):
-            if storage_id(value) not in taken | shared:
+            if storage_id(value) not in inputs | shared:
                 live[storage_id(value)] = value.untyped_storage().nbytes()
         most = max(most, sum(live.values()))
-        live = {s: n for s, n in live.items() if s in given or last.get(s, node) is not node}
+        live = {s: n for s, n in live.items() if s in outputs or last.get(s, node) is not node}
     return float(most)
 
 

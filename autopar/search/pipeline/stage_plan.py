@@ -170,6 +170,7 @@ def in_parts(local: Program, plan: Plan, ways: Sequence[Scatter]) -> list[tuple[
     for scatter in ways:
         own = replace(plan, scatter=scatter)
         apart = scatter_sends(replace(local, graph=copy_graph(local.graph)), own)
+        # No more nodes: nothing that is sent is replicated, and so nothing was scattered.
         if len(apart.graph.graph.nodes) > len(local.graph.graph.nodes):
             found.append((own, apart))
     return found
@@ -214,7 +215,7 @@ def _cuts(order: ForwardOrder, search: Search, shape: PipelineShape, link: Link)
 
 
 def _certificate(plan: Plan, seconds: float, shape: PipelineShape, any_memory: Certificate) -> Certificate:
-    """The bound that the devices of a pipeline cannot all be faster than their average, if none ever waits."""
+    """The bound that the devices of a pipeline cannot all be faster than their average, if none ever idles."""
     inside, devices = plan.certificate, shape.devices
     space = (
         f"stages cut anywhere, alike inside, in any order, on {devices} devices of axis {shape.axis}, "

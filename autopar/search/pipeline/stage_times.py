@@ -60,6 +60,7 @@ def busiest(stages: Sequence[StageTime], order: Order) -> float:
     """Seconds that the device works which has the most to do in a step."""
     devices, times = device_of(order), sum(a.kind == FORWARD for row in order for a in row) / len(stages)
     work = [s.before + times * (s.forward + s.backward) + s.after for s in stages]
+    # Stages of one device add up.
     return float(np.bincount(devices, work, len(order)).max())
 
 
@@ -70,6 +71,7 @@ def step_tasks(
     devices = device_of(order)
     split = any(a.kind == INPUT for row in order for a in row)
     forward, backward = (np.array([getattr(s, name) for s in stages]) for name in ("forward", "backward"))
+    # Not split: all of the backward pass is the part that sends the gradient on.
     for_input = np.array([s.for_input for s in stages]) if split else backward
     ends = [np.bincount(devices, [getattr(s, name) for s in stages], len(order)) for name in ("before", "after")]
     sends = [s.send for s in stages[:-1]]
@@ -103,6 +105,7 @@ def most_sent(stages: Sequence[StageTime], devices: Sequence[int]) -> float:
     sent = np.zeros(max(devices) + 1)
     for stage, device in enumerate(devices):
         for size, other in ((stages[stage].to_next, stage + 1), (stages[stage].to_previous, stage - 1)):
+            # Stages of one device pass values on in memory.
             if 0 <= other < len(devices) and devices[other] != device:
                 sent[device] += size
     return float(sent.max())
@@ -172,6 +175,7 @@ class _Seconds:
 
     def send(self, names: Sequence[str]) -> float:
         """Of sending values, each with a message of its own."""
+        # A message for each value, as the executor sends them.
         return self.link.latency * len(names) + self.size(names) / self.link.bandwidth
 
     def sent_inside(self, stage: int) -> tuple[dict[str, float], dict[tuple[str, str], float]]:
@@ -185,10 +189,11 @@ class _Seconds:
         counts: dict[tuple[str, str], float] = defaultdict(float)
         for piece, times in runs:
             for node in piece.nodes:
-                made = info(node).collective
-                if made is not None:
-                    sizes[made.axis] += times * float(wire_bytes(made.kind, made.bytes, self.sizes[made.axis]))
-                    counts[made.axis, made.kind] += times * made.members
+                collective = info(node).collective
+                if collective is not None:
+                    sent = wire_bytes(collective.kind, collective.bytes, self.sizes[collective.axis])
+                    sizes[collective.axis] += times * float(sent)
+                    counts[collective.axis, collective.kind] += times * collective.members
         return sizes, dict(counts)
 
     def per_step(self) -> tuple[list[float], list[float]]:
@@ -198,6 +203,7 @@ class _Seconds:
         after = [0.0] * cutting.stages
         for transfer in cutting.borrowed():
             for s in (transfer.source, transfer.target):
+                # Sender and receiver both wait: neither has a microbatch to work on yet.
                 before[s] += self.send([transfer.name])
         # Work after the microbatches comes in rounds, with transfers between stages in between.
         for level in range(cutting.rounds):

@@ -39,6 +39,7 @@ def require_cost(problem: Problem, mix: LayerMix, counts: Sequence[int]) -> None
     Raises:
         CertificateError: the search counts something else.
     """
+    # Whole members: the search's shares are rounded up class by class, too.
     shares = [[(b - a) / n for a, b in itertools.pairwise(mix.starts(n))] for n in counts]
     cost, memory = recount(problem, mix.labelings, [*zip(*shares, strict=True)])
     if not math.isclose(cost, mix.cost, rel_tol=ROUNDING) or not math.isclose(memory, mix.memory, rel_tol=ROUNDING):

@@ -32,6 +32,7 @@ def fold(graph: Workspace, max_degree: int, max_entries: int, max_work: int) -> 
         for node in stale:
             if graph.active[node]:
                 work[node] = _work(graph, node, max_degree, max_entries, max_work)
+        # Least work first, as in minimum-weight elimination orders; ties go to the lower number, for determinism.
         best = min(((c, n) for n, c in work.items()), default=(np.inf, -1))
         if not np.isfinite(best[0]):
             return True
@@ -42,6 +43,7 @@ def fold(graph: Workspace, max_degree: int, max_entries: int, max_work: int) -> 
         del work[node]
         if not presolve(graph, around):
             return False
+        # The work of a node changes with its factors: of those around, and of their neighbors.
         stale = dict.fromkeys(around)
         for other in around:
             stale.update(dict.fromkeys(graph.neighbors(other)))
@@ -82,6 +84,7 @@ def eliminate(graph: Workspace, node: int) -> bool:
     groups, picks = [], []
     for n in around:
         sharing = [k for k, p in enumerate(parts) if n in p.nodes]
+        # Two factors may group a neighbor's labels differently: the new one tells apart what either did.
         joint, sub = join([parts[k].groups[parts[k].nodes.index(n)] for k in sharing], graph.alive(n))
         groups.append(joint)
         picks.append(dict(zip(sharing, sub, strict=True)))

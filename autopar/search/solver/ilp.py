@@ -84,7 +84,7 @@ def integer_program(graph: Workspace, unit: float, budget: float | None) -> high
             values += [np.ones(len(entries)), -np.ones(sizes[i])]
             next_row += factor.table.shape[axis]
     lower = np.zeros(next_row)
-    lower[: len(nodes)] = 1.0
+    lower[: len(nodes)] = 1.0  # the rows of marginals add up to 0
     upper = lower.copy()
     if budget is not None:
         memory = np.concatenate([graph.memory[n][ls] for n, ls in zip(nodes, labels, strict=True)])
@@ -94,6 +94,7 @@ def integer_program(graph: Workspace, unit: float, budget: float | None) -> high
         values.append(memory[columns[-1]] * per_byte)
         lower, upper = np.append(lower, -np.inf), np.append(upper, budget * per_byte)
     column, row, value = np.concatenate(columns), np.concatenate(rows), np.concatenate(values)
+    # HiGHS takes the matrix column by column.
     order = np.lexsort((row, column))
     lp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = next_column, len(lower)

@@ -72,6 +72,7 @@ def mix_of(
     """
     cost = memory = 0.0
     for labels, share in zip(labelings, weights(ends, counts), strict=True):
+        # Without weights of 0: times the inf of a forbidden label they would be NaN.
         known = [(w, n.cost[x], n.memory[x]) for w, n, x in zip(share, problem.nodes, labels, strict=True) if w]
         known += [(share[e.v], e.table[e.u_group[labels[e.u]], e.v_group[labels[e.v]]], 0.0)
                   for e in problem.edges if share[e.v]]  # fmt: skip

@@ -90,6 +90,7 @@ def minimize(graph: Workspace, value_of: Value, limits: Limits, start: Ints | No
     best = Incumbent(value_of, limits.gap)
     if start is not None:
         best.offer(start)
+    # The ILP gets the problem as it was early on, before there were factors of many nodes.
     snapshot: Workspace | None = None
     bound, level = -np.inf, 0
     feasible = presolve(graph)
@@ -146,6 +147,7 @@ def ascend(graph: Workspace, best: Incumbent, limits: Limits, budget: float = fl
         The bound on labelings below the cutoff.
     """
     messages = compact(graph)
+    # Once two fifths of the labels are gone, presolve makes the problem smaller: sweeps go on there.
     total, fixed, last = sum(len(ls) for ls in messages.labels), 0, -np.inf
     for sweep in range(1, MAX_SWEEPS + 1):
         fixed += messages.sweep(True, best.cutoff()) + messages.sweep(False, best.cutoff())
@@ -180,6 +182,7 @@ def _close(graph: Workspace, best: Incumbent, bound: float, limits: Limits) -> M
     if bound >= best.cutoff() or not presolve(graph):
         return _finish(best, np.inf, "dual ascent")
     seconds = max(limits.deadline - time.monotonic(), 0.0)
+    # HiGHS's tolerances are absolute: it needs to know what size the objective has.
     scale = abs(best.value) if np.isfinite(best.value) else 1.0
     labels, proved, method = solve_ilp(graph, scale, limits.gap / 2 * scale, seconds)
     if labels is not None:

@@ -92,6 +92,7 @@ def evaluate(problem: Problem, labels: Ints) -> tuple[float, float]:
         (objective, memory); the objective is inf if a forbidden label or pair is used.
     """
     chosen = [int(x) for x in labels]
+    # In a fixed order, one float after the other: the same labels have the same objective, to the last bit.
     cost = sum(float(node.cost[x]) for node, x in zip(problem.nodes, chosen, strict=True))
     cost += sum(float(e.table[e.u_group[chosen[e.u]], e.v_group[chosen[e.v]]]) for e in problem.edges)
     return cost, sum(float(node.memory[x]) for node, x in zip(problem.nodes, chosen, strict=True))

@@ -99,6 +99,7 @@ class Workspace:
         """Labels still allowed."""
         cost = self.cost[node]
         known = self.living.get(node)
+        # By identity: arrays are replaced and never written, so that another array means other costs.
         if known is None or known[0] is not cost:
             known = self.living[node] = (cost, np.flatnonzero(np.isfinite(cost)))
         return known[1]
@@ -127,6 +128,7 @@ def build(problem: Problem, with_memory: bool) -> Workspace:
         u_group, v_group = np.asarray(e.u_group, dtype=np.int64), np.asarray(e.v_group, dtype=np.int64)
         table = np.asarray(e.table, dtype=np.float64)
         if e.u == e.v:
+            # A class whose members read each other has an edge to itself: its labels alone decide what that costs.
             graph.cost[e.u] = graph.cost[e.u] + table[u_group, v_group]
         else:
             graph.add(Potential((e.u, e.v), (u_group, v_group), table))

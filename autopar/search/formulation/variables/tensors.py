@@ -142,6 +142,7 @@ def _admits(
     free, fixed = restrictions.free, restrictions.fixed.get(key, [w or Replicate() for w in wanted])
     if free is not None and any(layout[a] != fixed[a] for a in range(len(layout)) if a not in free):
         return False
+    # Every device computes constants and holds buffers; the loss is what all devices agree on.
     if kind == "constant":
         return all(isinstance(p, Replicate) for p in layout)
     if kind == "consumer":
