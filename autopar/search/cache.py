@@ -31,7 +31,7 @@ VARIABLE = "AUTOPAR_CACHE"
 
 DEFAULT = "~/.cache/autopar"
 
-KEPT = 500
+MOST_PLANS = 500
 """The most plans in the folder; those that were not used for longest are deleted."""
 
 
@@ -121,8 +121,8 @@ def store(file: Path, plan: Plan) -> None:
 
 def _prune(where: Path) -> None:
     """Delete what has not been used for longest; another process may do the same."""
-    if len(files := list(where.glob("*.json"))) <= KEPT:
+    if len(files := list(where.glob("*.json"))) <= MOST_PLANS:
         return
     with contextlib.suppress(FileNotFoundError):
-        for old in sorted(files, key=lambda file: file.stat().st_mtime)[:-KEPT]:
+        for old in sorted(files, key=lambda file: file.stat().st_mtime)[:-MOST_PLANS]:
             old.unlink()

@@ -114,7 +114,7 @@ def _edges(context: BuildContext, variables: Sequence[Variable]) -> list[Edge]:
         found.append(Edge(i, j, u_group, v_group, table))
 
     for (key, out), users in context.classes.uses.items():
-        # A microbatch-invariant value is moved once per step; `moves` knows.
+        # A sum over microbatches is moved once per step, after the last of them.
         source, moves = _source(context, key), context.program.moves(context.classes.members[key][0])
         consumer = f"consumer {key} {out}"
         if consumer in number:

@@ -26,7 +26,7 @@ class MemoryModel:
             on parameters alone, ``none``, which saves everything that the backward pass reads.
         working: the most bytes that the arguments and results of one operator may have, where that is possible.
         regions: whether the model's own checkpointing decides for the operators in it.
-        offload: whether saved activations may lie in host memory.
+        offload: whether saved activations may be offloaded.
         optimizer: bytes of optimizer state within ``state`` that may be offloaded, too, by name.
         state_share: of parameters, optimizer states, gradients and sums over microbatches, what counts: the share of a
             pipeline stage's device.

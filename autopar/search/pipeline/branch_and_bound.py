@@ -3,7 +3,7 @@
 It is a branch and bound, the most promising first. A subproblem that is open has the seconds that it may lead to, and a
 bound that holds for all of it; a step expands one of them, and may leave several that are known better:
 
-1. A place for the stages (an axis of the mesh, or a factor of one) with a number of microbatches. Its bound costs
+1. An axis of the mesh for the stages, or a factor of one, with a number of microbatches. Its bound costs
    nothing: all devices at the peak of their arithmetic or memory, and the bubble that a pipeline of one stage a device
    cannot avoid. Looking into it plans the devices of a stage as if they had the whole model and any memory: no pipeline
    there is faster than that by more than the number of its devices, in so many microbatches or in more.

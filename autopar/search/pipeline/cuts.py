@@ -159,7 +159,7 @@ def require_modules(order: ForwardOrder, stages: int) -> None:
     """Refuse more stages than modules."""
     if len(order.modules) < stages - 1:
         raise InfeasibleError(
-            f"{stages} stages need {stages - 1} modules to begin at after the first, and the model computes "
+            f"{stages} stages need {stages - 1} modules after the first to begin at, and the model computes "
             f"{len(order.modules)}: ask for fewer stages, or write the model as more modules"
         )
 

@@ -49,7 +49,7 @@ def may_recompute(context: BuildContext, node: fx.Node) -> bool:
 
 
 def may_offload(context: BuildContext, variable: Variable, node: fx.Node, states: Sequence[int]) -> bool:
-    """Whether the result of a forward operator may lie in host memory until the backward pass reads it."""
+    """Whether the result of a forward operator may be offloaded until the backward pass reads it."""
     computed = node in context.program.sources and not context.is_view(node) and node not in context.module_outputs
     return context.memory.offload and SAVED in states and computed and not variable.invariant
 
