@@ -131,7 +131,7 @@ def repaired(searched: BudgetProblem, error: InfeasibleError, *, from_minimum: b
     """
     plan: Plan | None = error.least
     budget = searched.job.memory
-    # What is offloaded is decided by its time, not by the peak: such plans are left as they are.
+    # Repair changes what is recomputed, and nothing else: plans that offload are left as they are.
     if plan is None or budget is None or error.needed is None or plan.offload:
         raise error
     repair = _Repair(searched, budget)
@@ -253,7 +253,7 @@ class _Repair:
                 if time.monotonic() > deadline or requested():
                     break
                 found = self.peak_snapshot(changed)
-                # By all totals, the largest first: a change may lower the second of two equal peaks only.
+                # All totals, the largest first: to lower one of two equal peaks is progress, too.
                 if found.totals < (best[1].totals if best else now.totals):
                     best = changed, found
                     if now.totals[0] - found.totals[0] >= ENOUGH * size:
