@@ -98,16 +98,16 @@ def test_the_seconds_are_those_of_the_graph() -> None:
     own = {"parts": plan, "whole": replace(plan, scatter=None)}
     taken = {k: times_of_stages(StageGraphs(rewrite(program, p), 2), p.inner, link, False) for k, p in own.items()}
     first, second = ({k: found[stage] for k, found in taken.items()} for stage in range(2))
-    saved = first["whole"].hop - first["parts"].hop
+    saved = first["whole"].send - first["parts"].send
     assert saved == pytest.approx(8 * 16 * 4 / 2 / SLOW)
     more = second["parts"].forward - second["whole"].forward  # the gather, on the fast axis
     assert 0 < more < saved
-    assert first["parts"].ahead == first["whole"].ahead / 2
+    assert first["parts"].to_next == first["whole"].to_next / 2
     step = {k: simulate(plan_tasks(rewrite(program, p), p)).step_seconds for k, p in own.items()}
     assert step["parts"] == plan.predicted.step_seconds < step["whole"]
     sent = {k: sum(s.collectives.get(("gpu", "all_gather"), 0) for s in found) for k, found in taken.items()}
     assert sent["parts"] == sent["whole"] + 2 * plan.microbatches
-    assert plan.predicted.communication_bytes["node"] == plan.microbatches * first["parts"].ahead
+    assert plan.predicted.communication_bytes["node"] == plan.microbatches * first["parts"].to_next
 
 
 @pytest.mark.parametrize(("schedule", "behind"), [("interleaved", (0, 1, 2)), ("zbv", (0, 2))])
