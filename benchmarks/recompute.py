@@ -137,7 +137,7 @@ def plan_keeping(program: Program, budget: float) -> Plan:
     """
     held = sum(state_bytes(program, "sgd", gradients=False).values())
 
-    job = Job({"device": 1}, PRODUCTS, held + budget, "sgd", Search(gap=1e-6), moments=False)
+    job = Job({"device": 1}, PRODUCTS, held + budget, "sgd", Search(gap=1e-6), all_points=False)
     return find_plan(program, analyze(program), job)
 
 

@@ -38,6 +38,7 @@ MOST_FILES, MOST_PACKAGES, MOST_IN_A_FOLDER = 8, 16, 12
 FORBIDDEN = {
     "autopar.costs.cluster": ("torch",),
     "autopar.costs.collectives": ("torch",),
+    "autopar.costs.device": ("torch",),
     "autopar.costs.flops": ("torch",),
     "autopar.costs.host_copies": ("torch",),
     "autopar.costs.kernels": ("torch",),

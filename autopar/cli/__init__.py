@@ -21,7 +21,9 @@ from autopar.cli.verify import verify_command
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
+    # Plain help: brackets in texts such as model[, loss_fn] are no markup.
     rich_markup_mode=None,
+    # A bug's traceback is printed as Python does it, so that it can be pasted into an issue.
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -45,6 +47,7 @@ def _print_version(wanted: bool) -> None:
         try:
             version = importlib.metadata.version("autopar")
         except importlib.metadata.PackageNotFoundError:
+            # A checkout on the path has no package metadata.
             version = "from its sources, not installed"
         typer.echo(f"autopar {version}")
         raise typer.Exit

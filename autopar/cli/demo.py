@@ -80,6 +80,7 @@ def make_model(settings: DemoSettings) -> nn.Module:
         max_position_embeddings=settings.sequence,
         use_cache=False,
     )
+    # Every process draws the same parameters, so that none need to be sent.
     torch.manual_seed(0)
     model: nn.Module = LlamaForCausalLM(config)
     return model
@@ -93,6 +94,7 @@ def read_text(limit: int = 2_000_000) -> torch.Tensor:
     """
     found = bytearray()
     for path in sorted(Path(os.__file__).parent.glob("*.py")):
+        # Bytes are tokens: there is no tokenizer to download.
         found += path.read_bytes()
         if len(found) >= limit:
             break
@@ -103,6 +105,7 @@ def read_text(limit: int = 2_000_000) -> torch.Tensor:
 
 def batch_of(text: torch.Tensor, step: int, settings: DemoSettings) -> Batch:
     """The global batch of a step, the same in every process."""
+    # By the number of the step: all processes draw the same global batch, of which each computes its part.
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(0, len(text) - settings.sequence, (settings.batch,), generator=generator)
     tokens = torch.stack([text[s : s + settings.sequence] for s in starts.tolist()])
@@ -137,10 +140,12 @@ def train(rank: int, settings: DemoSettings, messages: Any) -> None:
             batch = batch_of(text, number, settings)
             loss = model(**batch).loss
             loss.backward()
+            # Gathered by all ranks, though rank 0 alone compares: a collective needs every rank.
             gradients = model.full_gradients()
             if plain is not None and plain_optimizer is not None:
                 plain_loss = plain(**batch).loss
                 plain_loss.backward()
+                # Before the optimizer's step, so that what differs is this step's gradient.
                 difference, name = compare(gradients, plain)
                 messages.put(StepComparison(number + 1, loss.item(), plain_loss.item(), difference, name))
                 plain_optimizer.step()
@@ -154,6 +159,7 @@ def train(rank: int, settings: DemoSettings, messages: Any) -> None:
 def compare(gradients: dict[str, torch.Tensor], plain: nn.Module) -> tuple[float, str]:
     """Largest difference of any gradient entry, over the largest entry of any gradient; and where it is."""
     expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    # One scale for all: the gradient of a bias may be all rounding.
     scale = max(float(g.abs().max()) for g in expected.values())
     return max((float((gradients[name] - g).abs().max()) / scale, name) for name, g in expected.items())
 
@@ -196,6 +202,7 @@ def run(settings: DemoSettings, console: Console) -> list[StepComparison]:
             done = False
             while not done:
                 done = context.join(timeout=0.1)
+                # Every message restarts the clock: the limit is for a step, not for the whole run.
                 if _follow(messages, steps, progress, task):
                     deadline = time.monotonic() + settings.limit
                 if not done and time.monotonic() > deadline:
@@ -207,6 +214,7 @@ def run(settings: DemoSettings, console: Console) -> list[StepComparison]:
         raise AutoparError(f"a process ended: {e}; is there enough memory?") from e
     finally:
         for process in context.processes:
+            # Beside a rank that failed, the others wait in collectives until these time out.
             if process.is_alive():
                 process.kill()
     return steps
@@ -217,6 +225,7 @@ def _follow(messages: Any, steps: list[StepComparison], progress: Progress, task
     received = False
     while True:
         try:
+            # All that is there: with one message a call, the bar would lag behind fast steps.
             message = messages.get(timeout=0.05)
         except queue.Empty:
             return received
@@ -231,6 +240,7 @@ def _follow(messages: Any, steps: list[StepComparison], progress: Progress, task
 
 def outcome(steps: list[StepComparison]) -> str:
     """Both losses side by side, about ten lines, and the largest difference of all."""
+    # About ten lines, the first and the last step always among them.
     every = max(1, len(steps) // 10)
     shown = [s for s in steps if s.number == 1 or s.number % every == 0 or s is steps[-1]]
     lines = ["step   parallel   one process   largest difference in a gradient"]
@@ -277,6 +287,7 @@ def _run_demo(settings: DemoSettings, out: Path, console: Console) -> None:
     console.print(f"Planning a Llama-style model of {count / 1e6:.1f} M parameters for {settings.axes}.")
     plan = search(settings, out)
     console.print(Text(plan.summary()), soft_wrap=True)
+    # Before the processes start: OpenMP reads it when it is loaded.
     os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
     console.print(f"\nTraining {settings.steps} steps, on {len(plan.axes)} axes, and on one process to compare.")
     console.print(Text(outcome(run(settings, console))), soft_wrap=True)

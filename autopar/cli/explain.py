@@ -85,26 +85,29 @@ def _explained(
     from autopar.ir.precision import Precision
     from autopar.search.microbatch.split import microbatch_program
 
+    # A wrong placement is refused before the model is captured.
     wanted = parse_wanted(why_not, target.axes) if why_not else None
     machine, policy = Cluster.resolve(target.cluster), Precision.resolve(target.precision)
     budget = default_memory(machine) if target.memory is None else target.memory
     with SearchProgress() as progress:
         program = program_to_plan(task.model, task.batch, loss_fn=task.loss_fn, precision=policy, search=search)
-        asked = wanted is not None or has_layout(program, name)
-        own = tensor_of(program, name)[0] if asked else name
+        compares = wanted is not None or has_layout(program, name)
+        own = tensor_of(program, name)[0] if compares else name
         named(program, own)  # raise for an unknown name before the search
         found = solve(
             program, target.axes, machine, memory=budget, optimizer=target.optimizer, search=search, progress=progress
         )
-        others = [wanted] if wanted else alternatives(program, found, own) if asked else []
+        others = [wanted] if wanted else alternatives(program, found, own) if compares else []
         answers = [ask(program, found, own, other, memory=budget, search=search, progress=progress) for other in others]
+        # Activations are those of a microbatch: the plan's states are of its program.
         part = microbatch_program(program, found.microbatches)
         tensors = activations(part, found, own)
     facts, tables = activations_dict(own, found, tensors), [activations_table(found, tensors)] if tensors else []
-    if asked:
+    if compares:
         chosen = layout_in(found, own) if has_layout(program, own) else output_layout(part, found, own)
         layout = " ".join(f"{p}@{axis}" for axis, p in zip(target.axes, chosen, strict=True))
         facts |= answers_dict(own, layout, found, answers)
+        # The layout first: it is what the question is about.
         tables.insert(0, answers_table(own, layout, found, answers))
     return facts, tables
 
@@ -122,6 +125,7 @@ def diff_command(
 
         plans = Plan.load(first), Plan.load(second)
         found = difference(*plans)
+        # Files of one name in two folders could not be told apart in the table.
         names = (first.stem, second.stem) if first.stem != second.stem else ("first", "second")
         typer.echo(json.dumps(found, indent=1) if as_json else difference_table(*plans, names))
         if not found["same"]:

@@ -41,12 +41,14 @@ def calibrate_command(
 ) -> None:
     """Measure kernels and collectives on the devices at hand, and write the cluster that fits them."""
     with clear_errors(debug):
+        # This module needs no torch, so that a wrong option is refused at once.
         from autopar.costs.cluster import FLOAT_DTYPES
 
         names = tuple(name.strip() for name in dtypes.split(","))
         for name in names:
             if name not in FLOAT_DTYPES:
                 raise ValueError(f"--dtypes {dtypes!r}: {name!r} is none of {', '.join(FLOAT_DTYPES)}")
+        # Before minutes of measurements, whose result could not be written.
         check_target("--save", save)
         check_target("--plot", plot)
         from autopar.costs.calibrate import Settings, calibrate
@@ -54,6 +56,7 @@ def calibrate_command(
         from autopar.explain.tables.calibration import calibration_dict, calibration_plot, calibration_table
         from autopar.explain.tables.progress import counted
 
+        # More threads than cores would measure how they take turns.
         share = threads or max(1, (os.cpu_count() or 1) // ranks)
         settings = Settings(names, groups=_numbers("--groups", groups), threads=share, timeout=timeout)
         with counted("measured") as tick:
@@ -80,6 +83,7 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
         found = tuple(int(part) for part in text.split(","))
     except ValueError:
         found = (0,)
+    # The 1 in front lets the first size be any.
     if any(size < 1 or size % inner for inner, size in pairwise((1, *found))):
         raise ValueError(f"{option} {text!r}: give positive integers, each a multiple of the one before, as 8,256")
     return found
@@ -126,5 +130,6 @@ def _print_coverage(only: str, workers: int, as_json: bool) -> None:
     with counted("operators") as tick:
         figures = figures_of(cover(only, workers=workers, tick=tick))
     typer.echo(json.dumps(figures, indent=1) if as_json else coverage_table(figures))
+    # A rule that was refuted anywhere is wrong, however many calls it is right for.
     if any(counts["failures"] for counts in figures["by_dtype"].values()):
         raise typer.Exit(DIFFERENT)

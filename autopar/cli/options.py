@@ -90,6 +90,7 @@ def clear_errors(debug: bool) -> Iterator[None]:
     """Print errors that a user can act on as one line and exit; others are bugs and keep their traceback."""
     try:
         yield
+    # These say what to do: a wrong argument, a file that cannot be read, a plan that does not exist.
     except (AutoparError, ValueError, OSError) as error:
         if debug:
             traceback.print_exc()
@@ -112,6 +113,7 @@ def parse_axes(text: str) -> dict[str, int]:
     axes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = (piece.strip() for piece in part.partition("="))
+        # isdigit alone is true of superscripts, which int() refuses.
         if not name or not size.isascii() or not size.isdigit() or int(size) < 1:
             raise ValueError(f"--axes {text!r}: {part.strip()!r} is not NAME=SIZE; write for example node=32,gpu=8")
         if name in axes:
@@ -169,6 +171,7 @@ def parse_pins(texts: Sequence[str] | None, axes: Mapping[str, int]) -> dict[str
         unknown = [axis for axis in placements if axis not in axes]
         if unknown:
             raise ValueError(f"--pin {text!r} names axis {unknown[0]!r}; the mesh has {', '.join(axes)}")
+        # None leaves an axis to the search; a dict without it would replicate there.
         found[name.strip()] = {axis: placements.get(axis) for axis in axes}
     return found
 

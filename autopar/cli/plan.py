@@ -133,8 +133,10 @@ def plan_command(
     with clear_errors(debug):
         target = Target(cluster, parse_axes(axes), memory, optimizer, precision)
         outputs = Outputs(save, report, as_json)
+        # Before the search: minutes later there would be nowhere to write the plan.
         outputs.check()
         task = load_task(model)
+        # Without --stages, options and axis names of pipelines ask for the prediction of a hand-made plan.
         by_hand = microbatch is not None or recompute != "none"
         pipelined = schedule is not None or virtual is not None
         if stages is None and (by_hand or pipelined or _has_stage_axis(target)):
@@ -146,6 +148,7 @@ def plan_command(
             raise ValueError("--microbatch and --recompute are for plans without --stages; write --microbatches")
         from autopar.search.options import Search
 
+        # Options are pins with names of their own; --pin may pin layouts besides.
         pins = pipeline_pins(stages, schedule, virtual, stage_axis)
         pins |= {} if microbatches is None else {"microbatches": microbatches}
         pins |= parse_pins(pin, target.axes)
@@ -189,6 +192,7 @@ def _print_plan(task: ModelAndBatch, target: Target, search: Search, outputs: Ou
         )
     if outputs.save is not None:
         plan.save(outputs.save)
+        # On stderr: stdout has the table, or JSON alone.
         typer.echo(f"saved {outputs.save}", err=True)
     interrupted = plan.certificate.method == INTERRUPTED
     # The page searches dozens of cases: whoever pressed Ctrl-C does not wait for them.
@@ -198,6 +202,7 @@ def _print_plan(task: ModelAndBatch, target: Target, search: Search, outputs: Ou
         typer.echo(json.dumps({**plan.to_dict(), "recipes": comparison_list(plan, comparisons)}, indent=1))
     else:
         typer.echo(f"{plan.summary()}\n\n{comparison_table(plan, comparisons)}")
+    # Scripts see that the search was cut short, though there is a plan.
     if interrupted:
         raise typer.Exit(STOPPED)
 
@@ -211,6 +216,7 @@ def _write_report(
     from autopar.explain.tables.progress import counted
     from autopar.ir.precision import Precision
 
+    # The budget of the search, from which the what-ifs scale.
     budget = default_memory(plan.cluster) if target.memory is None else parse_bytes(target.memory)
     with counted("what if: searched") as tick:
         page = report_page(

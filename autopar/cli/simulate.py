@@ -39,9 +39,11 @@ def simulate_command(
 ) -> None:
     """Simulate a plan's graph, or a pipeline with given durations: step time, bubble and peak memory."""
     with clear_errors(debug):
+        # Exactly one of the two, and a model goes with a plan.
         if (plan is None) == (schedule is None) or (plan is None) != (model is None):
             raise ValueError("simulate either --model and --plan, or a --schedule with its durations")
         durations = (forward, backward_input, backward_weight)
+        # A plan has its own stages and microbatches: given besides, they would silently mean nothing.
         if plan is not None and (stages or microbatches or communication or virtual != 1 or any(durations)):
             raise ValueError("--stages, --microbatches, --virtual and durations are for a --schedule; leave them out")
         if schedule is not None and precision is not None:
@@ -76,6 +78,7 @@ def _simulated_plan(task: ModelAndBatch, file: Path, precision: str | None) -> t
         program = program_of(task.model, task.batch, loss_fn=task.loss_fn, precision=Precision.resolve(precision))
         local = rewrite(program, plan)
         if plan.pipeline is not None:
+            # With stages the tasks are those of whole stages; a graph's own tasks are of one device.
             timeline = simulate(plan_tasks(local, plan))
             devices = dict(plan.axes)[plan.pipeline.axis]
             return _with_table(timeline, plan.pipeline.order, devices, plan.microbatches, len(plan.stages) // devices)
@@ -91,6 +94,7 @@ def _simulated_pipeline(
     names = ("--forward", "--backward-input", "--backward-weight", "--communication")
     seconds = []
     for option, value in zip(names, milliseconds, strict=True):
+        # Not nan either: a comparison with nan is false.
         if value is None or not 0 <= value < math.inf:
             raise ValueError(f"{option} {'is missing' if value is None else value}: give milliseconds, 0 or more")
         seconds.append(value / 1e3)
@@ -100,6 +104,7 @@ def _simulated_pipeline(
     text = as_text(schedule)
     rows = order(text, stages, microbatches, virtual)
     forward, for_input, for_weight, sending = seconds
+    # A device's time is that of all its stages; each of them has an equal part.
     tasks = pipeline(rows, forward / virtual, for_input / virtual, for_weight / virtual, sending, saved=1 / virtual)
     name = "a custom schedule" if is_table(text) else text
     return _with_table(simulate(tasks), name, stages, microbatches, virtual)

@@ -27,6 +27,7 @@ def load_task(spec: str) -> ModelAndBatch:
         ValueError: there is no such function, it fails, or it returns something else; says where.
         OSError: the file cannot be read.
     """
+    # From the right: a Windows path has a colon of its own.
     file, separator, name = spec.rpartition(":")
     if not separator or not file or not name.isidentifier():
         raise ValueError(f"--model {spec!r} is not FILE.py:FUNCTION; write for example model.py:make")
@@ -35,8 +36,10 @@ def load_task(spec: str) -> ModelAndBatch:
         raise ValueError(f"{file} has no function {name!r}; write one that returns (model, batch)")
     with _user_code(spec):
         returned = function()
+    # A batch may be a dict, but what is returned is a tuple: (model, batch) or (model, batch, loss_fn).
     if isinstance(returned, Mapping) or not isinstance(returned, tuple) or len(returned) not in (2, 3):
         raise ValueError(f"{spec} returned {type(returned).__name__}; it must return (model, batch) or add a loss_fn")
+    # Imported late: --help does not wait for torch.
     import torch
 
     if not isinstance(returned[0], torch.nn.Module):
@@ -52,6 +55,7 @@ def _import_file(path: Path) -> ModuleType:
         raise ValueError(f"{path} is not a Python file; --model takes FILE.py:FUNCTION")
     folder = str(path.resolve().parent)
     if folder not in sys.path:
+        # As when Python runs the file: modules beside it can be imported.
         sys.path.insert(0, folder)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)  # or classes of the file cannot be pickled
@@ -66,5 +70,6 @@ def _user_code(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # The innermost frame: where the exception was raised, which may be in another file.
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise ValueError(f"{what} failed at {last.filename}:{last.lineno}: {type(error).__name__}: {error}") from error

@@ -46,13 +46,16 @@ def verify_command(
     """Run the rewritten graphs of every device in this process, in float64, and compare with the plain model."""
     with clear_errors(debug):
         sizes = parse_axes(axes)
+        # Written so that NaN is refused, too.
         if not tolerance >= 0:
             raise ValueError(f"--tolerance must be a number that is not negative, got {tolerance}")
+        # After the options: the user's file may take long to import.
         task = load_task(model)
         from autopar.explain.tables.equivalence import agrees, equivalence_dict, equivalence_table
         from autopar.ir.plan import Plan
         from autopar.verify.verify import verify
 
+        # A missing file is reported before anything is captured.
         chosen = plan if plan in (None, "random") else Plan.load(str(plan))
         pins = pipeline_pins(stages, schedule, virtual, stage_axis)
         pins |= {} if microbatches is None else {"microbatches": microbatches}
@@ -70,5 +73,6 @@ def verify_command(
         )
         text = json.dumps(equivalence_dict(report, tolerance), indent=1) if as_json else ""
         typer.echo(text or equivalence_table(report, tolerance))
+        # After the report is printed: scripts read the exit code, people the table.
         if not agrees(report, tolerance):
             raise typer.Exit(DIFFERENT)

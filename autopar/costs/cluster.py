@@ -7,7 +7,6 @@ that the cluster gets.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
@@ -17,6 +16,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from autopar.costs.device import FLOAT_DTYPES as FLOAT_DTYPES
+from autopar.costs.device import Device as Device
+from autopar.costs.device import Link as Link
+from autopar.costs.device import check_name, suggest
+
 _T = TypeVar("_T")
 
 _FOLDER = Path(__file__).with_name("presets")
@@ -24,132 +28,8 @@ _FOLDER = Path(__file__).with_name("presets")
 PRESETS: tuple[str, ...] = tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
 """Names that `Cluster.preset` knows: public figures, the source beside each number, in the folder ``presets``."""
 
-ALGORITHMS = ("ring", "tree", "pat")
-"""How libraries may run collectives; `autopar.costs.collectives` says what each costs."""
-
-_SHARES = ("efficiency", "streaming")
 _OPTIONAL = ("efficiency", "units", "ramp", "streaming", "host", "host_bandwidth", "copies")
 _FIGURES = ("memory", "bandwidth", "launch", *_OPTIONAL)
-
-FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
-"""The dtypes whose peak a device may state."""
-
-# Work in other dtypes counts at the rate of one that is stated: integers and booleans run on the float32 units.
-_RATED_AS = {"complex128": "float64", "complex64": "float32", "complex32": "float16"} | dict.fromkeys(
-    ("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"), "float32"
-)
-
-
-@dataclass(frozen=True)
-class Device:
-    """One device, all of them being alike.
-
-    Attributes:
-        name: for people.
-        flops: peak floating-point operations per second by dtype name, dense.
-        memory: bytes.
-        bandwidth: of its memory, in bytes per second.
-        launch: seconds that every kernel costs however little it does.
-        efficiency: share of the peak that large matrix products reach; 1 where ``flops`` was measured.
-        units: processors that each work on one tile of a matrix product at a time; 1: sizes are not quantized.
-        ramp: depth of a product, in elements, during which a tile could have been computed while it starts and ends.
-        streaming: share of ``bandwidth`` that kernels which only move data reach; 1 where it was measured.
-        host: seconds that the host needs to launch one kernel: devices that are faster wait for it.
-        host_bandwidth: of the way to the host's memory, in bytes per second in one direction, of which copies reach the
-            share ``streaming``; 0: nothing can be sent there.
-        copies: of what a convolution takes and makes, the share that its library copies into another order of memory,
-            see `autopar.costs.memory.convolution_copies`: 1 for oneDNN; 0 counts nothing.
-
-    Raises:
-        ValueError: a figure is not a positive number, or a dtype is unknown.
-    """
-
-    name: str
-    flops: Mapping[str, float] = field(hash=False)
-    memory: float
-    bandwidth: float
-    launch: float
-    efficiency: float = 1.0
-    units: int = 1
-    ramp: float = 0.0
-    streaming: float = 1.0
-    host: float = 0.0
-    host_bandwidth: float = 0.0
-    copies: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_name(self.name)
-        if not isinstance(self.flops, Mapping) or not self.flops:
-            raise ValueError(f"flops must give operations per second by dtype, e.g. float32 = 1e12, got {self.flops!r}")
-        for dtype in self.flops:
-            if dtype not in FLOAT_DTYPES:
-                raise ValueError(f"flops.{dtype} is not a known dtype{_suggest(dtype, FLOAT_DTYPES)}")
-        # A plain dict, in one order: a read-only proxy could not be pickled, and ranks exchange clusters.
-        flops = {d: _positive(f"flops.{d}", self.flops[d]) for d in FLOAT_DTYPES if d in self.flops}
-        object.__setattr__(self, "flops", flops)
-        for key in ("memory", "bandwidth", "launch", *_SHARES):
-            object.__setattr__(self, key, _positive(key, getattr(self, key)))
-        for key in ("ramp", "host", "host_bandwidth", "copies"):
-            object.__setattr__(self, key, _not_negative(key, getattr(self, key)))
-        for key in _SHARES:
-            if getattr(self, key) > 1:
-                raise ValueError(f"{key} is a share of the peak, at most 1, got {getattr(self, key)!r}")
-        if isinstance(self.units, bool) or not isinstance(self.units, int) or self.units < 1:
-            raise ValueError(f"units must be a positive integer, got {self.units!r}")
-
-    def peak(self, dtype: str) -> float:
-        """Operations per second of this dtype; integers count at float32's rate, complex numbers at their parts'.
-
-        Raises:
-            ValueError: the device states no rate for it.
-        """
-        rated = _RATED_AS.get(dtype, dtype)
-        if rated not in self.flops:
-            known = ", ".join(self.flops)
-            raise ValueError(f"device {self.name} states no peak for {dtype} (only {known}); add it to [device.flops]")
-        return self.flops[rated]
-
-
-@dataclass(frozen=True)
-class Link:
-    """A way from each device to others.
-
-    Attributes:
-        name: for people.
-        bandwidth: bytes per second that one device sends, while it receives as much.
-        latency: seconds per message.
-        algorithms: of `ALGORITHMS`, those that the communication library has on this link; the fastest is taken.
-        copies: bytes that the library holds besides while it runs, for each byte of what an all-gather makes or a
-            reduce-scatter takes: Gloo has a copy of it, NCCL works in place.
-        contention: how much groups get in each other's way that share the network cards of a node and have several
-            devices in it: of ``g`` such groups each has its share of the cards over ``g ** contention``. 0: they share
-            without loss. Groups with one device a node have a card each.
-        neighbors: how many devices of the group are in each node; what `Cluster.link_for` finds out, not stated.
-
-    Raises:
-        ValueError: a figure is not a positive number, or an algorithm is unknown.
-    """
-
-    name: str
-    bandwidth: float
-    latency: float
-    algorithms: tuple[str, ...] = ("ring",)
-    copies: float = 0.0
-    contention: float = 0.0
-    neighbors: int = 1
-
-    def __post_init__(self) -> None:
-        _check_name(self.name)
-        if not isinstance(self.algorithms, list | tuple) or not self.algorithms:
-            raise ValueError(f"algorithms must be a list of {', '.join(ALGORITHMS)}, got {self.algorithms!r}")
-        for name in self.algorithms:
-            if name not in ALGORITHMS:
-                raise ValueError(f"algorithms has {name!r}{_suggest(str(name), ALGORITHMS)}")
-        object.__setattr__(self, "algorithms", tuple(n for n in ALGORITHMS if n in self.algorithms))
-        for key in ("bandwidth", "latency"):
-            object.__setattr__(self, key, _positive(key, getattr(self, key)))
-        for key in ("copies", "contention"):
-            object.__setattr__(self, key, _not_negative(key, getattr(self, key)))
 
 
 @dataclass(frozen=True)
@@ -175,12 +55,12 @@ class Cluster:
     axis_links: Mapping[str, Link] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        _check_name(self.name)
+        check_name(self.name)
         object.__setattr__(self, "links", tuple(self.links))
         object.__setattr__(self, "group_sizes", tuple(self.group_sizes))
         object.__setattr__(self, "axis_links", {name: self.axis_links[name] for name in sorted(self.axis_links)})
         for name in self.axis_links:
-            _check_name(name)
+            check_name(name)
         if not self.links:
             raise ValueError("links is empty: give at least one, between neighboring devices")
         if len(self.group_sizes) != len(self.links) - 1:
@@ -233,12 +113,15 @@ class Cluster:
         slowest level that it crosses; the latencies of its steps are averaged. Parallel aggregated trees are for
         devices that have no neighbor in their node.
         """
+        # The innermost level whose groups hold the whole axis; the outermost has no bound.
         within = (i for i, group in enumerate(self.group_sizes) if group % (stride * size) == 0)
         level = next(within, len(self.links) - 1)
         groups = self.group_sizes[:level]
         together = [1, *(math.gcd(size, g // stride) if g % stride == 0 else 1 for g in groups)]
+        # The links of a level are used only if its groups hold more devices of the axis than those inside them.
         used = [i for i in range(level + 1) if i == level or together[i + 1] > together[i]]
         outer, node = self.links[level], together[1] if level else 1
+        # Groups of several devices a node share its network cards, and lose some of them to each other.
         lost = (groups[0] // node) ** outer.contention if node > 1 else 1.0
         return replace(
             outer,
@@ -259,7 +142,7 @@ class Cluster:
             ValueError: there is none of that name.
         """
         if name not in PRESETS:
-            raise ValueError(f"no cluster preset {name!r}{_suggest(name, PRESETS)}")
+            raise ValueError(f"no cluster preset {name!r}{suggest(name, PRESETS)}")
         return Cluster.load(_FOLDER / f"{name}.toml")
 
     @staticmethod
@@ -275,7 +158,7 @@ class Cluster:
             return Cluster.preset(spec)
         if Path(spec).is_file():
             return Cluster.load(spec)
-        raise ValueError(f"cluster {str(spec)!r} is neither a file nor a preset{_suggest(str(spec), PRESETS)}")
+        raise ValueError(f"cluster {str(spec)!r} is neither a file nor a preset{suggest(str(spec), PRESETS)}")
 
     @staticmethod
     def load(path: str | Path) -> Cluster:
@@ -328,28 +211,6 @@ class Cluster:
         return hashlib.sha256(self.to_toml().encode()).hexdigest()[:16]
 
 
-def _positive(key: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{key} must be a positive number, got {value!r}")
-    return float(value)
-
-
-def _not_negative(key: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ValueError(f"{key} must be a number that is not negative, got {value!r}")
-    return float(value)
-
-
-def _check_name(name: object) -> None:
-    if not isinstance(name, str) or not name or not name.isprintable():
-        raise ValueError(f"name must be a line of text, got {name!r}")
-
-
-def _suggest(word: str, known: tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return (f": did you mean {close[0]!r}?" if close else "") + f" (known: {', '.join(known)})"
-
-
 def _quote(text: str) -> str:
     # TOML's basic strings escape like JSON's as long as every character is printable, which names are.
     return json.dumps(text, ensure_ascii=False)
@@ -360,7 +221,7 @@ def _table(value: object, where: str, required: tuple[str, ...], optional: tuple
         raise ValueError(f"{where.rstrip('.')} must be a table of {', '.join(required)}, got {value!r}")
     for key in value:
         if key not in required + optional:
-            raise ValueError(f"unknown key {where}{key}: remove it{_suggest(key, required + optional)}")
+            raise ValueError(f"unknown key {where}{key}: remove it{suggest(key, required + optional)}")
     for key in required:
         if key not in value:
             raise ValueError(f"missing key {where}{key}: add it{_REMEDY.get(key, '')}")

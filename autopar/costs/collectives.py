@@ -48,10 +48,12 @@ Array: TypeAlias = NDArray[np.float64]
 
 SIZE, N, NODES, ALPHA, BETA = sympy.symbols("size n nodes alpha beta", positive=True)
 
+# What a device lacks of the full tensor. PAT and tree have the figures of NCCL's tuning.cc, see above.
 _SHARE = (N - 1) / N * SIZE
 _DEPTH = sympy.ceiling(log2(N))
 _RING = (N - 1) * ALPHA + _SHARE / BETA
 _PAT = sympy.Rational(29, 100) * (N + _DEPTH) * ALPHA + _SHARE / (sympy.Rational(3, 4) * BETA)
+# The longest way in a tree: a chain through one node, then up the tree of nodes.
 _HOPS = N / NODES - 1 + sympy.ceiling(log2(NODES))
 _TREE = 2 * _HOPS * ALPHA + sympy.Min(2, NODES - 1) * SIZE / (sympy.Rational(92, 100) * BETA)
 
@@ -67,6 +69,7 @@ FORMS: Mapping[str, Mapping[str, sympy.Expr]] = {
 
 @cache
 def _function(form: sympy.Expr) -> Callable[..., Any]:
+    # Compiled once: a search evaluates these forms for all layouts of all tensors.
     function: Callable[..., Any] = sympy.lambdify((SIZE, N, NODES, ALPHA, BETA), form, "numpy", cse=True)
     return function
 
@@ -121,7 +124,9 @@ def collective_seconds(kind: str, size: ArrayLike, n: ArrayLike, link: Link) -> 
     14.0
     """
     devices, sizes = _checked(kind, size, n)
+    # All-to-all has one form, which no link names.
     forms = [form for name, form in FORMS[kind].items() if name in link.algorithms] or list(FORMS[kind].values())[:1]
+    # A group that is smaller than its neighbors in a node lies within one node.
     nodes = np.maximum(devices / link.neighbors, 1.0)
     seconds = (_function(form)(sizes, devices, nodes, link.latency, link.bandwidth) for form in forms)
     fastest = np.asarray(np.minimum.reduce(list(np.broadcast_arrays(*seconds))), dtype=np.float64)

@@ -16,7 +16,7 @@ def matmul_flops(m: int, k: int, n: int, batch: int = 1) -> int:
 
 def matmul_backward_flops(m: int, k: int, n: int, batch: int = 1) -> int:
     """Operations of both gradients of a product, ``[m, n] @ [n, k]`` and ``[k, m] @ [m, n]``: twice the forward's."""
-    return 2 * matmul_flops(m, k, n, batch)
+    return 2 * matmul_flops(m, k, n, batch)  # each gradient is a product of the same three sizes
 
 
 def conv_flops(

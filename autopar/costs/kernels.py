@@ -72,7 +72,7 @@ class Work:
 def stream(moved: ArrayLike) -> Work:
     """Kernels that move data and compute next to nothing."""
     size = np.atleast_1d(np.asarray(moved, dtype=np.float64))
-    none = np.zeros_like(size)
+    none = np.zeros_like(size)  # no arithmetic, and no product
     return Work(none, size, none, none, none, none, np.where(size > 0, 1.0, 0.0))
 
 
@@ -108,8 +108,10 @@ def busy_seconds(work: Work, dtype: str, device: Device) -> Array:
         ValueError: the device states no peak for this dtype.
     """
     rate = device.peak(dtype) * device.efficiency
+    # The flat share of the peak; matrix products on devices of many units get their tiles below.
     arithmetic = work.flops / rate
     products = work.rows > 0
+    # A CPU core works through a product without waves: its sizes are not quantized.
     if device.units > 1 and np.any(products):
         arithmetic = np.where(products, _tiled(work, rate, device), arithmetic)
     return np.maximum(arithmetic, work.moved / (device.bandwidth * device.streaming))
@@ -123,6 +125,7 @@ def kernel_seconds(work: Work, dtype: str, device: Device) -> Array:
     [1.5, 0.0]
     """
     busy = busy_seconds(work, dtype, device)
+    # A view does nothing and launches nothing; it must not pay for a launch either.
     return np.where(busy > 0, busy + work.launches * device.launch, 0.0)
 
 
@@ -131,8 +134,10 @@ def _tiled(work: Work, rate: float, device: Device) -> Array:
     rates = np.where(aligned, 1.0, UNALIGNED) * np.where(work.batch > 1, BATCHED, 1.0) * rate
     best = np.full(work.rows.shape, math.inf)
     for rows, columns, relative in TILES:
+        # Partial tiles take as long as whole ones, and so does a last wave that leaves units idle.
         tiles = work.batch * np.ceil(work.rows / rows) * np.ceil(work.columns / columns)
         waves = np.ceil(tiles / device.units)
+        # What all units could multiply in these waves, `ramp` elements of depth included for start and end.
         multiplied = 2.0 * rows * columns * (work.depth + device.ramp) * device.units * waves
         best = np.minimum(best, multiplied / (rates * relative))
     return best

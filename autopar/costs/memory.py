@@ -1,4 +1,4 @@
-"""Bytes: what an optimizer keeps per parameter, and how people write sizes."""
+"""Bytes: what an optimizer stores per parameter, and how people write sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UNITS_BY_LOWER = {unit.lower(): size for unit, size in _UNITS.items()}
 
 
 def optimizer_state_bytes(optimizer: str, numel: int, param_dtype_bytes: int) -> int:
-    """Bytes that an optimizer keeps for a parameter: its states are tensors of the parameter's shape and dtype.
+    """Bytes that an optimizer stores for a parameter: its states are tensors of the parameter's shape and dtype.
 
     Adam's two moments count, its step counter (one number a parameter) does not.
 
@@ -37,18 +37,25 @@ def optimizer_state_bytes(optimizer: str, numel: int, param_dtype_bytes: int) ->
 
 
 def convolution_copies(
-    taken: float, weight: float, made: float, *, kernel: int, item: int, backward: bool, transposed: bool = False
+    input_bytes: float,
+    weight_bytes: float,
+    output_bytes: float,
+    *,
+    kernel: int,
+    item: int,
+    backward: bool,
+    transposed: bool = False,
 ) -> float:
-    """Bytes that oneDNN, the CPU's library, holds while a convolution runs, besides what that takes and makes.
+    """Bytes that oneDNN, the CPU's library, holds while a convolution runs, besides its input and output.
 
     It copies tensors into an order of its own; products (kernels of one element) need none, and double precision, which
     it has not, is computed from all patches of the input at once. Measured on many shapes
     (``tests/costs/test_memory.py``); a few channels are padded besides, which this leaves out.
 
     Args:
-        taken: bytes of the input.
-        weight: bytes of the weight.
-        made: bytes of the output, or of its gradient.
+        input_bytes: of the input.
+        weight_bytes: of the weight.
+        output_bytes: of the output, or of its gradient.
         kernel: elements of the kernel in space.
         item: bytes of an element.
         backward: whether it is the backward pass, of the input and the weight.
@@ -59,11 +66,12 @@ def convolution_copies(
     """
     if kernel == 1:
         return 0.0
+    # float64: oneDNN does not have it, and torch unfolds all patches of the input (im2col).
     if item > 4:
-        return float(taken * kernel)
+        return float(input_bytes * kernel)
     if backward:
-        return float(max(taken + made, weight))
-    return float(max(taken + weight, 2 * made if transposed else made))
+        return float(max(input_bytes + output_bytes, weight_bytes))
+    return float(max(input_bytes + weight_bytes, 2 * output_bytes if transposed else output_bytes))
 
 
 def parse_bytes(size: str | int | float) -> int:
@@ -81,6 +89,7 @@ def parse_bytes(size: str | int | float) -> int:
     """
     if isinstance(size, bool) or not isinstance(size, str | int | float):
         raise ValueError(f"a size in bytes must be a number or text such as '70GiB', got {size!r}")
+    # ASCII: \d alone matches the digits of every script.
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", str(size), re.ASCII)
     if match is None:
         raise ValueError(f"cannot read {size!r} as a size in bytes: write a number and a unit, such as '70GiB'")
@@ -88,6 +97,7 @@ def parse_bytes(size: str | int | float) -> int:
     if unit.lower() not in _UNITS_BY_LOWER:
         known = ", ".join(name for name in _UNITS if name)
         raise ValueError(f"unknown unit {unit!r} in the size {size!r}: use one of {known}")
+    # Exact: a product of floats may end just below a whole number, and int() cuts off.
     return int(Fraction(number) * _UNITS_BY_LOWER[unit.lower()])
 
 

@@ -60,16 +60,16 @@ class ActivationStates:
         self._kernels: dict[tuple[str, tuple[str, ...]], float] = {}
         outputs = [None if v is None else producer(v) for v in program.output_values]
         self._forward_uses, self._backward_uses = self._uses(outputs)
-        again = self._assignment.recompute
-        in_backward = self._backward_uses | {s for node in again.nodes for s in program.sources[node]}
+        recompute = self._assignment.recompute
+        in_backward = self._backward_uses | {s for node in recompute.nodes for s in program.sources[node]}
         # Saving one output of a recomputed operator takes memory of its own: the output is a form by itself.
-        self._separate = {v for v in in_backward if v[0] in again.nodes and v not in again.values}
+        self._separate = {v for v in in_backward if v[0] in recompute.nodes and v not in recompute.values}
         self.saved, self.recomputed = self._states(in_backward)
         self.saved |= self._hoisted()
-        away = self._assignment.offload
-        self.offloaded = {self.consumer_form(v) for v in (*away.made, *away.moved)}
+        offload = self._assignment.offload
+        self.offloaded = {self.consumer_form(v) for v in (*offload.made, *offload.moved)}
         self._optimizer = plan.optimizer
-        self.state_offloaded = self._state_offloaded(outputs) if away.states else {}
+        self.state_offloaded = self._state_offloaded(outputs) if offload.states else {}
 
     def _uses(self, outputs: list[Value | None]) -> tuple[set[Value], set[Value]]:
         """Values that forward nodes use, and values that backward nodes use; outputs of a pass count as used there."""
@@ -82,31 +82,31 @@ class ActivationStates:
 
     def _states(self, in_backward: Collection[Value]) -> tuple[set[Form], set[Form]]:
         """Which forms are saved and which are recomputed, so that these values are there in the backward pass."""
-        again = self._assignment.recompute
+        recompute = self._assignment.recompute
         saved: set[Form] = set()
         recomputed: set[Form] = set()
         for value in in_backward:
             node, form = value[0], self.consumer_form(value)
             if is_backward(node):
                 continue
-            if value not in again.values:
+            if value not in recompute.values:
                 saved.add(form)
                 continue
             if form[1] != OPERATOR:
                 recomputed.add(form)
             # What is only redistributed once more starts from the operator's own output, which must be saved.
-            (recomputed if node in again.nodes else saved).add(self.storage((node, OPERATOR)))
+            (recomputed if node in recompute.nodes else saved).add(self.storage((node, OPERATOR)))
         return saved, recomputed
 
     def _hoisted(self) -> set[Form]:
         """Forms that all microbatches share: computed before the first, in memory until the last has used them."""
-        steady, found = self._assignment.hoisted, set[Form]()
-        per_microbatch = {node: sources for node, sources in self.program.sources.items() if node not in steady.nodes}
+        hoisted, found = self._assignment.hoisted, set[Form]()
+        per_microbatch = {node: sources for node, sources in self.program.sources.items() if node not in hoisted.nodes}
         for value in (value for sources in per_microbatch.values() for value in sources):
-            form, hoisted_layout = self.consumer_form(value), value in steady.consumer_layouts
-            if hoisted_layout or (form[1] == OPERATOR and value[0] in steady.nodes):
+            form, hoisted_layout = self.consumer_form(value), value in hoisted.consumer_layouts
+            if hoisted_layout or (form[1] == OPERATOR and value[0] in hoisted.nodes):
                 found.add(form)
-            elif value[0] in steady.nodes:  # the operator is hoisted, the redistribution runs per microbatch
+            elif value[0] in hoisted.nodes:  # the operator is hoisted, the redistribution runs per microbatch
                 found.add(self.storage((value[0], OPERATOR)))
         return found - self.recomputed
 
@@ -166,10 +166,10 @@ class ActivationStates:
         node, i = form
         if i != OPERATOR:
             return self._bytes(form, self._layout(form))
-        again = self._assignment.recompute
+        recompute = self._assignment.recompute
         outputs = [(node, k) for k in range(self._outputs(node))]
-        if node in again.nodes:
-            used = [v for v in outputs if v in again.values]
+        if node in recompute.nodes:
+            used = [v for v in outputs if v in recompute.values]
         else:
             used = [v for v in outputs if v in self._backward_uses] or [v for v in outputs if v in self._forward_uses]
         return sum(self._bytes(v, self._assignment.outputs[v]) for v in used)

@@ -83,6 +83,7 @@ def activations(program: Program, plan: Plan, name: str) -> list[Activation]:
     program = pad(program, plan.padding)
     dims = analyze(program)
     classes = layer_classes(program, dims)
+    # Names are looked up in the padded program, whose nodes are those that the plan speaks of.
     chosen = named(program, name)
     # Repeated layers may be split between two choices: each share of them is read as a plan of its own.
     parts = [(1.0, plan)] if program.repeat is None else uniform(plan, classes.count)
@@ -95,7 +96,9 @@ def activations(program: Program, plan: Plan, name: str) -> list[Activation]:
         described += [((n, STATE), reasons.optimizer_state(n)) for n in states.state_offloaded if n in chosen]
         for (node, number), one in described:
             of = classes.key[node]
+            # Members of a layer class that have the same state for the same reason are one line of the table.
             first = found[of, number].setdefault((one.state, one.why), one)
+            # Of captured layers each stands for several: a member counts as many times.
             count[first] += share * classes.count[of] / len(classes.members[of])
     every = [one for alike in found.values() for one in alike.values()]
     return [replace(one, count=round(count[one])) for one in every if round(count[one])]
@@ -116,14 +119,17 @@ def named(program: Program, name: str) -> set[fx.Node]:
     }
     chosen = {node for node, text in inputs.items() if text in names}
     if chosen:
+        # A parameter is asked for as it is used: cast, transposed or gathered.
         return _with_derived(program, chosen)
     forward = [n for n in program.sources if not is_backward(n)]
     found = _results(program, own) or {n for n in forward if n.name == own}
     if found:
         return found
+    # A module that is called several times has the number of the call in its path.
     path = {n: re.sub(r"@\d+", "", module_path(n)) for n in forward}
     path |= {n: text.rpartition(".")[0] for n, text in inputs.items() if not text.startswith("batch.")}
     found = {n for n, p in path.items() if any(f"{p}.".startswith(f"{m}.") for m in names)}
+    # A part of a path is enough: mlp.act means that of every layer.
     found = found or {n for n, p in path.items() if f".{own}." in f".{p}."}
     if not found:
         known = sorted({*inputs.values(), *filter(None, path.values())})
@@ -156,6 +162,7 @@ class _Reasons:
 
     def __init__(self, states: ActivationStates, certificate: Certificate) -> None:
         self.states = states
+        # What the search may have missed: a smaller advantage proves nothing against the plan.
         self.gap = certificate.objective - certificate.lower_bound
         self.program = states.program
         inputs = zip(self.program.placeholders, self.program.inputs, strict=True)
@@ -168,6 +175,7 @@ class _Reasons:
         found: dict[Form, float] = {}
         for form in states.forms:  # in the order of execution: the sources of a form come first
             if not states.available(form):
+                # A chain: what a form is recomputed from may have to be recomputed first.
                 recompute = states.seconds(form) + sum(found.get(source, 0.0) for source in states.inputs(form))
                 found[form] = min(states.bytes(form) * states.memory_price, states.offload_seconds(form), recompute)
         return found

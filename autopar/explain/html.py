@@ -68,6 +68,7 @@ def report_page(
     """
     program = program_of(model, batch, loss_fn=loss_fn, precision=precision)
     local = rewrite(program, plan)
+    # The whole graph, all layers: the prediction of a deep model may come from three of them.
     step = simulate(emitted(local, plan)) if plan.pipeline is None else simulate_pipeline(local, plan)
     cases = what_if(model, batch, plan, budget=budget, loss_fn=loss_fn, precision=precision, search=search, tick=tick)
     return plan_page(type(model).__name__, plan, recipes, step, cases, budget)
@@ -110,6 +111,7 @@ def page_data(
     staged = isinstance(step, SimulatedPipeline)
     return {
         "title": f"{name} on {plan.cluster.name}",
+        # The bound is of these plans only; readers must not take it for a bound on all.
         "space": f"Best of: {plan.certificate.space}.",
         "facts": _facts(plan, step, budget),
         "recipes": _recipes(plan, recipes),
@@ -189,6 +191,7 @@ def _modules(plan: Plan) -> Rows:
 
 
 def _traffic(plan: Plan) -> Rows:
+    # The same links as the search: each axis over the innermost level that holds it.
     links = plan.cluster.link_for(dict(plan.axes))
     return [
         {
@@ -217,7 +220,9 @@ def _case(case: Case) -> dict[str, Any]:
 
 def _timeline(timeline: Timeline) -> dict[str, Any]:
     """Tasks that take time, a lane for each stream."""
+    # Views and other tasks of no time would be invisible, and are many.
     chosen = [(i, task) for i, task in enumerate(timeline.tasks) if task.seconds > 0]
+    # Computation is the first lane; streams of communication follow by name.
     streams = sorted({task.stream for _, task in chosen}, key=lambda s: (s != COMPUTE, s))
     exposed = timeline.exposed_communication.get(0, 0.0)
     return {
@@ -250,6 +255,7 @@ def _tasks(timeline: Timeline, chosen: Iterable[tuple[int, int, int]]) -> dict[s
     names: dict[str, int] = {}
     tasks = []
     for i, lane, kind in chosen:
+        # In microseconds with three decimals: full floats would make the page much larger.
         start, end = float(timeline.start[i]), float(timeline.end[i])
         number = names.setdefault(timeline.tasks[i].name, len(names))
         tasks.append([number, lane, _microseconds(start), _microseconds(end - start), kind])
@@ -282,6 +288,7 @@ def _pipeline_memory(step: SimulatedPipeline, budget: float) -> dict[str, Any]:
 def _memory(timeline: Timeline, budget: float) -> dict[str, Any]:
     """Bytes by category over time, the largest category at the bottom."""
     times, by_category = timeline.memory(0)
+    # The largest is drawn first, at the bottom, where it is easiest to read.
     shown = sorted((n for n, sizes in by_category.items() if sizes.any()), key=lambda n: -float(by_category[n].max()))
     return {
         "caption": "On one device, simulated.",

@@ -13,8 +13,8 @@ from autopar.ir.plan_table import format_seconds, format_share
 from autopar.ir.program import Program
 from autopar.pipeline.schedules import Order, device_of, order_of
 from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, INPUT, WEIGHT, StageGraphs
-from autopar.search.pipeline.stage_memory import StageMemory, held_by, peaks
-from autopar.search.pipeline.stage_times import StageTime, step_tasks, taken_of
+from autopar.search.pipeline.stage_memory import StageMemory, memory_of_stages, peaks
+from autopar.search.pipeline.stage_times import StageTime, step_tasks, times_of_plan
 from autopar.simulate import COMPUTE, Task, Timeline, simulate
 
 KINDS = {FORWARD: "forward", BACKWARD: "backward", INPUT: "backward, for the input", WEIGHT: "backward, for weights"}
@@ -56,10 +56,13 @@ def simulate_pipeline(local: Program, plan: Plan) -> SimulatedPipeline:
         local: the program that was rewritten under the plan.
         plan: the plan.
     """
-    order, times = order_of(plan), taken_of(local, plan)
+    # The times of the search: what the page shows is what the plan was chosen by.
+    order, times = order_of(plan), times_of_plan(local, plan)
+    # Zero-bubble schedules run a backward pass in two parts, each of which holds something else.
     split_backward = any(action.kind == INPUT for row in order for action in row)
-    memory = held_by(StageGraphs(local, len(plan.stages)), plan.inner, split_backward)
-    saved = np.array([m.saved for m in memory]), np.array([m.for_weights for m in memory])
+    memory = memory_of_stages(StageGraphs(local, len(plan.stages)), plan.inner, split_backward)
+    # The simulator follows what microbatches save; all else is constant over a step.
+    saved = np.array([m.saved for m in memory]), np.array([m.saved_for_weights for m in memory])
     return SimulatedPipeline(order, times, memory, simulate(step_tasks(times, order, *saved)))
 
 
@@ -73,7 +76,7 @@ def stage_rows(step: SimulatedPipeline, plan: Plan) -> list[dict[str, Any]]:
             "forward": times.forward,
             "backward": times.backward,
             "saved": memory.saved,
-            "parameters": memory.steady.get("parameters", 0.0),
+            "parameters": memory.whole_step.get("parameters", 0.0),
         }
         for stage, device, times, memory in rows
     ]
@@ -81,31 +84,33 @@ def stage_rows(step: SimulatedPipeline, plan: Plan) -> list[dict[str, Any]]:
 
 def device_rows(step: SimulatedPipeline) -> list[dict[str, Any]]:
     """A row for each device: seconds of computing, its bubble, exposed communication, and its peak by category."""
-    line = step.timeline
+    timeline = step.timeline
     return [
-        {"device": d, "busy": line.busy[d], "bubble": line.bubble[d], "exposed": line.exposed_communication[d],
-         "peak": peak}
+        # By device: several stages may lie on one, and share its time.
+        {"device": d, "busy": timeline.busy[d], "bubble": timeline.bubble[d],
+         "exposed": timeline.exposed_communication[d], "peak": peak}
         for d, peak in enumerate(step.peaks)
     ]  # fmt: skip
 
 
 def pipeline_caption(step: SimulatedPipeline, plan: Plan) -> str:
     """The sentence above the timeline."""
-    line = step.timeline
+    timeline = step.timeline
     assert plan.pipeline is not None
     return (
         f"{plan.microbatches} microbatches through {len(plan.stages)} stages on {len(step.order)} devices of axis "
-        f"{plan.pipeline.axis}, {plan.pipeline.order}, simulated: {format_seconds(line.step_seconds)}, of which "
-        f"{format_share(line.mean_bubble)} is bubble on average. The other devices of a stage do the same."
+        f"{plan.pipeline.axis}, {plan.pipeline.order}, simulated: {format_seconds(timeline.step_seconds)}, of which "
+        f"{format_share(timeline.mean_bubble)} is bubble on average. The other devices of a stage do the same."
     )
 
 
 def lanes(step: SimulatedPipeline) -> tuple[list[str], list[tuple[int, int, int]]]:
     """Names of lanes, and position, lane and kind of each task that takes time."""
-    line, kinds = step.timeline, list(kinds_of(step))
-    timed = [(i, task) for i, task in enumerate(line.tasks) if task.seconds > 0]
+    timeline, kinds = step.timeline, list(kinds_of(step))
+    timed = [(i, task) for i, task in enumerate(timeline.tasks) if task.seconds > 0]
+    # A device that receives nothing gets no second lane.
     used = {_lane(task) for _, task in timed}
-    ordered = [f"device {device}{suffix}" for device in line.devices for suffix in ("", " receives")]
+    ordered = [f"device {device}{suffix}" for device in timeline.devices for suffix in ("", " receives")]
     names = [name for name in ordered if name in used]
     return names, [(i, names.index(_lane(task)), kinds.index(_kind(task))) for i, task in timed]
 
@@ -127,4 +132,5 @@ def kinds_of(step: SimulatedPipeline) -> Mapping[str, float]:
 def _kind(task: Task) -> str:
     if task.stream != COMPUTE:
         return RECEIVE
+    # A task is named after its action, F3 of stage 1: the first letter is the kind.
     return KINDS.get(task.name[0], PER_STEP) if "microbatches" not in task.name else PER_STEP

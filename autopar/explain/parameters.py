@@ -24,6 +24,7 @@ def explain(found: Specialization, name: str) -> str:
     """
     types, plan = found.step.types.parameters, found.plan
     name = found.program.aliases.get(name, name)
+    # A module stands for all of its parameters.
     chosen = [name] if name in types else [n for n in types if n.startswith(name + ".")]
     tensors = activations(found.part, plan, name)
     lines = [line for parameter in chosen for line in _layouts(parameter, *types[parameter], plan)]
@@ -44,6 +45,7 @@ def _layouts(name: str, type_: TensorType, layout: Layout, plan: Plan) -> list[s
 
     def line(candidate: Layout) -> str:
         size = type_.numel * item_bytes(type_.dtype)
+        # By parts of factors: a dim of several factors may be split along one of them.
         local = size / math.prod(factor_parts(candidate, plan.axis_sizes).values())
         return f"{describe(type_, candidate, plan.axis_names)}, {format_bytes(local)} per device"
 

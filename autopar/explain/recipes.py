@@ -69,6 +69,7 @@ def plan_and_compare(
     """
     search, machine = search or Search(), Cluster.resolve(cluster)
     program = program_to_plan(model, batch, loss_fn=loss_fn, precision=precision, search=search, progress=progress)
+    # One capture and one budget for all: what differs is the recipe alone.
     budget = default_memory(machine) if memory is None else memory
 
     def say() -> None:
@@ -104,6 +105,7 @@ def compare_recipes(
         if name == search.recipe:
             rows.append(Comparison(name, found))
             continue
+        # The other recipes decide the roles of all axes, and refuse those of the user.
         roles = search.roles if name in TAKES_ROLES else {}
         own = replace(
             search, recipe=name, roles=roles, pins={}, time_limit=min(search.time_limit, SECONDS), check=False
@@ -112,6 +114,7 @@ def compare_recipes(
             row = Comparison(name, _solve_like(program, found, own, memory))
         except (InfeasibleError, ValueError) as e:
             row = Comparison(name, None, reason_of(e))
+            # With a number of bytes the error is about memory, which recomputation may help; otherwise it cannot.
             if isinstance(e, InfeasibleError) and e.needed is not None:
                 row = _recomputing(program, found, own, memory)
         rows.append(row)

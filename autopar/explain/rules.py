@@ -27,6 +27,7 @@ def list_rules(task: tuple[Any, Any, Any] | None = None, only: str = "") -> list
         task: model, batch and loss function (or None), to list what is discovered for it, and equations of its calls.
         only: part of an operator's name.
     """
+    # First: to analyze a model discovers rules, which are listed below.
     equations = _equations(task) if task else {}
     proven = json.loads(resources.files("autopar.strategies").joinpath("proven.json").read_text())
     rows = [
@@ -36,6 +37,7 @@ def list_rules(task: tuple[Any, Any, Any] | None = None, only: str = "") -> list
     found: dict[str, tuple[list[str], int]] = {}
     for d in discovered():
         texts, samples = found.get(d.target, ([], 0))
+        # An operator may have been discovered for several kinds of calls, each with its own equation.
         found[d.target] = ([*texts, d.rule.equation], samples + d.samples)
     rows += [_row(DISCOVERED, name, texts, samples) for name, (texts, samples) in found.items()]
     return [row for row in rows if only in row["operator"]]

@@ -81,8 +81,10 @@ def what_if(
         tick: called after each case.
     """
     search = search or Search()
+    # Dozens of searches: each is short, and none is checked, as nobody runs these plans.
     search = replace(search, time_limit=min(search.time_limit, SECONDS), check=False)
     batches, meshes = _batches(batch), _meshes(found.axes)
+    # Descending: see `_solved`.
     budgets = sorted((budget * factor for factor in FACTORS), reverse=True)
     total, cases = len(batches) * len(meshes) * len(budgets), []
     for samples, scaled in batches:
@@ -120,6 +122,7 @@ def _solved(
     failed: InfeasibleError | None = None
     for case in cases:
         if case.given:
+            # The plan itself need not be searched again, and starts the series of smaller budgets.
             fits = found
             yield _with_plan(case, found)
             continue

@@ -71,6 +71,7 @@ def ask(
         placement = read_placement(name, text)
         if isinstance(placement, Split) and placement.dim >= ndim:
             raise ValueError(f"{name} has {ndim} dims; {text} splits dim {placement.dim}, counted from 0")
+    # Tied parameters have one layout, under one of their names.
     name = program.aliases.get(name, name)
     # Captured layers stand for the others: a pin on one must hold for all that share its decisions.
     names = program.repeat.alike(name) if program.repeat else (name,)
@@ -97,6 +98,7 @@ def tensor_of(program: Program, name: str) -> tuple[str, int]:
         ValueError: there is no such tensor; names some that there are.
     """
     own = program.aliases.get(name, name)
+    # A tensor wins over a module of the same name: it has a layout of its own.
     known = {**_modules(program), **_tensors(program)}
     if own not in known:
         close = difflib.get_close_matches(own, known, n=3) or list(known)[:3]
@@ -156,6 +158,7 @@ def output_layout(part: Program, plan: Plan, name: str) -> Layout:
 
 def layout_in(plan: Plan, name: str) -> Layout:
     """The layout of a parameter, ``batch.N`` or ``result.N``."""
+    # A module of the model may be called batch: its parameters are looked up as such.
     kind, _, number = name.partition(".")
     table = {"batch": plan.batch, "result": plan.results}.get(kind) if name not in plan.parameters else None
     return plan.parameters[name] if table is None else table[number]
@@ -164,6 +167,7 @@ def layout_in(plan: Plan, name: str) -> Layout:
 def alternatives(program: Program, found: Plan, name: str) -> list[dict[str, str]]:
     """Every other placement of a tensor on one axis, axis by axis; a dim of several factors is split on the first."""
     own, ndim = tensor_of(program, name)
+    # One axis at a time: all combinations would be too many searches.
     options = ("R", *(f"S({dim}.0)" for dim in range(ndim)))
     chosen = zip(found.axis_names, layout_in(found, own), strict=True)
     return [{axis: option} for axis, placement in chosen for option in options if str(placement) != option]

@@ -61,6 +61,7 @@ def descend(
     remaining = float(np.prod(machine.sizes))
     for axis in order:
         remaining /= machine.sizes[axis]
+        # Later axes may split what is left, so that so many times the budget is allowed until then.
         budget = None if memory is None else memory * remaining
         best = _solve_block(make, replace(restrictions, fixed=fixed, free=(axis,)), budget, limits)
         fixed = placements(*best, tables)

@@ -31,7 +31,7 @@ VARIABLE = "AUTOPAR_CACHE"
 
 DEFAULT = "~/.cache/autopar"
 
-KEPT = 500
+MOST_PLANS = 500
 """The most plans in the folder; those that were not used for longest are deleted."""
 
 
@@ -76,6 +76,7 @@ def _sources() -> str:
     digest = hashlib.sha256()
     root = Path(__file__).resolve().parents[1]
     for path, folders, names in os.walk(root, followlinks=True):
+        # In place: os.walk follows this order, so that the hash does not depend on the file system.
         folders.sort()
         for name in sorted(names):
             if name.endswith((".py", ".json", ".toml")):
@@ -92,6 +93,7 @@ def load(file: Path, program: Program) -> Plan | None:
         plan = Plan.load(file)
         if plan.fingerprint != program.fingerprint:
             raise PlanError(f"plan file {file} is of another program")
+        # The time of the last use, by which old files are deleted.
         os.utime(file)
     except (PlanError, OSError) as e:
         logger.warning("a cached plan cannot be used and is searched again: %s", e)
@@ -104,6 +106,7 @@ def store(file: Path, plan: Plan) -> None:
     """Write a plan, atomically, so that no process reads half of it; an error is logged."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
+        # In the same folder: os.replace is atomic within one file system only.
         handle, name = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
         os.close(handle)
         try:
@@ -118,8 +121,8 @@ def store(file: Path, plan: Plan) -> None:
 
 def _prune(where: Path) -> None:
     """Delete what has not been used for longest; another process may do the same."""
-    if len(files := list(where.glob("*.json"))) <= KEPT:
+    if len(files := list(where.glob("*.json"))) <= MOST_PLANS:
         return
     with contextlib.suppress(FileNotFoundError):
-        for old in sorted(files, key=lambda file: file.stat().st_mtime)[:-KEPT]:
+        for old in sorted(files, key=lambda file: file.stat().st_mtime)[:-MOST_PLANS]:
             old.unlink()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -16,11 +15,9 @@ from autopar.search.formulation.recipes import roles_of
 from autopar.search.options import Job
 from autopar.search.solver.duals import examine
 from autopar.search.solver.interrupt import requested
-from autopar.search.solver.minimize import Limits
 from autopar.sharding.candidates import strategies
 from autopar.sharding.dims import Dims
 from autopar.sharding.layer_classes import LayerClasses, layer_classes
-from autopar.sharding.redistribute import Machine, Tables
 
 EXACT_AXES = 2
 """Meshes of up to this many axes are solved as one problem; larger ones axis by axis, with the gap stated."""
@@ -39,28 +36,27 @@ def find_plan(program: Program, dims: Dims, job: Job, classes: LayerClasses | No
         InfeasibleError: nothing fits; says how much is missing.
         CertificateError: the check refutes what the search claims.
     """
-    axes, cluster, search, restrictions = job.axes, job.cluster, job.search, job.restrictions
-    machine = Machine(tuple(axes), tuple(axes.values()), cluster.link_for(dict(axes)), cluster.device)
+    axes, search, restrictions = job.axes, job.search, job.restrictions
     classes = classes or layer_classes(program, dims, tie=search.tie_layers)
     # Roles of all axes leave so little open that any number of them is one problem.
     decided = all(roles_of(search.recipe, axes, search.roles)) and bool(restrictions.strategies)
     exact = decided or len(axes) <= EXACT_AXES
-    limits = Limits(search.gap, time.monotonic() + search.time_limit)
-    task = BudgetProblem(program, dims, classes, Tables(machine), limits, job)
+    problem = BudgetProblem.of(program, dims, classes, job)
     if exact:
-        plan, fixed, claims = plan_within(task), 0.0, task.claims
+        plan, fixed, claims = plan_within(problem), 0.0, problem.claims
     else:
-        fixed, claims = bound_by_axes(program, dims, classes, machine, restrictions)
-        plan = plan_by_axes(task, fixed + sum(claim.bound for claim in claims))
-    if limits.expired():
-        plan = replace(plan, certificate=replace(plan.certificate, method=INTERRUPTED if requested() else TIME_LIMIT))
-    if not search.check or requested():
-        return plan
-    if exact:
-        claims = [max(claims, key=lambda claim: claim.bound)]  # each is about all plans
-    job.progress("checking the bound", plan.certificate.objective, plan.certificate.lower_bound)
-    checked = fixed + sum(examine(claim, search.time_limit / len(claims)) for claim in claims)
-    return replace(plan, certificate=replace(plan.certificate, checked=max(checked, 0.0)))
+        fixed, claims = bound_by_axes(program, dims, classes, problem.tables.machine, restrictions)
+        plan = plan_by_axes(problem, fixed + sum(claim.bound for claim in claims))
+    certificate = plan.certificate
+    if problem.limits.expired():
+        certificate = replace(certificate, method=INTERRUPTED if requested() else TIME_LIMIT)
+    if search.check and not requested():
+        if exact:
+            claims = [max(claims, key=lambda claim: claim.bound)]  # each is about all plans
+        job.progress("checking the bound", certificate.objective, certificate.lower_bound)
+        checked = fixed + sum(examine(claim, search.time_limit / len(claims)) for claim in claims)
+        certificate = replace(certificate, checked=max(checked, 0.0))
+    return replace(plan, certificate=certificate)
 
 
 def require_splits(dims: Dims, axes: Mapping[str, int]) -> None:

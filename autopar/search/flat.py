@@ -29,6 +29,7 @@ def best_flat(program: Program, job: Job) -> Plan:
     try:
         return _in_microbatches(program, job)
     except InfeasibleError as e:
+        # Without a number of bytes the error is not about memory, and offloading cannot help.
         if not (search.offload_at_last and job.cluster.device.host_bandwidth and e.needed):
             raise
     return _in_microbatches(program, replace(job, search=replace(search, pins={**search.pins, OFFLOAD: "search"})))
@@ -42,6 +43,7 @@ def flat_in_any_memory(program: Program, job: Job) -> Plan:
 def _in_microbatches(program: Program, job: Job) -> Plan:
     """The best in as many microbatches as are pinned; else in one where that is enough or more are not possible."""
     search = job.search
+    # With any memory one microbatch is fastest: each kernel is as large as it can be.
     if search.microbatches or job.memory is None or search.recipe == "random":
         return plan_of_count(program, search.microbatches or 1, job)
     if program.loss is not None:

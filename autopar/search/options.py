@@ -8,7 +8,6 @@ from typing import Any
 
 from autopar.costs.cluster import Cluster
 from autopar.search.budget.cutoff import NO_CUTOFF, Cutoff
-from autopar.search.formulation.memory_model import WHOLE, Share
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.formulation.recipes import GATHERS_ONCE, check_recipe
 from autopar.search.pipeline.shape import ScheduledStages
@@ -114,18 +113,19 @@ class Search:
         """
         default = "search"
         if self.recipe or self.roles:
+            # ZeRO-1 and ZeRO-2 gather parameters once; ZeRO-3 and all others may re-gather them.
             default = "none" if self.recipe in GATHERS_ONCE else REGATHER
         pinned = str(self.pins.get(RECOMPUTE, default))
         return REGATHER if pinned in FORMER_REGATHER else pinned
 
     @property
     def offload(self) -> bool:
-        """Whether what is kept may lie on the host where memory is short: the pin ``offload``."""
+        """Whether saved activations and optimizer state may be offloaded where memory is short: the pin ``offload``."""
         return bool(self.pins.get(OFFLOAD) == "search")
 
     @property
     def offload_at_last(self) -> bool:
-        """Whether it may where nothing fits otherwise; recipes and roles say what is done without it."""
+        """Whether they may where nothing fits otherwise; recipes and roles say what is done without it."""
         return OFFLOAD not in self.pins and not (self.recipe or self.roles or self.pipelines)
 
     @property
@@ -178,8 +178,7 @@ class Job:
         restrictions: what is decided already.
         progress: called with ``(phase, incumbent, bound)``.
         cutoff: what the plan must be faster than.
-        share: the share of the whole model's memory that a device holds.
-        moments: whether the budget is for every program point of a step; False: for what is saved when the backward
+        all_points: whether the budget is for every program point of a step; False: for what is saved when the backward
             pass begins, whatever is live besides.
         stages: the pipeline whose devices the plan is for; None: the devices have the whole model.
         deterministic: random numbers are those of one device.
@@ -193,7 +192,16 @@ class Job:
     restrictions: Restrictions = field(default_factory=Restrictions)
     progress: Progress = silent
     cutoff: Cutoff = NO_CUTOFF
-    share: Share = WHOLE
-    moments: bool = True
+    all_points: bool = True
     stages: ScheduledStages | None = None
     deterministic: bool = False
+
+    @property
+    def state_share(self) -> float:
+        """The share of parameters, their states and gradients that a device holds: of a pipeline, that of a stage."""
+        return 1.0 if self.stages is None else self.stages.state_share
+
+    @property
+    def activation_share(self) -> float:
+        """What a device saves for backward, as a multiple of what a microbatch of the whole model saves."""
+        return 1.0 if self.stages is None else self.stages.activation_share

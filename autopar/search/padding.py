@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.errors import InfeasibleError
 from autopar.ir.layout import Factor, Split, TensorType
-from autopar.ir.plan import INTERRUPTED, TIME_LIMIT, Plan
+from autopar.ir.plan import INTERRUPTED, TIME_LIMIT, Certificate, Plan
 from autopar.ir.program import Program
 from autopar.passes.pad_dims import pad
+from autopar.search.budget.budget_problem import BudgetProblem
 from autopar.search.budget.cutoff import Cutoff, PrunedError
 from autopar.search.budget.repair import costed, repaired
 from autopar.search.find import EXACT_AXES, find_plan, require_splits
+from autopar.search.finished_plan import Shapes, finished_plan, joint_certificate
 from autopar.search.formulation.axis_roles import DATA, by_roles
 from autopar.search.formulation.pins import Pinned, Restrictions, complete, pin_modules, read_pins
 from autopar.search.formulation.recipes import roles_of
@@ -24,62 +26,62 @@ from autopar.sharding.dims import Dims, analyze
 from autopar.sharding.layer_classes import layer_classes
 
 
-def best_padded(program: Program, job: Job) -> Plan:
-    """The best plan that is found.
+def best_padded(program: Program, part: Program, job: Job) -> Plan:
+    """The best plan that is found for a part of a program, as a plan of that program.
 
     Where parameters have dims that an axis does not divide, it is searched twice: without padding, and then with it for
     a plan that is faster. Each search has half of the time limit.
+
+    Args:
+        program: of the whole batch.
+        part: of one microbatch; the program itself where there is only one.
+        job: what is searched for.
+
+    Raises:
+        InfeasibleError: nothing fits; the error of the search that needs the least.
     """
     axes, search = job.axes, job.search
-    roles, dims = roles_of(search.recipe, axes, search.roles), analyze(program)
-    limits = read_pins(program, dims, search.layouts, axes, job.restrictions)
+    roles, dims = roles_of(search.recipe, axes, search.roles), analyze(part)
+    limits = read_pins(part, dims, search.layouts, axes, job.restrictions)
     helps = any(role != DATA for role in roles)  # parameters need not divide to be replicated
-    options = paddings(program, dims, axes, limits.layouts, search=search.padding and helps)
+    options = paddings(part, dims, axes, limits.layouts, search=search.padding and helps)
     if search.recipe == "random":
         options = (options[search.seed % len(options)],)
     search = replace(search, time_limit=search.time_limit / len(options))
-    found: list[Plan] = []
-    bounds: list[float] = []
+    found: list[tuple[Plan, Shapes]] = []
+    pruned: list[float] = []
     errors: list[InfeasibleError] = []
     for shapes in options:
-        padded = pad(program, shapes)
+        padded = pad(part, shapes)
         dims = analyze(padded) if shapes else dims
-        known = Cutoff.of(found[0]) if found and not search.check else job.cutoff
+        # What was cut off cannot be checked, so that a search that is checked has no cutoff.
+        cutoff = Cutoff.of(found[0][0]) if found and not search.check else job.cutoff
         try:
-            # A later shape lives with the mesh that there is; roles say more clearly what is wrong.
+            # A batch of another shape is planned for parameters that have their layouts already: it has to make do with
+            # the mesh. And roles say more clearly what is wrong.
             if None in roles and not job.restrictions.layouts:
                 require_splits(dims, axes)
-            plan = _best(padded, dims, replace(job, search=search, restrictions=limits, cutoff=known))
+            plan = _best(padded, dims, replace(job, search=search, restrictions=limits, cutoff=cutoff))
         except InfeasibleError as e:
             errors.append(e)
-            bounds += [e.bound] if isinstance(e, PrunedError) else []
+            pruned += [e.bound] if isinstance(e, PrunedError) else []
             continue
-        found.append(replace(plan, padding=shapes))
+        found.append((plan, shapes))
     if not found:
         raise min(errors, key=lambda e: math.inf if e.needed is None else e.needed)
-    best = _of_whole_model(min(found, key=lambda plan: plan.certificate.objective), program)
-    if len(options) == 1 or search.recipe == "random":
-        return best
-    bound = min(*bounds, *(plan.certificate.lower_bound for plan in found), best.certificate.objective)
-    verified = [plan.certificate.checked for plan in found]
-    checked = None if None in verified else min(b for b in verified if b is not None)
-    methods = [plan.certificate.method for plan in found]
-    method = next((m for m in (INTERRUPTED, TIME_LIMIT) if m in methods), best.certificate.method)
-    space = f"parameters as they are, or all padded whose dims an axis does not divide; {best.certificate.space}"
-    return replace(
-        best,
-        certificate=replace(best.certificate, lower_bound=bound, space=space, method=method, checked=checked),
-    )
+    best, shapes = min(found, key=lambda option: option[0].certificate.objective)
+    certificate = best.certificate
+    if len(options) > 1:  # a random plan has one
+        certificate = _of_all_options(certificate, [plan.certificate for plan, _ in found], pruned)
+    return finished_plan(best, program, part, shapes, certificate)
 
 
-def _of_whole_model(plan: Plan, program: Program) -> Plan:
-    """The plan with the parameters that the program leaves out."""
-    repeat = program.repeat
-    if repeat is None:
-        return plan
-    parameters = {whole: layout for name, layout in plan.parameters.items() for whole in repeat.names(name)}
-    padding = {whole: shape for name, shape in plan.padding.items() for whole in repeat.names(name)}
-    return replace(plan, parameters=parameters, padding=padding)
+def _of_all_options(best: Certificate, found: Sequence[Certificate], pruned: Sequence[float]) -> Certificate:
+    """The best plan's certificate, about plans with and without padding."""
+    space = f"parameters as they are, or all padded whose dims an axis does not divide; {best.space}"
+    methods = [certificate.method for certificate in found]
+    method = next((m for m in (INTERRUPTED, TIME_LIMIT) if m in methods), best.method)
+    return joint_certificate(best, found, pruned, space, method)
 
 
 def _best(program: Program, dims: Dims, job: Job) -> Plan:
@@ -99,21 +101,21 @@ def _best(program: Program, dims: Dims, job: Job) -> Plan:
         error = e
     # Plans that are searched axis by axis, or from three captured layers, have no minimum-memory plan.
     exact = program.repeat is None and len(job.axes) <= EXACT_AXES
-    found = repaired(program, dims, classes, job, error, from_minimum=exact)
+    found = repaired(BudgetProblem.of(program, dims, classes, job), error, from_minimum=exact)
     return costed(predict(program, dims, found, classes))
 
 
 def _random(program: Program, dims: Dims, job: Job, limits: Restrictions) -> Plan:
     search, machine = job.search, job.cluster
     fixed = {key: complete(key[1], layout) for key, layout in limits.layouts.items()}
-    again, away = search.recompute == "search", search.offload and machine.device.host_bandwidth > 0
-    return random_plan(program, dims, job.axes, machine, search.seed, fixed, job.optimizer, again, search.regions, away)
+    recompute, offload = search.recompute == "search", search.offload and machine.device.host_bandwidth > 0
+    return random_plan(
+        program, dims, job.axes, machine, search.seed, fixed, job.optimizer, recompute, search.regions, offload
+    )
 
 
 MOST = 1.25
 """A dim gets at most this many times longer, unless a layout that is decided already needs more."""
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 def paddings(
@@ -164,7 +166,7 @@ def padded_size(factor: Factor, sizes: tuple[int, ...]) -> int:
     return factor.size
 
 
-def padded_shapes(types: Mapping[str, TensorType], sizes: Mapping[int, int]) -> Shapes:
+def padded_shapes(types: Mapping[str, TensorType], sizes: Mapping[int, int]) -> dict[str, tuple[int, ...]]:
     """Shapes of the parameters that have factors with a padded size, given by `id`."""
     found = {}
     for name, type_ in types.items():

@@ -1,6 +1,6 @@
 """What a device holds: its state, known before any plan, and the peak of the graph that a plan is rewritten to.
 
-The search counts memory by constraints that leave something out. Whether a plan fits is therefore asked of the graph
+The search counts memory by constraints that leave something out. Whether a plan fits is therefore read off the graph
 that would be emitted: it is rewritten as for running, but not verified, and `autopar.memory.liveness` walks through it.
 """
 
@@ -35,6 +35,7 @@ def unverified(program: Program, plan: Plan) -> Program:
 
 def unverified_in_stages(program: Program, plans: Sequence[Plan]) -> list[Program]:
     """The graphs under plans that differ in their stages alone: passes before `assign_stages` run once for all."""
+    # Passes before it do not look at stages.
     first = PASSES.index(assign_stages)
     alike = run_passes(program, plans[0], PASSES[:first], verified=False)
     return [run_passes(alike, plan, PASSES[first:], verified=False) for plan in plans]

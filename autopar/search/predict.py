@@ -24,45 +24,55 @@ from autopar.sharding.layer_classes import LayerClasses, layer_classes
 from autopar.sharding.operator_cost import operator_seconds
 from autopar.sharding.redistribute import Machine, Move, Redistributions, Tables, moved_bytes
 
-
-def predict(program: Program, dims: Dims, plan: Plan, classes: LayerClasses | None = None) -> Plan:
-    """The plan with its prediction and its table of modules, of the whole model even if layers are left out."""
-    if program.repeat is None:
-        return _predict(program, dims, plan, classes)
-    classes = classes or layer_classes(program, dims)
-    parts = [(share, _extrapolated(program, dims, part, classes)) for share, part in uniform(plan, classes.count)]
-    first = parts[0][1]
-    if len(parts) == 1:
-        return replace(first, recompute=plan.recompute)
-    predicted = Predicted(**weighted([(share, vars(part.predicted)) for share, part in parts]))
-    rows = []
-    for alike in zip(*(part.modules for _, part in parts), strict=True):
-        counted = [{name: getattr(row, name) for name in _COUNTED} for row in alike]
-        numbers = [(share, own) for (share, _), own in zip(parts, counted, strict=True)]
-        rows.append(replace(alike[0], **weighted(numbers)))
-    return replace(plan, predicted=predicted, modules=tuple(rows))
-
-
-def _extrapolated(program: Program, dims: Dims, plan: Plan, classes: LayerClasses) -> Plan:
-    """The prediction of the whole model from a program with repeated layers left out."""
-    assert program.repeat is not None
-    found = _predict(program, dims, plan, classes)
-    shorter = program.repeat.shorter
-    other = _predict(shorter, analyze(shorter), plan, None)
-    whole = program.repeat.extrapolate
-    predicted = Predicted(**whole(vars(found.predicted), vars(other.predicted)))
-    rows = tuple(
-        replace(row, **{name: whole(getattr(row, name), getattr(less, name)) for name in _COUNTED})
-        for row, less in zip(found.modules, other.modules, strict=True)
-    )
-    return replace(found, predicted=predicted, modules=rows)
-
+Prediction = tuple[Predicted, tuple[ModuleRow, ...]]
+"""Totals, and a row for each module."""
 
 _COUNTED = ("instances", "seconds", "communication_bytes", "memory_bytes")
 """Numbers in a `ModuleRow`."""
 
 
-def _predict(program: Program, dims: Dims, plan: Plan, classes: LayerClasses | None) -> Plan:
+def predict(program: Program, dims: Dims, plan: Plan, classes: LayerClasses | None = None) -> Plan:
+    """The plan with its prediction and its table of modules, of the whole model even if layers are left out."""
+    predicted, modules = _prediction(program, dims, plan, classes)
+    return replace(plan, predicted=predicted, modules=modules)
+
+
+def _prediction(program: Program, dims: Dims, plan: Plan, classes: LayerClasses | None) -> Prediction:
+    if program.repeat is None:
+        return _predict(program, dims, plan, classes)
+    classes = classes or layer_classes(program, dims)
+    # Layers may be treated in several ways; each part is the whole model treated in one of them.
+    parts = [(share, _extrapolated(program, dims, part, classes)) for share, part in uniform(plan, classes.count)]
+    if len(parts) == 1:
+        return parts[0][1]
+    predicted = Predicted(**weighted([(share, vars(totals)) for share, (totals, _) in parts]))
+    rows = []
+    for alike in zip(*(modules for _, (_, modules) in parts), strict=True):
+        counted = [{name: getattr(row, name) for name in _COUNTED} for row in alike]
+        numbers = [(share, own) for (share, _), own in zip(parts, counted, strict=True)]
+        rows.append(replace(alike[0], **weighted(numbers)))
+    return predicted, tuple(rows)
+
+
+def _extrapolated(program: Program, dims: Dims, plan: Plan, classes: LayerClasses) -> Prediction:
+    """The prediction of the whole model from a program with repeated layers left out.
+
+    What one captured layer adds to a program of a layer less is what every further layer adds.
+    """
+    assert program.repeat is not None
+    totals, modules = _predict(program, dims, plan, classes)
+    shorter = program.repeat.shorter
+    totals_of_shorter, modules_of_shorter = _predict(shorter, analyze(shorter), plan, None)
+    whole = program.repeat.extrapolate
+    rows = tuple(
+        replace(row, **{name: whole(getattr(row, name), getattr(less, name)) for name in _COUNTED})
+        for row, less in zip(modules, modules_of_shorter, strict=True)
+    )
+    return Predicted(**whole(vars(totals), vars(totals_of_shorter))), rows
+
+
+def _predict(program: Program, dims: Dims, plan: Plan, classes: LayerClasses | None) -> Prediction:
+    """The prediction of the program as it is."""
     classes = classes or layer_classes(program, dims)
     assignment = assign(program, dims, plan, classes)
     account = _Account(machine_of(plan))
@@ -75,11 +85,11 @@ def _predict(program: Program, dims: Dims, plan: Plan, classes: LayerClasses | N
         memory_bytes=_memory(program, plan, assignment),
         communication_bytes={a: account.sent[a] for a in plan.axis_names},
         collectives={a: dict(sorted(account.collectives[a].items())) for a in plan.axis_names},
-        peak_bytes=plan.predicted.peak_bytes,
+        peak_bytes=plan.predicted.peak_bytes,  # measured on the graph: a prediction has none of its own
         host_seconds=account.host_seconds,
         host_bytes=account.host_bytes,
     )
-    return replace(plan, predicted=predicted, modules=_rows(program, dims, plan, assignment, account))
+    return predicted, _rows(program, dims, plan, assignment, account)
 
 
 def node_seconds(program: Program, dims: Dims, plan: Plan) -> dict[fx.Node, float]:
@@ -115,6 +125,7 @@ class _Account:
         """Add one redistribution step, or one all-reduce of a lowering, that runs so many times."""
         self.seconds[node] += seconds * times
         name, n = self.machine.names[axis], self.machine.sizes[axis]
+        # Nothing is sent: a slice is local.
         if kind == "slice" or n == 1:
             return
         sent = float(wire_bytes(kind, size, n)) * times
@@ -130,15 +141,16 @@ def _count_operators(
     machine = account.machine
     for node, names in assignment.strategies.items():
         operator = dims.operators[node]
+        # Repeated layers are alike: each kind of operator is costed once.
         key = (classes.key[node], names)
         if key not in known:
             one = candidates(operator, machine.sizes, allowed=[[n] for n in names])
             known[key] = float(operator_seconds(operator, one, machine)[0])
-        again, runs = assignment.recompute, program.runs(node)
+        recompute, runs = assignment.recompute, program.runs(node)
         # An invariant that is saved runs once per step; a recomputed operator runs in the backward pass, too, and one
         # that only recomputed operators read runs there alone.
-        first = 1 if node in assignment.hoisted.nodes else runs * (node not in again.late)
-        times = first + runs * again.times(node)
+        first = 1 if node in assignment.hoisted.nodes else runs * (node not in recompute.late)
+        times = first + runs * recompute.times(node)
         account.compute += known[key] * times
         account.seconds[node] += known[key] * times
         _count_lowering(node, dims, names, account, times)
@@ -166,11 +178,11 @@ def _count_copies(program: Program, dims: Dims, assignment: Assignment, account:
             local = value.numel() // split_parts(assignment.outputs[node, 0], machine.sizes)
             size = float(optimizer_state_bytes(optimizer, local, value.element_size()))
             account.copy(next(iter(node.users)), size, 2 * float(copy_seconds(size, machine.device)))
-    sent = [(value, layout) for value, layout in assignment.outputs.items() if value in assignment.offload.made]
-    sent += [
+    offloaded = [(value, layout) for value, layout in assignment.outputs.items() if value in assignment.offload.made]
+    offloaded += [
         (value, layout) for value, layout in assignment.consumer_layouts.items() if value in assignment.offload.moved
     ]
-    for (node, out), layout in sent:
+    for (node, out), layout in offloaded:
         type_ = dims.types[node, out]
         size = type_.numel * item_bytes(type_.dtype) / split_parts(layout, machine.sizes)
         account.copy(node, size, 2 * float(copy_seconds(size, machine.device)) * program.runs(node))
@@ -204,8 +216,8 @@ def _memory(program: Program, plan: Plan, assignment: Assignment) -> dict[str, f
         memory["parameters"] += local * item
         if spec.name in trained:
             memory["gradients"] += local * item
-            here = spec.name not in assignment.offload.states
-            memory["optimizer"] += optimizer_state_bytes(plan.optimizer, local, item) * here
+            on_device = spec.name not in assignment.offload.states
+            memory["optimizer"] += optimizer_state_bytes(plan.optimizer, local, item) * on_device
     return memory
 
 
@@ -241,6 +253,7 @@ def _rows(program: Program, dims: Dims, plan: Plan, assignment: Assignment, acco
             sent[joined(path)][axis] += value
     rows = []
     for path in dict.fromkeys((*layouts, *seconds)):
+        # The layout of a module's output is that of the last operator in it.
         described: Mapping[str, str] = {**layouts[path], **({"output": last[path]} if path in last else {})}
         rows.append(ModuleRow(path, len(instances[path]), described, seconds[path], dict(sent[path]), memory[path]))
     return tuple(rows)

@@ -64,9 +64,11 @@ def random_plan(
         regions: the model's own checkpointing decides what is recomputed or saved in its regions.
         offload: draw also what is offloaded. That comes last, so that all else is drawn as without it.
     """
+    # A function may be given, so that property tests draw and shrink the choices themselves.
     choose = random.Random(choose).randrange if isinstance(choose, int) else choose
     sizes = tuple(axes.values())
     drawing = _Drawing(program, dims, layer_classes(program, dims).key, sizes, choose, fixed, recompute)
+    # The model's own checkpointing wins over what is drawn: its regions are part of what a plan must respect.
     pins = program.pins if regions else {}
     drawing.draw_results()
     inputs = dict(zip(program.placeholders, program.inputs, strict=True))
@@ -78,6 +80,7 @@ def random_plan(
         elif is_operator(node):
             drawing.draw_operator(node, pins.get(node))
         drawing.draw_consumer_layouts(node, pins.get(node))
+    # Last, so that a seed draws all else as it did before there was offloading.
     offloaded = drawing.draw_offload() if offload else {}
     certificate = Certificate(0.0, 0.0, "one random plan, nothing was searched", "random")
     return Plan(
@@ -202,6 +205,7 @@ class _Drawing:
             layout = self.produced.get((node, i), ())
             if (node, i) not in self.dims.types or any(isinstance(p, Partial) for p in layout):
                 continue
+            # A consumer layout that equals the produced one would test nothing.
             options = [x for x in layouts(self.dims.types[node, i], self.sizes, False) if x != layout]
             if options and not self.choose(MOVED):
                 found[i] = options[self.choose(len(options))]
@@ -231,6 +235,7 @@ def _fits(operator: Operator, chosen: Sequence[Strategy], sizes: Sequence[int]) 
     """Whether the strategies of the first axes divide all dims, and have at most one lowering."""
     rest = [Replicate()] * (len(sizes) - len(chosen))
     letters = {s.factor[0] for s in chosen if s.factor is not None and s.factor[0] in operator.rule.lower}
+    # Two axes may lower an operator by the same code, not by two different ones.
     if any(operator.rule.lower[a] is not operator.rule.lower[b] for a in letters for b in letters):
         return False
     for i, type_ in enumerate(operator.inputs):

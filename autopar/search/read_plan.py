@@ -40,11 +40,14 @@ def plan_of(
     offload: dict[str, tuple[tuple[int, int], ...]] = {}
     for i, (variable, label) in enumerate(zip(built.variables, mix.labelings[-1], strict=True)):
         if variable.state is not None:
+            # The last range is open: a plan from three captured layers holds for all of them.
             starts = [*mix.starts(variable.count)[:-1], EVERY[0][1]]
             parts = [(pair, labels[i]) for pair, labels in zip(itertools.pairwise(starts), mix.labelings, strict=True)]
+            # In the model's order: the first members of a class are the first layers.
             for table, marked in ((recompute, variable.in_recompute), (offload, variable.in_offload)):
                 if joined := _joined([pair for pair, own in parts if marked[own]]):
                     table[variable.key] = joined
+        # An operator has strategies; its layouts follow from them.
         if variable.choices is not None:
             choices[variable.key] = variable.choices.names(int(variable.candidate[label]))
             continue

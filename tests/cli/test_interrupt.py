@@ -113,8 +113,8 @@ def test_requests_end_with_the_search() -> None:
 def test_the_solver_obeys_between_its_steps() -> None:
     """What it has until then proves less."""
     problem = random_problem(0, 60, 3.0, 1e-3, 0.0, 0.5)
-    whole = verified_bound(problem, relax(problem, 0.0, 60.0).messages)
+    whole = verified_bound(problem, relax(problem, 0.0, 60.0)[0])
     with stoppable(lambda: None):
         signal.raise_signal(signal.SIGINT)
-        assert verified_bound(problem, relax(problem, 0.0, 60.0).messages) < 0.9 * whole
-    assert verified_bound(problem, relax(problem, 0.0, 60.0).messages) == whole
+        assert verified_bound(problem, relax(problem, 0.0, 60.0)[0]) < 0.9 * whole
+    assert verified_bound(problem, relax(problem, 0.0, 60.0)[0]) == whole

@@ -269,7 +269,7 @@ def test_writers_at_the_same_time_do_no_harm(kept: Path, caplog: pytest.LogCaptu
 
 
 def test_the_oldest_make_room(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "KEPT", 3)
+    monkeypatch.setattr(cache, "MOST_PLANS", 3)
     plan = planned(search=Search(cache=False))
     for i in range(5):
         cache.store(kept / f"{i}.json", plan)

@@ -10,7 +10,7 @@ import numpy as np
 
 from autopar.ir.plan import Certificate, Plan
 from autopar.search.budget.pareto import Frontier
-from autopar.search.budget.within_budget import _remembered
+from autopar.search.budget.tighten import remembered_plan
 from autopar.search.formulation.build import Formulation
 from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits
@@ -41,7 +41,7 @@ def remembered(peaks: Mapping[float, float], row: float) -> tuple[float, list[fl
     for budget in ROW:
         frontier.around(budget)
     task = hand_made(limits, 25.0, Formulation(problem, ()), read, peak)
-    found = _remembered(task, Formulation(problem, ()), frontier, row, 0.0, "prices")
+    found = remembered_plan(task, Formulation(problem, ()), frontier, row, 0.0, "prices")
     return found.certificate.objective, measured
 
 

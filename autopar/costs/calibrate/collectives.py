@@ -66,24 +66,27 @@ def measure_collectives(
     world = dist.get_world_size()
     shape = _levels(world, groups or (int(os.environ.get("LOCAL_WORLD_SIZE", world)),))
     names = tuple(f"level {i}" for i in range(len(shape)))
+    # A mesh has its outermost axis first; levels are counted from the inside.
     mesh = init_device_mesh(device.type, shape[::-1], mesh_dim_names=names[::-1])
     found: list[Sample] = []
-    asked = [(kind, level, 0, mesh.get_group(names[level])) for level in range(len(shape)) if shape[level] > 1
+    timed = [(kind, level, 0, mesh.get_group(names[level])) for level in range(len(shape)) if shape[level] > 1
              for kind in KINDS]  # fmt: skip
+    # Groups with two members in each node, so that several of them share a node's cards.
     half = shape[0] // 2
     if math.prod(shape[1:]) > 1 and half > 1 and not shape[0] % 2:
         ranks = torch.arange(world).reshape(-1, half).t().contiguous()
-        asked.append(("all_reduce", 1, half, DeviceMesh(device.type, ranks).get_group(1)))
-    for kind, level, stride, group in asked:
+        timed.append(("all_reduce", 1, half, DeviceMesh(device.type, ranks).get_group(1)))
+    for kind, level, stride, group in timed:
         members = group.size()
         for size in sizes:
             if stride and size < CONTENDED:
                 continue
+            # Elements of float32, a multiple of the members: each has an equal part.
             count = max(1, size // 4 // members) * members
             seconds = _seconds(_collective(kind, count, members, device, group), runs, device)
             found.append(Sample(kind, "float32", (4 * count, members), seconds, level, stride))
             if tick is not None:
-                tick(len(found), len(asked) * len(sizes), str(found[-1]))
+                tick(len(found), len(timed) * len(sizes), str(found[-1]))
             if seconds > LONG:  # of the slowest rank, the same on all
                 break
     return found
@@ -106,6 +109,7 @@ def _collective(kind: str, count: int, members: int, device: torch.device, group
 
     The functional ones that rewritten graphs have: their results are new tensors, which takes time as well.
     """
+    # Ones: the values make no difference to the time, and maxima of ones stay ones.
     whole = torch.ones(count, device=device)
     part = torch.ones(count // members, device=device)
     parts = [count // members] * members

@@ -41,12 +41,14 @@ def fit_device(samples: Sequence[Sample], *, name: str, memory: float, units: in
     if not products or not copies:
         raise ValueError("a device is fitted to matrix products and copies; measure both")
     dtypes = tuple(dict.fromkeys(s.dtype for s in products))
+    # The start of the fit: each figure as the one sample shows it that depends on it most.
     fastest = {d: max(_flops(s) / s.seconds for s in products if s.dtype == d) for d in dtypes}
     bandwidth = max(s.sizes[0] / s.seconds for s in copies)
     launch = min(s.seconds for s in samples)
     start = Device(name, fastest, memory, bandwidth, launch, units=units, ramp=64.0 if units > 1 else 0.0)
 
     def device(logs: Floats) -> Device:
+        # Logarithms keep the figures positive, and make a step of the fit relative to their size.
         values = [float(v) for v in np.exp(logs)]
         ramp = values.pop() if units > 1 else 0.0
         return replace(
@@ -80,6 +82,7 @@ def fit_link(
     """
     if not samples:
         raise ValueError("a link is fitted to collectives; there are none")
+    # The largest message tells the bandwidth, the shortest time a member tells the latency.
     largest = max(samples, key=lambda s: s.sizes[0])
     first = [largest.sizes[0] / largest.seconds, min(s.seconds / s.sizes[1] for s in samples)]
 
@@ -107,6 +110,7 @@ def fit_contention(samples: Sequence[Sample], cluster: Cluster) -> float:
         near, far, *others = cluster.links
         links = (near, replace(far, contention=contention), *others)
         seconds = predicted_seconds(samples, cluster.device, links, cluster.group_sizes)
+        # The absolute loss: a few samples on shared machines are far off.
         return float(np.abs(_ratios(samples, seconds)).sum())
 
     return float(minimize_scalar(loss, bounds=(0.0, 4.0), method="bounded").x)
@@ -171,6 +175,7 @@ def _flops(sample: Sample) -> float:
 
 
 def _ratios(samples: Sequence[Sample], seconds: Floats) -> Floats:
+    # Logarithms of ratios: kernels of microseconds count as much as those of milliseconds.
     return np.asarray(np.log(seconds) - np.log([s.seconds for s in samples]), dtype=np.float64)
 
 
@@ -190,5 +195,6 @@ def _least_squares(residuals: Callable[[Floats], Floats], first: Sequence[float]
     from scipy.optimize import least_squares
 
     start = np.log(np.array(first))
+    # Within a factor of 1000: a figure that no sample depends on must not run away.
     bounds = (start - np.log(1e3), start + np.log(1e3))
     return least_squares(residuals, start, bounds=bounds, loss="soft_l1", f_scale=0.1, diff_step=1e-3).x

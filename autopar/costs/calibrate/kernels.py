@@ -99,6 +99,7 @@ def _kernels(
     """Kind, dtype, sizes and a call of each kernel; its tensors live until the next one."""
     for dtype in dtypes:
         for batch, rows, columns, depth in chosen.products:
+            # A batch of one is timed as aten.mm, which graphs have; bmm may run another kernel.
             shape = (batch,) if batch > 1 else ()
             a = torch.randn(*shape, rows, depth, device=device, dtype=dtype)
             b = torch.randn(*shape, depth, columns, device=device, dtype=dtype)
@@ -109,10 +110,12 @@ def _kernels(
                 partial((aten.bmm if shape else aten.mm).default, a, b),
             )
         for sizes in chosen.attentions:
+            # Tensors of the kind that graphs have: batch, heads, positions, size of a head.
             q, k, v = (torch.randn(*sizes, device=device, dtype=dtype) for _ in range(3))
             yield "attention", dtype, sizes, partial(functional.scaled_dot_product_attention, q, k, v)
     for count in chosen.copies:
         source = torch.randn(count, device=device)
+        # Bytes: each float32 is read and written.
         yield "copy", torch.float32, (2 * 4 * count,), partial(aten.clone.default, source)
 
 
@@ -123,6 +126,7 @@ def _seconds(run: Callable[[], torch.Tensor], enough: float) -> float:
     As in a step, operators are called by their overloads, and what several return is held and then given back together:
     the memory that the next ones write to is new.
     """
+    # As many results as fit into `HELD` bytes: more would measure the allocator at its limit.
     calls = max(1, min(CALLS, HELD // max(run().nbytes, 1)))
     timer = Timer(
         "[run() for _ in range(calls)]", globals={"run": run, "calls": calls}, num_threads=torch.get_num_threads()

@@ -75,6 +75,7 @@ def calibrate(
         RankError: a process failed, or the time ran out.
     """
     require_scipy()
+    # torchrun sets RANK; a process that was started by hand has none.
     cuda, launched = torch.cuda.is_available(), "RANK" in os.environ
     rank = int(os.environ.get("LOCAL_RANK", 0))
     groups = settings.groups or (int(os.environ.get("LOCAL_WORLD_SIZE", ranks)),)
@@ -84,8 +85,9 @@ def calibrate(
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
         found = torch.cuda.get_device_properties(device)
-        units = found.multi_processor_count
+        units = found.multi_processor_count  # tiles of a product are spread over streaming multiprocessors
         known = replace(known, device=replace(known.device, name=found.name, memory=float(found.total_memory)))
+    # One process alone would have the whole memory bandwidth, which ranks share in training.
     if not launched and not cuda and ranks > 1:
         samples = measure_over_processes(ranks, settings, tick)
         return cluster_of(samples, known, name=name, groups=groups), samples
@@ -126,6 +128,7 @@ def measure_over_processes(count: int, settings: Settings, tick: Tick | None = N
         RankError: a process failed, or the time ran out.
     """
     processes: Any = torch.multiprocessing  # not annotated
+    # Spawned, as `processes.spawn` does it: a queue of another context cannot be passed on.
     messages = processes.get_context("spawn").Queue()
     folder = tempfile.TemporaryDirectory()
     arguments = (count, str(Path(folder.name) / "store"), settings, messages)
@@ -135,6 +138,7 @@ def measure_over_processes(count: int, settings: Settings, tick: Tick | None = N
     try:
         done = False
         while not done or found is None:
+            # The result may come before or after the processes have ended: both are waited for.
             done = done or context.join(timeout=0.1)
             try:
                 message = messages.get(timeout=0.1)
@@ -169,6 +173,7 @@ def _member(rank: int, count: int, store: str, settings: Settings, messages: Any
     shared = FileStore(store, count)
     dist.init_process_group("gloo", store=shared, rank=rank, world_size=count, timeout=wait)
     try:
+        # One rank speaks for all: they measure the same things at the same time.
         tick = (lambda *progress: messages.put(progress)) if rank == 0 else None
         found = measure(settings, torch.device("cpu"), tick)
         if rank == 0:
@@ -196,6 +201,7 @@ def cluster_of(
     device = replace(fitted, host=base.device.host, host_bandwidth=reached, copies=base.device.copies)
     links, levels = list(base.links), sorted({s.level for s in on_links})
     for level in levels:
+        # Names, algorithms and copies cannot be measured: they come from the base's link of that level.
         known = base.links[min(level, len(base.links) - 1)]
         own = [s for s in on_links if s.level == level and not s.stride]
         link = fit_link(own, name=known.name, launch=device.launch, algorithms=known.algorithms, copies=known.copies)
@@ -203,6 +209,7 @@ def cluster_of(
     if levels in ([], [0]):  # nothing between nodes
         return Cluster(name, device, tuple(links), base.group_sizes)
     found = Cluster(name, device, tuple(links[: levels[-1] + 1]), tuple(groups[: levels[-1]]))
+    # Contention comes last: it is what the fitted links leave unexplained.
     contended = [s for s in on_links if s.stride]
     if not contended:
         return found

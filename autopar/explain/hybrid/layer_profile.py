@@ -117,6 +117,7 @@ def spend(activity: Activity, machine: Machine) -> Spent:
 def spend_each(activities: Sequence[Activity], machines: Sequence[Machine]) -> list[Spent]:
     """What each activity costs on its machine; all machines have the same device."""
     device = machines[0].device
+    # All kernels in one array: a kernel at a time, numpy's calls would take most of the time.
     busy, launches = _sums(activities, device)
     found = []
     for activity, machine, seconds, count in zip(activities, machines, busy, launches, strict=True):
@@ -124,7 +125,7 @@ def spend_each(activities: Sequence[Activity], machines: Sequence[Machine]) -> l
         for c in activity.collectives:
             ranks, link = machine.sizes[c.axis], machine.links[c.axis]
             communication[c.axis] += float(collective_seconds(c.kind, c.size, ranks, link)) + device.launch
-            count += ranks > 1
+            count += ranks > 1  # one device communicates nothing, and launches nothing
         found.append(Spent(float(seconds), float(count) * device.host, tuple(communication)))
     return found
 
@@ -138,6 +139,7 @@ def _sums(activities: Sequence[Activity], device: Device) -> tuple[Floats, Float
             parts[dtype].append((number, work))
     for dtype, found in parts.items():
         work = Work.join([w for _, w in found])
+        # Each kernel adds to the activity that it came from.
         owner = np.repeat([n for n, _ in found], [len(w.flops) for _, w in found])
         seconds = busy_seconds(work, dtype, device) + work.launches * device.launch
         busy += np.bincount(owner, weights=seconds, minlength=len(activities))
@@ -173,8 +175,10 @@ class _ProfileBuilder:
         moves = self._moves()
         nodes: dict[tuple[str, bool], list[fx.Node]] = defaultdict(list)
         for node in dict.fromkeys((*work, *moves)):
+            # Program order within a part and a pass: collectives are charged in the order in which they run.
             nodes[self._part_and_pass(node)].append(node)
         saved_values = self._saved()
+        # Selective recomputation is about these: attention's scores grow with the square of the sequence.
         large = {value for value in saved_values if self._squared(value)}
         recomputed = self._recomputed(large)
         parameters, saved, recomputed_bytes = self._parameters(), self._sizes(saved_values), self._sizes(large)
@@ -212,6 +216,7 @@ class _ProfileBuilder:
             key = (operator, names)
             if key not in known:
                 one = candidates(operator, self.machine.sizes, allowed=[[n] for n in names])
+                # Repeated layers have the same operators: each is costed once.
                 known[key] = operator_work(operator, one, self.machine.sizes).take([0])
             found[node] = known[key]
         return found
@@ -224,12 +229,13 @@ class _ProfileBuilder:
         for (node, out), steps in moves.items():
             for move, _ in steps:
                 size = moved_bytes(self.dims.types[node, out], move, self.machine.sizes)
-                if move.kind != "slice":
+                if move.kind != "slice":  # a slice is local: a view of what is there
                     found[node].append(ChargedCollective(move.kind, move.axis, size))
         for node, names in self.assignment.strategies.items():
             operator = self.dims.operators[node]
             for axis, name in enumerate(names):
                 letter = name.partition(".")[0]
+                # Lowered code, such as a vocabulary's cross-entropy, all-reduces on its own.
                 for letters, size in lowered_bytes(operator, letter) if letter in operator.rule.lower else ():
                     local = size / letter_parts(names, letters, self.machine.sizes)
                     found[node].append(ChargedCollective("all_reduce", axis, local))
@@ -244,6 +250,7 @@ class _ProfileBuilder:
 
     def _parameters(self) -> dict[str, dict[int, float]]:
         found: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+        # A parameter belongs to the part that first uses it: reversed, so that the first use wins.
         users = {
             source: node for node in reversed(list(self.program.sources)) for source, _ in self.program.sources[node]
         }
@@ -260,6 +267,7 @@ class _ProfileBuilder:
         for node, sources in self.program.sources.items():
             for source in sources if is_backward(node) else ():
                 storage = self._storage(source)
+                # Parameters and the batch have no part: they are there anyway.
                 if storage[0] in self.names and not is_backward(storage[0]):
                     saved[storage] = None
         return saved
@@ -296,6 +304,7 @@ class _ProfileBuilder:
 
     def _outputs(self, order: list[str]) -> dict[str, dict[Value, None]]:
         """Each part's forward values that the next part's forward uses."""
+        # Values that skip a part, such as a mask, are not sent from stage to stage here.
         following = dict(pairwise(order))
         outputs: dict[str, dict[Value, None]] = defaultdict(dict)
         for node, sources in self.program.sources.items():
@@ -321,6 +330,7 @@ def _part_names(program: Program) -> dict[fx.Node, str]:
     seen, current = False, BEFORE
     backward = False
     for node in program.sources:
+        # The backward pass begins with what comes last: until a module says otherwise, its nodes are of the end.
         if is_backward(node) and not backward:
             backward, current = True, AFTER
         block = block_of(module_path(node), blocks)
@@ -340,6 +350,7 @@ def _constants(program: Program, dims: Dims) -> set[fx.Node]:
     """Nodes whose values are the same in every step: they come from no input and no generator."""
     found: set[fx.Node] = set()
     for node, sources in program.sources.items():
+        # No sources at all: then `all` is true, as for an arange.
         if not dims.operators[node].rule.random and all(source in found for source, _ in sources):
             found.add(node)
     return found

@@ -30,6 +30,7 @@ from autopar.search.formulation.recipes import DATA_NAMES, TENSOR_NAMES
 from autopar.search.options import Progress, Search
 from autopar.sharding.assignment import machine_of
 from autopar.sharding.dims import analyze
+from autopar.sharding.redistribute import Machine
 from autopar.simulate import order
 
 logger = logging.getLogger("autopar")
@@ -119,29 +120,43 @@ def predict_hybrid(
     order(schedule, training.stages, microbatches, virtual)  # raises before the model is captured
     program, layers = _captured(model, own, loss_fn, precision)
     training = replace(training, layers=layers)
-    dims = analyze(program)
+    # On one tensor rank there is nothing for a recipe to lay out.
     search = Search(recipe=recipe if sizes["tensor"] > 1 else None, padding=False, time_limit=time_limit)
     tensor = {"tensor": sizes["tensor"]}
     plan = solve(program, tensor, machine_cluster, optimizer=optimizer, search=search, progress=progress)
-    parts = step_of(program, dims, plan)
-    stages = stages_of(parts, machine_cluster, machine_of(plan), training)
-    saved = _saved_bytes(parts, training)
-    timeline = simulated(stages, microbatches, schedule, saved, virtual)
-    activations = [sum(timeline.peak_memory(d).values()) for d in range(sizes["stage"])]
-    memory_by_stage = [{**_state(parts, training, d), "activations": activations[d]} for d in range(sizes["stage"])]
-    fullest = max(memory_by_stage, key=lambda m: sum(m.values()))
-    _check_budget(fullest, machine_cluster, memory, recompute)
-    pipeline_seconds = timeline.step_seconds
+    found = _simulated_step(
+        step_of(program, analyze(program), plan), machine_cluster, machine_of(plan), training, schedule
+    )
+    _check_budget(found.memory_bytes, machine_cluster, memory, recompute)
+    return found
+
+
+def _simulated_step(
+    parts: tuple[Part, ...], cluster: Cluster, machine: Machine, training: Training, schedule: str
+) -> Hybrid:
+    """The step of a training, with the memory of its fullest stage.
+
+    Args:
+        parts: of one microbatch.
+        cluster: has the links between stages and data ranks.
+        machine: the axes within a stage.
+        training: how the step is spread.
+        schedule: of the microbatches.
+    """
+    stages = stages_of(parts, cluster, machine, training)
+    timeline = simulated(stages, training.microbatches, schedule, _saved_bytes(parts, training), training.virtual)
+    activations = [sum(timeline.peak_memory(stage).values()) for stage in range(training.stages)]
+    by_stage = [{**_state(parts, training, stage), "activations": size} for stage, size in enumerate(activations)]
     return Hybrid(
-        pipeline_seconds + stages.reduce + stages.update,
-        pipeline_seconds,
+        timeline.step_seconds + stages.reduce + stages.update,
+        timeline.step_seconds,
         stages.reduce,
         stages.update,
         timeline.mean_bubble,
-        microbatches,
+        training.microbatches,
         tuple(stages.forward.tolist()),
         tuple(stages.backward.tolist()),
-        fullest,
+        max(by_stage, key=lambda memory: sum(memory.values())),
     )
 
 
@@ -149,6 +164,7 @@ def _captured(
     model: nn.Module, batch: Batch, loss_fn: LossFunction | None, precision: Precision | None
 ) -> tuple[Program, int | None]:
     """The program of two layers and how many there are, or that of the whole model and None."""
+    # Two layers tell all: the second is like every further one.
     short = shorten(model)
     if short.layers is None:
         logger.info("captured whole, layer by layer: %s", short.reason)
@@ -165,6 +181,7 @@ def _check_budget(needed: Mapping[str, float], cluster: Cluster, memory: str | f
     budget = default_memory(cluster) if memory is None else float(parse_bytes(memory))
     total = sum(needed.values())
     if total > budget:
+        # The remedy depends on what takes most: states need more ranks, activations may be recomputed.
         largest = max(needed, key=lambda name: needed[name])
         remedy = "take smaller microbatches or more stages or tensor ranks"
         if largest == "activations" and recompute != "full":
@@ -185,12 +202,14 @@ def _axis_sizes(axes: Mapping[str, int]) -> dict[str, int]:
         if role is None:
             known = ", ".join(n for names in roles.values() for n in names)
             raise ValueError(f"axis {name!r} of a hybrid plan has no known role; name axes {known}")
+        # Several axes of one role, such as nodes and racks of data ranks, count as one.
         found[role] *= size
     return found
 
 
 def _microbatch(batch: Batch, data: int, size: int | None) -> tuple[Batch, int]:
     """One microbatch, without values, and how many a data rank has."""
+    # The first tensor tells the samples; others may be masks or scalars of the whole batch.
     tensors, skeleton = pytree.flatten(batch, "batch")
     if not tensors or not tensors[0].ndim:
         raise ValueError(
@@ -224,6 +243,7 @@ def _saved_bytes(parts: tuple[Part, ...], training: Training) -> list[float]:
 
 def _recomputed_bytes(part: Part, training: Training) -> float:
     """Bytes that a part recomputes before its backward instead of saving; full recomputation saves a block's input."""
+    # Only blocks are checkpointed, not what comes before and after them.
     if part.name in (BEFORE, AFTER):
         return 0.0
     return {"none": 0.0, "selective": part.recomputed_bytes, "full": part.saved - part.output_bytes}[training.recompute]
@@ -234,9 +254,11 @@ def _state(parts: tuple[Part, ...], training: Training, stage: int) -> dict[str,
     memory = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "recomputed": 0.0}
     for part, count in stage_parts(parts, training, stage):
         for item, elements in part.parameters.items():
+            # Mixed precision: the optimizer keeps a float32 copy of narrower parameters.
             master = MASTER if item < MASTER else 0
             memory["parameters"] += count * elements * item
             memory["gradients"] += count * elements * item
             memory["optimizer"] += count * elements * (optimizer_state_bytes(training.optimizer, 1, MASTER) + master)
+        # Blocks are recomputed one after the other: the largest is there at a time.
         memory["recomputed"] = max(memory["recomputed"], _recomputed_bytes(part, training))
     return memory

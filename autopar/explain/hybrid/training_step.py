@@ -105,12 +105,14 @@ def stages_of(
     Raises:
         ValueError: the stages do not divide the blocks.
     """
+    # The start of sums: `sum` would begin with the number 0.
     none = Spent(0.0, 0.0, (0.0,) * len(machine.sizes))
     if spent is None:
         spent = {p.name: (spend(p.forward, machine), spend(p.backward, machine)) for p in parts}
     blocks = [p for p in parts if p.name not in (BEFORE, AFTER)]
     if training.recompute == "full":  # a block's forward runs once more before its backward
         spent = {**spent, **{p.name: (spent[p.name][0], sum(spent[p.name][::-1], none)) for p in blocks}}
+    # Only what has a factor twice: its kernels are a small part of the forward pass.
     if training.recompute == "selective":
         costs = {p.name: spend(p.recompute, machine) for p in blocks}
         spent = {**spent, **{n: (spent[n][0], spent[n][1] + cost) for n, cost in costs.items()}}
@@ -118,11 +120,13 @@ def stages_of(
     for run in range(training.runs):
         members = run_parts(parts, training, run)
         forward, backward = (sum((spent[p.name][i].scaled(count) for p, count in members), none) for i in (0, 1))
+        # By run, not by kernel: the host launches ahead, and only its sum can be what is waited for.
         found.append(_elapsed(forward, backward))
     sizes = [_parameter_bytes(stage_parts(parts, training, stage)) for stage in range(training.stages)]
     times = np.array(found)
     data, after = _links(cluster, machine, training)
     send = _send_seconds(parts[-2], after, machine) if training.stages > 1 else 0.0
+    # The step ends when the last stage does: each maximum is over the stages.
     reduce = max(float(collective_seconds("all_reduce", sum(s.values()), training.data, data)) for s in sizes)
     update = max(_update_seconds(s, machine, training) for s in sizes)
     return Stages(times[:, 0], times[:, 1], send, reduce, update)
@@ -146,7 +150,9 @@ def run_parts(parts: Sequence[Part], training: Training, run: int) -> list[tuple
             f"{training.runs} stages do not divide {layers} repeated blocks; give another number of stages"
         )
     share = layers // training.runs
+    # A captured block beyond the last counts as often as there are layers like it.
     numbers = Counter(min(i, len(blocks) - 1) for i in range(run * share, (run + 1) * share))
+    # The first run has the embeddings, the last one the loss.
     ends = [p for p in parts if (p.name, run) in ((BEFORE, 0), (AFTER, training.runs - 1))]
     return [*((p, 1) for p in ends), *((blocks[i], count) for i, count in sorted(numbers.items()))]
 
@@ -160,6 +166,7 @@ def _elapsed(forward: Spent, backward: Spent) -> tuple[float, float]:
 
 def _links(cluster: Cluster, machine: Machine, training: Training) -> tuple[Link, Link]:
     """The link between data ranks, and the one from a stage to the next: stages are outermost, one device to one."""
+    # Extents decide the links: what lies inside an axis pushes its devices apart.
     within = math.prod(machine.sizes)
     data, _ = cluster.link_for({"data": training.data, "stage": within})
     stage, _ = cluster.link_for({"stage": 2, "rest": training.data * within})
@@ -210,6 +217,7 @@ def step_seconds(stages: Stages, microbatches: int) -> float:
     as many microbatches as there are stages: a stage waits for the microbatch that it sent a round ago.
     """
     turn = stages.forward + stages.backward
+    # Forward and backward both send: twice.
     exposed = 2 * stages.send * (len(turn) - 1) * (1 + (microbatches - 1) / len(turn))
     computed = float(turn.sum()) + (microbatches - 1) * float(turn.max())
     return computed + exposed + stages.reduce + stages.update

@@ -67,6 +67,7 @@ def calibration_table(cluster: Cluster, samples: Sequence[Sample], fitted: Seque
 def calibration_plot(samples: Sequence[Sample], fitted: Sequence[float]) -> str:
     """An SVG picture: measured seconds to the right, fitted ones upwards, both logarithmic; equal ones on the line."""
     every = [s.seconds for s in samples] + [float(f) for f in fitted]
+    # Whole decades, so that the labels are round numbers.
     low, high = math.floor(math.log10(min(every))), math.ceil(math.log10(max(every)))
     kinds = list(dict.fromkeys(s.kind for s in samples))
     color = {kind: COLORS[i % len(COLORS)] for i, kind in enumerate(kinds)}
@@ -82,11 +83,13 @@ def calibration_plot(samples: Sequence[Sample], fitted: Sequence[float]) -> str:
         f'<rect width="{SIDE}" height="{SIDE}" fill="none" stroke="#888"/>',
         f'<line x1="0" y1="{SIDE}" x2="{SIDE}" y2="0" stroke="#888" stroke-dasharray="4 4"/>',
     ]
+    # SVG's y axis points down: what is large has a small y.
     for power in range(low, high + 1):
         where, text = at(10.0**power), format_seconds(10.0**power)
         lines.append(f'<text x="{where:.1f}" y="{SIDE + 20}" text-anchor="middle">{text}</text>')
         lines.append(f'<text x="-8" y="{SIDE - where + 4:.1f}" text-anchor="end">{text}</text>')
     for sample, seconds in zip(samples, map(float, fitted), strict=True):
+        # Hovering over a point shows its sizes and seconds.
         title = escape(f"{sample.kind} {sample.dtype} {'x'.join(map(str, sample.sizes))}")
         numbers = f"measured {format_seconds(sample.seconds)}, fitted {format_seconds(seconds)}"
         lines.append(
@@ -109,5 +112,6 @@ def _errors(samples: Sequence[Sample], fitted: Sequence[float]) -> Iterable[tupl
     """Kind, how many, median and largest relative error."""
     for kind in dict.fromkeys(s.kind for s in samples):
         pairs = [(s.seconds, float(f)) for s, f in zip(samples, fitted, strict=True) if s.kind == kind]
+        # Relative errors: kernels of microseconds and milliseconds are in one row.
         errors = np.array([abs(f / s - 1) for s, f in pairs])
         yield kind, len(pairs), float(np.median(errors)), float(errors.max())

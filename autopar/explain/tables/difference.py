@@ -36,6 +36,7 @@ def difference(first: Plan, second: Plan) -> dict[str, Any]:
     layouts = _layouts(first, second)
     operators = _operators(first, second)
     return {
+        # Figures may differ for equal plans: versions of autopar predict differently.
         "same": not (about or layouts or operators),
         "about": about,
         "figures": _figures(first, second),
@@ -98,6 +99,7 @@ def _layouts(first: Plan, second: Plan) -> list[dict[str, Any]]:
         for field, kind in _KINDS.items()
         for name in dict.fromkeys((*getattr(first, field), *getattr(second, field)))
     ]
+    # By pattern and both layouts: a table of all layers of a deep model would be unreadable.
     joined: dict[tuple[str, str, str], list[str]] = {}
     for kind, name, one, other in pairs:
         if one != other:
@@ -142,6 +144,7 @@ def _modules(first: Plan, second: Plan) -> list[dict[str, Any]]:
         rows = [table.get(path) for table in tables]
         seconds = [row.seconds if row else 0.0 for row in rows]
         sent = [sum(row.communication_bytes.values()) if row else 0.0 for row in rows]
+        # Sums of floats in another order differ in the last bits.
         if abs(seconds[0] - seconds[1]) > 1e-9 * max(seconds) or sent[0] != sent[1]:
             instances = max(row.instances for row in rows if row)
             found.append({"path": path, "instances": instances, "seconds": seconds, "communication_bytes": sent})

@@ -61,6 +61,7 @@ def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
+        # Some builds of packages have no metadata; autopar without it runs from its sources.
         return "unknown version" if package != "autopar" and importlib.util.find_spec(package) else None
 
 
@@ -73,6 +74,7 @@ def _devices() -> list[dict[str, Any]]:
 
 def _backends() -> list[str]:
     distributed = torch.distributed
+    # The functions below exist only in builds with torch.distributed.
     if not distributed.is_available():
         return []
     checks = {
@@ -85,6 +87,7 @@ def _backends() -> list[str]:
 
 
 def _usable_cores() -> int:
+    # In a container fewer cores may be usable than the machine has; macOS cannot tell.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -101,6 +104,7 @@ def _missing(facts: dict[str, Any]) -> list[str]:
     versions = facts["packages"]
     found += [f"{name}: pip install {name}" for name in REQUIRED if versions[name] is None]
     found += [f"{name}, for {use}: pip install {name}" for name, use in OPTIONAL.items() if versions[name] is None]
+    # Without the local part: 2.11.0+cu128.
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if release < OLDEST_TORCH:
         found.append(f"torch 2.11 or newer (this is {torch.__version__}): pip install --upgrade torch")

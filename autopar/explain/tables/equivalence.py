@@ -47,6 +47,7 @@ def equivalence_table(report: EquivalenceReport, tolerance: float, width: int = 
     table.add_column("error", justify="right", no_wrap=True)
     for name, error in found[:LONGEST]:
         table.add_row(Text(name), Text(f"{error:.1e}"))
+    # No processes were started, which the report says.
     axes = ", ".join(f"{name}={size}" for name, size in report.plan.axes)
     rows = [("axes", f"{axes}, emulated in one process")]
     if report.loss is not None and report.reference_loss is not None:

@@ -39,6 +39,7 @@ class SearchProgress:
         self._spinner = Spinner("dots", text=self)
         self._live: Live | None = None
         self._lock = threading.Lock()
+        # A thread of its own: the search calls back too rarely to show that it is alive.
         self._timer = threading.Timer(delay, self._show)
         self._timer.daemon = True
 
@@ -46,6 +47,7 @@ class SearchProgress:
         """Note a phase, and the best objective and bound so far, in seconds of one step."""
         changed = phase != self._state[0]
         self._state = (phase, incumbent, bound)
+        # In a log, a line for each phase; seconds would fill it.
         if changed and not self._console.is_terminal and time.monotonic() - self._start > self._delay:
             self._console.print(self.line())
 
@@ -68,6 +70,7 @@ class SearchProgress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        # The timer may fire at this moment: the lock decides which of the two comes first.
         self._timer.cancel()
         with self._lock:
             if self._live is not None:

@@ -50,14 +50,14 @@ def answers_table(name: str, layout: str, found: Plan, answers: Sequence[Answer]
     ]
     if len(answers) == 1:
         (answer,) = answers
-        asked = _wanted(answer)
+        placement = _wanted(answer)
         if answer.plan is None:
-            return render([figures([*head, (f"with {asked}", f"blocked: {answer.reason}")])], width)
+            return render([figures([*head, (f"with {placement}", f"blocked: {answer.reason}")])], width)
         times = f"{_ratio(found, answer.plan):.4g} times as long; what differs:"
         return (
-            render([figures([*head, (f"with {asked}", times)])], width)
+            render([figures([*head, (f"with {placement}", times)])], width)
             + "\n"
-            + difference_table(found, answer.plan, ("this plan", f"with {asked}"), width)
+            + difference_table(found, answer.plan, ("this plan", f"with {placement}"), width)
         )
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     table.add_column("instead", no_wrap=True)

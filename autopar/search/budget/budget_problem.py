@@ -18,7 +18,7 @@ from autopar.ir.plan import Certificate, Plan
 from autopar.ir.program import Program
 from autopar.search.budget.lagrangian import fits
 from autopar.search.formulation.build import Formulation, build
-from autopar.search.formulation.memory_model import WHOLE, MemoryModel
+from autopar.search.formulation.memory_model import MemoryModel
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.options import Job, Search
 from autopar.search.peak import optimizer_bytes, peak_of, saved_for_backward, state_bytes, unverified
@@ -30,7 +30,7 @@ from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits
 from autopar.sharding.dims import Dims
 from autopar.sharding.layer_classes import LayerClasses
-from autopar.sharding.redistribute import Tables
+from autopar.sharding.redistribute import Machine, Tables
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,23 @@ class BudgetProblem:
     job: Job
     claims: list[Claim] = field(default_factory=list)
 
+    @staticmethod
+    def of(program: Program, dims: Dims, classes: LayerClasses, job: Job) -> BudgetProblem:
+        """The problem of a job, whose time limit begins now."""
+        axes, search = job.axes, job.search
+        machine = Machine(tuple(axes), tuple(axes.values()), job.cluster.link_for(dict(axes)), job.cluster.device)
+        limits = Limits(search.gap, time.monotonic() + search.time_limit)
+        return BudgetProblem(program, dims, classes, Tables(machine), limits, job)
+
     @property
     def whole(self) -> bool:
         """Whether the model is searched, and not a stage's share of it."""
-        return self.job.share is WHOLE
+        return self.job.stages is None
 
     @property
     def seconds(self) -> float:
         """What is left of the time limit."""
+        # At least a second: a search that begins late still finds something.
         return max(1.0, self.limits.deadline - time.monotonic())
 
     @property
@@ -90,6 +99,20 @@ class BudgetProblem:
         """Bytes of each parameter's optimizer state, if it may be offloaded."""
         return optimizer_bytes(self.program, self.job.optimizer) if self.offload else {}
 
+    @property
+    def states_alone(self) -> MemoryModel:
+        """Of memory, parameters with their optimizer states and gradients count; nothing is recomputed to save some."""
+        return MemoryModel(self.state_and_gradients, regions=self.regions, state_share=self.job.state_share,
+                           activation_share=self.job.activation_share)  # fmt: skip
+
+    def states_and_activations(self, *, offload: bool) -> MemoryModel:
+        """Of memory, parameters with their optimizer states count, and what is saved for the backward pass."""
+        return MemoryModel(
+            self.state, activations=True, recompute=self.job.search.recompute, regions=self.regions, offload=offload,
+            optimizer=self.optimizer_state if offload else {}, state_share=self.job.state_share,
+            activation_share=self.job.activation_share,
+        )  # fmt: skip
+
     def formulation(self, restrictions: Restrictions, memory: MemoryModel) -> Formulation:
         """The problem under restrictions, with memory counted in some way."""
         return build(self.program, self.dims, self.classes, self.tables, memory, restrictions)
@@ -108,6 +131,7 @@ class BudgetProblem:
         """
         if self.job.search.check:
             require_cost(built.problem, mix, [v.count for v in built.variables])
+        # Rounding may put the bound above the plan's own cost, or below zero.
         bound = min(max(bound, 0.0), mix.cost)
         certificate = Certificate(mix.cost, bound, self.space, method, mix.price)
         return plan_of(self.program, self.dims, self.classes, built, mix, certificate, self.job, self.tables)
@@ -124,9 +148,11 @@ class BudgetProblem:
 
     def _held(self, plan: Plan) -> dict[str, float]:
         """Bytes by category that the budget has to hold: a device's peak, unless the job says what else counts."""
+        # A stage's devices hold several microbatches of some layers: only the cut graph tells how much that is.
         if self.job.stages is not None:
             return peak_in_stages(self.program, plan, self.job.stages, self.job.search)
-        if not self.job.moments:
+        if not self.job.all_points:
+            # A benchmark's budget, which counts as papers on recomputation do.
             saved = saved_for_backward(unverified(self.program, plan), plan)
             return {"parameters": sum(self.state.values()), "activations": saved}
         return peak_of(self.program, plan, self.classes)
@@ -149,6 +175,7 @@ def missing(memory: float, least: Plan | None) -> InfeasibleError:
     held = least.predicted.peak_bytes
     needed = peak_bytes(least)
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in sorted(held.items(), key=lambda x: -x[1])[:3])
+    # As if all that a device holds were split further: a mesh of so many devices may be enough.
     more = math.ceil(math.prod(least.axis_sizes) * needed / memory)
     return InfeasibleError(
         f"no plan was found that needs less than {format_bytes(needed)} a device on axes {dict(least.axes)} ({parts}), "
@@ -160,20 +187,21 @@ def missing(memory: float, least: Plan | None) -> InfeasibleError:
     )
 
 
-def _space(search: Search, cluster: str, regions: bool, away: bool) -> str:
+def _space(search: Search, cluster: str, regions: bool, offload: bool) -> str:
     tied = ", repeated layers alike in layout" if search.tie_layers else ""
     recipe = f"what recipe {search.recipe} leaves open; " if search.recipe else ""
     roles = ", ".join(f"{axis} for {role}" for axis, role in search.roles.items())
     recipe += f"axes as told ({roles}); " if roles else ""
     words = {
         "search": "any tensor saved, recomputed or re-gathered (outputs of repeated layers are saved)",
+        # ZeRO-2 or ZeRO-3, tensor by tensor.
         "regather": "parameters gathered once, or re-gathered in the backward pass",
     }
-    kept = words.get(search.recompute, "no recomputation")
-    kept += ", but checkpointed regions as the model has them" if regions else ""
-    kept += ", or offloaded where that takes less time than recomputation, as optimizer state may" if away else ""
+    saved = words.get(search.recompute, "no recomputation")
+    saved += ", but checkpointed regions as the model has them" if regions else ""
+    saved += ", or offloaded where that takes less time than recomputation, as optimizer state may" if offload else ""
     return (
         f"{recipe}one layout per tensor on every axis{tied}; a value has one layout besides its own for all its users; "
-        f"no pipelines, {kept}; costs: kernels by tiles and traffic, collectives by ring or tree, "
+        f"no pipelines, {saved}; costs: kernels by tiles and traffic, collectives by ring or tree, "
         f"on {cluster}"
     )

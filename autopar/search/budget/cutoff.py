@@ -36,6 +36,7 @@ class Cutoff:
         Raises:
             PrunedError: with the bound.
         """
+        # Not only where the bound exceeds the known plan: what could be gained is not worth the search.
         if bound >= self.enough:
             raise PrunedError(bound)
 
@@ -44,6 +45,7 @@ class Cutoff:
         """The cutoff of a plan; none if there is no plan."""
         if plan is None:
             return cls()
+        # The objective, not the predicted seconds: bounds are in the search's own count.
         return cls(plan.certificate.objective, plan.certificate.memory_price)
 
 

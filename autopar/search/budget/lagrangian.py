@@ -18,7 +18,7 @@ from autopar.search.solver.ilp import solve_ilp
 from autopar.search.solver.message_passing import MessagePassing, compact, write_back
 from autopar.search.solver.minimize import EXACT, LEVELS, WORK_PER_ENTRY, Incumbent, Limits, ascend, decode, minimize
 from autopar.search.solver.presolve import presolve
-from autopar.search.solver.problem import Ints, Labeling, Problem, Solution, evaluate, locate
+from autopar.search.solver.problem import Ints, Problem, Solution, evaluate, locate
 from autopar.search.solver.workspace import Workspace, build
 
 Progress = Callable[[str, float, float], None]
@@ -37,7 +37,7 @@ def fits(memory: float, budget: float) -> bool:
     return memory <= budget + ROUNDING * abs(budget)
 
 
-def require_fit(least: Labeling, budget: float) -> None:
+def require_fit(least: Solution, budget: float) -> None:
     """Refuse a budget that the labeling of least memory exceeds.
 
     Raises:
@@ -52,12 +52,13 @@ def require_fit(least: Labeling, budget: float) -> None:
         )
 
 
-def least_memory(problem: Problem, limits: Limits) -> Labeling:
+def least_memory(problem: Problem, limits: Limits) -> Solution:
     """The labeling that needs least memory, whatever it costs.
 
     Raises:
         InfeasibleError: there is no labeling at all.
     """
+    # Memory in place of cost; what is forbidden stays forbidden.
     nodes = tuple(replace(n, cost=np.where(np.isfinite(n.cost), n.memory, np.inf)) for n in problem.nodes)
     edges = tuple(replace(e, table=np.where(np.isfinite(e.table), 0.0, np.inf)) for e in problem.edges)
 
@@ -65,10 +66,10 @@ def least_memory(problem: Problem, limits: Limits) -> Labeling:
         cost, memory = evaluate(problem, labels)
         return memory if np.isfinite(cost) else float("inf")
 
-    found = minimize(build(Problem(nodes, edges), False), value_of, replace(limits, gap=0.0))
-    if found.labels is None:
+    labels, _, _ = minimize(build(Problem(nodes, edges), False), value_of, replace(limits, gap=0.0))
+    if labels is None:
         raise InfeasibleError(NO_LABELING)
-    return locate(problem, found.labels)
+    return locate(problem, labels)
 
 
 def solve_within(problem: Problem, budget: float, free: Solution, limits: Limits, progress: Progress) -> Solution:
@@ -117,11 +118,11 @@ def reprice(graph: Workspace, multiplier: float) -> Workspace:
 
 def settled(graph: Workspace) -> float:
     """Memory of the eliminated nodes, which `fold` only eliminates where it is the same for all their labels."""
-    return sum(float(graph.memory[s.node][np.isfinite(s.cost)][0]) for s in graph.folded)
+    return sum(float(graph.memory[node][np.isfinite(cost)][0]) for node, cost, _ in graph.folded)
 
 
 def _bracket(
-    problem: Problem, graph: Workspace, budget: float, over: Labeling, best: Incumbent, limits: Limits
+    problem: Problem, graph: Workspace, budget: float, over: Solution, best: Incumbent, limits: Limits
 ) -> tuple[float, float]:
     """Kelley's cutting planes in one dimension: the next multiplier is where the lines of the two best labelings cross.
 
@@ -143,12 +144,13 @@ def _bracket(
     room = budget - settled(graph)  # for the nodes that are left
     _sweep(messages, limits)
     best.offer(decode(graph, messages, room))
+    # `under` fits and `over` does not: the best multiplier is between those at which either is the minimum.
     under, bound, chosen, current = locate(problem, _known(best)), -np.inf, 0.0, 0.0
     low, high = 0.0, np.inf
     for _ in range(MAX_STEPS):
-        if under.cost <= over.cost or limits.expired() or high - low < NARROW * high:
+        if under.objective <= over.objective or limits.expired() or high - low < NARROW * high:
             break
-        multiplier = (under.cost - over.cost) / (over.memory - under.memory)
+        multiplier = (under.objective - over.objective) / (over.memory - under.memory)
         if not low < multiplier < high:
             # The messages' labelings are not exact, so lines can cross outside the bracket: bisect instead.
             multiplier = low * 4 if np.isinf(high) else float(np.sqrt(low * high)) if low else high / 4
@@ -161,9 +163,9 @@ def _bracket(
         point = locate(problem, decode(graph, messages))
         if fits(point.memory, budget):
             best.offer(point.labels)
-            under, high = point if np.isfinite(point.cost) else under, multiplier
+            under, high = point if np.isfinite(point.objective) else under, multiplier
         else:
-            over, low = point if np.isfinite(point.cost) else over, multiplier
+            over, low = point if np.isfinite(point.objective) else over, multiplier
     messages.price(-current)
     write_back(graph, messages, np.inf)
     return bound, chosen
@@ -178,8 +180,7 @@ def _sweep(messages: MessagePassing, limits: Limits) -> None:
 
 
 def _solution(problem: Problem, labels: Ints, bound: float, method: str) -> Solution:
-    cost, memory = evaluate(problem, labels)
-    return Solution(labels, cost, bound, memory, method)
+    return Solution(labels, *evaluate(problem, labels), bound, method)
 
 
 def _known(best: Incumbent) -> Ints:
@@ -227,6 +228,7 @@ def _search(graph: Workspace, budget: float, multiplier: float, best: Incumbent,
         if not presolve(graph) or not fold(graph, degree, entries, entries * WORK_PER_ENTRY):
             return np.inf, "multiplier"
         after = sum(len(graph.alive(n)) for n in graph.live_nodes())
+        # A level is given up once reduced costs drop few labels more.
         level += after > 0.8 * before
         if not graph.live_nodes():
             best.offer(unfold(graph, np.zeros(len(graph.cost), dtype=np.int64)))
@@ -235,10 +237,10 @@ def _search(graph: Workspace, budget: float, multiplier: float, best: Incumbent,
             return bound, "time limit"
     scale = abs(best.value)
     seconds = limits.deadline - time.monotonic()
-    found = solve_ilp(graph, scale, limits.gap / 2 * scale, seconds, budget - settled(graph))
-    if found.labels is not None:
-        best.offer(unfold(graph, found.labels))
-    return max(bound, found.bound), found.method
+    labels, proved, method = solve_ilp(graph, scale, limits.gap / 2 * scale, seconds, budget - settled(graph))
+    if labels is not None:
+        best.offer(unfold(graph, labels))
+    return max(bound, proved), method
 
 
 def solve(
@@ -268,12 +270,12 @@ def solve(
     """
     report = progress or (lambda phase, incumbent, bound: None)
     limits = Limits(gap, time.monotonic() + time_limit)
-    minimum = minimize(build(problem, False), lambda labels: evaluate(problem, labels)[0], limits)
-    if minimum.labels is None:
+    labels, bound, method = minimize(build(problem, False), lambda labels: evaluate(problem, labels)[0], limits)
+    if labels is None:
         raise InfeasibleError(NO_LABELING)
-    found = _solution(problem, minimum.labels, minimum.bound, minimum.method)
+    found = _solution(problem, labels, bound, method)
     report("unconstrained", found.objective, found.lower_bound)
     if budget is not None and not fits(found.memory, budget):
         found = solve_within(problem, budget, found, limits, report)
-    labels = np.asarray(found.labels, dtype=np.int64)
-    return replace(found, labels=labels, lower_bound=min(found.lower_bound, found.objective))
+    bound = min(found.lower_bound, found.objective)  # float rounding may put the bound above
+    return replace(found, labels=np.asarray(found.labels, dtype=np.int64), lower_bound=bound)

@@ -75,7 +75,7 @@ def group_sizes(layers: int) -> list[int]:
 
     More groups would not cost the ILP much; but each is a part of the plan that is measured.
     """
-    rest = layers - -(-layers // 2)
+    rest = layers - -(-layers // 2)  # half of them, rounded down
     middle = max(rest - 1, 0)
     found = [layers - rest, -(-2 * middle // 3), middle - -(-2 * middle // 3), rest - middle]
     return [size for size in found if size]
@@ -93,6 +93,7 @@ def _grouped(states: Problem, counts: NDArray[np.int64], sizes: Sequence[int]) -
     Returns:
         The problem, and the number of the node of each class in each group, [groups, classes].
     """
+    # Shares of members, as in `LayerMix`: an edge has the share of its second node.
     share = weights([*itertools.accumulate(size / sum(sizes) for size in sizes)], counts)
     copy = np.zeros((len(sizes), len(counts)), dtype=np.int64)
     nodes: list[Node] = []
@@ -128,8 +129,8 @@ def _solved(problem: Problem, budget: float, scale: float, gap: float) -> Ints |
         return None
     if not graph.live_nodes():
         return unfold(graph, np.zeros(len(graph.cost), dtype=np.int64))
-    found = solve_ilp(graph, scale, gap * scale, STATES_SECONDS, budget - settled(graph))
-    return None if found.labels is None else unfold(graph, found.labels)
+    labels, _, _ = solve_ilp(graph, scale, gap * scale, STATES_SECONDS, budget - settled(graph))
+    return None if labels is None else unfold(graph, labels)
 
 
 def _of_all(labels: Ints, chosen: Chosen) -> Ints:

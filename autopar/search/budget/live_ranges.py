@@ -105,6 +105,7 @@ def minimize_peak(
             then.
         seconds: time limit of each program.
     """
+    # The operators at which most is live whatever is chosen: there the peak is, most likely.
     constrained = [int(t) for t in np.argsort(ranges.certain())[::-1][:FIRST]]
     bound, best = 0.0, (math.inf, set[Key]())
     for _ in range(ROUNDS):
@@ -141,6 +142,7 @@ def minimize_peak_at(
         s: model.variable(upper=0.0 if s in ranges.fixed else 1.0, integral=True, cost=scale * cost.get(s, 0.0))
         for s in names
     }
+    # Continuous: with binary `recomputed`, the least values that the constraints allow are 0 or 1.
     ever = {s: model.variable(lower=1.0 if s in ranges.first else 0.0) for s in names}
     for s in names:
         for u in readers[s]:  # needed if a reader is needed and recomputed
@@ -151,6 +153,7 @@ def minimize_peak_at(
         for s in names:
             if ranges.last.get(s, -1) >= t:
                 model.at_least({held[s]: 1.0, needed[s]: -1.0}, 0.0)
+                # What is saved is held until its last read.
                 model.at_least({held[s]: 1.0, recomputed[s]: 1.0}, 1.0)
             for u in readers[s]:
                 # A reader that was recomputed by now needed it; one that will be recomputed later still does.
@@ -172,18 +175,22 @@ def _readers(ranges: LiveRanges) -> dict[Key, list[Key]]:
     return readers
 
 
-@dataclass(frozen=True)
 class _MixedIntegerProgram:
-    """A mixed-integer program, built one variable and one constraint at a time."""
+    """A mixed-integer program, built one variable and one constraint at a time.
 
-    lower: list[float] = field(default_factory=list)
-    upper: list[float] = field(default_factory=list)
-    integral: list[bool] = field(default_factory=list)
-    cost: list[float] = field(default_factory=list)
-    entries: list[tuple[int, int, float]] = field(default_factory=list)
-    limits: list[float] = field(default_factory=list)
+    HiGHS gets it as one matrix at the end, which is faster than a call for each row.
+    """
+
+    def __init__(self) -> None:
+        self.lower: list[float] = []
+        self.upper: list[float] = []
+        self.integral: list[bool] = []
+        self.cost: list[float] = []
+        self.entries: list[tuple[int, int, float]] = []  # row, column, coefficient; rows in order
+        self.limits: list[float] = []
 
     def variable(self, *, lower: float = 0.0, upper: float = 1.0, integral: bool = False, cost: float = 0.0) -> int:
+        """Add a variable; its number."""
         self.lower.append(lower)
         self.upper.append(upper)
         self.integral.append(integral)
@@ -191,6 +198,7 @@ class _MixedIntegerProgram:
         return len(self.lower) - 1
 
     def at_least(self, terms: Mapping[int, float], limit: float) -> None:
+        """Add a constraint: the sum of coefficients times variables is at least the limit."""
         self.entries.extend((len(self.limits), column, value) for column, value in terms.items())
         self.limits.append(limit)
 
@@ -206,6 +214,7 @@ class _MixedIntegerProgram:
         solver.run()
         info = solver.getInfo()
         known = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+        # Infinite where time ran out before any bound: zero is one.
         bound = float(info.mip_dual_bound)
         return bound if np.isfinite(bound) else 0.0, np.asarray(solver.getSolution().col_value) if known else None
 

@@ -46,8 +46,10 @@ class MemoryConstraint:
     @cached_property
     def frontier(self) -> Frontier:
         """Its frontier, which starts with the labelings of ``like``."""
+        # Only a relaxed constraint has a cutoff: the bound of another one says nothing about all plans.
         found = Frontier(self.built.problem, self.limits, useless=(self.budget, self.cutoff))
         if self.like is not None:
+            # The same layouts and states: only the bytes of the labels differ.
             found.take_over(self.like.frontier)
         return found
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 
 from torch import fx
@@ -25,7 +25,7 @@ from autopar.memory.liveness import copied_by_convolution
 from autopar.memory.recompute import class_of, ranges
 from autopar.search.budget.live_ranges import LiveRanges, minimize_peak
 from autopar.search.predict import node_seconds
-from autopar.sharding.assignment import Assignment, assign
+from autopar.sharding.assignment import assign
 from autopar.sharding.candidates import split_parts
 from autopar.sharding.dims import Dims
 from autopar.sharding.layer_classes import LayerClasses
@@ -37,21 +37,14 @@ SECONDS = 10.0
 """Time limit of each program."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What may be decided.
-
-    Attributes:
-        free: classes of operators that may be recomputed.
-        moved: classes of values that may be re-gathered.
-    """
-
-    free: Collection[str]
-    moved: Collection[str]
-
-
 def min_peak_recomputation(
-    program: Program, dims: Dims, classes: LayerClasses, plan: Plan, choice: Choice, enough: float = 0.0
+    program: Program,
+    dims: Dims,
+    classes: LayerClasses,
+    plan: Plan,
+    free: Collection[str],
+    moved: Collection[str],
+    enough: float = 0.0,
 ) -> Plan | None:
     """The plan with another choice of what is saved; None if there is too much to decide, or nothing.
 
@@ -60,35 +53,41 @@ def min_peak_recomputation(
         dims: its dimension analysis.
         classes: which nodes share a decision.
         plan: whose layouts stay.
-        choice: what may be decided.
+        free: classes of operators that may be recomputed.
+        moved: classes of values that may be re-gathered.
         enough: bytes of activations and of what the backward pass computes; a lower peak is not looked for.
     """
-    added = _single_reader_layouts(program, dims, classes, plan, choice)
+    added = _single_reader_layouts(program, dims, classes, plan, moved)
     plan = replace(plan, consumer_layouts={**plan.consumer_layouts, **added})
-    bare = replace(plan, recompute={}, offload={})
-    tensors = _Storages.of(program, dims, classes, bare)
+    all_saved = replace(plan, recompute={}, offload={})
+    tensors = _Storages(program, dims, classes, all_saved)
     live = tensors.live_ranges(plan.cluster.device.copies)
-    live.fixed.update(s for s in live.size if classes.key[tensors.producer[s]] not in choice.free)
+    live.fixed.update(s for s in live.size if classes.key[tensors.producer[s]] not in free)
     if not 0 < len(live.size) - len(live.fixed) <= LARGEST:
         return None
-    seconds = node_seconds(program, dims, bare)
+    seconds = node_seconds(program, dims, all_saved)
     cost = {s: seconds.get(tensors.producer[s], 0.0) for s in live.size}
     _, recomputed = minimize_peak(live, enough=enough, cost=cost, seconds=SECONDS)
-    members = _recomputed_members(tensors, classes, plan, choice, recomputed)
-    other = {name: r for name, r in plan.recompute.items() if class_of(name) not in {*choice.free, *choice.moved}}
+    members = _recomputed_members(tensors, classes, plan, free, moved, recomputed)
+    other = {name: r for name, r in plan.recompute.items() if class_of(name) not in {*free, *moved}}
     found = {name: ranges(numbers, classes.count[class_of(name)]) for name, numbers in members.items()}
     return replace(plan, recompute={**other, **{name: r for name, r in found.items() if r}})
 
 
 def _recomputed_members(
-    tensors: _Storages, classes: LayerClasses, plan: Plan, choice: Choice, recomputed: Collection[int]
+    tensors: _Storages,
+    classes: LayerClasses,
+    plan: Plan,
+    free: Collection[str],
+    moved: Collection[str],
+    recomputed: Collection[int],
 ) -> dict[str, set[int]]:
     """Members of each class that a plan's ``recompute`` names where these storages are recomputed."""
     members: dict[str, set[int]] = defaultdict(set)
-    for key in (k for k in classes.members if k in choice.free or k in choice.moved):
+    for key in (k for k in classes.members if k in free or k in moved):
         for i, node in enumerate(classes.members[key]):
             own = {*tensors.computed(node)} & {*recomputed}
-            if key in choice.free and (own or not tensors.computed(node)):  # a view costs nothing
+            if key in free and (own or not tensors.computed(node)):  # a view costs nothing
                 members[key].add(i)
             for out in (o for k, o in classes.uses if k == key and f"{key} {o}" in plan.consumer_layouts):
                 if own or not tensors.smaller_moved((node, out)):
@@ -97,13 +96,13 @@ def _recomputed_members(
 
 
 def _single_reader_layouts(
-    program: Program, dims: Dims, classes: LayerClasses, plan: Plan, choice: Choice
+    program: Program, dims: Dims, classes: LayerClasses, plan: Plan, moved: Collection[str]
 ) -> dict[str, Layout]:
     """Consumer layouts for values that one class reads, in a single other layout, so that they can be re-gathered."""
     assignment, found = assign(program, dims, plan, classes), {}
     for (key, out), users in classes.uses.items():
         members = classes.members[key]
-        if len(users) > 1 or key not in choice.moved or f"{key} {out}" in plan.consumer_layouts:
+        if len(users) > 1 or key not in moved or f"{key} {out}" in plan.consumer_layouts:
             continue
         taking = [n for user, _ in users for n in classes.members.get(user, ()) if n in program.sources]
         pairs = [pair for n in taking for pair in zip(program.sources[n], assignment.inputs[n], strict=True)]
@@ -113,7 +112,6 @@ def _single_reader_layouts(
     return found
 
 
-@dataclass(frozen=True)
 class _Storages:
     """Storages of a program's tensors, and into how many parts each is split while it is held.
 
@@ -127,31 +125,27 @@ class _Storages:
         inputs: those that the model takes.
     """
 
-    program: Program
-    assignment: Assignment
-    sizes: tuple[int, ...]
-    bytes: dict[int, float] = field(default_factory=dict)
-    parts: dict[int, int] = field(default_factory=dict)
-    producer: dict[int, fx.Node] = field(default_factory=dict)
-    inputs: set[int] = field(default_factory=set)
-
-    @staticmethod
-    def of(program: Program, dims: Dims, classes: LayerClasses, plan: Plan) -> _Storages:
-        found = _Storages(program, assign(program, dims, plan, classes), plan.axis_sizes)
+    def __init__(self, program: Program, dims: Dims, classes: LayerClasses, plan: Plan) -> None:
+        self.program, self.sizes = program, plan.axis_sizes
+        self.assignment = assign(program, dims, plan, classes)
+        self.bytes: dict[int, float] = {}
+        self.parts: dict[int, int] = {}
+        self.producer: dict[int, fx.Node] = {}
+        self.inputs: set[int] = set()
         for node in (*program.placeholders, *program.sources):
             for i, value in enumerate(values_of(node)):
-                if value is not None and storage_id(value) not in found.bytes:
+                # The first node with a storage allocates it; later ones are views.
+                if value is not None and storage_id(value) not in self.bytes:
                     storage = storage_id(value)
-                    found.bytes[storage] = float(value.untyped_storage().nbytes())
-                    found.parts[storage] = max(found._parts(layout) for layout in found._layouts((node, i)))
+                    self.bytes[storage] = float(value.untyped_storage().nbytes())
+                    self.parts[storage] = max(self._parts(layout) for layout in self._layouts((node, i)))
                     if node in program.sources:
-                        found.producer[storage] = node
+                        self.producer[storage] = node
                     else:
-                        found.inputs.add(storage)
-        for output, layout in zip(program.output_values, found.assignment.finals, strict=True):
+                        self.inputs.add(storage)
+        for output, layout in zip(program.output_values, self.assignment.finals, strict=True):
             for storage in _storages(output) if output is not None else ():
-                found.parts[storage] = max(found.parts[storage], found._parts(layout))
-        return found
+                self.parts[storage] = max(self.parts[storage], self._parts(layout))
 
     def _parts(self, layout: Layout) -> int:
         return split_parts(layout, self.sizes)
@@ -211,8 +205,8 @@ class _Storages:
     def _working_bytes(self, node: fx.Node, copies: float) -> float:
         """Bytes of arguments and results beyond what is held of them anyway, and of what the library copies."""
         beyond: dict[int, float] = {}
-        into = self.assignment.inputs[node]
-        for argument, layout in zip(tensor_arguments(node), into, strict=True):
+        layouts = self.assignment.inputs[node]
+        for argument, layout in zip(tensor_arguments(node), layouts, strict=True):
             for s in _storages(argument):
                 moved = layout not in self._layouts(producer(argument))
                 if self._parts(layout) < self.parts[s] or moved:  # held beside the part that it is moved from
@@ -223,8 +217,8 @@ class _Storages:
                 beyond[s] = self.bytes[s] / self._parts(self.assignment.outputs[node, i]) - self._local_bytes(s)
         copied = copied_by_convolution(node)
         if copied and copies:
-            given, taken, weight = (self._parts(layout) for layout in into[:3])  # of the backward pass
-            copied = copied_by_convolution(node, (taken, weight, given))
+            gradient, data, weight = (self._parts(layout) for layout in layouts[:3])  # of the backward pass
+            copied = copied_by_convolution(node, (data, weight, gradient))
         return sum(beyond.values()) + copies * copied
 
 

@@ -29,7 +29,7 @@ from autopar.search.solver.eliminate import fold
 from autopar.search.solver.layer_mix import LayerMix, mix_of, weights
 from autopar.search.solver.minimize import LEVELS, WORK_PER_ENTRY, Limits, minimize
 from autopar.search.solver.presolve import presolve
-from autopar.search.solver.problem import Edge, Floats, Ints, Labeling, Node, Problem, evaluate, locate
+from autopar.search.solver.problem import Edge, Floats, Ints, Node, Problem, Solution, evaluate, locate
 from autopar.search.solver.workspace import Workspace, build
 
 Progress = Callable[[str, float, float], None]
@@ -53,19 +53,11 @@ STATES_SECONDS = 5.0
 """To choose states under given layouts is a small problem; it gets this long even if the time limit is reached."""
 
 
-@dataclass(frozen=True)
-class Priced:
-    """The minimum for one multiplier.
+Priced = tuple[float, Solution]
+"""A multiplier in seconds per byte, and the labeling of the least ``objective + multiplier * memory``.
 
-    Attributes:
-        price: the multiplier, in seconds per byte.
-        point: the labeling.
-        bound: no labeling has less cost plus multiplier times memory.
-    """
-
-    price: float
-    point: Labeling
-    bound: float
+The labeling's lower bound is of that sum: no labeling has less.
+"""
 
 
 @dataclass
@@ -75,7 +67,7 @@ class Frontier:
     Attributes:
         problem: what is minimized.
         limits: relative gap and deadline.
-        known: what has been found.
+        known: what has been found, in that order.
         states: the frontiers of states under given layouts, by the labels that have these layouts.
         useless: bytes and a cutoff: where nothing within so many bytes is below the cutoff, the search ends. The
             cutoff's multiplier is tried first.
@@ -87,12 +79,14 @@ class Frontier:
     known: list[Priced] = field(default_factory=list)
     states: dict[bytes, Frontier] = field(default_factory=dict)
     useless: tuple[float, Cutoff] = (0.0, NO_CUTOFF)
-    small: list[Labeling] = field(default_factory=list)
+    small: list[Solution] = field(default_factory=list)
 
     def among(self, chosen: Labels) -> Frontier:
         """The frontier of some labels of each node only."""
+        # Masks of labels as bits: the same layouts come up again for other multipliers.
         key = np.concatenate([np.packbits(c) for c in chosen]).tobytes()
         if key not in self.states:
+            # Although the time is up: without states there would be no plan for these layouts at all.
             deadline = max(self.limits.deadline, time.monotonic() + STATES_SECONDS)
             self.states[key] = Frontier(restricted(self.problem, chosen), Limits(EXACT_GAP, deadline))
         return self.states[key]
@@ -103,7 +97,7 @@ class Frontier:
 
     def claim(self, budget: float) -> Claim:
         """The best bound on labelings within the budget, with its multiplier."""
-        claims = [Claim(self.problem, p.bound - p.price * budget, p.price, budget) for p in self.known]
+        claims = [Claim(self.problem, p.lower_bound - price * budget, price, budget) for price, p in self.known]
         return max(claims, key=lambda claim: claim.bound, default=Claim(self.problem, -np.inf))
 
     def take_over(self, other: Frontier) -> None:
@@ -111,9 +105,9 @@ class Frontier:
 
         A bound on cost alone holds here, too: the memory that `TINY` adds is subtracted, at most all there is.
         """
-        free = next(p for p in other.known if p.price == TINY)
+        free = next(p for price, p in other.known if price == TINY)
         most = sum(float(n.memory.max()) for n in other.problem.nodes)
-        self.known.append(Priced(TINY, locate(self.problem, free.point.labels), free.bound - TINY * most))
+        self.known.append((TINY, locate(self.problem, free.labels, free.lower_bound - TINY * most)))
         self.small.append(locate(self.problem, other.little().labels))
 
     def start(self, chosen: Labels, bound: float) -> None:
@@ -125,7 +119,7 @@ class Frontier:
         """
         found = self.among(chosen).free().labels
         labels = [int(np.flatnonzero(c)[x]) for c, x in zip(chosen, found, strict=True)]
-        self.known.append(Priced(TINY, locate(self.problem, np.array(labels, dtype=np.int64)), bound))
+        self.known.append((TINY, locate(self.problem, np.array(labels, dtype=np.int64), bound)))
 
     def bound_at(self, price: float, budget: float) -> float:
         """No labeling within the budget costs less, by this multiplier and those before."""
@@ -136,28 +130,29 @@ class Frontier:
         """Whether a labeling fits."""
         return any(fits(p.memory, budget) for p in self.small) or fits(self.least().memory, budget)
 
-    def least(self) -> Labeling:
+    def least(self) -> Solution:
         """The labeling of least memory, and of these the cheapest.
 
         Raises:
             InfeasibleError: there is no labeling at all.
         """
         free = self.free()
-        price = DOMINANT * (abs(free.cost) or 1.0) / (abs(free.memory) or 1.0)  # cost only breaks ties
-        return self._at(price, EXACT_GAP).point
+        price = DOMINANT * (abs(free.objective) or 1.0) / (abs(free.memory) or 1.0)  # cost only breaks ties
+        return self._at(price, EXACT_GAP)
 
-    def little(self) -> Labeling:
+    def little(self) -> Solution:
         """A labeling of about the least memory, which is found faster than `least`."""
         free = self.free()
-        found = self._at(DOMINANT / 10 * (abs(free.cost) or 1.0) / (abs(free.memory) or 1.0), self.limits.gap).point
+        # A smaller multiplier, and the search's gap instead of an exact minimum.
+        found = self._at(DOMINANT / 10 * (abs(free.objective) or 1.0) / (abs(free.memory) or 1.0), self.limits.gap)
         self.small.append(found)
         return found
 
-    def free(self) -> Labeling:
+    def free(self) -> Solution:
         """The cheapest labeling, and of these about the one of least memory."""
-        return self._at(TINY, self.limits.gap).point
+        return self._at(TINY, self.limits.gap)
 
-    def around(self, budget: float, prices: int = MAX_PRICES) -> tuple[Labeling, Labeling]:
+    def around(self, budget: float, prices: int = MAX_PRICES) -> tuple[Solution, Solution]:
         """The labelings next to a budget: one that exceeds it and one that fits; twice the cheapest if that fits.
 
         Args:
@@ -172,26 +167,27 @@ class Frontier:
             return over, over
         under = next((p for p in self.small if fits(p.memory, budget)), None) or self.least()
         require_fit(under, budget)
+        # Similar problems have similar multipliers: that of the plan to beat often ends the search at once.
         if self.useless[1].price:
             self._at(self.useless[1].price, self.limits.gap)
-        for p in self.known:
-            over, under = _closer(over, under, p.point, budget)
+        for _, p in self.known:
+            over, under = _closer(over, under, p, budget)
         for _ in range(prices):
             self.useless[1].require_less(self.bound(self.useless[0]))
-            if under.cost <= over.cost or self.limits.expired():
+            if under.objective <= over.objective or self.limits.expired():
                 break
             price = _slope(over, under)
-            found = self._at(price, self.limits.gap).point
-            line = over.cost + price * over.memory
-            if found.cost + price * found.memory > line - FLAT * abs(line):
+            found = self._at(price, self.limits.gap)
+            line = over.objective + price * over.memory
+            if found.objective + price * found.memory > line - FLAT * abs(line):
                 break
             over, under = _closer(over, under, found, budget)
         return over, under
 
-    def _at(self, price: float, gap: float) -> Priced:
+    def _at(self, price: float, gap: float) -> Solution:
         """The minimum for a multiplier, which may be known."""
-        for p in self.known:
-            if p.price == price:
+        for multiplier, p in self.known:
+            if multiplier == price:
                 return p
 
         def value_of(labels: Ints) -> float:
@@ -199,16 +195,19 @@ class Frontier:
             return cost + price * memory
 
         priced = reprice(self._folded, price)
+        # Eliminated nodes have lost their labels, and with them their memory: what it costs is the same for all.
         priced.constant += price * settled(priced)
-        for i, twins in self._twins.items():
-            priced.cost[i] = _least_of_each(priced.cost[i], twins)
+        for i, equal_labels in self._equal_labels.items():
+            priced.cost[i] = _least_of_each(priced.cost[i], equal_labels)
         # Labelings of other multipliers are good incumbents: the minimum changes little from one to the next.
-        start = min((p.point for p in self.known), key=lambda p: p.cost + price * p.memory, default=None)
-        found = minimize(priced, value_of, replace(self.limits, gap=gap), None if start is None else start.labels)
-        if found.labels is None:
+        start = min((p for _, p in self.known), key=lambda p: p.objective + price * p.memory, default=None)
+        incumbent = None if start is None else start.labels
+        labels, bound, _ = minimize(priced, value_of, replace(self.limits, gap=gap), incumbent)
+        if labels is None:
             raise InfeasibleError(NO_LABELING)
-        self.known.append(Priced(price, locate(self.problem, found.labels), found.bound))
-        return self.known[-1]
+        found = locate(self.problem, labels, bound)
+        self.known.append((price, found))
+        return found
 
     @cached_property
     def _folded(self) -> Workspace:
@@ -220,11 +219,11 @@ class Frontier:
         return graph
 
     @cached_property
-    def _twins(self) -> dict[int, Ints]:
+    def _equal_labels(self) -> dict[int, Ints]:
         """Nodes with labels that no neighbor can tell apart, and the number of the class of such labels of each label.
 
-        A value that is saved on the device and the same value offloaded are twins: given a multiplier, the cheaper of
-        the two is known, and the others are left out.
+        A value that is saved on the device and the same value offloaded are such labels: given a multiplier, the
+        cheaper of the two is known, and the others are left out.
         """
         groups_of: dict[int, list[Ints]] = defaultdict(list)
         for factor in self._folded.factors.values():
@@ -238,26 +237,27 @@ class Frontier:
         return found
 
 
-def _least_of_each(cost: Floats, twins: Ints) -> Floats:
-    """The costs, infinite for all but the cheapest label of each class of twins."""
-    order = np.lexsort((cost, twins))
+def _least_of_each(cost: Floats, equal_labels: Ints) -> Floats:
+    """The costs, infinite for all but the cheapest label of each class of equal_labels."""
+    order = np.lexsort((cost, equal_labels))
     first = np.ones(len(cost), dtype=bool)
-    first[1:] = twins[order][1:] != twins[order][:-1]
+    first[1:] = equal_labels[order][1:] != equal_labels[order][:-1]
+    # Sorted by class and then by cost: the first of each class is its cheapest.
     found: Floats = np.full(len(cost), np.inf)
     found[order[first]] = cost[order[first]]
     return found
 
 
-def _closer(over: Labeling, under: Labeling, new: Labeling, budget: float) -> tuple[Labeling, Labeling]:
+def _closer(over: Solution, under: Solution, new: Solution, budget: float) -> tuple[Solution, Solution]:
     """The two labelings around a budget, with a new one that may replace one of them."""
     if fits(new.memory, budget):
-        better = new.cost < under.cost or (new.cost == under.cost and new.memory > under.memory)
+        better = new.objective < under.objective or (new.objective == under.objective and new.memory > under.memory)
         return over, new if better else under
-    return (new if new.memory < over.memory and new.cost >= over.cost else over), under
+    return (new if new.memory < over.memory and new.objective >= over.objective else over), under
 
 
 def split_over_layers(
-    over: Labeling, under: Labeling, counts: NDArray[np.int64], problem: Problem, budget: float
+    over: Solution, under: Solution, counts: NDArray[np.int64], problem: Problem, budget: float
 ) -> LayerMix:
     """The least number of layers in the states of ``under``, the first of each class, so that the whole fits.
 
@@ -271,6 +271,7 @@ def split_over_layers(
     layers = int(counts.max(initial=1))
     labelings = under.labels, over.labels
     sizes = np.array([[n.memory[x] for n, x in zip(problem.nodes, labels, strict=True)] for labels in labelings])
+    # In steps of a layer: memory is not exactly linear, as classes have different numbers of members.
     for members in range(layers + 1):
         ends = (members / layers, 1.0)
         if fits(float((weights(ends, counts) * sizes).sum()), budget):
@@ -278,9 +279,9 @@ def split_over_layers(
     return mix_of(problem, labelings, ends, counts, _slope(over, under))
 
 
-def _slope(over: Labeling, under: Labeling) -> float:
+def _slope(over: Solution, under: Solution) -> float:
     """The multiplier at which two labelings are equally good: seconds that each byte saves between them."""
-    return (under.cost - over.cost) / (over.memory - under.memory) if over.memory > under.memory else 0.0
+    return (under.objective - over.objective) / (over.memory - under.memory) if over.memory > under.memory else 0.0
 
 
 def within(
@@ -305,10 +306,11 @@ def within(
         InfeasibleError: nothing fits.
     """
     over, under = frontier.around(budget, prices)
-    progress("Lagrangian", under.cost, frontier.bound(budget))
+    progress("Lagrangian", under.objective, frontier.bound(budget))
     if over is under:
         return LayerMix.of(under)
     best = LayerMix.of(under, _slope(over, under))
+    # The layouts of either may lead to the better mix.
     for point in (over, under):
         chosen = alike(point.labels)
         states = frontier.among(chosen)

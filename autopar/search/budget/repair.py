@@ -13,35 +13,33 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 from torch import fx
 
 from autopar.costs.memory import format_bytes
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import is_backward
-from autopar.ir.plan import MEMORY_REPAIR, PER_USE, Plan
-from autopar.ir.program import Program
+from autopar.ir.plan import MEMORY_REPAIR, PER_USE, Certificate, Plan
 from autopar.memory.peak_snapshot import PeakSnapshot
 from autopar.memory.recompute import class_of, ranges
-from autopar.search.budget.budget_problem import missing
+from autopar.search.budget.budget_problem import BudgetProblem, missing
 from autopar.search.budget.lagrangian import fits
-from autopar.search.budget.min_peak import Choice, min_peak_recomputation
-from autopar.search.budget.minimum_memory import minimum_memory_plan
+from autopar.search.budget.min_peak import min_peak_recomputation
+from autopar.search.budget.pareto import Frontier
 from autopar.search.formulation.memory_model import block_boundary_activations
-from autopar.search.options import Job
 from autopar.search.peak import peak_snapshot_of
+from autopar.search.read_plan import plan_of
 from autopar.search.solver.interrupt import requested
-from autopar.sharding.dims import Dims
+from autopar.search.solver.layer_mix import LayerMix
+from autopar.search.solver.minimize import Limits
 from autopar.sharding.factor_kinds import from_parameters
-from autopar.sharding.layer_classes import LayerClasses
 
 NEAR = 1.5
 """A plan that needs this multiple of the budget is not repaired one tensor at a time."""
 
 ALMOST = 1.05
-"""In a plan that needs at most this multiple of the budget, only single tensors are decided again."""
+"""In a plan that needs at most this multiple of the budget, only single tensors are decided anew."""
 
 EASIER = 2
 """How often a plan is tried that saves more than the min-peak plan of its layouts, where that one fits."""
@@ -63,22 +61,34 @@ Entry = tuple[str, int | None]
 """A name in a plan's ``recompute``, and one member of its class, or all of them."""
 
 
-@dataclass(frozen=True)
-class _Change:
-    """Entries that come or go, and the bytes of the tensor that they are about."""
+Measured = tuple[Plan, PeakSnapshot]
+"""A plan, and the live tensors at the peak of its graph."""
 
-    size: float
-    entries: frozenset[Entry]
-    again: bool
 
-    def of(self, plan: Plan, count: Mapping[str, int]) -> Plan:
-        table = dict(plan.recompute)
-        for name, member in sorted(self.entries, key=str):
-            have = _members(plan, name, count) if member is not None else set()
-            members = range(count[class_of(name)]) if member is None else (member,)
-            have = have.union(members) if self.again else have.difference(members)
-            table[name] = ranges(have, count[class_of(name)])
-        return replace(plan, recompute={name: found for name, found in table.items() if found})
+def minimum_memory_plan(searched: BudgetProblem, certificate: Certificate) -> Plan:
+    """The plan of least memory at the peak of two plans: the fastest, and the one that saves the least.
+
+    An error that says how much memory would be enough must say the same for every budget that is too small. So where
+    nothing fits, repair starts from this plan, and not from one that the search met on the way to its budget.
+
+    Args:
+        searched: what was searched; its budget makes no difference.
+        certificate: of the plan, whose bound holds for all plans.
+
+    Raises:
+        InfeasibleError: the restrictions leave no plan.
+    """
+    job = searched.job
+    limits = Limits(job.search.gap, time.monotonic() + job.search.time_limit / 2)
+    memory = searched.states_and_activations(offload=False)
+    built = searched.formulation(job.restrictions, memory)
+    frontier = Frontier(built.problem, limits)
+    if built.peak_point is not None:
+        point = built.peak_point([frontier.free().labels, frontier.least().labels])
+        built = searched.formulation(job.restrictions, replace(memory, point=point))
+        frontier = Frontier(built.problem, limits)
+    mix = LayerMix.of(frontier.least())
+    return plan_of(searched.program, searched.dims, searched.classes, built, mix, certificate, job, searched.tables)
 
 
 def _members(plan: Plan, name: str, count: Mapping[str, int]) -> set[int]:
@@ -87,25 +97,32 @@ def _members(plan: Plan, name: str, count: Mapping[str, int]) -> set[int]:
     return {i for start, stop in plan.recompute.get(name, ()) for i in range(start, min(stop, most))}
 
 
-def repaired(
-    program: Program,
-    dims: Dims,
-    classes: LayerClasses,
-    job: Job,
-    error: InfeasibleError,
-    *,
-    from_minimum: bool = False,
-) -> Plan:
+def _changed(plan: Plan, entries: Collection[Entry], recompute: bool, count: Mapping[str, int]) -> Plan:
+    """The plan with some entries of ``recompute`` added, or removed.
+
+    Args:
+        plan: the plan.
+        entries: in question.
+        recompute: whether they are added.
+        count: members of each class.
+    """
+    table = dict(plan.recompute)
+    for name, member in sorted(entries, key=str):
+        have = _members(plan, name, count) if member is not None else set()
+        members = range(count[class_of(name)]) if member is None else (member,)
+        have = have.union(members) if recompute else have.difference(members)
+        table[name] = ranges(have, count[class_of(name)])
+    return replace(plan, recompute={name: found for name, found in table.items() if found})
+
+
+def repaired(searched: BudgetProblem, error: InfeasibleError, *, from_minimum: bool = False) -> Plan:
     """A plan that fits, made from the one that needs least of those found, or from the minimum-memory plan.
 
     What an error says would be enough must not depend on the budget that was asked for: with ``from_minimum`` it comes
     from `minimum_memory_plan`, which looks at no budget.
 
     Args:
-        program: that was searched.
-        dims: its dimension analysis.
-        classes: which nodes share a decision.
-        job: what it was searched for.
+        searched: what was searched.
         error: that says what was found.
         from_minimum: whether to start from the minimum-memory plan, too, where nothing else fits.
 
@@ -113,19 +130,19 @@ def repaired(
         InfeasibleError: none was found; of the plan that needs least.
     """
     plan: Plan | None = error.least
-    budget = job.memory
+    budget = searched.job.memory
+    # Repair changes what is recomputed, and nothing else: plans that offload are left as they are.
     if plan is None or budget is None or error.needed is None or plan.offload:
         raise error
-    repair = _Repair(program, dims, classes, job, budget)
-    known: list[tuple[Plan, PeakSnapshot]] = []
+    repair = _Repair(searched, budget)
+    known: list[Measured] = []
     if error.needed <= NEAR * budget:
         known += repair.near(plan, repair.peak_snapshot(plan))
-    if from_minimum and not any(fits(held.totals[0], budget) for _, held in known):
-        start = minimum_memory_plan(program, dims, job, classes)
-        known = repair.chosen(replace(start, certificate=plan.certificate))  # the search's bound holds for it, too
+    if from_minimum and not any(fits(snapshot.totals[0], budget) for _, snapshot in known):
+        known = repair.chosen(minimum_memory_plan(searched, plan.certificate))
     if not known:
         raise error
-    plan, now = min(known, key=lambda found: found[1].totals[0])
+    plan, now = min(known, key=_peak)
     if not fits(now.totals[0], budget):
         plan, now = repair.eased(plan, now)
     plan = replace(plan, predicted=replace(plan.predicted, peak_bytes=now.held))
@@ -134,77 +151,8 @@ def repaired(
     return plan
 
 
-@dataclass(frozen=True)
-class _Repair:
-    """How the peak of a plan is lowered to a budget."""
-
-    program: Program
-    dims: Dims
-    classes: LayerClasses
-    job: Job
-    budget: float
-
-    def peak_snapshot(self, plan: Plan) -> PeakSnapshot:
-        """The live tensors at the peak of a plan's graph."""
-        return peak_snapshot_of(self.program, plan, self.classes)
-
-    @cached_property
-    def changes(self) -> _Changes:
-        return _Changes(self.program, self.classes, self.job)
-
-    def near(self, plan: Plan, now: PeakSnapshot) -> list[tuple[Plan, PeakSnapshot]]:
-        """A plan slightly over the budget, repaired one tensor at a time; or with all chosen again, if that helps."""
-        chosen = [] if fits(now.totals[0], ALMOST * self.budget) else self.chosen(plan)
-        return [self.eased(*min([(plan, now), *chosen], key=lambda found: found[1].totals[0]))]
-
-    def chosen(self, plan: Plan) -> list[tuple[Plan, PeakSnapshot]]:
-        """The plan with what it saves chosen again: for the least peak, or, where that fits, as much as fits."""
-        if self.program.repeat is not None or requested():
-            return []
-        choice = Choice(self.changes.free, self.changes.moved)
-        least = min_peak_recomputation(self.program, self.dims, self.classes, plan, choice)
-        if least is None:
-            return []
-        found = self._for_each(least)
-        held = found[0][1].held
-        room = self.budget - sum(size for name, size in held.items() if name in ALWAYS)
-        slack = 0.0
-        while fits(found[0][1].totals[0], self.budget) and len(found) <= EASIER:
-            more = min_peak_recomputation(self.program, self.dims, self.classes, plan, choice, room - slack)
-            easier = self._for_each(more) if more is not None else found
-            if fits(easier[0][1].totals[0], self.budget):
-                return easier
-            found += easier
-            slack += easier[0][1].totals[0] - self.budget
-        return found
-
-    def _for_each(self, plan: Plan) -> list[tuple[Plan, PeakSnapshot]]:
-        """The plan; or, if it does not fit, the same with re-gathering per use, if that helps."""
-        found = [(plan, self.peak_snapshot(plan))]
-        if not fits(found[0][1].totals[0], self.budget):
-            each = {PER_USE + name: r for name, r in plan.recompute.items() if name.startswith("consumer ")}
-            apart = replace(plan, recompute={**plan.recompute, **each})
-            found.append((apart, self.peak_snapshot(apart)))
-        return [min(found, key=lambda known: known[1].totals[0])]
-
-    def eased(self, plan: Plan, now: PeakSnapshot) -> tuple[Plan, PeakSnapshot]:
-        """A plan repaired one tensor at a time, until it fits or nothing helps."""
-        deadline = time.monotonic() + SHARE * self.job.search.time_limit
-        while not fits(now.totals[0], self.budget):
-            best: tuple[PeakSnapshot, _Change] | None = None
-            for change in self.changes.of(plan, now):
-                if time.monotonic() > deadline or requested():
-                    break
-                found = self.peak_snapshot(change.of(plan, self.classes.count))
-                if found.totals < (best[0].totals if best else now.totals):
-                    best = found, change
-                    if now.totals[0] - found.totals[0] >= ENOUGH * change.size:
-                        break
-            if best is None:
-                break
-            now, plan = best[0], best[1].of(plan, self.classes.count)
-            self.job.progress(f"peak {format_bytes(now.totals[0])}, memory repair", plan.certificate.objective, 0.0)
-        return plan, now
+def _peak(measured: Measured) -> float:
+    return measured[1].totals[0]
 
 
 def costed(plan: Plan) -> Plan:
@@ -215,79 +163,169 @@ def costed(plan: Plan) -> Plan:
     return replace(plan, certificate=own)
 
 
-class _Changes:
-    """What may be saved or recomputed, under the pins of a search."""
+class _Repair:
+    """How the peak of a plan is lowered to a budget, under the pins of a search.
 
-    def __init__(self, program: Program, classes: LayerClasses, job: Job) -> None:
-        self.program, self.classes = program, classes
+    Attributes:
+        free: classes of operators that may be recomputed.
+        moved: classes of values that may be re-gathered.
+        outputs: of each class that is read.
+        by_name: node of each name, and its number among the members of its class.
+        number: of each node among the members of its class.
+    """
+
+    def __init__(self, searched: BudgetProblem, budget: float) -> None:
+        self.searched, self.budget = searched, budget
+        self.program, self.classes = program, classes = searched.program, searched.classes
+        search = searched.job.search
         forward = {n for n in program.sources if not is_backward(n)}
         allowed = {
             "search": forward - block_boundary_activations(program, classes),
             "regather": forward & from_parameters(program),
             "none": set[fx.Node](),
-        }[job.search.recompute]
-        if job.search.regions:
+        }[search.recompute]
+        if search.regions:
             allowed -= program.pins.keys()
-        fixed = {classes.key[n] for n in forward - allowed}
+        fixed = {classes.key[n] for n in forward - allowed}  # members of a class share the choice
         self.free = {classes.key[n] for n in allowed - program.microbatch_invariant} - fixed
-        moved = {classes.key[n] for n in program.placeholders} if job.search.recompute != "none" else set()
-        self.moved = self.free | moved
+        parameters = {classes.key[n] for n in program.placeholders} if search.recompute != "none" else set()
+        self.moved = self.free | parameters
         self.outputs: dict[str, list[int]] = defaultdict(list)
         for key, out in classes.uses:
             self.outputs[key].append(out)
         self.by_name = {n.name: (n, i) for members in classes.members.values() for i, n in enumerate(members)}
         self.number = {node: i for node, i in self.by_name.values()}
 
-    def of(self, plan: Plan, peak_snapshot: PeakSnapshot) -> Iterator[_Change]:
-        """Changes that may lower the peak: the largest tensors first, in all layers and in one."""
-        seen: set[frozenset[Entry]] = set()
-        there = [(t, *self.by_name[t.name]) for t in peak_snapshot.tensors if t.name in self.by_name]
-        held = {node for tensor, node, _ in there if not tensor.again and not tensor.moved}
-        for tensor, node, _ in sorted(there, key=lambda t: -t[0].size):
-            if tensor.size < SMALL * peak_snapshot.totals[0]:
+    def peak_snapshot(self, plan: Plan) -> PeakSnapshot:
+        """The live tensors at the peak of a plan's graph."""
+        return peak_snapshot_of(self.program, plan, self.classes)
+
+    def near(self, plan: Plan, now: PeakSnapshot) -> list[Measured]:
+        """A plan slightly over the budget, repaired one tensor at a time; or with all chosen anew, if that helps."""
+        chosen = [] if fits(now.totals[0], ALMOST * self.budget) else self.chosen(plan)
+        return [self.eased(*min([(plan, now), *chosen], key=_peak))]
+
+    def chosen(self, plan: Plan) -> list[Measured]:
+        """The plan with what it saves chosen anew: for the least peak, or, where that fits, as much as fits."""
+        if self.program.repeat is not None or requested():
+            return []
+        least = self._min_peak(plan)
+        if least is None:
+            return []
+        found = [self._best_per_use(least)]
+        held = found[0][1].held
+        room = self.budget - sum(size for name, size in held.items() if name in ALWAYS)
+        slack = 0.0
+        # The program of live ranges leaves out what is transient. So its budget is lowered by what the graph of its
+        # last choice needed too much.
+        while fits(_peak(found[0]), self.budget) and len(found) <= EASIER:
+            more = self._min_peak(plan, room - slack)
+            easier = self._best_per_use(more) if more is not None else found[0]
+            if fits(_peak(easier), self.budget):
+                return [easier]
+            found.append(easier)
+            slack += _peak(easier) - self.budget
+        return found
+
+    def _min_peak(self, plan: Plan, enough: float = 0.0) -> Plan | None:
+        """The plan with another choice of what is saved; bytes of activations below ``enough`` are not looked for."""
+        problem = self.searched
+        return min_peak_recomputation(
+            problem.program, problem.dims, problem.classes, plan, self.free, self.moved, enough
+        )
+
+    def _best_per_use(self, plan: Plan) -> Measured:
+        """The plan; or, if it does not fit, the same with re-gathering per use, if that helps."""
+        found = [(plan, self.peak_snapshot(plan))]
+        if not fits(_peak(found[0]), self.budget):
+            each = {PER_USE + name: r for name, r in plan.recompute.items() if name.startswith("consumer ")}
+            per_use = replace(plan, recompute={**plan.recompute, **each})
+            found.append((per_use, self.peak_snapshot(per_use)))
+        return min(found, key=_peak)
+
+    def eased(self, plan: Plan, now: PeakSnapshot) -> Measured:
+        """A plan repaired one tensor at a time, until it fits or nothing helps."""
+        # For one plan: the caller may have several, and later steps need time, too.
+        deadline = time.monotonic() + SHARE * self.searched.job.search.time_limit
+        while not fits(now.totals[0], self.budget):
+            best: Measured | None = None
+            for size, changed in self._changes(plan, now):
+                if time.monotonic() > deadline or requested():
+                    break
+                found = self.peak_snapshot(changed)
+                # All totals, the largest first: to lower one of two equal peaks is progress, too.
+                if found.totals < (best[1].totals if best else now.totals):
+                    best = changed, found
+                    if now.totals[0] - found.totals[0] >= ENOUGH * size:
+                        break
+            if best is None:
                 break
-            alone = self.program.repeat is None and self.classes.count[self.classes.key[node]] > 1
-            for one in (False, True) if alone else (False,):
-                each = self._each(node, plan, one) if tensor.again and tensor.moved else frozenset[Entry]()
-                found = self._kept(node, plan, one) if tensor.again else self._again(node, plan, held, one)
-                for entries, again in ((each, True), (found, not tensor.again)):
-                    if entries and entries not in seen:
-                        seen.add(entries)
-                        yield _Change(tensor.size, entries, again)
+            plan, now = best
+            phase = f"peak {format_bytes(now.totals[0])}, memory repair"
+            self.searched.job.progress(phase, plan.certificate.objective, 0.0)
+        return plan, now
 
-    def _each(self, node: fx.Node, plan: Plan, one: bool) -> frozenset[Entry]:
+    def _changes(self, plan: Plan, now: PeakSnapshot) -> Iterator[tuple[float, Plan]]:
+        """Plans whose peak may be lower: the largest tensors first, in all layers and in one.
+
+        Yields:
+            Bytes of the tensor that is saved or recomputed instead, and the plan.
+        """
+        seen: set[frozenset[Entry]] = set()
+        live = [(t, *self.by_name[t.name]) for t in now.tensors if t.name in self.by_name]
+        saved = {node for tensor, node, _ in live if not tensor.again and not tensor.moved}
+        for tensor, node, _ in sorted(live, key=lambda t: -t[0].size):
+            if tensor.size < SMALL * now.totals[0]:
+                break
+            several = self.program.repeat is None and self.classes.count[self.classes.key[node]] > 1
+            for one in (False, True) if several else (False,):
+                per_use = self._per_use(node, plan, one) if tensor.again and tensor.moved else frozenset[Entry]()
+                if tensor.again:
+                    entries = self._saved_instead(node, plan, one)
+                else:
+                    entries = self._recomputed_instead(node, plan, saved, one)
+                for found, recompute in ((per_use, True), (entries, not tensor.again)):
+                    if found and found not in seen:
+                        seen.add(found)
+                        yield tensor.size, _changed(plan, found, recompute, self.classes.count)
+
+    def _per_use(self, node: fx.Node, plan: Plan, one: bool) -> frozenset[Entry]:
         """What to re-gather per use, where a re-gathered value is held until its next use."""
-        moved = [e for e in self._entries(node, plan, one) if e[0].startswith("consumer ") and self._is_again(e, plan)]
+        moved = [
+            e for e in self._entries(node, plan, one) if e[0].startswith("consumer ") and self._recomputes(e, plan)
+        ]
         each = ((PER_USE + name, member) for name, member in moved)
-        return frozenset(e for e in each if not self._is_again(e, plan))
+        return frozenset(e for e in each if not self._recomputes(e, plan))
 
-    def _kept(self, node: fx.Node, plan: Plan, one: bool) -> frozenset[Entry]:
+    def _saved_instead(self, node: fx.Node, plan: Plan, one: bool) -> frozenset[Entry]:
         """What is no longer recomputed where a value is saved."""
-        return frozenset(e for e in self._entries(node, plan, one) if self._is_again(e, plan))
+        return frozenset(e for e in self._entries(node, plan, one) if self._recomputes(e, plan))
 
-    def _again(self, node: fx.Node, plan: Plan, held: Collection[fx.Node], one: bool) -> frozenset[Entry]:
+    def _recomputed_instead(self, node: fx.Node, plan: Plan, saved: Collection[fx.Node], one: bool) -> frozenset[Entry]:
         """What else to recompute or re-gather with a value: its inputs, unless they are live or recomputed already."""
         found: set[fx.Node] = set()
         entries = set(self._entries(node, plan, one))  # all that there is of an input
         waiting = [node]
         while waiting:
             last = waiting.pop()
-            known = self._is_again((self.classes.key[last], self.number[last] if one else None), plan)
-            if last in found or known or self.classes.key[last] not in self.free or (last is not node and last in held):
+            key, member = self.classes.key[last], self.number[last] if one else None
+            live = (last is not node and last in saved) or self._recomputes((key, member), plan)
+            if last in found or live or key not in self.free:
                 continue
             found.add(last)
             entries.update(self._entries(last, plan, one))
             for source, _ in self.program.sources[last]:
                 entries.update(e for e in self._entries(source, plan, one) if e[0].startswith("consumer "))
                 waiting.append(source)
-        return frozenset(e for e in entries if not self._is_again(e, plan))
+        return frozenset(e for e in entries if not self._recomputes(e, plan))
 
-    def _is_again(self, entry: Entry, plan: Plan) -> bool:
+    def _recomputes(self, entry: Entry, plan: Plan) -> bool:
+        """Whether a plan's ``recompute`` names an entry already."""
         name, member = entry
         return name in plan.recompute if member is None else member in _members(plan, name, self.classes.count)
 
     def _entries(self, node: fx.Node, plan: Plan, one: bool) -> Iterator[Entry]:
-        """Those of what an operator makes, and of its moved forms."""
+        """Those of what an operator computes, and of its consumer layouts."""
         key, member = self.classes.key[node], self.number[node] if one else None
         if key in self.free:
             yield key, member

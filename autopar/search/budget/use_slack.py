@@ -41,6 +41,7 @@ def use_slack(
     budget, limits = searched.job.memory, searched.limits
     assert budget is not None
     variables = built.variables
+    # Memory as graphs have it is no relaxation, so that this may lose plans: the bound stays the caller's.
     counts = np.array([v.count for v in variables])
     as_emitted = _as_emitted(built)
     chosen = [v.candidate == v.candidate[x] for v, x in zip(variables, mix.labelings[-1], strict=True)]
@@ -51,6 +52,7 @@ def use_slack(
         if limits.expired():
             break
         found = in_groups(as_emitted, chosen, counts, room, replace(known, memory=np.inf), limits.gap)
+        # What is faster by less than the gap is not worth a measurement, which rewrites the whole graph.
         if found.cost > (1 - limits.gap) * known.cost:
             break
         found_mix = mix_of(built.problem, found.labelings, found.ends, counts, mix.price)

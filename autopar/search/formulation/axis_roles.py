@@ -98,6 +98,7 @@ def by_roles(
         return restrictions
     factors = find_factors(program, dims, axes, roles)
     sizes = tuple(axes.values())
+    # Operators that only transform parameters or gradients may follow their shards, off the batch.
     casts, sums = from_parameters(program), into_gradients(program)
     inputs = dict(zip(program.placeholders, program.inputs, strict=True))
     placements: dict[tuple[str, str], tuple[Placement | None, ...]] = {}
@@ -114,6 +115,7 @@ def by_roles(
             layout = find(dims.types[node, 0], roles, sizes, factors)
             open_ = tuple(None if role is None else p for role, p in zip(roles, layout, strict=True))
             placements.update({(inputs[n].kind, inputs[n].name): open_ for n in members})
+    # ZeRO-1 all-reduces gradients, although a reduce-scatter would do for its shards: that is what it is.
     if OPTIMIZER in roles:
         whole = tuple(Replicate() if role == OPTIMIZER else None for role in roles)
         placements.update({("consumer", name): whole for name in _gradients(program, classes)})
@@ -123,8 +125,8 @@ def by_roles(
 def _gradients(program: Program, classes: LayerClasses) -> set[str]:
     """Names of the gradients' consumer layouts: class and output."""
     outputs = zip(program.outputs, program.output_values, strict=True)
-    made = [producer(v) for o, v in outputs if o.kind == "gradient" and v is not None]
-    return {f"{classes.key[node]} {out}" for node, out in made}
+    gradients = [producer(v) for o, v in outputs if o.kind == "gradient" and v is not None]
+    return {f"{classes.key[node]} {out}" for node, out in gradients}
 
 
 def find_factors(program: Program, dims: Dims, axes: Mapping[str, int], roles: Roles) -> RoleFactors:
@@ -134,26 +136,26 @@ def find_factors(program: Program, dims: Dims, axes: Mapping[str, int], roles: R
         InfeasibleError: there are none, or sizes do not divide.
     """
     batch = batch_factors(program, dims)
-    ways, along = _extent(axes, roles, *SPLIT_BATCH)
-    if ways > 1 and not batch:
+    parts, along = _extent(axes, roles, *SPLIT_BATCH)
+    if parts > 1 and not batch:
         raise InfeasibleError(f"no tensor of the batch has a dim to split along {along}")
-    uneven = [f.size for f in batch if f.size % ways]
+    uneven = [f.size for f in batch if f.size % parts]
     if uneven:
         raise InfeasibleError(
-            f"{uneven[0]} samples do not divide along {along}; take a batch of a multiple of {ways}, or smaller axes"
+            f"{uneven[0]} samples do not divide along {along}; take a batch of a multiple of {parts}, or smaller axes"
         )
     if not {TENSOR, SEQUENCE} & set(roles):
         return RoleFactors(ids(batch), ids(()), ids(()), ids(()))
-    ways, along = _extent(axes, roles, TENSOR, SEQUENCE)
-    tensor = tensor_factors(program, dims, ways)
+    parts, along = _extent(axes, roles, TENSOR, SEQUENCE)
+    tensor = tensor_factors(program, dims, parts)
     if not tensor:
         raise InfeasibleError(
-            f"nothing is tensor-parallel along {along}: that takes a dim, of a size that {ways} divides, which one "
+            f"nothing is tensor-parallel along {along}: that takes a dim, of a size that {parts} divides, which one "
             "linear makes and a later one sums over, with nothing between that needs it whole; or a vocabulary"
         )
     sequence = sequence_factors(program, dims) if SEQUENCE in roles else []
-    ways, along = _extent(axes, roles, SEQUENCE)
-    if SEQUENCE in roles and not (sequence and all(f.size % ways == 0 for f in sequence)):
+    parts, along = _extent(axes, roles, SEQUENCE)
+    if SEQUENCE in roles and not (sequence and all(f.size % parts == 0 for f in sequence)):
         length = ", ".join(str(f.size) for f in sequence) or "the batch has none"
         raise InfeasibleError(f"the sequence ({length}) does not divide along {along}; pad it, or use role 'tensor'")
     chosen = ids(tensor)

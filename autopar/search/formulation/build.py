@@ -68,6 +68,7 @@ def build(
     edges = tuple(_edges(context, variables))
 
     def peak_point(labelings: Sequence[Ints]) -> ProgramPoint:
+        # Built only when asked for: a search without a budget needs no live ranges.
         live = LiveRangeTable(program, dims, classes, tables, partial(may_recompute, context))
         return live.peak(variables, labelings)
 
@@ -113,6 +114,7 @@ def _edges(context: BuildContext, variables: Sequence[Variable]) -> list[Edge]:
         found.append(Edge(i, j, u_group, v_group, table))
 
     for (key, out), users in context.classes.uses.items():
+        # A sum over microbatches is moved once per step, after the last of them.
         source, moves = _source(context, key), context.program.moves(context.classes.members[key][0])
         consumer = f"consumer {key} {out}"
         if consumer in number:

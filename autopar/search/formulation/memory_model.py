@@ -16,22 +16,6 @@ from autopar.sharding.layer_classes import LayerClasses
 
 
 @dataclass(frozen=True)
-class Share:
-    """Which share of the whole model's memory a device of one pipeline stage holds.
-
-    Attributes:
-        states: of parameters, optimizer states, gradients and sums over microbatches.
-        activations: of what one microbatch saves for backward; more than 1 where several microbatches are in flight.
-    """
-
-    states: float = 1.0
-    activations: float = 1.0
-
-
-WHOLE = Share()
-
-
-@dataclass(frozen=True)
 class MemoryModel:
     """What counts as memory.
 
@@ -42,9 +26,12 @@ class MemoryModel:
             on parameters alone, ``none``, which saves everything that the backward pass reads.
         working: the most bytes that the arguments and results of one operator may have, where that is possible.
         regions: whether the model's own checkpointing decides for the operators in it.
-        offload: whether saved activations may lie in host memory.
+        offload: whether saved activations may be offloaded.
         optimizer: bytes of optimizer state within ``state`` that may be offloaded, too, by name.
-        share: of all this that counts.
+        state_share: of parameters, optimizer states, gradients and sums over microbatches, what counts: the share of a
+            pipeline stage's device.
+        activation_share: of what one microbatch saves for backward, what counts; more than 1 where several microbatches
+            are in flight.
         point: the program point at which memory is counted; None: where the backward pass begins.
     """
 
@@ -55,7 +42,8 @@ class MemoryModel:
     regions: bool = False
     offload: bool = False
     optimizer: Mapping[str, float] = field(default_factory=dict)
-    share: Share = WHOLE
+    state_share: float = 1.0
+    activation_share: float = 1.0
     point: ProgramPoint | None = None
 
     @property
@@ -76,6 +64,7 @@ def block_boundary_activations(program: Program, classes: LayerClasses) -> froze
     def block(node: fx.Node) -> str:
         path = module_path(node)
         if path not in blocks:
+            # The innermost block: of an expert within a layer, the expert.
             parts = path.split(".")
             prefixes = (".".join(parts[:i]) for i in range(len(parts), 0, -1))
             blocks[path] = next((p for p in prefixes if p in program.blocks), "")

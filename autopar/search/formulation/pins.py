@@ -93,6 +93,7 @@ def read_pins(
             )
         for key in found:
             type_ = named[key]
+            # Open axes count as replicated: only what is pinned is checked here.
             layout = tuple(p or Replicate() for p in wanted)
             fits = divides(type_, layout, sizes) or (key[0] == "parameter" and is_uneven(type_, layout, sizes))
             if not fits or not is_boundary_layout(type_, layout, sizes):
@@ -136,6 +137,7 @@ def pin_modules(
         for value, own in _of_values(program, dims, name, pinned, axes).items():
             consumer = f"{classes.key[value[0]]} {value[1]}"
             before = layouts.get(("consumer", consumer), own)
+            # An axis that one pin leaves open may be decided by the other.
             if any(a is not None and b is not None and a != b for a, b in zip(before, own, strict=True)):
                 raise InfeasibleError(
                     f"the pins of {owner[consumer]} and {name} differ, but their outputs are one tensor, or are laid "
@@ -153,6 +155,7 @@ def _of_values(program: Program, dims: Dims, name: str, pinned: Pinned, axes: Ma
     for value, mark in module_outputs(program)[name]:
         type_ = dims.types[value]
         try:
+            # The module may return the value in another shape, or for the whole batch: the pin speaks of that.
             own = tuple(as_lies(p, type_, mark, program.microbatches) for p in pinned)
         except ValueError as e:
             reason = e
@@ -199,6 +202,7 @@ def _read_layout(pattern: str, value: Any, axes: Sequence[str]) -> Pinned:
         unknown = [a for a in value if a not in axes]
         if unknown:
             raise ValueError(f"pin {pattern!r} names axis {unknown[0]!r}; the mesh has {', '.join(axes)}")
+        # Axes that a dict does not name are replicated, as a pin is a whole layout.
         value = [value.get(a, Replicate()) for a in axes]
     if isinstance(value, str):
         value = (value,)
@@ -212,6 +216,7 @@ def read_placement(pattern: str, value: Any) -> Placement:
     if isinstance(value, Replicate | Split):
         return value
     kind = type(value).__name__
+    # By name, so that torch.distributed need not be imported: planning knows no process group.
     if kind == "Shard":
         return Split(int(value.dim))
     if kind == "Replicate":

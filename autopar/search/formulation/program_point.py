@@ -126,7 +126,9 @@ class LiveRangeTable:
         sources, operator = self.program.sources[node], self.dims.operators[node]
         numbers = range(len(sources))
         first = {source: i for i, source in reversed([*zip(numbers, sources, strict=True)])}
+        # Parameters and the batch are there anyway; a value that is read twice is there once.
         inputs = tuple(i for i in numbers if first[sources[i]] == i and self._counts(sources[i]))
+        # A view allocates nothing.
         outputs = () if operator.rule.view else tuple(i for i, o in enumerate(operator.outputs) if o is not None)
         present = {value for source in sources for value in self._with_bases(source)}
         present.update((node, i) for i in outputs)
@@ -161,6 +163,7 @@ class LiveRangeTable:
         # What runs once per step runs before or after the microbatches: nothing of a microbatch is live then.
         per_step = self.program.microbatch_invariant | self.program.per_step
         nodes = [n for n in self.program.sources if n.target is not accumulate and n not in per_step]
+        # Together: a point that is high for several labelings bounds what lies between them, too.
         held = sum(self._held(nodes, variables, labels) for labels in labelings)
         return self.at(nodes[int(np.argmax(held))])
 
@@ -236,6 +239,7 @@ class LiveRangeTable:
             value = producer(node)
             values = self._with_bases(value)
             if self._counts(value) and not any(v[0].target is accumulate or v[0] in per_step for v in values):
+                # A captured layer's gradient stands for those of all layers like it.
                 type_, repeat = self.dims.types[value], self.program.repeat
                 times = len(repeat.names(output.name)) if repeat else 1
                 found[output.name] = self._position[value[0]], times * type_.numel * item_bytes(type_.dtype), values

@@ -59,6 +59,7 @@ def _megatron(name: str, own: str, axes: Sequence[str], roles: Mapping[str, str]
     named = {a: DATA if a in DATA_NAMES else own if a in TENSOR_NAMES else None for a in axes}
     found = {a: given[a] or named[a] for a in axes}
     found = {a: own if role == TENSOR else role for a, role in found.items()}
+    # The last axis joins neighbors, over the fastest link: tensor parallelism needs it most.
     left = [a for a in axes if found[a] is None]
     if own not in found.values() and left:
         found[left[-1]] = own

@@ -40,6 +40,7 @@ def tensor_factors(program: Program, dims: Dims, parts: int) -> list[Factor]:
     left = {
         key: factor
         for key, factor in factors_of(parameters.values()).items()
+        # A factor of the batch, such as its samples, is data parallelism's.
         if factor.size % parts == 0 and key not in outside
     }
     sources = from_parameters(program)

@@ -8,6 +8,7 @@ from autopar.errors import InfeasibleError
 from autopar.ir.plan import Certificate, Plan
 from autopar.ir.program import Program
 from autopar.search.budget.cutoff import NO_CUTOFF, Cutoff, PrunedError
+from autopar.search.finished_plan import joint_certificate
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Job
 from autopar.search.padding import best_padded
@@ -15,20 +16,6 @@ from autopar.search.solver.interrupt import requested
 
 WORTH = 0.98
 """Where twice as many microbatches need more than this share of the memory, even more will not do."""
-
-
-def plan_of_microbatch(program: Program, part: Program, job: Job) -> Plan:
-    """The best plan of one microbatch, as a plan of the program that it is a part of.
-
-    Args:
-        program: of the whole batch; the plan is found again by its fingerprint.
-        part: of one microbatch; the program itself where there is one only.
-        job: what is searched for.
-
-    Raises:
-        InfeasibleError: nothing fits.
-    """
-    return replace(best_padded(part, job), fingerprint=program.fingerprint, microbatches=part.microbatches)
 
 
 def plan_of_count(program: Program, count: int, job: Job) -> Plan:
@@ -40,7 +27,7 @@ def plan_of_count(program: Program, count: int, job: Job) -> Plan:
     """
     if job.search.check:  # all that the certificate says is checked, which a search that was cut off cannot be
         job = replace(job, cutoff=NO_CUTOFF)
-    return plan_of_microbatch(program, microbatch_program(program, count, deterministic=job.deterministic), job)
+    return best_padded(program, microbatch_program(program, count, deterministic=job.deterministic), job)
 
 
 def best_count(program: Program, job: Job) -> Plan:
@@ -56,7 +43,7 @@ def best_count(program: Program, job: Job) -> Plan:
     best: Plan | None = None
     error: InfeasibleError | None = None
     certificates: list[Certificate] = []
-    bounds: list[float] = []
+    pruned: list[float] = []
     tried: list[int] = []
     count = 1
     while best is None or (best.certificate.binds and not requested()):
@@ -66,9 +53,10 @@ def best_count(program: Program, job: Job) -> Plan:
         except PrunedError as e:
             if best is None:
                 raise
-            bounds.append(e.bound)
+            pruned.append(e.bound)
             break
         except InfeasibleError as e:
+            # A number of microbatches that needs hardly less than the one before is the last: more will not fit either.
             less = e.needed is not None and (error is None or e.needed < WORTH * (error.needed or 0.0))
             if best is not None or not less:
                 error = error or e
@@ -83,20 +71,6 @@ def best_count(program: Program, job: Job) -> Plan:
     if best is None:
         assert error is not None
         raise error
-    return replace(best, certificate=_of_all_counts(best.certificate, certificates, bounds, tried))
-
-
-def _of_all_counts(best: Certificate, found: list[Certificate], bounds: list[float], tried: list[int]) -> Certificate:
-    """The best plan's certificate, with the bound of all numbers that were tried.
-
-    Args:
-        best: of the best plan.
-        found: of all plans.
-        bounds: of the numbers that the cutoff ended.
-        tried: numbers of microbatches.
-    """
-    space = f"{', '.join(map(str, tried))} microbatches; {best.space}" if len(tried) > 1 else best.space
-    bound = min(*bounds, *(certificate.lower_bound for certificate in found), best.objective)
-    verified = [certificate.checked for certificate in found if certificate.checked is not None]
-    checked = min(verified) if len(verified) == len(found) else None
-    return replace(best, lower_bound=bound, space=space, checked=checked)
+    numbers = f"{', '.join(map(str, tried))} microbatches; " if len(tried) > 1 else ""
+    space = f"{numbers}{best.certificate.space}"
+    return replace(best, certificate=joint_certificate(best.certificate, certificates, pruned, space))

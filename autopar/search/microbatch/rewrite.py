@@ -47,6 +47,7 @@ def cut_microbatches(program: Program, local: Program, count: int) -> Program:
     """
     cut = _Cut(program, local, count, dict(zip(local.placeholders, local.inputs, strict=True)))
     _replace_moves(cut)
+    # Inputs stay, though nothing may read them now: they are the program's signature.
     local.graph.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     _number_inputs(cut)
     _refuse_the_rest(cut)
@@ -251,5 +252,5 @@ def _program_of(program: Program, values: list[fx.Node]) -> Program:
             known[node].meta = {k: v for k, v in node.meta.items() if k != "partitioner_tag"}
     graph.output([known[v] for v in values])
     outputs = tuple(Output("result", str(i)) for i in range(len(values)))
-    taken = tuple(i for n, i in inputs.items() if n in known)
-    return Program(fx.GraphModule(program.graph, graph), taken, outputs, len(outputs), None, training=False)
+    own_inputs = tuple(i for n, i in inputs.items() if n in known)
+    return Program(fx.GraphModule(program.graph, graph), own_inputs, outputs, len(outputs), None, training=False)

@@ -97,11 +97,13 @@ def microbatch_program(program: Program, count: int, *, deterministic: bool = Fa
     if count == 1 or not program.training:
         return program
     require_early_backward(program)
+    # Cached with the program: searches, rewriting and verification ask for the same parts.
     key = ("in_microbatches", count, deterministic)
     if key in program.memo:
         known: Program = program.memo[key]
         return known
     try:
+        # Tied layers make the search small, and the parts of all layers alike.
         found = _in_microbatches(program, count, deterministic, tie=True)
     except InfeasibleError:  # nodes of repeated layers may have to be cut in different ways
         found = _in_microbatches(program, count, deterministic, tie=False)
@@ -120,6 +122,7 @@ def _in_microbatches(program: Program, count: int, deterministic: bool, *, tie: 
         dims, axes = analyze(program), {TIME: count}
         classes = layer_classes(program, dims, tie=tie)
         limits = along_samples(program, dims, classes, count)
+        # Exact: a collective that the best plan avoids would make the cut impossible.
         search = Search(gap=0.0, padding=False, pins={"recompute": "none"})
         plan = find_plan(program, dims, Job(axes, _slow_clock(), search=search, restrictions=limits), classes)
         return cut_microbatches(program, run_passes(program, plan, steps), count)

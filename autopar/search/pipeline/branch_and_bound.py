@@ -1,9 +1,9 @@
 """`best_pipeline`: which stages, how many microbatches and which schedule, around the search inside a stage.
 
-It is a branch and bound, the most promising first. What is not looked into yet waits with the seconds that it may lead
-to and a bound that holds for all of it; a step looks into one of these, and may leave several that are known better:
+It is a branch and bound, the most promising first. A subproblem that is open has the seconds that it may lead to, and a
+bound that holds for all of it; a step expands one of them, and may leave several that are known better:
 
-1. A place for the stages (an axis of the mesh, or a factor of one) with a number of microbatches. Its bound costs
+1. An axis of the mesh for the stages, or a factor of one, with a number of microbatches. Its bound costs
    nothing: all devices at the peak of their arithmetic or memory, and the bubble that a pipeline of one stage a device
    cannot avoid. Looking into it plans the devices of a stage as if they had the whole model and any memory: no pipeline
    there is faster than that by more than the number of its devices, in so many microbatches or in more.
@@ -11,7 +11,7 @@ to and a bound that holds for all of it; a step looks into one of these, and may
 3. A schedule. It is simulated.
 4. A pipeline that is known to the second, but needs more memory than there is. It is searched within the budget.
 
-What waits with more seconds than the best plan found takes is left there. To have no stages at all waits with the rest.
+A subproblem with more seconds than the best plan takes is left open. To have no stages at all is a subproblem, too.
 """
 
 from __future__ import annotations
@@ -28,24 +28,18 @@ from autopar.errors import InfeasibleError
 from autopar.ir.plan import TIME_LIMIT, Plan
 from autopar.ir.program import Program
 from autopar.pipeline.schedules import Order, alone, order, require_numbers
+from autopar.search.budget.budget_problem import peak_bytes
 from autopar.search.budget.cutoff import Cutoff
 from autopar.search.budget.lagrangian import fits
 from autopar.search.flat import best_flat, flat_in_any_memory
-from autopar.search.microbatch.count import plan_of_microbatch
 from autopar.search.microbatch.split import microbatch_program, require_early_backward
 from autopar.search.options import Job
+from autopar.search.padding import best_padded
 from autopar.search.pipeline.deep_models import RepeatedStages, require_blocks
 from autopar.search.pipeline.fit_stages import search_within_budget
-from autopar.search.pipeline.record import (
-    MeshKey,
-    PipelineProblem,
-    ScheduledPart,
-    SearchRecord,
-    StagePosition,
-    Subproblem,
-)
-from autopar.search.pipeline.shape import PipelineShape
-from autopar.search.pipeline.space import bubble, counts, pipeline_shapes, waits
+from autopar.search.pipeline.search_tree import SearchTree, Subproblem
+from autopar.search.pipeline.shape import MeshKey, PipelineShape, ScheduledStages
+from autopar.search.pipeline.space import bubble, counts, idle_factor, pipeline_shapes
 from autopar.search.pipeline.stage_peak import scatters, stage_plans
 from autopar.search.pipeline.stage_plan import INSIDE, StagePlan, missing, suitable
 from autopar.sharding.candidates import candidates
@@ -54,6 +48,13 @@ from autopar.sharding.operator_cost import arithmetic_dtype, operator_work
 
 LIMITS = 5
 """So many time limits of one search are for all pipelines together, once a plan is known."""
+
+
+Counts = tuple[tuple[int, tuple[PipelineShape, ...]], ...]
+"""Numbers of microbatches in the order in which they are tried, each with the shapes that may have it.
+
+The shapes lie on one mesh along one axis, and differ in the number of stages on a device.
+"""
 
 
 def best_pipeline(program: Program, job: Job, factored: bool) -> Plan:
@@ -71,130 +72,132 @@ def best_pipeline(program: Program, job: Job, factored: bool) -> Plan:
         require_early_backward(program)
     floor = least_seconds(program, job.cluster, math.prod(job.axes.values()))
     shapes = tuple(pipeline_shapes(job.search, job.axes, program.training, factored))
-    problem = PipelineProblem(program, job, shapes, floor, time.monotonic() + LIMITS * job.search.time_limit)
-    known = SearchRecord()
-    if problem.search.stages_open:
-        known.open.append(Subproblem(floor, floor, partial(_plan_without_stages, problem, known), floor))
-    for position in _positions(problem, known):
-        _open_microbatches(problem, known, position, 0)
-    while promising := [node for node in known.open if known.promised(node) < known.seconds]:
-        if known.is_late(problem.deadline):
+    tree = SearchTree(program, job, shapes, floor, time.monotonic() + LIMITS * job.search.time_limit)
+    if tree.search.stages_open:
+        tree.open.append(Subproblem(floor, floor, partial(_plan_without_stages, tree), floor))
+    for counts_of_mesh in _counts(tree):
+        _open_microbatches(tree, counts_of_mesh, 0)
+    while promising := [node for node in tree.open if tree.promised(node) < tree.seconds]:
+        if tree.is_late():
             break
-        node = min(promising, key=lambda o: (o.schedule in known.heavy, known.promised(o)))
-        known.open.remove(node)
+        # Best first, and last the schedules that needed far too much memory somewhere.
+        node = min(promising, key=lambda o: (o.schedule in tree.heavy, tree.promised(o)))
+        tree.open.remove(node)
         try:
             node.expand()
         except InfeasibleError as e:
-            known.errors.append(e)
-    return _result(problem, known)
+            tree.errors.append(e)
+    return _result(tree)
 
 
-def _positions(problem: PipelineProblem, known: SearchRecord) -> list[StagePosition]:
-    """Where stages may lie; of a random plan one."""
-    shapes, seed = [a for a in problem.shapes if _has_enough_layers(problem, known, a)], problem.search.seed
-    if problem.random and shapes:
+def _counts(tree: SearchTree) -> list[Counts]:
+    """For each mesh and axis that stages may lie on, the microbatches that are tried; of a random plan one of each."""
+    shapes, seed = [a for a in tree.shapes if _has_enough_layers(tree, a)], tree.search.seed
+    if tree.random and shapes:
         shapes = [shapes[seed % len(shapes)]]
     grouped: dict[MeshKey, list[PipelineShape]] = {}
     for a in shapes:
-        grouped.setdefault((a.axes, a.axis), []).append(a)
+        grouped.setdefault(a.mesh, []).append(a)
     found = []
     for own in grouped.values():
-        allowed = {a: counts(problem.program, problem.search, a) for a in own}
+        allowed = {a: counts(tree.program, tree.search, a) for a in own}
         numbers = sorted({n for each in allowed.values() for n in each})
-        if problem.random:
-            numbers = [numbers[seed % min(len(numbers), 3)]]
-        found.append(StagePosition(tuple(own), tuple((n, tuple(a for a in own if n in allowed[a])) for n in numbers)))
+        if tree.random:
+            numbers = [numbers[seed % min(len(numbers), 3)]]  # of many, each microbatch would have few samples
+        found.append(tuple((n, tuple(a for a in own if n in allowed[a])) for n in numbers))
     return found
 
 
-def _has_enough_layers(problem: PipelineProblem, known: SearchRecord, a: PipelineShape) -> bool:
+def _has_enough_layers(tree: SearchTree, a: PipelineShape) -> bool:
     """Whether there is a layer for each stage, where three are captured for many."""
     try:
-        require_blocks(problem.program, a)
+        require_blocks(tree.program, a)
     except InfeasibleError as e:
-        known.errors.append(e)
+        tree.errors.append(e)
         return False
     return True
 
 
-def _plan_without_stages(problem: PipelineProblem, known: SearchRecord) -> None:
+def _plan_without_stages(tree: SearchTree) -> None:
     """Plan the whole model on all devices, in whatever memory; that within the budget is left open."""
-    free = flat_in_any_memory(problem.program, problem.job)
-    known.flat = own = free.certificate
-    if problem.memory is None:
-        known.add(free)
+    free = flat_in_any_memory(tree.program, tree.job)
+    tree.flat = own = free.certificate
+    if tree.memory is None:
+        tree.add(free)
         return
-    expand = partial(_fit_without_stages, problem, known)
-    known.open.append(Subproblem(free.predicted.step_seconds, own.lower_bound, expand, own.checked))
+    expand = partial(_fit_without_stages, tree)
+    tree.open.append(Subproblem(free.predicted.step_seconds, own.lower_bound, expand, own.checked))
 
 
-def _fit_without_stages(problem: PipelineProblem, known: SearchRecord) -> None:
+def _fit_without_stages(tree: SearchTree) -> None:
     """The best within the budget without stages."""
     try:
-        found = best_flat(problem.program, replace(problem.job, cutoff=Cutoff(known.seconds)))
+        found = best_flat(tree.program, replace(tree.job, cutoff=Cutoff(tree.seconds)))
     except InfeasibleError as e:
-        known.fail(e)
+        tree.fail(e)
         return
-    known.add(found)
-    known.flat = found.certificate
+    tree.add(found)
+    tree.flat = found.certificate
 
 
-def _open_microbatches(problem: PipelineProblem, known: SearchRecord, position: StagePosition, number: int) -> None:
-    """Leave a position with its next number of microbatches open.
+def _open_microbatches(tree: SearchTree, numbers: Counts, i: int) -> None:
+    """Leave the next number of microbatches on a mesh open.
+
+    They are opened one after the other: the plan for one number bounds the plans for its multiples.
 
     Args:
-        problem: what is searched.
-        known: grows.
-        position: where the stages lie.
-        number: index of the number of microbatches; beyond the last there is nothing to do.
+        tree: grows.
+        numbers: of microbatches.
+        i: which of them; after the last there is nothing to do.
     """
-    if number >= len(position.numbers):
+    if i >= len(numbers):
         return
-    count, shapes = position.numbers[number]
+    count, shapes = numbers[i]
     for a in shapes:
-        known.tried.setdefault(a, []).append(count)
+        tree.tried.setdefault(a, []).append(count)
     # In more microbatches the devices of a stage are not faster.
-    coarser = [p for (where, n), p in known.free.items() if where == position.key and count % n == 0]
-    devices, least = shapes[0].devices, problem.floor * min(waits(a, count) for a in shapes)
+    coarser = [p for (mesh, n), p in tree.free.items() if mesh == shapes[0].mesh and count % n == 0]
+    devices, least = shapes[0].devices, tree.floor * min(idle_factor(a, count) for a in shapes)
     alike = max(coarser, key=lambda p: p.certificate.lower_bound, default=None)
     bound, seconds = least, least
     checked: float | None = least
     if alike is not None:
         bound = max(least, alike.certificate.lower_bound / devices)
         checked = None if alike.certificate.checked is None else max(least, alike.certificate.checked / devices)
-        waiting = min(bubble(a, name, count) for a in shapes for name in a.schedules)
-        seconds = alike.predicted.step_seconds / devices * (1 + waiting)
-    expand = partial(_plan_stage_devices, problem, known, position, number)
-    known.open.append(Subproblem(max(bound, seconds), bound, expand, checked))
+        least_bubble = min(bubble(a, name, count) for a in shapes for name in a.schedules)
+        seconds = alike.predicted.step_seconds / devices * (1 + least_bubble)
+    expand = partial(_plan_stage_devices, tree, numbers, i)
+    tree.open.append(Subproblem(max(bound, seconds), bound, expand, checked))
 
 
-def _plan_stage_devices(problem: PipelineProblem, known: SearchRecord, position: StagePosition, number: int) -> None:
+def _plan_stage_devices(tree: SearchTree, numbers: Counts, i: int) -> None:
     """Plan the devices of a stage, if they had the whole model and any memory.
 
     Raises:
         InfeasibleError: the model does not allow it.
     """
-    (count, shapes), first = position.numbers[number], position.shapes[0]
-    known.say(problem.job, f"{first.devices} devices along {first.axis}, {count} microbatches")
+    count, shapes = numbers[i]
+    first = shapes[0]  # the devices of a stage are the same for all
+    tree.say(f"{first.devices} devices along {first.axis}, {count} microbatches")
     try:
-        possible = [(a, allowed) for a in shapes if (allowed := _allowed(problem, known, a, count))]
+        possible = [(a, allowed) for a in shapes if (allowed := _allowed(tree, a, count))]
         if not possible:
             return
-        part = microbatch_program(problem.program, count, deterministic=problem.job.deterministic)
-        free = plan_of_microbatch(problem.program, part, problem.job_inside(first))
-        known.free[position.key, count] = free
+        part = microbatch_program(tree.program, count, deterministic=tree.job.deterministic)
+        free = best_padded(tree.program, part, tree.job_inside(first))
+        tree.free[first.mesh, count] = free
         own, seconds = free.certificate, free.predicted.step_seconds / first.devices
         checked = None if own.checked is None else own.checked / first.devices
         for a, allowed in possible:
             promised = seconds * (1 + min(bubble(a, name, count) for name in allowed))
-            bound = max(own.lower_bound / a.devices, problem.floor * waits(a, count))
-            expand = partial(_cut_into_stages, problem, known, part, a, allowed)
-            known.open.append(Subproblem(promised, bound, expand, checked))
-    finally:
-        _open_microbatches(problem, known, position, number + 1)
+            bound = max(own.lower_bound / a.devices, tree.floor * idle_factor(a, count))
+            expand = partial(_cut_into_stages, tree, part, a, allowed)
+            tree.open.append(Subproblem(promised, bound, expand, checked))
+    finally:  # also where this number of microbatches is not possible
+        _open_microbatches(tree, numbers, i + 1)
 
 
-def _allowed(problem: PipelineProblem, known: SearchRecord, a: PipelineShape, count: int) -> tuple[str, ...]:
+def _allowed(tree: SearchTree, a: PipelineShape, count: int) -> tuple[str, ...]:
     """The schedules that work for so many microbatches."""
     found = []
     for schedule in a.schedules:
@@ -202,104 +205,99 @@ def _allowed(problem: PipelineProblem, known: SearchRecord, a: PipelineShape, co
             require_numbers(schedule, a.devices, count, a.virtual)
             found.append(schedule)
         except ValueError as e:
-            known.errors.append(InfeasibleError(f"no pipeline: {e}"))
-    if found and problem.program.training and count == 1 and not any(alone(name) for name in found):
-        known.errors.append(InfeasibleError(
+            tree.errors.append(InfeasibleError(f"no pipeline: {e}"))
+    if found and tree.program.training and count == 1 and not any(alone(name) for name in found):
+        tree.errors.append(InfeasibleError(
             'in a pipeline of one microbatch all stages but one wait: pin {"microbatches": n} with n of at least 2'
         ))  # fmt: skip
         return ()
     return tuple(found)
 
 
-def _cut_into_stages(
-    problem: PipelineProblem, known: SearchRecord, part: Program, a: PipelineShape, schedules: Sequence[str]
-) -> None:
+def _cut_into_stages(tree: SearchTree, part: Program, a: PipelineShape, schedules: Sequence[str]) -> None:
     """Cut the model, planned for any memory, into stages.
 
     Raises:
         InfeasibleError: it has too few modules.
     """
     what = f"{a.devices} devices along {a.axis}, {a.stages} stages, {part.microbatches} microbatches"
-    known.say(problem.job, what)
-    own = known.free[(a.axes, a.axis), part.microbatches].certificate
+    tree.say(what)
+    own = tree.free[a.mesh, part.microbatches].certificate
     orders = {name: order(name, a.devices, part.microbatches, a.virtual) for name in schedules}
-    cuts = _free_stages(problem, known, part, a, tuple(orders.values()))
-    names, seed = list(orders), problem.search.seed
-    for schedule in [names[seed % len(names)]] if problem.random else names:
-        scheduled = ScheduledPart(part, a, schedule, orders[schedule])
+    cuts = _free_stages(tree, part, a, tuple(orders.values()))
+    names, seed = list(orders), tree.search.seed
+    for schedule in [names[seed % len(names)]] if tree.random else names:
+        scheduled = tree.scheduled(part, a, schedule, orders[schedule])
         ways = suitable(cuts, scheduled.actions)
-        if problem.random:
+        if tree.random:
             ways = [ways[seed % len(ways)]]
+        # No simulation yet: no step is shorter than its busiest device works.
         promised = min(w.busiest(scheduled.actions) for w in ways)
         checked = None if own.checked is None else own.checked / a.devices
         bound = own.lower_bound / a.devices
-        expand = partial(_simulate, problem, known, scheduled, ways)
-        known.open.append(Subproblem(promised, bound, expand, checked, schedule))
+        expand = partial(_simulate, tree, scheduled, ways)
+        tree.open.append(Subproblem(promised, bound, expand, checked, schedule))
 
 
-def _free_stages(
-    problem: PipelineProblem, known: SearchRecord, part: Program, a: PipelineShape, orders: Sequence[Order]
-) -> list[StagePlan]:
+def _free_stages(tree: SearchTree, part: Program, a: PipelineShape, orders: Sequence[Order]) -> list[StagePlan]:
     """The plan for any memory, in stages; a deep model's layers are rewritten once for all shapes and schedules."""
-    key = (a.axes, a.axis), part.microbatches
-    plan, link = known.free[key], problem.link(a)
+    key = a.mesh, part.microbatches
+    plan, link = tree.free[key], tree.link(a)
     if part.repeat is None:
-        return stage_plans(part, plan, a, link, problem.search, orders)
-    if key not in known.blocks:
-        known.blocks[key] = RepeatedStages(part, plan, a, link, part.training)
-    return known.blocks[key].staged(a, scatters(a.axis, orders))
+        return stage_plans(part, plan, a, link, tree.search, orders)
+    if key not in tree.blocks:
+        tree.blocks[key] = RepeatedStages(part, plan, a, link, part.training)
+    return tree.blocks[key].staged(a, scatters(a.axis, orders))
 
 
-def _simulate(
-    problem: PipelineProblem, known: SearchRecord, scheduled: ScheduledPart, cuts: Sequence[StagePlan]
-) -> None:
+def _simulate(tree: SearchTree, scheduled: ScheduledStages, cuts: Sequence[StagePlan]) -> None:
     """Seconds under a schedule; where it does not fit, a search within the budget is left open."""
-    actions = scheduled.actions
-    seconds, cut = min(((cut.seconds(actions), cut) for cut in cuts), key=lambda found: found[0])
-    whole = cut.whole(scheduled.schedule, actions, seconds)
-    needed, own = _needed(whole), whole.certificate
-    known.certificates.append(own)  # its bound is that of all schedules, in whatever memory
-    if problem.memory is not None and not fits(needed, problem.memory):
-        known.least = whole if known.least is None else min(known.least, whole, key=_needed)
-        expand = partial(search_within_budget, problem, known, scheduled, seconds, needed)
-        known.open.append(Subproblem(seconds, own.lower_bound, expand, own.checked, scheduled.schedule, needed))
-    elif seconds < known.seconds:
-        known.best = whole
+    seconds, cut = min(((cut.seconds(scheduled.actions), cut) for cut in cuts), key=lambda found: found[0])
+    whole = cut.whole(scheduled, seconds)
+    needed, own = peak_bytes(whole), whole.certificate
+    tree.certificates.append(own)  # its bound is that of all schedules, in whatever memory
+    if tree.memory is not None and not fits(needed, tree.memory):
+        tree.lightest = whole if tree.lightest is None else min(tree.lightest, whole, key=peak_bytes)
+        expand = partial(search_within_budget, tree, scheduled, seconds, needed)
+        tree.open.append(Subproblem(seconds, own.lower_bound, expand, own.checked, scheduled.schedule, needed))
+    elif seconds < tree.seconds:
+        tree.best = whole
 
 
-def _result(problem: PipelineProblem, known: SearchRecord) -> Plan:
-    """The best plan, with a certificate for all that was looked at."""
-    best = known.best
+def _result(tree: SearchTree) -> Plan:
+    """The best plan, with a certificate for all that was looked at.
+
+    Raises:
+        InfeasibleError: nothing fits, or nothing was possible.
+    """
+    best = tree.best
     if best is None:
-        needed = min((e.needed for e in known.errors if e.needed is not None), default=math.inf)
-        if known.least is None or problem.memory is None:
-            raise known.errors[0]
-        raise missing(known.least, min(needed, _needed(known.least)), problem.memory)
-    left = [o for o in known.open if o.bound < known.seconds]
-    bound = min(*(c.lower_bound for c in known.certificates), *known.bounds, *(o.bound for o in left), known.seconds)
-    if len({c.space for c in known.certificates}) == 1 and bound >= best.certificate.lower_bound:
+        needed = min((e.needed for e in tree.errors if e.needed is not None), default=math.inf)
+        if tree.lightest is None or tree.memory is None:
+            raise tree.errors[0]
+        raise missing(tree.lightest, min(needed, peak_bytes(tree.lightest)), tree.memory)
+    left = [o for o in tree.open if o.bound < tree.seconds]
+    bound = min(*(c.lower_bound for c in tree.certificates), *tree.pruned, *(o.bound for o in left), tree.seconds)
+    if len({c.space for c in tree.certificates}) == 1 and bound >= best.certificate.lower_bound:
         return best
-    verified = [*(c.checked for c in known.certificates), *(o.checked for o in left), *known.bounds]
+    # A subproblem that is left open counts with its own bound, which is as checked as the plan that it came from.
+    verified = [*(c.checked for c in tree.certificates), *(o.checked for o in left), *tree.pruned]
     checked = None if None in verified else min(b for b in verified if b is not None)
-    method = TIME_LIMIT if known.stopped else best.certificate.method
-    space = _space(known, problem.search.stages_open)
+    method = TIME_LIMIT if tree.stopped else best.certificate.method
+    space = _space(tree)
     certificate = replace(best.certificate, lower_bound=bound, space=space, method=method, checked=checked)
     return replace(best, certificate=certificate)
 
 
-def _space(known: SearchRecord, stages_open: bool) -> str:
+def _space(tree: SearchTree) -> str:
     """What was searched, in words."""
     shapes = [
         f"{a.devices} devices of axis {a.axis}, {a.virtual} each, {', '.join(map(str, numbers))} microbatches"
-        for a, numbers in known.tried.items()
+        for a, numbers in tree.tried.items()
     ]
-    inside = known.flat.space if known.flat else known.certificates[0].space.split(INSIDE)[-1]
-    none = "no pipeline, or " if stages_open else ""
+    inside = tree.flat.space if tree.flat else tree.certificates[0].space.split(INSIDE)[-1]
+    none = "no pipeline, or " if tree.search.stages_open else ""
     return f"{none}stages cut anywhere, alike inside, in any order, on {'; or '.join(shapes)}{INSIDE}{inside}"
-
-
-def _needed(plan: Plan) -> float:
-    return sum(plan.predicted.peak_bytes.values())
 
 
 def least_seconds(program: Program, machine: Cluster, devices: int) -> float:
@@ -308,6 +306,7 @@ def least_seconds(program: Program, machine: Cluster, devices: int) -> float:
     for operator, times in Counter(analyze(program).operators.values()).items():
         work = operator_work(operator, candidates(operator, ()), ())
         rate = device.peak(arithmetic_dtype(operator, device)) * device.efficiency
+        # Neither launches nor collectives nor small tiles: less than any real device takes.
         total += times * max(float(work.flops[0]) / rate, float(work.moved[0]) / (device.bandwidth * device.streaming))
     total /= devices
     repeat = program.repeat

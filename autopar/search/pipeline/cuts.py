@@ -27,25 +27,25 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ForwardOrder:
-    """The forward pass of a program as a line that can be cut.
+    """The forward pass of a program as a line of positions, between which it can be cut.
 
     Attributes:
         modules: where a stage may begin: the largest module that begins there, in order.
-        spans: first position of each module, and the one behind its last.
-        ahead: seconds of a microbatch's forward, by position.
-        back: seconds of its backward, by position.
+        spans: first position of each module, and the one after its last.
+        forward: seconds of a microbatch's forward, by position.
+        backward: seconds of its backward, by position.
         sent: bytes that a device sends, forward, if a stage begins at each position.
     """
 
     modules: Mapping[int, str]
     spans: Mapping[str, tuple[int, int]]
-    ahead: Floats
-    back: Floats
+    forward: Floats
+    backward: Floats
     sent: Floats
 
     def between(self, cuts: Sequence[int]) -> list[tuple[int, int]]:
-        """First position of each stage, and the one behind its last."""
-        return list(zip((0, *cuts), (*cuts, len(self.ahead)), strict=True))
+        """First position of each stage, and the one after its last."""
+        return list(zip((0, *cuts), (*cuts, len(self.forward)), strict=True))
 
     def stages(self, cuts: Sequence[int]) -> tuple[Stage, ...]:
         """The stages that begin at the model's first operator and at these positions."""
@@ -62,37 +62,38 @@ class ForwardOrder:
         return (leading, *(m for m in found if m != leading))
 
 
-def line_of(program: Program, dims: Dims, plan: Plan) -> ForwardOrder:
-    """The line of a program under a plan for the devices of a stage."""
-    forward = forward_nodes(program)
-    place = positions(program, forward)
-    length = max(place.values()) + 1
-    ahead, back = np.zeros(length + 1), np.zeros(length + 1)
+def forward_order(program: Program, dims: Dims, plan: Plan) -> ForwardOrder:
+    """The forward order of a program, with seconds and bytes under a plan for the devices of a stage."""
+    forward_pass = forward_nodes(program)
+    position = positions(program, forward_pass)
+    length = max(position.values()) + 1
+    forward, backward = np.zeros(length + 1), np.zeros(length + 1)
     for node, seconds in node_seconds(program, dims, plan).items():
-        if node in place:
-            (ahead if node in forward else back)[place[node]] += seconds / program.microbatches
-    last = ends(program, forward)
+        if node in position:
+            (forward if node in forward_pass else backward)[position[node]] += seconds / program.microbatches
+    last = ends(program, forward_pass)
     # What is the same in all microbatches may run before the first of them, where no stage begins.
-    own = {module_path(n) for n in forward if n.op == "call_function" and n not in program.microbatch_invariant}
+    own = {module_path(n) for n in forward_pass if n.op == "call_function" and n not in program.microbatch_invariant}
     working = own.union(*(_parents(m) for m in own))
-    spans = {m: (a, last[m]) for m, a in starts(program, forward).items() if m in working}
+    spans = {m: (a, last[m]) for m, a in starts(program, forward_pass).items() if m in working}
     modules: dict[int, str] = {}
-    for module, (begin, _) in sorted(spans.items(), key=lambda s: s[1][0] - s[1][1]):
+    for module, (begin, _) in sorted(spans.items(), key=lambda s: s[1][0] - s[1][1]):  # the longest first
         if begin:
             modules.setdefault(begin, module)
-    sent = _sent(program, dims, plan, forward, place, length)
-    return ForwardOrder(dict(sorted(modules.items())), spans, ahead[:length], back[:length], sent)
+    sent = _sent(program, dims, plan, forward_pass, position, length)
+    return ForwardOrder(dict(sorted(modules.items())), spans, forward[:length], backward[:length], sent)
 
 
 def _sent(
-    program: Program, dims: Dims, plan: Plan, forward: set[fx.Node], place: Mapping[fx.Node, int], length: int
+    program: Program, dims: Dims, plan: Plan, forward: set[fx.Node], position: Mapping[fx.Node, int], length: int
 ) -> Floats:
+    """Bytes that are live in the forward pass before each position: what a stage that begins there is sent."""
     assignment, free = assign(program, dims, plan, layer_classes(program, dims)), free_nodes(program)
-    change = np.zeros(length + 1)
-    for node, begin in place.items():
+    change = np.zeros(length + 1)  # of the bytes from one position to the next
+    for node, begin in position.items():
         if node not in forward or node in free or node in program.per_step:
             continue
-        end = max((place[u] for u in node.users if u in place and u in forward), default=begin)
+        end = max((position[u] for u in node.users if u in position and u in forward), default=begin)
         layout = assignment.outputs.get((node, 0))
         size = sum(v.nbytes for v in values_of(node) if v is not None)
         if end > begin:
@@ -101,61 +102,65 @@ def _sent(
     return np.cumsum(change)[:length]
 
 
-def balanced_cuts(line: ForwardOrder, stages: int, link: Link) -> list[int]:
+def balanced_cuts(order: ForwardOrder, stages: int, link: Link) -> list[int]:
     """Cuts that make the slowest stage, with what it sends and receives, as fast as can be.
+
+    A dynamic program over the positions where stages may begin: the slowest of ``n + 1`` stages up to a position is the
+    slower of the last one and the slowest of the ``n`` before it. PipeDream (https://arxiv.org/abs/1806.03377, section
+    3.1) divides models in this way.
 
     Raises:
         InfeasibleError: there are fewer modules than stages.
     """
-    require_modules(line, stages)
-    places = np.array([0, *line.modules, len(line.ahead)])
-    total = np.concatenate([[0.0], np.cumsum(line.ahead + line.back)])[places]
-    hop = np.zeros(len(places))
-    hop[1:-1] = 2 * (link.latency + line.sent[places[1:-1]] / link.bandwidth)
-    time = total[None, :] - total[:, None] + hop[None, :] + hop[:, None]
-    time[np.tril_indices(len(places))] = np.inf
-    best, back = time[0], []
+    require_modules(order, stages)
+    starts_or_end = np.array([0, *order.modules, len(order.forward)])
+    total = np.concatenate([[0.0], np.cumsum(order.forward + order.backward)])[starts_or_end]
+    send = np.zeros(len(starts_or_end))
+    send[1:-1] = 2 * (link.latency + order.sent[starts_or_end[1:-1]] / link.bandwidth)  # there, and its gradient back
+    time = total[None, :] - total[:, None] + send[None, :] + send[:, None]  # of a stage from row to column
+    time[np.tril_indices(len(starts_or_end))] = np.inf
+    best, begins = time[0], []  # of the slowest stage up to each position, and where its last stage begins
     for _ in range(stages - 1):
         worst = np.maximum(best[:, None], time)
-        back.append(worst.argmin(0))
+        begins.append(worst.argmin(0))
         best = worst.min(0)
-    cuts, at = [], len(places) - 1
-    for row in reversed(back):
+    cuts, at = [], len(starts_or_end) - 1
+    for row in reversed(begins):
         at = int(row[at])
-        cuts.append(int(places[at]))
+        cuts.append(int(starts_or_end[at]))
     return cuts[::-1]
 
 
-def random_cuts(line: ForwardOrder, stages: int, seed: int) -> list[int]:
+def random_cuts(order: ForwardOrder, stages: int, seed: int) -> list[int]:
     """Any cuts, for tests."""
-    require_modules(line, stages)
-    places = np.array(list(line.modules))
-    chosen = np.random.default_rng(seed).choice(places, stages - 1, replace=False)
+    require_modules(order, stages)
+    starts_of_modules = np.array(list(order.modules))
+    chosen = np.random.default_rng(seed).choice(starts_of_modules, stages - 1, replace=False)
     return sorted(int(c) for c in chosen)
 
 
-def named_cuts(line: ForwardOrder, modules: Sequence[str]) -> list[int]:
+def named_cuts(order: ForwardOrder, modules: Sequence[str]) -> list[int]:
     """Cuts where these modules begin.
 
     Raises:
         ValueError: one does not exist, or they are not in the order of the forward pass.
     """
-    unknown = [m for m in modules if m not in line.spans or not line.spans[m][0]]
+    unknown = [m for m in modules if m not in order.spans or not order.spans[m][0]]
     if unknown:
-        some = ", ".join(list(line.modules.values())[:6])
+        some = ", ".join(list(order.modules.values())[:6])
         raise ValueError(f"pin 'stages': no stage can begin at {unknown[0]!r}; modules that can are {some}, ...")
-    cuts = [line.spans[m][0] for m in modules]
+    cuts = [order.spans[m][0] for m in modules]
     if sorted(set(cuts)) != cuts:
         raise ValueError(f"pin 'stages': {list(modules)} are not in the order in which the model computes them")
     return cuts
 
 
-def require_modules(line: ForwardOrder, stages: int) -> None:
+def require_modules(order: ForwardOrder, stages: int) -> None:
     """Refuse more stages than modules."""
-    if len(line.modules) < stages - 1:
+    if len(order.modules) < stages - 1:
         raise InfeasibleError(
-            f"{stages} stages need {stages - 1} modules to begin at behind the first, and the model computes "
-            f"{len(line.modules)}: ask for fewer stages, or write the model as more modules"
+            f"{stages} stages need {stages - 1} modules after the first to begin at, and the model computes "
+            f"{len(order.modules)}: ask for fewer stages, or write the model as more modules"
         )
 
 

@@ -1,7 +1,8 @@
 """`RepeatedStages`: a deep model cut into stages between its alike blocks, of which three are captured.
 
 The three are cut in three ways: each a stage, or two of them one. What the second block of a stage adds is what every
-further one adds, to its seconds and to its bytes.
+further one adds, to its seconds and to its bytes. So figures of any number of blocks are those of a stage of one block,
+and so often the difference between a stage of two and a stage of one.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Generic, TypeVar
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 from autopar.costs.cluster import Link
 from autopar.errors import InfeasibleError
@@ -18,15 +19,21 @@ from autopar.ir.plan import Plan, Scatter, Stage
 from autopar.ir.program import Program, RepeatedLayers
 from autopar.memory.recompute import uniform
 from autopar.passes.pad_dims import pad
-from autopar.pipeline.stage_graphs import StageGraphs, is_held_by_all
+from autopar.pipeline.stage_graphs import is_held_by_all
 from autopar.search.peak import unverified_in_stages
-from autopar.search.pipeline.cuts import line_of, named_cuts
+from autopar.search.pipeline.cuts import forward_order, named_cuts
 from autopar.search.pipeline.shape import PipelineShape
-from autopar.search.pipeline.stage_memory import StageMemory, held_by
-from autopar.search.pipeline.stage_plan import StagePlan, homes_of, in_parts
-from autopar.search.pipeline.stage_times import StageTime, taken_by
+from autopar.search.pipeline.stage_memory import StageMemory
+from autopar.search.pipeline.stage_plan import StagePlan, in_parts, measured
+from autopar.search.pipeline.stage_times import StageTime
 from autopar.sharding.dims import analyze
 from autopar.sharding.layer_classes import layer_classes
+
+ThreeCuts = tuple[StagePlan, StagePlan, StagePlan]
+"""The three blocks under one plan: each a stage; the first two one stage; the last two one stage."""
+
+FIRST, MIDDLE, LAST = 0, 1, 2
+"""Positions of a stage in the pipeline, and of its block among the three: ends differ from what is between them."""
 
 _T = TypeVar("_T", StageMemory, StageTime)
 
@@ -62,16 +69,16 @@ class RepeatedStages:
         assert repeat is not None
         self.plan, self.padded = plan, pad(program, plan.padding)
         count = layer_classes(self.padded, analyze(self.padded)).count
+        # Layers may be treated in several ways: some recompute what others save. Each way is measured by itself.
         parts = [(share, part) for share, part in uniform(plan, count) if share > 0]
-        kinds = [(share, _rewritten(program, self.padded,
-                                    replace(_of_three(plan, repeat), recompute=part.recompute)))
-                 for share, part in parts]  # fmt: skip
-        self.whole = [(share, _ways(cuts, link, split)) for share, cuts in kinds]
-        self.apart: list[tuple[float, _Ways]] = []  # where stages send in parts; empty: that makes no difference
+        ways = [(share, _rewritten(program, self.padded, replace(_of_three(plan, repeat), recompute=part.recompute)))
+                for share, part in parts]  # fmt: skip
+        self.whole = [(share, _measured(cuts, link, split)) for share, cuts in ways]
+        self.apart: list[tuple[float, ThreeCuts]] = []  # where stages send in parts; empty: that makes no difference
         apart = [(share, [in_parts(p, own, _everywhere(own, shape.axis))[-1] for own, p in cuts])
-                 for share, cuts in kinds]  # fmt: skip
+                 for share, cuts in ways]  # fmt: skip
         if any(own.scatter for _, cuts in apart for own, _ in cuts):
-            self.apart = [(share, _ways(cuts, link, split)) for share, cuts in apart]
+            self.apart = [(share, _measured(cuts, link, split)) for share, cuts in apart]
 
     def staged(self, shape: PipelineShape, ways: Sequence[Scatter]) -> list[StagePlan]:
         """The stages of the whole model, cut as `stage_plan.staged` does: as it is, and sent in parts.
@@ -91,77 +98,48 @@ def _everywhere(plan: Plan, axis: str) -> list[Scatter]:
     return [Scatter(axis, tuple(range(len(plan.stages) - 1)))]
 
 
-def _of_whole(padded: Program, plan: Plan, shape: PipelineShape, ways: Sequence[tuple[float, _Ways]]) -> StagePlan:
-    """The stages of the whole model, from those of three blocks, which are treated in so many ways."""
+def _of_whole(padded: Program, plan: Plan, shape: PipelineShape, ways: Sequence[tuple[float, ThreeCuts]]) -> StagePlan:
+    """The stages of the whole model, from those of three blocks, which are treated in so many ways.
+
+    Args:
+        padded: the program with three blocks.
+        plan: of the whole model.
+        shape: of the stages.
+        ways: in which blocks are treated, each with the share of the blocks that are; the first blocks in the first.
+    """
     repeat = padded.repeat
     assert repeat is not None
     blocks = _shared_out(ways, repeat.blocks, shape.stages)
     ends = list(itertools.accumulate(blocks, initial=0))
     shares = itertools.accumulate((share for share, _ in ways), initial=0.0)
-    borders = [round(share * repeat.blocks) for share in shares]  # the first blocks are treated in the first way
-    held: list[StageMemory] = []
-    taken: list[StageTime] = []
+    borders = [round(share * repeat.blocks) for share in shares]
+    memory: list[StageMemory] = []
+    times: list[StageTime] = []
     for stage, (begin, end) in enumerate(itertools.pairwise(ends)):
         numbers = [max(0, min(end, stop) - max(begin, start)) for start, stop in itertools.pairwise(borders)]
-        place = 0 if stage == 0 else 2 if stage == len(blocks) - 1 else 1
-        held.append(_of_blocks([(n, w.held) for n, (_, w) in zip(numbers, ways, strict=True)], place))
-        taken.append(_of_blocks([(n, w.taken) for n, (_, w) in zip(numbers, ways, strict=True)], place))
-    first = ways[0][1]
-    plan = replace(plan, stages=_stages(first.stages, ends, repeat))
-    holders = _holders(padded, plan, first.holders, ends, repeat)
-    homes = {n: None if s is None else (0, 1, len(blocks) - 1)[s] for n, s in first.homes.items()}
-    return StagePlan(plan, shape, held, taken, holders, homes)
-
-
-@dataclass(frozen=True)
-class _Figures(Generic[_T]):
-    """Of stages with one block and with two: at the beginning, in the middle (one only), at the end."""
-
-    one: tuple[_T, _T, _T]
-    two: tuple[_T, _T]
-
-    def more(self, place: int) -> tuple[_T, _T]:
-        """Figures of a stage, and of one with a block more, whose difference is that of a block.
-
-        A block in the middle adds what it does at the end: the first stage returns no gradient of its input.
-        """
-        return (self.one[0], self.two[0]) if place == 0 else (self.one[2], self.two[1])
-
-
-@dataclass(frozen=True)
-class _Ways:
-    """The three blocks, cut in three ways under one plan."""
-
-    holders: Mapping[str, tuple[int, ...]]
-    homes: Mapping[str, int | None]
-    stages: tuple[Stage, ...]
-    held: _Figures[StageMemory]
-    taken: _Figures[StageTime]
+        position = FIRST if stage == 0 else LAST if stage == len(blocks) - 1 else MIDDLE
+        known = [(n, cuts) for n, (_, cuts) in zip(numbers, ways, strict=True) if n > 0]
+        memory.append(_of_blocks([(n, tuple(cut.memory for cut in cuts)) for n, cuts in known], position))
+        times.append(_of_blocks([(n, tuple(cut.times for cut in cuts)) for n, cuts in known], position))
+    each = ways[0][1][0]
+    plan = replace(plan, stages=_stages(each.plan.stages, ends, repeat))
+    holders = _holders(padded, plan, each.holders, ends, repeat)
+    homes = {n: None if s is None else (0, 1, len(blocks) - 1)[s] for n, s in each.homes.items()}
+    return StagePlan(plan, memory, times, holders, homes)
 
 
 def _rewritten(program: Program, padded: Program, plan: Plan) -> list[tuple[Plan, Program]]:
-    """The three blocks under plans that cut them in three ways."""
+    """The three blocks under plans that cut them as `ThreeCuts` says."""
     assert program.repeat is not None
-    line, path = line_of(padded, analyze(padded), plan), program.repeat.path
+    order, path = forward_order(padded, analyze(padded), plan), program.repeat.path
     cuts = ([f"{path}.1", f"{path}.2"], [f"{path}.2"], [f"{path}.1"])
-    plans = [replace(plan, stages=line.stages(named_cuts(line, modules))) for modules in cuts]
+    plans = [replace(plan, stages=order.stages(named_cuts(order, modules))) for modules in cuts]
     return list(zip(plans, unverified_in_stages(program, plans), strict=True))
 
 
-def _ways(cuts: Sequence[tuple[Plan, Program]], link: Link, split: bool) -> _Ways:
-    found = []
-    for own, local in cuts:
-        cutting = StageGraphs(local, len(own.stages))
-        found.append((cutting, held_by(cutting, own, split), taken_by(cutting, own, link, split)))
-    (cutting, held, taken), (_, held_early, taken_early), (_, held_late, taken_late) = found
-    parameters = [i.name for i in cutting.inputs.values() if i.kind == "parameter"]
-    return _Ways(
-        {name: cutting.holders(name) for name in parameters},
-        homes_of(cutting),
-        cuts[0][0].stages,
-        _Figures((held[0], held[1], held[2]), (held_early[0], held_late[1])),
-        _Figures((taken[0], taken[1], taken[2]), (taken_early[0], taken_late[1])),
-    )
+def _measured(cuts: Sequence[tuple[Plan, Program]], link: Link, split: bool) -> ThreeCuts:
+    each, early, late = (measured(own, local, link, split) for own, local in cuts)
+    return each, early, late
 
 
 def _of_three(plan: Plan, repeat: RepeatedLayers) -> Plan:
@@ -180,16 +158,15 @@ def _of_three(plan: Plan, repeat: RepeatedLayers) -> Plan:
     return replace(plan, parameters=own(plan.parameters), padding=own(plan.padding))
 
 
-def _shared_out(ways: Sequence[tuple[float, _Ways]], blocks: int, stages: int) -> list[int]:
+def _shared_out(ways: Sequence[tuple[float, ThreeCuts]], blocks: int, stages: int) -> list[int]:
     """How many blocks each stage has, so that the slowest is as fast as can be."""
 
-    def seconds(taken: StageTime) -> float:
-        return taken.forward + taken.backward
+    def seconds(cut: StagePlan, stage: int) -> float:
+        return cut.times[stage].forward + cut.times[stage].backward
 
-    first = ways[0][1].taken
-    last = ways[-1][1].taken
-    block = sum(share * (seconds(w.taken.two[0]) - seconds(w.taken.one[0])) for share, w in ways)
-    more = [seconds(first.one[0]) - block, *[0.0] * (stages - 2), seconds(last.one[2]) - block]
+    block = sum(share * (seconds(early, FIRST) - seconds(each, FIRST)) for share, (each, early, _) in ways)
+    first, last = seconds(ways[0][1][0], FIRST), seconds(ways[-1][1][0], LAST)
+    more = [first - block, *[0.0] * (stages - 2), last - block]  # embeddings and the loss, besides blocks
     found = [1] * stages
     for _ in range(blocks - stages):  # the next block goes where it hurts least; on a draw, to the later stage
         least = min(range(stages), key=lambda s: (more[s] + (found[s] + 1) * block, -s))
@@ -197,14 +174,20 @@ def _shared_out(ways: Sequence[tuple[float, _Ways]], blocks: int, stages: int) -
     return found
 
 
-def _of_blocks(parts: Sequence[tuple[int, _Figures[_T]]], place: int) -> _T:
-    """Figures of a stage with so many blocks of each kind."""
-    known = [(n, figures) for n, figures in parts if n > 0]
-    own = -1 if place == 2 else 0  # the model's last block is of the last kind
-    result = known[own][1].one[place]
-    for i, (n, figures) in enumerate(known):
-        times = n - (i == own % len(known))
-        result = _with(result, *figures.more(place), times)
+def _of_blocks(known: Sequence[tuple[int, tuple[Sequence[_T], ...]]], position: int) -> _T:
+    """Figures of a stage with so many blocks of each way of treatment.
+
+    Args:
+        known: of each way, how many blocks, and the figures of the stages of `ThreeCuts`.
+        position: of the stage.
+    """
+    own = -1 if position == LAST else 0  # the model's last block is treated in the last way
+    result = known[own][1][0][position]
+    for i, (n, (each, early, late)) in enumerate(known):
+        times = n - (i == own % len(known))  # one block is in the result already
+        # A block in the middle adds what it does at the end: the first stage returns no gradient of its input.
+        one, two = (each[FIRST], early[FIRST]) if position == FIRST else (each[LAST], late[1])
+        result = _with(result, one, two, times)
     return result
 
 
@@ -221,17 +204,17 @@ def _with(a: _T, one: _T, two: _T, times: float) -> _T:
 
 
 def _stages(three: tuple[Stage, ...], ends: Sequence[int], repeat: RepeatedLayers) -> tuple[Stage, ...]:
-    """Stages of the whole model: those of three blocks name what is in front of the blocks and behind them."""
+    """Stages of the whole model: those of three blocks name what is before the blocks and after them."""
     before = tuple(m for m in three[0].modules if m != f"{repeat.path}.0")
-    behind = tuple(m for m in three[-1].modules if m != f"{repeat.path}.2")
+    after = tuple(m for m in three[-1].modules if m != f"{repeat.path}.2")
     found = [tuple(f"{repeat.path}.{i}" for i in range(a, b)) for a, b in itertools.pairwise(ends)]
     found[0] = (*before, *found[0])
-    found[-1] = (*found[-1], *behind)
+    found[-1] = (*found[-1], *after)
     return tuple(Stage(modules) for modules in found)
 
 
 def _holders(
-    padded: Program, plan: Plan, three: Mapping[str, tuple[int, ...]], ends: Sequence[int], repeat: RepeatedLayers
+    padded: Program, plan: Plan, three: Mapping[str, int | None], ends: Sequence[int], repeat: RepeatedLayers
 ) -> dict[str, int | None]:
     """The stage that holds each parameter of the whole model."""
     stages = len(ends) - 1
@@ -240,10 +223,11 @@ def _holders(
         if spec.kind != "parameter":
             continue
         own = three[spec.name]
-        everywhere = len(own) == 3 or is_held_by_all(node.meta["val"].shape, stages)
         for name in repeat.names(spec.name):
             number = name.removeprefix(f"{repeat.path}.").partition(".")[0]
             inside = name.startswith(f"{repeat.path}.")
-            stage = bisect_right(ends, int(number)) - 1 if inside else (0, 1, stages - 1)[own[0]]
-            found[name] = None if everywhere else stage
+            if own is None or is_held_by_all(node.meta["val"].shape, stages):
+                found[name] = None
+            else:
+                found[name] = bisect_right(ends, int(number)) - 1 if inside else (0, 1, stages - 1)[own]
     return {name: found[name] for name in plan.parameters}

@@ -8,37 +8,34 @@ from dataclasses import replace
 from autopar.errors import InfeasibleError
 from autopar.ir.plan import Plan
 from autopar.search.budget.cutoff import Cutoff, PrunedError
-from autopar.search.budget.within_budget import HOPELESS
-from autopar.search.microbatch.count import plan_of_microbatch
-from autopar.search.pipeline.record import PipelineProblem, ScheduledPart, SearchRecord
-from autopar.search.pipeline.shape import LightestPlan, ScheduledStages
+from autopar.search.budget.tighten import HOPELESS
+from autopar.search.padding import best_padded
+from autopar.search.pipeline.search_tree import SearchTree
+from autopar.search.pipeline.shape import ScheduledStages
 from autopar.search.pipeline.stage_peak import fastest_stages
-from autopar.search.pipeline.stage_plan import share_of
 
 SEARCHED = 12
 """How many pipelines that do not fit as they are, are searched within the budget."""
 
 
-def search_within_budget(
-    problem: PipelineProblem, known: SearchRecord, scheduled: ScheduledPart, seconds: float, needed: float
-) -> None:
-    """Search a pipeline that takes so many seconds, and needs so many bytes, within the budget."""
-    if known.searched >= SEARCHED or _is_hopeless(problem, known, scheduled):
+def search_within_budget(tree: SearchTree, scheduled: ScheduledStages, seconds: float, needed: float) -> None:
+    """Search a pipeline within the budget that takes so many seconds, and needs so many bytes, in any memory."""
+    if tree.searched >= SEARCHED or _is_hopeless(tree, scheduled):
         return
-    known.searched += 1
+    tree.searched += 1
     try:
-        found = _fitting(problem, known, scheduled)
-        known.add(found)
-        known.costs.append((needed, found.predicted.step_seconds / seconds))
+        found = _fitting(tree, scheduled)
+        tree.add(found)
+        tree.slowdowns.append((needed, found.predicted.step_seconds / seconds))
     except InfeasibleError as e:
-        known.fail(e)
-    if _is_hopeless(problem, known, scheduled):
-        known.heavy.add(scheduled.schedule)
-    if known.searched % 4 == 0:
-        gc.collect()  # graphs that were measured
+        tree.fail(e)
+    if _is_hopeless(tree, scheduled):
+        tree.heavy.add(scheduled.schedule)
+    if tree.searched % 4 == 0:
+        gc.collect()  # graphs that were measured: their nodes refer to each other in circles
 
 
-def _fitting(problem: PipelineProblem, known: SearchRecord, scheduled: ScheduledPart) -> Plan:
+def _fitting(tree: SearchTree, scheduled: ScheduledStages) -> Plan:
     """The best plan under a schedule that fits.
 
     Raises:
@@ -46,39 +43,27 @@ def _fitting(problem: PipelineProblem, known: SearchRecord, scheduled: Scheduled
         PrunedError: none is faster than the best plan.
     """
     part, shape = scheduled.part, scheduled.shape
-    known.say(problem.job, f"{shape.devices} devices along {shape.axis}, {shape.stages} stages, {scheduled.schedule}")
-    stages = _stages(problem, known, scheduled)
-    job = problem.job_inside(shape)
+    tree.say(f"{shape.devices} devices along {shape.axis}, {shape.stages} stages, {scheduled.schedule}")
+    job = tree.job_inside(shape)
     search = replace(job.search, check=False)  # the bound that holds is that of any memory
-    share, cutoff = share_of(scheduled.actions, shape.stages), Cutoff(known.seconds * shape.devices)
-    job = replace(job, memory=problem.memory, cutoff=cutoff, share=share, search=search, stages=stages)
+    # The search plans devices that have the whole model: as many times as long as those of a stage.
+    cutoff = Cutoff(tree.seconds * shape.devices)
+    job = replace(job, memory=tree.memory, cutoff=cutoff, search=search, stages=scheduled)
     try:
-        plan = plan_of_microbatch(problem.program, part, job)
-    except PrunedError as e:  # of a device that has the whole model
+        plan = best_padded(tree.program, part, job)
+    except PrunedError as e:
         raise PrunedError(e.bound / shape.devices) from e
-    cut = fastest_stages(part, plan, stages, search)
-    found = cut.whole(scheduled.schedule, scheduled.actions, cut.seconds(scheduled.actions))
-    free = known.free[(shape.axes, shape.axis), part.microbatches].certificate  # of all plans, in whatever memory
-    bound = min(free.lower_bound / shape.devices, found.predicted.step_seconds)
-    checked = None if free.checked is None else free.checked / shape.devices
-    return replace(found, certificate=replace(found.certificate, lower_bound=bound, checked=checked))
+    cut = fastest_stages(part, plan, scheduled, search)
+    any_memory = tree.free[shape.mesh, part.microbatches].certificate
+    return cut.whole(scheduled, cut.seconds(scheduled.actions), any_memory)
 
 
-def _is_hopeless(problem: PipelineProblem, known: SearchRecord, scheduled: ScheduledPart) -> bool:
+def _is_hopeless(tree: SearchTree, scheduled: ScheduledStages) -> bool:
     """Whether what needed least under any schedule needs far too much under this one."""
-    lightest = known.lightest.get((scheduled.shape, scheduled.part.microbatches))
-    if problem.memory is None or lightest is None or lightest.plan is None:
+    if tree.memory is None or not scheduled.measured:
         return False
-    needed = lightest.needed
-    if lightest.schedule != scheduled.schedule:
-        stages = _stages(problem, known, scheduled)
-        cut = fastest_stages(scheduled.part, lightest.plan, stages, problem.search)
+    needed, schedule, plan = min(scheduled.measured, key=lambda found: found[0])
+    if schedule != scheduled.schedule:
+        cut = fastest_stages(scheduled.part, plan, scheduled, tree.search)
         needed = sum(cut.peak(scheduled.actions).values())
-    return needed > HOPELESS * problem.memory
-
-
-def _stages(problem: PipelineProblem, known: SearchRecord, scheduled: ScheduledPart) -> ScheduledStages:
-    """What a search within the budget measures; all schedules of a shape share what is known of light plans."""
-    shape, part = scheduled.shape, scheduled.part
-    lightest = known.lightest.setdefault((shape, part.microbatches), LightestPlan(part))
-    return ScheduledStages(shape, scheduled.schedule, scheduled.actions, problem.link(shape), lightest)
+    return needed > HOPELESS * tree.memory

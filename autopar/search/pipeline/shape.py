@@ -1,14 +1,21 @@
-"""`PipelineShape`, how stages lie on a mesh, and `ScheduledStages`, such stages under a schedule."""
+"""`PipelineShape`, how stages lie on a mesh, and `ScheduledStages`, such stages of a program under a schedule."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from autopar.costs.cluster import Link
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.pipeline.schedules import Order
+from autopar.pipeline.stage_graphs import FORWARD, INPUT, WEIGHT
+
+MeshKey = tuple[tuple[tuple[str, int], ...], str]
+"""Axes of a mesh, and the one along which stages lie."""
+
+Measured = tuple[float, str, Plan]
+"""Bytes on the device that holds the most, the schedule under which that is so, and a plan for a stage's devices."""
 
 
 @dataclass(frozen=True)
@@ -21,14 +28,14 @@ class PipelineShape:
         devices: along the axis.
         virtual: stages on each.
         schedules: see `autopar.pipeline.schedules`.
-        modules: at which the stages behind the first begin; empty: they are chosen.
+        modules: at which the stages after the first begin; empty: they are chosen.
     """
 
     axes: tuple[tuple[str, int], ...]
     axis: str
     devices: int
-    virtual: int
-    schedules: tuple[str, ...]
+    virtual: int = 1
+    schedules: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
 
     @property
@@ -41,38 +48,49 @@ class PipelineShape:
         """The axes of the devices of a stage."""
         return {name: size for name, size in self.axes if name != self.axis}
 
-
-@dataclass
-class LightestPlan:
-    """Of all plans of a program that were measured in stages, the one that needs the least.
-
-    Attributes:
-        program: not padded; plans of a padded one do not count.
-        needed: its bytes on the device that holds the most.
-        plan: for the devices of a stage; None: none was measured.
-        schedule: under which it was measured.
-    """
-
-    program: Program
-    needed: float = math.inf
-    plan: Plan | None = None
-    schedule: str = ""
+    @property
+    def mesh(self) -> MeshKey:
+        """What it has in common with shapes of other numbers of stages on a device."""
+        return self.axes, self.axis
 
 
 @dataclass(frozen=True)
 class ScheduledStages:
-    """The pipeline whose devices a search within a budget is for: its peak is that of the stages under the schedule.
+    """A program in stages under a schedule; of a search within a budget, the peak is that of these stages.
 
     Attributes:
+        part: the program of one microbatch, not padded.
         shape: how the stages lie on the mesh.
         schedule: its name.
         actions: what each device does under it.
         link: between stages.
-        lightest: what is known of plans in this shape; grows as plans are measured.
+        measured: plans for ``part`` whose peak in stages of this shape is known, under any schedule; grows.
     """
 
+    part: Program = field(compare=False, repr=False)
     shape: PipelineShape
     schedule: str
     actions: Order
     link: Link
-    lightest: LightestPlan = field(compare=False, repr=False)
+    measured: list[Measured] = field(compare=False, repr=False)
+
+    @property
+    def state_share(self) -> float:
+        """The share of the model's parameters, optimizer states and gradients that a device holds: stages are alike."""
+        return 1 / len(self.actions)
+
+    @cached_property
+    def activation_share(self) -> float:
+        """How often the device with the most microbatches in flight holds what one microbatch saves for backward.
+
+        More than 1 where several microbatches of several stages are in flight.
+        """
+        most = 0
+        for row in self.actions:
+            in_flight = 0
+            split = any(a.kind == INPUT for a in row)
+            for action in row:
+                # A split backward pass frees a microbatch with its second part, the one for the weights.
+                in_flight += 1 if action.kind == FORWARD else -1 if not split or action.kind == WEIGHT else 0
+                most = max(most, in_flight)
+        return most / self.shape.stages

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from autopar.errors import InfeasibleError
 from autopar.ir.layout import Replicate
@@ -46,9 +46,9 @@ def pipeline_shapes(
     Raises:
         InfeasibleError: no axis of the mesh has as many devices, or no schedule as many stages on each.
     """
-    modules, places = search.stage_modules, _possible(search, axes, factored)
+    modules, places = search.stage_modules, _pinned_axis(search, axes, factored)
     if not search.stages_open:
-        devices = _asked(search)
+        devices = _pinned_devices(search)
         places = [p for p in places if p.devices == devices][:1]
         if not places:
             raise InfeasibleError(
@@ -68,8 +68,9 @@ def pipeline_shapes(
         ways = {n: tuple(s for s in names if _suits(SCHEDULES[s], n, training and pinned is None)) for n in each}
     if ways.get(1) and not search.stages_open:
         ways = {1: ways[1]}  # as many stages as are asked for
-    return [PipelineShape(p.axes, p.axis, p.devices, n, found, modules) for n, found in ways.items() if found
-            for p in places]  # fmt: skip
+    return [
+        replace(p, virtual=n, schedules=found, modules=modules) for n, found in ways.items() if found for p in places
+    ]
 
 
 def split_for_stages(search: Search, axes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
@@ -81,8 +82,8 @@ def split_for_stages(search: Search, axes: Mapping[str, int]) -> tuple[tuple[str
     found = tuple(axes.items())
     if not search.pipelines or search.stages_open:
         return found
-    devices = _asked(search)
-    return next((p.axes for p in _possible(search, axes, factored=True) if p.devices == devices), found)
+    devices = _pinned_devices(search)
+    return next((p.axes for p in _pinned_axis(search, axes, factored=True) if p.devices == devices), found)
 
 
 def is_split_for_stages(finer: tuple[tuple[str, int], ...], axes: Mapping[str, int]) -> bool:
@@ -90,7 +91,7 @@ def is_split_for_stages(finer: tuple[tuple[str, int], ...], axes: Mapping[str, i
     return any(p.axes == finer for p in _places(axes, factored=True))
 
 
-def _asked(search: Search) -> int:
+def _pinned_devices(search: Search) -> int:
     """The devices along the axis of the stages, as pinned.
 
     Raises:
@@ -105,7 +106,7 @@ def _asked(search: Search) -> int:
     return (len(modules) + 1) // virtual if modules else int(search.pins[STAGES])
 
 
-def _possible(search: Search, axes: Mapping[str, int], factored: bool) -> list[_Place]:
+def _pinned_axis(search: Search, axes: Mapping[str, int], factored: bool) -> list[PipelineShape]:
     """Where stages may lie by the pin of their axis.
 
     Raises:
@@ -117,23 +118,16 @@ def _possible(search: Search, axes: Mapping[str, int], factored: bool) -> list[_
     return [p for p in _places(axes, factored) if wanted in (None, p.axis, p.axis.removesuffix(FACTOR))]
 
 
-class _Place(NamedTuple):
-    """Where stages may lie."""
-
-    axes: tuple[tuple[str, int], ...]
-    axis: str
-    devices: int
-
-
-def _places(axes: Mapping[str, int], factored: bool) -> list[_Place]:
-    """Whole axes, and then the factors of each, the smallest first."""
+def _places(axes: Mapping[str, int], factored: bool) -> list[PipelineShape]:
+    """Whole axes, and then the factors of each, the smallest first; with a stage on each device, and no schedules."""
     given = tuple(axes.items())
-    found = [_Place(given, name, n) for name, n in given if n > 1]
+    found = [PipelineShape(given, name, n) for name, n in given if n > 1]
     for i, (name, n) in enumerate(given if factored else ()):
         for factor in range(2, min(n, MOST_DEVICES + 1)):
             if n % factor == 0:
+                # The factor is the outer one, so that the devices of a stage are neighbors.
                 split = (*given[:i], (f"{name}{FACTOR}", factor), (name, n // factor), *given[i + 1 :])
-                found.append(_Place(split, f"{name}{FACTOR}", factor))
+                found.append(PipelineShape(split, f"{name}{FACTOR}", factor))
     return [p for p in found if p.devices <= MOST_DEVICES]
 
 
@@ -150,9 +144,9 @@ def counts(program: Program, search: Search, shape: PipelineShape) -> list[int]:
         return [1]
     if search.microbatches:
         return [search.microbatches]
-    rows = samples(program)
+    of_batch = samples(program)
     most = max(shape.devices, MOST_VISITS // shape.stages)
-    divisors = [n for n in range(2, min(rows, most) + 1) if rows % n == 0]
+    divisors = [n for n in range(2, min(of_batch, most) + 1) if of_batch % n == 0]
     found: list[int] = []
     for n in divisors:
         if n >= (2 * found[-1] if found else shape.devices):
@@ -163,8 +157,8 @@ def counts(program: Program, search: Search, shape: PipelineShape) -> list[int]:
 def samples(program: Program) -> int:
     """Of the batch."""
     described = zip(program.placeholders, program.inputs, strict=True)
-    rows = [n.meta["val"].shape[0] for n, i in described if i.kind == "batch" and n.meta["val"].ndim]
-    return Counter(rows).most_common(1)[0][0] if rows else 1
+    sizes = [n.meta["val"].shape[0] for n, i in described if i.kind == "batch" and n.meta["val"].ndim]
+    return Counter(sizes).most_common(1)[0][0] if sizes else 1
 
 
 def without_pipeline(search: Search) -> Search:
@@ -217,14 +211,15 @@ def with_count(pins: Mapping[str, Any], count: int) -> dict[str, Any]:
     """The pins of `along_with` for another number of microbatches."""
     if pins.get(STAGES, 1) == 1:
         return {MICROBATCHES: count}
-    kept = {name: value for name, value in pins.items() if name in _PINS}
-    virtual = kept[VIRTUAL]
-    kept[SCHEDULE] = any_count(kept[SCHEDULE], (len(kept[STAGES]) + 1) // virtual, count, virtual)
-    return {**kept, MICROBATCHES: count}
+    found = {name: value for name, value in pins.items() if name in _PINS}
+    virtual = found[VIRTUAL]
+    found[SCHEDULE] = any_count(found[SCHEDULE], (len(found[STAGES]) + 1) // virtual, count, virtual)
+    return {**found, MICROBATCHES: count}
 
 
 def restrictions_inside(restrictions: Restrictions, axes: Mapping[str, int], axis: str) -> Restrictions:
     """Layouts on the whole mesh as such on the devices of a stage."""
+    # Restrictions with layouts come from a module whose mesh is decided.
     if not restrictions.layouts:  # the axis may be a factor of one of these
         return restrictions
     index = list(axes).index(axis)
@@ -232,29 +227,29 @@ def restrictions_inside(restrictions: Restrictions, axes: Mapping[str, int], axi
     return replace(restrictions, layouts=layouts)
 
 
-def waits(a: PipelineShape, count: int) -> float:
+def idle_factor(a: PipelineShape, count: int) -> float:
     """How much longer than its work such a pipeline takes at least."""
     split = a.virtual > 1 or any(splits(name) for name in a.schedules)
-    return 1.0 if split else least_wait(a.devices, count)
+    return 1.0 if split else least_idle_factor(a.devices, count)
 
 
 def bubble(a: PipelineShape, schedule: str, count: int) -> float:
-    """About what waiting adds to the work, where stages are alike and a backward pass takes twice its forward.
+    """About what idling adds to the work, where stages are alike and a backward pass takes twice its forward.
 
-    Two thirds of what is waited for are backward passes; where they are split, their parts for the weights, half of
-    them, and those of earlier microbatches fill the time.
+    Two thirds of the idle time are waits for backward passes; where these are split, their parts for the weights, half
+    of them, and those of earlier microbatches fill the time.
     """
     return (a.devices - 1) / (a.virtual * count) / (3 if splits(schedule) else 1)
 
 
-def least_wait(devices: int, count: int) -> float:
+def least_idle_factor(devices: int, count: int) -> float:
     """How much longer than its work a device of a pipeline takes at least, whose devices have a stage each.
 
     The devices of later stages wait for those before, at both ends of a step. If stages take ``t[0], t[1], ...`` for a
-    microbatch, device ``d`` is busy or waits for ``count * t[d] + sum(t[:d])``; that is least where all are the same,
+    microbatch, device ``d`` works or idles for ``count * t[d] + sum(t[:d])``; that is least where all are the same,
     ``t[d + 1] = t[d] * (1 - 1 / count)``.
 
-    >>> round(least_wait(4, 1), 3), round(least_wait(4, 8), 3), round(least_wait(4, 800), 3)
+    >>> round(least_idle_factor(4, 1), 3), round(least_idle_factor(4, 8), 3), round(least_idle_factor(4, 800), 3)
     (4.0, 1.208, 1.002)
     """
     return float(devices / (count * (1 - (1 - 1 / count) ** devices)))

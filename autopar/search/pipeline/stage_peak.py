@@ -12,11 +12,11 @@ from autopar.pipeline.stage_graphs import INPUT
 from autopar.search.options import Search
 from autopar.search.pipeline.deep_models import RepeatedStages
 from autopar.search.pipeline.shape import PipelineShape, ScheduledStages
-from autopar.search.pipeline.stage_plan import StagePlan, fastest, sends_behind, staged
+from autopar.search.pipeline.stage_plan import StagePlan, fastest, sending_stages, staged
 
 
 def peak_in_stages(program: Program, plan: Plan, stages: ScheduledStages, search: Search) -> dict[str, float]:
-    """Bytes by category on the device that holds the most, and remembers the plan if it is the lightest so far.
+    """Bytes by category on the device that holds the most, which is remembered in ``stages``.
 
     Args:
         program: of one microbatch, padded or not.
@@ -25,9 +25,8 @@ def peak_in_stages(program: Program, plan: Plan, stages: ScheduledStages, search
         search: for which it is cut.
     """
     held = fastest_stages(program, plan, stages, search).peak(stages.actions)
-    needed, lightest = sum(held.values()), stages.lightest
-    if program is lightest.program and needed < lightest.needed:
-        lightest.needed, lightest.plan, lightest.schedule = needed, plan, stages.schedule
+    if program is stages.part:  # a plan of a padded program is none of the program as it is
+        stages.measured.append((sum(held.values()), stages.schedule, plan))
     return held
 
 
@@ -49,4 +48,4 @@ def stage_plans(
 
 def scatters(axis: str, orders: Iterable[Order]) -> list[Scatter]:
     """The ways to send in parts that go with these orders."""
-    return [Scatter(axis, after) for after in dict.fromkeys(map(sends_behind, orders))]
+    return [Scatter(axis, after) for after in dict.fromkeys(map(sending_stages, orders))]

@@ -11,19 +11,25 @@ from autopar.costs.memory import format_bytes
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import copy_graph
 from autopar.ir.layout import At, Layout, Placement, Replicate
-from autopar.ir.plan import Certificate, Pipeline, Plan, Scatter
+from autopar.ir.plan import Certificate, Pipeline, Plan, Predicted, Scatter
 from autopar.ir.program import Program
 from autopar.passes.pad_dims import pad
 from autopar.passes.pipeline.scatter_sends import scatter_sends
 from autopar.pipeline.schedules import Order, device_of, splits
-from autopar.pipeline.stage_graphs import FORWARD, INPUT, WEIGHT, StageGraphs
-from autopar.search.formulation.memory_model import Share
+from autopar.pipeline.stage_graphs import StageGraphs
 from autopar.search.options import Search
 from autopar.search.peak import unverified
-from autopar.search.pipeline.cuts import ForwardOrder, balanced_cuts, line_of, named_cuts, random_cuts
-from autopar.search.pipeline.shape import PipelineShape
-from autopar.search.pipeline.stage_memory import StageMemory, held_by, peaks
-from autopar.search.pipeline.stage_times import StageTime, busiest, most_sent, sent_inside, step_seconds, taken_by
+from autopar.search.pipeline.cuts import ForwardOrder, balanced_cuts, forward_order, named_cuts, random_cuts
+from autopar.search.pipeline.shape import PipelineShape, ScheduledStages
+from autopar.search.pipeline.stage_memory import StageMemory, memory_of_stages, peaks
+from autopar.search.pipeline.stage_times import (
+    StageTime,
+    busiest,
+    most_sent,
+    sent_inside,
+    step_seconds,
+    times_of_stages,
+)
 from autopar.sharding.candidates import REPLICATE
 from autopar.sharding.dims import analyze
 
@@ -37,51 +43,79 @@ class StagePlan:
 
     Attributes:
         plan: for the devices of a stage, if these had the whole model; its ``stages`` are known.
-        shape: of the stages.
-        held: what each stage holds.
-        taken: what each stage takes.
+        memory: of each stage.
+        times: of each stage.
         holders: the stage that holds each parameter; None: all do.
         homes: the stage that has each result; None: all do.
     """
 
     plan: Plan
-    shape: PipelineShape
-    held: Sequence[StageMemory]
-    taken: Sequence[StageTime]
+    memory: Sequence[StageMemory]
+    times: Sequence[StageTime]
     holders: Mapping[str, int | None]
     homes: Mapping[str, int | None]
 
     def seconds(self, actions: Order) -> float:
         """Of a step."""
-        return step_seconds(self.taken, actions)
+        return step_seconds(self.times, actions)
 
     def busiest(self, actions: Order) -> float:
         """Seconds that the device works which has the most to do: no step is shorter."""
-        return busiest(self.taken, actions)
+        return busiest(self.times, actions)
 
     def peak(self, actions: Order) -> dict[str, float]:
         """Bytes by category, on the device that holds the most."""
-        return max(peaks(self.held, actions), key=lambda held: sum(held.values()))
+        return max(peaks(self.memory, actions), key=lambda held: sum(held.values()))
 
-    def whole(self, schedule: str, actions: Order, seconds: float) -> Plan:
-        """The plan for the whole mesh under a schedule that takes so many seconds."""
-        plan, a = self.plan, self.shape
-        peak, devices = self.peak(actions), device_of(actions)
-        sent = plan.microbatches * most_sent(self.taken, devices)
-        inside, collectives = sent_inside(self.taken, devices)
-        predicted = replace(
-            plan.predicted,
+    def whole(self, scheduled: ScheduledStages, seconds: float, any_memory: Certificate | None = None) -> Plan:
+        """The finished plan for the whole mesh: everything is alike on all stages, but for parameters and results.
+
+        Args:
+            scheduled: the stages, and their schedule.
+            seconds: of a step.
+            any_memory: of the plan for a stage's devices without a budget, whose bound holds within one, too; default:
+                of this plan.
+        """
+        plan, shape = self.plan, scheduled.shape
+        devices = device_of(scheduled.actions)
+        index, everywhere = list(dict(shape.axes)).index(shape.axis), Replicate()
+
+        def wide(layout: Layout, placement: Placement = everywhere) -> Layout:
+            return (*layout[:index], placement, *layout[index:])
+
+        def at(stage: int | None) -> Placement:
+            return everywhere if stage is None else At(devices[stage])
+
+        return replace(
+            plan,
+            axes=shape.axes,
+            parameters={name: wide(layout, at(self.holders[name])) for name, layout in plan.parameters.items()},
+            batch={name: wide(layout) for name, layout in plan.batch.items()},
+            results={name: wide(layout, at(self.homes.get(name))) for name, layout in plan.results.items()},
+            consumer_layouts={name: wide(layout) for name, layout in plan.consumer_layouts.items()},
+            choices={name: (*names[:index], REPLICATE, *names[index:]) for name, names in plan.choices.items()},
+            pipeline=Pipeline(shape.axis, scheduled.schedule),
+            predicted=self._predicted(scheduled, seconds),
+            certificate=_certificate(plan, seconds, shape, any_memory or plan.certificate),
+        )
+
+    def _predicted(self, scheduled: ScheduledStages, seconds: float) -> Predicted:
+        """What a step costs on each device: memory and what is sent are those of the device with the most."""
+        alone, devices = self.plan.predicted, device_of(scheduled.actions)
+        peak = self.peak(scheduled.actions)
+        inside, collectives = sent_inside(self.times, devices)
+        return replace(
+            alone,
             step_seconds=seconds,
-            compute_seconds=plan.predicted.compute_seconds / a.devices,  # of a device, on average
+            compute_seconds=alone.compute_seconds / scheduled.shape.devices,  # of a device, on average
             peak_bytes=peak,
-            memory_bytes={category: peak.get(category, 0.0) for category in plan.predicted.memory_bytes},
-            communication_bytes={**inside, a.axis: sent},
+            memory_bytes={category: peak.get(category, 0.0) for category in alone.memory_bytes},
+            communication_bytes={
+                **inside,
+                scheduled.shape.axis: self.plan.microbatches * most_sent(self.times, devices),
+            },
             collectives=collectives,
         )
-        holders, homes = ({n: None if s is None else devices[s] for n, s in stages.items()}
-                          for stages in (self.holders, self.homes))  # fmt: skip
-        wide = _widened(plan, a, schedule, holders, homes)
-        return replace(wide, predicted=predicted, certificate=_certificate(plan, seconds, a))
 
 
 def staged(
@@ -106,17 +140,28 @@ def staged(
         InfeasibleError: the model has too few modules.
     """
     padded = pad(program, plan.padding)
-    line = line_of(padded, analyze(padded), plan)
-    plan = replace(plan, stages=line.stages(_cuts(line, search, shape, link)))
+    order = forward_order(padded, analyze(padded), plan)
+    plan = replace(plan, stages=order.stages(_cuts(order, search, shape, link)))
     split = any(splits(name) for name in shape.schedules)
-    found = []
-    for own, local in in_parts(unverified(program, plan), plan, ways):
-        cutting = StageGraphs(local, shape.stages)
-        holders = {name: stages[0] if len(stages := cutting.holders(name)) < shape.stages else None
-                   for name in plan.parameters}  # fmt: skip
-        held, taken = held_by(cutting, own, split), taken_by(cutting, own, link, split)
-        found.append(StagePlan(own, shape, held, taken, holders, homes_of(cutting)))
-    return found
+    return [measured(own, local, link, split) for own, local in in_parts(unverified(program, plan), plan, ways)]
+
+
+def measured(plan: Plan, local: Program, link: Link, split: bool) -> StagePlan:
+    """A plan with stages, and what its graphs hold and take.
+
+    Args:
+        plan: for the devices of a stage.
+        local: the program that was rewritten under it.
+        link: between stages.
+        split: whether the backward may be in two parts.
+    """
+    cutting = StageGraphs(local, len(plan.stages))
+    holders = {name: stages[0] if len(stages := cutting.holders(name)) < cutting.stages else None
+               for name in plan.parameters}  # fmt: skip
+    homes = {o.name: cutting.home(o, v) for o, v in cutting.described if o.kind == "result" and v is not None}
+    # In this order: memory needs to know which tensors share storages, and propagates that through the graph.
+    memory, times = memory_of_stages(cutting, plan, split), times_of_stages(cutting, plan, link, split)
+    return StagePlan(plan, memory, times, holders, homes)
 
 
 def in_parts(local: Program, plan: Plan, ways: Sequence[Scatter]) -> list[tuple[Plan, Program]]:
@@ -125,6 +170,7 @@ def in_parts(local: Program, plan: Plan, ways: Sequence[Scatter]) -> list[tuple[
     for scatter in ways:
         own = replace(plan, scatter=scatter)
         apart = scatter_sends(replace(local, graph=copy_graph(local.graph)), own)
+        # No more nodes: nothing that is sent is replicated, and so nothing was scattered.
         if len(apart.graph.graph.nodes) > len(local.graph.graph.nodes):
             found.append((own, apart))
     return found
@@ -132,8 +178,8 @@ def in_parts(local: Program, plan: Plan, ways: Sequence[Scatter]) -> list[tuple[
 
 def suitable(ways: Sequence[StagePlan], actions: Order) -> list[StagePlan]:
     """Those that send in parts, if any, where these actions send."""
-    behind = sends_behind(actions)
-    return [w for w in ways if w.plan.scatter is None or w.plan.scatter.behind == behind]
+    sending = sending_stages(actions)
+    return [w for w in ways if w.plan.scatter is None or w.plan.scatter.behind == sending]
 
 
 def fastest(ways: Sequence[StagePlan], actions: Order) -> StagePlan:
@@ -141,27 +187,10 @@ def fastest(ways: Sequence[StagePlan], actions: Order) -> StagePlan:
     return min(suitable(ways, actions), key=lambda way: way.seconds(actions))
 
 
-def sends_behind(actions: Order) -> tuple[int, ...]:
+def sending_stages(actions: Order) -> tuple[int, ...]:
     """The stages of which the next one is on another device."""
     devices = device_of(actions)
     return tuple(s for s, (a, b) in enumerate(itertools.pairwise(devices)) if a != b)
-
-
-def homes_of(cutting: StageGraphs) -> dict[str, int | None]:
-    """The stage that has each result; None: all do."""
-    return {o.name: cutting.home(o, v) for o, v in cutting.described if o.kind == "result" and v is not None}
-
-
-def share_of(actions: Order, stages: int) -> Share:
-    """What the device with the most microbatches under way holds."""
-    most = 0
-    for row in actions:
-        under_way = 0
-        split = any(a.kind == INPUT for a in row)
-        for action in row:
-            under_way += 1 if action.kind == FORWARD else -1 if not split or action.kind == WEIGHT else 0
-            most = max(most, under_way)
-    return Share(states=1 / len(actions), activations=most / stages)
 
 
 def missing(plan: Plan, needed: float, memory: float) -> InfeasibleError:
@@ -171,53 +200,28 @@ def missing(plan: Plan, needed: float, memory: float) -> InfeasibleError:
     return InfeasibleError(
         f"no pipeline was found that needs less than {format_bytes(needed)} on a device, "
         f"{format_bytes(needed - memory)} more than the budget of {format_bytes(memory)}, most of it {largest}; ask "
-        "for more stages or more microbatches, or for a schedule with fewer of them under way, such as 1f1b",
+        "for more stages or more microbatches, or for a schedule with fewer of them in flight, such as 1f1b",
         needed=needed,
         budget=memory,
     )
 
 
-def _cuts(line: ForwardOrder, search: Search, shape: PipelineShape, link: Link) -> list[int]:
+def _cuts(order: ForwardOrder, search: Search, shape: PipelineShape, link: Link) -> list[int]:
     if shape.modules:
-        return named_cuts(line, shape.modules)
+        return named_cuts(order, shape.modules)
     if search.recipe == "random":
-        return random_cuts(line, shape.stages, search.seed)
-    return balanced_cuts(line, shape.stages, link)
+        return random_cuts(order, shape.stages, search.seed)
+    return balanced_cuts(order, shape.stages, link)
 
 
-def _certificate(plan: Plan, seconds: float, shape: PipelineShape) -> Certificate:
-    """The bound that the devices of a pipeline cannot all be faster than their average, if none ever waits."""
+def _certificate(plan: Plan, seconds: float, shape: PipelineShape, any_memory: Certificate) -> Certificate:
+    """The bound that the devices of a pipeline cannot all be faster than their average, if none ever idles."""
     inside, devices = plan.certificate, shape.devices
     space = (
         f"stages cut anywhere, alike inside, in any order, on {devices} devices of axis {shape.axis}, "
         f"{shape.virtual} each, {plan.microbatches} microbatches{INSIDE}{inside.space}"
     )
-    checked = None if inside.checked is None else inside.checked / devices
+    checked = None if any_memory.checked is None else any_memory.checked / devices
     # What the search counts twice, such as a move for two users, the graph may do once.
-    bound = min(inside.lower_bound / devices, seconds)
+    bound = min(any_memory.lower_bound / devices, seconds)
     return replace(inside, objective=seconds, lower_bound=bound, space=space, checked=checked)
-
-
-def _widened(
-    plan: Plan, a: PipelineShape, schedule: str, holders: Mapping[str, int | None], homes: Mapping[str, int | None]
-) -> Plan:
-    """The plan of the whole mesh: everything is alike on all stages, but for parameters and results."""
-    axes = dict(a.axes)
-    index, everywhere = list(axes).index(a.axis), Replicate()
-
-    def wide(layout: Layout, placement: Placement = everywhere) -> Layout:
-        return (*layout[:index], placement, *layout[index:])
-
-    def at(device: int | None) -> Placement:
-        return everywhere if device is None else At(device)
-
-    return replace(
-        plan,
-        axes=tuple(axes.items()),
-        parameters={name: wide(layout, at(holders[name])) for name, layout in plan.parameters.items()},
-        batch={name: wide(layout) for name, layout in plan.batch.items()},
-        results={name: wide(layout, at(homes.get(name))) for name, layout in plan.results.items()},
-        consumer_layouts={name: wide(layout) for name, layout in plan.consumer_layouts.items()},
-        choices={name: (*names[:index], REPLICATE, *names[index:]) for name, names in plan.choices.items()},
-        pipeline=Pipeline(a.axis, schedule),
-    )

@@ -1,4 +1,4 @@
-"""What each piece of a pipeline takes, from the graphs that its devices run."""
+"""`StageTime`: seconds of each stage of a pipeline and what it sends, from the graphs that its devices run."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class StageTime:
         forward: of a microbatch.
         backward: of a microbatch.
         for_input: of that, the part for the gradient of the input; as much where it is not split.
-        before: once a step, in front of the microbatches.
-        behind: once a step, behind them.
-        hop: from the stage to the next, in the direction in which more is sent.
-        ahead: bytes that a microbatch sends to the next stage.
-        back: bytes that it sends to the one before.
+        before: once a step, before the microbatches.
+        after: once a step, after them.
+        send: from the stage to the next, in the direction in which more is sent.
+        to_next: bytes that a microbatch sends to the next stage.
+        to_previous: bytes that it sends to the previous one.
         inside: bytes that one of its devices sends to the others in a step, by axis.
         collectives: of a step, how many of each kind there are along each axis.
     """
@@ -43,10 +43,10 @@ class StageTime:
     backward: float
     for_input: float
     before: float
-    behind: float
-    hop: float
-    ahead: float
-    back: float
+    after: float
+    send: float
+    to_next: float
+    to_previous: float
     inside: Mapping[str, float]
     collectives: Mapping[tuple[str, str], float]
 
@@ -59,7 +59,8 @@ def step_seconds(stages: Sequence[StageTime], order: Order) -> float:
 def busiest(stages: Sequence[StageTime], order: Order) -> float:
     """Seconds that the device works which has the most to do in a step."""
     devices, times = device_of(order), sum(a.kind == FORWARD for row in order for a in row) / len(stages)
-    work = [s.before + times * (s.forward + s.backward) + s.behind for s in stages]
+    work = [s.before + times * (s.forward + s.backward) + s.after for s in stages]
+    # Stages of one device add up.
     return float(np.bincount(devices, work, len(order)).max())
 
 
@@ -70,11 +71,12 @@ def step_tasks(
     devices = device_of(order)
     split = any(a.kind == INPUT for row in order for a in row)
     forward, backward = (np.array([getattr(s, name) for s in stages]) for name in ("forward", "backward"))
+    # Not split: all of the backward pass is the part that sends the gradient on.
     for_input = np.array([s.for_input for s in stages]) if split else backward
-    ends = [np.bincount(devices, [getattr(s, name) for s in stages], len(order)) for name in ("before", "behind")]
-    hops = [s.hop for s in stages[:-1]]
+    ends = [np.bincount(devices, [getattr(s, name) for s in stages], len(order)) for name in ("before", "after")]
+    sends = [s.send for s in stages[:-1]]
     return pipeline(
-        order, forward, for_input, backward - for_input, hops, saved=saved, saved_for_weight=saved_for_weight,
+        order, forward, for_input, backward - for_input, sends, saved=saved, saved_for_weight=saved_for_weight,
         before=ends[0], after=ends[1], received=receives(order),
     )  # fmt: skip
 
@@ -87,22 +89,23 @@ def plan_tasks(local: Program, plan: Plan) -> list[Task]:
         plan: the plan.
     """
     order = order_of(plan)
-    return step_tasks(taken_of(local, plan), order, saved=len(order) / len(plan.stages))
+    return step_tasks(times_of_plan(local, plan), order, saved=len(order) / len(plan.stages))
 
 
-def taken_of(local: Program, plan: Plan) -> list[StageTime]:
-    """What each stage of a plan takes; the arguments are those of `plan_tasks`."""
+def times_of_plan(local: Program, plan: Plan) -> list[StageTime]:
+    """The times of each stage of a plan; the arguments are those of `plan_tasks`."""
     assert plan.pipeline is not None
     link = dict(zip(plan.axis_names, plan.cluster.link_for(dict(plan.axes)), strict=True))[plan.pipeline.axis]
     split = any(a.kind == INPUT for row in order_of(plan) for a in row)
-    return taken_by(StageGraphs(local, len(plan.stages)), plan.inner, link, split)
+    return times_of_stages(StageGraphs(local, len(plan.stages)), plan.inner, link, split)
 
 
 def most_sent(stages: Sequence[StageTime], devices: Sequence[int]) -> float:
     """Bytes that the device which sends the most sends for a microbatch, to those of other stages."""
     sent = np.zeros(max(devices) + 1)
     for stage, device in enumerate(devices):
-        for size, other in ((stages[stage].ahead, stage + 1), (stages[stage].back, stage - 1)):
+        for size, other in ((stages[stage].to_next, stage + 1), (stages[stage].to_previous, stage - 1)):
+            # Stages of one device pass values on in memory.
             if 0 <= other < len(devices) and devices[other] != device:
                 sent[device] += size
     return float(sent.max())
@@ -113,16 +116,16 @@ def sent_inside(
 ) -> tuple[dict[str, float], dict[str, dict[str, int]]]:
     """Bytes and collectives of a step along the axes of the devices of a stage: those of the device with the most."""
     own = [[s for s, d in zip(stages, devices, strict=True) if d == device] for device in set(devices)]
-    sizes = {axis: max(sum(s.inside[axis] for s in held) for held in own) for axis in stages[0].inside}
+    sizes = {axis: max(sum(s.inside[axis] for s in each) for each in own) for axis in stages[0].inside}
     counts: dict[str, dict[str, int]] = defaultdict(dict)
     for axis, kind in sorted({key for stage in stages for key in stage.collectives}):
-        most = max(sum(s.collectives.get((axis, kind), 0.0) for s in held) for held in own)
+        most = max(sum(s.collectives.get((axis, kind), 0.0) for s in each) for each in own)
         counts[axis][kind] = round(most)
     return sizes, dict(counts)
 
 
-def taken_by(cutting: StageGraphs, plan: Plan, link: Link, split: bool) -> list[StageTime]:
-    """What each stage takes.
+def times_of_stages(cutting: StageGraphs, plan: Plan, link: Link, split: bool) -> list[StageTime]:
+    """The times of each stage.
 
     Args:
         cutting: of the rewritten program, in stages.
@@ -131,10 +134,10 @@ def taken_by(cutting: StageGraphs, plan: Plan, link: Link, split: bool) -> list[
         split: whether the backward may be in two parts.
     """
     found = _Seconds(cutting, plan, link)
-    before, behind = found.per_step()
+    before, after = found.per_step()
     stages = []
     for s in range(cutting.stages):
-        ahead, back = cutting.received(s + 1), cutting.returned(s - 1)
+        to_next, to_previous = cutting.received(s + 1), cutting.returned(s - 1)
         backward = found.of(cutting.piece(s, BACKWARD))
         inside, collectives = found.sent_inside(s)
         stages.append(
@@ -143,10 +146,10 @@ def taken_by(cutting: StageGraphs, plan: Plan, link: Link, split: bool) -> list[
                 backward=backward,
                 for_input=found.of(cutting.piece(s, INPUT)) if split else backward,
                 before=before[s],
-                behind=behind[s],
-                hop=max(found.send(ahead), found.send(cutting.returned(s))),
-                ahead=found.size(ahead),
-                back=found.size(back),
+                after=after[s],
+                send=max(found.send(to_next), found.send(cutting.returned(s))),
+                to_next=found.size(to_next),
+                to_previous=found.size(to_previous),
                 inside=inside,
                 collectives=collectives,
             )
@@ -172,6 +175,7 @@ class _Seconds:
 
     def send(self, names: Sequence[str]) -> float:
         """Of sending values, each with a message of its own."""
+        # A message for each value, as the executor sends them.
         return self.link.latency * len(names) + self.size(names) / self.link.bandwidth
 
     def sent_inside(self, stage: int) -> tuple[dict[str, float], dict[tuple[str, str], float]]:
@@ -185,24 +189,27 @@ class _Seconds:
         counts: dict[tuple[str, str], float] = defaultdict(float)
         for piece, times in runs:
             for node in piece.nodes:
-                made = info(node).collective
-                if made is not None:
-                    sizes[made.axis] += times * float(wire_bytes(made.kind, made.bytes, self.sizes[made.axis]))
-                    counts[made.axis, made.kind] += times * made.members
+                collective = info(node).collective
+                if collective is not None:
+                    sent = wire_bytes(collective.kind, collective.bytes, self.sizes[collective.axis])
+                    sizes[collective.axis] += times * float(sent)
+                    counts[collective.axis, collective.kind] += times * collective.members
         return sizes, dict(counts)
 
     def per_step(self) -> tuple[list[float], list[float]]:
-        """Of what each stage does before the microbatches, and behind them."""
+        """Of what each stage does before the microbatches, and after them."""
         cutting = self.cutting
         before = [self.of(cutting.first(s)) for s in range(cutting.stages)]
-        behind = [0.0] * cutting.stages
+        after = [0.0] * cutting.stages
         for transfer in cutting.borrowed():
             for s in (transfer.source, transfer.target):
+                # Sender and receiver both wait: neither has a microbatch to work on yet.
                 before[s] += self.send([transfer.name])
+        # Work after the microbatches comes in rounds, with transfers between stages in between.
         for level in range(cutting.rounds):
             for s in range(cutting.stages):
-                behind[s] += self.of(cutting.last(s, level))
+                after[s] += self.of(cutting.last(s, level))
             for transfer in cutting.transfers(level):
                 for s in (transfer.source, transfer.target):
-                    behind[s] += self.send([transfer.name])
-        return before, behind
+                    after[s] += self.send([transfer.name])
+        return before, after

@@ -59,6 +59,7 @@ def verified_bound(problem: Problem, messages: Messages, price: float = 0.0, bud
     """
     if not 0 <= price < math.inf or not all(np.isfinite(part).all() for pair in messages for part in pair):
         raise ValueError(f"price {price} must be finite and not negative, and messages finite: they prove nothing else")
+    # Each sum and product is rounded to the nearest float and then one float down: never above its true value.
     own = [_down(n.cost + _down(price * n.memory)) for n in problem.nodes]
     least = []
     for edge, (at_u, at_v) in zip(problem.edges, messages, strict=True):
@@ -69,6 +70,7 @@ def verified_bound(problem: Problem, messages: Messages, price: float = 0.0, bud
         own[edge.v] = _down(own[edge.v] - at_v[edge.v_group])
         least.append(_down(_down(edge.table + at_u[:, None]) + at_v[None, :]).min(initial=math.inf))
     least += [cost.min(initial=math.inf) for cost in own]
+    # fsum rounds once, for all of its terms.
     total = math.nextafter(math.fsum(least), -math.inf)
     return math.nextafter(total - math.nextafter(price * budget, math.inf), -math.inf)
 
@@ -91,6 +93,7 @@ def recount(problem: Problem, labelings: Sequence[Ints], shares: Sequence[Sequen
     """
     cost = memory = Fraction(0)
     for labels, share in zip(labelings, shares, strict=True):
+        # Floats are fractions: what follows has no rounding at all, until the end.
         weights = [Fraction(w) for w in share]
         used = [(w, float(n.cost[x])) for w, n, x in zip(weights, problem.nodes, labels, strict=True)]
         for e in problem.edges:

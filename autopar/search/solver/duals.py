@@ -10,14 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import highspy
 import numpy as np
 
 from autopar.errors import CertificateError
 from autopar.search.solver.certify import Claim, Messages, recount, verified_bound
-from autopar.search.solver.ilp import OBJECTIVE_SCALE, build_model, highs_lp, read_labels
+from autopar.search.solver.ilp import OBJECTIVE_SCALE, integer_program, read_labels
 from autopar.search.solver.interrupt import obey
 from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.problem import Floats, Ints, Node, Problem
@@ -40,6 +39,7 @@ def require_cost(problem: Problem, mix: LayerMix, counts: Sequence[int]) -> None
     Raises:
         CertificateError: the search counts something else.
     """
+    # Whole members: the search's shares are rounded up class by class, too.
     shares = [[(b - a) / n for a, b in itertools.pairwise(mix.starts(n))] for n in counts]
     cost, memory = recount(problem, mix.labelings, [*zip(*shares, strict=True)])
     if not math.isclose(cost, mix.cost, rel_tol=ROUNDING) or not math.isclose(memory, mix.memory, rel_tol=ROUNDING):
@@ -47,14 +47,6 @@ def require_cost(problem: Problem, mix: LayerMix, counts: Sequence[int]) -> None
             f"the search counts {mix.cost:.9g} s and {mix.memory:.9g} bytes for a choice of {cost:.9g} s and "
             f"{memory:.9g} bytes: {BUG}"
         )
-
-
-@dataclass(frozen=True)
-class Relaxed:
-    """Duals of the linear program, and of each node the label with the largest value in its solution."""
-
-    messages: Messages
-    labels: Ints
 
 
 def examine(claim: Claim, seconds: float) -> float:
@@ -69,18 +61,18 @@ def examine(claim: Claim, seconds: float) -> float:
     """
     problem, price = claim.problem, claim.price
     scale = abs(claim.bound + price * claim.budget)
-    found = relax(problem, price, seconds, scale if 0 < scale < math.inf else 1.0)
-    cost, memory = recount(problem, [found.labels], [[1.0] * len(found.labels)])
+    messages, labels = relax(problem, price, seconds, scale if 0 < scale < math.inf else 1.0)
+    cost, memory = recount(problem, [labels], [[1.0] * len(labels)])
     value = cost + price * (memory - claim.budget)
     if math.isfinite(cost) and value < claim.bound - ROUNDING * (abs(cost) + price * (memory + claim.budget)):
         raise CertificateError(
             f"the search claims that no labeling costs less than {claim.bound:.9g} s, with memory at {price:.3g} s a "
             f"byte, and there is one of {value:.9g} s: {BUG}"
         )
-    return verified_bound(problem, found.messages, price, claim.budget)
+    return verified_bound(problem, messages, price, claim.budget)
 
 
-def relax(problem: Problem, price: float, seconds: float, scale: float = 1.0) -> Relaxed:
+def relax(problem: Problem, price: float, seconds: float, scale: float = 1.0) -> tuple[Messages, Ints]:
     """Solve the linear program of a problem whose memory is in its objective.
 
     Args:
@@ -88,14 +80,16 @@ def relax(problem: Problem, price: float, seconds: float, scale: float = 1.0) ->
         price: the multiplier of memory, in seconds per byte.
         seconds: time limit.
         scale: magnitude of the objective.
+
+    Returns:
+        Messages from the duals, and of each node the label with the largest value in the solution.
     """
     nodes = tuple(Node(n.name, n.cost + price * n.memory, n.memory) for n in problem.nodes)
-    model = build_model(build(Problem(nodes, problem.edges), False), None)
-    if not all(len(alive) for alive in model.labels):  # where a node has no label, any messages prove infinity
-        none = np.zeros(len(model.row_lower))
-        return Relaxed(_messages(problem, none), np.zeros(len(nodes), dtype=np.int64))
+    graph = build(Problem(nodes, problem.edges), False)
     unit = OBJECTIVE_SCALE / scale
-    lp = highs_lp(model, unit)
+    lp = integer_program(graph, unit, None)
+    if not all(len(graph.alive(n)) for n in graph.live_nodes()):  # a node has no label: any messages prove infinity
+        return _messages(problem, np.zeros(lp.num_row_)), np.zeros(len(nodes), dtype=np.int64)
     lp.integrality_ = []
     solver = highspy.Highs()  # type: ignore[no-untyped-call]
     for option, value in (("output_flag", False), ("threads", 1), ("random_seed", 0), ("time_limit", seconds)):
@@ -105,13 +99,13 @@ def relax(problem: Problem, price: float, seconds: float, scale: float = 1.0) ->
     solver.run()
     found = solver.getSolution()
     # Where time ran out there may be no duals: messages of zero prove a bound, too.
-    duals = -np.asarray(found.row_dual) / unit if found.dual_valid else np.zeros(len(model.row_lower))
-    values = np.asarray(found.col_value) if found.value_valid else np.zeros(len(model.cost))
-    return Relaxed(_messages(problem, duals[len(model.nodes) :]), read_labels(values, model, len(nodes)))
+    duals = -np.asarray(found.row_dual) / unit if found.dual_valid else np.zeros(lp.num_row_)
+    values = np.asarray(found.col_value) if found.value_valid else np.zeros(lp.num_col_)
+    return _messages(problem, duals[len(graph.live_nodes()) :]), read_labels(values, graph)
 
 
 def _messages(problem: Problem, duals: Floats) -> Messages:
-    """Messages from the duals of `build_model`'s rows: an edge's rows, then its columns; self loops have none."""
+    """Messages from the duals of `integer_program`: an edge's rows, then its columns; self loops have none."""
     found: list[tuple[Floats, Floats]] = []
     at = 0
     for edge in problem.edges:

@@ -11,7 +11,7 @@ import numpy as np
 
 from autopar.search.solver.presolve import presolve
 from autopar.search.solver.problem import Floats, Ints
-from autopar.search.solver.workspace import Folded, Potential, Workspace, join
+from autopar.search.solver.workspace import Potential, Workspace, join
 
 
 def fold(graph: Workspace, max_degree: int, max_entries: int, max_work: int) -> bool:
@@ -32,6 +32,7 @@ def fold(graph: Workspace, max_degree: int, max_entries: int, max_work: int) -> 
         for node in stale:
             if graph.active[node]:
                 work[node] = _work(graph, node, max_degree, max_entries, max_work)
+        # Least work first, as in minimum-weight elimination orders; ties go to the lower number, for determinism.
         best = min(((c, n) for n, c in work.items()), default=(np.inf, -1))
         if not np.isfinite(best[0]):
             return True
@@ -42,6 +43,7 @@ def fold(graph: Workspace, max_degree: int, max_entries: int, max_work: int) -> 
         del work[node]
         if not presolve(graph, around):
             return False
+        # The work of a node changes with its factors: of those around, and of their neighbors.
         stale = dict.fromkeys(around)
         for other in around:
             stale.update(dict.fromkeys(graph.neighbors(other)))
@@ -77,11 +79,12 @@ def eliminate(graph: Workspace, node: int) -> bool:
     if not alive.size:
         return False
     parts = [graph.remove(fid) for fid in list(graph.incident[node])]
-    graph.folded.append(Folded(node, cost, tuple(parts)))
+    graph.folded.append((node, cost, tuple(parts)))
     graph.active[node] = False
     groups, picks = [], []
     for n in around:
         sharing = [k for k, p in enumerate(parts) if n in p.nodes]
+        # Two factors may group a neighbor's labels differently: the new one tells apart what either did.
         joint, sub = join([parts[k].groups[parts[k].nodes.index(n)] for k in sharing], graph.alive(n))
         groups.append(joint)
         picks.append(dict(zip(sharing, sub, strict=True)))
@@ -144,15 +147,15 @@ def unfold(graph: Workspace, labels: Ints) -> Ints:
         Labels of all nodes, [n].
     """
     out = labels.copy()
-    for step in reversed(graph.folded):
-        total = step.cost.copy()
+    for node, cost, factors in reversed(graph.folded):
+        total = cost.copy()
         finite = np.flatnonzero(np.isfinite(total))
-        for f in step.factors:
-            axis = f.nodes.index(step.node)
+        for f in factors:
+            axis = f.nodes.index(node)
             where = tuple(
                 slice(None) if k == axis else int(g[out[n]])
                 for k, (n, g) in enumerate(zip(f.nodes, f.groups, strict=True))
             )
             total[finite] += f.table[where][f.groups[axis][finite]]
-        out[step.node] = int(np.argmin(total))
+        out[node] = int(np.argmin(total))
     return out

@@ -37,6 +37,7 @@ def stoppable(say: Callable[[], None]) -> Iterator[None]:
 
     def first(number: int, frame: FrameType | None) -> None:
         _requested.set()
+        # From now on Ctrl-C does what it always does.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         say()
 
@@ -54,5 +55,6 @@ def obey(solver: highspy.Highs) -> None:
     def look(event: Any) -> None:
         event.interrupt(requested())
 
+    # Which of them HiGHS calls depends on the algorithm that it is in.
     for callback in (solver.cbMipInterrupt, solver.cbSimplexInterrupt, solver.cbIpmInterrupt):
         callback.subscribe(look)

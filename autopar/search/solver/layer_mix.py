@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.search.solver.problem import Floats, Ints, Labeling, Problem
+from autopar.search.solver.problem import Floats, Ints, Problem, Solution
 
 ROUNDING = 1e-9
 """A share of a member that is rounding of the ends, and no member."""
@@ -37,9 +37,9 @@ class LayerMix:
     price: float = 0.0
 
     @classmethod
-    def of(cls, labeling: Labeling, price: float = 0.0) -> LayerMix:
+    def of(cls, labeling: Solution, price: float = 0.0) -> LayerMix:
         """All members in the states of one labeling."""
-        return cls((labeling.labels,), (1.0,), labeling.cost, labeling.memory, price)
+        return cls((labeling.labels,), (1.0,), labeling.objective, labeling.memory, price)
 
     @property
     def shares(self) -> list[float]:
@@ -72,6 +72,7 @@ def mix_of(
     """
     cost = memory = 0.0
     for labels, share in zip(labelings, weights(ends, counts), strict=True):
+        # Without weights of 0: times the inf of a forbidden label they would be NaN.
         known = [(w, n.cost[x], n.memory[x]) for w, n, x in zip(share, problem.nodes, labels, strict=True) if w]
         known += [(share[e.v], e.table[e.u_group[labels[e.u]], e.v_group[labels[e.v]]], 0.0)
                   for e in problem.edges if share[e.v]]  # fmt: skip

@@ -184,7 +184,7 @@ def _end(factor: Potential, table: int, axis: int, labels: Ints, position: dict[
     size = factor.table.shape[axis]
     identity = len(group) == size and bool((group == np.arange(size)).all())
     order = np.argsort(group, kind="stable")
-    here, all_at = position[factor.nodes[axis]], [position[n] for n in factor.nodes]
+    own, every = position[factor.nodes[axis]], [position[n] for n in factor.nodes]
     return _End(
         table=table,
         axis=axis,
@@ -193,7 +193,7 @@ def _end(factor: Potential, table: int, axis: int, labels: Ints, position: dict[
         shape=tuple(-1 if k == axis else 1 for k in range(factor.table.ndim)),
         order=None if identity else order,
         starts=np.searchsorted(group[order], np.arange(size)),
-        onward=(max(all_at) > here, min(all_at) < here),
+        onward=(max(every) > own, min(every) < own),
     )
 
 

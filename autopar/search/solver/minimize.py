@@ -84,12 +84,13 @@ def minimize(graph: Workspace, value_of: Value, limits: Limits, start: Ints | No
         start: A labeling known already.
 
     Returns:
-        The minimum; `labels` is None if there is no labeling of finite value.
+        The minimum; its labels are None if there is no labeling of finite value.
     """
     graph.memory = [np.zeros_like(m) for m in graph.memory]
     best = Incumbent(value_of, limits.gap)
     if start is not None:
         best.offer(start)
+    # The ILP gets the problem as it was early on, before there were factors of many nodes.
     snapshot: Workspace | None = None
     bound, level = -np.inf, 0
     feasible = presolve(graph)
@@ -124,7 +125,7 @@ def minimize(graph: Workspace, value_of: Value, limits: Limits, start: Ints | No
 
 def _finish(best: Incumbent, bound: float, method: str) -> Minimum:
     """What is proved: all that was cut off costs at least the last cutoff, everything else at least `bound`."""
-    return Minimum(best.labels, min(best.value, best.applied, bound), method)
+    return best.labels, min(best.value, best.applied, bound), method
 
 
 def _inherit(snapshot: Workspace, graph: Workspace) -> None:
@@ -146,6 +147,7 @@ def ascend(graph: Workspace, best: Incumbent, limits: Limits, budget: float = fl
         The bound on labelings below the cutoff.
     """
     messages = compact(graph)
+    # Once two fifths of the labels are gone, presolve makes the problem smaller: sweeps go on there.
     total, fixed, last = sum(len(ls) for ls in messages.labels), 0, -np.inf
     for sweep in range(1, MAX_SWEEPS + 1):
         fixed += messages.sweep(True, best.cutoff()) + messages.sweep(False, best.cutoff())
@@ -180,8 +182,9 @@ def _close(graph: Workspace, best: Incumbent, bound: float, limits: Limits) -> M
     if bound >= best.cutoff() or not presolve(graph):
         return _finish(best, np.inf, "dual ascent")
     seconds = max(limits.deadline - time.monotonic(), 0.0)
+    # HiGHS's tolerances are absolute: it needs to know what size the objective has.
     scale = abs(best.value) if np.isfinite(best.value) else 1.0
-    found = solve_ilp(graph, scale, limits.gap / 2 * scale, seconds)
-    if found.labels is not None:
-        best.offer(unfold(graph, found.labels))
-    return _finish(best, max(bound, found.bound), found.method)
+    labels, proved, method = solve_ilp(graph, scale, limits.gap / 2 * scale, seconds)
+    if labels is not None:
+        best.offer(unfold(graph, labels))
+    return _finish(best, max(bound, proved), method)

@@ -33,6 +33,7 @@ def presolve(graph: Workspace, queue: list[int] | None = None, dominance_entries
             continue
         if not all(graph.alive(n).size for n in (node, *graph.neighbors(node))):
             return False
+        # First, so that what follows compacts one factor instead of several.
         touched = _merge_parallel(graph, node)
         for fid in list(graph.incident[node]):
             touched += _tidy(graph, fid)
@@ -164,6 +165,7 @@ def _merge_rows(table: Floats, group: Ints, axis: int) -> tuple[Floats, Ints, bo
 
 def _drop_labels(graph: Workspace, node: int, limit: int) -> bool:
     """Drop labels that another label beats, whatever the neighbors choose."""
+    # Neither factors nor costs have changed since the last time: nothing new can be dominated.
     stamp = tuple(graph.incident[node])
     last = graph.checked.get(node)
     if last is not None and last[0] == stamp and last[1] is graph.cost[node]:

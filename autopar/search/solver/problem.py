@@ -54,45 +54,31 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Labeling:
-    """A label for each node, with what it costs in seconds and needs in bytes."""
-
-    labels: Ints
-    cost: float
-    memory: float
-
-
-@dataclass(frozen=True)
-class Minimum:
-    """The best labels found, None if there are none; a bound that no labeling falls below; and what proved it."""
-
-    labels: Ints | None
-    bound: float
-    method: str
-
-
-@dataclass(frozen=True)
 class Solution:
-    """A labeling with its certificate.
+    """A label for each node, what that costs and needs, and what is proved of all others.
 
     Attributes:
         labels: One label per node, [n].
         objective: Seconds of these labels, exactly as `evaluate` counts them.
-        lower_bound: No labeling within the budget costs less, up to float rounding.
         memory: Bytes of these labels.
+        lower_bound: No labeling within the budget costs less, up to float rounding; -inf where nothing is proved.
         method: What closed the search, e.g. "elimination" or "time limit".
     """
 
     labels: Ints
     objective: float
-    lower_bound: float
     memory: float
-    method: str
+    lower_bound: float = -np.inf
+    method: str = ""
 
     @property
     def gap(self) -> float:
         """Relative distance between the objective and the lower bound."""
         return (self.objective - self.lower_bound) / max(self.objective, 1e-300)
+
+
+Minimum = tuple[Ints | None, float, str]
+"""The best labels found, None if there are none; a bound that no labeling falls below; and what proved it."""
 
 
 def evaluate(problem: Problem, labels: Ints) -> tuple[float, float]:
@@ -106,11 +92,12 @@ def evaluate(problem: Problem, labels: Ints) -> tuple[float, float]:
         (objective, memory); the objective is inf if a forbidden label or pair is used.
     """
     chosen = [int(x) for x in labels]
+    # In a fixed order, one float after the other: the same labels have the same objective, to the last bit.
     cost = sum(float(node.cost[x]) for node, x in zip(problem.nodes, chosen, strict=True))
     cost += sum(float(e.table[e.u_group[chosen[e.u]], e.v_group[chosen[e.v]]]) for e in problem.edges)
     return cost, sum(float(node.memory[x]) for node, x in zip(problem.nodes, chosen, strict=True))
 
 
-def locate(problem: Problem, labels: Ints) -> Labeling:
-    """The labeling with its cost and memory."""
-    return Labeling(labels, *evaluate(problem, labels))
+def locate(problem: Problem, labels: Ints, lower_bound: float = -np.inf) -> Solution:
+    """The labeling with its objective and memory."""
+    return Solution(labels, *evaluate(problem, labels), lower_bound)

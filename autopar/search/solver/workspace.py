@@ -25,13 +25,8 @@ class Potential:
     table: Floats
 
 
-@dataclass(frozen=True, eq=False)
-class Folded:
-    """An eliminated node, with the costs and factors that its best label depends on."""
-
-    node: int
-    cost: Floats
-    factors: tuple[Potential, ...]
+Folded = tuple[int, Floats, tuple[Potential, ...]]
+"""An eliminated node, with the costs and factors that its best label depends on."""
 
 
 @dataclass
@@ -104,6 +99,7 @@ class Workspace:
         """Labels still allowed."""
         cost = self.cost[node]
         known = self.living.get(node)
+        # By identity: arrays are replaced and never written, so that another array means other costs.
         if known is None or known[0] is not cost:
             known = self.living[node] = (cost, np.flatnonzero(np.isfinite(cost)))
         return known[1]
@@ -132,6 +128,7 @@ def build(problem: Problem, with_memory: bool) -> Workspace:
         u_group, v_group = np.asarray(e.u_group, dtype=np.int64), np.asarray(e.v_group, dtype=np.int64)
         table = np.asarray(e.table, dtype=np.float64)
         if e.u == e.v:
+            # A class whose members read each other has an edge to itself: its labels alone decide what that costs.
             graph.cost[e.u] = graph.cost[e.u] + table[u_group, v_group]
         else:
             graph.add(Potential((e.u, e.v), (u_group, v_group), table))

@@ -19,8 +19,8 @@ from autopar.passes import DETERMINISTIC_PASSES
 from autopar.pipeline.schedules import SCHEDULES, order_of
 from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, StageGraphs
 from autopar.search.options import Search
-from autopar.search.pipeline.stage_plan import sends_behind
-from autopar.search.pipeline.stage_times import plan_tasks, taken_by
+from autopar.search.pipeline.stage_plan import sending_stages
+from autopar.search.pipeline.stage_times import plan_tasks, times_of_stages
 from autopar.simulate import simulate
 from autopar.verify.verify import compare, global_values
 from tests.pipeline.test_pipelines import example
@@ -96,18 +96,18 @@ def test_the_seconds_are_those_of_the_graph() -> None:
     program, plan = planned(SLOW)
     link = plan.cluster.axis_links["node"]
     own = {"parts": plan, "whole": replace(plan, scatter=None)}
-    taken = {k: taken_by(StageGraphs(rewrite(program, p), 2), p.inner, link, False) for k, p in own.items()}
+    taken = {k: times_of_stages(StageGraphs(rewrite(program, p), 2), p.inner, link, False) for k, p in own.items()}
     first, second = ({k: found[stage] for k, found in taken.items()} for stage in range(2))
-    saved = first["whole"].hop - first["parts"].hop
+    saved = first["whole"].send - first["parts"].send
     assert saved == pytest.approx(8 * 16 * 4 / 2 / SLOW)
     more = second["parts"].forward - second["whole"].forward  # the gather, on the fast axis
     assert 0 < more < saved
-    assert first["parts"].ahead == first["whole"].ahead / 2
+    assert first["parts"].to_next == first["whole"].to_next / 2
     step = {k: simulate(plan_tasks(rewrite(program, p), p)).step_seconds for k, p in own.items()}
     assert step["parts"] == plan.predicted.step_seconds < step["whole"]
     sent = {k: sum(s.collectives.get(("gpu", "all_gather"), 0) for s in found) for k, found in taken.items()}
     assert sent["parts"] == sent["whole"] + 2 * plan.microbatches
-    assert plan.predicted.communication_bytes["node"] == plan.microbatches * first["parts"].ahead
+    assert plan.predicted.communication_bytes["node"] == plan.microbatches * first["parts"].to_next
 
 
 @pytest.mark.parametrize(("schedule", "behind"), [("interleaved", (0, 1, 2)), ("zbv", (0, 2))])
@@ -136,7 +136,7 @@ def test_random_plans_that_send_parts(seed: int) -> None:
     search = Search(pins={**pins, "recompute": "search"}, recipe="random", seed=seed)
     program = program_of(*example(name.strip()))
     plan = solve(program, AXES, machine(1e4), search=search, deterministic=True)
-    own = [replace(plan, scatter=s) for s in (None, Scatter("node", sends_behind(order_of(plan))))]
+    own = [replace(plan, scatter=s) for s in (None, Scatter("node", sending_stages(order_of(plan))))]
     whole, parts = (rewrite(program, p, passes=DETERMINISTIC_PASSES) for p in own)
     assert len(parts.graph.graph.nodes) > len(whole.graph.graph.nodes)
     assert error(program, own[1], parts, lambda: example(name.strip())) < BOUND

@@ -67,10 +67,10 @@ def test_groups_are_as_good_as_every_choice(seed: int, budget: int) -> None:
     problem = small(seed)
     every = [np.ones(2, dtype=bool)] * 3
     points = [locate(problem, np.array(labels)) for labels in itertools.product(range(2), repeat=3)]
-    known = [p for p in points if np.isfinite(p.cost) and fits(p.memory, budget)]
+    known = [p for p in points if np.isfinite(p.objective) and fits(p.memory, budget)]
     if not known:
         return
-    worst = LayerMix.of(max(known, key=lambda p: p.cost), price=1.5)
+    worst = LayerMix.of(max(known, key=lambda p: p.objective), price=1.5)
     found = in_groups(problem, every, COUNTS, budget, worst, 1e-9)
     # A block of the one kind and two of the other, in one order or the other.
     orders = [by_hand(problem, ends) for ends in ((2 / 3, 1.0), (1 / 3, 1.0))]

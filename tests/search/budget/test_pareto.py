@@ -53,15 +53,16 @@ def test_points_around_a_budget(seed: int, budget: int) -> None:
         assert caught.value.needed == min(memory for _, memory in every)
         return
     over, under = found.around(budget)
-    assert evaluate(problem, under.labels) == (under.cost, under.memory)
+    assert evaluate(problem, under.labels) == (under.objective, under.memory)
     assert under.memory <= budget
     assert over is under or over.memory > budget
     # The bound holds for every labeling that fits, and is Lagrange's: on the line between the two points.
     assert found.bound(budget) <= min(fitting) + 1e-6
     if over is not under:
-        line = over.cost + (under.cost - over.cost) * (over.memory - budget) / (over.memory - under.memory)
+        slope = (under.objective - over.objective) / (over.memory - under.memory)
+        line = over.objective + slope * (over.memory - budget)
         assert found.bound(budget) >= line - 1e-3 * abs(line) - 1e-6
-    assert min(fitting) <= under.cost + 1e-9
+    assert min(fitting) <= under.objective + 1e-9
 
 
 def test_members_are_mixed_as_far_as_they_have_to_be() -> None:

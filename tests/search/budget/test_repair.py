@@ -15,8 +15,8 @@ from autopar.ir.plan import EVERY, Plan
 from autopar.ir.program import Program
 from autopar.memory.liveness import moments, peak_snapshot
 from autopar.memory.recompute import class_of
-from autopar.search.budget.budget_problem import missing
-from autopar.search.budget.min_peak import Choice, min_peak_recomputation
+from autopar.search.budget.budget_problem import BudgetProblem, missing
+from autopar.search.budget.min_peak import min_peak_recomputation
 from autopar.search.budget.repair import repaired
 from autopar.search.formulation.memory_model import block_boundary_activations
 from autopar.search.options import Job, Search
@@ -49,7 +49,7 @@ def made_lean(program: Program, classes: LayerClasses, plan: Plan, budget: float
     held = replace(plan.predicted, peak_bytes=peak_of(program, plan, classes))
     error = missing(budget, replace(plan, predicted=held))
     job = Job(LINE, GPU, budget, search=search)
-    return repaired(program, analyze(program), classes, job, error)
+    return repaired(BudgetProblem.of(program, analyze(program), classes, job), error)
 
 
 def lean_random_plan(program: Program, axes: dict[str, int], machine: Cluster, seed: int) -> tuple[Plan, Plan]:
@@ -207,7 +207,7 @@ def test_what_is_kept_is_chosen_for_all_moments_at_once() -> None:
     plan = solve(program, LINE, "h100", search=Search(recipe="fsdp"))
     forward = {classes.key[n] for n in program.sources if not is_backward(n)}
     free = forward - {classes.key[n] for n in block_boundary_activations(program, classes)}
-    found = min_peak_recomputation(program, dims, classes, plan, Choice(free, classes.members.keys()))
+    found = min_peak_recomputation(program, dims, classes, plan, free, classes.members.keys())
     assert found is not None
     assert needs(program, found) < 0.8 * needs(program, plan)
     report = compare(program, rewrite(program, found), found, list(values), torch.float64)

@@ -13,7 +13,8 @@ from autopar.costs.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.ir.plan import Plan
 from autopar.search.budget.budget_problem import BudgetProblem
-from autopar.search.budget.within_budget import SMALL, plan_within
+from autopar.search.budget.tighten import SMALL
+from autopar.search.budget.within_budget import plan_within
 from autopar.search.formulation.build import Formulation
 from autopar.search.formulation.memory_model import MemoryModel
 from autopar.search.formulation.pins import Restrictions

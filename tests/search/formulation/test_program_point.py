@@ -118,13 +118,13 @@ def drawn(built: Formulation, seed: int) -> Ints:
     price = typical * 10 ** random.uniform(0.5, 3)
     priced = tuple(replace(n, cost=n.cost + price * n.memory) for n in nodes)
     changed_problem = Problem(priced, edges)
-    found = minimize(
+    found, _, _ = minimize(
         graph_of(changed_problem, False),
         lambda labels: evaluate(changed_problem, labels)[0],
         Limits(1e-9, time.monotonic() + 5),
     )
-    assert found.labels is not None
-    return polished(changed_problem, found.labels)
+    assert found is not None
+    return polished(changed_problem, found)
 
 
 def polished(problem: Problem, labels: Ints) -> Ints:

@@ -21,7 +21,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.pipeline.schedules import order
 from autopar.search.options import Search
-from autopar.search.pipeline.space import PipelineShape, bubble, least_wait
+from autopar.search.pipeline.space import PipelineShape, bubble, least_idle_factor
 from autopar.simulate import pipeline, simulate
 from autopar.verify.verify import compare, global_values
 
@@ -125,7 +125,7 @@ def test_later_stages_wait(stages: list[float], count: int, schedule: str, ahead
     forward, backward = ([share * t for t in stages] for share in (ahead, 1 - ahead))
     took = simulate(pipeline(order(schedule, devices, count), forward, backward, 0.0)).step_seconds
     work = count * sum(stages) / devices
-    assert took >= work * least_wait(devices, count) * (1 - 1e-9)
+    assert took >= work * least_idle_factor(devices, count) * (1 - 1e-9)
 
 
 @pytest.mark.parametrize(

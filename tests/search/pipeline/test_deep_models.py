@@ -17,7 +17,7 @@ from autopar.ir.program import Program
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Search
 from autopar.search.peak import unverified, unverified_in_stages
-from autopar.search.pipeline.cuts import line_of, named_cuts
+from autopar.search.pipeline.cuts import forward_order, named_cuts
 from autopar.sharding.dims import analyze
 
 BLOCKS, WIDTH = 7, 16
@@ -106,9 +106,9 @@ def test_graphs_of_plans_that_differ_in_stages_are_rewritten_together() -> None:
     pins = {"stages": ["blocks.3"], "stage_axis": "pp", "microbatches": 4, "schedule": "1f1b"}
     plan = solve(program, AXES, MACHINE, search=Search(pins=pins)).inner
     part = microbatch_program(program, 4)
-    line = line_of(part, analyze(part), plan)
+    order = forward_order(part, analyze(part), plan)
     cuts = (["blocks.3"], ["blocks.1", "blocks.5"], ["last"])
-    plans = [replace(plan, stages=line.stages(named_cuts(line, modules))) for modules in cuts]
+    plans = [replace(plan, stages=order.stages(named_cuts(order, modules))) for modules in cuts]
 
     def seen(program: Program) -> list[tuple[str, object]]:
         return [(n.format_node(), info(n).stage) for n in program.graph.graph.nodes if n.op == "call_function"]

@@ -12,7 +12,7 @@ from autopar.pipeline.executor import StageRun
 from autopar.pipeline.schedules import SCHEDULES, device_of, order
 from autopar.pipeline.stage_graphs import StageGraphs
 from autopar.search.options import Search
-from autopar.search.pipeline.stage_memory import held_by, peaks
+from autopar.search.pipeline.stage_memory import memory_of_stages, peaks
 from autopar.simulate import pipeline, simulate
 from tests import models as zoo
 from tests.pipeline.test_pipelines import staged
@@ -74,7 +74,7 @@ def test_microbatches_under_way_in_the_simulator(schedule: str, devices: int, co
 def test_memory_goes_with_them() -> None:
     program = program_of(*zoo.mlp())
     plan = solve(program, {"stage": 2}, "cpu", search=Search(pins={"stages": 2, "microbatches": 4}))
-    held = held_by(StageGraphs(rewrite(program, plan), 2), plan.inner, split=False)
+    held = memory_of_stages(StageGraphs(rewrite(program, plan), 2), plan.inner, split=False)
 
     def peak(schedule: str, microbatches: int) -> float:
         return sum(peaks(held, order(schedule, 2, microbatches))[0].values())

@@ -9,7 +9,7 @@ from autopar.ir.node_info import info
 from autopar.pipeline.schedules import device_of, order_of
 from autopar.pipeline.stage_graphs import StageGraphs, free_nodes
 from autopar.search.options import Search
-from autopar.search.pipeline.stage_times import busiest, sent_inside, taken_by
+from autopar.search.pipeline.stage_times import busiest, sent_inside, times_of_stages
 from autopar.simulate.graph_tasks import node_seconds
 from autopar.verify.emulate import census
 from tests.pipeline.test_pipelines import example
@@ -27,8 +27,8 @@ def test_every_operator_counts_once(schedule: str) -> None:
     seconds, apart = node_seconds(local, plan.inner), local.per_step | free_nodes(local)
     assert not any(seconds.get(n.name) for n in free_nodes(local))  # what each stage has of its own
     each = sum(seconds.get(n.name, 0.0) for n in local.graph.graph.nodes if n not in apart)
-    taken = taken_by(StageGraphs(local, 2), plan.inner, plan.cluster.axis_links["stage"], schedule == "zb-h1")
-    work = max(t.before + 4 * (t.forward + t.backward) + t.behind for t in taken)
+    taken = times_of_stages(StageGraphs(local, 2), plan.inner, plan.cluster.axis_links["stage"], schedule == "zb-h1")
+    work = max(t.before + 4 * (t.forward + t.backward) + t.after for t in taken)
     assert busiest(taken, order_of(plan)) == pytest.approx(work)
     assert work < plan.predicted.step_seconds
     assert sum(t.forward + t.backward for t in taken) == pytest.approx(each)
@@ -42,7 +42,7 @@ def test_collectives_are_those_of_the_graphs() -> None:
     search = Search(pins={"stages": 2, "stage_axis": "stage", "microbatches": 4}, recipe="megatron")
     plan = solve(program, AXES, "cpu", search=search)
     local = rewrite(program, plan)
-    taken = taken_by(StageGraphs(local, 2), plan.inner, plan.cluster.axis_links["stage"], False)
+    taken = times_of_stages(StageGraphs(local, 2), plan.inner, plan.cluster.axis_links["stage"], False)
     counted = census(local)["other"]
     runs = {kind: 0 for kind in counted}
     for node in local.graph.graph.nodes:

@@ -54,8 +54,8 @@ def test_no_messages_prove_more_than_is_true(problem: Problem, seed: int) -> Non
 def test_nor_within_a_budget_at_any_price(problem: Problem, tens: int, price: float) -> None:
     size = tens * 1e10
     best, _ = brute_force(problem, size)
-    found = relax(problem, price, 10.0)
-    assert verified_bound(problem, found.messages, price, size) <= best
+    messages, _ = relax(problem, price, 10.0)
+    assert verified_bound(problem, messages, price, size) <= best
 
 
 def linear_program(problem: Problem, price: float) -> float:
@@ -100,7 +100,7 @@ def test_the_verified_bound_is_the_linear_program(seed: int) -> None:
     price = 1e-11 * (seed % 3)
     least = linear_program(problem, price)
     if np.isfinite(least):
-        found = verified_bound(problem, relax(problem, price, 10.0).messages, price)
+        found = verified_bound(problem, relax(problem, price, 10.0)[0], price)
         assert found == pytest.approx(least, rel=1e-6, abs=1e-8)
 
 

@@ -49,7 +49,7 @@ def may_recompute(context: BuildContext, node: fx.Node) -> bool:
 
 
 def may_offload(context: BuildContext, variable: Variable, node: fx.Node, states: Sequence[int]) -> bool:
-    """Whether the result of a forward operator may lie in host memory until the backward pass reads it."""
+    """Whether the result of a forward operator may be offloaded until the backward pass reads it."""
     computed = node in context.program.sources and not context.is_view(node) and node not in context.module_outputs
     return context.memory.offload and SAVED in states and computed and not variable.invariant
 
@@ -65,7 +65,7 @@ def with_states(context: BuildContext, variable: Variable, node: fx.Node) -> Var
     """An operator's variable with its states, and with the memory that its results need."""
     memory = context.memory
     if node.target is accumulate and memory.activations:  # the sum over microbatches is held throughout the step
-        return replace(variable, memory=context.bytes(variable, "out", 0) * memory.share.states)
+        return replace(variable, memory=context.bytes(variable, "out", 0) * memory.state_share)
     if is_backward(node) or not (memory.activations or memory.decides_saving):
         return variable
     reads = context.reads[variable.key]

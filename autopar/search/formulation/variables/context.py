@@ -100,6 +100,7 @@ class BuildContext:
         """Whether the values of a class have a layout of their own for all their readers."""
         users, node = self.classes.uses[key, out], self.classes.members[key][0]
         name = ("consumer", f"{key} {out}")
+        # One reader takes the value as it needs it; several share a moved copy.
         forced = name in self.restrictions.placements or name in self.restrictions.layouts
         several = len(users) > 1 or max(users.values()) > self.classes.count[key]
         return forced or several or (node in self.program.microbatch_invariant and self._read_in_microbatches(users))
@@ -129,8 +130,9 @@ class BuildContext:
             return 0.0
         types = [self.dims.types[value] for value in substitutes]
         least = (t.numel * item_bytes(t.dtype) / self.tables.of(t).parts.max() for t in types)
+        # By the smallest substitute of any member, so that this limit holds for all of them.
         return self.classes.count[key] * min(least, default=np.inf)
 
     def share_of(self, variable: Variable) -> float:
         """The share of a saved value's bytes that counts, as a pipeline stage holds it."""
-        return self.memory.share.states if variable.invariant else self.memory.share.activations
+        return self.memory.state_share if variable.invariant else self.memory.activation_share

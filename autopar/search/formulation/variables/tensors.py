@@ -26,10 +26,10 @@ def parameter_variable(context: BuildContext, key: str, names: tuple[str, ...]) 
     """
     node, memory = context.classes.members[key][0], context.memory
     gradients = memory.point.gradients if memory.point else {}
-    size = sum(memory.state[n] + gradients.get(n, 0.0) for n in names) * memory.share.states
+    size = sum(memory.state[n] + gradients.get(n, 0.0) for n in names) * memory.state_share
     type_ = context.dims.types[node, 0]
     found = tensor_variable(context, key, context.classes.count[key], type_, "parameter", names, size)
-    offloadable = sum(memory.optimizer.get(n, 0.0) for n in names) * memory.share.states
+    offloadable = sum(memory.optimizer.get(n, 0.0) for n in names) * memory.state_share
     return _with_offloaded_states(context, found, offloadable)
 
 
@@ -142,6 +142,7 @@ def _admits(
     free, fixed = restrictions.free, restrictions.fixed.get(key, [w or Replicate() for w in wanted])
     if free is not None and any(layout[a] != fixed[a] for a in range(len(layout)) if a not in free):
         return False
+    # Every device computes constants and holds buffers; the loss is what all devices agree on.
     if kind == "constant":
         return all(isinstance(p, Replicate) for p in layout)
     if kind == "consumer":

@@ -135,6 +135,7 @@ class Variable:
             saved: additional bytes of each label where it is saved.
             copies: additional seconds of each label where it is offloaded; None: it cannot be.
         """
+        # Offloaded last: among equally good labels the solvers prefer the first.
         states = states if copies is None else (*states, OFFLOADED)
         n, times = len(self.cost), len(states)
         state = np.repeat(np.array(states, dtype=np.int64), n)

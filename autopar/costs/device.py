@@ -1,0 +1,160 @@
+"""One device, and one link between devices: public or measured figures, checked when they are given."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+ALGORITHMS = ("ring", "tree", "pat")
+"""How libraries may run collectives; `autopar.costs.collectives` says what each costs."""
+
+FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
+"""The dtypes whose peak a device may state."""
+
+_SHARES = ("efficiency", "streaming")
+
+# Work in other dtypes counts at the rate of one that is stated: integers and booleans run on the float32 units.
+_RATED_AS = {"complex128": "float64", "complex64": "float32", "complex32": "float16"} | dict.fromkeys(
+    ("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"), "float32"
+)
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device, all of them being alike.
+
+    Attributes:
+        name: for people.
+        flops: peak floating-point operations per second by dtype name, dense.
+        memory: bytes.
+        bandwidth: of its memory, in bytes per second.
+        launch: seconds that every kernel costs however little it does.
+        efficiency: share of the peak that large matrix products reach; 1 where ``flops`` was measured.
+        units: processors that each work on one tile of a matrix product at a time; 1: sizes are not quantized.
+        ramp: depth of a product, in elements, during which a tile could have been computed while it starts and ends.
+        streaming: share of ``bandwidth`` that kernels which only move data reach; 1 where it was measured.
+        host: seconds that the host needs to launch one kernel: devices that are faster wait for it.
+        host_bandwidth: of the way to the host's memory, in bytes per second in one direction, of which copies reach the
+            share ``streaming``; 0: nothing can be sent there.
+        copies: of what a convolution takes and makes, the share that its library copies into another order of memory,
+            see `autopar.costs.memory.convolution_copies`: 1 for oneDNN; 0 counts nothing.
+
+    Raises:
+        ValueError: a figure is not a positive number, or a dtype is unknown.
+    """
+
+    name: str
+    flops: Mapping[str, float] = field(hash=False)
+    memory: float
+    bandwidth: float
+    launch: float
+    efficiency: float = 1.0
+    units: int = 1
+    ramp: float = 0.0
+    streaming: float = 1.0
+    host: float = 0.0
+    host_bandwidth: float = 0.0
+    copies: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        if not isinstance(self.flops, Mapping) or not self.flops:
+            raise ValueError(f"flops must give operations per second by dtype, e.g. float32 = 1e12, got {self.flops!r}")
+        for dtype in self.flops:
+            if dtype not in FLOAT_DTYPES:
+                raise ValueError(f"flops.{dtype} is not a known dtype{suggest(dtype, FLOAT_DTYPES)}")
+        # A plain dict, in one order: a read-only proxy could not be pickled, and ranks exchange clusters.
+        flops = {d: _positive(f"flops.{d}", self.flops[d]) for d in FLOAT_DTYPES if d in self.flops}
+        object.__setattr__(self, "flops", flops)
+        # Figures from TOML may be integers: as floats, equal devices have equal texts and fingerprints.
+        for key in ("memory", "bandwidth", "launch", *_SHARES):
+            object.__setattr__(self, key, _positive(key, getattr(self, key)))
+        for key in ("ramp", "host", "host_bandwidth", "copies"):
+            object.__setattr__(self, key, _not_negative(key, getattr(self, key)))
+        for key in _SHARES:
+            if getattr(self, key) > 1:
+                raise ValueError(f"{key} is a share of the peak, at most 1, got {getattr(self, key)!r}")
+        # A bool is an int to Python: `units = true` in a file would count as 1.
+        if isinstance(self.units, bool) or not isinstance(self.units, int) or self.units < 1:
+            raise ValueError(f"units must be a positive integer, got {self.units!r}")
+
+    def peak(self, dtype: str) -> float:
+        """Operations per second of this dtype; integers count at float32's rate, complex numbers at their parts'.
+
+        Raises:
+            ValueError: the device states no rate for it.
+        """
+        rated = _RATED_AS.get(dtype, dtype)
+        if rated not in self.flops:
+            known = ", ".join(self.flops)
+            raise ValueError(f"device {self.name} states no peak for {dtype} (only {known}); add it to [device.flops]")
+        return self.flops[rated]
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way from each device to others.
+
+    Attributes:
+        name: for people.
+        bandwidth: bytes per second that one device sends, while it receives as much.
+        latency: seconds per message.
+        algorithms: of `ALGORITHMS`, those that the communication library has on this link; the fastest is taken.
+        copies: bytes that the library holds besides while it runs, for each byte of what an all-gather makes or a
+            reduce-scatter takes: Gloo has a copy of it, NCCL works in place.
+        contention: how much groups get in each other's way that share the network cards of a node and have several
+            devices in it: of ``g`` such groups each has its share of the cards over ``g ** contention``. 0: they share
+            without loss. Groups with one device a node have a card each.
+        neighbors: how many devices of the group are in each node; what `Cluster.link_for` finds out, not stated.
+
+    Raises:
+        ValueError: a figure is not a positive number, or an algorithm is unknown.
+    """
+
+    name: str
+    bandwidth: float
+    latency: float
+    algorithms: tuple[str, ...] = ("ring",)
+    copies: float = 0.0
+    contention: float = 0.0
+    neighbors: int = 1
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        if not isinstance(self.algorithms, list | tuple) or not self.algorithms:
+            raise ValueError(f"algorithms must be a list of {', '.join(ALGORITHMS)}, got {self.algorithms!r}")
+        for name in self.algorithms:
+            if name not in ALGORITHMS:
+                raise ValueError(f"algorithms has {name!r}{suggest(str(name), ALGORITHMS)}")
+        # In one order, whatever order a file has: links with the same algorithms are equal.
+        object.__setattr__(self, "algorithms", tuple(n for n in ALGORITHMS if n in self.algorithms))
+        for key in ("bandwidth", "latency"):
+            object.__setattr__(self, key, _positive(key, getattr(self, key)))
+        for key in ("copies", "contention"):
+            object.__setattr__(self, key, _not_negative(key, getattr(self, key)))
+
+
+def _positive(key: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{key} must be a positive number, got {value!r}")
+    return float(value)
+
+
+def _not_negative(key: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{key} must be a number that is not negative, got {value!r}")
+    return float(value)
+
+
+def check_name(name: object) -> None:
+    """Refuse names that are no line of text, which TOML files and tables could not show."""
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise ValueError(f"name must be a line of text, got {name!r}")
+
+
+def suggest(word: str, known: tuple[str, ...]) -> str:
+    """The end of an error about a word that is not known: the nearest one that is, and all."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return (f": did you mean {close[0]!r}?" if close else "") + f" (known: {', '.join(known)})"

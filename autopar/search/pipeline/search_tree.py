@@ -1,0 +1,162 @@
+"""`SearchTree`: what the branch and bound over pipelines is given, and what it knows so far."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from autopar.costs.cluster import Cluster, Link
+from autopar.errors import InfeasibleError
+from autopar.ir.plan import Certificate, Plan
+from autopar.ir.program import Program
+from autopar.pipeline.schedules import Order
+from autopar.search.budget.cutoff import PrunedError
+from autopar.search.options import Job, Search
+from autopar.search.pipeline.deep_models import RepeatedStages
+from autopar.search.pipeline.shape import Measured, MeshKey, PipelineShape, ScheduledStages
+from autopar.search.pipeline.space import inside_stage, restrictions_inside
+from autopar.search.solver.interrupt import requested
+
+
+@dataclass(frozen=True)
+class Subproblem:
+    """A node of the search tree that is not expanded yet.
+
+    Attributes:
+        seconds: about what the best plan takes that it leads to.
+        bound: no plan that it leads to takes less.
+        expand: look into it, which may leave others open.
+        checked: the bound as far as it is checked; None: it is not.
+        schedule: the one it is about; empty: none.
+        needed: bytes that the plan of that many seconds needs, if these are more than there are.
+    """
+
+    seconds: float
+    bound: float
+    expand: Callable[[], None]
+    checked: float | None = None
+    schedule: str = ""
+    needed: float = 0.0
+
+
+@dataclass
+class SearchTree:
+    """What is searched, and what the search knows.
+
+    Attributes:
+        program: of the whole batch.
+        job: what is searched for, on the whole mesh.
+        shapes: the pipelines that the pins allow.
+        floor: seconds that no step falls below.
+        deadline: after which a plan that is known has to do.
+        open: subproblems that are not expanded.
+        best: the fastest plan that fits.
+        flat: the certificate of no stages, once these are planned.
+        certificates: of all plans that were found.
+        pruned: bounds of attempts that the best plan ended.
+        tried: numbers of microbatches by shape.
+        errors: why attempts found nothing.
+        free: by mesh and microbatches the plan for the devices of a stage, in any memory.
+        blocks: such a plan of a deep model, cut into stages.
+        heavy: schedules that need far too much somewhere.
+        slowdowns: bytes needed without a budget, and how much longer a step takes within it.
+        measured: by shape and microbatches, see `ScheduledStages.measured`.
+        lightest: of the pipelines that do not fit, the one that needs the least.
+        searched: how many were searched within the budget.
+        stopped: whether time was up, or the user stopped it.
+    """
+
+    program: Program
+    job: Job
+    shapes: tuple[PipelineShape, ...]
+    floor: float
+    deadline: float
+    open: list[Subproblem] = field(default_factory=list)
+    best: Plan | None = None
+    flat: Certificate | None = None
+    certificates: list[Certificate] = field(default_factory=list)
+    pruned: list[float] = field(default_factory=list)
+    tried: dict[PipelineShape, list[int]] = field(default_factory=dict)
+    errors: list[InfeasibleError] = field(default_factory=list)
+    free: dict[tuple[MeshKey, int], Plan] = field(default_factory=dict)
+    blocks: dict[tuple[MeshKey, int], RepeatedStages] = field(default_factory=dict)
+    heavy: set[str] = field(default_factory=set)
+    slowdowns: list[tuple[float, float]] = field(default_factory=list)
+    measured: dict[tuple[PipelineShape, int], list[Measured]] = field(default_factory=dict)
+    lightest: Plan | None = None
+    searched: int = 0
+    stopped: bool = False
+
+    @property
+    def search(self) -> Search:
+        """Limits and pins."""
+        return self.job.search
+
+    @property
+    def random(self) -> bool:
+        """Whether a random plan is drawn, and none is searched."""
+        return self.search.recipe == "random"
+
+    @property
+    def memory(self) -> float | None:
+        """Bytes per device; random plans need not fit."""
+        return None if self.random else self.job.memory
+
+    @property
+    def seconds(self) -> float:
+        """Of the best plan."""
+        return math.inf if self.best is None else self.best.predicted.step_seconds
+
+    def job_inside(self, shape: PipelineShape) -> Job:
+        """What is searched for the devices of a stage, if they had the whole model and any memory."""
+        limits = restrictions_inside(self.job.restrictions, self.job.axes, shape.axis)
+        search, machine = inside_stage(self.search, shape), self._machine(shape)
+        return replace(self.job, axes=shape.inside, cluster=machine, memory=None, search=search, restrictions=limits)
+
+    def link(self, shape: PipelineShape) -> Link:
+        """The link between stages."""
+        return self._machine(shape).axis_links[shape.axis]
+
+    def _machine(self, shape: PipelineShape) -> Cluster:
+        """The devices, with a link for each axis.
+
+        A cluster assigns its links to the axes of a mesh from the inside out. The mesh inside a stage has an axis less,
+        so that its axes would get other links than they have on the whole mesh: they are named here.
+        """
+        axes = dict(shape.axes)
+        return replace(self.job.cluster, axis_links=dict(zip(axes, self.job.cluster.link_for(axes), strict=True)))
+
+    def scheduled(self, part: Program, shape: PipelineShape, schedule: str, actions: Order) -> ScheduledStages:
+        """A microbatch's program in stages; all schedules of a shape share what was measured."""
+        measured = self.measured.setdefault((shape, part.microbatches), [])
+        return ScheduledStages(part, shape, schedule, actions, self.link(shape), measured)
+
+    def promised(self, node: Subproblem) -> float:
+        """Seconds; one that needs too much memory slows down at least as much as those that needed less did."""
+        return node.seconds * max((slower for needed, slower in self.slowdowns if needed <= node.needed), default=1.0)
+
+    def is_late(self) -> bool:
+        """Whether what is known has to do."""
+        # Without a plan the search goes on: a late answer is better than none.
+        late = self.best is not None and (requested() or time.monotonic() > self.deadline)
+        self.stopped = self.stopped or late
+        return late
+
+    def say(self, phase: str) -> None:
+        """Report progress."""
+        self.job.progress(phase, self.seconds, min((node.bound for node in self.open), default=0.0))
+
+    def add(self, plan: Plan) -> None:
+        """Remember a plan that fits."""
+        self.certificates.append(plan.certificate)
+        if plan.predicted.step_seconds < self.seconds:
+            self.best = plan
+
+    def fail(self, error: InfeasibleError) -> None:
+        """Remember why an attempt found no plan, or by which bound none that is faster."""
+        if isinstance(error, PrunedError):
+            self.pruned.append(error.bound)
+        else:
+            self.errors.append(error)
