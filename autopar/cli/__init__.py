@@ -21,7 +21,7 @@ from autopar.cli.verify import verify_command
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    # Plain help: brackets in texts such as model[, loss_fn] are no markup.
+    # Plain help: brackets in texts such as model[, loss] are no markup.
     rich_markup_mode=None,
     # A bug's traceback is printed as Python does it, so that it can be pasted into an issue.
     pretty_exceptions_enable=False,

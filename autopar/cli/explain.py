@@ -90,7 +90,7 @@ def _explained(
     machine, policy = Cluster.resolve(target.cluster), Precision.resolve(target.precision)
     budget = default_memory(machine) if target.memory is None else target.memory
     with SearchProgress() as progress:
-        program = program_to_plan(task.model, task.batch, loss_fn=task.loss_fn, precision=policy, search=search)
+        program = program_to_plan(task.model, task.batch, **task.losses, precision=policy, search=search)
         compares = wanted is not None or has_layout(program, name)
         own = tensor_of(program, name)[0] if compares else name
         named(program, own)  # raise for an unknown name before the search

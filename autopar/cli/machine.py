@@ -117,7 +117,7 @@ def ops_command(
         from autopar.explain.tables.rules import operators_table
 
         task = load_task(model) if model else None
-        rows = list_rules(task and (task.model, task.batch, task.loss_fn), only)
+        rows = list_rules(task, only)
         typer.echo(json.dumps(rows, indent=1) if as_json else operators_table(rows))
 
 

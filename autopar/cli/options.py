@@ -20,7 +20,7 @@ DIFFERENT, WRONG_INPUT, INFEASIBLE, STOPPED = 1, 2, 3, 130
 # What is planned, and for which hardware.
 Model = Annotated[
     str,
-    typer.Option(metavar="FILE.py:FUNCTION", help="Function that returns (model, batch[, loss_fn])."),
+    typer.Option(metavar="FILE.py:FUNCTION", help="Function that returns (model, batch[, loss])."),
 ]
 Machine = Annotated[str, typer.Option("--cluster", metavar="NAME|FILE.toml", help="A preset (see doctor) or a file.")]
 Axes = Annotated[str, typer.Option(metavar="NAME=SIZE,...", help="Mesh axes, outermost first: node=32,gpu=8.")]

@@ -75,7 +75,7 @@ def _simulated_plan(task: ModelAndBatch, file: Path, precision: str | None) -> t
 
     plan = Plan.load(file)
     with SearchProgress():
-        program = program_of(task.model, task.batch, loss_fn=task.loss_fn, precision=Precision.resolve(precision))
+        program = program_of(task.model, task.batch, **task.losses, precision=Precision.resolve(precision))
         local = rewrite(program, plan)
         if plan.pipeline is not None:
             # With stages the tasks are those of whole stages; a graph's own tasks are of one device.

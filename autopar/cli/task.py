@@ -13,11 +13,24 @@ from typing import Any, NamedTuple
 
 
 class ModelAndBatch(NamedTuple):
-    """What FUNCTION returns: a model, an example batch and, for a model that does not return its loss, a loss."""
+    """What FUNCTION returns: a model, an example batch, and what the loss is where that is not clear.
+
+    Attributes:
+        model: a `torch.nn.Module`.
+        batch: as `autopar.plan` takes it.
+        loss_fn: for a model that does not return its loss.
+        loss: which scalar of the output is the loss, as for `autopar.parallelize`.
+    """
 
     model: Any
     batch: Any
     loss_fn: Any = None
+    loss: Any = None
+
+    @property
+    def losses(self) -> dict[str, Any]:
+        """As keyword arguments."""
+        return {"loss_fn": self.loss_fn, "loss": self.loss}
 
 
 def load_task(spec: str) -> ModelAndBatch:
@@ -36,15 +49,21 @@ def load_task(spec: str) -> ModelAndBatch:
         raise ValueError(f"{file} has no function {name!r}; write one that returns (model, batch)")
     with _user_code(spec):
         returned = function()
-    # A batch may be a dict, but what is returned is a tuple: (model, batch) or (model, batch, loss_fn).
+    # A batch may be a dict, but what is returned is a tuple: (model, batch) or (model, batch, loss).
     if isinstance(returned, Mapping) or not isinstance(returned, tuple) or len(returned) not in (2, 3):
-        raise ValueError(f"{spec} returned {type(returned).__name__}; it must return (model, batch) or add a loss_fn")
+        raise ValueError(
+            f"{spec} returned {type(returned).__name__}; it must return (model, batch), or add a loss_fn or the name "
+            "of the output that is the loss"
+        )
     # Imported late: --help does not wait for torch.
     import torch
 
     if not isinstance(returned[0], torch.nn.Module):
         raise ValueError(f"{spec} returned a {type(returned[0]).__name__} as the model; it must be a torch.nn.Module")
-    return ModelAndBatch(*returned)
+    model, batch, *loss = returned
+    # A function is loss_fn(output, batch); a name, an index or a path of these says which output is the loss.
+    is_named = bool(loss) and loss[0] is not None and not callable(loss[0])
+    return ModelAndBatch(model, batch, None, *loss) if is_named else ModelAndBatch(model, batch, *loss)
 
 
 def _import_file(path: Path) -> ModuleType:

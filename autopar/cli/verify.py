@@ -65,7 +65,7 @@ def verify_command(
             task.model,
             task.batch,
             sizes,
-            loss_fn=task.loss_fn,
+            **task.losses,
             plan=chosen,
             seed=seed,
             pins=pins,

@@ -32,6 +32,7 @@ from autopar.explain.what_if import Case, Tick, memory_of, what_if
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import format_seconds, format_share
 from autopar.ir.precision import Precision
+from autopar.ir.signature.outputs import Loss
 from autopar.search.options import Search
 from autopar.simulate import COMPUTE, Timeline, simulate
 from autopar.simulate.graph_tasks import emitted
@@ -49,6 +50,7 @@ def report_page(
     *,
     budget: float,
     loss_fn: LossFunction | None = None,
+    loss: Loss = None,
     precision: Precision | None = None,
     search: Search | None = None,
     tick: Tick = lambda *_: None,
@@ -62,15 +64,18 @@ def report_page(
         recipes: what it is compared with.
         budget: bytes per device that it was planned for.
         loss_fn: as it was planned.
+        loss: which scalar of the output is the loss.
         precision: as it was planned.
         search: as it was planned.
         tick: called after each search, see `autopar.explain.what_if.what_if`.
     """
-    program = program_of(model, batch, loss_fn=loss_fn, precision=precision)
+    program = program_of(model, batch, loss_fn=loss_fn, loss=loss, precision=precision)
     local = rewrite(program, plan)
     # The whole graph, all layers: the prediction of a deep model may come from three of them.
     step = simulate(emitted(local, plan)) if plan.pipeline is None else simulate_pipeline(local, plan)
-    cases = what_if(model, batch, plan, budget=budget, loss_fn=loss_fn, precision=precision, search=search, tick=tick)
+    cases = what_if(
+        model, batch, plan, budget=budget, loss_fn=loss_fn, loss=loss, precision=precision, search=search, tick=tick
+    )
     return plan_page(type(model).__name__, plan, recipes, step, cases, budget)
 
 

@@ -17,6 +17,7 @@ from autopar.errors import InfeasibleError
 from autopar.ir.plan import INTERRUPTED, Plan
 from autopar.ir.precision import Precision
 from autopar.ir.program import Program
+from autopar.ir.signature.outputs import Loss
 from autopar.search.formulation.recipes import RECIPES, TAKES_ROLES
 from autopar.search.options import RECOMPUTE, Progress, Search
 from autopar.search.solver.interrupt import requested, stoppable
@@ -54,6 +55,7 @@ def plan_and_compare(
     cluster: Cluster | str | Path,
     axes: Mapping[str, int],
     loss_fn: LossFunction | None = None,
+    loss: Loss = None,
     memory: str | float | None = None,
     optimizer: str = "adamw",
     precision: Precision | None = None,
@@ -68,7 +70,9 @@ def plan_and_compare(
         KeyboardInterrupt: Ctrl-C came a second time, or before there was a plan that fits.
     """
     search, machine = search or Search(), Cluster.resolve(cluster)
-    program = program_to_plan(model, batch, loss_fn=loss_fn, precision=precision, search=search, progress=progress)
+    program = program_to_plan(
+        model, batch, loss_fn=loss_fn, loss=loss, precision=precision, search=search, progress=progress
+    )
     # One capture and one budget for all: what differs is the recipe alone.
     budget = default_memory(machine) if memory is None else memory
 

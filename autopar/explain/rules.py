@@ -11,6 +11,7 @@ from torch import fx
 
 from autopar.compiler import program_of
 from autopar.explain.tables.rules import DISCOVERED
+from autopar.ir.signature.outputs import Loss
 from autopar.rules.discover.search import discovered
 from autopar.rules.rule import registered
 from autopar.sharding.dims import analyze
@@ -18,13 +19,13 @@ from autopar.sharding.dims import analyze
 Row = dict[str, Any]
 
 
-def list_rules(task: tuple[Any, Any, Any] | None = None, only: str = "") -> list[Row]:
+def list_rules(task: tuple[Any, Any, Any, Loss] | None = None, only: str = "") -> list[Row]:
     """A row for each rule: ``family``, ``operator``, ``equations`` and ``samples``, how many calls prove it.
 
     Discovered rules were proven in this process, written ones by the tests of autopar; None: a rule of yours.
 
     Args:
-        task: model, batch and loss function (or None), to list what is discovered for it, and equations of its calls.
+        task: model, batch, loss function and loss (or None), to list what is discovered for it, and equations.
         only: part of an operator's name.
     """
     # First: to analyze a model discovers rules, which are listed below.
@@ -47,10 +48,10 @@ def _row(family: str, operator: str, equations: Sequence[str], samples: int | No
     return {"family": family, "operator": operator, "equations": list(dict.fromkeys(equations)), "samples": samples}
 
 
-def _equations(task: tuple[Any, Any, Any]) -> dict[str, list[str]]:
+def _equations(task: tuple[Any, Any, Any, Loss]) -> dict[str, list[str]]:
     """Equations of each operator's calls in a model's graph."""
-    model, batch, loss_fn = task
-    program = program_of(model, batch, loss_fn=loss_fn)
+    model, batch, loss_fn, loss = task
+    program = program_of(model, batch, loss_fn=loss_fn, loss=loss)
     found: dict[str, list[str]] = {}
     operators: dict[fx.Node, Any] = analyze(program).operators
     for node, operator in operators.items():

@@ -17,6 +17,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.precision import Precision
 from autopar.ir.program import Program
 from autopar.ir.signature import pytree
+from autopar.ir.signature.outputs import Loss
 from autopar.pipeline.custom_schedule import as_text, is_table
 from autopar.search.options import MICROBATCHES, SCHEDULE, Search
 
@@ -60,6 +61,7 @@ def what_if(
     *,
     budget: float,
     loss_fn: LossFunction | None = None,
+    loss: Loss = None,
     precision: Precision | None = None,
     search: Search | None = None,
     tick: Tick = lambda *_: None,
@@ -76,6 +78,7 @@ def what_if(
         found: the plan.
         budget: bytes per device that it was planned for.
         loss_fn: as it was planned.
+        loss: which scalar of the output is the loss.
         precision: as it was planned.
         search: as it was planned.
         tick: called after each case.
@@ -93,7 +96,7 @@ def what_if(
         given = (dict(found.axes), budget) if scaled is batch else None
         wanted = [(axes, _cases(axes, budgets, samples, given)) for axes in meshes]
         try:
-            program = program_to_plan(model, scaled, loss_fn=loss_fn, precision=precision, search=search)
+            program = program_to_plan(model, scaled, loss_fn=loss_fn, loss=loss, precision=precision, search=search)
         except AutoparError as e:  # a model may insist on the size of its batch
             cases += [replace(case, reason=reason_of(e)) for _, each in wanted for case in each]
             continue

@@ -36,6 +36,13 @@ def make():
 def make_with_loss():
     return Outputs(), (torch.randn(8, 16),), lambda output, batch: (output - batch[0]).square().mean()
 
+class Losses(Net):
+    def forward(self, x):
+        return {"total": super().forward(x), "largest": self.up(x).abs().max()}
+
+def make_with_name():
+    return Losses(), (torch.randn(8, 16),), "total"
+
 def no_model(): return "model", ()
 def no_pair(): return Net()
 def broken(): return 1 / 0
@@ -196,6 +203,13 @@ def test_calibrate_writes_a_cluster_that_plans_can_use(
 
 def test_a_loss_function_may_come_third(model: str) -> None:
     result = plan(f"{model}:make_with_loss", "--json")
+    assert result.exit_code == 0, result.output
+
+
+def test_which_output_is_the_loss_may_come_third(model: str) -> None:
+    result = plan(f"{model}:make_with_name", "--save", "named.json", "--json")
+    assert result.exit_code == 0, result.output
+    result = run("verify", "--model", f"{model}:make_with_name", "--axes", "a=2,b=2", "--plan", "named.json")
     assert result.exit_code == 0, result.output
 
 

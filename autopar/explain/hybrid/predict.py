@@ -26,6 +26,7 @@ from autopar.explain.hybrid.training_step import MASTER, Training, run_parts, si
 from autopar.ir.precision import Precision
 from autopar.ir.program import Program
 from autopar.ir.signature import pytree
+from autopar.ir.signature.outputs import Loss
 from autopar.search.formulation.recipes import DATA_NAMES, TENSOR_NAMES
 from autopar.search.options import Progress, Search
 from autopar.sharding.assignment import machine_of
@@ -84,6 +85,7 @@ def predict_hybrid(
     recipe: str = "megatron",
     memory: str | float | None = None,
     loss_fn: LossFunction | None = None,
+    loss: Loss = None,
     optimizer: str = "adamw",
     precision: Precision | None = None,
     time_limit: float = 60.0,
@@ -104,6 +106,7 @@ def predict_hybrid(
         recipe: of the tensor axis, one of `RECIPES`.
         memory: budget per device; default: the device's memory less a tenth.
         loss_fn: ``loss_fn(output, batch)`` for a model that does not return its loss.
+        loss: which scalar of the output is the loss.
         optimizer: whose state is stored and updated.
         precision: as for `autopar.plan`.
         time_limit: seconds for the solver, which decides what the recipe leaves open.
@@ -118,7 +121,7 @@ def predict_hybrid(
     own, microbatches = _microbatch(batch, sizes["data"], microbatch)
     training = Training(None, sizes["stage"], microbatches, sizes["data"], recompute, optimizer, virtual)
     order(schedule, training.stages, microbatches, virtual)  # raises before the model is captured
-    program, layers = _captured(model, own, loss_fn, precision)
+    program, layers = _captured(model, own, loss_fn, loss, precision)
     training = replace(training, layers=layers)
     # On one tensor rank there is nothing for a recipe to lay out.
     search = Search(recipe=recipe if sizes["tensor"] > 1 else None, padding=False, time_limit=time_limit)
@@ -161,7 +164,7 @@ def _simulated_step(
 
 
 def _captured(
-    model: nn.Module, batch: Batch, loss_fn: LossFunction | None, precision: Precision | None
+    model: nn.Module, batch: Batch, loss_fn: LossFunction | None, loss: Loss, precision: Precision | None
 ) -> tuple[Program, int | None]:
     """The program of two layers and how many there are, or that of the whole model and None."""
     # Two layers tell all: the second is like every further one.
@@ -169,12 +172,12 @@ def _captured(
     if short.layers is None:
         logger.info("captured whole, layer by layer: %s", short.reason)
     try:
-        return program_of(short.model, batch, loss_fn=loss_fn, precision=precision), short.layers
+        return program_of(short.model, batch, loss_fn=loss_fn, loss=loss, precision=precision), short.layers
     except CaptureError as e:
         if short.layers is None:
             raise
         logger.info("captured whole, layer by layer: the capture of two layers fails: %s", e)
-    return program_of(model, batch, loss_fn=loss_fn, precision=precision), None
+    return program_of(model, batch, loss_fn=loss_fn, loss=loss, precision=precision), None
 
 
 def _check_budget(needed: Mapping[str, float], cluster: Cluster, memory: str | float | None, recompute: str) -> None:
