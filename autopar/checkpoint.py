@@ -50,7 +50,7 @@ def _state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | None) 
     for parameter, values in optimizer.state.items():
         known = model._autopar.types().get(names[parameter])
         state[names[parameter]] = {
-            k: savable(v, known if v.shape == parameter.shape else None, model._autopar.place)
+            k: savable(v, known if v.shape == parameter.shape else None, model._autopar.context)
             if isinstance(v, DTensor)
             else v
             for k, v in values.items()
@@ -90,9 +90,9 @@ def _load_state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | N
                 own, known = values.get(key), model._autopar.types().get(name)
                 target = tuple(own.placements) if isinstance(own, DTensor) else tuple(parameter.placements)
                 if known is not None and value.shape == parameter.shape:
-                    values[key] = in_layout(value, known[0], known[1], model._autopar.place)
+                    values[key] = in_layout(value, known[0], known[1], model._autopar.context)
                 else:
-                    values[key] = redistribute(value, model._autopar.place, target)
+                    values[key] = redistribute(value, model._autopar.context, target)
             else:
                 values[key] = value
     for i, group in enumerate(optimizer.param_groups):

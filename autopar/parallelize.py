@@ -20,7 +20,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.precision import Precision
 from autopar.ir.signature.outputs import Loss
 from autopar.module.parallel_module import ParallelModule, parallel_module
-from autopar.runtime.mesh import MeshContext, axes_of, one_device, place_on, refined
+from autopar.runtime.mesh import MeshContext, axes_of, mesh_context, one_device, with_axes
 from autopar.runtime.state.materialize import Init
 from autopar.runtime.state.parameters import distribute_parameters
 from autopar.search.options import Search
@@ -92,21 +92,21 @@ def parallelize(
     _check_optimizers(model)
     given = Plan.load(plan) if isinstance(plan, str | Path) else plan
     search = search or Search()
-    place = one_device(_device(model)) if mesh is None else _placed(mesh, given, search, timeout)
-    _check_devices(model, place)
-    machine = Cluster.resolve(cluster) if cluster is not None else _cluster(place)
+    context = one_device(_device(model)) if mesh is None else _mesh_context(mesh, given, search, timeout)
+    _check_devices(model, context)
+    machine = Cluster.resolve(cluster) if cluster is not None else _cluster(context)
     if given is not None:
-        _check_plan(given, place)
+        _check_plan(given, context)
     if policy is not None:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(policy.master) if parameter.is_floating_point() else parameter.data
-    budget = _budget(place) if memory is None else parse_bytes(memory)
+    budget = _budget(context) if memory is None else parse_bytes(memory)
     options = CompileOptions(
         machine, budget, optimizer, search, given, loss_fn, inputs,
         deterministic=deterministic or mesh is None, loss=loss, precision=policy, check=check,
     )  # fmt: skip
-    distribute_parameters(model, place)
-    parallel = parallel_module(model, place, options, init)
+    distribute_parameters(model, context)
+    parallel = parallel_module(model, context, options, init)
     if batch is not None:
         parallel.specialize(batch)
     return parallel
@@ -143,50 +143,50 @@ def _device(model: nn.Module) -> torch.device:
     return devices.pop() if devices else torch.device("cpu")
 
 
-def _check_devices(model: nn.Module, place: MeshContext) -> None:
+def _check_devices(model: nn.Module, context: MeshContext) -> None:
     named = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in named:
-        if not tensor.is_meta and tensor.device.type != place.device.type:
+        if not tensor.is_meta and tensor.device.type != context.device.type:
             raise ValueError(
-                f"{name!r} is on {tensor.device} and the mesh is of {place.device.type} devices; "
-                f"call model.to({str(place.device)!r}) first"
+                f"{name!r} is on {tensor.device} and the mesh is of {context.device.type} devices; "
+                f"call model.to({str(context.device)!r}) first"
             )
 
 
-def _cluster(place: MeshContext) -> Cluster:
+def _cluster(context: MeshContext) -> Cluster:
     """The preset of the devices at hand."""
-    if place.device.type != "cuda":
+    if context.device.type != "cuda":
         return Cluster.preset("cpu")
-    name = torch.cuda.get_device_name(place.device).lower()
+    name = torch.cuda.get_device_name(context.device).lower()
     return Cluster.preset("a100-80gb" if "a100" in name else "h200" if "h200" in name else "h100")
 
 
-def _budget(place: MeshContext) -> float:
+def _budget(context: MeshContext) -> float:
     """Bytes that a device may use: nine tenths of a GPU, or this rank's share of half of the machine's memory."""
-    if place.device.type == "cuda":
-        return 0.9 * float(torch.cuda.get_device_properties(place.device).total_memory)
+    if context.device.type == "cuda":
+        return 0.9 * float(torch.cuda.get_device_properties(context.device).total_memory)
     physical = float(os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PHYS_PAGES")
-    world = dist.get_world_size() if place.mesh is not None else 1
+    world = dist.get_world_size() if context.mesh is not None else 1
     return physical / 2 / int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
-def _placed(mesh: DeviceMesh, plan: Plan | None, search: Search, timeout: float) -> MeshContext:
+def _mesh_context(mesh: DeviceMesh, plan: Plan | None, search: Search, timeout: float) -> MeshContext:
     """This rank's place; where a plan or the pins want stages on a factor of an axis, that is an axis of its own."""
-    place, axes = place_on(mesh, timeout), axes_of(mesh)
+    context, axes = mesh_context(mesh, timeout), axes_of(mesh)
     wanted = plan.axes if plan is not None else split_for_stages(search, axes)
-    wanted = wanted if is_split_for_stages(wanted, axes) else place.axes
-    place.agree(wanted, "the axes of the mesh", "pass the same plan= or search= on every rank")
-    if wanted != place.axes and not place.spans_world:
+    wanted = wanted if is_split_for_stages(wanted, axes) else context.axes
+    context.agree(wanted, "the axes of the mesh", "pass the same plan= or search= on every rank")
+    if wanted != context.axes and not context.spans_world:
         raise ValueError(
             f"stages on a factor of an axis of the mesh {axes} make it {dict(wanted)}, and a mesh of several axes must "
             f"span the world of {dist.get_world_size()} ranks; ask for as many stages as an axis has"
         )
-    return refined(place, wanted)
+    return with_axes(context, wanted)
 
 
-def _check_plan(plan: Plan, place: MeshContext) -> None:
-    if plan.axes != place.axes:
+def _check_plan(plan: Plan, context: MeshContext) -> None:
+    if plan.axes != context.axes:
         raise PlanError(
-            f"the plan is for axes {dict(plan.axes)} and the mesh has {dict(place.axes)}; plan again with "
+            f"the plan is for axes {dict(plan.axes)} and the mesh has {dict(context.axes)}; plan again with "
             "axes= of the mesh, or name the mesh's dims (mesh_dim_names=) as in the plan"
         )

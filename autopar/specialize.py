@@ -27,7 +27,7 @@ from autopar.ir.program import Program, draws, same_graph
 from autopar.ir.signature import binding
 from autopar.passes import DETERMINISTIC_PASSES, PASSES, Pass
 from autopar.runtime.dtensor import Placements, from_placements
-from autopar.runtime.mesh import MeshContext, refined
+from autopar.runtime.mesh import MeshContext, with_axes
 from autopar.runtime.state.parameters import plain_parameters
 from autopar.runtime.step.bind import bind
 from autopar.runtime.step.microbatch_step import MicrobatchStep, cut_microbatches, whole_type
@@ -108,7 +108,7 @@ class Specialization:
         seed: of the step's random numbers, the same on every rank; None where it draws from the default generator, or
             not at all.
         states_away: parameters whose optimizer state is offloaded between the optimizer's steps.
-        place: this rank's mesh context on the plan's axes: those of the mesh, or finer ones, where stages take a
+        context: this rank's mesh context on the plan's axes: those of the mesh, or finer ones, where stages take a
             factor of one.
     """
 
@@ -116,7 +116,7 @@ class Specialization:
     part: Program
     plan: Plan
     step: Step
-    place: MeshContext
+    context: MeshContext
     seed: int | None = None
     states_away: frozenset[str] = frozenset()
 
@@ -130,7 +130,7 @@ def specialize(
     model: nn.Module,
     request: Request,
     options: CompileOptions,
-    place: MeshContext,
+    context: MeshContext,
     *,
     placements: Mapping[str, Placements] | None,
     weights: str = "",
@@ -142,7 +142,7 @@ def specialize(
         model: with DTensor parameters, or plain ones where there is no mesh.
         request: the call.
         options: what the user asked for.
-        place: this rank's mesh context.
+        context: this rank's mesh context.
         placements: of the parameters, which stay; None: they are decided now.
         weights: a checksum that must be the same on every rank.
         known: for the same shapes and modes and another state of the model; one whose graph is the same goes on.
@@ -150,23 +150,23 @@ def specialize(
     Raises:
         RankError: the ranks disagree, or one does not answer.
     """
-    program = place.together(lambda: _capture(model, request, options, place), "capturing the model")
-    _compare(program, request, weights, place)
+    program = context.together(lambda: _capture(model, request, options, context), "capturing the model")
+    _compare(program, request, weights, context)
     for other in known:
         if same_graph(program, other.program):
             return replace(other, program=program)
-    plan = place.decide(
-        lambda: plan_again(program, request, options, place, placements).to_dict(), "the plan, which rank 0 searches"
+    plan = context.decide(
+        lambda: plan_again(program, request, options, context, placements).to_dict(), "the plan, which rank 0 searches"
     )
     chosen = Plan.from_dict(plan)
-    place = refined(place, chosen.axes)
+    context = with_axes(context, chosen.axes)
 
     def build() -> tuple[Step, str, frozenset[str]]:
         local = rewrite(program, chosen, passes=options.passes)
         away = graph_info(local.graph).offloaded_states
-        names = {name: name for name, _ in place.axes}
-        coordinates = dict(zip(names, place.coordinates, strict=True))
-        bound = replace(local, graph=bind(local.graph, place.groups or names, coordinates))
+        names = {name: name for name, _ in context.axes}
+        coordinates = dict(zip(names, context.coordinates, strict=True))
+        bound = replace(local, graph=bind(local.graph, context.groups or names, coordinates))
         types = _types(local, chosen)
         if chosen.pipeline is not None:
             if options.deterministic and any(draws(n) for n in local.graph.graph.nodes):
@@ -174,22 +174,22 @@ def specialize(
                     "random operators of one stage would leave the generators of the others behind: leave "
                     "deterministic=True out, or the pipeline"
                 )
-            line, within = line_of(chosen, place), inside(place, chosen)
+            line, within = line_of(chosen, context), inside(context, chosen)
             parts, cutting = cut_stages(bound, chosen, line)
             inner = _types(local, chosen.inner)
-            step = PipelineStep(bound, parts, types, place, cutting=cutting, line=line, within=within, inner=inner)
+            step = PipelineStep(bound, parts, types, context, cutting=cutting, line=line, within=within, inner=inner)
             return step, collective_order(local), away
         if local.microbatches == 1:
-            return Step(local, cut(bound), types, place), collective_order(local), away
-        return MicrobatchStep(local, cut_microbatches(bound), types, place), collective_order(local), away
+            return Step(local, cut(bound), types, context), collective_order(local), away
+        return MicrobatchStep(local, cut_microbatches(bound), types, context), collective_order(local), away
 
-    step, order, away = place.together(build, "rewriting the graph")
-    place.agree(order, "the order of collectives", "use the same versions of autopar and torch on every rank")
+    step, order, away = context.together(build, "rewriting the graph")
+    context.agree(order, "the order of collectives", "use the same versions of autopar and torch on every rank")
     part = microbatch_program(program, chosen.microbatches, deterministic=options.deterministic)
-    return Specialization(program, part, chosen, step, place, _seed(step.program, options, place), away)
+    return Specialization(program, part, chosen, step, context, _seed(step.program, options, context), away)
 
 
-def _seed(local: Program, options: CompileOptions, place: MeshContext) -> int | None:
+def _seed(local: Program, options: CompileOptions, context: MeshContext) -> int | None:
     """Rank 0's generator gives the seed of what each rank draws by itself; what all draw together needs no seed.
 
     Raises:
@@ -198,9 +198,11 @@ def _seed(local: Program, options: CompileOptions, place: MeshContext) -> int | 
     if not any(draws(n) for n in local.graph.graph.nodes):
         return None
     if not options.deterministic:
-        return place.decide(lambda: generator_digest(place.device), "the seed of random numbers, which rank 0 gives")
-    place.agree(
-        generator_digest(place.device),
+        return context.decide(
+            lambda: generator_digest(context.device), "the seed of random numbers, which rank 0 gives"
+        )
+    context.agree(
+        generator_digest(context.device),
         "the random generator's state (deterministic=True)",
         "call torch.manual_seed with the same seed on every rank, and draw nothing on some ranks only",
     )
@@ -218,15 +220,15 @@ def collective_order(program: Program) -> str:
     return digest.hexdigest()[:16]
 
 
-def _capture(model: nn.Module, request: Request, options: CompileOptions, place: MeshContext) -> Program:
+def _capture(model: nn.Module, request: Request, options: CompileOptions, context: MeshContext) -> Program:
     with FakeTensorMode(allow_non_fake_inputs=True):
         fakes = [
-            torch.empty(shape, dtype=dtype, device=place.device, requires_grad=i in request.differentiable)
+            torch.empty(shape, dtype=dtype, device=context.device, requires_grad=i in request.differentiable)
             for i, (shape, dtype) in enumerate(request.shapes)
         ]
     batch = request.skeleton.fill(fakes)
     own = nullcontext() if options.loss_fn is not None else without_hooks(model)  # else the module calls them
-    with plain_parameters(model, place.device), own:
+    with plain_parameters(model, context.device), own:
         return captured_under(model, batch, options)
 
 
@@ -235,10 +237,10 @@ def captured_under(model: nn.Module, batch: Any, options: CompileOptions) -> Pro
     return program_of(model, batch, loss_fn=options.loss_fn, loss=options.loss, precision=options.precision)
 
 
-def _compare(program: Program, request: Request, weights: str, place: MeshContext) -> None:
+def _compare(program: Program, request: Request, weights: str, context: MeshContext) -> None:
     """What must be the same on every rank before it is worth planning."""
     shapes = str([(list(shape), str(dtype)) for shape, dtype in request.shapes])
-    everyone = place.gather(
+    everyone = context.gather(
         (shapes, program.fingerprint, weights), "the shapes of the batch (do all ranks see a new one?)"
     )
     remedies = (
@@ -252,14 +254,14 @@ def _compare(program: Program, request: Request, weights: str, place: MeshContex
                 raise RankError(f"{what} differs: rank {rank} has {values[i]}, rank 0 has {everyone[0][i]}; {remedy}")
 
 
-def compare_contents(digest: str, part: int, place: MeshContext) -> None:
+def compare_contents(digest: str, part: int, context: MeshContext) -> None:
     """Ranks that take the same part of a batch must pass the same.
 
     Raises:
         RankError: two do not.
     """
     first: dict[int, tuple[int, str]] = {}
-    for rank, (found, own) in enumerate(place.gather((digest, part), "the batch's contents")):
+    for rank, (found, own) in enumerate(context.gather((digest, part), "the batch's contents")):
         other, expected = first.setdefault(own, (rank, found))
         if found != expected:
             raise RankError(
@@ -273,7 +275,7 @@ def plan_again(
     program: Program,
     request: Request,
     options: CompileOptions,
-    place: MeshContext,
+    context: MeshContext,
     placements: Mapping[str, Placements] | None,
 ) -> Plan:
     """A plan for a request: the given one if it fits, else a search, under the layouts that parameters have."""
@@ -283,7 +285,7 @@ def plan_again(
     search = _later(options.search, program) if placements else options.search
     part = microbatch_program(program, search.microbatches or 1, deterministic=options.deterministic)
     dims = analyze(part)
-    everywhere = [name == search.pins.get(STAGE_AXIS) for name, _ in place.axes]
+    everywhere = [name == search.pins.get(STAGE_AXIS) for name, _ in context.axes]
     types = {(i.kind, i.name): dims.type_of(n) for n, i in zip(part.placeholders, part.inputs, strict=True)}
     layouts: dict[tuple[str, str], Layout] = {}
     for (kind, name), type_ in types.items():
@@ -295,7 +297,7 @@ def plan_again(
         assert placements is not None
         # On the axis of the stages it lies as the same stages say.
         own = [TorchReplicate() if e else p for p, e in zip(placements[name], everywhere, strict=True)]
-        layout = from_placements(type_, own, place.sizes, uneven=True)
+        layout = from_placements(type_, own, context.sizes, uneven=True)
         if layout is None:
             raise PlanError(
                 f"parameter {name!r} lies as {placements[name]}, which this shape of the batch or mode cannot express "
@@ -303,11 +305,11 @@ def plan_again(
             )
         layouts[kind, name] = layout
     for index, lies in request.layouts.items():
-        known = from_placements(types["batch", str(index)], lies, place.sizes)
+        known = from_placements(types["batch", str(index)], lies, context.sizes)
         if known is not None:
             layouts["batch", str(index)] = known
     layouts.update({("batch", str(index)): layout for index, layout in request.rows.items()})
-    return _search(program, layouts, search, options, place, first=placements is None)
+    return _search(program, layouts, search, options, context, first=placements is None)
 
 
 def _later(search: Search, program: Program) -> Search:
@@ -334,18 +336,18 @@ def _search(
     layouts: dict[tuple[str, str], Layout],
     search: Search,
     options: CompileOptions,
-    place: MeshContext,
+    context: MeshContext,
     *,
     first: bool,
 ) -> Plan:
     local = options.inputs == "local"
     # What lies on the mesh already lies on its axes, and so do the rows of which each rank passes its part.
-    factored = first and not local and not layouts and place.spans_world
+    factored = first and not local and not layouts and context.spans_world
 
     def planned(found: Mapping[tuple[str, str], Layout]) -> Plan:
         limits = Restrictions(layouts=found, data_axes_only=local)
         return solve(
-            program, dict(place.axes), options.cluster, memory=options.memory, optimizer=options.optimizer,
+            program, dict(context.axes), options.cluster, memory=options.memory, optimizer=options.optimizer,
             search=search, restrictions=limits, deterministic=options.deterministic, factored=factored,
         )  # fmt: skip
 

@@ -18,7 +18,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.runtime.dtensor import Placements
 from autopar.runtime.mesh import MeshContext
-from autopar.runtime.state.parameters import BoundaryLayouts, gathered
+from autopar.runtime.state.parameters import ParameterLayouts, gathered
 from autopar.specialize import (
     CompileOptions,
     Request,
@@ -60,7 +60,7 @@ def check_first(
     request: Request,
     batch: Sequence[torch.Tensor],
     options: CompileOptions,
-    types: BoundaryLayouts,
+    types: ParameterLayouts,
     placements: Mapping[str, Placements],
 ) -> None:
     """Compare a specialization with the eager model; every rank calls it.
@@ -80,14 +80,14 @@ def check_first(
     Raises:
         VerifyError: they differ; on every rank.
     """
-    place = found.place
-    room = place.decide(lambda: room_for(found, place.device), "whether the plan can be checked")
+    context = found.context
+    room = context.decide(lambda: room_for(found, context.device), "whether the plan can be checked")
     if not room.rows:
         text = "the plan is not checked: with all devices in one process that takes %s, and %s may be used on rank 0"
-        _say(place, logging.WARNING, text, format_bytes(room.needed), format_bytes(room.free))
+        _say(context, logging.WARNING, text, format_bytes(room.needed), format_bytes(room.free))
         return
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    state = {} if place.mesh is None else gathered(named, types, place)
+    state = {} if context.mesh is None else gathered(named, types, context)
     _, rows = data_layout(found.program, found.plan)
 
     def check() -> str:
@@ -97,12 +97,12 @@ def check_first(
             return _on_fewer(model, found, request, batch, rows, room.rows, options, placements)
 
     if room.rows < rows:
-        _say(place, logging.WARNING, "the plan is checked on %s rows of %s, for want of memory", room.rows, rows)
-    _say(place, logging.INFO, "%s", place.decide(check, "the check of the plan, which rank 0 makes"))
+        _say(context, logging.WARNING, "the plan is checked on %s rows of %s, for want of memory", room.rows, rows)
+    _say(context, logging.INFO, "%s", context.decide(check, "the check of the plan, which rank 0 makes"))
 
 
-def _say(place: MeshContext, level: int, text: str, *arguments: Any) -> None:
-    if place.rank == 0:
+def _say(context: MeshContext, level: int, text: str, *arguments: Any) -> None:
+    if context.rank == 0:
         logger.log(level, text, *arguments)
 
 
@@ -121,8 +121,8 @@ def _on_fewer(
     shapes = tuple((tuple(t.shape), t.dtype) for t in cut)
     smaller = request.skeleton.fill(cut)
     program = captured_under(model, smaller, options)
-    place = replace(found.place, mesh=None, control=None)  # it is for rank 0 alone
-    plan = plan_again(program, Request(request.skeleton, shapes, {}), replace(options, plan=None), place, placements)
+    context = replace(found.context, mesh=None, control=None)  # it is for rank 0 alone
+    plan = plan_again(program, Request(request.skeleton, shapes, {}), replace(options, plan=None), context, placements)
     return _compared(model, smaller, plan, options)
 
 
@@ -158,7 +158,7 @@ def room_for(found: Specialization, device: torch.device) -> Room:
     """On how many rows of the batch a check fits into memory."""
     free = SHARE * free_bytes(device)
     _, rows = data_layout(found.program, found.plan)
-    sizes = found.place.sizes
+    sizes = found.context.sizes
     steps = data_parts(data_layout(found.program, found.plan)[0], sizes) * found.plan.microbatches
     devices = 1
     for n in sizes:

@@ -30,7 +30,7 @@ RESIZING = ("resize_token_embeddings", "resize_position_embeddings")
 def deep_copy(module: ParallelModule, memo: dict[int, Any]) -> ParallelModule:
     """A copy with tensors of its own. Plans, graphs and process groups do not change: the two share them."""
     old = module._autopar
-    for shared in (old.place, old.options, old.init, old.family, old.first, old.latest):
+    for shared in (old.context, old.options, old.init, old.family, old.first, old.latest):
         memo[id(shared)] = shared
     new = memo[id(module)] = object.__new__(type(module))
     memo[id(old.cache)] = old.cache.copy()
@@ -79,27 +79,29 @@ def _save(module: ParallelModule, name: str, method: Callable[..., Any], *args: 
     given = kwargs.get("state_dict")
     if given is not None:
         kwargs["state_dict"] = {k: full_tensor(v) if isinstance(v, DTensor) else v for k, v in given.items()}
-    place = module._autopar.place
-    writes = place.rank == 0
+    context = module._autopar.context
+    writes = context.rank == 0
     with _plain(module, keep=writes):
-        return place.together(lambda: method(*args, **kwargs) if writes else None, f"{name}() of rank 0")
+        return context.together(lambda: method(*args, **kwargs) if writes else None, f"{name}() of rank 0")
 
 
 @contextmanager
 def _plain(module: ParallelModule, *, keep: bool) -> Iterator[None]:
     """Whole plain parameters in place of DTensors, on ranks that ``keep`` them; a collective call."""
-    module._autopar.require_values()
-    types, made = module._autopar.types(), {}
+    session, whole = module._autopar, {}
+    session.require_values()
+    types = session.types()
+    # One parameter at a time, and kept on the CPU: rank 0 never has the whole model on its device.
     for name, parameter in module.named_parameters():
         known = types.get(name)
-        whole = full_tensor(on_all_stages(parameter, known[0], known[1], module._autopar.place) if known else parameter)
+        full = full_tensor(on_all_stages(parameter, known[0], known[1], session.context) if known else parameter)
         if keep:
-            made[id(parameter)] = nn.Parameter(whole.cpu(), parameter.requires_grad)
+            whole[id(parameter)] = nn.Parameter(full.cpu(), parameter.requires_grad)
     tables = [m._parameters for m in module.modules()] if keep else []
     swapped = [(table, name, old) for table in tables for name, old in table.items() if old is not None]
     try:
         for table, name, old in swapped:
-            table[name] = made[id(old)]
+            table[name] = whole[id(old)]
         yield
     finally:
         for table, name, old in swapped:

@@ -40,17 +40,17 @@ class ParallelModule(nn.Module):
 
     _autopar: Session
 
-    def __init__(self, model: nn.Module, place: MeshContext, options: CompileOptions, init: Init | None) -> None:
+    def __init__(self, model: nn.Module, context: MeshContext, options: CompileOptions, init: Init | None) -> None:
         """Torch's tables, hooks included, are the original's own; so is every attribute but those of ``_OWN``."""
         self.__dict__.update({name: table for name, table in vars(model).items() if name in TORCHS})
         for name in ("_state_dict_hooks", "_load_state_dict_pre_hooks"):
             self.__dict__[name] = OrderedDict(self.__dict__[name])
-        self.__dict__["_autopar"] = Session(model, place, options, init)
+        self.__dict__["_autopar"] = Session(model, context, options, init)
         self.register_state_dict_post_hook(_save_hook)  # type: ignore[no-untyped-call]
         hooks: Any = self._state_dict_hooks
         hooks.move_to_end(next(reversed(hooks)), last=False)  # before the model's own change names
         self.register_load_state_dict_pre_hook(_load_hook)  # type: ignore[no-untyped-call]
-        for module in model.modules() if place.mesh is not None else ():
+        for module in model.modules() if context.mesh is not None else ():
             module.register_load_state_dict_pre_hook(load_into)  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
@@ -134,7 +134,7 @@ class ParallelModule(nn.Module):
     @property
     def hoisted_graph(self) -> fx.GraphModule | None:
         """What runs before its first microbatch, for all of them; None if nothing does."""
-        return self._autopar.known(self._autopar.latest).step.cut.steady
+        return self._autopar.known(self._autopar.latest).step.cut.hoisted
 
     @property
     def data_world_size(self) -> int:
@@ -151,7 +151,7 @@ class ParallelModule(nn.Module):
         session = self._autopar
         session.require_values()
         with session.together("full_state_dict()"):
-            return gathered(nn.Module.state_dict(_Unhooked(self), keep_vars=True), session.types(), session.place)
+            return gathered(nn.Module.state_dict(_Unhooked(self), keep_vars=True), session.types(), session.context)
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take values from plain full tensors; every rank keeps its part.
@@ -160,8 +160,8 @@ class ParallelModule(nn.Module):
             AutoparError: names are missing or unexpected, or a shape differs; nothing is changed then.
         """
         session, own = self._autopar, dict(nn.Module.state_dict(_Unhooked(self), keep_vars=True))
-        with session.place.during("load_full_state_dict()", in_step=False):
-            load_full(self, own, state, session.place, session.types())
+        with session.context.during("load_full_state_dict()", in_step=False):
+            load_full(self, own, state, session.context, session.types())
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Plain gradients by original name, of parameters that have one; a collective call."""
@@ -169,7 +169,7 @@ class ParallelModule(nn.Module):
         session.deferred.refuse(self.parameters(), "full_gradients()")
         found = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
         with session.together("full_gradients()"):
-            return gathered(found, session.types(), session.place)
+            return gathered(found, session.types(), session.context)
 
     def explain(self, name: str) -> str:
         """Why a parameter lies as it does; what of a module, or an operator, is saved or recomputed, and why."""
@@ -194,10 +194,12 @@ class ParallelModule(nn.Module):
         """Reduce gradients that wait since `no_sync`, where no backward pass outside follows; a collective call."""
         session = self._autopar
         with session.together("reduce_gradients()"):
-            deliver(reduce_deferred(session.deferred), session.deferred, session.place)
+            deliver(reduce_deferred(session.deferred), session.deferred, session.context)
 
 
-def parallel_module(model: nn.Module, place: MeshContext, options: CompileOptions, init: Init | None) -> ParallelModule:
+def parallel_module(
+    model: nn.Module, context: MeshContext, options: CompileOptions, init: Init | None
+) -> ParallelModule:
     """The module that runs a model on a mesh: of a class of its own, which is a subclass of the model's.
 
     So the model's methods and properties, special ones included, are those of the result: what they do to ``self`` is
@@ -219,7 +221,7 @@ def parallel_module(model: nn.Module, place: MeshContext, options: CompileOption
     except TypeError:  # a class that cannot be subclassed so
         made = ParallelModule
     parallel: ParallelModule = object.__new__(made)
-    ParallelModule.__init__(parallel, model, place, options, init)
+    ParallelModule.__init__(parallel, model, context, options, init)
     return parallel
 
 
@@ -228,7 +230,7 @@ def _own_method(name: str) -> Callable[..., Any]:
 
     def method(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
         found = getattr(self._autopar.original, name)
-        return (found if self._autopar.place.mesh is None else on_a_mesh(self, name, found))(*args, **kwargs)
+        return (found if self._autopar.context.mesh is None else on_a_mesh(self, name, found))(*args, **kwargs)
 
     method.__name__ = name
     return method
@@ -255,14 +257,14 @@ class _Unhooked(nn.Module):
 
 def _save_hook(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     assert isinstance(module, ParallelModule)
-    types, place = module._autopar.types(), module._autopar.place
-    with place.during("state_dict()", in_step=False):
+    types, context = module._autopar.types(), module._autopar.context
+    with context.during("state_dict()", in_step=False):
         for name, value in list(state.items()):
             if name.startswith(prefix) and isinstance(value, DTensor):
-                state[name] = savable(value, types.get(name.removeprefix(prefix)), place)
+                state[name] = savable(value, types.get(name.removeprefix(prefix)), context)
 
 
 def _load_hook(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     assert isinstance(module, ParallelModule)
-    with module._autopar.place.during("load_state_dict()", in_step=False):
-        prepare_load(module, state, prefix, module._autopar.place, module._autopar.types())
+    with module._autopar.context.during("load_state_dict()", in_step=False):
+        prepare_load(module, state, prefix, module._autopar.context, module._autopar.types())

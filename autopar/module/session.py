@@ -33,11 +33,11 @@ from autopar.runtime.state.optimizer_layouts import lay_out_states_of
 from autopar.runtime.state.optimizer_offload import OffloadedStates
 from autopar.runtime.state.optimizer_offload import offload_states as offload
 from autopar.runtime.state.parameters import checksum, contents, slice_replicated
-from autopar.runtime.state.storage import refuse_strangers
-from autopar.runtime.step.input_gradients import origins, requiring_gradients
+from autopar.runtime.state.storage import refuse_foreign_parameters
+from autopar.runtime.step.autograd import Call, run
+from autopar.runtime.step.input_gradients import input_forms, requiring_gradients
 from autopar.runtime.step.microbatch_step import MicrobatchStep
 from autopar.runtime.step.no_sync import DeferredReduction
-from autopar.runtime.step.step import Call, run
 from autopar.search.pipeline.space import along_with, without_pipeline
 from autopar.specialize import (
     CompileOptions,
@@ -77,8 +77,8 @@ class Session:
         family: this and its copies.
     """
 
-    def __init__(self, model: nn.Module, place: MeshContext, options: CompileOptions, init: Init | None) -> None:
-        self.original, self.place, self.options, self.init = model, place, options, init
+    def __init__(self, model: nn.Module, context: MeshContext, options: CompileOptions, init: Init | None) -> None:
+        self.original, self.context, self.options, self.init = model, context, options, init
         self.slots = Slots(model)
         self.cache = Kept()
         self.unseen: set[Any] = set()
@@ -87,9 +87,9 @@ class Session:
         self.latest: Specialization | None = None
         self.deferred = DeferredReduction(model.named_parameters)
         self.drawn, self.number = 0, 0
-        if place.control is not None:
-            self.number = len(place.control.calls)
-            place.control.calls.append(0)
+        if context.control is not None:
+            self.number = len(context.control.calls)
+            context.control.calls.append(0)
         self.described: dict[Any, Details] = {}
         self.away: OffloadedStates | None = None
         self.family: list[weakref.ref[Session]] = [weakref.ref(self)]
@@ -97,7 +97,7 @@ class Session:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the original returns: scalars plain, other tensors as DTensors."""
         tensors, skeleton = binding.flatten(self.original, binding.Passed(args, kwargs))
-        refuse_strangers(self.original, self.place, self.types().get)
+        refuse_foreign_parameters(self.original, self.context, self.types().get)
         request = self._request(tensors, skeleton)
         name = self.agreed("forward", request)
         found = self._specialized(request)
@@ -107,18 +107,20 @@ class Session:
         named = dict(self.original.named_parameters())
         before = {**state_tensors(self.original), **{n: to_local(named[n]) for n in found.written}}
         buffers = dict(before)
-        with self.place.during(f"the batch of {name}"):
+        with self.context.during(f"the batch of {name}"):
             _require_contiguous(found, tensors)
             batch = [
-                part_of(t, *step.types.batch[str(i)], self.place) if self._is_whole(t) else to_local(t).contiguous()
+                part_of(t, *step.types.batch[str(i)], self.context) if self._is_whole(t) else to_local(t).contiguous()
                 for i, t in enumerate(tensors) if str(i) in step.types.batch
             ]  # fmt: skip
             if isinstance(step, MicrobatchStep):
-                batch += step.before([self._gatherable(t, request, i) for i, t in enumerate(tensors)], buffers)
-        given = origins(tensors, request.differentiable, self.options.inputs)
-        call = Call(step, buffers, [t.to(self.place.device) for t in batch], self.deferred, name, given)
+                batch += step.run_on_whole_batch(
+                    [self._gatherable(t, request, i) for i, t in enumerate(tensors)], buffers
+                )
+        passed = input_forms(tensors, request.differentiable, self.options.inputs)
+        call = Call(step, buffers, [t.to(self.context.device) for t in batch], self.deferred, name, passed)
         with self._random_numbers(found):
-            results = run(call, [named[n] for n in step.parameters], [tensors[int(o.name)] for o in given])
+            results = run(call, [named[n] for n in step.parameters], [tensors[int(i)] for i in passed])
         self._write_state(found, results, {n: b for n, b in buffers.items() if b is not before[n]})
         return pytree.unflatten(found.program.skeleton, results, skeleton.numbers)
 
@@ -152,13 +154,13 @@ class Session:
     @property
     def data_world_size(self) -> int:
         """Into how many parts the rows of a batch are split: ``num_replicas`` of a sampler."""
-        return data_parts(self._rows(), self.place.sizes)
+        return data_parts(self._rows(), self.context.sizes)
 
     @property
     def data_rank(self) -> int:
         """Which part this rank takes: ``rank`` of a sampler."""
         index = 0
-        for placement, n, coordinate in zip(self._rows(), self.place.sizes, self.place.coordinates, strict=True):
+        for placement, n, coordinate in zip(self._rows(), self.context.sizes, self.context.coordinates, strict=True):
             index = index * n + coordinate if placement == Split(0, 0) else index
         return index
 
@@ -168,7 +170,7 @@ class Session:
         Raises:
             RankError: one is about to make another, or none.
         """
-        control = self.place.control
+        control = self.context.control
         if control is None:
             return ""
         control.calls[self.number] += what == "forward"
@@ -178,7 +180,7 @@ class Session:
             self.described = {key: described(key)}  # of one kind at a time: texts are long
         window = ((NO_SYNC, str(self.deferred.active)), (WAITING, self.deferred.described()))
         known = ("what it is captured for", self.cache.which(key, request.skeleton.numbers, self.slots))
-        self.place.meet(f"{what} of {name}", (*self.described[key], known, *window, (FAILURES, control.failures())))
+        self.context.meet(f"{what} of {name}", (*self.described[key], known, *window, (FAILURES, control.failures())))
         return name
 
     @property
@@ -189,10 +191,10 @@ class Session:
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
         """A collective call that all ranks make."""
-        control = self.place.control
+        control = self.context.control
         what = what if control is None else f"{what} behind call {control.calls[self.number]} of {self.name}"
-        self.place.meet(what, ((WAITING, self.deferred.described()),))
-        with self.place.during(what):
+        self.context.meet(what, ((WAITING, self.deferred.described()),))
+        with self.context.during(what):
             yield
 
     def _random_numbers(self, found: Specialization) -> AbstractContextManager[None]:
@@ -211,7 +213,7 @@ class Session:
             return tensor
         shape, dtype = request.shapes[index]
         placements = to_placements(plain_type(shape, dtype), request.rows[index])
-        return from_local(tensor.to(self.place.device), self.place, shape, placements)
+        return from_local(tensor.to(self.context.device), self.context, shape, placements)
 
     def _request(self, tensors: list[torch.Tensor], skeleton: Any) -> Request:
         shapes, rows = [], {}
@@ -220,7 +222,7 @@ class Session:
             if not self._is_whole(t):
                 split = bool(shape) and self._splits(i, len(tensors))
                 shape = (shape[0] * self.data_world_size, *shape[1:]) if split else shape
-                rows[i] = self._rows() if split else replicated(len(self.place.axes))
+                rows[i] = self._rows() if split else replicated(len(self.context.axes))
             shapes.append((shape, t.dtype))
         layouts = {i: tuple(t.placements) for i, t in enumerate(tensors) if isinstance(t, DTensor)}
         return Request(skeleton, tuple(shapes), layouts, rows, requiring_gradients(tensors))
@@ -252,7 +254,7 @@ class Session:
             options = replace(options, search=search)
         states = {c: self.slots.signature(c) for c in (False, True)}
         found = specialize(
-            self.original, request, options, self.place,
+            self.original, request, options, self.context,
             placements=placements, weights=weights, known=others,
         )  # fmt: skip
         for member in [m() for m in self.family] if first else ():  # copies made before go on like this one
@@ -271,7 +273,7 @@ class Session:
         if key in self.unseen:
             plain = [t for t in tensors if not isinstance(t, DTensor)]
             part = 0 if self.options.inputs == "global" else self.data_rank
-            compare_contents(contents(plain), part, self.place)
+            compare_contents(contents(plain), part, self.context)
             self.unseen.remove(key)
 
     def _check(self, found: Specialization, request: Request, tensors: list[torch.Tensor]) -> None:
@@ -290,7 +292,7 @@ class Session:
         check_first(self.original, found, request, whole, self.options, self.types(), self._placements())
 
     def _key(self, request: Request) -> Any:
-        device = self.place.device.type
+        device = self.context.device.type
         modes = tuple((type(m), m.training) for m in self.original.modules())  # which may have been replaced
         parameters = tuple((n, p.requires_grad, p.dtype, p.shape) for n, p in self.original.named_parameters())
         autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
@@ -299,7 +301,7 @@ class Session:
         return request.shapes, repr(request.skeleton), layouts, modes, torch.is_grad_enabled(), *required, autocast
 
     def _placements(self) -> dict[str, Placements]:
-        plain = to_placements(plain_type((), torch.float32), replicated(len(self.place.axes)))
+        plain = to_placements(plain_type((), torch.float32), replicated(len(self.context.axes)))
         return {
             n: tuple(p.placements) if isinstance(p, DTensor) else plain for n, p in self.original.named_parameters()
         }
@@ -308,14 +310,14 @@ class Session:
         """Let the layouts of the parameters be those of a specialization, if they are not decided yet."""
         if self.first is not None:
             return
-        self.place, self.first = found.place, found
+        self.context, self.first = found.context, found
         types, named = found.step.types.parameters, dict(self.original.named_parameters())
         for name, parameter in named.items():  # of which each rank keeps its part
             if not to_local(parameter).is_meta and name in types:
-                slice_replicated(parameter, *types[name], self.place)
-        materialize(self.original, self.init, types, found.program.aliases, self.place)
+                slice_replicated(parameter, *types[name], self.context)
+        materialize(self.original, self.init, types, found.program.aliases, self.context)
         self.offload_states()
-        if self.place.mesh is not None:
+        if self.context.mesh is not None:
             lay_out_states_of(named.values())
 
     def offload_states(self) -> None:
@@ -337,9 +339,9 @@ class Session:
     def _rows(self) -> Layout:
         if self.first is None:
             plan = self.known(None).plan if self.options.plan is None else self.options.plan
-            whole = replicated(len(self.place.axes))
+            whole = replicated(len(self.context.axes))
             found = [tuple(p if p == Split(0, 0) else Replicate() for p in v) for v in plan.batch.values()]
-            return max(found, key=lambda v: data_parts(v, self.place.sizes), default=whole)
+            return max(found, key=lambda v: data_parts(v, self.context.sizes), default=whole)
         return data_layout(self.first.program, self.first.plan)[0]
 
     def known(self, found: Specialization | None) -> Specialization:

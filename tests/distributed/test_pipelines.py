@@ -69,7 +69,7 @@ def require_apart(parallel: Any, found: dict[str, Any]) -> None:
     assert len(results) == len(layouts)
     for value, layout in zip(results, layouts, strict=True):
         assert is_everywhere(layout) == (not value.ndim)
-        if value.ndim and not is_held(layout, parallel._autopar.place.coordinates):
+        if value.ndim and not is_held(layout, parallel._autopar.context.coordinates):
             assert value.to_local().untyped_storage().nbytes() == value.element_size()
 
 

@@ -109,21 +109,21 @@ class WireError(RuntimeError):
     """A neighbor in the pipeline does not answer."""
 
 
-def line_of(plan: Plan, place: MeshContext) -> StageMapping:
+def line_of(plan: Plan, context: MeshContext) -> StageMapping:
     """Where the stages of a plan are."""
     assert plan.pipeline is not None
     axis = plan.axis_names.index(plan.pipeline.axis)
-    group = None if place.mesh is None else place.mesh.get_group(axis)
+    group = None if context.mesh is None else context.mesh.get_group(axis)
     actions = order_of(plan)
-    return StageMapping(group, place.coordinates[axis], tuple(device_of(actions)), actions)
+    return StageMapping(group, context.coordinates[axis], tuple(device_of(actions)), actions)
 
 
-def inside(place: MeshContext, plan: Plan) -> MeshContext:
+def inside(context: MeshContext, plan: Plan) -> MeshContext:
     """The place of a device among those of its stage."""
     inner = set(plan.inner.axis_names)
-    kept = [i for i, (name, _) in enumerate(place.axes) if name in inner]
-    axes, coordinates = tuple(place.axes[i] for i in kept), tuple(place.coordinates[i] for i in kept)
-    return replace(place, axes=axes, coordinates=coordinates, mesh=None)
+    kept = [i for i, (name, _) in enumerate(context.axes) if name in inner]
+    axes, coordinates = tuple(context.axes[i] for i in kept), tuple(context.coordinates[i] for i in kept)
+    return replace(context, axes=axes, coordinates=coordinates, mesh=None)
 
 
 def cut_stages(bound: Program, plan: Plan, line: StageMapping) -> tuple[ForwardBackward, StageGraphs]:
@@ -168,9 +168,9 @@ class PipelineStep(MicrobatchStep):
         held = {
             name: computed(local, *self.inner.parameters[name], self.within.sizes)
             for name, local in named.items()
-            if is_held(self.types.parameters[name][1], self.place.coordinates)
+            if is_held(self.types.parameters[name][1], self.context.coordinates)
         }
-        one = torch.ones((), device=self.place.device, dtype=self._tangent_dtype) if self.trains else None
+        one = torch.ones((), device=self.context.device, dtype=self._tangent_dtype) if self.trains else None
         sources: dict[str, Callable[[str, int], Any]] = {
             "parameter": lambda name, _: held[name],
             "buffer": lambda name, _: buffers[name],
@@ -178,7 +178,7 @@ class PipelineStep(MicrobatchStep):
             "batch": lambda name, index: self._rows(name, batch[int(name)], max(index, 0)),
         }
         runs = self._runs(lambda name, index: sources[self._inputs[name].kind](self._inputs[name].name, index))
-        exact = torch.autocast(self.place.device.type, enabled=False)
+        exact = torch.autocast(self.context.device.type, enabled=False)
         with torch.no_grad(), exact:
             begin(self.cutting, runs, self.line.order, self._exchange)
             self._work(runs)
@@ -220,13 +220,13 @@ class PipelineStep(MicrobatchStep):
         if local.ndim == 0 or is_everywhere(layout):
             return super().wrap(index, local)
         summed = tuple(Partial() if isinstance(p, At) else p for p in layout)
-        local = stored(local, type_, summed, self.place.coordinates)
-        return from_local(local, self.place, type_.stored_shape, to_placements(type_, summed))
+        local = stored(local, type_, summed, self.context.coordinates)
+        return from_local(local, self.context, type_.stored_shape, to_placements(type_, summed))
 
     def _is_elsewhere(self, output: Output) -> bool:
         """Whether a result is on the devices of another stage only."""
         known = self.types.results.get(output.name) if output.kind == "result" else None
-        return known is not None and not is_held(known[1], self.place.coordinates)
+        return known is not None and not is_held(known[1], self.context.coordinates)
 
     def _nothing(self, name: str) -> torch.Tensor:
         """Zeros in the shape of a result, in the memory of one."""
@@ -234,7 +234,7 @@ class PipelineStep(MicrobatchStep):
         shape = list(value.shape)
         if name in self._result_rows:
             shape[self.part.results[self._result_rows[name]]] *= self.part.count
-        return torch.zeros((), dtype=value.dtype, device=self.place.device).expand(shape)
+        return torch.zeros((), dtype=value.dtype, device=self.context.device).expand(shape)
 
     @cached_property
     def _inputs(self) -> dict[str, Any]:
@@ -260,7 +260,7 @@ class PipelineStep(MicrobatchStep):
 
     def _work(self, runs: Mapping[int, StageRun]) -> None:
         """All microbatches through this device's stages."""
-        wires = Wires(self.line, self.place.timeout)
+        wires = Wires(self.line, self.context.timeout)
         stages = [_Stage(run, self.line.devices, self._empty, wires) for run in runs.values()]
         for stage in stages:
             stage.neighbors = {s.stage_index for s in stages}
@@ -270,11 +270,11 @@ class PipelineStep(MicrobatchStep):
 
     def _empty(self, name: str) -> torch.Tensor:
         value = self.cutting.node(name).meta["val"]
-        return torch.empty(value.shape, dtype=value.dtype, device=self.place.device)
+        return torch.empty(value.shape, dtype=value.dtype, device=self.context.device)
 
     def _exchange(self, transfers: Sequence[Transfer], runs: Mapping[int, StageRun]) -> None:
         """Send what this device has, and receive what it needs, once for all its stages."""
-        devices, wires = self.line.devices, Wires(self.line, self.place.timeout)
+        devices, wires = self.line.devices, Wires(self.line, self.context.timeout)
         arriving: dict[str, list[Arrival]] = {}
         done: set[tuple[str, int]] = set()
         for transfer in transfers:
