@@ -18,7 +18,7 @@ from autopar.compiler import program_of, rewrite, solve
 from autopar.costs.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError, RankError
 from autopar.ir.layout import Layout, Replicate, Split
-from autopar.ir.node_info import graph_info, info
+from autopar.ir.node_info import graph_info
 from autopar.ir.ops.collectives import GROUP_ARGUMENT
 from autopar.ir.ops.random import generator_digest
 from autopar.ir.plan import Plan
@@ -29,11 +29,8 @@ from autopar.passes import DETERMINISTIC_PASSES, PASSES, Pass
 from autopar.runtime.dtensor import Placements, from_placements
 from autopar.runtime.mesh import MeshContext, with_axes
 from autopar.runtime.state.parameters import plain_parameters
-from autopar.runtime.step.bind import bind
-from autopar.runtime.step.microbatch_step import MicrobatchStep, cut_microbatches, whole_type
-from autopar.runtime.step.partition import cut
-from autopar.runtime.step.pipeline_step import PipelineStep, cut_stages, inside, line_of
-from autopar.runtime.step.step import BoundaryLayouts, Step
+from autopar.runtime.step.build import build_step
+from autopar.runtime.step.step import Step
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import OFFLOAD, RECOMPUTE, STAGE_AXIS, Search
@@ -107,7 +104,7 @@ class Specialization:
         step: what runs.
         seed: of the step's random numbers, the same on every rank; None where it draws from the default generator, or
             not at all.
-        states_away: parameters whose optimizer state is offloaded between the optimizer's steps.
+        offloaded_states: parameters whose optimizer state is offloaded between the optimizer's steps.
         context: this rank's mesh context on the plan's axes: those of the mesh, or finer ones, where stages take a
             factor of one.
     """
@@ -118,7 +115,7 @@ class Specialization:
     step: Step
     context: MeshContext
     seed: int | None = None
-    states_away: frozenset[str] = frozenset()
+    offloaded_states: frozenset[str] = frozenset()
 
     @property
     def written(self) -> list[str]:
@@ -155,38 +152,31 @@ def specialize(
     for other in known:
         if same_graph(program, other.program):
             return replace(other, program=program)
-    plan = context.decide(
-        lambda: plan_again(program, request, options, context, placements).to_dict(), "the plan, which rank 0 searches"
+    # As plain data: a broadcast pickles it, and pickled plans of another version of a class would not load.
+    plan = Plan.from_dict(
+        context.decide(
+            lambda: plan_again(program, request, options, context, placements).to_dict(),
+            "the plan, which rank 0 searches",
+        )
     )
-    chosen = Plan.from_dict(plan)
-    context = with_axes(context, chosen.axes)
-
-    def build() -> tuple[Step, str, frozenset[str]]:
-        local = rewrite(program, chosen, passes=options.passes)
-        away = graph_info(local.graph).offloaded_states
-        names = {name: name for name, _ in context.axes}
-        coordinates = dict(zip(names, context.coordinates, strict=True))
-        bound = replace(local, graph=bind(local.graph, context.groups or names, coordinates))
-        types = _types(local, chosen)
-        if chosen.pipeline is not None:
-            if options.deterministic and any(draws(n) for n in local.graph.graph.nodes):
-                raise InfeasibleError(
-                    "random operators of one stage would leave the generators of the others behind: leave "
-                    "deterministic=True out, or the pipeline"
-                )
-            line, within = line_of(chosen, context), inside(context, chosen)
-            parts, cutting = cut_stages(bound, chosen, line)
-            inner = _types(local, chosen.inner)
-            step = PipelineStep(bound, parts, types, context, cutting=cutting, line=line, within=within, inner=inner)
-            return step, collective_order(local), away
-        if local.microbatches == 1:
-            return Step(local, cut(bound), types, context), collective_order(local), away
-        return MicrobatchStep(local, cut_microbatches(bound), types, context), collective_order(local), away
-
-    step, order, away = context.together(build, "rewriting the graph")
+    context = with_axes(context, plan.axes)
+    local, step, order = context.together(lambda: _build(program, plan, options, context), "rewriting the graph")
     context.agree(order, "the order of collectives", "use the same versions of autopar and torch on every rank")
-    part = microbatch_program(program, chosen.microbatches, deterministic=options.deterministic)
-    return Specialization(program, part, chosen, step, context, _seed(step.program, options, context), away)
+    part = microbatch_program(program, plan.microbatches, deterministic=options.deterministic)
+    offloaded = graph_info(local.graph).offloaded_states
+    return Specialization(program, part, plan, step, context, _seed(step.program, options, context), offloaded)
+
+
+def _build(program: Program, plan: Plan, options: CompileOptions, context: MeshContext) -> tuple[Program, Step, str]:
+    """The rewritten program, this rank's step of it, and a hash of its collectives."""
+    local = rewrite(program, plan, passes=options.passes)
+    if plan.pipeline is not None and options.deterministic and any(draws(n) for n in local.graph.graph.nodes):
+        raise InfeasibleError(
+            "random operators of one stage would leave the generators of the others behind: leave "
+            "deterministic=True out, or the pipeline"
+        )
+    # Of the graph before it is bound: bound graphs name process groups, which have other names on other ranks.
+    return local, build_step(local, plan, context), collective_order(local)
 
 
 def _seed(local: Program, options: CompileOptions, context: MeshContext) -> int | None:
@@ -396,22 +386,3 @@ def data_parts(layout: Layout, sizes: tuple[int, ...]) -> int:
     for placement, n in zip(layout, sizes, strict=True):
         parts *= n if placement == Split(0, 0) else 1
     return parts
-
-
-def _types(local: Program, plan: Plan) -> BoundaryLayouts:
-    """Types, padded ones too, from a rewritten program."""
-    part = local.part
-    inputs = {(i.kind, i.name): info(n).type() for n, i in zip(local.placeholders, local.inputs, strict=True)}
-    results = {
-        o.name: (whole_type(type_, part.results.get(o.name), part.count), plan.results[o.name])
-        for o, type_ in zip(local.outputs, info(local.output_node).input_types, strict=True)
-        if o.kind == "result" and type_ is not None
-    }
-    more = 0 if part.before is None else len(part.before.outputs)
-    batch = {
-        name: (whole_type(inputs["batch", name], part.rows.get(name), part.count), layout)
-        for name, layout in list(plan.batch.items())[: len(plan.batch) - more]
-    }
-    return BoundaryLayouts(
-        {name: (inputs["parameter", name], layout) for name, layout in plan.parameters.items()}, batch, results
-    )

@@ -35,7 +35,7 @@ def deep_copy(module: ParallelModule, memo: dict[int, Any]) -> ParallelModule:
     new = memo[id(module)] = object.__new__(type(module))
     memo[id(old.cache)] = old.cache.copy()
     memo[id(old.deferred)] = DeferredReduction(new.named_parameters)  # no gradient of the copy waits
-    memo[id(old.away)] = memo[id(old.slots)] = None
+    memo[id(old.offloaded)] = memo[id(old.slots)] = None
     new.__dict__.update(copy.deepcopy(module.__dict__, memo))
     new._autopar.slots = Slots(new._autopar.original)
     new._autopar.family.append(weakref.ref(new._autopar))

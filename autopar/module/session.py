@@ -73,7 +73,7 @@ class Session:
         drawn: how many calls drew random numbers.
         number: among the parallel modules of the mesh.
         described: the key of the latest call, in words.
-        away: optimizer state on the host.
+        offloaded: optimizer state in host memory.
         family: this and its copies.
     """
 
@@ -91,7 +91,7 @@ class Session:
             self.number = len(context.control.calls)
             context.control.calls.append(0)
         self.described: dict[Any, Details] = {}
-        self.away: OffloadedStates | None = None
+        self.offloaded: OffloadedStates | None = None
         self.family: list[weakref.ref[Session]] = [weakref.ref(self)]
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -322,9 +322,9 @@ class Session:
 
     def offload_states(self) -> None:
         """Have optimizer state on the host where the plan says so."""
-        away = () if self.first is None else self.first.states_away
+        names = () if self.first is None else self.first.offloaded_states
         named = dict(self.original.named_parameters())
-        self.away = offload([named[name] for name in away]) if away else None
+        self.offloaded = offload([named[name] for name in names]) if names else None
 
     def types(self) -> Any:
         """Type and layout of each parameter; empty before they are decided."""

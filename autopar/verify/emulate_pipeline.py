@@ -70,7 +70,7 @@ def emulate_pipeline(
     ranks = range(len(inputs(0)[0]))
 
     def value_of(output: Output, value: fx.Node | None, microbatch: int) -> list[Any]:
-        home = None if value is None else cutting.home(output, value)
+        home = None if value is None else cutting.result_stage(output, value)
         if value is not None and value.name in rows:
             return list(found[home or 0][value.name][microbatch])
         if value is None or microbatch < program.microbatches - 1:

@@ -339,7 +339,7 @@ def fail(rank: int) -> str:
             raise RuntimeError("out of memory, say")
 
         step = parallel._autopar.latest.step
-        step.cutting.piece(2, "F").graph.forward = broken
+        step.stage_graphs.microbatch_graph(2, "F").graph.forward = broken
     try:
         parallel(**batch)
     except Exception as e:

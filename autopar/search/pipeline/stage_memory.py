@@ -110,13 +110,13 @@ class _Stage:
         for node, spec in cutting.inputs.items():
             value = node.meta["val"]
             held = spec.kind != "parameter" or self.stage in cutting.holders(spec.name)
-            if held or self.stage in cutting.owners.get(spec.name, ()):
+            if held or self.stage in cutting.parameter_stages.get(spec.name, ()):
                 times = program.part.count if spec.kind == "batch" and spec.name in program.part.rows else 1
                 found[KINDS[spec.kind]] += float(value.nbytes * times)
             if spec.kind == "parameter" and held and spec.name in trained:
                 state = optimizer_state_bytes(self.optimizer, value.numel(), value.element_size())
                 found["optimizer"] += float(state)
-        found["transient"] = self._bytes(cutting.first(self.stage).gives)
+        found["transient"] = self._bytes(cutting.hoisted_graph(self.stage).gives)
         sums = {storage_id(n.meta["val"]) for n in cutting.order if n.target is accumulate}
         for node in cutting.order:
             if node.target is accumulate and cutting.stage(node) == self.stage:
@@ -124,27 +124,34 @@ class _Stage:
         for output, made in cutting.described:
             if output.kind == "gradient" and made is not None and self.stage in cutting.holders(output.name):
                 found["gradients"] += 0.0 if storage_id(made.meta["val"]) in sums else float(made.meta["val"].nbytes)
-            elif output.kind == "result" and made is not None and cutting.home(output, made) in (None, self.stage):
+            elif (
+                output.kind == "result"
+                and made is not None
+                and cutting.result_stage(output, made) in (None, self.stage)
+            ):
                 rows = program.part.count if output.name in program.part.results else 1
                 found["results"] += float(made.meta["val"].nbytes * rows)
         return found
 
     def transient(self, kind: str) -> float:
         """See `StageMemory`."""
-        return self._largest(self.cutting.piece(self.stage, kind))
+        return self._largest(self.cutting.microbatch_graph(self.stage, kind))
 
     def saved(self) -> float:
         """See `StageMemory`."""
         cutting = self.cutting
-        names = {*cutting.piece(self.stage, BACKWARD).takes, *cutting.returned(self.stage - 1)}
-        made = {*cutting.piece(self.stage, FORWARD).gives, *cutting.received(self.stage)}
+        names = {*cutting.microbatch_graph(self.stage, BACKWARD).takes, *cutting.returned(self.stage - 1)}
+        made = {*cutting.microbatch_graph(self.stage, FORWARD).gives, *cutting.received(self.stage)}
         return self._bytes(names & made)
 
     def for_weights(self) -> float:
         """See `StageMemory`."""
-        made = {*self.cutting.piece(self.stage, FORWARD).gives, *self.cutting.piece(self.stage, INPUT).gives}
+        made = {
+            *self.cutting.microbatch_graph(self.stage, FORWARD).gives,
+            *self.cutting.microbatch_graph(self.stage, INPUT).gives,
+        }
         made |= {*self.cutting.received(self.stage), *self.cutting.returned(self.stage)}
-        return self._bytes({*self.cutting.piece(self.stage, WEIGHT).takes} & made)
+        return self._bytes({*self.cutting.microbatch_graph(self.stage, WEIGHT).takes} & made)
 
     @cached_property
     def _fixed(self) -> set[int]:

@@ -149,7 +149,7 @@ def sends_behind(actions: Order) -> tuple[int, ...]:
 
 def homes_of(cutting: StageGraphs) -> dict[str, int | None]:
     """The stage that has each result; None: all do."""
-    return {o.name: cutting.home(o, v) for o, v in cutting.described if o.kind == "result" and v is not None}
+    return {o.name: cutting.result_stage(o, v) for o, v in cutting.described if o.kind == "result" and v is not None}
 
 
 def share_of(actions: Order, stages: int) -> Share:

@@ -135,13 +135,13 @@ def taken_by(cutting: StageGraphs, plan: Plan, link: Link, split: bool) -> list[
     stages = []
     for s in range(cutting.stages):
         ahead, back = cutting.received(s + 1), cutting.returned(s - 1)
-        backward = found.of(cutting.piece(s, BACKWARD))
+        backward = found.of(cutting.microbatch_graph(s, BACKWARD))
         inside, collectives = found.sent_inside(s)
         stages.append(
             StageTime(
-                forward=found.of(cutting.piece(s, FORWARD)),
+                forward=found.of(cutting.microbatch_graph(s, FORWARD)),
                 backward=backward,
-                for_input=found.of(cutting.piece(s, INPUT)) if split else backward,
+                for_input=found.of(cutting.microbatch_graph(s, INPUT)) if split else backward,
                 before=before[s],
                 behind=behind[s],
                 hop=max(found.send(ahead), found.send(cutting.returned(s))),
@@ -177,9 +177,10 @@ class _Seconds:
     def sent_inside(self, stage: int) -> tuple[dict[str, float], dict[tuple[str, str], float]]:
         """Bytes by axis, and how many collectives, that a stage's devices exchange in a step."""
         cutting = self.cutting
-        runs = [(cutting.piece(stage, kind), cutting.program.microbatches) for kind in (FORWARD, BACKWARD)]
+        runs = [(cutting.microbatch_graph(stage, kind), cutting.program.microbatches) for kind in (FORWARD, BACKWARD)]
         runs += [
-            (piece, 1) for piece in (cutting.first(stage), *(cutting.last(stage, n) for n in range(cutting.rounds)))
+            (piece, 1)
+            for piece in (cutting.hoisted_graph(stage), *(cutting.final_graph(stage, n) for n in range(cutting.rounds)))
         ]
         sizes = dict.fromkeys(self.sizes, 0.0)
         counts: dict[tuple[str, str], float] = defaultdict(float)
@@ -194,15 +195,15 @@ class _Seconds:
     def per_step(self) -> tuple[list[float], list[float]]:
         """Of what each stage does before the microbatches, and behind them."""
         cutting = self.cutting
-        before = [self.of(cutting.first(s)) for s in range(cutting.stages)]
+        before = [self.of(cutting.hoisted_graph(s)) for s in range(cutting.stages)]
         behind = [0.0] * cutting.stages
-        for transfer in cutting.borrowed():
-            for s in (transfer.source, transfer.target):
-                before[s] += self.send([transfer.name])
+        for name, source, target in cutting.parameter_transfers():
+            for s in (source, target):
+                before[s] += self.send([name])
         for level in range(cutting.rounds):
             for s in range(cutting.stages):
-                behind[s] += self.of(cutting.last(s, level))
-            for transfer in cutting.transfers(level):
-                for s in (transfer.source, transfer.target):
-                    behind[s] += self.send([transfer.name])
+                behind[s] += self.of(cutting.final_graph(s, level))
+            for name, source, target in cutting.transfers(level):
+                for s in (source, target):
+                    behind[s] += self.send([name])
         return before, behind
