@@ -32,17 +32,20 @@ _OWN = ("_autopar", "_state_dict_hooks", "_load_state_dict_pre_hooks")
 
 
 class ParallelModule(nn.Module):
-    """A model whose parameters lie on a mesh and whose steps run as rewritten graphs.
+    """A model whose parameters are on a mesh and whose steps run as rewritten graphs.
 
     Parameters are `DTensor`s under the original names (plain tensors where there is no mesh), so optimizers, clipping
-    and state dicts work as usual. The first call decides how they lie, unless `autopar.parallelize` was given a batch.
+    and state dicts work as usual. The first call decides their layouts, unless `autopar.parallelize` was given a batch.
     """
 
     _autopar: Session
 
     def __init__(self, model: nn.Module, context: MeshContext, options: CompileOptions, init: Init | None) -> None:
         """Torch's tables, hooks included, are the original's own; so is every attribute but those of ``_OWN``."""
+        # Not nn.Module.__init__, which would make empty tables. Sharing the original's keeps both the same model:
+        # what is set on one, or registered, is there on the other.
         self.__dict__.update({name: table for name, table in vars(model).items() if name in TORCHS})
+        # But hooks of state dicts are this module's: the original's own state_dict() must not gather.
         for name in ("_state_dict_hooks", "_load_state_dict_pre_hooks"):
             self.__dict__[name] = OrderedDict(self.__dict__[name])
         self.__dict__["_autopar"] = Session(model, context, options, init)
@@ -50,11 +53,13 @@ class ParallelModule(nn.Module):
         hooks: Any = self._state_dict_hooks
         hooks.move_to_end(next(reversed(hooks)), last=False)  # before the model's own change names
         self.register_load_state_dict_pre_hook(_load_hook)  # type: ignore[no-untyped-call]
+        # For `model.encoder.load_state_dict(...)`, which does not come by this module's hook.
         for module in model.modules() if context.mesh is not None else ():
             module.register_load_state_dict_pre_hook(load_into)  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the original model, such as ``config``."""
+        # Before __init__ has run, as in copies, `self._autopar` itself comes here: without this it would recurse.
         if name in _OWN:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._autopar.original, name)
@@ -96,7 +101,8 @@ class ParallelModule(nn.Module):
         self._autopar.original.training = mode
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the original. Hooks of modules inside are part of the graphs; so are its own where ``loss_fn`` is."""
+        """As the original. Hooks of modules inside are part of the graphs; so are its own with ``loss_fn``."""
+        # With a loss function the graph returns the loss, and hooks of the model must see the model's output.
         if self._autopar.options.loss_fn is not None:
             return self.forward(*args, **kwargs)
         return nn.Module.__call__(self, *args, **kwargs)
@@ -124,6 +130,7 @@ class ParallelModule(nn.Module):
     @property
     def forward_graph(self) -> fx.GraphModule:
         """The latest specialization's forward graph on this rank's tensors."""
+        # Of a step in microbatches, the graph of one of them, its backward pass included.
         return self._autopar.known(self._autopar.latest).step.cut.forward
 
     @property
@@ -167,12 +174,13 @@ class ParallelModule(nn.Module):
         """Plain gradients by original name, of parameters that have one; a collective call."""
         session = self._autopar
         session.deferred.refuse(self.parameters(), "full_gradients()")
-        found = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
+        gradients = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
         with session.together("full_gradients()"):
-            return gathered(found, session.types(), session.context)
+            return gathered(gradients, session.types(), session.context)
 
     def explain(self, name: str) -> str:
-        """Why a parameter lies as it does; what of a module, or an operator, is saved or recomputed, and why."""
+        """Why a parameter has its layout; what of a module, or an operator, is saved or recomputed, and why."""
+        # Imported when it is asked for, which is rare.
         from autopar.explain.parameters import explain
 
         return explain(self._autopar.known(self._autopar.first), name)
@@ -184,6 +192,7 @@ class ParallelModule(nn.Module):
         Until then ``.grad`` lacks them, and an optimizer's step is an error. ``zero_grad`` drops them.
         """
         deferred = self._autopar.deferred
+        # Restored, and not set to False: libraries nest no_sync.
         before, deferred.active = deferred.active, True
         try:
             yield
@@ -191,7 +200,7 @@ class ParallelModule(nn.Module):
             deferred.active = before
 
     def reduce_gradients(self) -> None:
-        """Reduce gradients that wait since `no_sync`, where no backward pass outside follows; a collective call."""
+        """Reduce gradients that `no_sync` deferred, where no backward pass outside follows; a collective call."""
         session = self._autopar
         with session.together("reduce_gradients()"):
             deliver(reduce_deferred(session.deferred), session.deferred, session.context)
@@ -206,6 +215,7 @@ def parallel_module(
     done to the parallel module, and ``self(...)`` runs on the mesh.
     """
     kind: Any = type(model)
+    # Trainers read the signature of forward to find out which columns of a data set the model takes.
     signature = inspect.signature(model.forward)
 
     def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
@@ -213,14 +223,15 @@ def parallel_module(
 
     forward.__doc__ = model.forward.__doc__
     try:
-        made = type(kind)(
+        class_ = type(kind)(
             kind.__name__, (ParallelModule, kind),
             {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "forward": _bound(forward, signature),
              **{name: _own_method(name) for name in (*SAVING, *RESIZING) if hasattr(kind, name)}},
         )  # fmt: skip
-    except TypeError:  # a class that cannot be subclassed so
-        made = ParallelModule
-    parallel: ParallelModule = object.__new__(made)
+    except TypeError:  # a class that cannot be subclassed like this
+        class_ = ParallelModule
+    # Not class_(...), which may run the model's own __init__.
+    parallel: ParallelModule = object.__new__(class_)
     ParallelModule.__init__(parallel, model, context, options, init)
     return parallel
 
@@ -247,7 +258,7 @@ def _bound(forward: Callable[..., Any], signature: inspect.Signature) -> Callabl
 
 
 class _Unhooked(nn.Module):
-    """The same tables without the hooks."""
+    """The same tables without the hooks, which rename entries, or gather them a second time."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
