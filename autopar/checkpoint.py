@@ -44,8 +44,10 @@ def _state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | None) 
     if optimizer is None:
         return found
     names = _names(model, optimizer)
+    # An optimizer's step is an error while gradients are deferred; this one uses none of them.
     with model._autopar.deferred.set_aside():
         _make_state(optimizer)
+    # By name, where torch has numbers: another process may have its parameters in another order.
     state: dict[str, dict[str, Any]] = {}
     for parameter, values in optimizer.state.items():
         known = model._autopar.types().get(names[parameter])
@@ -77,6 +79,7 @@ def _load_state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | N
     names = _names(model, optimizer)
     with model._autopar.deferred.set_aside():
         _make_state(optimizer)
+    # The saved state is in plain shards on every stage; this optimizer's is in the layouts of its parameters.
     saved = state["optimizer"]
     for parameter, values in optimizer.state.items():
         name = names[parameter]
@@ -122,6 +125,7 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     with torch.no_grad():
         for p in parameters:
             p.grad = torch.zeros_like(p)
+        # Learning rate zero, too: weight decay would change parameters even without gradients.
         for g in optimizer.param_groups:
             g["lr"] = torch.zeros_like(g["lr"]) if isinstance(g["lr"], torch.Tensor) else 0.0
         try:
@@ -131,6 +135,7 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
                 p.grad = gradient
             for g, rate in zip(optimizer.param_groups, rates, strict=True):
                 g["lr"] = rate
+        # The step has counted itself, which bias correction would notice.
         for values in optimizer.state.values():
             if isinstance(values.get("step"), torch.Tensor):
                 values["step"].zero_()

@@ -97,12 +97,14 @@ def parallelize(
     machine = Cluster.resolve(cluster) if cluster is not None else _cluster(context)
     if given is not None:
         _check_plan(given, context)
+    # All checks come before the first change of the model: after an error the user still has the model as it was.
     if policy is not None:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(policy.master) if parameter.is_floating_point() else parameter.data
     budget = _budget(context) if memory is None else parse_bytes(memory)
     options = CompileOptions(
         machine, budget, optimizer, search, given, loss_fn, inputs,
+        # On one device both ways draw the same, and the default generator needs no seeds.
         deterministic=deterministic or mesh is None, loss=loss, precision=policy, check=check,
     )  # fmt: skip
     distribute_parameters(model, context)
@@ -120,19 +122,25 @@ def _check_arguments(model: nn.Module, inputs: str) -> None:
     if inputs not in ("global", "local"):
         raise ValueError(f'inputs={inputs!r}: expected "global" (ranks pass the whole batch) or "local" (their part)')
     refuse_scripted(model)
+    # Private attributes: torch has no public way to ask.
     hooked = [n for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
     if hooked:
         raise ValueError(f"parameter {hooked[0]!r} has hooks, which would be lost; register them after parallelize()")
 
 
 def _check_optimizers(model: nn.Module) -> None:
-    """An optimizer made before would go on updating the old parameters."""
+    """Refuse optimizers made before: they would go on updating the old parameters.
+
+    Raises:
+        ValueError: there is one.
+    """
     own = {id(p) for p in model.parameters()}
-    for found in [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]:
-        if any(id(p) in own for group in found.param_groups for p in group["params"]):
+    # torch keeps no list of optimizers, and a mistake here would show only in a loss that stays as it is.
+    for optimizer in [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]:
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(
-                f"an optimizer ({type(found).__name__}) holds the model's parameters, which parallelize() replaces: "
-                "make the optimizer after parallelize(), from the module that it returns"
+                f"an optimizer ({type(optimizer).__name__}) holds the model's parameters, which parallelize() "
+                "replaces: make the optimizer after parallelize(), from the module that it returns"
             )
 
 
@@ -157,12 +165,14 @@ def _cluster(context: MeshContext) -> Cluster:
     """The preset of the devices at hand."""
     if context.device.type != "cuda":
         return Cluster.preset("cpu")
+    # Any other GPU counts as an H100; cluster= describes it exactly.
     name = torch.cuda.get_device_name(context.device).lower()
     return Cluster.preset("a100-80gb" if "a100" in name else "h200" if "h200" in name else "h100")
 
 
 def _budget(context: MeshContext) -> float:
     """Bytes that a device may use: nine tenths of a GPU, or this rank's share of half of the machine's memory."""
+    # Of all memory, not of what is free: the model's own parameters, which the plan counts, may take some already.
     if context.device.type == "cuda":
         return 0.9 * float(torch.cuda.get_device_properties(context.device).total_memory)
     physical = float(os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PHYS_PAGES")
@@ -171,10 +181,11 @@ def _budget(context: MeshContext) -> float:
 
 
 def _mesh_context(mesh: DeviceMesh, plan: Plan | None, search: Search, timeout: float) -> MeshContext:
-    """This rank's place; where a plan or the pins want stages on a factor of an axis, that is an axis of its own."""
+    """This rank's context; where a plan or the pins put stages on a factor of an axis, that is an axis of its own."""
     context, axes = mesh_context(mesh, timeout), axes_of(mesh)
     wanted = plan.axes if plan is not None else split_for_stages(search, axes)
     wanted = wanted if is_split_for_stages(wanted, axes) else context.axes
+    # Before `with_axes`: making process groups is a collective, which hangs where ranks ask for different ones.
     context.agree(wanted, "the axes of the mesh", "pass the same plan= or search= on every rank")
     if wanted != context.axes and not context.spans_world:
         raise ValueError(

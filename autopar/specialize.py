@@ -17,7 +17,7 @@ from autopar.capture.state.hooks import without_hooks
 from autopar.compiler import program_of, rewrite, solve
 from autopar.costs.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError, RankError
-from autopar.ir.layout import Layout, Replicate, Split
+from autopar.ir.layout import Layout, Replicate, Split, TensorType
 from autopar.ir.node_info import graph_info
 from autopar.ir.ops.collectives import GROUP_ARGUMENT
 from autopar.ir.ops.random import generator_digest
@@ -95,11 +95,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Specialization:
-    """A step and where it comes from.
+    """A step, and the program and plan that it was built from.
 
     Attributes:
         program: as captured.
-        part: the program of one microbatch, which is planned for; the same where there is one only.
+        part: the program of one microbatch, which the plan is for; the same as ``program`` where there is one.
         plan: of the part.
         step: what runs.
         seed: of the step's random numbers, the same on every rank; None where it draws from the default generator, or
@@ -147,8 +147,10 @@ def specialize(
     Raises:
         RankError: the ranks disagree, or one does not answer.
     """
+    # Each phase that may fail on one rank alone ends in a meeting of all ranks, so that none waits for a failed one.
     program = context.together(lambda: _capture(model, request, options, context), "capturing the model")
     _compare(program, request, weights, context)
+    # Another Python state of the model need not mean another graph.
     for other in known:
         if same_graph(program, other.program):
             return replace(other, program=program)
@@ -201,6 +203,7 @@ def _seed(local: Program, options: CompileOptions, context: MeshContext) -> int 
 
 def collective_order(program: Program) -> str:
     """A hash of which collectives run, on which axes and shapes, in order."""
+    # NCCL matches collectives by their order alone: one rank that runs two in another order hangs, or gets wrong data.
     digest = hashlib.sha256()
     for node in program.graph.graph.nodes:
         if node.target in GROUP_ARGUMENT:
@@ -217,8 +220,9 @@ def _capture(model: nn.Module, request: Request, options: CompileOptions, contex
             for i, (shape, dtype) in enumerate(request.shapes)
         ]
     batch = request.skeleton.fill(fakes)
-    own = nullcontext() if options.loss_fn is not None else without_hooks(model)  # else the module calls them
-    with plain_parameters(model, context.device), own:
+    # The model's own hooks are called by the parallel module, around the graph; with loss_fn they are inside of it.
+    hooks = nullcontext() if options.loss_fn is not None else without_hooks(model)
+    with plain_parameters(model, context.device), hooks:
         return captured_under(model, batch, options)
 
 
@@ -230,18 +234,19 @@ def captured_under(model: nn.Module, batch: Any, options: CompileOptions) -> Pro
 def _compare(program: Program, request: Request, weights: str, context: MeshContext) -> None:
     """What must be the same on every rank before it is worth planning."""
     shapes = str([(list(shape), str(dtype)) for shape, dtype in request.shapes])
-    everyone = context.gather(
+    every_rank = context.gather(
         (shapes, program.fingerprint, weights), "the shapes of the batch (do all ranks see a new one?)"
     )
+    # In this order: other shapes make another fingerprint.
     remedies = (
         ("the global shape of the batch", "pass tensors of equal shapes on every rank (drop_last=True for a sampler)"),
         ("the captured model", "build the same model, in the same mode, on every rank"),
         ("the parameters' values", "call torch.manual_seed with the same seed on every rank, or load the same weights"),
     )
     for i, (what, remedy) in enumerate(remedies):
-        for rank, values in enumerate(everyone):
-            if values[i] != everyone[0][i]:
-                raise RankError(f"{what} differs: rank {rank} has {values[i]}, rank 0 has {everyone[0][i]}; {remedy}")
+        for rank, values in enumerate(every_rank):
+            if values[i] != every_rank[0][i]:
+                raise RankError(f"{what} differs: rank {rank} has {values[i]}, rank 0 has {every_rank[0][i]}; {remedy}")
 
 
 def compare_contents(digest: str, part: int, context: MeshContext) -> None:
@@ -250,14 +255,14 @@ def compare_contents(digest: str, part: int, context: MeshContext) -> None:
     Raises:
         RankError: two do not.
     """
-    first: dict[int, tuple[int, str]] = {}
-    for rank, (found, own) in enumerate(context.gather((digest, part), "the batch's contents")):
-        other, expected = first.setdefault(own, (rank, found))
-        if found != expected:
+    first: dict[int, tuple[int, str]] = {}  # rank and digest, by part
+    for rank, (own_digest, own_part) in enumerate(context.gather((digest, part), "the batch's contents")):
+        other, expected = first.setdefault(own_part, (rank, own_digest))
+        if own_digest != expected:
             raise RankError(
-                f"the batch's contents differ: rank {rank} has {found}, rank {other} has {expected}; pass the same "
-                'batch on every rank, or inputs="local" for each rank\'s own part: a sampler takes model.data_rank '
-                "and model.data_world_size"
+                f"the batch's contents differ: rank {rank} has {own_digest}, rank {other} has {expected}; pass the "
+                'same batch on every rank, or inputs="local" for each rank\'s own part: a sampler takes '
+                "model.data_rank and model.data_world_size"
             )
 
 
@@ -268,51 +273,65 @@ def plan_again(
     context: MeshContext,
     placements: Mapping[str, Placements] | None,
 ) -> Plan:
-    """A plan for a request: the given one if it fits, else a search, under the layouts that parameters have."""
+    """A plan for a request: the given one if it fits, else a search, under the layouts that parameters have.
+
+    Raises:
+        PlanError: the layout of a parameter cannot be expressed in this program's factors.
+    """
     given = options.plan
     if given is not None and (given.fingerprint == program.fingerprint or (placements is None and program.training)):
         return given  # a wrong fingerprint is reported by the rewriting
-    search = _later(options.search, program) if placements else options.search
+    search = _for_further_shape(options.search, program) if placements else options.search
     part = microbatch_program(program, search.microbatches or 1, deterministic=options.deterministic)
     dims = analyze(part)
-    everywhere = [name == search.pins.get(STAGE_AXIS) for name, _ in context.axes]
     types = {(i.kind, i.name): dims.type_of(n) for n, i in zip(part.placeholders, part.inputs, strict=True)}
-    layouts: dict[tuple[str, str], Layout] = {}
+    fixed: dict[tuple[str, str], Layout] = {}
     for (kind, name), type_ in types.items():
-        if kind != "parameter" or (placements is None and given is None):
+        if kind != "parameter":
             continue
-        if placements is None and given is not None:
-            layouts[kind, name] = _planned(given, name)
-            continue
-        assert placements is not None
-        # On the axis of the stages it lies as the same stages say.
-        own = [TorchReplicate() if e else p for p, e in zip(placements[name], everywhere, strict=True)]
-        layout = from_placements(type_, own, context.sizes, uneven=True)
-        if layout is None:
-            raise PlanError(
-                f"parameter {name!r} lies as {placements[name]}, which this shape of the batch or mode cannot express "
-                f"(its dims are {type_} here); call parallelize with the batch that decides, or pin the parameter"
-            )
-        layouts[kind, name] = layout
-    for index, lies in request.layouts.items():
-        known = from_placements(types["batch", str(index)], lies, context.sizes)
+        if placements is not None:
+            fixed[kind, name] = _present_layout(name, type_, placements[name], search, context)
+        elif given is not None:
+            # A plan for training, and the first call evaluates: parameters are laid out as the plan says all the same.
+            fixed[kind, name] = _planned(given, name)
+    for index, present in request.layouts.items():
+        # Not an error if it cannot be expressed: the call redistributes the tensor.
+        known = from_placements(types["batch", str(index)], present, context.sizes)
         if known is not None:
-            layouts["batch", str(index)] = known
-    layouts.update({("batch", str(index)): layout for index, layout in request.rows.items()})
-    return _search(program, layouts, search, options, context, first=placements is None)
+            fixed["batch", str(index)] = known
+    fixed.update({("batch", str(index)): layout for index, layout in request.rows.items()})
+    return _search(program, fixed, search, options, context, first=placements is None)
 
 
-def _later(search: Search, program: Program) -> Search:
+def _present_layout(name: str, type_: TensorType, present: Placements, search: Search, context: MeshContext) -> Layout:
+    """The layout that a parameter has, in the factors of another shape or mode.
+
+    Raises:
+        PlanError: they cannot express it.
+    """
+    # On the axis of the stages a parameter of one stage is no shard: the search gets the same stages by pins.
+    is_stage_axis = [axis == search.pins.get(STAGE_AXIS) for axis, _ in context.axes]
+    own = [TorchReplicate() if is_stage else p for p, is_stage in zip(present, is_stage_axis, strict=True)]
+    layout = from_placements(type_, own, context.sizes, uneven=True)
+    if layout is None:
+        raise PlanError(
+            f"parameter {name!r} lies as {present}, which this shape of the batch or mode cannot express "
+            f"(its dims are {type_} here); call parallelize with the batch that decides, or pin the parameter"
+        )
+    return layout
+
+
+def _for_further_shape(search: Search, program: Program) -> Search:
     """The search for a further shape of the batch.
 
-    Pinned layouts have done their work once parameters lie; neither one of the batch nor a number of microbatches must
-    stop a short last batch.
+    Pinned layouts have no more to decide once parameters are laid out; neither one of the batch nor a number of
+    microbatches must stop a short last batch.
     """
-    kept = {name: value for name, value in search.pins.items() if name in (RECOMPUTE, OFFLOAD)}
+    pins = {name: value for name, value in search.pins.items() if name in (RECOMPUTE, OFFLOAD)}
     most = search.microbatches or 1
     rows = samples(program) if program.training else 1
     count = max(n for n in range(1, most + 1) if rows % n == 0)
-    return replace(search, pins={**kept, **with_count(search.pins, count)})
+    return replace(search, pins={**pins, **with_count(search.pins, count)})
 
 
 def _planned(plan: Plan, name: str) -> Layout:
@@ -331,11 +350,12 @@ def _search(
     first: bool,
 ) -> Plan:
     local = options.inputs == "local"
-    # What lies on the mesh already lies on its axes, and so do the rows of which each rank passes its part.
+    # Stages may take a factor of an axis only while nothing is laid out on the axes of the mesh: no parameter, and no
+    # rows of which each rank passes its part.
     factored = first and not local and not layouts and context.spans_world
 
-    def planned(found: Mapping[tuple[str, str], Layout]) -> Plan:
-        limits = Restrictions(layouts=found, data_axes_only=local)
+    def planned(fixed: Mapping[tuple[str, str], Layout]) -> Plan:
+        limits = Restrictions(layouts=fixed, data_axes_only=local)
         return solve(
             program, dict(context.axes), options.cluster, memory=options.memory, optimizer=options.optimizer,
             search=search, restrictions=limits, deterministic=options.deterministic, factored=factored,
@@ -350,23 +370,25 @@ def _search(
         plan = planned(layouts)
     if not local or not first:
         return plan
-    alike = {("batch", name): layout for name, layout in same_rows(program, plan).items()}
-    if all(plan.batch[name] == layout for (_, name), layout in alike.items()):
+    # A rank passes the same rows of all tensors, whatever the search chose: planned again with one layout for all.
+    same = {("batch", name): layout for name, layout in same_rows(program, plan).items()}
+    if all(plan.batch[name] == layout for (_, name), layout in same.items()):
         return plan
-    return planned({**layouts, **alike})
+    return planned({**layouts, **same})
 
 
 def same_rows(program: Program, plan: Plan) -> dict[str, Layout]:
     """Layouts that give each rank the same rows of every batch tensor: those of the tensor split the most."""
-    lead, rows = data_layout(program, plan)
+    layout, rows = data_layout(program, plan)
     described = zip(program.placeholders, program.inputs, strict=True)
     values = {i.name: n.meta["val"] for n, i in described if i.kind == "batch"}
-    whole = (Replicate(),) * len(lead)
-    return {name: lead if v.ndim and v.shape[0] == rows else whole for name, v in values.items()}
+    whole = (Replicate(),) * len(layout)
+    return {name: layout if v.ndim and v.shape[0] == rows else whole for name, v in values.items()}
 
 
 def data_layout(program: Program, plan: Plan) -> tuple[Layout, int]:
     """How the rows of a batch are split, and how many there are."""
+    # Of the tensor that is split the most: others may be whole, such as position ids of one row.
     best: tuple[Layout, int] = ((Replicate(),) * len(plan.axes), 1)
     most = 0
     for node, spec in zip(program.placeholders, program.inputs, strict=True):
