@@ -86,6 +86,7 @@ def examine(op: Any, dtype: torch.dtype) -> OperatorCoverage | None:
             try:
                 traced = trace(op.op, (sample.input, *sample.args), sample.kwargs, gradients)
             except Exception as e:
+                # Of any type: an operator may fail in torch's tracer, in functionalization, or in itself.
                 reasons.append(reason_of(e))
                 continue
             found.append(_examine(name, kind, traced))
@@ -149,6 +150,7 @@ def _examine(name: str, dtype: str, traced: TracedSample) -> OperatorCoverage:
     kinds: dict[str, str] = {}
     for target, kind in counted:
         kinds[target] = _best(kinds.get(target), kind)
+    # A graph is as good as its worst node; an overload, as its best call.
     status = max((kind for _, kind in counted), key=_ORDER.index, default=NOTHING)
     blocking = ", ".join(dict.fromkeys(target for target, kind in counted if kind == REPLICATED))
     checks, failures = _prove(traced, dims)
@@ -163,7 +165,7 @@ def _best(a: str | None, b: str) -> str:
 
 
 def _kind(node: fx.Node, dims: Dims) -> str:
-    """How a node can be split; empty if it computes nothing, from nothing, or from single numbers single numbers."""
+    """How a node can be split; empty if there is nothing to split: no input, no output, or single numbers alone."""
     inputs = [
         values_of(a)[0] if is_operator(a) or a.op != "call_function" else a.meta["val"] for a in tensor_arguments(node)
     ]
@@ -198,6 +200,7 @@ def _together(found: list[OperatorCoverage]) -> OperatorCoverage:
 
 
 _proven: set[Any] = set()
+"""Operators with their arguments and shapes for which rules have been checked, by this process."""
 
 
 def _prove(traced: TracedSample, dims: Dims) -> tuple[int, tuple[str, ...]]:
@@ -208,6 +211,7 @@ def _prove(traced: TracedSample, dims: Dims) -> tuple[int, tuple[str, ...]]:
         key = (node.target, static_arguments(node), tuple((t.shape, t.dtype) for t in tensors))
         rtol = _tolerance([*tensors, *(v for v in values_of(node) if v is not None)])
         finite = all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point() or t.is_complex())
+        # Infinite or undefined inputs prove nothing: NaN hides whatever else is wrong.
         if key in _proven or not finite or rtol is None:
             continue
         _proven.add(key)
@@ -224,7 +228,7 @@ def _prove(traced: TracedSample, dims: Dims) -> tuple[int, tuple[str, ...]]:
 
 
 def _reachable(rule: Rule, tensors: list[torch.Tensor]) -> Rule:
-    """Without partial booleans, which no plan has."""
+    """The rule without partial booleans, which no plan has: their sum is no boolean."""
     return replace(rule, linear=tuple(s for s in rule.linear if all(tensors[i].dtype != torch.bool for i in s)))
 
 
