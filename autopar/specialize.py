@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -16,16 +15,16 @@ from autopar._torch_compat import FakeTensorMode
 from autopar.capture.state.hooks import without_hooks
 from autopar.compiler import program_of, rewrite, solve
 from autopar.costs.cluster import Cluster
-from autopar.errors import InfeasibleError, PlanError, RankError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.layout import Layout, Replicate, Split, TensorType
 from autopar.ir.node_info import graph_info
-from autopar.ir.ops.collectives import GROUP_ARGUMENT
 from autopar.ir.ops.random import generator_digest
 from autopar.ir.plan import Plan
 from autopar.ir.precision import Precision
 from autopar.ir.program import Program, draws, same_graph
 from autopar.ir.signature import binding
 from autopar.passes import DETERMINISTIC_PASSES, PASSES, Pass
+from autopar.runtime.agreement.same_program import collective_order, require_same_program
 from autopar.runtime.dtensor import Placements, from_placements
 from autopar.runtime.mesh import MeshContext, with_axes
 from autopar.runtime.state.parameters import plain_parameters
@@ -149,7 +148,7 @@ def specialize(
     """
     # Each phase that may fail on one rank alone ends in a meeting of all ranks, so that none waits for a failed one.
     program = context.together(lambda: _capture(model, request, options, context), "capturing the model")
-    _compare(program, request, weights, context)
+    require_same_program(program, request.shapes, weights, context)
     # Another Python state of the model need not mean another graph.
     for other in known:
         if same_graph(program, other.program):
@@ -201,18 +200,6 @@ def _seed(local: Program, options: CompileOptions, context: MeshContext) -> int 
     return None
 
 
-def collective_order(program: Program) -> str:
-    """A hash of which collectives run, on which axes and shapes, in order."""
-    # NCCL matches collectives by their order alone: one rank that runs two in another order hangs, or gets wrong data.
-    digest = hashlib.sha256()
-    for node in program.graph.graph.nodes:
-        if node.target in GROUP_ARGUMENT:
-            value = node.meta.get("val")
-            shape = (tuple(value.shape), str(value.dtype)) if isinstance(value, torch.Tensor) else ()
-            digest.update(f"{node.target} {node.args[GROUP_ARGUMENT[node.target]]} {shape}\n".encode())
-    return digest.hexdigest()[:16]
-
-
 def _capture(model: nn.Module, request: Request, options: CompileOptions, context: MeshContext) -> Program:
     with FakeTensorMode(allow_non_fake_inputs=True):
         fakes = [
@@ -229,41 +216,6 @@ def _capture(model: nn.Module, request: Request, options: CompileOptions, contex
 def captured_under(model: nn.Module, batch: Any, options: CompileOptions) -> Program:
     """The canonical program of a model that has plain parameters."""
     return program_of(model, batch, loss_fn=options.loss_fn, loss=options.loss, precision=options.precision)
-
-
-def _compare(program: Program, request: Request, weights: str, context: MeshContext) -> None:
-    """What must be the same on every rank before it is worth planning."""
-    shapes = str([(list(shape), str(dtype)) for shape, dtype in request.shapes])
-    every_rank = context.gather(
-        (shapes, program.fingerprint, weights), "the shapes of the batch (do all ranks see a new one?)"
-    )
-    # In this order: other shapes make another fingerprint.
-    remedies = (
-        ("the global shape of the batch", "pass tensors of equal shapes on every rank (drop_last=True for a sampler)"),
-        ("the captured model", "build the same model, in the same mode, on every rank"),
-        ("the parameters' values", "call torch.manual_seed with the same seed on every rank, or load the same weights"),
-    )
-    for i, (what, remedy) in enumerate(remedies):
-        for rank, values in enumerate(every_rank):
-            if values[i] != every_rank[0][i]:
-                raise RankError(f"{what} differs: rank {rank} has {values[i]}, rank 0 has {every_rank[0][i]}; {remedy}")
-
-
-def compare_contents(digest: str, part: int, context: MeshContext) -> None:
-    """Ranks that take the same part of a batch must pass the same.
-
-    Raises:
-        RankError: two do not.
-    """
-    first: dict[int, tuple[int, str]] = {}  # rank and digest, by part
-    for rank, (own_digest, own_part) in enumerate(context.gather((digest, part), "the batch's contents")):
-        other, expected = first.setdefault(own_part, (rank, own_digest))
-        if own_digest != expected:
-            raise RankError(
-                f"the batch's contents differ: rank {rank} has {own_digest}, rank {other} has {expected}; pass the "
-                'same batch on every rank, or inputs="local" for each rank\'s own part: a sampler takes '
-                "model.data_rank and model.data_world_size"
-            )
 
 
 def plan_again(

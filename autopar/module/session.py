@@ -26,6 +26,7 @@ from autopar.ir.signature import binding, pytree
 from autopar.module.check_first import check_first
 from autopar.module.specialization_cache import SpecializationCache
 from autopar.runtime.agreement.points import FAILURES, NO_SYNC, WAITING, Details, described
+from autopar.runtime.agreement.same_program import require_same_contents
 from autopar.runtime.dtensor import Placements, from_local, full_tensor, part_of, plain_type, to_local, to_placements
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.state.materialize import Init, materialize, uninitialized
@@ -43,7 +44,6 @@ from autopar.specialize import (
     CompileOptions,
     Request,
     Specialization,
-    compare_contents,
     data_layout,
     data_parts,
     specialize,
@@ -285,7 +285,7 @@ class Session:
         if key in self.uncompared:
             plain = [t for t in tensors if not isinstance(t, DTensor)]
             part = 0 if self.options.inputs == "global" else self.data_rank
-            compare_contents(contents(plain), part, self.context)
+            require_same_contents(contents(plain), part, self.context)
             self.uncompared.remove(key)
 
     def _check(self, found: Specialization, request: Request, tensors: list[torch.Tensor]) -> None:

@@ -57,12 +57,7 @@ def pipeline(
     changes = _changes(saved, saved_for_weight, stages)
     needed = arrivals(order, devices, communication)
     tasks = _once("before all microbatches", before, len(order), host)
-    # First the position of every task: an action may wait for one of a device that comes later in the list.
-    position: dict[Action, int] = {}
-    count = len(tasks)
-    for action, (_, delay) in needed.items():
-        count += 2 if delay else 1
-        position[action] = count - 1
+    position = _positions(needed, len(tasks))
     for action, (source, delay) in needed.items():
         device, name = devices[action.stage], str(action)
         sources = () if source is None else (position[source],)
@@ -74,11 +69,26 @@ def pipeline(
             tasks.append(Task(f"receive for {name}", device, stream, delay, sources, COMMUNICATION, host))
             sources = (len(tasks) - 1,)
         seconds, size = float(durations[action.kind][action.stage]), float(changes[action.kind][action.stage])
-        # Memory is allocated when an action begins and freed when it ends: the peak is never underestimated.
-        allocated = ((ACTIVATIONS, size),) if size > 0 else ()
-        freed = ((ACTIVATIONS, size),) if size < 0 else ()
-        tasks.append(Task(name, device, COMPUTE, seconds, sources, host=host, at_start=allocated, at_end=freed))
+        tasks.append(_action_task(name, device, seconds, size, sources, host))
     return tasks + _once("after all microbatches", after, len(order), host)
+
+
+def _positions(needed: Mapping[Action, tuple[Action | None, float]], count: int) -> dict[Action, int]:
+    """The position that the task of each action will have, after ``count`` others."""
+    # Before any task is made, since an action may wait for one of a device that comes later in the list.
+    position = {}
+    for action, (_, delay) in needed.items():
+        count += 2 if delay else 1  # one with a delay has a task that receives in front of it
+        position[action] = count - 1
+    return position
+
+
+def _action_task(name: str, device: int, seconds: float, size: float, sources: tuple[int, ...], host: float) -> Task:
+    """The task of an action that adds ``size`` bytes, or frees them if negative."""
+    # Memory is allocated when an action begins and freed when it ends: the peak is never underestimated.
+    allocated = ((ACTIVATIONS, size),) if size > 0 else ()
+    freed = ((ACTIVATIONS, size),) if size < 0 else ()
+    return Task(name, device, COMPUTE, seconds, sources, host=host, at_start=allocated, at_end=freed)
 
 
 def _once(name: str, seconds: ArrayLike, devices: int, host: float) -> list[Task]:
