@@ -65,12 +65,12 @@ def parallelize(
             see ``data_rank`` and ``data_world_size``. DTensors carry their own layout.
         memory: budget per device, such as ``"70GiB"``; default: what the device has, less a margin.
         optimizer: whose state the budget counts: adamw, adam, sgd, sgd-momentum, adagrad.
-        precision: a `Precision`, or the dtype to compute in, such as ``"bf16"``: parameters are then kept, reduced and
-            updated in float32; default: the model's own dtypes.
+        precision: a `Precision`, or the dtype to compute in, such as ``"bf16"``: parameters are then stored, reduced
+            and updated in float32; default: the model's own dtypes.
         deterministic: dropout and other random operators draw the same numbers as one device would, from the default
             generator, which must be in the same state on every rank; each rank draws whole tensors for that. Otherwise
             each rank draws its own shard, with seeds from rank 0's generator. No difference on one device.
-        cluster: a `Cluster`, a preset's name or a TOML file; default: the devices at hand.
+        cluster: a `Cluster`, a preset's name or a TOML file; default: the preset of this machine's devices.
         plan: a `Plan` or a file to use instead of searching; a new batch shape is planned under its parameter layouts.
         search: limits and pins.
         timeout: seconds that a rank waits for the others, in every wait.
@@ -162,7 +162,7 @@ def _check_devices(model: nn.Module, context: MeshContext) -> None:
 
 
 def _cluster(context: MeshContext) -> Cluster:
-    """The preset of the devices at hand."""
+    """The preset of this machine's devices."""
     if context.device.type != "cuda":
         return Cluster.preset("cpu")
     # Any other GPU counts as an H100; cluster= describes it exactly.

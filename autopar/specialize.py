@@ -79,7 +79,7 @@ class Request:
 
     Attributes:
         skeleton: of the arguments, with their floats.
-        shapes: global shape and dtype of each batch tensor, and behind them of each float.
+        shapes: global shape and dtype of each batch tensor, and after them of each float.
         layouts: of batch tensors that are DTensors already, as torch's placements.
         rows: layouts of batch tensors of which each rank passes its own rows, by index.
         differentiable: batch tensors that require a gradient.
@@ -173,7 +173,7 @@ def _build(program: Program, plan: Plan, options: CompileOptions, context: MeshC
     local = rewrite(program, plan, passes=options.passes)
     if plan.pipeline is not None and options.deterministic and any(draws(n) for n in local.graph.graph.nodes):
         raise InfeasibleError(
-            "random operators of one stage would leave the generators of the others behind: leave "
+            "random operators of one stage would not advance the generators of the other stages: leave "
             "deterministic=True out, or the pipeline"
         )
     # Of the graph before it is bound: bound graphs name process groups, which have other names on other ranks.
@@ -267,7 +267,7 @@ def _present_layout(name: str, type_: TensorType, present: Placements, search: S
     layout = from_placements(type_, own, context.sizes, uneven=True)
     if layout is None:
         raise PlanError(
-            f"parameter {name!r} lies as {present}, which this shape of the batch or mode cannot express "
+            f"parameter {name!r} has placements {present}, which this shape of the batch or mode cannot express "
             f"(its dims are {type_} here); call parallelize with the batch that decides, or pin the parameter"
         )
     return layout

@@ -51,7 +51,7 @@ def check_first(
 ) -> None:
     """Compare a specialization with the eager model; every rank calls it.
 
-    Where memory does not suffice for the whole batch, fewer rows are taken, planned under the same parameter layouts;
+    Where memory does not suffice for the whole batch, fewer rows are checked, planned under the same parameter layouts;
     where the model itself does not fit, nothing is compared. The log says so.
 
     Args:

@@ -1,4 +1,4 @@
-"""`Session`: what runs behind a `ParallelModule`: from a call to a step, in agreement with the other ranks."""
+"""`Session`: the state and logic of a `ParallelModule`: from a call to a step, in agreement with the other ranks."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ class Session:
     def together(self, what: str) -> Iterator[None]:
         """A collective call that all ranks make."""
         control = self.context.control
-        what = what if control is None else f"{what} behind call {control.calls[self.number]} of {self.name}"
+        what = what if control is None else f"{what} after call {control.calls[self.number]} of {self.name}"
         self.context.meet(what, ((WAITING, self.deferred.described()),))
         with self.context.during(what):
             yield
@@ -250,7 +250,7 @@ class Session:
         others = self.cache.of(key)
         if changed := self.cache.changed(key, self.slots):
             log = logger.warning if len(others) == MANY else logger.info
-            log("capturing the model again: %s changed since the last call", ", ".join(changed[:3]))
+            log("recapturing the model: %s changed since the last call", ", ".join(changed[:3]))
         first = self.first is None
         placements = None if first else self._placements()
         # Later, ranks hold shards, whose checksums differ.

@@ -79,10 +79,10 @@ class FirstDifference:
         if self.tensor:
             text += f"; seen in {self.tensor}"
         if self.expected:
-            text += f"; it should lie as {self.expected}, and "
-            text += f"lies as {self.found}" if self.found else "its parts give the right value in no layout"
+            text += f"; its layout is {self.expected}, and its parts "
+            text += f"would be right in {self.found}" if self.found else "give the right value in no layout"
         if self.inputs:
-            text += f"; its arguments lie as {', '.join(self.inputs)}"
+            text += f"; the layouts of its arguments are {', '.join(self.inputs)}"
         return text
 
 

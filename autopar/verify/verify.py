@@ -65,7 +65,7 @@ def verify(
         seed: of the random plan and of the tangents of outputs that are no loss.
         dtype: in which everything is computed.
         precision: policy whose casts the program has; they too become ``dtype``.
-        random_strides: give every tensor random strides: what is computed may not depend on how tensors lie in memory.
+        random_strides: give every tensor random strides: results must not depend on the memory layout of tensors.
 
     Raises:
         VerifyError: a parameter or batch tensor holds no data.

@@ -106,7 +106,7 @@ class DeferredReduction:
         self._pending = [p for p in self._pending if p.dropped != p.names]
 
     def deliver(self, gradients: dict[str, torch.Tensor]) -> None:
-        """Add gradients that the backward pass at hand does not return, such as of parameters frozen since."""
+        """Add gradients that no autograd function returns, such as of parameters that have been frozen since."""
         if not gradients:
             return
         with torch.no_grad():
