@@ -21,6 +21,7 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     Times are in microseconds, memory in bytes.
     """
     events: list[dict[str, Any]] = []
+    # The format numbers processes and threads; names are events of their own.
     threads: dict[tuple[int, str], int] = {}
     for device in timeline.devices:
         events += _named(device, 0, "process", f"device {device}", device)

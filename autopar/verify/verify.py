@@ -71,10 +71,12 @@ def verify(
         VerifyError: a parameter or batch tensor holds no data.
     """
     policy = Precision.resolve(precision)
+    # In two steps, so that a difference can be told to come from the capture or from the canonical form.
     graph = captured(model, batch, loss_fn=loss_fn, loss=loss, precision=policy)
     program = canonical(graph)
     values = global_values(program, model, batch, seed)
     plan = _plan(program, axes, plan, seed, pins or {COUNT: microbatches})
+    # All ranks draw what one device would: with other random numbers nothing could be compared.
     passes = DETERMINISTIC_PASSES
     if random_strides:
         passes = tuple(insert_contiguous_everywhere if p is insert_contiguous else p for p in passes)
@@ -102,11 +104,12 @@ def _second_call(
     dtype: torch.dtype,
     capture: Callable[..., Program],
 ) -> tuple[int, State | None]:
-    """How many calls the first graph serves, and the state of the second call, where that is captured anew.
+    """How many calls the first graph serves, and the state of the second call, if the model must be recaptured for it.
 
     What a call writes to the model's attributes may give the next one a graph of its own; comparing the second call of
     the eager model with the first graph would then report a difference that `autopar.parallelize` does not have.
     """
+    # Most models write no attributes: they need no second capture to know that.
     if graph.state == STATELESS:
         return CALLS, None
     values = captured_calls(graph, given, dtype, 1)[0][0].values

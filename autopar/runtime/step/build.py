@@ -44,6 +44,7 @@ def _pipeline_step(
     axis = plan.axis_names.index(plan.pipeline.axis)
     order, device = order_of(plan), context.coordinates[axis]
     stage_graphs = StageGraphs(bound, len(plan.stages))
+    # `types` are of the whole mesh, for DTensors; within a stage, the axis of the stages does not exist.
     return PipelineStep(
         bound,
         cut_stages(bound, stage_graphs, stages_on(device, order)),

@@ -86,6 +86,7 @@ def _complete(graph: fx.GraphModule) -> None:
     Raises:
         CaptureError: one is not.
     """
+    # Data-dependent sizes are symbols, of which a program has none.
     for node in graph.graph.nodes:
         if any(not isinstance(n, int) for v in values_of(node) if v is not None for n in v.shape):
             raise CaptureError("the shape of its output depends on data")
