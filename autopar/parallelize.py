@@ -97,7 +97,7 @@ def parallelize(
     machine = Cluster.resolve(cluster) if cluster is not None else _cluster(context)
     if given is not None:
         _check_plan(given, context)
-    # All checks come before the first change of the model: after an error the user still has the model as it was.
+    # After the checks above: their errors leave the model as it was.
     if policy is not None:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(policy.master) if parameter.is_floating_point() else parameter.data

@@ -153,7 +153,7 @@ def specialize(
     for other in known:
         if same_graph(program, other.program):
             return replace(other, program=program)
-    # As plain data: a broadcast pickles it, and pickled plans of another version of a class would not load.
+    # As plain data: a broadcast pickles it, which depends on classes otherwise.
     plan = Plan.from_dict(
         context.decide(
             lambda: plan_again(program, request, options, context, placements).to_dict(),

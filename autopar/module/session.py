@@ -267,7 +267,7 @@ class Session:
             self.original, request, options, self.context,
             placements=placements, weights=weights, known=others,
         )  # fmt: skip
-        # Copies that were made before have the same layouts: optimizers and averages combine their parameters.
+        # Copies that were made before get the same layouts: averages of weights combine their parameters.
         for member in [m() for m in self.family] if first else ():
             if member is not None:
                 member.decide(found)

@@ -64,7 +64,7 @@ def pipeline(
         if delay:
             if received is not None and (earlier := received[action]) is not None:
                 sources = (*sources, position[earlier])
-            # A stream for each direction: messages of one overtake none of the same, and do not wait for the other's.
+            # A stream for each direction: messages keep their order within it, and do not wait for those of the other.
             stream = "receive forward" if action.kind == FORWARD else "receive backward"
             tasks.append(Task(f"receive for {name}", device, stream, delay, sources, COMMUNICATION, host))
             sources = (len(tasks) - 1,)

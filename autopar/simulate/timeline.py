@@ -52,7 +52,7 @@ class Timeline:
     @cached_property
     def exposed_communication(self) -> dict[int, float]:
         """Seconds in which each device communicates and does not compute."""
-        # Of two kinds of intervals that overlap: the length of both together, less that of one.
+        # The length of the union of both, less that of the computation.
         return {d: self._covered(d, COMPUTE, COMMUNICATION) - self.busy[d] for d in self.devices}
 
     @property

@@ -140,7 +140,7 @@ class _Files:
                 return scalar
             # A file is read in ranges. What ranges cannot express, a split inside a fused dim, is cut from the hull.
             ranges, rest = block_ranges(type_, layout, context.sizes[: len(layout)], context.coordinates[: len(layout)])
-            # Ranges count padding, which files do not have: a range may end behind the tensor, or begin there.
+            # Ranges count padding, which files do not have: a range may end after the tensor, or begin there.
             in_file = zip(ranges, type_.stored_shape, strict=True)
             block: torch.Tensor = part[tuple(slice(min(r.start, n), min(r.stop, n)) for r, n in in_file)].to(dtype)
         if not rest:

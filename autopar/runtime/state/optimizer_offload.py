@@ -56,7 +56,7 @@ class OffloadedStates:
                     continue
                 state = optimizer.state[parameter]
                 for name, value in list(state.items()):
-                    # Scalars are read on the host by every step, as step counts are: they are too small to matter.
+                    # Counters and other scalars are too small to matter.
                     if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.ndim:
                         yield (id(parameter), name), state, name
 

@@ -112,8 +112,7 @@ class PipelineStep(MicrobatchStep):
         ]  # fmt: skip
         first = self.program.forward_outputs
         described = zip(self.program.outputs, self.program.output_values, values, strict=True)
-        # Devices of other stages have an empty shard of the parameter, and an empty gradient: autograd wants one of
-        # the parameter's shape.
+        # Devices of other stages have an empty shard of the parameter, and so an empty gradient.
         gradients = [
             value if v is None or o.name in held else torch.zeros_like(local[o.name])
             for o, v, value in list(described)[first:]
