@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-HELLO = 10.0
+CONNECT_TIMEOUT = 10.0
 """Seconds within which a rank must have its connection; without one, errors say less."""
 
 DIED, ENDED, FAILED = "died", "ended", "failed"
@@ -268,7 +268,7 @@ class Relay:
         """Accept the connections of the others and begin to relay. Returns the connection of rank 0 itself."""
         # Rank 0 has a connection like the others, so that its watch needs no code of its own.
         own, self._connections[0] = socket.socketpair()
-        deadline = time.monotonic() + HELLO
+        deadline = time.monotonic() + CONNECT_TIMEOUT
         while len(self._connections) < self._size and time.monotonic() < deadline:
             self._server.settimeout(max(0.01, deadline - time.monotonic()))
             try:
@@ -331,7 +331,7 @@ def connect(address: Address, rank: int) -> socket.socket | None:
     """The connection of another rank; None if the relay cannot be reached."""
     host, port, secret = address
     try:
-        connection = socket.create_connection((host, port), timeout=HELLO)
+        connection = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT)
         connection.sendall(f"{secret} {rank}\n".encode())
     except OSError:
         return None
