@@ -44,13 +44,15 @@ def _state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | None) 
     if optimizer is None:
         return found
     names = _names(model, optimizer)
+    # An optimizer's step is an error while gradients are deferred; this one uses none of them.
     with model._autopar.deferred.set_aside():
         _make_state(optimizer)
+    # By name, where torch has numbers: another process may have its parameters in another order.
     state: dict[str, dict[str, Any]] = {}
     for parameter, values in optimizer.state.items():
         known = model._autopar.types().get(names[parameter])
         state[names[parameter]] = {
-            k: savable(v, known if v.shape == parameter.shape else None, model._autopar.place)
+            k: savable(v, known if v.shape == parameter.shape else None, model._autopar.context)
             if isinstance(v, DTensor)
             else v
             for k, v in values.items()
@@ -77,6 +79,7 @@ def _load_state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | N
     names = _names(model, optimizer)
     with model._autopar.deferred.set_aside():
         _make_state(optimizer)
+    # The saved state is in plain shards on every stage; this optimizer's is in the layouts of its parameters.
     saved = state["optimizer"]
     for parameter, values in optimizer.state.items():
         name = names[parameter]
@@ -90,9 +93,9 @@ def _load_state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | N
                 own, known = values.get(key), model._autopar.types().get(name)
                 target = tuple(own.placements) if isinstance(own, DTensor) else tuple(parameter.placements)
                 if known is not None and value.shape == parameter.shape:
-                    values[key] = in_layout(value, known[0], known[1], model._autopar.place)
+                    values[key] = in_layout(value, known[0], known[1], model._autopar.context)
                 else:
-                    values[key] = redistribute(value, model._autopar.place, target)
+                    values[key] = redistribute(value, model._autopar.context, target)
             else:
                 values[key] = value
     for i, group in enumerate(optimizer.param_groups):
@@ -122,6 +125,7 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     with torch.no_grad():
         for p in parameters:
             p.grad = torch.zeros_like(p)
+        # Learning rate zero, too: weight decay would change parameters even without gradients.
         for g in optimizer.param_groups:
             g["lr"] = torch.zeros_like(g["lr"]) if isinstance(g["lr"], torch.Tensor) else 0.0
         try:
@@ -131,6 +135,7 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
                 p.grad = gradient
             for g, rate in zip(optimizer.param_groups, rates, strict=True):
                 g["lr"] = rate
+        # The step has counted itself, which bias correction would notice.
         for values in optimizer.state.values():
             if isinstance(values.get("step"), torch.Tensor):
                 values["step"].zero_()

@@ -81,12 +81,13 @@ def program_to_plan(
     search: Search | None = None,
     progress: Progress | None = None,
 ) -> Program:
-    """What `program_of` captures, or less: alike blocks need not all be captured for a plan of the whole model."""
+    """What `program_of` captures, or less: of repeated blocks a plan of the whole model needs a few only."""
     search = search or Search()
 
     def make(model: nn.Module) -> Program:
         return program_of(model, batch, loss_fn=loss_fn, loss=loss, precision=precision)
 
+    # Random layouts, layers that are planned apart, and stages that begin at named modules need all of the blocks.
     if search.recipe == "random" or not search.tie_layers or search.stage_modules:
         return make(model)
 
@@ -114,7 +115,7 @@ def solve(
     """Analyze a program, enumerate candidates and search; the plan carries its prediction and certificate.
 
     Where memory is short, this is done for several numbers of microbatches, unless one is pinned. A plan that was found
-    before is read, see `autopar.search.cache`; one whose search did not end by itself is not kept.
+    before is read from the cache (`autopar.search.cache`), which lacks those whose search was cut short.
 
     Args:
         program: of the whole batch.
@@ -134,6 +135,7 @@ def solve(
         axes, machine, budget, optimizer, search, restrictions or Restrictions(), progress or silent,
         deterministic=deterministic,
     )  # fmt: skip
+    # Graphs are full of cycles that stay alive: Python's collector would walk all of them again and again.
     with collector_paused():
         dims, kind = analyze(program), f"random numbers {'at once' if deterministic else 'apart'}, factored {factored}"
         file = cache.file_of(program, dims, job, kind)
@@ -141,20 +143,21 @@ def solve(
             job.progress(f"plan of an earlier search, {file}", math.inf, 0.0)
             return known
         plan = best_pipeline(program, job, factored) if search.pipelines else best_flat(program, job)
+        # A slower machine, or a shorter limit, must not decide for later searches.
         if file is not None and plan.certificate.method not in (TIME_LIMIT, INTERRUPTED):
             cache.store(file, plan)
         return plan
 
 
 def _with_table(search: Search) -> Search:
-    """The search with the text of a schedule by hand: plans are kept for that, and not for the name of its file."""
+    """The search with the text of a custom schedule: plans are cached by that, and not by the name of its file."""
     if SCHEDULE not in search.pins:
         return search
     return replace(search, pins={**search.pins, SCHEDULE: as_text(search.pins[SCHEDULE])})
 
 
 def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) -> Program:
-    """Run the passes; the graph is copied once and verified after each. Of a plan with microbatches it is one's.
+    """Run the passes; the graph is copied once, and verified after each. With microbatches the result is of one.
 
     Raises:
         PlanError: the plan is for another program.
@@ -170,8 +173,10 @@ def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) 
             f"the plan is for another graph (fingerprint {plan.fingerprint}, this one has {program.fingerprint}): "
             "the model, its configuration, the batch's shapes or torch differ; plan again"
         )
+    # Gradients of a pipeline are complete before the user calls backward(): nothing may depend on its argument.
     if plan.pipeline is not None and program.training:
         require_early_backward(program)
+    # Microbatches first: passes see the shapes that run. The inner plan is that of the devices of one stage.
     part = microbatch_program(program, plan.microbatches, deterministic=replicate_random in passes)
     return run_passes(part, plan.inner, passes)
 
@@ -215,11 +220,13 @@ def plan(
         model, batch, loss_fn=loss_fn, loss=loss, precision=policy, search=search, progress=progress
     )
     budget = default_memory(machine) if memory is None else memory
+    # Factored: there is no mesh yet, so a plan may ask for one with an axis more.
     return solve(
         program, axes, machine, memory=budget, optimizer=optimizer, search=search, progress=progress, factored=True
     )
 
 
 def default_memory(machine: Cluster) -> float:
-    """Bytes that a plan may use of a device if nobody says: nine tenths."""
+    """Bytes of a device that a plan may use by default: nine tenths."""
+    # The rest is for what the plan does not count: the CUDA context, NCCL's buffers, fragments of the allocator.
     return 0.9 * machine.device.memory

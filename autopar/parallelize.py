@@ -22,7 +22,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.precision import Precision
 from autopar.ir.signature.outputs import Loss
 from autopar.module.parallel_module import ParallelModule, parallel_module
-from autopar.runtime.mesh import MeshContext, axes_of, one_device, place_on, refined
+from autopar.runtime.mesh import MeshContext, axes_of, mesh_context, one_device, with_axes
 from autopar.runtime.state.materialize import Init
 from autopar.runtime.state.parameters import distribute_parameters
 from autopar.search.options import Search
@@ -67,12 +67,12 @@ def parallelize(
             see ``data_rank`` and ``data_world_size``. DTensors carry their own layout.
         memory: budget per device, such as ``"70GiB"``; default: what the device has, less a margin.
         optimizer: whose state the budget counts: adamw, adam, sgd, sgd-momentum, adagrad.
-        precision: a `Precision`, or the dtype to compute in, such as ``"bf16"``: parameters are then kept, reduced and
-            updated in float32; default: the model's own dtypes.
+        precision: a `Precision`, or the dtype to compute in, such as ``"bf16"``: parameters are then stored, reduced
+            and updated in float32; default: the model's own dtypes.
         deterministic: dropout and other random operators draw the same numbers as one device would, from the default
             generator, which must be in the same state on every rank; each rank draws whole tensors for that. Otherwise
             each rank draws its own shard, with seeds from rank 0's generator. No difference on one device.
-        cluster: a `Cluster`, a preset's name or a TOML file; default: the devices at hand.
+        cluster: a `Cluster`, a preset's name or a TOML file; default: the preset of this machine's devices.
         plan: a `Plan` or a file to use instead of searching; a new batch shape is planned under its parameter layouts.
         search: limits and pins.
         timeout: seconds that a rank waits for the others, in every wait.
@@ -94,21 +94,23 @@ def parallelize(
     _check_optimizers(model)
     given = Plan.load(plan) if isinstance(plan, str | Path) else plan
     search = search or Search()
-    place = one_device(_device(model)) if mesh is None else _placed(mesh, given, search, timeout)
-    _check_devices(model, place)
-    machine = Cluster.resolve(cluster) if cluster is not None else _cluster(place)
+    context = one_device(_device(model)) if mesh is None else _mesh_context(mesh, given, search, timeout)
+    _check_devices(model, context)
+    machine = Cluster.resolve(cluster) if cluster is not None else _cluster(context)
     if given is not None:
-        _check_plan(given, place)
+        _check_plan(given, context)
+    # After the checks above: their errors leave the model as it was.
     if policy is not None:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(policy.master) if parameter.is_floating_point() else parameter.data
-    budget = _budget(place) if memory is None else parse_bytes(memory)
+    budget = _budget(context) if memory is None else parse_bytes(memory)
     options = CompileOptions(
         machine, budget, optimizer, search, given, loss_fn, inputs,
+        # On one device both ways draw the same, and the default generator needs no seeds.
         deterministic=deterministic or mesh is None, loss=loss, precision=policy, check=check,
     )  # fmt: skip
-    distribute_parameters(model, place)
-    parallel = parallel_module(model, place, options, init)
+    distribute_parameters(model, context)
+    parallel = parallel_module(model, context, options, init)
     if batch is not None:
         parallel.specialize(batch)
     return parallel
@@ -125,23 +127,29 @@ def _check_arguments(model: nn.Module, inputs: str) -> None:
     lazy = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]
     if lazy:
         raise ValueError(f"{lazy[0]!r} has no shape yet (a lazy module): call the model once before parallelize()")
+    # Private attributes: torch has no public way to ask.
     hooked = [n for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
     if hooked:
         raise ValueError(f"parameter {hooked[0]!r} has hooks, which would be lost; register them after parallelize()")
 
 
 def _check_optimizers(model: nn.Module) -> None:
-    """An optimizer made before would go on updating the old parameters."""
+    """Refuse optimizers made before: they would go on updating the old parameters.
+
+    Raises:
+        ValueError: there is one.
+    """
     own, objects = {id(p) for p in model.parameters()}, gc.get_objects()
     kinds = {torch.optim.Optimizer}
     while more := {k for kind in kinds for k in type.__subclasses__(kind)} - kinds:
         kinds |= more
-    # A process holds some million objects: they are looked through without a Python call for each.
-    for found in compress(objects, map({id(k) for k in kinds}.__contains__, map(id, map(type, objects)))):
-        if any(id(p) in own for group in found.param_groups for p in group["params"]):
+    # torch keeps no list of optimizers, and a mistake here would show only in a loss that stays as it is. A process
+    # holds some million objects: they are looked through without a Python call for each.
+    for optimizer in compress(objects, map({id(k) for k in kinds}.__contains__, map(id, map(type, objects)))):
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(
-                f"an optimizer ({type(found).__name__}) holds the model's parameters, which parallelize() replaces: "
-                "make the optimizer after parallelize(), from the module that it returns"
+                f"an optimizer ({type(optimizer).__name__}) holds the model's parameters, which parallelize() "
+                "replaces: make the optimizer after parallelize(), from the module that it returns"
             )
 
 
@@ -152,50 +160,53 @@ def _device(model: nn.Module) -> torch.device:
     return devices.pop() if devices else torch.device("cpu")
 
 
-def _check_devices(model: nn.Module, place: MeshContext) -> None:
+def _check_devices(model: nn.Module, context: MeshContext) -> None:
     named = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in named:
-        if not tensor.is_meta and tensor.device.type != place.device.type:
+        if not tensor.is_meta and tensor.device.type != context.device.type:
             raise ValueError(
-                f"{name!r} is on {tensor.device} and the mesh is of {place.device.type} devices; "
-                f"call model.to({str(place.device)!r}) first"
+                f"{name!r} is on {tensor.device} and the mesh is of {context.device.type} devices; "
+                f"call model.to({str(context.device)!r}) first"
             )
 
 
-def _cluster(place: MeshContext) -> Cluster:
-    """The preset of the devices at hand."""
-    if place.device.type != "cuda":
+def _cluster(context: MeshContext) -> Cluster:
+    """The preset of this machine's devices."""
+    if context.device.type != "cuda":
         return Cluster.preset("cpu")
-    name = torch.cuda.get_device_name(place.device).lower()
+    # Any other GPU counts as an H100; cluster= describes it exactly.
+    name = torch.cuda.get_device_name(context.device).lower()
     return Cluster.preset("a100-80gb" if "a100" in name else "h200" if "h200" in name else "h100")
 
 
-def _budget(place: MeshContext) -> float:
+def _budget(context: MeshContext) -> float:
     """Bytes that a device may use: nine tenths of a GPU, or this rank's share of half of the machine's memory."""
-    if place.device.type == "cuda":
-        return 0.9 * float(torch.cuda.get_device_properties(place.device).total_memory)
+    # Of all memory, not of what is free: the model's own parameters, which the plan counts, may take some already.
+    if context.device.type == "cuda":
+        return 0.9 * float(torch.cuda.get_device_properties(context.device).total_memory)
     physical = float(os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PHYS_PAGES")
-    world = dist.get_world_size() if place.mesh is not None else 1
+    world = dist.get_world_size() if context.mesh is not None else 1
     return physical / 2 / int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
-def _placed(mesh: DeviceMesh, plan: Plan | None, search: Search, timeout: float) -> MeshContext:
-    """This rank's place; where a plan or the pins want stages on a factor of an axis, that is an axis of its own."""
-    place, axes = place_on(mesh, timeout), axes_of(mesh)
+def _mesh_context(mesh: DeviceMesh, plan: Plan | None, search: Search, timeout: float) -> MeshContext:
+    """This rank's context; where a plan or the pins put stages on a factor of an axis, that is an axis of its own."""
+    context, axes = mesh_context(mesh, timeout), axes_of(mesh)
     wanted = plan.axes if plan is not None else split_for_stages(search, axes)
-    wanted = wanted if is_split_for_stages(wanted, axes) else place.axes
-    place.agree(wanted, "the axes of the mesh", "pass the same plan= or search= on every rank")
-    if wanted != place.axes and not place.spans_world:
+    wanted = wanted if is_split_for_stages(wanted, axes) else context.axes
+    # Before `with_axes`: making process groups is a collective, which hangs where ranks ask for different ones.
+    context.agree(wanted, "the axes of the mesh", "pass the same plan= or search= on every rank")
+    if wanted != context.axes and not context.spans_world:
         raise ValueError(
             f"stages on a factor of an axis of the mesh {axes} make it {dict(wanted)}, and a mesh of several axes must "
             f"span the world of {dist.get_world_size()} ranks; ask for as many stages as an axis has"
         )
-    return refined(place, wanted)
+    return with_axes(context, wanted)
 
 
-def _check_plan(plan: Plan, place: MeshContext) -> None:
-    if plan.axes != place.axes:
+def _check_plan(plan: Plan, context: MeshContext) -> None:
+    if plan.axes != context.axes:
         raise PlanError(
-            f"the plan is for axes {dict(plan.axes)} and the mesh has {dict(place.axes)}; plan again with "
+            f"the plan is for axes {dict(plan.axes)} and the mesh has {dict(context.axes)}; plan again with "
             "axes= of the mesh, or name the mesh's dims (mesh_dim_names=) as in the plan"
         )

@@ -1,11 +1,12 @@
-"""Before the first step: rank 0 compares the plan with the eager model, in its own process, where that fits."""
+"""Before the first step: rank 0 compares the plan with the eager model, in its own process, if memory allows."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.runtime.dtensor import Placements
 from autopar.runtime.mesh import MeshContext
-from autopar.runtime.state.parameters import BoundaryLayouts, gathered
+from autopar.runtime.state.parameters import ParameterLayouts, gathered
 from autopar.specialize import (
     CompileOptions,
     Request,
@@ -33,25 +34,10 @@ from autopar.verify.require_equal import require_equal
 logger = logging.getLogger("autopar")
 
 SHARE = 0.5
-"""Of the memory that is free on rank 0's device: what a check may take."""
+"""The share of the memory free on rank 0's device that a check may take."""
 
 COPIES = 5
-"""Of the parameters, besides those of the emulated devices: values, the eager model, gradients of both in two calls."""
-
-
-@dataclass(frozen=True)
-class Room:
-    """What a check may be made on.
-
-    Attributes:
-        rows: of the batch; 0: it does not fit at all.
-        needed: bytes, on these rows or, where it does not fit, on the fewest.
-        free: bytes that it may take.
-    """
-
-    rows: int
-    needed: float
-    free: float
+"""Copies of the parameters beside those of the emulated devices: values, the eager model, gradients of both, twice."""
 
 
 def check_first(
@@ -60,12 +46,12 @@ def check_first(
     request: Request,
     batch: Sequence[torch.Tensor],
     options: CompileOptions,
-    types: BoundaryLayouts,
+    types: ParameterLayouts,
     placements: Mapping[str, Placements],
 ) -> None:
     """Compare a specialization with the eager model; every rank calls it.
 
-    Where memory does not suffice for the whole batch, fewer rows are taken, planned under the same parameter layouts;
+    Where memory does not suffice for the whole batch, fewer rows are checked, planned under the same parameter layouts;
     where the model itself does not fit, nothing is compared. The log says so.
 
     Args:
@@ -80,29 +66,32 @@ def check_first(
     Raises:
         VerifyError: they differ; on every rank.
     """
-    place = found.place
-    room = place.decide(lambda: room_for(found, place.device), "whether the plan can be checked")
-    if not room.rows:
+    context = found.context
+    # Rank 0's memory decides, and all ranks must know before they gather the parameters.
+    fitting, needed, free = context.decide(
+        lambda: rows_that_fit(found, context.device), "whether the plan can be checked"
+    )
+    if not fitting:
         text = "the plan is not checked: with all devices in one process that takes %s, and %s may be used on rank 0"
-        _say(place, logging.WARNING, text, format_bytes(room.needed), format_bytes(room.free))
+        _log(context, logging.WARNING, text, format_bytes(needed), format_bytes(free))
         return
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    state = {} if place.mesh is None else gathered(named, types, place)
+    state = {} if context.mesh is None else gathered(named, types, context)
     _, rows = data_layout(found.program, found.plan)
 
     def check() -> str:
         with _plain(model, state):
-            if room.rows == rows:
+            if fitting == rows:
                 return _compared(model, request.skeleton.fill(list(batch)), found.plan, options)
-            return _on_fewer(model, found, request, batch, rows, room.rows, options, placements)
+            return _on_fewer(model, found, request, batch, rows, fitting, options, placements)
 
-    if room.rows < rows:
-        _say(place, logging.WARNING, "the plan is checked on %s rows of %s, for want of memory", room.rows, rows)
-    _say(place, logging.INFO, "%s", place.decide(check, "the check of the plan, which rank 0 makes"))
+    if fitting < rows:
+        _log(context, logging.WARNING, "the plan is checked on %s rows of %s, for want of memory", fitting, rows)
+    _log(context, logging.INFO, "%s", context.decide(check, "the check of the plan, which rank 0 makes"))
 
 
-def _say(place: MeshContext, level: int, text: str, *arguments: Any) -> None:
-    if place.rank == 0:
+def _log(context: MeshContext, level: int, text: str, *arguments: Any) -> None:
+    if context.rank == 0:
         logger.log(level, text, *arguments)
 
 
@@ -121,8 +110,9 @@ def _on_fewer(
     shapes = tuple((tuple(t.shape), t.dtype) for t in cut)
     smaller = request.skeleton.fill(cut)
     program = captured_under(model, smaller, options)
-    place = replace(found.place, mesh=None, control=None)  # it is for rank 0 alone
-    plan = plan_again(program, Request(request.skeleton, shapes, {}), replace(options, plan=None), place, placements)
+    # Rank 0 plans alone, so without the mesh; and without the given plan, which is for the whole batch.
+    context = replace(found.context, mesh=None, control=None)
+    plan = plan_again(program, Request(request.skeleton, shapes, {}), replace(options, plan=None), context, placements)
     return _compared(model, smaller, plan, options)
 
 
@@ -134,19 +124,20 @@ def _compared(model: nn.Module, batch: Any, plan: Plan, options: CompileOptions)
 @contextmanager
 def _plain(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Whole plain tensors in place of a model's parameters and buffers."""
-    made: dict[int, Any] = {}
+    replacement: dict[int, Any] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name in state:
+            is_parameter = isinstance(tensor, nn.Parameter)
+            value = state[name]
+            replacement[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value
     restore: list[tuple[dict[str, Any], str, Any]] = []
-    full = {id(t): state[n] for n, t in [*model.named_parameters(), *model.named_buffers()] if n in state}
+    # By identity: named_parameters() has a tied parameter once, and every module that shares it must get the same.
     for module in model.modules():
         for table in (module._parameters, module._buffers):
             for name, old in table.items():
-                if old is None or id(old) not in full:
-                    continue
-                if id(old) not in made:
-                    value, own = full[id(old)], isinstance(old, nn.Parameter)
-                    made[id(old)] = nn.Parameter(value, requires_grad=old.requires_grad) if own else value
-                restore.append((table, name, old))
-                table[name] = made[id(old)]
+                if old is not None and id(old) in replacement:
+                    restore.append((table, name, old))
+                    table[name] = replacement[id(old)]
     try:
         yield
     finally:
@@ -154,28 +145,33 @@ def _plain(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None
             table[name] = old
 
 
-def room_for(found: Specialization, device: torch.device) -> Room:
-    """On how many rows of the batch a check fits into memory."""
+def rows_that_fit(found: Specialization, device: torch.device) -> tuple[int, float, float]:
+    """On how many rows of the batch a check fits into memory.
+
+    Returns:
+        The rows, 0 if it does not fit at all; the bytes that it takes on these rows, or on the fewest; the bytes that
+        it may take.
+    """
     free = SHARE * free_bytes(device)
-    _, rows = data_layout(found.program, found.plan)
-    sizes = found.place.sizes
-    steps = data_parts(data_layout(found.program, found.plan)[0], sizes) * found.plan.microbatches
-    devices = 1
-    for n in sizes:
-        devices *= n
-    own, local = held_bytes(found.program), held_bytes(found.step.program)
+    layout, rows = data_layout(found.program, found.plan)
+    sizes = found.context.sizes
+    parts = data_parts(layout, sizes) * found.plan.microbatches
+    devices = math.prod(sizes)
+    # A rough model: parameters and the like take the same memory on any rows, activations take it in proportion.
+    whole, local = peak_bytes(found.program), peak_bytes(found.step.program)
     parameters = sum(_bytes(n) for n, i in _inputs(found.program) if i in ("parameter", "buffer"))
     fixed = COPIES * parameters + devices * sum(_bytes(n) for n, i in _inputs(found.step.program) if i != "batch")
-    moving = 2 * max(own - parameters, 0) + devices * local
-    fitting = [r for r in _fewer(rows, steps) if fixed + moving * r / rows <= free]
-    least = _fewer(rows, steps)[-1]
-    return Room(fitting[0] if fitting else 0, fixed + moving * (fitting[0] if fitting else least) / rows, free)
+    per_batch = 2 * max(whole - parameters, 0) + devices * local
+    sizes_to_try = _halves(rows, parts)
+    fitting = [r for r in sizes_to_try if fixed + per_batch * r / rows <= free]
+    used = fitting[0] if fitting else sizes_to_try[-1]
+    return fitting[0] if fitting else 0, fixed + per_batch * used / rows, free
 
 
-def _fewer(rows: int, steps: int) -> list[int]:
-    """Halves of a number of rows that all devices and microbatches still have a part of; the number itself first."""
+def _halves(rows: int, parts: int) -> list[int]:
+    """A number of rows, its half, and so on, while all devices and microbatches have an equal part."""
     found = [rows]
-    while found[-1] % 2 == 0 and (found[-1] // 2) % steps == 0:
+    while found[-1] % 2 == 0 and (found[-1] // 2) % parts == 0:
         found.append(found[-1] // 2)
     return found
 
@@ -184,36 +180,41 @@ def _inputs(program: Program) -> list[tuple[fx.Node, str]]:
     return [(n, i.kind) for n, i in zip(program.placeholders, program.inputs, strict=True)]
 
 
-def held_bytes(program: Program) -> float:
-    """The most bytes that a graph holds at a time, run node by node in float64."""
-    last = {a: n for n in program.graph.graph.nodes for a in n.all_input_nodes}
-    dead: dict[fx.Node, list[fx.Node]] = {}
-    for node, user in last.items():
-        dead.setdefault(user, []).append(node)
-    held = most = 0.0
+def peak_bytes(program: Program) -> float:
+    """The most bytes that are live at a time when a graph runs node by node in float64."""
+    # Not autopar.memory's liveness, which counts in the dtypes of the graph and what an optimizer holds.
+    last_use = {a: n for n in program.graph.graph.nodes for a in n.all_input_nodes}
+    dead_after: dict[fx.Node, list[fx.Node]] = {}
+    for node, user in last_use.items():
+        dead_after.setdefault(user, []).append(node)
+    live = peak = 0.0
     for node in program.graph.graph.nodes:
-        held += _bytes(node)
-        most = max(most, held)
-        held -= sum(_bytes(n) for n in dead.get(node, ()))
-    return most
+        live += _bytes(node)
+        peak = max(peak, live)
+        live -= sum(_bytes(n) for n in dead_after.get(node, ()))
+    return peak
 
 
 def _bytes(node: fx.Node) -> float:
+    """Bytes of a node's values, floating ones in float64."""
     if node.op not in ("placeholder", "call_function"):
         return 0.0
-    return float(sum(v.numel() * (v.element_size() if _whole(v) else 8) for v in values_of(node) if v is not None))
+    return float(
+        sum(v.numel() * (8 if _is_floating(v) else v.element_size()) for v in values_of(node) if v is not None)
+    )
 
 
-def _whole(value: torch.Tensor) -> bool:
-    return not (value.is_floating_point() or value.is_complex())
+def _is_floating(value: torch.Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
 
 
 def free_bytes(device: torch.device) -> float:
-    """Memory that nobody uses, of a GPU or of this machine."""
+    """Unused memory of a GPU, or of this machine."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        # MemAvailable and not MemFree: what the page cache holds can be had.
         return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
-        return 2.0**32
+        return 2.0**32  # no Linux: as if 4 GiB were free

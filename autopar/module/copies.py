@@ -30,12 +30,14 @@ RESIZING = ("resize_token_embeddings", "resize_position_embeddings")
 def deep_copy(module: ParallelModule, memo: dict[int, Any]) -> ParallelModule:
     """A copy with tensors of its own. Plans, graphs and process groups do not change: the two share them."""
     old = module._autopar
-    for shared in (old.place, old.options, old.init, old.family, old.first, old.latest):
+    # deepcopy takes what is in its memo for copied already: so these are shared, or replaced.
+    for shared in (old.context, old.options, old.init, old.family, old.first, old.latest):
         memo[id(shared)] = shared
     new = memo[id(module)] = object.__new__(type(module))
     memo[id(old.cache)] = old.cache.copy()
-    memo[id(old.deferred)] = DeferredReduction(new.named_parameters)  # no gradient of the copy waits
-    memo[id(old.away)] = memo[id(old.slots)] = None
+    memo[id(old.deferred)] = DeferredReduction(new.named_parameters)  # no gradient of the copy is deferred
+    # Both refer to the original's tensors by identity, and are made anew below.
+    memo[id(old.offloaded)] = memo[id(old.slots)] = None
     new.__dict__.update(copy.deepcopy(module.__dict__, memo))
     new._autopar.slots = Slots(new._autopar.original)
     new._autopar.family.append(weakref.ref(new._autopar))
@@ -51,7 +53,7 @@ def shallow_copy(module: ParallelModule) -> ParallelModule:
 
 
 def refuse_pickling() -> None:
-    """A file that holds a parallelized model would be of use to no other process.
+    """Refuse pickling: a file with a parallelized model would be of no use to another process.
 
     Raises:
         AutoparError: always.
@@ -65,7 +67,11 @@ def refuse_pickling() -> None:
 
 
 def on_a_mesh(module: ParallelModule, name: str, found: Any) -> Any:
-    """An attribute of the original model, for a model on a mesh: its parameters are not what the method expects."""
+    """A method of the original model that expects plain parameters, changed for a model on a mesh.
+
+    Raises:
+        AutoparError: the method resizes parameters.
+    """
     if name in RESIZING:
         raise AutoparError(
             f"{name}() puts plain parameters in place of those on the mesh: call it before parallelize(), or build "
@@ -76,30 +82,33 @@ def on_a_mesh(module: ParallelModule, name: str, found: Any) -> Any:
 
 def _save(module: ParallelModule, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Rank 0 writes what one device would; every rank calls it, as a collective call."""
-    given = kwargs.get("state_dict")
-    if given is not None:
-        kwargs["state_dict"] = {k: full_tensor(v) if isinstance(v, DTensor) else v for k, v in given.items()}
-    place = module._autopar.place
-    writes = place.rank == 0
+    state = kwargs.get("state_dict")
+    if state is not None:
+        kwargs["state_dict"] = {k: full_tensor(v) if isinstance(v, DTensor) else v for k, v in state.items()}
+    context = module._autopar.context
+    writes = context.rank == 0
     with _plain(module, keep=writes):
-        return place.together(lambda: method(*args, **kwargs) if writes else None, f"{name}() of rank 0")
+        # Together, so that others neither read the file before it is there nor go on if the disk is full.
+        return context.together(lambda: method(*args, **kwargs) if writes else None, f"{name}() of rank 0")
 
 
 @contextmanager
 def _plain(module: ParallelModule, *, keep: bool) -> Iterator[None]:
     """Whole plain parameters in place of DTensors, on ranks that ``keep`` them; a collective call."""
-    module._autopar.require_values()
-    types, made = module._autopar.types(), {}
+    session, whole = module._autopar, {}
+    session.require_values()
+    types = session.types()
+    # One parameter at a time, and kept on the CPU: rank 0 never has the whole model on its device.
     for name, parameter in module.named_parameters():
         known = types.get(name)
-        whole = full_tensor(on_all_stages(parameter, known[0], known[1], module._autopar.place) if known else parameter)
+        full = full_tensor(on_all_stages(parameter, known[0], known[1], session.context) if known else parameter)
         if keep:
-            made[id(parameter)] = nn.Parameter(whole.cpu(), parameter.requires_grad)
+            whole[id(parameter)] = nn.Parameter(full.cpu(), parameter.requires_grad)
     tables = [m._parameters for m in module.modules()] if keep else []
     swapped = [(table, name, old) for table in tables for name, old in table.items() if old is not None]
     try:
         for table, name, old in swapped:
-            table[name] = made[id(old)]
+            table[name] = whole[id(old)]
         yield
     finally:
         for table, name, old in swapped:

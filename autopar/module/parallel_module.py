@@ -32,29 +32,34 @@ _OWN = ("_autopar", "_state_dict_hooks", "_load_state_dict_pre_hooks")
 
 
 class ParallelModule(nn.Module):
-    """A model whose parameters lie on a mesh and whose steps run as rewritten graphs.
+    """A model whose parameters are on a mesh and whose steps run as rewritten graphs.
 
     Parameters are `DTensor`s under the original names (plain tensors where there is no mesh), so optimizers, clipping
-    and state dicts work as usual. The first call decides how they lie, unless `autopar.parallelize` was given a batch.
+    and state dicts work as usual. The first call decides their layouts, unless `autopar.parallelize` was given a batch.
     """
 
     _autopar: Session
 
-    def __init__(self, model: nn.Module, place: MeshContext, options: CompileOptions, init: Init | None) -> None:
+    def __init__(self, model: nn.Module, context: MeshContext, options: CompileOptions, init: Init | None) -> None:
         """Torch's tables, hooks included, are the original's own; so is every attribute but those of ``_OWN``."""
+        # Not nn.Module.__init__, which would make empty tables. Sharing the original's keeps both the same model:
+        # what is set on one, or registered, is there on the other.
         self.__dict__.update({name: table for name, table in vars(model).items() if name in TORCHS})
+        # But hooks of state dicts are this module's: the original's own state_dict() must not gather.
         for name in ("_state_dict_hooks", "_load_state_dict_pre_hooks"):
             self.__dict__[name] = OrderedDict(self.__dict__[name])
-        self.__dict__["_autopar"] = Session(model, place, options, init)
+        self.__dict__["_autopar"] = Session(model, context, options, init)
         self.register_state_dict_post_hook(_save_hook)  # type: ignore[no-untyped-call]
         hooks: Any = self._state_dict_hooks
         hooks.move_to_end(next(reversed(hooks)), last=False)  # before the model's own change names
         self.register_load_state_dict_pre_hook(_load_hook)  # type: ignore[no-untyped-call]
-        for module in model.modules() if place.mesh is not None else ():
+        # For `model.encoder.load_state_dict(...)`, which does not come by this module's hook.
+        for module in model.modules() if context.mesh is not None else ():
             module.register_load_state_dict_pre_hook(load_into)  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the original model, such as ``config``."""
+        # Before __init__ has run, as in copies, `self._autopar` itself comes here: without this it would recurse.
         if name in _OWN:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._autopar.original, name)
@@ -96,7 +101,8 @@ class ParallelModule(nn.Module):
         self._autopar.original.training = mode
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the original. Hooks of modules inside are part of the graphs; so are its own where ``loss_fn`` is."""
+        """As the original. Hooks of modules inside are part of the graphs; so are its own with ``loss_fn``."""
+        # With a loss function the graph returns the loss, and hooks of the model must see the model's output.
         if self._autopar.options.loss_fn is not None:
             return self.forward(*args, **kwargs)
         return nn.Module.__call__(self, *args, **kwargs)
@@ -124,6 +130,7 @@ class ParallelModule(nn.Module):
     @property
     def forward_graph(self) -> fx.GraphModule:
         """The latest specialization's forward graph on this rank's tensors."""
+        # Of a step in microbatches, the graph of one of them, its backward pass included.
         return self._autopar.known(self._autopar.latest).step.cut.forward
 
     @property
@@ -134,7 +141,7 @@ class ParallelModule(nn.Module):
     @property
     def hoisted_graph(self) -> fx.GraphModule | None:
         """What runs before its first microbatch, for all of them; None if nothing does."""
-        return self._autopar.known(self._autopar.latest).step.cut.steady
+        return self._autopar.known(self._autopar.latest).step.cut.hoisted
 
     @property
     def data_world_size(self) -> int:
@@ -151,7 +158,7 @@ class ParallelModule(nn.Module):
         session = self._autopar
         session.require_values()
         with session.together("full_state_dict()"):
-            return gathered(nn.Module.state_dict(_Unhooked(self), keep_vars=True), session.types(), session.place)
+            return gathered(nn.Module.state_dict(_Unhooked(self), keep_vars=True), session.types(), session.context)
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take values from plain full tensors; every rank keeps its part.
@@ -160,19 +167,20 @@ class ParallelModule(nn.Module):
             AutoparError: names are missing or unexpected, or a shape differs; nothing is changed then.
         """
         session, own = self._autopar, dict(nn.Module.state_dict(_Unhooked(self), keep_vars=True))
-        with session.place.during("load_full_state_dict()", in_step=False):
-            load_full(self, own, state, session.place, session.types())
+        with session.context.during("load_full_state_dict()", in_step=False):
+            load_full(self, own, state, session.context, session.types())
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Plain gradients by original name, of parameters that have one; a collective call."""
         session = self._autopar
         session.deferred.refuse(self.parameters(), "full_gradients()")
-        found = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
+        gradients = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
         with session.together("full_gradients()"):
-            return gathered(found, session.types(), session.place)
+            return gathered(gradients, session.types(), session.context)
 
     def explain(self, name: str) -> str:
-        """Why a parameter lies as it does; what of a module, or an operator, is saved or recomputed, and why."""
+        """Why a parameter has its layout; what of a module, or an operator, is saved or recomputed, and why."""
+        # Imported when it is asked for, which is rare.
         from autopar.explain.parameters import explain
 
         return explain(self._autopar.known(self._autopar.first), name)
@@ -184,6 +192,7 @@ class ParallelModule(nn.Module):
         Until then ``.grad`` lacks them, and an optimizer's step is an error. ``zero_grad`` drops them.
         """
         deferred = self._autopar.deferred
+        # Restored, and not set to False: libraries nest no_sync.
         before, deferred.active = deferred.active, True
         try:
             yield
@@ -191,19 +200,22 @@ class ParallelModule(nn.Module):
             deferred.active = before
 
     def reduce_gradients(self) -> None:
-        """Reduce gradients that wait since `no_sync`, where no backward pass outside follows; a collective call."""
+        """Reduce gradients that `no_sync` deferred, where no backward pass outside follows; a collective call."""
         session = self._autopar
         with session.together("reduce_gradients()"):
-            deliver(reduce_deferred(session.deferred), session.deferred, session.place)
+            deliver(reduce_deferred(session.deferred), session.deferred, session.context)
 
 
-def parallel_module(model: nn.Module, place: MeshContext, options: CompileOptions, init: Init | None) -> ParallelModule:
+def parallel_module(
+    model: nn.Module, context: MeshContext, options: CompileOptions, init: Init | None
+) -> ParallelModule:
     """The module that runs a model on a mesh: of a class of its own, which is a subclass of the model's.
 
     So the model's methods and properties, special ones included, are those of the result: what they do to ``self`` is
     done to the parallel module, and ``self(...)`` runs on the mesh.
     """
     kind: Any = type(model)
+    # Trainers read the signature of forward to find out which columns of a data set the model takes.
     signature = inspect.signature(model.forward)
 
     def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
@@ -211,15 +223,16 @@ def parallel_module(model: nn.Module, place: MeshContext, options: CompileOption
 
     forward.__doc__ = model.forward.__doc__
     try:
-        made = type(kind)(
+        class_ = type(kind)(
             kind.__name__, (ParallelModule, kind),
             {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "forward": _bound(forward, signature),
              **{name: _own_method(name) for name in (*SAVING, *RESIZING) if hasattr(kind, name)}},
         )  # fmt: skip
-    except TypeError:  # a class that cannot be subclassed so
-        made = ParallelModule
-    parallel: ParallelModule = object.__new__(made)
-    ParallelModule.__init__(parallel, model, place, options, init)
+    except TypeError:  # a class that cannot be subclassed like this
+        class_ = ParallelModule
+    # Not class_(...), which may run the model's own __init__.
+    parallel: ParallelModule = object.__new__(class_)
+    ParallelModule.__init__(parallel, model, context, options, init)
     return parallel
 
 
@@ -228,7 +241,7 @@ def _own_method(name: str) -> Callable[..., Any]:
 
     def method(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
         found = getattr(self._autopar.original, name)
-        return (found if self._autopar.place.mesh is None else on_a_mesh(self, name, found))(*args, **kwargs)
+        return (found if self._autopar.context.mesh is None else on_a_mesh(self, name, found))(*args, **kwargs)
 
     method.__name__ = name
     return method
@@ -245,7 +258,7 @@ def _bound(forward: Callable[..., Any], signature: inspect.Signature) -> Callabl
 
 
 class _Unhooked(nn.Module):
-    """The same tables without the hooks."""
+    """The same tables without the hooks, which rename entries, or gather them a second time."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -255,14 +268,14 @@ class _Unhooked(nn.Module):
 
 def _save_hook(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     assert isinstance(module, ParallelModule)
-    types, place = module._autopar.types(), module._autopar.place
-    with place.during("state_dict()", in_step=False):
+    types, context = module._autopar.types(), module._autopar.context
+    with context.during("state_dict()", in_step=False):
         for name, value in list(state.items()):
             if name.startswith(prefix) and isinstance(value, DTensor):
-                state[name] = savable(value, types.get(name.removeprefix(prefix)), place)
+                state[name] = savable(value, types.get(name.removeprefix(prefix)), context)
 
 
 def _load_hook(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     assert isinstance(module, ParallelModule)
-    with module._autopar.place.during("load_state_dict()", in_step=False):
-        prepare_load(module, state, prefix, module._autopar.place, module._autopar.types())
+    with module._autopar.context.during("load_state_dict()", in_step=False):
+        prepare_load(module, state, prefix, module._autopar.context, module._autopar.types())

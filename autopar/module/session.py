@@ -1,4 +1,4 @@
-"""`Session`: what runs behind a `ParallelModule`: from a call to a step, in agreement with the other ranks."""
+"""`Session`: the state and logic of a `ParallelModule`: from a call to a step, in agreement with the other ranks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from autopar.ir.ops.random import derive_seed, step_seed
 from autopar.ir.plan import Plan
 from autopar.ir.signature import binding, pytree
 from autopar.module.check_first import check_first
-from autopar.module.specialization_cache import Kept
+from autopar.module.specialization_cache import SpecializationCache
 from autopar.runtime.agreement.points import FAILURES, NO_SYNC, WAITING, Details, described
+from autopar.runtime.agreement.same_program import require_same_contents
 from autopar.runtime.dtensor import Placements, from_local, full_tensor, part_of, plain_type, to_local, to_placements
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.state.materialize import Init, materialize, uninitialized
@@ -33,17 +34,16 @@ from autopar.runtime.state.optimizer_layouts import lay_out_states_of
 from autopar.runtime.state.optimizer_offload import OffloadedStates
 from autopar.runtime.state.optimizer_offload import offload_states as offload
 from autopar.runtime.state.parameters import checksum, contents, slice_replicated
-from autopar.runtime.state.storage import refuse_strangers
-from autopar.runtime.step.input_gradients import origins, requiring_gradients
+from autopar.runtime.state.storage import refuse_foreign_parameters
+from autopar.runtime.step.autograd import Call, run
+from autopar.runtime.step.input_gradients import input_forms, requiring_gradients
 from autopar.runtime.step.microbatch_step import MicrobatchStep
 from autopar.runtime.step.no_sync import DeferredReduction
-from autopar.runtime.step.step import Call, run
 from autopar.search.pipeline.space import along_with, without_pipeline
 from autopar.specialize import (
     CompileOptions,
     Request,
     Specialization,
-    compare_contents,
     data_layout,
     data_parts,
     specialize,
@@ -60,75 +60,81 @@ class Session:
 
     Attributes:
         original: the user's model, with parameters on the mesh.
-        place: where this rank is.
+        context: this rank's mesh context.
         options: what the user asked for.
         init: of parameters on the meta device.
         slots: the Python state of the model.
         cache: specializations.
-        unseen: keys of those whose batches have not been compared.
+        uncompared: keys of specializations for which ranks have not compared their batches yet.
         checked: modes that have been verified.
-        first: the specialization that decided how parameters lie.
+        first: the specialization that decided the layouts of the parameters.
         latest: the one that ran last.
-        deferred: gradients that wait since `no_sync`.
-        drawn: how many calls drew random numbers.
+        deferred: gradients whose reduction `no_sync` has deferred.
+        random_calls: how many calls drew random numbers.
         number: among the parallel modules of the mesh.
         described: the key of the latest call, in words.
-        away: optimizer state on the host.
+        offloaded: optimizer state in host memory.
         family: this and its copies.
     """
 
-    def __init__(self, model: nn.Module, place: MeshContext, options: CompileOptions, init: Init | None) -> None:
-        self.original, self.place, self.options, self.init = model, place, options, init
+    def __init__(self, model: nn.Module, context: MeshContext, options: CompileOptions, init: Init | None) -> None:
+        self.original, self.context, self.options, self.init = model, context, options, init
         self.slots = Slots(model)
-        self.cache = Kept()
-        self.unseen: set[Any] = set()
+        self.cache = SpecializationCache()
+        self.uncompared: set[Any] = set()
         self.checked: set[Any] = set()
         self.first: Specialization | None = None
         self.latest: Specialization | None = None
         self.deferred = DeferredReduction(model.named_parameters)
-        self.drawn, self.number = 0, 0
-        if place.control is not None:
-            self.number = len(place.control.calls)
-            place.control.calls.append(0)
+        self.random_calls, self.number = 0, 0
+        if context.control is not None:
+            self.number = len(context.control.calls)
+            context.control.calls.append(0)
         self.described: dict[Any, Details] = {}
-        self.away: OffloadedStates | None = None
+        self.offloaded: OffloadedStates | None = None
+        # Weak: an averaged copy that nobody uses any more must not live on for its original.
         self.family: list[weakref.ref[Session]] = [weakref.ref(self)]
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the original returns: scalars plain, other tensors as DTensors."""
         tensors, skeleton = binding.flatten(self.original, binding.Passed(args, kwargs))
-        refuse_strangers(self.original, self.place, self.types().get)
+        refuse_foreign_parameters(self.original, self.context, self.types().get)
         request = self._request(tensors, skeleton)
+        # All ranks agree on the call first: one that has no graph for it would wait, in capturing, for those that have.
         name = self.agreed("forward", request)
         found = self._specialized(request)
         self._compare_contents(request, tensors)
         self._check(found, request, tensors)
         step = found.step
         named = dict(self.original.named_parameters())
+        # The step writes into these in place; where the model assigns a new tensor, it replaces the entry.
         before = {**state_tensors(self.original), **{n: to_local(named[n]) for n in found.written}}
         buffers = dict(before)
-        with self.place.during(f"the batch of {name}"):
+        with self.context.during(f"the batch of {name}"):
             _require_contiguous(found, tensors)
             batch = [
-                part_of(t, *step.types.batch[str(i)], self.place) if self._is_whole(t) else to_local(t).contiguous()
+                part_of(t, *step.types.batch[str(i)], self.context) if self._is_whole(t) else to_local(t).contiguous()
                 for i, t in enumerate(tensors) if str(i) in step.types.batch
             ]  # fmt: skip
             if isinstance(step, MicrobatchStep):
-                batch += step.before([self._gatherable(t, request, i) for i, t in enumerate(tensors)], buffers)
-        given = origins(tensors, request.differentiable, self.options.inputs)
-        call = Call(step, buffers, [t.to(self.place.device) for t in batch], self.deferred, name, given)
+                batch += step.run_on_whole_batch(
+                    [self._gatherable(t, request, i) for i, t in enumerate(tensors)], buffers
+                )
+        passed = input_forms(tensors, request.differentiable, self.options.inputs)
+        call = Call(step, buffers, [t.to(self.context.device) for t in batch], self.deferred, name, passed)
         with self._random_numbers(found):
-            results = run(call, [named[n] for n in step.parameters], [tensors[int(o.name)] for o in given])
+            results = run(call, [named[n] for n in step.parameters], [tensors[int(i)] for i in passed])
         self._write_state(found, results, {n: b for n, b in buffers.items() if b is not before[n]})
         return pytree.unflatten(found.program.skeleton, results, skeleton.numbers)
 
     def _write_state(self, found: Specialization, results: list[Any], assigned: dict[str, torch.Tensor]) -> None:
-        """Do to the original what its forward did to it while it was traced."""
+        """Do to the original's attributes what its forward did while it was traced."""
         state = found.program.state
         for name, value in assigned.items():
             path, _, attribute = name.rpartition(".")
             self.original.get_submodule(path)._buffers[attribute] = value
-        whole = _Whole(results)
+        whole = _WholeResults(results)
+        # Before any write: a check raises where the model itself would have raised.
         for check in state.checks:
             check.make(whole)
         apply(self.original, state.writes, whole)
@@ -152,13 +158,14 @@ class Session:
     @property
     def data_world_size(self) -> int:
         """Into how many parts the rows of a batch are split: ``num_replicas`` of a sampler."""
-        return data_parts(self._rows(), self.place.sizes)
+        return data_parts(self._rows(), self.context.sizes)
 
     @property
     def data_rank(self) -> int:
         """Which part this rank takes: ``rank`` of a sampler."""
+        # Coordinates on the axes that split rows, as digits: the outer axis first. On others ranks take the same rows.
         index = 0
-        for placement, n, coordinate in zip(self._rows(), self.place.sizes, self.place.coordinates, strict=True):
+        for placement, n, coordinate in zip(self._rows(), self.context.sizes, self.context.coordinates, strict=True):
             index = index * n + coordinate if placement == Split(0, 0) else index
         return index
 
@@ -168,17 +175,18 @@ class Session:
         Raises:
             RankError: one is about to make another, or none.
         """
-        control = self.place.control
+        control = self.context.control
         if control is None:
             return ""
+        # The number of the call is part of its name: so a rank that has skipped a call is noticed.
         control.calls[self.number] += what == "forward"
         name = f"call {control.calls[self.number]} of {self.name}"
         key = self._key(request)
         if key not in self.described:
-            self.described = {key: described(key)}  # of one kind at a time: texts are long
+            self.described = {key: described(key)}  # of the latest key alone: texts are long
         window = ((NO_SYNC, str(self.deferred.active)), (WAITING, self.deferred.described()))
         known = ("what it is captured for", self.cache.which(key, request.skeleton.numbers, self.slots))
-        self.place.meet(f"{what} of {name}", (*self.described[key], known, *window, (FAILURES, control.failures())))
+        self.context.meet(f"{what} of {name}", (*self.described[key], known, *window, (FAILURES, control.failures())))
         return name
 
     @property
@@ -189,38 +197,39 @@ class Session:
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
         """A collective call that all ranks make."""
-        control = self.place.control
-        what = what if control is None else f"{what} behind call {control.calls[self.number]} of {self.name}"
-        self.place.meet(what, ((WAITING, self.deferred.described()),))
-        with self.place.during(what):
+        control = self.context.control
+        what = what if control is None else f"{what} after call {control.calls[self.number]} of {self.name}"
+        self.context.meet(what, ((WAITING, self.deferred.described()),))
+        with self.context.during(what):
             yield
 
     def _random_numbers(self, found: Specialization) -> AbstractContextManager[None]:
         """New random numbers for one call, the same on every rank that computes the same."""
         if found.seed is None:
             return contextlib.nullcontext()
-        self.drawn += 1
-        return step_seed(derive_seed(found.seed, self.drawn))
+        self.random_calls += 1
+        return step_seed(derive_seed(found.seed, self.random_calls))
 
     def _is_whole(self, tensor: torch.Tensor) -> bool:
         return self.options.inputs == "global" or isinstance(tensor, DTensor)
 
     def _gatherable(self, tensor: torch.Tensor, request: Request, index: int) -> torch.Tensor:
-        """A batch tensor that is whole, or a DTensor."""
+        """A batch tensor as a whole one, or as a DTensor around this rank's rows."""
         if self._is_whole(tensor):
             return tensor
         shape, dtype = request.shapes[index]
         placements = to_placements(plain_type(shape, dtype), request.rows[index])
-        return from_local(tensor.to(self.place.device), self.place, shape, placements)
+        return from_local(tensor.to(self.context.device), self.context, shape, placements)
 
     def _request(self, tensors: list[torch.Tensor], skeleton: Any) -> Request:
         shapes, rows = [], {}
         for i, t in enumerate(tensors):
             shape = tuple(t.shape)
             if not self._is_whole(t):
+                # Each rank passes its rows: the graph is captured on the global shape.
                 split = bool(shape) and self._splits(i, len(tensors))
                 shape = (shape[0] * self.data_world_size, *shape[1:]) if split else shape
-                rows[i] = self._rows() if split else replicated(len(self.place.axes))
+                rows[i] = self._rows() if split else replicated(len(self.context.axes))
             shapes.append((shape, t.dtype))
         layouts = {i: tuple(t.placements) for i, t in enumerate(tensors) if isinstance(t, DTensor)}
         return Request(skeleton, tuple(shapes), layouts, rows, requiring_gradients(tensors))
@@ -241,38 +250,43 @@ class Session:
         others = self.cache.of(key)
         if changed := self.cache.changed(key, self.slots):
             log = logger.warning if len(others) == MANY else logger.info
-            log("capturing the model again: %s changed since the last call", ", ".join(changed[:3]))
+            log("recapturing the model: %s changed since the last call", ", ".join(changed[:3]))
         first = self.first is None
         placements = None if first else self._placements()
+        # Later, ranks hold shards, whose checksums differ.
         weights = checksum(dict(self.original.named_parameters())) if first else ""
         options = self.options
         if self.first is not None:
+            # Parameters are on their stages already: a further plan must have the same stages.
             search = without_pipeline(options.search)
             search = replace(search, pins={**search.pins, **along_with(self.first.plan)})
             options = replace(options, search=search)
+        # Taken before the capture, which runs the model's Python code; whether constants count, the program says after.
         states = {c: self.slots.signature(c) for c in (False, True)}
         found = specialize(
-            self.original, request, options, self.place,
+            self.original, request, options, self.context,
             placements=placements, weights=weights, known=others,
         )  # fmt: skip
-        for member in [m() for m in self.family] if first else ():  # copies made before go on like this one
+        # Copies that were made before get the same layouts: averages of weights combine their parameters.
+        for member in [m() for m in self.family] if first else ():
             if member is not None:
                 member.decide(found)
         self.cache.add(key, found, states[found.program.state.constants])
         self.latest = found
-        self.unseen.add(key)
+        self.uncompared.add(key)
         return found
 
     def _compare_contents(self, request: Request, tensors: list[torch.Tensor]) -> None:
-        """Before the first batch of a kind: ranks that take the same part must be given the same."""
-        if not self.unseen:
+        """Before the first step of a specialization: ranks that take the same part must be given the same batch."""
+        # Once, not in every step: it hashes the whole batch, and a mistake of a sampler shows in the first.
+        if not self.uncompared:
             return
         key = self._key(request)
-        if key in self.unseen:
+        if key in self.uncompared:
             plain = [t for t in tensors if not isinstance(t, DTensor)]
             part = 0 if self.options.inputs == "global" else self.data_rank
-            compare_contents(contents(plain), part, self.place)
-            self.unseen.remove(key)
+            require_same_contents(contents(plain), part, self.context)
+            self.uncompared.remove(key)
 
     def _check(self, found: Specialization, request: Request, tensors: list[torch.Tensor]) -> None:
         """With ``check=True``, before the first step of a mode: the plan must compute what the model does."""
@@ -283,15 +297,16 @@ class Session:
         if uninitialized(self.original) or any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
             return  # an example without values: the first call checks
         self.checked.add(mode)
-        given = [
+        gatherable = [
             t if t.shape == request.shapes[i][0] else self._gatherable(t, request, i) for i, t in enumerate(tensors)
         ]
-        whole = [full_tensor(t).requires_grad_(i in request.differentiable) for i, t in enumerate(given)]
+        whole = [full_tensor(t).requires_grad_(i in request.differentiable) for i, t in enumerate(gatherable)]
         check_first(self.original, found, request, whole, self.options, self.types(), self._placements())
 
     def _key(self, request: Request) -> Any:
-        device = self.place.device.type
-        modes = tuple((type(m), m.training) for m in self.original.modules())  # which may have been replaced
+        """What the graphs of a call depend on, but for floats and Python state: see `SpecializationCache`."""
+        device = self.context.device.type
+        modes = tuple((type(m), m.training) for m in self.original.modules())  # users may replace modules
         parameters = tuple((n, p.requires_grad, p.dtype, p.shape) for n, p in self.original.named_parameters())
         autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         layouts = tuple(sorted((i, str(p)) for i, p in request.layouts.items()))
@@ -299,30 +314,32 @@ class Session:
         return request.shapes, repr(request.skeleton), layouts, modes, torch.is_grad_enabled(), *required, autocast
 
     def _placements(self) -> dict[str, Placements]:
-        plain = to_placements(plain_type((), torch.float32), replicated(len(self.place.axes)))
+        plain = to_placements(plain_type((), torch.float32), replicated(len(self.context.axes)))
         return {
             n: tuple(p.placements) if isinstance(p, DTensor) else plain for n, p in self.original.named_parameters()
         }
 
     def decide(self, found: Specialization) -> None:
-        """Let the layouts of the parameters be those of a specialization, if they are not decided yet."""
+        """Lay out the parameters as a specialization has them, unless that has been done."""
         if self.first is not None:
             return
-        self.place, self.first = found.place, found
+        # The plan may have split an axis of the mesh: from here on all is on the finer one.
+        self.context, self.first = found.context, found
         types, named = found.step.types.parameters, dict(self.original.named_parameters())
-        for name, parameter in named.items():  # of which each rank keeps its part
+        for name, parameter in named.items():
+            # No communication: until now every rank has the whole tensor.
             if not to_local(parameter).is_meta and name in types:
-                slice_replicated(parameter, *types[name], self.place)
-        materialize(self.original, self.init, types, found.program.aliases, self.place)
+                slice_replicated(parameter, *types[name], self.context)
+        materialize(self.original, self.init, types, found.program.aliases, self.context)
         self.offload_states()
-        if self.place.mesh is not None:
+        if self.context.mesh is not None:
             lay_out_states_of(named.values())
 
     def offload_states(self) -> None:
-        """Have optimizer state on the host where the plan says so."""
-        away = () if self.first is None else self.first.states_away
+        """Keep optimizer state in host memory where the plan says so."""
+        names = () if self.first is None else self.first.offloaded_states
         named = dict(self.original.named_parameters())
-        self.away = offload([named[name] for name in away]) if away else None
+        self.offloaded = offload([named[name] for name in names]) if names else None
 
     def types(self) -> Any:
         """Type and layout of each parameter; empty before they are decided."""
@@ -337,9 +354,10 @@ class Session:
     def _rows(self) -> Layout:
         if self.first is None:
             plan = self.known(None).plan if self.options.plan is None else self.options.plan
-            whole = replicated(len(self.place.axes))
-            found = [tuple(p if p == Split(0, 0) else Replicate() for p in v) for v in plan.batch.values()]
-            return max(found, key=lambda v: data_parts(v, self.place.sizes), default=whole)
+            whole = replicated(len(self.context.axes))
+            # Before there is a program: some tensors, such as masks of one row, are whole on every rank.
+            layouts = [tuple(p if p == Split(0, 0) else Replicate() for p in v) for v in plan.batch.values()]
+            return max(layouts, key=lambda v: data_parts(v, self.context.sizes), default=whole)
         return data_layout(self.first.program, self.first.plan)[0]
 
     def known(self, found: Specialization | None) -> Specialization:
@@ -353,7 +371,11 @@ class Session:
 
 
 def _require_contiguous(found: Specialization, tensors: list[torch.Tensor]) -> None:
-    """Graphs are traced with contiguous batches: where the model reads strides, others would be computed wrongly."""
+    """Refuse other batches where the model reads strides: graphs are traced with contiguous ones.
+
+    Raises:
+        CaptureError: a tensor is not contiguous.
+    """
     line = found.program.state.stride_read
     for i, tensor in enumerate(tensors) if line else ():
         if not tensor.is_contiguous():
@@ -363,12 +385,12 @@ def _require_contiguous(found: Specialization, tensors: list[torch.Tensor]) -> N
             )
 
 
-class _Whole:
-    """Results as the model's attributes get them: whole tensors."""
+class _WholeResults:
+    """Results as the model's attributes get them: whole tensors, gathered when they are asked for."""
 
     def __init__(self, results: list[Any]) -> None:
         self._results = results
 
     def __getitem__(self, index: int) -> Any:
-        found = self._results[index]
-        return found.full_tensor() if isinstance(found, DTensor) else found
+        result = self._results[index]
+        return result.full_tensor() if isinstance(result, DTensor) else result

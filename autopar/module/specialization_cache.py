@@ -1,69 +1,61 @@
-"""`Kept`: the specializations that were used last."""
+"""`SpecializationCache`: the specializations that were used last."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.capture.state.slots import Signature, Slots, differences
 from autopar.specialize import Specialization
 
 CACHED = 16
-"""How many are kept."""
+"""How many specializations of a model are cached."""
 
 
-@dataclass
-class _Entry:
-    """A specialization, and the call and the state of the model that it is for."""
+class SpecializationCache:
+    """Specializations by what a call looks like, the least recently used first.
 
-    key: Any
-    found: Specialization
-    state: Signature
-
-    def changes(self, slots: Slots) -> list[str]:
-        """What of the state differs now; what is counted alone may."""
-        program = self.found.program.state
-        now = slots.signature(program.constants)
-        changed = differences(self.state, now, program.counted)
-        if not changed:
-            self.state = now  # compared by identity the next time
-        return changed
-
-
-class Kept:
-    """Specializations by what a call looks like.
-
-    Several where floats of calls or the Python state of the model need graphs of their own.
+    There may be several for calls that look alike: where floats of the call, or the Python state of the model, need
+    graphs of their own.
     """
 
     def __init__(self, limit: int = CACHED) -> None:
         self.limit = limit
-        self._entries: OrderedDict[int, _Entry] = OrderedDict()
-        self._made = 0
+        # By number, which is part of what ranks compare: they must cache the same, in the same order.
+        self._entries: OrderedDict[int, tuple[Any, Specialization]] = OrderedDict()
+        self._states: dict[int, Signature] = {}
+        self._count = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def copy(self) -> Kept:
+    def copy(self) -> SpecializationCache:
         """The same specializations, for a copy of the model."""
-        new = Kept(self.limit)
-        new._made = self._made
-        new._entries.update({n: replace(entry) for n, entry in self._entries.items()})
+        new = SpecializationCache(self.limit)
+        new._count = self._count
+        new._entries.update(self._entries)
+        new._states.update(self._states)
         return new
 
     def find(self, key: Any, numbers: Sequence[float], slots: Slots) -> Specialization | None:
-        """That of a call, which is then the one used last."""
-        for number, entry in reversed(self._entries.items()):
-            guards = entry.found.program.guards
-            if entry.key == key and all(g.holds(numbers) for g in guards) and not entry.changes(slots):
+        """The specialization for a call, which then is the most recently used.
+
+        Args:
+            key: what the call looks like.
+            numbers: its floats, which the guards of a graph decide on.
+            slots: the Python state of the model.
+        """
+        for number, (own, found) in reversed(self._entries.items()):
+            guards = found.program.guards
+            # Guards first: a comparison of the state looks at every attribute of every module.
+            if own == key and all(g.holds(numbers) for g in guards) and not self._changes(number, slots):
                 self._entries.move_to_end(number)
-                return entry.found
+                return found
         return None
 
     def which(self, key: Any, numbers: Sequence[float], slots: Slots) -> str:
-        """A text that is the same on ranks that find the same; ranks keep the same, in the same order."""
+        """A text that is the same on ranks that find the same specialization."""
         if self.find(key, numbers, slots) is not None:
             return f"graph {next(reversed(self._entries))}"
         changed = self.changed(key, slots)
@@ -71,15 +63,26 @@ class Kept:
 
     def of(self, key: Any) -> list[Specialization]:
         """All that are for calls that look alike."""
-        return [entry.found for entry in self._entries.values() if entry.key == key]
+        return [found for own, found in self._entries.values() if own == key]
 
     def changed(self, key: Any, slots: Slots) -> list[str]:
-        """What of the state of the model has changed since the last call that looked alike; empty: there was none."""
-        return next((e.changes(slots) for e in reversed(self._entries.values()) if e.key == key), [])
+        """What of the model's state has changed since the last call that looked alike; empty: there was none."""
+        return next((self._changes(n, slots) for n, (own, _) in reversed(self._entries.items()) if own == key), [])
 
     def add(self, key: Any, found: Specialization, state: Signature) -> None:
-        """Keep it; the one that was not used for longest goes if there are too many."""
-        self._made += 1
-        self._entries[self._made] = _Entry(key, found, state)
+        """Cache a specialization for a call and a state; the least recently used goes if there are too many."""
+        self._count += 1
+        self._entries[self._count], self._states[self._count] = (key, found), state
         while len(self._entries) > self.limit:
-            self._entries.popitem(last=False)
+            number, _ = self._entries.popitem(last=False)
+            del self._states[number]
+
+    def _changes(self, number: int, slots: Slots) -> list[str]:
+        """What of the state differs from that of an entry; counters that are only counted up may."""
+        program = self._entries[number][1].program.state
+        now = slots.signature(program.constants)
+        changed = differences(self._states[number], now, program.counted)
+        if not changed:
+            # Equal values in new objects: from now on the objects are the same, which is found out sooner.
+            self._states[number] = now
+        return changed

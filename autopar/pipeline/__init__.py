@@ -1,1 +1,1 @@
-"""Pipelines: which stage computes what, the pieces that a stage runs, and the order in which it runs them."""
+"""Pipelines: which stage computes what, the graphs of a stage, and the order in which it runs them."""

@@ -1,8 +1,8 @@
-"""A schedule by hand: a table of actions, as `torch.distributed.pipelining` writes it to CSV files.
+"""A custom schedule: a table of actions, as `torch.distributed.pipelining` writes it to CSV files.
 
 One row a device, in its order. ``2F0`` is microbatch 0 forward through stage 2, ``2B0`` its backward, ``2I0`` and
-``2W0`` the parts of that for the input and for the weights; empty cells are nothing, and
-so are those of communication, which follows from the others. Plans keep the text of the file.
+``2W0`` the parts of that for the input and for the weights. Empty cells are ignored, and so are cells of communication,
+which follows from the others. Plans contain the text of the file.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from pathlib import Path
 Step = tuple[int, str, int]
 """Stage, kind (``F``, ``B``, ``I`` or ``W``) and microbatch."""
 
+# The spellings of torch's `_Action.__repr__`: actions that compute, those of communication and FSDP, and a forward that
+# overlaps a backward, which here run one after the other.
 _STEP = re.compile(r"(\d+)([FBIW])(\d+)")
-_MOVE = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\d*")
-_TOGETHER = re.compile(r"\((.*)\)OVERLAP_F_B")
+_COMMUNICATION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\d*")
+_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def as_text(schedule: object) -> str:
-    r"""The pin ``schedule`` as plans keep it: a name, or the text of a table.
+    r"""The pin ``schedule`` as plans contain it: a name, or the text of a table.
 
     Args:
         schedule: a name, rows of actions, the text of a table, or the path of a CSV file.
@@ -48,6 +50,7 @@ def as_text(schedule: object) -> str:
 
 def is_table(schedule: str) -> bool:
     """Whether a schedule is a table, and not a name."""
+    # A table has at least two actions, a forward and a backward; no name has a comma.
     return "," in schedule or "\n" in schedule
 
 
@@ -70,22 +73,22 @@ def parse(text: str) -> list[list[Step]]:
 
 def _steps(cell: str, device: int) -> list[Step]:
     cell = cell.strip()
-    together = _TOGETHER.fullmatch(cell)
-    found = []
-    for part in (together[1] if together else cell).split(";"):
+    overlap = _OVERLAP.fullmatch(cell)
+    steps = []
+    for part in (overlap[1] if overlap else cell).split(";"):
         match = _STEP.fullmatch(part.strip())
         if match:
-            found.append((int(match[1]), match[2], int(match[3])))
-        elif part.strip() and not _MOVE.fullmatch(part.strip()):
+            steps.append((int(match[1]), match[2], int(match[3])))
+        elif part.strip() and not _COMMUNICATION.fullmatch(part.strip()):
             raise ValueError(
                 f"device {device} of the schedule's table does {cell!r}; write stage, F, B, I or W and microbatch, "
                 "such as 0F0"
             )
-    return found
+    return steps
 
 
 def checked(text: str, devices: int, microbatches: int, virtual: int) -> list[list[Step]]:
-    """A table's rows, if all of a step is in them, once, in an order that comes to an end.
+    """A table's rows, if they contain all of a step, once, in an order without deadlock.
 
     Args:
         text: of the table.
@@ -121,26 +124,28 @@ def _require_all(rows: Sequence[Sequence[Step]], stages: int, microbatches: int)
                     f"stage {stage} of the schedule's table is on devices {device_of[stage]} and {device}; take one"
                 )
             kinds[stage, microbatch].append(kind)
-    for (stage, microbatch), found in kinds.items():
-        if sorted(found) not in (["B", "F"], ["F", "I", "W"]):
+    for (stage, microbatch), own in kinds.items():
+        if sorted(own) not in (["B", "F"], ["F", "I", "W"]):
             raise ValueError(
                 f"the schedule's table takes microbatch {microbatch} through stage {stage} with "
-                f"{', '.join(found) or 'nothing'}; it needs one F, and one B or one I and one W"
+                f"{', '.join(own) or 'nothing'}; it needs one F, and one B or one I and one W"
             )
 
 
 def _require_end(rows: Sequence[Sequence[Step]], stages: int) -> None:
-    """Every action comes behind those that it waits for, on whatever device."""
+    """Every action comes after those that it waits for, on whatever device: else the devices deadlock."""
     done: set[Step] = set()
-    waiting = [list(row) for row in rows]
-    while any(waiting):
+    remaining = [list(row) for row in rows]
+    # Let every device run as far as it can, until all are done or none gets any further.
+    while any(remaining):
         before = len(done)
-        for row in waiting:
+        for row in remaining:
             while row and _needs(row[0], stages) <= done:
                 stage, kind, microbatch = row.pop(0)
+                # What waits for a backward waits for its part for the input: a whole one has it.
                 done.add((stage, "I" if kind == "B" else kind, microbatch))
         if len(done) == before:
-            stuck = [(device, row[0]) for device, row in enumerate(waiting) if row]
+            stuck = [(device, row[0]) for device, row in enumerate(remaining) if row]
             said = ", ".join(
                 f"device {device} at {text_of([[step]])} for {text_of([sorted(_needs(step, stages) - done)])}"
                 for device, step in stuck
@@ -155,5 +160,5 @@ def _needs(step: Step, stages: int) -> set[Step]:
         return {(stage - 1, "F", microbatch)} if stage else set()
     if kind == "W":
         return {(stage, "I", microbatch)}
-    behind = {(stage + 1, "I", microbatch)} if stage + 1 < stages else set()
-    return {(stage, "F", microbatch), *behind}
+    next_stage = {(stage + 1, "I", microbatch)} if stage + 1 < stages else set()
+    return {(stage, "F", microbatch), *next_stage}

@@ -1,6 +1,6 @@
-"""What a stage holds while a step runs: the same bookkeeping on a device and on an emulated mesh.
+"""What a stage holds in memory while a step runs: the same bookkeeping on a device and on an emulated mesh.
 
-A value is whatever ``run`` computes with: a local tensor, or on an emulated mesh those of all ranks of the stage.
+A value is whatever ``run`` computes with: a local tensor, or on an emulated mesh the tensors of all ranks of the stage.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from autopar.pipeline.schedules import Order
 from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, INPUT, WEIGHT, StageGraph, StageGraphs, Transfer
 
 Run = Callable[[StageGraph, int, list[Any]], list[Any]]
-"""``run(piece, microbatch, values)``: what the piece gives; -1 stands for the step as a whole."""
+"""``run(graph, microbatch, values)``: what the graph returns; `ONCE` stands for the step as a whole."""
 
 Source = Callable[[str, int], Any]
-"""``source(name, microbatch)``: what goes into a placeholder of the program."""
+"""``source(name, microbatch)``: the value of a placeholder of the program."""
 
 Join = Callable[[str, list[Any]], Any]
-"""``join(name, values)``: what consists of the rows of all microbatches."""
+"""``join(name, values)``: a result of the whole batch from the rows of each microbatch."""
 
 Exchange = Callable[[Sequence[Transfer], Mapping[int, "StageRun"]], None]
 """Carries out transfers between stages, into their ``values``."""
@@ -33,17 +33,16 @@ class StageRun:
 
     Attributes:
         stage: its number.
-        values: what it has for the whole step: parameters of other stages, sums, what came from others at the end.
-        rows: what consists of the rows of all microbatches, by name and microbatch.
-        split: whether the backward always runs in its two parts, as it does for some microbatches: sums are of one
-            graph each.
+        values: what outlives a microbatch: parameters of other stages, sums, what came from others at the end.
+        rows: results that consist of rows, by name and microbatch.
+        split: whether every backward runs in its two parts, since the schedule splits some.
     """
 
     def __init__(
-        self, cutting: StageGraphs, stage: int, rows: Iterable[str], run: Run, source: Source, join: Join
+        self, stage_graphs: StageGraphs, stage: int, rows: Iterable[str], run: Run, source: Source, join: Join
     ) -> None:
-        """No microbatch has been here."""
-        self.cutting, self.stage = cutting, stage
+        """No microbatch has run yet."""
+        self.stage_graphs, self.stage = stage_graphs, stage
         self.values: dict[str, Any] = {}
         self.rows: dict[str, dict[int, Any]] = {name: {} for name in rows}
         self.split = False
@@ -54,118 +53,124 @@ class StageRun:
 
     def forward(self, microbatch: int, received: Sequence[Any]) -> None:
         """Run a microbatch forward on what the stage before has sent."""
-        held = dict(zip(self.cutting.received(self.stage), received, strict=True))
-        self._saved[microbatch] = held
+        values = dict(zip(self.stage_graphs.received(self.stage), received, strict=True))
+        self._saved[microbatch] = values
         self._compute(FORWARD, microbatch)
-        self._sent[FORWARD][microbatch] = [held[n] for n in self.cutting.received(self.stage + 1)]
-        later = {*self._piece(BACKWARD).takes, *self.cutting.returned(self.stage - 1)}
-        self._saved[microbatch] = {n: v for n, v in held.items() if n in later}
+        self._sent[FORWARD][microbatch] = [values[n] for n in self.stage_graphs.received(self.stage + 1)]
+        # Saved for backward: what its graph takes, and what it sends on to the stage before as it is.
+        needed = {*self._graph(BACKWARD).takes, *self.stage_graphs.returned(self.stage - 1)}
+        self._saved[microbatch] = {n: v for n, v in values.items() if n in needed}
 
     def backward(self, microbatch: int, returned: Sequence[Any], kind: str = BACKWARD) -> None:
-        """Run a microbatch backward, or the part of it for the input, on what the stage behind has sent."""
+        """Run a microbatch backward, or the part of it for the input, on what the stage after has sent."""
+        # DualPipeV runs some backwards whole and splits others. The parts are other graphs than the whole, with sums
+        # of their own: a gradient must be summed by one of them for all microbatches.
         if kind == BACKWARD and self.split:
             self.backward(microbatch, returned, INPUT)
             self.weights(microbatch)
             return
-        held = self._saved[microbatch]
-        held.update(zip(self.cutting.returned(self.stage), returned, strict=True))
+        values = self._saved[microbatch]
+        values.update(zip(self.stage_graphs.returned(self.stage), returned, strict=True))
         self._compute(kind, microbatch)
-        self._sent[BACKWARD][microbatch] = [held[n] for n in self.cutting.returned(self.stage - 1)]
+        self._sent[BACKWARD][microbatch] = [values[n] for n in self.stage_graphs.returned(self.stage - 1)]
         if kind == BACKWARD:
             del self._saved[microbatch]
         else:
-            later = self._piece(WEIGHT).takes
-            self._saved[microbatch] = {n: held[n] for n in later if n in held}
+            needed = self._graph(WEIGHT).takes
+            self._saved[microbatch] = {n: values[n] for n in needed if n in values}
 
     def weights(self, microbatch: int) -> None:
-        """Run the part of a microbatch's backward for the weights, behind that for the input."""
+        """Run the part of a microbatch's backward for the weights, after that for the input."""
         self._compute(WEIGHT, microbatch)
         del self._saved[microbatch]
 
     def take_sent(self, kind: str, microbatch: int) -> list[Any]:
-        """What a microbatch leaves for the next stage, forward or backward; it is not held any longer."""
+        """What a microbatch sends to the next stage, forward or backward; it is freed here."""
         return self._sent[kind].pop(microbatch)
 
     def has_sent(self, kind: str, microbatch: int) -> bool:
-        """Whether there is something to take."""
+        """Whether `take_sent` has something to return."""
         return microbatch in self._sent[kind]
 
     def prepare(self) -> None:
-        """Compute what all microbatches share."""
-        piece = self.cutting.first(self.stage)
-        self.values.update(zip(piece.gives, self._run(piece, ONCE, self._arguments(piece, ONCE, {})), strict=True))
+        """Compute what is hoisted, before the first microbatch."""
+        self._run_once(self.stage_graphs.hoisted_graph(self.stage))
 
     def finish(self, level: int) -> None:
-        """Run the piece of the step's end between two transfers."""
-        piece = self.cutting.last(self.stage, level)
-        self.values.update(zip(piece.gives, self._run(piece, ONCE, self._arguments(piece, ONCE, {})), strict=True))
+        """Run the graph of the step's end that comes after the transfers of this level."""
+        self._run_once(self.stage_graphs.final_graph(self.stage, level))
+
+    def _run_once(self, graph: StageGraph) -> None:
+        self.values.update(zip(graph.gives, self._run(graph, ONCE, self._arguments(graph, ONCE, {})), strict=True))
 
     def join_rows(self) -> None:
-        """Make values of what consists of rows."""
-        for name, found in self.rows.items():
-            if found:
-                self.values[name] = self._join(name, [value for _, value in sorted(found.items())])
+        """Join the rows of each result."""
+        for name, parts in self.rows.items():
+            if parts:
+                # Schedules run microbatches in any order; rows are in that of the batch.
+                self.values[name] = self._join(name, [value for _, value in sorted(parts.items())])
 
     def outputs(self) -> dict[str, Any]:
-        """What the stage has of the program's outputs that it needs nobody else for, by name."""
-        piece = self.cutting.free_outputs()
-        found = dict(zip(piece.gives, self._run(piece, ONCE, self._arguments(piece, ONCE, {})), strict=True))
+        """The program's outputs that the stage has, by name."""
+        graph = self.stage_graphs.free_outputs()
+        found = dict(zip(graph.gives, self._run(graph, ONCE, self._arguments(graph, ONCE, {})), strict=True))
         return {**self.values, **found}
 
     def parameter(self, name: str) -> Any:
         """A parameter that the stage holds, by the name of its placeholder."""
         return self._source(name, ONCE)
 
-    def _piece(self, kind: str) -> StageGraph:
-        return self.cutting.piece(self.stage, kind)
+    def _graph(self, kind: str) -> StageGraph:
+        return self.stage_graphs.microbatch_graph(self.stage, kind)
 
     def _compute(self, kind: str, microbatch: int) -> None:
-        piece, held = self._piece(kind), self._saved[microbatch]
+        graph, saved = self._graph(kind), self._saved[microbatch]
         with self._totals[kind].microbatch():
-            made = self._run(piece, microbatch, self._arguments(piece, microbatch, held))
-        for name, value in zip(piece.gives, made, strict=True):
+            results = self._run(graph, microbatch, self._arguments(graph, microbatch, saved))
+        for name, value in zip(graph.gives, results, strict=True):
             if name in self.rows:
                 self.rows[name][microbatch] = value
-            elif name in self.cutting.kept_names:
+            elif name in self.stage_graphs.names_needed_at_end:
+                # A sum up to this microbatch replaces the last one's.
                 self.values[name] = value
-            held[name] = value
+            saved[name] = value
 
-    def _arguments(self, piece: StageGraph, microbatch: int, held: Mapping[str, Any]) -> list[Any]:
-        found = []
-        for name in piece.takes:
-            known = next((place for place in (held, self.values) if name in place), None)
-            found.append(self._source(name, microbatch) if known is None else known[name])
-        return found
+    def _arguments(self, graph: StageGraph, microbatch: int, saved: Mapping[str, Any]) -> list[Any]:
+        # The microbatch's own values first: `values` has the sums of earlier ones under the same names.
+        arguments = []
+        for name in graph.takes:
+            known = next((values for values in (saved, self.values) if name in values), None)
+            arguments.append(self._source(name, microbatch) if known is None else known[name])
+        return arguments
 
 
-def begin(cutting: StageGraphs, runs: Mapping[int, StageRun], order: Order, exchange: Exchange) -> None:
-    """Tell stages what is to come, and give them the parameters of others that they compute with."""
+def begin(stage_graphs: StageGraphs, runs: Mapping[int, StageRun], order: Order, exchange: Exchange) -> None:
+    """Prepare a step: see which backwards are split, send parameters to stages that share them, run what is hoisted."""
     for action in (a for row in order for a in row):
         if action.stage in runs and action.kind == INPUT:
             runs[action.stage].split = True
-    borrowed = cutting.borrowed()
-    for transfer in borrowed:
-        if transfer.source in runs:
-            run = runs[transfer.source]
-            run.values[transfer.name] = run.parameter(transfer.name)
-    exchange(borrowed, runs)
+    transfers = stage_graphs.parameter_transfers()
+    for name, source, _ in transfers:
+        if source in runs:
+            runs[source].values[name] = runs[source].parameter(name)
+    exchange(transfers, runs)
     for run in runs.values():
         run.prepare()
 
 
-def end(cutting: StageGraphs, runs: Mapping[int, StageRun], exchange: Exchange) -> None:
-    """Run what comes once, when all microbatches are through."""
-    for level in range(cutting.rounds):
-        exchange(cutting.transfers(level), runs)
+def end(stage_graphs: StageGraphs, runs: Mapping[int, StageRun], exchange: Exchange) -> None:
+    """Run what runs once a step, after the last microbatch."""
+    for level in range(stage_graphs.rounds):
+        exchange(stage_graphs.transfers(level), runs)
         for run in runs.values():
             run.finish(level)
     for run in runs.values():
         run.join_rows()
-    exchange(cutting.transfers(cutting.rounds), runs)
+    exchange(stage_graphs.transfers(stage_graphs.rounds), runs)
 
 
 def exchange_here(transfers: Sequence[Transfer], runs: Mapping[int, StageRun]) -> None:
     """Transfers between stages that are all in this process."""
-    for transfer in transfers:
-        if transfer.source in runs and transfer.target in runs:
-            runs[transfer.target].values[transfer.name] = runs[transfer.source].values[transfer.name]
+    for name, source, target in transfers:
+        if source in runs and target in runs:
+            runs[target].values[name] = runs[source].values[name]

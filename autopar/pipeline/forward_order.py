@@ -1,8 +1,8 @@
-"""Where in the forward pass a node belongs: the line along which a pipeline is cut.
+"""Position of every node along the forward pass: the order in which a pipeline is cut into stages.
 
-Forward nodes lie in the order of the graph; what is computed of parameters alone, such as their casts, comes first in
-the graph and lies where it is used. A node of the backward pass lies where the forward node lies that it
-differentiates; what autograd adds up lies where the terms meet.
+Forward nodes have the order of the graph; what is computed from parameters alone, such as their casts, comes first in
+the graph, and has the position of its first use. A node of the backward pass has the position of the forward node that
+it differentiates; a sum that autograd makes has the earliest position of its terms.
 """
 
 from __future__ import annotations
@@ -16,19 +16,23 @@ from autopar.ir.program import Program, is_hoisted
 
 
 def forward_nodes(program: Program) -> set[fx.Node]:
-    """What forward outputs and forward-tagged nodes are computed from, and these nodes."""
-    after: set[fx.Node] = {n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "tangent"}
+    """Forward outputs and forward-tagged nodes, and all that these are computed from."""
+    # What depends on a tangent is of the backward pass, whatever its tag says.
+    backward: set[fx.Node] = {
+        n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "tangent"
+    }
     for node in program.graph.graph.nodes:
-        if any(a in after for a in node.all_input_nodes):
-            after.add(node)
-    tagged = [n for n in program.graph.graph.nodes if n.meta.get("partitioner_tag") == "is_forward" and n not in after]
-    waiting = [*tagged, *(v for v in program.output_values[: program.forward_outputs] if v is not None)]
+        if any(a in backward for a in node.all_input_nodes):
+            backward.add(node)
+    nodes = program.graph.graph.nodes
+    tagged = [n for n in nodes if n.meta.get("partitioner_tag") == "is_forward" and n not in backward]
+    pending = [*tagged, *(v for v in program.output_values[: program.forward_outputs] if v is not None)]
     found: set[fx.Node] = set()
-    while waiting:
-        node = waiting.pop()
+    while pending:
+        node = pending.pop()
         if node not in found and node.op != "output":
             found.add(node)
-            waiting.extend(node.all_input_nodes)
+            pending.extend(node.all_input_nodes)
     return found
 
 
@@ -43,19 +47,23 @@ def positions(program: Program, forward: set[fx.Node]) -> dict[fx.Node, int]:
         if "seq_nr" in node.meta:
             by_number.setdefault((module_path(node), node.meta["seq_nr"]), i)
         by_path[module_path(node)] = i
+    # Backwards, so that users have their position first.
     for node in reversed(calls):
         if node in forward and node not in found:
             found[node] = min((found[u] for u in node.users if u in found), default=last)
-    late = [n for n in calls if n not in forward]
-    for node in late:
+    backward = [n for n in calls if n not in forward]
+    for node in backward:
         path = module_path(node)
+        # torch gives an operator and its derivative the same seq_nr, within a module.
         terms = [found[a] for a in node.all_input_nodes if a in found and a not in forward]
         if _has_stack(node):
             found[node] = by_number.get((path, node.meta.get("seq_nr")), by_path.get(path, last))
         elif terms:
+            # A sum of gradients has no module: it is complete in the stage that comes last in the backward pass.
             found[node] = min(terms)
-    for node in reversed(late):
-        if node not in found:  # for others to come
+    for node in reversed(backward):
+        # What is computed from tangents alone, such as the gradient of a mean, goes where it is used first.
+        if node not in found:
             found[node] = max((found[u] for u in node.users if u in found), default=last)
     return found
 
@@ -73,7 +81,7 @@ def starts(program: Program, forward: set[fx.Node]) -> dict[str, int]:
 
 
 def ends(program: Program, forward: set[fx.Node]) -> dict[str, int]:
-    """The position behind the last operator of every module, by path."""
+    """The position after the last operator of every module, by path."""
     return {path: position + 1 for position, path in _paths(program, forward)}
 
 
@@ -86,14 +94,15 @@ def _paths(program: Program, forward: set[fx.Node]) -> Iterator[tuple[int, str]]
 
 
 def _in_order(program: Program, forward: set[fx.Node]) -> Iterator[fx.Node]:
-    """The forward operators that have a position of their own: not what is computed of parameters and buffers alone."""
+    """The forward operators that have a position of their own: not those of parameters and buffers alone."""
     kinds = zip(program.placeholders, program.inputs, strict=True)
-    apart = {n for n, i in kinds if i.kind in ("parameter", "buffer")}
+    invariant = {n for n, i in kinds if i.kind in ("parameter", "buffer")}
     for node in program.graph.graph.nodes:
         if node.op != "call_function" or node not in forward:
             continue
-        if is_hoisted(node) or (node.all_input_nodes and apart.issuperset(node.all_input_nodes)):
-            apart.add(node)
+        # A node without inputs, such as arange, has the position at which the model creates it.
+        if is_hoisted(node) or (node.all_input_nodes and invariant.issuperset(node.all_input_nodes)):
+            invariant.add(node)
         else:
             yield node
 

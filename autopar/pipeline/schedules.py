@@ -38,15 +38,16 @@ Order = tuple[tuple[Action, ...], ...]
 
 
 class Schedule(NamedTuple):
-    """What sets the schedules apart.
+    """The properties in which schedules differ.
 
     Attributes:
-        ahead: forwards that a device does before its first backward, for each device behind it; None: all there are.
+        ahead: forwards that a device runs before its first backward, for each device after it; None: all there are.
         interleaved: whether a device may have several stages.
-        split: whether the backward is split, so that the part for the weights fills gaps.
-        torch: name of the schedule in torch.distributed.pipelining, where the order is taken from there.
-        two: whether each device has exactly two stages, the first devices having the last ones, too.
-        stage_by_stage: whether a device takes all microbatches through one stage after the other, as any number allows.
+        split: whether the backward is split, so that the part for the weights fills bubbles.
+        torch: name of the schedule in torch.distributed.pipelining, if its order comes from there.
+        two: whether each device has exactly two stages, the first device the first and the last one (a V).
+        stage_by_stage: whether a device takes all microbatches through one stage before the next, which works for any
+            number of microbatches.
     """
 
     ahead: int | None
@@ -73,10 +74,10 @@ SCHEDULES = {
 def order(schedule: str, stages: int, microbatches: int, virtual: int = 1) -> Order:
     """What each device of a pipeline does.
 
-    Stage ``i`` of the ``stages * virtual`` ones lies on device ``i % stages``; with ``zbv`` and ``dualpipe-v`` the
-    second half comes back, from the last device to the first. A device first does forwards (the
-    warm-up), then a forward and a backward by turns, then what is left. ZB-H1's device ``i`` is ``i`` backwards behind
-    with the weights, so that no device holds more than ``stages`` microbatches.
+    Stage ``i`` of the ``stages * virtual`` ones is on device ``i % stages``; with ``zbv`` and ``dualpipe-v`` the second
+    half goes back, from the last device to the first. A device first runs forwards (the warm-up), then forwards and
+    backwards alternately, then the remaining backwards. ZB-H1's device ``i`` runs the part for the weights ``i``
+    backwards later than that for the input, so that no device holds more than ``stages`` microbatches.
 
     Args:
         schedule: a key of `SCHEDULES`, or the text of a table, see `autopar.pipeline.custom_schedule`.
@@ -96,23 +97,27 @@ def order(schedule: str, stages: int, microbatches: int, virtual: int = 1) -> Or
     if rule.torch:
         return _actions(torch_schedule(rule.torch, stages, microbatches, virtual))
     if rule.stage_by_stage:
-        back = rule.two
-        own = [[n * stages + (stages - 1 - d if back and n % 2 else d) for n in range(virtual)] for d in range(stages)]
+        own = [
+            [n * stages + (stages - 1 - device if rule.two and n % 2 else device) for n in range(virtual)]
+            for device in range(stages)
+        ]
         return _stage_by_stage(own, microbatches)
-    a_round = microbatches // max(1, microbatches // stages)
+    # Megatron's interleaving: a device runs a round of microbatches (as many as there are devices, if these divide)
+    # through its first stage, then the same through its next.
+    round_size = microbatches // max(1, microbatches // stages)
     count = microbatches * virtual
-    found = []
+    rows = []
     for device in range(stages):
         warmup = count
         if rule.ahead is not None:
-            warmup = min(count, (virtual - 1) * a_round + rule.ahead * (stages - 1 - device))
+            warmup = min(count, (virtual - 1) * round_size + rule.ahead * (stages - 1 - device))
         row = []
         for kind, step in _turns(count, warmup, device if rule.split else None):
-            local, microbatch = _place(step, a_round, virtual)
+            local, microbatch = _stage_and_microbatch(step, round_size, virtual)
             local = local if kind == FORWARD else virtual - 1 - local  # backwards begin with the last stage
             row.append(Action(local * stages + device, kind, microbatch))
-        found.append(tuple(row))
-    return tuple(found)
+        rows.append(tuple(row))
+    return tuple(rows)
 
 
 def require_numbers(schedule: str, stages: int, microbatches: int, virtual: int = 1) -> None:
@@ -132,7 +137,7 @@ def _actions(rows: Sequence[Sequence[tuple[int, str, int]]]) -> Order:
 
 
 def _stage_by_stage(own: Sequence[Sequence[int]], microbatches: int) -> Order:
-    """All microbatches through one stage after the other of each device's own ones."""
+    """All microbatches through one stage after the other, of each device's own stages."""
     rows = []
     for stages in own:
         forward = [Action(stage, FORWARD, n) for stage in stages for n in range(microbatches)]
@@ -141,13 +146,13 @@ def _stage_by_stage(own: Sequence[Sequence[int]], microbatches: int) -> Order:
     return tuple(rows)
 
 
-def alone(schedule: str) -> bool:
+def suits_one_microbatch(schedule: str) -> bool:
     """Whether a schedule is meant for a single microbatch, too."""
     return is_table(schedule) or SCHEDULES[schedule].stage_by_stage
 
 
 def splits(schedule: str) -> bool:
-    """Whether a schedule has parts of the backward."""
+    """Whether a schedule splits the backward."""
     if is_table(schedule):
         return any(kind == BACKWARD_INPUT for row in parse(schedule) for _, kind, _ in row)
     return SCHEDULES[schedule].split
@@ -158,6 +163,7 @@ def any_count(schedule: str, stages: int, microbatches: int, virtual: int) -> st
     try:
         order(schedule, stages, microbatches, virtual)
     except ValueError:
+        # Parameters are on their stages, and must stay there: only the order of the actions may change.
         if is_table(schedule):
             own = [sorted({stage for stage, _, _ in row}) for row in parse(schedule)]
             return text_of(_stage_by_stage(own, microbatches))
@@ -178,15 +184,15 @@ def device_of(order: Order) -> list[int]:
     Raises:
         ValueError: a stage is on no device, or on two.
     """
-    found: dict[int, int] = {}
+    devices: dict[int, int] = {}
     for device, row in enumerate(order):
         for action in row:
-            if found.setdefault(action.stage, device) != device:
-                raise ValueError(f"stage {action.stage} is on devices {found[action.stage]} and {device}; take one")
-    missing = sorted(set(range(max(found, default=-1) + 1)) - found.keys())
-    if missing or not found:
+            if devices.setdefault(action.stage, device) != device:
+                raise ValueError(f"stage {action.stage} is on devices {devices[action.stage]} and {device}; take one")
+    missing = sorted(set(range(max(devices, default=-1) + 1)) - devices.keys())
+    if missing or not devices:
         raise ValueError(f"no device works on stage {(missing or [0])[0]}; each stage needs one")
-    return [found[stage] for stage in range(len(found))]
+    return [devices[stage] for stage in range(len(devices))]
 
 
 def _rule(schedule: str, stages: int, microbatches: int, virtual: int) -> Schedule:
@@ -196,6 +202,7 @@ def _rule(schedule: str, stages: int, microbatches: int, virtual: int) -> Schedu
         if number < 1:
             raise ValueError(f"{name} {number}: a pipeline needs 1 or more")
     rounds = max(1, microbatches // stages)
+    # torch's V schedules need two microbatches a device.
     least = 1 if SCHEDULES[schedule].stage_by_stage else 2 * stages
     if SCHEDULES[schedule].two and (virtual != 2 or microbatches < least):
         raise ValueError(
@@ -212,18 +219,19 @@ def _rule(schedule: str, stages: int, microbatches: int, virtual: int) -> Schedu
     return SCHEDULES[schedule]
 
 
-def _place(step: int, a_round: int, virtual: int) -> tuple[int, int]:
-    """Which of a device's stages its step-th forward is on, and of which microbatch: rounds, and all stages in each.
+def _stage_and_microbatch(step: int, round_size: int, virtual: int) -> tuple[int, int]:
+    """Which of a device's stages its step-th forward runs, and which microbatch: in each round, all stages in turn.
 
-    >>> [_place(step, 2, 2) for step in range(6)]
+    >>> [_stage_and_microbatch(step, 2, 2) for step in range(6)]
     [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3)]
     """
-    turn, within = divmod(step, a_round)
-    return turn % virtual, turn // virtual * a_round + within
+    turn, within = divmod(step, round_size)
+    return turn % virtual, turn // virtual * round_size + within
 
 
 def _turns(count: int, warmup: int, lag: int | None) -> list[tuple[Kind, int]]:
-    """Kinds and numbers of a device's actions; with a lag, the weights' part comes that many backwards later."""
+    """Kinds and numbers of a device's actions; with a lag, the part for the weights comes that many backwards later."""
+    # A forward before a backward in each turn, as in 1F1B's steady state; the backwards left at the end cool down.
     turns: list[tuple[Kind, int]] = []
     for step in range(count + warmup):
         if step < count:

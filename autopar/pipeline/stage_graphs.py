@@ -1,8 +1,8 @@
-"""The pieces of a stage: graphs that run for a microbatch, forward and backward, and graphs that run once a step.
+"""The graphs of a stage: for a microbatch, forward and backward, and once a step.
 
-What one stage computes and another takes is passed from neighbor to neighbor. What is computed of the batch alone
-(masks) or of parameters alone (views, casts, gathers) is computed in every stage that takes it; what the plan keeps of
-the latter, once a step.
+What one stage computes and another uses is sent from neighbor to neighbor. What is computed from the batch alone
+(masks) or from parameters alone (views, casts, gathers) is computed in every stage that uses it: such nodes are
+*free* of a stage. What the plan hoists of the latter is computed once a step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopar.ir.program import Output, Program, is_hoisted
 from autopar.pipeline.forward_order import forward_nodes
 
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
-"""Pieces of a microbatch; the whole backward is its parts for the input and for the weights."""
+"""Graphs of a microbatch: forward, the whole backward, and the backward's parts for the input and for the weights."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class StageGraph:
 
     Attributes:
         nodes: its operators, in order.
-        takes: names of nodes of the program.
-        gives: the same.
-        root: where the graph's constants are.
+        takes: names of the program's nodes that it takes.
+        gives: names of those that it returns.
+        root: has the graph's constants.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -43,6 +43,7 @@ class StageGraph:
     @cached_property
     def graph(self) -> fx.GraphModule:
         """The graph, which takes a list and empties it."""
+        # Built when it is first used: the search asks for names and nodes of many stages, and runs none.
         graph = fx.Graph()
         sources = {a.name: a for n in self.nodes for a in n.all_input_nodes}
         known = {sources[name]: graph.placeholder(name) for name in self.takes}
@@ -57,17 +58,12 @@ class StageGraph:
         return fx.GraphModule(self.root, graph)
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """A value that goes from one stage to another, once a step."""
-
-    name: str
-    source: int
-    target: int
+Transfer = tuple[str, int, int]
+"""Name of a value that is sent once a step, the stage that sends it, and the stage that receives it."""
 
 
 class StageGraphs:
-    """A program with stages (`autopar.passes.pipeline.assign_stages`) in pieces.
+    """The graphs of each stage of a program with stages (`autopar.passes.pipeline.assign_stages`).
 
     Attributes:
         program: its graph on local tensors.
@@ -81,9 +77,10 @@ class StageGraphs:
         self.inputs = dict(zip(program.placeholders, program.inputs, strict=True))
         self.forward, self.per_step = forward_nodes(program), program.per_step
         self.free = free_nodes(program)
-        self.steady = {n for n in self.order if n.op == "call_function" and is_hoisted(n)}
-        self._pieces: dict[tuple[int, str | int], StageGraph] = {}
-        self._firsts: dict[int, StageGraph] = {}
+        self.hoisted = {n for n in self.order if n.op == "call_function" and is_hoisted(n)}
+        # Identical objects for the same question: `StageGraph.graph` is generated code, and cached on the object.
+        self._graphs: dict[tuple[int, str | int], StageGraph] = {}
+        self._hoisted_graphs: dict[int, StageGraph] = {}
 
     @property
     def described(self) -> list[tuple[Output, fx.Node | None]]:
@@ -92,14 +89,15 @@ class StageGraphs:
 
     def stage(self, node: fx.Node) -> int:
         """The stage that computes a node."""
-        found = info(node).stage
-        assert found is not None
-        return found
+        stage = info(node).stage
+        assert stage is not None
+        return stage
 
     @cached_property
-    def owners(self) -> dict[str, tuple[int, ...]]:
+    def parameter_stages(self) -> dict[str, tuple[int, ...]]:
         """The stages that compute with each parameter, by name; the first of them holds it."""
         users: dict[fx.Node, set[int]] = {n: set() for n, i in self.inputs.items() if i.kind == "parameter"}
+        # Backwards, so that the users of a free node are complete when its inputs get them.
         for node in reversed(self.order):
             if node.op != "call_function":
                 continue
@@ -109,41 +107,45 @@ class StageGraphs:
                     users.setdefault(argument, set()).update(stages)
         return {self.inputs[n].name: tuple(sorted(users[n])) for n in users if n in self.inputs}
 
-    def _kind(self, node: fx.Node) -> str:
+    def _pass_of(self, node: fx.Node) -> str:
         """``F``, ``B`` or ``once``."""
         return "once" if node in self.per_step else FORWARD if node in self.forward else BACKWARD
 
     def _uses(self, node: fx.Node) -> set[tuple[str, int]]:
-        """Kinds and stages of the operators that take a value."""
-        return {(self._kind(u), self.stage(u)) for u in node.users if u.op == "call_function"}
+        """Passes and stages of the operators that take a value."""
+        return {(self._pass_of(u), self.stage(u)) for u in node.users if u.op == "call_function"}
+
+    # Graphs that run for each microbatch.
 
     @cached_property
     def _crossing(self) -> tuple[list[list[fx.Node]], list[list[fx.Node]]]:
-        """What each stage receives from the one before it, and from the one behind it."""
-        down: list[list[fx.Node]] = [[] for _ in range(self.stages)]
-        up: list[list[fx.Node]] = [[] for _ in range(self.stages)]
+        """What each stage receives from the stage before it, and from the stage after it."""
+        from_before: list[list[fx.Node]] = [[] for _ in range(self.stages)]
+        from_after: list[list[fx.Node]] = [[] for _ in range(self.stages)]
         for node in self.order:
             if node.op != "call_function" or node in self.free or node in self.per_step:
                 continue
-            here = self.stage(node)
-            taken = [s for kind, s in self._uses(node) if kind != "once"]
+            own = self.stage(node)
+            using = [s for kind, s in self._uses(node) if kind != "once"]
+            # From neighbor to neighbor, through stages that do not use it, as torch's runtime sends: a skip connection
+            # over three stages is sent three times.
             if node in self.forward:
-                for s in range(here + 1, max(taken, default=here) + 1):
-                    down[s].append(node)
-            for s in range(min(taken, default=here), here):
-                up[s].append(node)
-        return down, up
+                for s in range(own + 1, max(using, default=own) + 1):
+                    from_before[s].append(node)
+            for s in range(min(using, default=own), own):
+                from_after[s].append(node)
+        return from_before, from_after
 
-    def made(self) -> list[StageGraph]:
-        """The pieces that have been asked for."""
-        return list(self._pieces.values())
+    def built(self) -> list[StageGraph]:
+        """The graphs that have been asked for."""
+        return list(self._graphs.values())
 
     def received(self, stage: int) -> tuple[str, ...]:
-        """What a stage receives from the one before it, in order."""
+        """What a stage receives from the stage before it, in order."""
         return tuple(n.name for n in self._crossing[0][stage]) if 0 < stage < self.stages else ()
 
     def returned(self, stage: int) -> tuple[str, ...]:
-        """What a stage receives from the one behind it, in order."""
+        """What a stage receives from the stage after it, in order."""
         return tuple(n.name for n in self._crossing[1][stage]) if 0 <= stage < self.stages - 1 else ()
 
     def node(self, name: str) -> fx.Node:
@@ -157,169 +159,182 @@ class StageGraphs:
     def _own(self, stage: int, kind: str) -> list[fx.Node]:
         return [
             n for n in self.order
-            if n.op == "call_function" and n not in self.free and self._kind(n) == kind and self.stage(n) == stage
+            if n.op == "call_function" and n not in self.free and self._pass_of(n) == kind and self.stage(n) == stage
         ]  # fmt: skip
 
     @cached_property
-    def kept(self) -> set[fx.Node]:
-        """Values of a microbatch that the step needs at its end: sums, and results of rows."""
-        taken = {a for n in self.per_step for a in n.all_input_nodes} | {v for v in self.program.output_values if v}
-        return {n for n in taken if n.op == "call_function" and n not in self.per_step and n not in self.free}
+    def needed_at_end(self) -> set[fx.Node]:
+        """Values of a microbatch that outlive it: sums over microbatches, and results that consist of rows."""
+        used = {a for n in self.per_step for a in n.all_input_nodes} | {v for v in self.program.output_values if v}
+        return {n for n in used if n.op == "call_function" and n not in self.per_step and n not in self.free}
 
     @cached_property
-    def kept_names(self) -> frozenset[str]:
-        """Names of `kept`."""
-        return frozenset(n.name for n in self.kept)
+    def names_needed_at_end(self) -> frozenset[str]:
+        """Names of `needed_at_end`."""
+        return frozenset(n.name for n in self.needed_at_end)
 
-    def piece(self, stage: int, kind: str) -> StageGraph:
-        """The graph that a stage runs for a microbatch."""
-        if (stage, kind) not in self._pieces:
-            self._pieces[stage, kind] = self._cut(stage, kind)
-        return self._pieces[stage, kind]
+    def microbatch_graph(self, stage: int, kind: str) -> StageGraph:
+        """The graph that a stage runs for a microbatch, forward, backward, or one of the backward's two parts."""
+        if (stage, kind) not in self._graphs:
+            build = self._forward_graph(stage) if kind == FORWARD else self._backward_graph(stage, kind)
+            self._graphs[stage, kind] = build
+        return self._graphs[stage, kind]
 
-    def first(self, stage: int) -> StageGraph:
+    def hoisted_graph(self, stage: int) -> StageGraph:
         """What a stage computes before the first microbatch, for all of them."""
-        if stage not in self._firsts:
-            pieces = [self.piece(stage, FORWARD), self.piece(stage, BACKWARD), self.free_outputs()]
-            pieces += [self.last(stage, level) for level in range(self.rounds)]
-            wanted = {self.node(name) for piece in pieces for name in piece.takes} & self.steady
-            self._firsts[stage] = self._piece(_ancestors(wanted, self.steady), wanted)
-        return self._firsts[stage]
+        if stage not in self._hoisted_graphs:
+            graphs = [self.microbatch_graph(stage, FORWARD), self.microbatch_graph(stage, BACKWARD)]
+            graphs += [self.free_outputs(), *(self.final_graph(stage, level) for level in range(self.rounds))]
+            used = {self.node(name) for graph in graphs for name in graph.takes} & self.hoisted
+            self._hoisted_graphs[stage] = self._stage_graph(_ancestors(used, self.hoisted), used)
+        return self._hoisted_graphs[stage]
 
-    def _cut(self, stage: int, kind: str) -> StageGraph:
-        if kind == FORWARD:
-            nodes = self._own(stage, FORWARD)
-            late = self._own(stage, BACKWARD)
-            computed = self._with_free(nodes)
-            sent = [self.node(n) for n in (*self.received(stage + 1), *self.returned(stage - 1))]
-            wanted = {a for n in self._with_free(late, without=computed) for a in n.all_input_nodes} & computed
-            return self._piece(computed, {*nodes} & {*sent, *self.kept} | wanted)
-        early = self._with_free(self._own(stage, FORWARD))
-        nodes = self._own(stage, BACKWARD)
-        computed = self._with_free(nodes, without=early)
-        sends = {self.node(n) for n in self.returned(stage - 1)} & {*nodes}
+    def _forward_graph(self, stage: int) -> StageGraph:
+        own = self._own(stage, FORWARD)
+        computed = self._with_free(own)
+        sent = [self.node(n) for n in (*self.received(stage + 1), *self.returned(stage - 1))]
+        # The backward graph reuses what the forward graph has computed; free values that it alone needs, it computes.
+        backward = self._with_free(self._own(stage, BACKWARD), without=computed)
+        saved = {a for n in backward for a in n.all_input_nodes} & computed
+        return self._stage_graph(computed, {*own} & {*sent, *self.needed_at_end} | saved)
+
+    def _backward_graph(self, stage: int, kind: str) -> StageGraph:
+        saved = self._with_free(self._own(stage, FORWARD))
+        own = self._own(stage, BACKWARD)
+        computed = self._with_free(own, without=saved)
+        sent = {self.node(n) for n in self.returned(stage - 1)} & {*own}
         if kind == BACKWARD:
-            return self._piece(computed, sends | self.kept & computed)
-        for_input = _ancestors(sends, computed)
-        rest = computed - for_input
+            return self._stage_graph(computed, sent | self.needed_at_end & computed)
+        # Zero bubble (arXiv 2401.10241): the part for the input is what the stage before waits for, and no more.
+        for_input = _ancestors(sent, computed)
+        for_weight = computed - for_input
         if kind == INPUT:
-            wanted = {a for n in rest for a in n.all_input_nodes} & for_input
-            return self._piece(for_input, sends | wanted | self.kept & for_input)
-        return self._piece(rest, self.kept & rest)
+            shared = {a for n in for_weight for a in n.all_input_nodes} & for_input
+            return self._stage_graph(for_input, sent | shared | self.needed_at_end & for_input)
+        return self._stage_graph(for_weight, self.needed_at_end & for_weight)
 
     def _with_free(self, nodes: Iterable[fx.Node], without: Collection[fx.Node] = ()) -> set[fx.Node]:
-        """These nodes, and what is computed for them of the batch or of parameters alone."""
+        """These nodes, and the free nodes that they are computed from."""
         found = set(nodes)
-        waiting = list(found)
-        while waiting:
-            for argument in waiting.pop().all_input_nodes:
-                fresh = argument not in found and argument not in without and argument not in self.steady
-                if fresh and argument in self.free and argument.op != "placeholder":
+        pending = list(found)
+        while pending:
+            for argument in pending.pop().all_input_nodes:
+                is_new = argument not in found and argument not in without and argument not in self.hoisted
+                if is_new and argument in self.free and argument.op != "placeholder":
                     found.add(argument)
-                    waiting.append(argument)
+                    pending.append(argument)
         return found
 
-    def _piece(self, nodes: set[fx.Node], gives: Iterable[fx.Node]) -> StageGraph:
+    def _stage_graph(self, nodes: set[fx.Node], gives: Iterable[fx.Node]) -> StageGraph:
+        # In the order of the whole graph: names and order must be the same on every device that sends or receives.
         ordered = sorted(nodes, key=self.order.__getitem__)
-        taken = sorted({a for n in ordered for a in n.all_input_nodes if a not in nodes}, key=self.order.__getitem__)
-        given = sorted(gives, key=self.order.__getitem__)
-        names = (tuple(n.name for n in taken), tuple(n.name for n in given))
+        inputs = sorted({a for n in ordered for a in n.all_input_nodes if a not in nodes}, key=self.order.__getitem__)
+        outputs = sorted(gives, key=self.order.__getitem__)
+        names = (tuple(n.name for n in inputs), tuple(n.name for n in outputs))
         return StageGraph(tuple(ordered), *names, self.program.graph)
 
-    # What runs once a step, when all microbatches are through.
+    # Graphs that run once a step, after the last microbatch, with transfers between stages in front of each.
 
     @cached_property
     def _levels(self) -> dict[fx.Node, int]:
-        """Of every operator that runs once: how many transfers come before it, one after the other."""
-        found: dict[fx.Node, int] = {}
+        """Of every operator that runs once a step: how many transfers come before it, one after the other."""
+        levels: dict[fx.Node, int] = {}
         for node in self.order:
             if node in self.per_step and node not in self.free:
-                before = [(found.get(a, 0), self.stage(a)) for a in node.all_input_nodes if self._moves(a)]
-                found[node] = max((n + (s != self.stage(node)) for n, s in before), default=0)
-        return found
+                before = [(levels.get(a, 0), self.stage(a)) for a in node.all_input_nodes if self._has_stage(a)]
+                levels[node] = max((n + (s != self.stage(node)) for n, s in before), default=0)
+        return levels
 
-    def _moves(self, node: fx.Node) -> bool:
-        """Whether a stage must get the value from the one that computes it."""
+    def _has_stage(self, node: fx.Node) -> bool:
+        """Whether one stage computes the value, and others must get it from there."""
         return node.op == "call_function" and node not in self.free
 
     @property
     def rounds(self) -> int:
-        """How many pieces a stage runs at the end of a step, with transfers between them."""
+        """How many graphs a stage runs at the end of a step, with transfers between them."""
         return max(self._levels.values(), default=0) + 1
 
-    def last(self, stage: int, level: int) -> StageGraph:
-        """What a stage runs at the end of a step, between transfers."""
-        if (stage, level) not in self._pieces:
-            self._pieces[stage, level] = self._last(stage, level)
-        return self._pieces[stage, level]
-
-    def _last(self, stage: int, level: int) -> StageGraph:
-        nodes = {n for n, found in self._levels.items() if found == level and self.stage(n) == stage}
-        outside = {n for n in nodes if any(u not in nodes for u in n.users)}
-        return self._piece(self._with_free(nodes), outside)
+    def final_graph(self, stage: int, level: int) -> StageGraph:
+        """The graph that a stage runs at the end of a step, after the transfers of this level."""
+        if (stage, level) not in self._graphs:
+            nodes = {n for n, own in self._levels.items() if own == level and self.stage(n) == stage}
+            used_outside = {n for n in nodes if any(u not in nodes for u in n.users)}
+            self._graphs[stage, level] = self._stage_graph(self._with_free(nodes), used_outside)
+        return self._graphs[stage, level]
 
     def free_outputs(self) -> StageGraph:
-        """What computes those outputs that every stage has by itself."""
-        wanted = {v for v in self.program.output_values if v is not None and v.op == "call_function" and v in self.free}
-        return self._piece(self._with_free(wanted), wanted)
+        """The graph of those outputs that every stage computes by itself."""
+        outputs = {
+            v for v in self.program.output_values if v is not None and v.op == "call_function" and v in self.free
+        }
+        return self._stage_graph(self._with_free(outputs), outputs)
 
     def transfers(self, level: int) -> list[Transfer]:
-        """What goes from stage to stage in front of the pieces of a level; the last is that of the outputs."""
+        """What goes from stage to stage before the graphs of a level; the last level is that of the outputs."""
         if level == self.rounds:
             return self._final_transfers()
-        found = set()
+        found: set[tuple[int, Transfer]] = set()
         for node, own in self._levels.items():
             if own == level:
                 found |= {
-                    (self.order[a], Transfer(a.name, self.stage(a), self.stage(node)))
+                    (self.order[a], (a.name, self.stage(a), self.stage(node)))
                     for a in node.all_input_nodes
-                    if self._moves(a) and self.stage(a) != self.stage(node)
+                    if self._has_stage(a) and self.stage(a) != self.stage(node)
                 }
-        return [t for _, t in sorted(found, key=lambda f: (f[0], f[1].target))]
+        # One order on all devices, or a send and a receive between two of them would not match.
+        return [transfer for _, transfer in sorted(found, key=lambda f: (f[0], f[1][2]))]
 
     def _final_transfers(self) -> list[Transfer]:
         """Scalars and buffers go to all stages, gradients to those that hold the parameter; other results stay."""
-        found = []
+        found: list[Transfer] = []
         for output, value in self.described:
-            if value is None or not self._moves(value) or self.home(output, value) is not None:
+            if value is None or not self._has_stage(value) or self.result_stage(output, value) is not None:
                 continue
-            everyone = tuple(range(self.stages))
-            targets = self.holders(output.name) if output.kind == "gradient" else everyone
-            found += [Transfer(value.name, self.stage(value), t) for t in targets if t != self.stage(value)]
+            every_stage = tuple(range(self.stages))
+            targets = self.holders(output.name) if output.kind == "gradient" else every_stage
+            found += [(value.name, self.stage(value), t) for t in targets if t != self.stage(value)]
         return list(dict.fromkeys(found))
 
-    def home(self, output: Output, value: fx.Node) -> int | None:
+    def result_stage(self, output: Output, value: fx.Node) -> int | None:
         """The stage that alone has a result; None: all have it."""
-        if output.kind != "result" or not self._moves(value) or not value.meta["val"].ndim:
+        if output.kind != "result" or not self._has_stage(value) or not value.meta["val"].ndim:
             return None
         return self.stage(value)
 
     def holders(self, parameter: str) -> tuple[int, ...]:
         """The stages that hold a parameter: the first that computes with it, or all."""
         node = next(n for n, i in self.inputs.items() if (i.kind, i.name) == ("parameter", parameter))
-        stages = self.owners[parameter]
+        stages = self.parameter_stages[parameter]
         if is_held_by_all(node.meta["val"].shape, self.stages) or not stages:
             return tuple(range(self.stages))
         return stages[:1]
 
-    def borrowed(self) -> list[Transfer]:
-        """Parameters that go to further stages that compute with them, at the beginning of a step."""
-        found = []
+    def parameter_transfers(self) -> list[Transfer]:
+        """Parameters that go, at the beginning of a step, to further stages that use them, such as tied ones."""
+        found: list[Transfer] = []
         for node, spec in self.inputs.items():
             if spec.kind == "parameter":
                 holders = self.holders(spec.name)
-                found += [Transfer(node.name, holders[0], s) for s in self.owners[spec.name] if s not in holders]
+                using = self.parameter_stages[spec.name]
+                found += [(node.name, holders[0], s) for s in using if s not in holders]
         return found
 
 
 def is_held_by_all(shape: Iterable[int], stages: int) -> bool:
-    """Whether every stage holds a parameter: torch's placements cannot say of so small a one that only one does."""
+    """Whether every stage holds a parameter, since it is too small to be held by one.
+
+    A parameter of one stage is a DTensor in ``Shard(0)`` along the axis of the stages: its dim 0 needs a row
+    for each of them.
+    """
     first = next(iter(shape), 0)
     return first < stages
 
 
 def free_nodes(program: Program) -> set[fx.Node]:
-    """Values that depend on the batch and buffers alone and cost little, or on parameters and buffers alone."""
+    """Values that each stage computes by itself: of the batch and buffers alone, or of parameters and buffers alone.
+
+    Matrix multiplications and other operators with FLOPs are not among them, unless hoisted.
+    """
     kinds = {n: i.kind for n, i in zip(program.placeholders, program.inputs, strict=True)}
     sources: dict[fx.Node, frozenset[str]] = {}
     found: set[fx.Node] = set()
@@ -328,24 +343,26 @@ def free_nodes(program: Program) -> set[fx.Node]:
             continue
         if node.op == "placeholder":
             kind = kinds[node]
+            # A tangent comes with the batch; buffers are on every stage, and may be combined with either.
             sources[node] = frozenset({"batch" if kind == "tangent" else kind} - {"buffer"})
             found.add(node)
             continue
         sources[node] = frozenset().union(*(sources[a] for a in node.all_input_nodes))
         heavy = getattr(node.target, "overloadpacket", None) in flop_registry
-        apart = all(a in found for a in node.all_input_nodes) and len(sources[node]) < 2
-        if (apart and not heavy and node.target is not accumulate) or is_hoisted(node):
+        one_source = all(a in found for a in node.all_input_nodes) and len(sources[node]) < 2
+        # A sum over microbatches has a state, which must be in one place.
+        if (one_source and not heavy and node.target is not accumulate) or is_hoisted(node):
             found.add(node)
     return found
 
 
 def _ancestors(nodes: Iterable[fx.Node], within: set[fx.Node]) -> set[fx.Node]:
-    """Nodes that some are computed from, and these, as far as they are ``within`` others."""
+    """Those of ``nodes`` that are ``within``, and what they are computed from there."""
     found: set[fx.Node] = set()
-    waiting = [n for n in nodes if n in within]
-    while waiting:
-        node = waiting.pop()
+    pending = [n for n in nodes if n in within]
+    while pending:
+        node = pending.pop()
         if node not in found:
             found.add(node)
-            waiting += [a for a in node.all_input_nodes if a in within]
+            pending += [a for a in node.all_input_nodes if a in within]
     return found

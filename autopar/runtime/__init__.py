@@ -1,1 +1,1 @@
-"""The runtime: rewritten graphs on real ranks, behind a module that looks like the original."""
+"""The runtime: rewritten graphs on real ranks."""

@@ -16,7 +16,7 @@ from autopar.ir import layout as lay
 from autopar.ir.layout import Layout, TensorType
 from autopar.ir.shards import with_padding, without_padding
 from autopar.runtime.mesh import MeshContext
-from autopar.runtime.state.stage_tensor import home_of, staged
+from autopar.runtime.state.stage_tensor import owner_of, with_owner
 
 Placements = tuple[TorchPlacement, ...]
 
@@ -29,9 +29,12 @@ def to_placements(type_: TensorType, layout: Layout) -> Placements:
             found.append(Replicate())
         elif isinstance(placement, lay.Partial):
             found.append(TorchPartial(placement.op))
-        elif isinstance(placement, lay.At):  # the norm of a gradient is then added up over the stages
+        elif isinstance(placement, lay.At):
+            # To torch the other stages have empty shards: clip_grad_norm_ then adds each gradient's norm once.
             found.append(Shard(0))
         else:
+            # torch's name for a split within a fused dim, such as q, k and v in one weight: split_factor blocks, each
+            # of which is split.
             before = math.prod(f.size for f in type_.dims[placement.dim][: placement.factor])
             found.append(StridedShard(placement.dim, split_factor=before) if before > 1 else Shard(placement.dim))
     return tuple(found)
@@ -40,7 +43,7 @@ def to_placements(type_: TensorType, layout: Layout) -> Placements:
 def from_placements(
     type_: TensorType, placements: Sequence[TorchPlacement], sizes: Sequence[int], *, uneven: bool = False
 ) -> Layout | None:
-    """The layout that says the same as torch's placements; None if the tensor's factors cannot say it.
+    """The layout that equals torch's placements; None if the tensor's factors cannot express it.
 
     ``uneven`` allows splits that would divide if the tensor were padded.
     """
@@ -81,11 +84,12 @@ def plain_type(shape: Sequence[int], dtype: torch.dtype) -> TensorType:
 def local_block(
     full: torch.Tensor, type_: TensorType, layout: Layout, sizes: Sequence[int], coordinates: Sequence[int]
 ) -> torch.Tensor:
-    """What the device at ``coordinates`` computes on of ``full``: contiguous, and a copy if it is a part only.
+    """The block of ``full`` that the device at ``coordinates`` computes on: contiguous, a copy unless it is all.
 
     ``full`` may lack the padding that its type has.
     """
     if not lay.is_held(layout, coordinates):
+        # As torch's Shard(0) has it on ranks beyond the last row: empty along dim 0, the other dims as they are.
         return full.new_empty((0, *lay.local_shape(type_, layout, sizes)[1:]))
     full = with_padding(full, type_.shape)
     if not any(isinstance(p, lay.Split) for p in layout):
@@ -95,6 +99,7 @@ def local_block(
         if isinstance(placement, lay.Split):
             key = (placement.dim, placement.factor)
             starts[key] = starts.get(key, 0) * n + index  # earlier axes are further out
+    # With one dim for each factor, every split is a plain slice of one dim.
     block = full.reshape([f.size for dim in type_.dims for f in dim])
     position = 0
     parts = lay.factor_parts(layout, sizes)
@@ -111,6 +116,7 @@ def stored(local: torch.Tensor, type_: TensorType, layout: Layout, coordinates: 
     if not type_.used or not lay.is_held(layout, coordinates):
         return local
     shape = list(local.shape)
+    # Padding is at the end of a dim, so it falls on the last devices; some may be left with nothing.
     for d, used in enumerate(type_.used):
         start = sum(c * shape[d] for p, c in zip(layout, coordinates, strict=True) if p == lay.Split(d, 0))
         shape[d] = max(0, min(shape[d], used - start)) if used != type_.shape[d] else shape[d]
@@ -149,29 +155,30 @@ def block_ranges(
     return tuple(ranges), tuple(rest)
 
 
-def spec_of(place: MeshContext, shape: Sequence[int], dtype: torch.dtype, placements: Placements) -> DTensorSpec:
-    """What a DTensor of this global shape knows about itself."""
-    assert place.mesh is not None
+def spec_of(context: MeshContext, shape: Sequence[int], dtype: torch.dtype, placements: Placements) -> DTensorSpec:
+    """The metadata of a DTensor of this global shape, as if it were contiguous."""
+    assert context.mesh is not None
+    # Not DTensor.from_local, which takes all shards to be equally long if it is given no shape.
     stride: list[int] = []
     step = 1
     for n in reversed(shape):
         stride.insert(0, step)
         step *= max(n, 1)
-    return DTensorSpec(place.mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
+    return DTensorSpec(context.mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
 
 
-def from_local(local: torch.Tensor, place: MeshContext, shape: Sequence[int], placements: Placements) -> torch.Tensor:
+def from_local(local: torch.Tensor, context: MeshContext, shape: Sequence[int], placements: Placements) -> torch.Tensor:
     """A DTensor around a block; the block itself where there is no mesh."""
-    if place.mesh is None:
+    if context.mesh is None:
         return local
-    spec = spec_of(place, shape, local.dtype, placements)
+    spec = spec_of(context, shape, local.dtype, placements)
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def of_layout(local: torch.Tensor, place: MeshContext, type_: TensorType, layout: Layout) -> torch.Tensor:
-    """A DTensor around a block that lies as a layout says; the block itself where there is no mesh."""
-    found = from_local(local, place, type_.stored_shape, to_placements(type_, layout))
-    return staged(found, home_of(layout)) if isinstance(found, DTensor) else found
+def of_layout(local: torch.Tensor, context: MeshContext, type_: TensorType, layout: Layout) -> torch.Tensor:
+    """A DTensor of a layout around this rank's block; the block itself where there is no mesh."""
+    tensor = from_local(local, context, type_.stored_shape, to_placements(type_, layout))
+    return with_owner(tensor, owner_of(layout)) if isinstance(tensor, DTensor) else tensor
 
 
 def to_local(tensor: torch.Tensor) -> torch.Tensor:
@@ -185,46 +192,47 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
         return DTensor.full_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def on_all_stages(tensor: torch.Tensor, type_: TensorType, layout: Layout, place: MeshContext) -> torch.Tensor:
+def on_all_stages(tensor: torch.Tensor, type_: TensorType, layout: Layout, context: MeshContext) -> torch.Tensor:
     """A parameter, or its gradient, on the devices of every stage; a collective call if one stage holds it."""
     axis = next((i for i, p in enumerate(layout) if isinstance(p, lay.At)), None)
-    if axis is None or place.mesh is None:
+    if axis is None or context.mesh is None:
         return tensor
-    inside = (*layout[:axis], lay.Replicate(), *layout[axis + 1 :])
+    everywhere = (*layout[:axis], lay.Replicate(), *layout[axis + 1 :])
     local, source = to_local(tensor).detach(), layout[axis]
     assert isinstance(source, lay.At)
-    if place.coordinates[axis] != source.index:
-        shape = stored(
-            torch.empty(lay.local_shape(type_, inside, place.sizes), device="meta"), type_, inside, place.coordinates
-        ).shape
-        local = local.new_empty(shape)
+    if context.coordinates[axis] != source.index:
+        # Receivers have an empty local tensor. Their block has the sender's shape, padding left out, since devices
+        # along the axis of the stages have all other coordinates in common.
+        padded = torch.empty(lay.local_shape(type_, everywhere, context.sizes), device="meta")
+        local = local.new_empty(stored(padded, type_, everywhere, context.coordinates).shape)
     local = local.contiguous()
-    with place.during("a parameter that one stage holds"):
-        dist.broadcast(local, group=place.mesh.get_group(axis), group_src=source.index)
-    return of_layout(local, place, type_, inside)
+    with context.during("a parameter that one stage holds"):
+        dist.broadcast(local, group=context.mesh.get_group(axis), group_src=source.index)
+    return of_layout(local, context, type_, everywhere)
 
 
-def redistribute(tensor: torch.Tensor, place: MeshContext, placements: Placements) -> torch.Tensor:
+def redistribute(tensor: torch.Tensor, context: MeshContext, placements: Placements) -> torch.Tensor:
     """A DTensor in other placements; a collective call unless it has them already."""
     assert isinstance(tensor, DTensor)
     if tuple(tensor.placements) == placements:
         return tensor
     with torch.no_grad():
-        return tensor.redistribute(place.mesh, placements)
+        return tensor.redistribute(context.mesh, placements)
 
 
-def in_layout(value: DTensor, type_: TensorType, layout: Layout, place: MeshContext) -> torch.Tensor:
+def in_layout(value: DTensor, type_: TensorType, layout: Layout, context: MeshContext) -> torch.Tensor:
     """A DTensor in the layout of a parameter; a collective call unless it has it already."""
     if lay.is_everywhere(layout):
-        return redistribute(value, place, to_placements(type_, layout))
-    block = stored_block(full_tensor(value), type_, layout, place.sizes, place.coordinates)
-    return of_layout(block, place, type_, layout)
+        return redistribute(value, context, to_placements(type_, layout))
+    # torch has no placement for a tensor of one stage: redistribute would take its Shard(0) by its word.
+    block = stored_block(full_tensor(value), type_, layout, context.sizes, context.coordinates)
+    return of_layout(block, context, type_, layout)
 
 
-def part_of(tensor: torch.Tensor, type_: TensorType, layout: Layout, place: MeshContext) -> torch.Tensor:
+def part_of(tensor: torch.Tensor, type_: TensorType, layout: Layout, context: MeshContext) -> torch.Tensor:
     """This rank's block in ``layout``, as it computes on it, of a DTensor of any placements or a whole plain tensor."""
     if not isinstance(tensor, DTensor):
-        return local_block(tensor.detach(), type_, layout, place.sizes, place.coordinates)
-    if from_placements(type_, tensor.placements, place.sizes) == layout:
-        return computed(tensor._local_tensor.detach(), type_, layout, place.sizes).contiguous()
-    return local_block(full_tensor(tensor), type_, layout, place.sizes, place.coordinates)
+        return local_block(tensor.detach(), type_, layout, context.sizes, context.coordinates)
+    if from_placements(type_, tensor.placements, context.sizes) == layout:
+        return computed(tensor._local_tensor.detach(), type_, layout, context.sizes).contiguous()
+    return local_block(full_tensor(tensor), type_, layout, context.sizes, context.coordinates)

@@ -17,14 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar._torch_compat import set_group_timeout
 from autopar.errors import AutoparError, RankError
 from autopar.runtime.agreement.control import Control, control_of
-from autopar.runtime.agreement.points import Details, Point
+from autopar.runtime.agreement.points import Details
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class MeshContext:
-    """This process's place.
+    """This process's rank on a mesh, and its means of communication.
 
     Attributes:
         axes: name and size of each mesh axis, outermost first.
@@ -32,7 +32,7 @@ class MeshContext:
         device: where its tensors live.
         mesh: None for one device without a process group.
         groups: name of the process group along each axis.
-        control: how this rank agrees with the others.
+        control: how this rank agrees with the others; None for one device.
         timeout: seconds that a rank waits for the others.
     """
 
@@ -51,7 +51,7 @@ class MeshContext:
 
     @property
     def rank(self) -> int:
-        """Number of this rank among those of the mesh; 0 solves."""
+        """Number of this rank among those of the mesh; rank 0 searches for plans."""
         return 0 if self.control is None else self.control.rank
 
     @property
@@ -71,20 +71,22 @@ class MeshContext:
         """What rank 0 finds; if it fails, every rank raises its error."""
         if self.control is None:
             return solve()
-        answer: list[Any] = [None, None]
+        result_and_error: list[Any] = [None, None]
         own: Exception | None = None
         if self.rank == 0:
             try:
-                answer[0] = solve()
+                result_and_error[0] = solve()
             except Exception as e:
-                own, answer[1] = e, portable(e)
-        self.control.meet(Point(what))
+                own, result_and_error[1] = e, portable(e)
+        # Else a rank that is at another call would take part in this broadcast, and unpickle something else.
+        self.control.meet(what)
         with self.control.during(what, everyone=True):
-            dist.broadcast_object_list(answer, group=self.control.group, group_src=0)
-        if answer[1] is not None:
-            raise own or answer[1]
-        found: T = answer[0]
-        return found
+            dist.broadcast_object_list(result_and_error, group=self.control.group, group_src=0)
+        if result_and_error[1] is not None:
+            # Rank 0 raises its own error, which still has its traceback; pickling drops it.
+            raise own or result_and_error[1]
+        result: T = result_and_error[0]
+        return result
 
     def together(self, work: Callable[[], T], what: str) -> T:
         """Run ``work`` on every rank; if it fails on one, it fails on all, so that none waits for it.
@@ -98,6 +100,7 @@ class MeshContext:
             result = work()
         except Exception as e:
             own = e
+        # Gathered even on success: without it this rank would go on into a collective that a failed rank never joins.
         errors = self.gather(None if own is None else f"{type(own).__name__}: {own}", what)
         if own is not None:
             raise own
@@ -113,9 +116,10 @@ class MeshContext:
             RankError: they differ; names the ranks.
         """
         values = self.gather(value, what)
-        odd = [r for r, v in enumerate(values) if v != values[0]]
-        if odd:
-            raise RankError(f"{what}: rank {odd[0]} has {values[odd[0]]}, rank 0 has {values[0]}; {remedy}")
+        different = [r for r, v in enumerate(values) if v != values[0]]
+        if different:
+            rank = different[0]
+            raise RankError(f"{what}: rank {rank} has {values[rank]}, rank 0 has {values[0]}; {remedy}")
 
     def meet(self, what: str, details: Details = ()) -> None:
         """Wait until every rank is about to do the same; nothing where there is no mesh.
@@ -124,15 +128,15 @@ class MeshContext:
             RankError: one is not, or does not come.
         """
         if self.control is not None:
-            self.control.meet(Point(what, details))
+            self.control.meet(what, details)
 
     def during(
         self, what: str, locate: Callable[[BaseException], str] = lambda _: "", *, in_step: bool = True
     ) -> AbstractContextManager[None]:
-        """In place of the error of a collective within, which fails where another rank is gone, one that says so.
+        """Replace the error of a collective within, which fails where another rank is gone, by one that says so.
 
         Args:
-            what: is done.
+            what: what the body does, for the message.
             locate: says which collective an error comes from.
             in_step: whether this rank is out of step with the others if it alone fails at it.
 
@@ -152,23 +156,24 @@ def portable(error: Exception) -> Exception:
 
 
 def one_device(device: torch.device) -> MeshContext:
-    """The place of a process that is alone."""
+    """The context of a process without others."""
     return MeshContext((("device", 1),), (0,), device)
 
 
 def split_mesh(mesh: DeviceMesh, axes: Sequence[tuple[str, int]]) -> DeviceMesh:
-    """The same ranks on finer axes; every rank calls it, for process groups are made."""
+    """The same ranks on finer axes; every rank calls it, since it makes process groups."""
+    # Row-major: an axis that is split has its outer factor first, so ranks stay in the order of the coarse mesh.
     ranks = mesh.mesh.reshape([n for _, n in axes])
     return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=tuple(name for name, _ in axes))
 
 
-def refined(place: MeshContext, axes: tuple[tuple[str, int], ...]) -> MeshContext:
-    """The place on finer axes of the same mesh; every rank calls it. The same place if they are its own."""
-    if axes == place.axes or place.mesh is None:
-        return place
-    with place.during(f"making axes {dict(axes)} of the mesh"):
-        mesh = split_mesh(place.mesh, axes)
-    return place_on(mesh, place.timeout)
+def with_axes(context: MeshContext, axes: tuple[tuple[str, int], ...]) -> MeshContext:
+    """The context on finer axes of the same mesh; every rank calls it. The same context if it has these axes."""
+    if axes == context.axes or context.mesh is None:
+        return context
+    with context.during(f"making axes {dict(axes)} of the mesh"):
+        mesh = split_mesh(context.mesh, axes)
+    return mesh_context(mesh, context.timeout)
 
 
 def axes_of(mesh: DeviceMesh) -> dict[str, int]:
@@ -177,8 +182,8 @@ def axes_of(mesh: DeviceMesh) -> dict[str, int]:
     return dict(zip(names, mesh.shape, strict=True))
 
 
-def place_on(mesh: DeviceMesh, timeout: float) -> MeshContext:
-    """This rank's place on a mesh; ``timeout`` is set on the mesh's process groups.
+def mesh_context(mesh: DeviceMesh, timeout: float) -> MeshContext:
+    """This rank's context on a mesh; ``timeout`` is set on the mesh's process groups.
 
     Raises:
         ValueError: no process group, a backend that does not fit the device, or a mesh of another size than the world.
@@ -196,18 +201,21 @@ def place_on(mesh: DeviceMesh, timeout: float) -> MeshContext:
     if coordinate is None:
         raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh}; call parallelize on the mesh's ranks only")
     groups = [mesh.get_group(i) for i in range(len(sizes))]
-    whole = groups[0] if len(sizes) == 1 else dist.group.WORLD
-    for group in (*groups, whole):
+    # A DeviceMesh has a group for each axis and none for all of its ranks. A mesh of one axis may be a part of the
+    # world; of several axes it must span the world, whose group is then the one of all ranks.
+    all_ranks = groups[0] if len(sizes) == 1 else dist.group.WORLD
+    for group in (*groups, all_ranks):
         _check_backend(group, mesh.device_type)
         set_group_timeout(timedelta(seconds=timeout), group)
     device = torch.device(mesh.device_type)
     if device.type == "cuda":
+        # "cuda" without an index compares unequal to the device of a tensor on it.
         device = torch.device("cuda", torch.cuda.current_device())
-    named = {n: str(g.group_name) for n, g in zip(names, groups, strict=True)}
+    group_names = {n: str(g.group_name) for n, g in zip(names, groups, strict=True)}
     axes = tuple(zip(names, sizes, strict=True))
-    assert whole is not None
-    control = control_of(whole, groups, timeout)
-    return MeshContext(axes, tuple(coordinate), device, mesh, named, control, timeout)
+    assert all_ranks is not None
+    control = control_of(all_ranks, groups, timeout)
+    return MeshContext(axes, tuple(coordinate), device, mesh, group_names, control, timeout)
 
 
 def _check_backend(group: ProcessGroup | None, device_type: str) -> None:

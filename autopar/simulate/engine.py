@@ -1,4 +1,4 @@
-"""Start and end of every task: streams are queues, so a timeline is the longest paths of one graph."""
+"""Start and end of every task: streams are queues, so start times are longest paths in one graph."""
 
 from __future__ import annotations
 
@@ -41,21 +41,24 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
         for source in sources:
             waiting[source].append(index)
 
+    # Kahn's algorithm over groups of tasks that start together. It need not go by time: a start is the largest of the
+    # ends that it waits for, whichever order they are found in.
     ready, start, end = list(launched), [math.nan] * len(tasks), [math.nan] * len(tasks)
     done: list[int] = []
-    free = deque(group for group, count in enumerate(pending) if not count)
-    while free:
-        group = free.popleft()
-        moment = max(ready[index] for index in members[group])
+    startable = deque(group for group, count in enumerate(pending) if not count)
+    while startable:
+        group = startable.popleft()
+        started = max(ready[index] for index in members[group])
         for index in members[group]:
-            start[index] = moment
-            end[index] = finish = moment + tasks[index].seconds
+            start[index] = started
+            end[index] = finish = started + tasks[index].seconds
             done.append(index)
             for waiter in waiting[index]:
                 ready[waiter] = max(ready[waiter], finish)
                 pending[group_of[waiter]] -= 1
                 if not pending[group_of[waiter]]:
-                    free.append(group_of[waiter])
+                    startable.append(group_of[waiter])
+    # A group in a circle is never startable.
     if len(done) < len(tasks):
         raise DeadlockError(_circle(tasks, waits, [members[group] for group in group_of], set(done)))
     return Timeline(tasks, np.array(start), np.array(end), np.array(launched), np.array(done, dtype=np.int64))
@@ -76,6 +79,7 @@ def _check(tasks: Sequence[Task]) -> None:
 
 def _waits(tasks: Sequence[Task]) -> list[tuple[int, ...]]:
     """What each task waits for: what it is after, then the one before it on its stream."""
+    # In this order: `_circle` names the first that has not ended, and an explicit dependency says more.
     last: dict[tuple[int, str], int] = {}
     waits = []
     for index, task in enumerate(tasks):
@@ -87,6 +91,7 @@ def _waits(tasks: Sequence[Task]) -> list[tuple[int, ...]]:
 
 def _launched(tasks: Sequence[Task]) -> list[float]:
     """When each task's launch ends."""
+    # The host never waits for the device, so its clock depends on nothing else.
     clock: dict[int, float] = {}
     launched = []
     for task in tasks:
@@ -112,7 +117,8 @@ def _groups(tasks: Sequence[Task]) -> tuple[list[list[int]], list[int]]:
 def _circle(
     tasks: Sequence[Task], waits: Sequence[Sequence[int]], together: Sequence[Sequence[int]], done: set[int]
 ) -> str:
-    """Follow what is waited for from the first task that never starts, until a task comes again."""
+    """Follow what is waited for from the first task that never starts, until a task is met a second time."""
+    # Members of a group stand for one another: one waits if any of them does. The way into the circle is left out.
     path: list[str] = []
     seen: dict[int, int] = {}
     index = min(set(range(len(tasks))) - done)

@@ -2,8 +2,8 @@
 
 Kernels run on the device's compute stream. A collective has the stream of its axis: it starts when the kernels launched
 before it have ended, as NCCL's do, and the compute stream goes on until it meets the collective's ``wait_tensor``.
-Copies to the host and back are on the compute stream, as they run, see `autopar.ir.ops.host`. Memory follows from
-liveness: a tensor is held from the kernel that makes it to the last that takes it.
+Copies to the host and back are on the compute stream, as they are in `autopar.ir.ops.host`. Memory follows from
+liveness: a tensor is live from the kernel that computes it to the last that uses it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Emitted:
         self.program, self.held = program, held
         self.machine: Machine = machine_of(plan)
         self.tasks: list[Task] = []
-        self.made_by: dict[fx.Node, int] = {}
+        self.made_by: dict[fx.Node, int] = {}  # the task that computes a node's value, or the storage that it is in
         self.kernel = 0  # the last task of the compute stream
         self.known: dict[tuple[object, tuple[str, ...]], tuple[float, bool]] = {}
 
@@ -82,6 +82,7 @@ class _Emitted:
         program, calls = self.program, self.begin()
         for turn in range(program.microbatches):
             for node in calls:
+                # Hoisted nodes run in the first turn, those on the sums in the last, all others in each.
                 if turn == (program.microbatches - 1 if node in program.per_step else 0) or program.runs(node) > 1:
                     self.add(node)
         changes: dict[tuple[int, bool], list[tuple[str, float]]] = defaultdict(list)
@@ -94,7 +95,7 @@ class _Emitted:
         ]
 
     def add(self, node: fx.Node) -> None:
-        """The task of a node; what only shows or names another's result has none of its own."""
+        """Add the task of a node; a view or a getitem has none of its own."""
         sources = [self.made_by[a] for a in tensor_arguments(node)]
         device = self.machine.device
         collective = info(node).collective
@@ -125,18 +126,21 @@ class _Emitted:
         """Seconds of a node's kernel, and whether it has one."""
         device = self.machine.device
         if info(node).operator is None:
-            taken = [v for a in tensor_arguments(node) for v in values_of(a)]
-            made = [v for v in values_of(node) if v is not None]
-            old = {storage_id(v) for v in taken if v is not None}
-            if not made or all(storage_id(v) in old for v in made):
+            # What passes have inserted, such as slices and casts: no rule says what it costs. It streams its memory,
+            # unless its results are views.
+            inputs = [v for a in tensor_arguments(node) for v in values_of(a)]
+            results = [v for v in values_of(node) if v is not None]
+            input_storages = {storage_id(v) for v in inputs if v is not None}
+            if not results or all(storage_id(v) in input_storages for v in results):
                 return 0.0, False
-            work = stream(sum(v.nbytes for v in (*taken, *made) if v is not None))
-            dtype = str(made[0].dtype).removeprefix("torch.")
+            work = stream(sum(v.nbytes for v in (*inputs, *results) if v is not None))
+            dtype = str(results[0].dtype).removeprefix("torch.")
             return float(kernel_seconds(work, dtype if dtype in device.flops else "float32", device)[0]), True
         operator, names = info(node).operator, info(node).strategy
+        # By value: repeated layers have equal operators, and a cost is worked out once.
         if (operator, names) not in self.known:
             chosen = candidates(operator, self.machine.sizes, allowed=[[n] for n in names])
-            # What is copied in front of it has nodes of its own.
+            # Copies of its inputs have nodes of their own.
             kernel: Work = operator_work(operator, chosen, self.machine.sizes, with_copies=False)
             seconds = float(kernel_seconds(kernel, arithmetic_dtype(operator, device), device)[0])
             self.known[operator, names] = seconds, bool(kernel.launches[0])

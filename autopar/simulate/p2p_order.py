@@ -1,8 +1,8 @@
 """When the devices of a pipeline send and receive: between which of their actions.
 
-Everything is sent when it is there, and the receiver begins to receive it in front of what it does meanwhile, so that
-it is under way beside that. Any two devices have what they exchange in one order, that of a timeline in which all parts
-take equally long: so none waits for another in a circle, even where a link does one thing after another.
+Everything is sent as soon as it is computed. The receiver begins to receive it before the action that it runs at that
+time, so that the transfer overlaps the action. Any two devices exchange their messages in one order, that of a timeline
+in which all actions take equally long: so there is no deadlock, even where a link transfers one message at a time.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Step = tuple[int, str, int]
 """Stage, kind and microbatch; kinds are those of actions, and ``SEND_F``, ``RECV_F``, ``SEND_B`` and ``RECV_B``."""
 
 DELAY = 0.1
-"""Of a message, in the time of a part: so short that it makes nobody wait who would not wait for a shorter one."""
+"""Of a message, in units of an action: so short that nobody waits who would not wait for a shorter one."""
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64)  # the search asks for each plan that it simulates, and the runtime in every step
 def communicate(order: Order) -> tuple[tuple[Step, ...], ...]:
     """What each device does, with sends and receives.
 
@@ -39,13 +39,14 @@ def communicate(order: Order) -> tuple[tuple[Step, ...], ...]:
     end = dict(zip((action for row in order for action in row), computed, strict=True))
     ends = [[end[action] for action in row] for row in order]
     slots: dict[tuple[int, int], list[tuple[float, Action, Step]]] = defaultdict(list)
-    for action, arrival in arrivals(order, devices, DELAY).items():
-        if arrival.source is None or not arrival.seconds:
+    for action, (source, seconds) in arrivals(order, devices, DELAY).items():
+        if source is None or not seconds:
             continue
-        sent, letter = end[arrival.source], "F" if action.kind == FORWARD else "B"
-        for part, one in (("SEND", arrival.source), ("RECV", action)):
+        sent, letter = end[source], "F" if action.kind == FORWARD else "B"
+        # Both sides sort by the time of sending, so a device pair agrees on the order of its messages.
+        for part, one in (("SEND", source), ("RECV", action)):
             device = devices[one.stage]
-            slot = bisect_right(ends[device], sent)  # in front of what is still going on
+            slot = bisect_right(ends[device], sent)  # before the action that is still going on
             slots[device, slot].append((sent, action, (one.stage, f"{part}_{letter}", one.microbatch)))
     rows = []
     for device, row in enumerate(order):
@@ -58,11 +59,12 @@ def communicate(order: Order) -> tuple[tuple[Step, ...], ...]:
 
 
 def receives(order: Order) -> dict[Action, Action | None]:
-    """Behind which action of its device the receive for each action begins; None: in front of the first."""
+    """After which action of its device the receive for each action begins; None: before the first."""
     found: dict[Action, Action | None] = {}
     for own, row in zip(order, communicate(order), strict=True):
-        takers = [a for a in own if a.kind != BACKWARD_WEIGHT]
-        by_step = {(a.stage, "RECV_F" if a.kind == FORWARD else "RECV_B", a.microbatch): a for a in takers}
+        # The part for the weights takes what its stage has computed itself.
+        receiving = [a for a in own if a.kind != BACKWARD_WEIGHT]
+        by_step = {(a.stage, "RECV_F" if a.kind == FORWARD else "RECV_B", a.microbatch): a for a in receiving}
         last: Action | None = None
         for step in row:
             if step in by_step:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -31,8 +30,8 @@ def pipeline(
 ) -> list[Task]:
     """Tasks of a pipelined step.
 
-    What a stage passes on arrives ``communication`` seconds after it was computed, or later where the receiver's stream
-    of that direction is still busy with what it needs before. It keeps neither device from computing.
+    What a stage sends arrives ``communication`` seconds after it was computed, or later where the receiver's stream of
+    that direction is still busy with an earlier message. It keeps neither device from computing.
 
     Args:
         order: what each device does, from `autopar.pipeline.schedules.order` or of another schedule.
@@ -40,13 +39,13 @@ def pipeline(
         backward_input: of the part of the backward for the input; a whole backward takes both parts.
         backward_weight: of the part for the weights.
         communication: seconds between a stage and the next, in both directions; a number, or one for each stage but the
-            last. Stages on one device pass on without it.
+            last. Between stages on one device it is 0.
         host: seconds to launch a task.
         saved: bytes that a microbatch's forward leaves on a stage for the backward; a number, or one for each stage.
         saved_for_weight: how many of these the part for the weights still needs; default: all.
         before: seconds that each device works before its first microbatch; a number, or one for each device.
-        after: seconds that it works behind its last.
-        received: behind which action of its device the receive for an action begins, see
+        after: seconds that it works after its last.
+        received: after which action of its device the receive for an action begins, see
             `autopar.simulate.p2p_order`; default: as soon as it is sent, whatever the device does.
 
     Raises:
@@ -58,25 +57,38 @@ def pipeline(
     changes = _changes(saved, saved_for_weight, stages)
     needed = arrivals(order, devices, communication)
     tasks = _once("before all microbatches", before, len(order), host)
-    position: dict[Action, int] = {}
-    count = len(tasks)
-    for action, arrival in needed.items():
-        count += 2 if arrival.seconds else 1
-        position[action] = count - 1
+    position = _positions(needed, len(tasks))
     for action, (source, delay) in needed.items():
         device, name = devices[action.stage], str(action)
         sources = () if source is None else (position[source],)
         if delay:
-            if received is not None and (behind := received[action]) is not None:
-                sources = (*sources, position[behind])
+            if received is not None and (earlier := received[action]) is not None:
+                sources = (*sources, position[earlier])
+            # A stream for each direction: messages keep their order within it, and do not wait for those of the other.
             stream = "receive forward" if action.kind == FORWARD else "receive backward"
             tasks.append(Task(f"receive for {name}", device, stream, delay, sources, COMMUNICATION, host))
             sources = (len(tasks) - 1,)
         seconds, size = float(durations[action.kind][action.stage]), float(changes[action.kind][action.stage])
-        taken = ((ACTIVATIONS, size),) if size > 0 else ()
-        given_back = ((ACTIVATIONS, size),) if size < 0 else ()
-        tasks.append(Task(name, device, COMPUTE, seconds, sources, host=host, at_start=taken, at_end=given_back))
-    return tasks + _once("behind all microbatches", after, len(order), host)
+        tasks.append(_action_task(name, device, seconds, size, sources, host))
+    return tasks + _once("after all microbatches", after, len(order), host)
+
+
+def _positions(needed: Mapping[Action, tuple[Action | None, float]], count: int) -> dict[Action, int]:
+    """The position that the task of each action will have, after ``count`` others."""
+    # Before any task is made, since an action may wait for one of a device that comes later in the list.
+    position = {}
+    for action, (_, delay) in needed.items():
+        count += 2 if delay else 1  # one with a delay has a task that receives in front of it
+        position[action] = count - 1
+    return position
+
+
+def _action_task(name: str, device: int, seconds: float, size: float, sources: tuple[int, ...], host: float) -> Task:
+    """The task of an action that adds ``size`` bytes, or frees them if negative."""
+    # Memory is allocated when an action begins and freed when it ends: the peak is never underestimated.
+    allocated = ((ACTIVATIONS, size),) if size > 0 else ()
+    freed = ((ACTIVATIONS, size),) if size < 0 else ()
+    return Task(name, device, COMPUTE, seconds, sources, host=host, at_start=allocated, at_end=freed)
 
 
 def _once(name: str, seconds: ArrayLike, devices: int, host: float) -> list[Task]:
@@ -85,46 +97,43 @@ def _once(name: str, seconds: ArrayLike, devices: int, host: float) -> list[Task
     return [Task(name, device, COMPUTE, float(s), host=host) for device, s in enumerate(each) if s]
 
 
-class Arrival(NamedTuple):
-    """What an action waits for from elsewhere, and how long that is under way."""
+def arrivals(order: Order, devices: list[int], communication: ArrayLike) -> dict[Action, tuple[Action | None, float]]:
+    """The action that each one waits for on another stage, if any, and the seconds that its message takes.
 
-    source: Action | None
-    seconds: float
-
-
-def arrivals(order: Order, devices: list[int], communication: ArrayLike) -> dict[Action, Arrival]:
-    """What each action waits for, in the order of devices and, on a device, of its actions."""
+    In the order of devices and, on a device, of its actions.
+    """
     delay = _each("communication", communication, len(devices) - 1)
     actions = [action for row in order for action in row]
     known = set(actions)
     if len(known) < len(actions):
         raise ValueError(f"{next(a for a in actions if actions.count(a) > 1)} is there twice; do each action once")
-    found = {}
+    needed: dict[Action, tuple[Action | None, float]] = {}
     for action in actions:
         source = _source(action, known, len(devices))
         remote = source is not None and devices[source.stage] != devices[action.stage]
         seconds = float(delay[min(source.stage, action.stage)]) if source is not None and remote else 0.0
-        found[action] = Arrival(source, seconds)
-    return found
+        needed[action] = (source, seconds)
+    return needed
 
 
 def _source(action: Action, known: set[Action], stages: int) -> Action | None:
-    """What passes on what an action needs; the backward of the last stage needs its forward."""
+    """The action whose result an action takes; the backward of the last stage takes that of its own forward."""
     stage, kind, microbatch = action
     if kind == FORWARD:
-        wanted = [Action(stage - 1, FORWARD, microbatch)] if stage else []
+        sources = [Action(stage - 1, FORWARD, microbatch)] if stage else []
     elif kind == BACKWARD_WEIGHT:
-        wanted = [Action(stage, BACKWARD_INPUT, microbatch)]
+        sources = [Action(stage, BACKWARD_INPUT, microbatch)]
     elif stage == stages - 1:
-        wanted = [Action(stage, FORWARD, microbatch)]
+        sources = [Action(stage, FORWARD, microbatch)]
     else:
-        wanted = [Action(stage + 1, whole_or_part, microbatch) for whole_or_part in (BACKWARD, BACKWARD_INPUT)]
-    if not wanted:
+        # The part for the input is all that the stage before waits for, where the schedule splits the backward.
+        sources = [Action(stage + 1, whole_or_part, microbatch) for whole_or_part in (BACKWARD, BACKWARD_INPUT)]
+    if not sources:
         return None
-    for source in wanted:
+    for source in sources:
         if source in known:
             return source
-    raise ValueError(f"{action} needs {' or '.join(map(str, wanted))}, which no device does; add it to the order")
+    raise ValueError(f"{action} needs {' or '.join(map(str, sources))}, which no device does; add it to the order")
 
 
 def _durations(
@@ -143,9 +152,9 @@ def _durations(
 
 def _changes(saved: ArrayLike, saved_for_weight: ArrayLike | None, stages: int) -> Mapping[str, NDArray[np.float64]]:
     """Bytes that each kind of action adds on each stage."""
-    held = _each("saved", saved, stages)
-    kept = held if saved_for_weight is None else _each("saved_for_weight", saved_for_weight, stages)
-    return {FORWARD: held, BACKWARD: -held, BACKWARD_INPUT: kept - held, BACKWARD_WEIGHT: -kept}
+    whole = _each("saved", saved, stages)
+    for_weight = whole if saved_for_weight is None else _each("saved_for_weight", saved_for_weight, stages)
+    return {FORWARD: whole, BACKWARD: -whole, BACKWARD_INPUT: for_weight - whole, BACKWARD_WEIGHT: -for_weight}
 
 
 def _each(name: str, value: ArrayLike, count: int) -> NDArray[np.float64]:

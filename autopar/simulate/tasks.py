@@ -24,8 +24,8 @@ class Task:
         after: positions, in the same list, of the tasks that must have ended.
         category: ``"compute"``, ``"communication"`` or a word of the caller's.
         host: seconds the device's host needs to launch it.
-        group: tasks of one group start at the same moment, when the last of them can: the members of a collective.
-        at_start: bytes by category that its start adds (or takes away, if negative) on its device.
+        group: tasks of one group start at the same time, when the last of them can: the members of a collective.
+        at_start: bytes by category that its start adds (or frees, if negative) on its device.
         at_end: the same of its end.
     """
 

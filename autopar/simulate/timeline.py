@@ -52,6 +52,7 @@ class Timeline:
     @cached_property
     def exposed_communication(self) -> dict[int, float]:
         """Seconds in which each device communicates and does not compute."""
+        # The length of the union of both, less that of the computation.
         return {d: self._covered(d, COMPUTE, COMMUNICATION) - self.busy[d] for d in self.devices}
 
     @property
@@ -72,8 +73,8 @@ class Timeline:
             device: one of `devices`; any other holds nothing.
 
         Returns:
-            Seconds of each change, ascending, and the bytes of each category from that change on. At one moment, what
-            is given back by tasks that ran until then comes before what others take.
+            Seconds of each change, ascending, and the bytes of each category from that change on. At the same time,
+            what ending tasks free comes before what starting tasks allocate.
         """
         changes: list[tuple[float, bool, int, tuple[tuple[str, float], ...]]] = []
         for position, index in enumerate(self._positions.get(device, ())):
@@ -81,7 +82,7 @@ class Timeline:
             if task.at_start:
                 changes.append((start, True, position, task.at_start))
             if task.at_end:
-                # A task without duration gives back in its place among those that start at that moment.
+                # A task without duration frees in its turn among those that start at that time, after it has allocated.
                 changes.append((end, end == start, position, task.at_end))
         changes.sort(key=lambda change: change[:3])
         names = sorted({name for *_, deltas in changes for name, _ in deltas})
@@ -92,12 +93,13 @@ class Timeline:
         return np.array([change[0] for change in changes]), dict(zip(names, bytes_.cumsum(axis=1), strict=True))
 
     def peak_memory(self, device: int) -> dict[str, float]:
-        """Bytes by category at the moment when a device holds the most; their sum is the peak."""
+        """Bytes by category when a device holds the most; their sum is the peak."""
         _, by_category = self.memory(device)
         if not by_category:
             return {}
-        moment = int(np.argmax(sum(by_category.values())))
-        return {name: float(held[moment]) for name, held in by_category.items()}
+        # Not the peak of each category: those are at different times.
+        peak = int(np.argmax(sum(by_category.values())))
+        return {name: float(held[peak]) for name, held in by_category.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain data: seconds, shares of the step and bytes."""
@@ -136,7 +138,7 @@ def _union(intervals: Iterable[tuple[float, float]]) -> float:
     >>> _union([(0, 2), (5, 6), (1, 3)])
     4.0
     """
-    total, reached = 0.0, 0.0
+    total, reached = 0.0, 0.0  # by start: each adds what lies beyond the furthest end so far
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)

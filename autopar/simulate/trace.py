@@ -21,11 +21,13 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     Times are in microseconds, memory in bytes.
     """
     events: list[dict[str, Any]] = []
+    # The format numbers processes and threads; names are events of their own.
     threads: dict[tuple[int, str], int] = {}
     for device in timeline.devices:
         events += _named(device, 0, "process", f"device {device}", device)
         streams = dict.fromkeys(task.stream for task in timeline.tasks if task.device == device)
         launched = any(task.host for task in timeline.tasks if task.device == device)
+        # As in profiles of torch: the host on top, the compute stream below it, then the links.
         ordered = [*([HOST] if launched else []), *sorted(streams, key=lambda name: (name != COMPUTE, name))]
         for number, stream in enumerate(ordered, start=1):
             threads[device, stream] = number
@@ -43,10 +45,10 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _named(pid: int, tid: int, what: str, name: str, place: int) -> Iterator[dict[str, Any]]:
-    """Name of a process or thread, and its place among the others."""
+def _named(pid: int, tid: int, what: str, name: str, index: int) -> Iterator[dict[str, Any]]:
+    """Name of a process or thread, and its position among the others."""
     yield {"ph": "M", "pid": pid, "tid": tid, "name": f"{what}_name", "args": {"name": name}}
-    yield {"ph": "M", "pid": pid, "tid": tid, "name": f"{what}_sort_index", "args": {"sort_index": place}}
+    yield {"ph": "M", "pid": pid, "tid": tid, "name": f"{what}_sort_index", "args": {"sort_index": index}}
 
 
 def _complete(name: str, category: str, pid: int, tid: int, start: float, seconds: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The model in eager mode, several calls in a row, in one dtype: what a captured program is held against."""
+"""The model in eager mode, several calls in a row, in one dtype: the reference for a captured program."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from autopar.verify.float64 import HALF_TO_FLOAT, cast_dtypes, default_dtype, in
 from autopar.verify.python_state import frozen, is_same, state_of
 
 CALLS = 2
-"""How often the model is called: the second call sees what the first has left."""
+"""How often the model is called: the second call sees what the first has written to buffers and attributes."""
 
 Key = tuple[str, str]
 """Kind and name of an output, as in `autopar.ir.program.Output`."""
@@ -37,7 +37,7 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class EagerCall:
-    """What one call of the plain model made.
+    """What one call of the plain model returned and wrote.
 
     Attributes:
         values: results, gradients, buffers, and parameters that the call wrote to, by kind and name. Of buffers those
@@ -57,9 +57,9 @@ class EagerCall:
 
 
 class _InDtype(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Every floating cast, creation and constant is in one dtype, as `autopar.verify.float64` makes them in graphs.
+    """Every floating cast, creation and constant is in one dtype, as `autopar.verify.float64` has them in graphs.
 
-    Models hide casts to float32, whose rounding would be larger than the errors that are looked for.
+    Models contain casts to float32, whose rounding would be larger than the errors that are looked for.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -71,7 +71,8 @@ class _InDtype(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in HALF_TO_FLOAT:
             args[HALF_TO_FLOAT[func]] = False
         for i, (value, argument) in enumerate(zip(args, func._schema.arguments, strict=False)):
-            if argument.alias_info is None:  # neither written to nor looked into
+            # What is written to, or viewed, must stay the same tensor.
+            if argument.alias_info is None:
                 args[i] = self._converted(value)
         return func(*args, **kwargs)
 
@@ -104,7 +105,7 @@ class _OwnEpsilon(TorchFunctionMode):
 
 @contextmanager
 def _everything_in(dtype: torch.dtype | None, own: torch.dtype) -> Iterator[None]:
-    """What is computed within is computed in ``dtype``; None: in the model's ``own``, and as it says."""
+    """Within, all is computed in ``dtype``; None: in the dtypes that the model asks for, ``own`` by default."""
     if dtype is None:
         yield
         return
@@ -115,6 +116,7 @@ def _everything_in(dtype: torch.dtype | None, own: torch.dtype) -> Iterator[None
 @contextmanager
 def _same_python_numbers() -> Iterator[None]:
     """Python's and numpy's generators start from the same state each time; afterwards they are as before."""
+    # Models draw layers to drop, or augmentations, with these; captured once, the numbers are constants of the graph.
     before, numpy_before = random.getstate(), np.random.get_state()
     random.seed(0)
     np.random.seed(0)
@@ -153,19 +155,20 @@ def eager_calls(
     tensors, arguments = binding.flatten(model, batch)
     own = copied(model, dtype or compute, buffers=dtype is not None)
     harness = Harness(own, arguments, loss_fn, program.training, loss)
-    made, record = [], Record(model)
+    results, record = [], Record(model)
     floating = [p.dtype for p in model.parameters() if p.is_floating_point()]
     plain = compute or (floating[0] if floating else torch.get_default_dtype())
     with _everything_in(dtype, plain), torch.set_grad_enabled(program.training), _same_python_numbers():
         for _ in range(calls):
-            given = [
+            # New tensors for each call: a model may write to its inputs, and gradients must not add up.
+            inputs = [
                 _leaf(in_dtype(t.detach(), dtype or (compute if i < arguments.tensors else None)).clone(), t)
                 for i, t in enumerate(tensors)
             ]
             with same_numbers(0), hooks_undone(own), branches_taken():
-                made.append(_call(harness, given, tangents, program))
+                results.append(_call(harness, inputs, tangents, program))
     record.put_back()  # calls change globals, of which there are no copies
-    return made
+    return results
 
 
 def _leaf(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -173,44 +176,62 @@ def _leaf(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _call(
-    harness: Harness, given: Sequence[torch.Tensor], tangents: Mapping[str, torch.Tensor], program: Program
+    harness: Harness, inputs: Sequence[torch.Tensor], tangents: Mapping[str, torch.Tensor], program: Program
 ) -> EagerCall:
     model = harness.model
     parameters = dict(model.named_parameters())
     for p in parameters.values():
         p.grad = None
-    objects = _state(model)
-    before = {k: t.detach().clone() for k, t in objects.items()}
-    known = state_of(model)
-    results = harness(*given)
+    tensors_before = _tensor_state(model)
+    values_before = {k: t.detach().clone() for k, t in tensors_before.items()}
+    python_before = state_of(model)
+    results = harness(*inputs)
     numbers = list(range(len(results)))
-    if program.total is not None:  # the last; in the graph, tensors that are left elsewhere come before it
+    # A loss that a function computes is the last result; in the graph, tensors written to attributes come before it.
+    if program.total is not None:
         assert program.loss is not None
         numbers[-1] = program.loss
-    live = [(i, r) for i, r in zip(numbers, results, strict=True) if r.requires_grad]
-    left = written_tensors(model, program.state.writes)
-    live += [(i, t) for i, t in left.items() if i >= len(results) and str(i) in tangents and t.requires_grad]
-    if program.training and live:
-        ones = [torch.ones_like(r) if str(i) not in tangents else tangents[str(i)].to(r.dtype) for i, r in live]
-        torch.autograd.backward([r for _, r in live], ones)
-    values = {("result", str(i)): r.detach().clone() for i, r in zip(numbers, results, strict=True)}
+    numbered = list(zip(numbers, results, strict=True))
+    _backward(model, numbered, tangents, program)
+    values = {("result", str(i)): r.detach().clone() for i, r in numbered}
     values.update({("gradient", n): p.grad.clone() for n, p in parameters.items() if p.grad is not None})
-    values.update({("input_gradient", str(i)): t.grad for i, t in enumerate(given) if t.grad is not None})
+    values.update({("input_gradient", str(i)): t.grad for i, t in enumerate(inputs) if t.grad is not None})
     registered = {("buffer", n) for n, _ in model.named_buffers()}
-    for key, tensor in _state(model).items():
-        if key[0] == "buffer" and key not in registered and objects.get(key) is not tensor:
+    for key, tensor in _tensor_state(model).items():
+        if key[0] == "buffer" and key not in registered and tensors_before.get(key) is not tensor:
             continue  # an attribute that gets a new tensor: it is among what is written
-        if key not in before or not is_same(frozen(before[key]), frozen(tensor)):
+        if key not in values_before or not is_same(frozen(values_before[key]), frozen(tensor)):
             values[key] = tensor.detach().clone()
-    after = state_of(model)
-    written = {n: v for n, v in after.items() if n not in known or not is_same(known[n], v)}
+    python_after = state_of(model)
+    written = {n: v for n, v in python_after.items() if n not in python_before or not is_same(python_before[n], v)}
     return EagerCall(values, written, generator_states())
 
 
-def _state(model: nn.Module) -> dict[Key, torch.Tensor]:
-    found: dict[Key, torch.Tensor] = {("parameter", n): p for n, p in model.named_parameters()}
-    found.update({("buffer", n): b for n, b in state_tensors(model).items()})
-    return found
+def _backward(
+    model: nn.Module,
+    results: Sequence[tuple[int, torch.Tensor]],
+    tangents: Mapping[str, torch.Tensor],
+    program: Program,
+) -> None:
+    """The backward pass of a call, with the tangents that the graph gets; nothing if the program does not train."""
+    differentiable = [(i, r) for i, r in results if r.requires_grad]
+    # A tensor that the model leaves in an attribute, such as an auxiliary loss, is a result of the graph.
+    attributes = written_tensors(model, program.state.writes)
+    differentiable += [
+        (i, t) for i, t in attributes.items() if i >= len(results) and str(i) in tangents and t.requires_grad
+    ]
+    if program.training and differentiable:
+        incoming = [
+            torch.ones_like(r) if str(i) not in tangents else tangents[str(i)].to(r.dtype) for i, r in differentiable
+        ]
+        torch.autograd.backward([r for _, r in differentiable], incoming)
+
+
+def _tensor_state(model: nn.Module) -> dict[Key, torch.Tensor]:
+    """Parameters, buffers and other tensors that modules hold."""
+    state: dict[Key, torch.Tensor] = {("parameter", n): p for n, p in model.named_parameters()}
+    state.update({("buffer", n): b for n, b in state_tensors(model).items()})
+    return state
 
 
 def copied(model: nn.Module, dtype: torch.dtype | None, *, buffers: bool = True) -> nn.Module:
@@ -219,6 +240,7 @@ def copied(model: nn.Module, dtype: torch.dtype | None, *, buffers: bool = True)
     Tied parameters stay tied, and hooks on parameters stay. Python copies no functions: hooks and methods that refer to
     a module in a closure or a default argument are made anew, or the copy would compute with the original.
     """
+    # deepcopy takes what is in its memo for copied: so tensors change their dtype, and functions their closures.
     memo: dict[int, Any] = {}
     for p in model.parameters():
         new = nn.Parameter(in_dtype(p.detach(), dtype).clone(), requires_grad=p.requires_grad)
@@ -232,7 +254,8 @@ def copied(model: nn.Module, dtype: torch.dtype | None, *, buffers: bool = True)
     modules = set(model.modules())
     functions = {id(f): (f, _blank(f)) for m in modules for f in _functions(vars(m), modules)}
     memo.update({key: new for key, (_, new) in functions.items()})
-    made = copy.deepcopy(model, memo)
+    new_model = copy.deepcopy(model, memo)
+    # Filled when all modules are in the memo: what closures refer to is then the copies.
     for old, blank in functions.values():
         filled = {name: v for (kind, name), v in children(old) or () if kind == "cell"}
         for name, cell in zip(blank.__code__.co_freevars, blank.__closure__ or (), strict=True):
@@ -240,7 +263,7 @@ def copied(model: nn.Module, dtype: torch.dtype | None, *, buffers: bool = True)
                 cell.cell_contents = copy.deepcopy(filled[name], memo)
         blank.__defaults__ = copy.deepcopy(old.__defaults__, memo)
         blank.__kwdefaults__ = copy.deepcopy(old.__kwdefaults__, memo)
-    return made
+    return new_model
 
 
 def _functions(value: Any, modules: set[nn.Module], depth: int = 4) -> Iterator[types.FunctionType]:
@@ -270,9 +293,9 @@ def _refers(value: Any, modules: set[nn.Module], depth: int) -> bool:
 def _blank(function: types.FunctionType) -> types.FunctionType:
     """The same code with closure and default arguments of its own, which are filled when all else is copied."""
     cells = tuple(types.CellType() for _ in function.__closure__ or ())
-    made = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
-    made.__dict__.update(function.__dict__)
-    return made
+    new = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, cells)
+    new.__dict__.update(function.__dict__)
+    return new
 
 
 def _tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:

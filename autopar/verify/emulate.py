@@ -44,9 +44,9 @@ def emulate(
         names: of the mesh axes.
         sizes: of the mesh axes.
         inputs: ``inputs[i][rank]``, the local tensors of each placeholder.
-        shared: of a step in microbatches, what all of them take: the first fills it, the others compute it no more.
+        shared: of a step in microbatches, values of hoisted nodes: the first microbatch fills it, others read it.
         observe: called with every operator node and its values on all ranks, in order.
-        draw: gives inputs and what operators make random strides; of a program that takes any
+        draw: gives inputs and results of operators random strides; for a program that takes any
             (`autopar.passes.insert_contiguous.insert_contiguous_everywhere`). None: they keep their own.
 
     Returns:
@@ -55,40 +55,40 @@ def emulate(
     Raises:
         RuntimeError: a node failed on some rank; names node and rank.
     """
-    where = list(coordinates(sizes))
-    groups = {name: _groups(where, axis) for axis, name in enumerate(names)}
+    ranks = list(coordinates(sizes))
+    groups = {name: _groups(ranks, axis) for axis, name in enumerate(names)}
     environment: dict[fx.Node, list[Any]] = dict(zip(program.placeholders, map(list, inputs), strict=True))
     if draw is not None:
         environment = {node: [random_strides(v, draw) for v in values] for node, values in environment.items()}
-    last = _last_uses(program.graph.graph)
+    # Values of all ranks are in one memory: each is freed after its last use.
+    dead_after = _last_uses(program.graph.graph)
     with torch.no_grad():
         for node in program.graph.graph.nodes:
             if node.op == "get_attr":
                 constant = getattr(program.graph, str(node.target))
-                environment[node] = [constant] * len(where)
+                environment[node] = [constant] * len(ranks)
             elif node.op == "call_function":
                 known = None if shared is None else shared.get(node)
-                environment[node] = known or _step(node, environment, names, where, groups)
-                if draw is not None and not known and node.target not in _KEPT:
-                    environment[node] = [_elsewhere(v, draw) for v in environment[node]]
+                environment[node] = known or _run_node(node, environment, names, ranks, groups)
+                if draw is not None and not known and node.target not in _WITH_OWN_STRIDES:
+                    environment[node] = [_restrided(v, draw) for v in environment[node]]
                 if shared is not None and is_hoisted(node):
                     shared[node] = environment[node]
                 if observe is not None:
                     observe(node, environment[node])
-            for dead in last.get(node, ()):
+            for dead in dead_after.get(node, ()):
                 del environment[dead]
-    ranks = range(len(where))
-    return [[None if v is None else environment[v][r] for r in ranks] for v in program.output_values]
+    return [[None if v is None else environment[v][r] for r in range(len(ranks))] for v in program.output_values]
 
 
-_KEPT = (aten.contiguous.default, with_strides, operator.getitem)
-"""What gives strides that are asked for, and outputs that have been given theirs."""
+_WITH_OWN_STRIDES = (aten.contiguous.default, with_strides, operator.getitem)
+"""Operators whose strides are asked for, and getitem, whose tuple has been given random strides already."""
 
 
-def _elsewhere(value: Any, draw: random.Random) -> Any:
+def _restrided(value: Any, draw: random.Random) -> Any:
     """A tensor, or all of a tuple or list, with random strides."""
     if isinstance(value, tuple | list):
-        return [_elsewhere(v, draw) for v in value]
+        return [_restrided(v, draw) for v in value]
     return random_strides(value, draw) if isinstance(value, torch.Tensor) else value
 
 
@@ -99,39 +99,41 @@ def run_whole(
     return [v[0] for v in emulate(with_contiguous(program), (), (), [[x] for x in inputs], observe=observe)]
 
 
-def _groups(where: list[tuple[int, ...]], axis: int) -> list[Group]:
+def _groups(ranks: list[tuple[int, ...]], axis: int) -> list[Group]:
     """Ranks that differ along one axis only, in order of their coordinate."""
-    found: dict[tuple[int, ...], Group] = {}
-    for rank, c in enumerate(where):
-        found.setdefault((*c[:axis], *c[axis + 1 :]), []).append(rank)
-    return list(found.values())
+    groups: dict[tuple[int, ...], Group] = {}
+    for rank, c in enumerate(ranks):
+        groups.setdefault((*c[:axis], *c[axis + 1 :]), []).append(rank)
+    return list(groups.values())
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Nodes whose values are not needed after each node."""
-    last: dict[fx.Node, list[fx.Node]] = {}
+    """For each node, the nodes whose values are not needed after it."""
+    dead_after: dict[fx.Node, list[fx.Node]] = {}
     seen: set[fx.Node] = set()
     for node in reversed(list(graph.nodes)):
         for argument in node.all_input_nodes:
             if argument not in seen:
                 seen.add(argument)
-                last.setdefault(node, []).append(argument)
-    last.pop(graph.output_node(), None)
-    return last
+                dead_after.setdefault(node, []).append(argument)
+    dead_after.pop(graph.output_node(), None)
+    return dead_after
 
 
-def _step(
+def _run_node(
     node: fx.Node,
     environment: dict[fx.Node, list[Any]],
     names: Sequence[str],
-    where: list[tuple[int, ...]],
+    ranks: list[tuple[int, ...]],
     groups: dict[str, list[Group]],
 ) -> list[Any]:
+    """The value of a node on every rank; ``ranks`` has their coordinates."""
     target: Any = _OF_VALUES.get(node.target, node.target)
     argument: Any = node.args[0] if node.args else None
     if target is axis_index:
         axis = list(names).index(str(argument))
-        return [c[axis] for c in where]
+        return [c[axis] for c in ranks]
+    # Collectives are complete when they return.
     if target is c10d.wait_tensor.default:
         return environment[argument]
     if target in GROUP_ARGUMENT:
@@ -139,7 +141,7 @@ def _step(
         return _COLLECTIVES[target](node, environment[argument], groups[axis_name])
     results = []
     states = generator_states() if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) else {}
-    for rank in range(len(where)):
+    for rank in range(len(ranks)):
         restore_generators(states)  # each rank has a generator of its own, in the same state
         here = {n: environment[n][rank] for n in node.all_input_nodes}
         args, kwargs = map_nodes((node.args, node.kwargs), here.__getitem__)
@@ -157,10 +159,14 @@ _OF_VALUES: dict[Any, Any] = {
 """A captured graph has views that were possible on fake tensors, whose strides a kernel's results need not have."""
 
 
+# The semantics of torch's functional collectives, which gather and scatter along dim 0.
+
+
 def _all_reduce(node: fx.Node, values: list[torch.Tensor], groups: list[Group]) -> list[torch.Tensor]:
     results = list(values)
     for group in groups:
         stacked = torch.stack([values[r] for r in group])
+        # A sum of integers or booleans would be int64.
         total = stacked.sum(0).to(stacked.dtype) if node.args[1] == "sum" else stacked.amax(0)
         for r in group:
             results[r] = total
@@ -205,12 +211,13 @@ _COLLECTIVES: dict[Any, Callable[[fx.Node, list[torch.Tensor], list[Group]], lis
 def census(program: Program) -> dict[str, dict[str, tuple[int, float]]]:
     """Redistributions and bytes sent per device in a rewritten graph, by axis and kind of collective."""
     sizes = graph_info(program.graph).axes
-    found: dict[str, dict[str, tuple[int, float]]] = {}
+    totals: dict[str, dict[str, tuple[int, float]]] = {}
     for node in program.graph.graph.nodes:
-        made = info(node).collective
-        if made is None:
+        collective = info(node).collective
+        if collective is None:
             continue
-        count, sent = found.setdefault(made.axis, {}).get(made.kind, (0, 0.0))
-        more = float(wire_bytes(made.kind, made.bytes, sizes[made.axis]))
-        found[made.axis][made.kind] = (count + made.members, sent + more)
-    return found
+        count, sent = totals.setdefault(collective.axis, {}).get(collective.kind, (0, 0.0))
+        more = float(wire_bytes(collective.kind, collective.bytes, sizes[collective.axis]))
+        # A bucket is one collective for several tensors: each of them counts.
+        totals[collective.axis][collective.kind] = (count + collective.members, sent + more)
+    return totals

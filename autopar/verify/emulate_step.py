@@ -61,70 +61,74 @@ class EmulatedStep:
     @functools.cached_property
     def blocks(self) -> int:
         """Into how many blocks the rows of a batch are cut, each with a part of every microbatch."""
+        # As in `MicrobatchStep`: which rows are in a microbatch decides what random operators draw for them.
         part, inner = self.local.part, self.plan.inner
-        cut = [(dim, inner.batch[name]) for name, dim in part.rows.items()]
-        return common_blocks(cut + [(dim, inner.results[n]) for n, dim in part.results.items()], inner.axis_sizes)
+        rows = [(dim, inner.batch[name]) for name, dim in part.rows.items()]
+        results = [(dim, inner.results[name]) for name, dim in part.results.items()]
+        return common_blocks(rows + results, inner.axis_sizes)
 
     def inputs(self, program: Program, turn: int) -> list[torch.Tensor]:
         """Global tensors for every placeholder of one microbatch."""
-        found, part = [], self.local.part
+        inputs, part = [], self.local.part
         for spec in program.inputs:
             value, dim = self.given[spec.kind, spec.name], part.rows.get(spec.name) if spec.kind == "batch" else None
-            found.append(value if dim is None else take(value, dim, self.blocks, part.count, turn))
-        return found
+            inputs.append(value if dim is None else take(value, dim, self.blocks, part.count, turn))
+        return inputs
 
     def local_inputs(self, turn: int) -> list[list[torch.Tensor]]:
         """The local tensors of each placeholder, on every rank."""
         sizes = self.plan.inner.axis_sizes
-        found = []
-        for node, mine in zip(self.local.placeholders, self.inputs(self.local, turn), strict=True):
+        inputs = []
+        for node, whole in zip(self.local.placeholders, self.inputs(self.local, turn), strict=True):
             type_, layout = info(node).type(), info(node).layout()
-            found.append([block(mine, type_, layout, sizes, where) for where in coordinates(sizes)])
-        return found
+            inputs.append([block(whole, type_, layout, sizes, rank) for rank in coordinates(sizes)])
+        return inputs
 
     def run(self) -> list[Whole | None]:
         """Every output, whole."""
         if self.plan.pipeline is None:
             return self.run_flat()
-        placed = as_dtype(self.local, self.dtype)
+        local = as_dtype(self.local, self.dtype)
         inputs = functools.cache(self.local_inputs)
-        with default_dtype(self.dtype):  # of quotients of whole numbers
-            made = emulate_pipeline(placed, self.plan, inputs, self.draw)
-        return self._joined([self._whole(outputs) for outputs in made])
+        with default_dtype(self.dtype):  # a quotient of whole numbers has the default dtype
+            outputs = emulate_pipeline(local, self.plan, inputs, self.draw)
+        return self._joined([self._whole(values) for values in outputs])
 
     def run_flat(self, observers: Observers = lambda turn: None) -> list[Whole | None]:
         """The same, stages or not: all devices of a stage run the whole graph."""
-        placed, inner = as_dtype(self.local, self.dtype), self.plan.inner
-        own = dict(zip(placed.graph.graph.nodes, self.local.graph.graph.nodes, strict=True))
-        totals, made = GradientAccumulator(), []
+        local, inner = as_dtype(self.local, self.dtype), self.plan.inner
+        # The copy has other nodes, without the layouts that an observer compares with.
+        own = dict(zip(local.graph.graph.nodes, self.local.graph.graph.nodes, strict=True))
+        totals, results = GradientAccumulator(), []
         shared: dict[fx.Node, list[object]] = {}
         for turn in range(self.local.part.count):
             observe = observers(turn)
             seen = None if observe is None else _renamed(observe, own)
             with totals.microbatch(), default_dtype(self.dtype):
                 inputs = self.local_inputs(turn)
-                outputs = emulate(placed, inner.axis_names, inner.axis_sizes, inputs, shared, seen, self.draw)
-                made.append(self._whole(outputs))
-        return self._joined(made)
+                outputs = emulate(local, inner.axis_names, inner.axis_sizes, inputs, shared, seen, self.draw)
+                results.append(self._whole(outputs))
+        return self._joined(results)
 
     def _whole(self, outputs: Sequence[Sequence[torch.Tensor | None]]) -> list[Whole | None]:
         last, sizes = info(self.local.output_node), self.plan.inner.axis_sizes
         return [
             None
-            if type_ is None or not (there := [p for p in parts if p is not None])
-            else assemble(there, type_, layout, sizes)
+            if type_ is None or not (present := [p for p in parts if p is not None])
+            else assemble(present, type_, layout, sizes)
             for parts, type_, layout in zip(outputs, last.input_types, last.input_layouts, strict=True)
         ]
 
-    def _joined(self, made: list[list[Whole | None]]) -> list[Whole | None]:
-        """What the last microbatch leaves, and results whose rows are those of all."""
+    def _joined(self, results: list[list[Whole | None]]) -> list[Whole | None]:
+        """The outputs of a step from those of its microbatches: rows of all, and all else from the last one."""
         part = self.local.part
+        # Sums over microbatches and buffers are complete in the last.
         for i, output in enumerate(self.local.outputs):
-            found = [m for turns in made if (m := turns[i]) is not None]
+            parts = [value for outputs in results if (value := outputs[i]) is not None]
             if output.kind == "result" and output.name in part.results:
-                joined = join([whole for whole, _ in found], part.results[output.name], self.blocks)
-                made[-1][i] = joined, max(replicas for _, replicas in found)
-        return made[-1]
+                joined = join([whole for whole, _ in parts], part.results[output.name], self.blocks)
+                results[-1][i] = joined, max(replicas for _, replicas in parts)
+        return results[-1]
 
 
 def _renamed(observe: Observer, nodes: Mapping[fx.Node, fx.Node]) -> Observer:

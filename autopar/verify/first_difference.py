@@ -1,4 +1,4 @@
-"""Where a rewritten program first computes something else than the plain model: node, module, line and layouts."""
+"""The first node at which a rewritten program differs from the plain model: with module, line and layouts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from autopar.verify.float64 import as_dtype, default_dtype
 CAPTURE, CANONICAL, MICROBATCHES, REWRITING, PIPELINE = (
     "capture", "canonical form", "microbatches", "rewriting", "pipeline",
 )  # fmt: skip
-"""Where in the compiler a difference comes in."""
+"""The part of the compiler that causes a difference."""
 
 SHARE = 1e-4
 """A node's error is relative to its own largest entry, or to this share of the largest entry of its arguments."""
@@ -39,19 +39,20 @@ class FirstDifference:
     """The first value that is not what the plain model computes.
 
     Attributes:
-        stage: of the compiler where it comes in: ``capture`` (the graph of one device is not what the model does),
-            ``canonical form``, ``microbatches``, ``rewriting`` (the plan's layouts and moves) or ``pipeline``.
+        stage: the part of the compiler that causes it: ``capture`` (the graph of one device is not what the model
+            does), ``canonical form``, ``microbatches``, ``rewriting`` (the plan's layouts and redistributions) or
+            ``pipeline``.
         node: name of the node in the graph on global tensors, `ParallelModule.logical_graph`; where the capture is
             wrong, that of a result, or the last that takes the parameter whose gradient is wrong.
-        operator: what it calls, or the move of its value.
+        operator: what it calls, or the redistribution of its value.
         module: qualified name of the module; empty for the model itself.
         line: ``file.py:12`` of the user's code, as far as it is known.
         backward: whether it belongs to the backward pass.
-        tensor: the result, gradient, buffer or attribute that is wrong, where the node was found by it.
-        expected: how the value should lie, as in a plan's summary.
-        found: how the parts of all devices would give the right value; empty: in no way.
-        inputs: how the arguments lie.
         error: largest difference over the value's largest entry.
+        tensor: the result, gradient, buffer or attribute that is wrong, where the node was found by it.
+        expected: the layout that the value should have, as in a plan's summary.
+        found: a layout in which the parts of all devices would give the right value; empty: there is none.
+        inputs: layouts of the arguments.
     """
 
     stage: str
@@ -78,10 +79,10 @@ class FirstDifference:
         if self.tensor:
             text += f"; seen in {self.tensor}"
         if self.expected:
-            text += f"; it should lie as {self.expected}, and "
-            text += f"lies as {self.found}" if self.found else "its parts give the right value in no layout"
+            text += f"; its layout is {self.expected}, and its parts "
+            text += f"would be right in {self.found}" if self.found else "give the right value in no layout"
         if self.inputs:
-            text += f"; its arguments lie as {', '.join(self.inputs)}"
+            text += f"; the layouts of its arguments are {', '.join(self.inputs)}"
         return text
 
 
@@ -111,10 +112,11 @@ def first_in_rewriting(step: EmulatedStep) -> FirstDifference | None:
 
     def observers(turn: int) -> Observer:
         values: dict[str, Any] = {}
+        # The emulated ranks, which run after this, must draw the same random numbers.
         states = generator_states()
         with totals.microbatch():
             inputs = step.inputs(part, turn)
-            run_whole(whole, inputs, lambda node, made: values.__setitem__(node.name, made[0]))
+            run_whole(whole, inputs, lambda node, results: values.__setitem__(node.name, results[0]))
         values.update({n.name: v for n, v in zip(whole.placeholders, inputs, strict=True)})
         restore_generators(states)
         return _observer(step, part, values)
@@ -133,61 +135,66 @@ def _observer(step: EmulatedStep, part: Program, values: Mapping[str, Any]) -> O
     local = {n.name: n for n in step.local.graph.graph.nodes}
     plan, limit = step.plan.inner, tolerance_of(step.dtype)
 
-    def observe(node: fx.Node, made: list[Any]) -> None:
-        source = local.get(info(node).moved_value or "") if _is_move(node) else node
+    def observe(node: fx.Node, results: list[Any]) -> None:
+        source = local.get(info(node).moved_value or "") if _is_redistribution(node) else node
         name = (None if source is None else info(source).program_node) or ""
+        # Nodes within a redistribution have no value of the global graph; the last of it has.
         if name not in values or not info(node).layouts or info(node).internal:
             return
         whole = values[name]
         for i in _used_outputs(node):
             type_, layout = info(node).types[i], info(node).layouts[i]
-            several = isinstance(made[0], tuple | list)
+            several = isinstance(results[0], tuple | list)
             expected = whole[i] if isinstance(whole, tuple | list) else whole
-            parts = [m[i] if several else m for m in made]
+            parts = [r[i] if several else r for r in results]
             if type_ is None or layout is None or expected is None or any(p is None for p in parts):
                 continue
+            # A difference of large arguments is as wrong as these are: 1e8 - 1e8 is rounding, whatever it is.
             scale = SHARE * _largest(values.get(a.name) for a in originals[name].all_input_nodes)
             error = _error(parts, expected, type_, layout, plan.axis_sizes, scale)
             if error > limit:
-                lies = _lies_as(parts, expected, type_, plan.axis_sizes, scale, limit)
-                raise _FoundError(_difference(node, originals[name], error, i, lies, plan.axis_names))
+                right = _layout_that_fits(parts, expected, type_, plan.axis_sizes, scale, limit)
+                raise _FoundError(_difference(node, originals[name], error, i, right, plan.axis_names))
 
     return observe
 
 
-def _is_move(node: fx.Node) -> bool:
-    """Whether a pass put the node in to bring a value into another layout; it is no node of the global graph."""
+def _is_redistribution(node: fx.Node) -> bool:
+    """Whether a pass inserted the node to bring a value into another layout; it is no node of the global graph."""
     return info(node).moved_value is not None and info(node).program_node is None
 
 
 def _used_outputs(node: fx.Node) -> list[int]:
-    """Numbers of the outputs that something takes; what is in others may be anything."""
+    """Numbers of the outputs that something takes; others may hold anything."""
     if len(info(node).types) == 1:
         return [0]
     return sorted({u.args[1] for u in node.users if u.target is operator.getitem})  # type: ignore[misc]
 
 
 def _difference(
-    node: fx.Node, original: fx.Node, error: float, index: int, lies: Layout | None, names: Sequence[str]
+    node: fx.Node, original: fx.Node, error: float, index: int, right: Layout | None, names: Sequence[str]
 ) -> FirstDifference:
+    """A difference at one output of a node; ``right``: a layout in which its parts would be right."""
+
     def text(source: fx.Node, i: int, layout: Layout | None) -> str:
         return "" if layout is None else describe(info(source).type(i), layout, names)
 
     inputs = []
-    for argument in tensor_arguments(node) if not _is_move(node) else ():
+    for argument in tensor_arguments(node) if not _is_redistribution(node) else ():
         source, i = argument.args if argument.target is operator.getitem else (argument, 0)
         if info(source).layouts:  # type: ignore[arg-type]
             inputs.append(text(source, i, info(source).layouts[i]))  # type: ignore[arg-type,index]
-    called = f"{_collective(node)}of {original.target}" if _is_move(node) else str(original.target)
+    called = f"{_collective(node)}of {original.target}" if _is_redistribution(node) else str(original.target)
     return FirstDifference(
         REWRITING, original.name, called, module_path(original), _line(original), is_backward(node), error,
-        expected=text(node, index, info(node).layouts[index]), found=text(node, index, lies), inputs=tuple(inputs),
+        expected=text(node, index, info(node).layouts[index]), found=text(node, index, right), inputs=tuple(inputs),
     )  # fmt: skip
 
 
 def _collective(node: fx.Node) -> str:
-    """``all_reduce over data `` for the last node of a move."""
-    while node.all_input_nodes and _is_move(node):
+    """``all_reduce over data `` for the last node of a redistribution."""
+    # Backwards over waits and slices to the collective; a redistribution without one is a slice of what is there.
+    while node.all_input_nodes and _is_redistribution(node):
         collective = info(node).collective
         if collective is not None:
             return f"{collective.kind} over {collective.axis} "
@@ -213,6 +220,7 @@ def _error(
     if any(tuple(p.shape) != local_shape(type_, layout, sizes) for p in parts):
         return math.inf
     whole, replicas = _whole(parts, type_, layout, sizes)
+    # Padding is left out: there may be anything in it, except in gradients, which `compare` looks at.
     if whole.ndim != expected.ndim or any(n < m for n, m in zip(whole.shape, expected.shape, strict=True)):
         return math.inf
     error = max(largest_difference(without_padding(whole, expected.shape), expected), replicas)
@@ -225,21 +233,23 @@ def _whole(
     parts: Sequence[torch.Tensor], type_: TensorType, layout: Layout, sizes: Sequence[int]
 ) -> tuple[torch.Tensor, float]:
     """As `assemble`, for terms of any kind: a largest entry, for example, is no sum."""
-    own = dict(zip(coordinates(sizes), parts, strict=True))
-    reduced, left = list(layout), list(sizes)
+    by_rank = dict(zip(coordinates(sizes), parts, strict=True))
+    # Axes of such terms are reduced here, to size 1, and `assemble` does the rest.
+    remaining_layout, remaining_sizes = list(layout), list(sizes)
     for axis, placement in enumerate(layout):
         if not isinstance(placement, Partial) or placement.op == "sum":
             continue
         combine: Callable[..., torch.Tensor] = torch.maximum if placement.op == "max" else torch.minimum
         merged: dict[tuple[int, ...], torch.Tensor] = {}
-        for where, part in own.items():
-            key = (*where[:axis], 0, *where[axis + 1 :])
+        for rank, part in by_rank.items():
+            key = (*rank[:axis], 0, *rank[axis + 1 :])
             merged[key] = combine(merged[key], part) if key in merged else part
-        own, reduced[axis], left[axis] = merged, Replicate(), 1
-    return assemble([own[where] for where in coordinates(left)], type_, tuple(reduced), left)
+        by_rank, remaining_layout[axis], remaining_sizes[axis] = merged, Replicate(), 1
+    ordered = [by_rank[rank] for rank in coordinates(remaining_sizes)]
+    return assemble(ordered, type_, tuple(remaining_layout), remaining_sizes)
 
 
-def _lies_as(
+def _layout_that_fits(
     parts: Sequence[torch.Tensor],
     expected: torch.Tensor,
     type_: TensorType,
@@ -248,6 +258,7 @@ def _lies_as(
     limit: float,
 ) -> Layout | None:
     """A layout in which the parts would give the expected value."""
+    # A help for whoever reads the report, which is not worth trying all combinations on four axes.
     if len(sizes) > 3 or not (expected.is_floating_point() or expected.is_complex()):
         return None
     splits = [Split(d, j) for d, j in type_.positions]
@@ -264,14 +275,15 @@ def first_in_canonical_form(
     captured: Program, program: Program, values: Mapping[tuple[str, str], torch.Tensor], dtype: torch.dtype
 ) -> FirstDifference | None:
     """The first operator that both graphs have and that makes another value in the canonical one."""
-    made: dict[str, tuple[Any, Any]] = {}
+    by_name: dict[str, tuple[Any, Any]] = {}
     with same_numbers(0), default_dtype(dtype):
         inputs = [values[i.kind, i.name] for i in captured.inputs]
-        run_whole(as_dtype(captured, dtype), inputs, lambda n, v: made.__setitem__(n.name, (n.target, v[0])))
+        run_whole(as_dtype(captured, dtype), inputs, lambda n, v: by_name.__setitem__(n.name, (n.target, v[0])))
 
-    def observe(node: fx.Node, found: list[Any]) -> None:
-        target, expected = made.get(node.name, (None, None))
-        value = found[0]
+    def observe(node: fx.Node, results: list[Any]) -> None:
+        target, expected = by_name.get(node.name, (None, None))
+        value = results[0]
+        # Canonicalization reuses names: a node counts as the same if the operator is.
         if target is not node.target or not isinstance(value, torch.Tensor) or value.shape != expected.shape:
             return
         error = largest_difference(value, expected) / max(_largest([expected]), 1e-300)
@@ -295,7 +307,7 @@ def at_node(stage: str, node: fx.Node | None, error: float, tensor: str = "") ->
 
 
 def _line(node: fx.Node) -> str:
-    """The innermost line of the user's, which is not torch's; as `user_line` says if there is none."""
+    """The innermost line of the user's code, which is not torch's; what `user_line` finds if there is none."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     own = [f"{file}:{number}" for file, number in lines if not re.search(r"[/\\]torch[/\\]", file)]
     return own[-1] if own else user_line(node)
@@ -308,21 +320,22 @@ def at_attribute(name: str, error: float) -> FirstDifference:
 
 def at_output(stage: str, program: Program, wrong: Mapping[tuple[str, str], float]) -> FirstDifference:
     """The output that goes wrong first, of several: a result, else the gradient of what is nearest to the loss."""
-    place = {n: i for i, n in enumerate(program.graph.graph.nodes)}
-    made = dict(zip(((o.kind, o.name) for o in program.outputs), program.output_values, strict=True))
-    given = {(i.kind, i.name): n for n, i in zip(program.placeholders, program.inputs, strict=True)}
+    position = {n: i for i, n in enumerate(program.graph.graph.nodes)}
+    outputs = dict(zip(((o.kind, o.name) for o in program.outputs), program.output_values, strict=True))
+    inputs = {(i.kind, i.name): n for n, i in zip(program.placeholders, program.inputs, strict=True)}
 
     def last_user(key: tuple[str, str]) -> fx.Node | None:
         kind, name = key
-        source = given.get(("parameter" if kind == "gradient" else kind, name))
+        source = inputs.get(("parameter" if kind == "gradient" else kind, name))
         users = [u for u in (source.users if source is not None else ()) if u.op != "output" and not is_backward(u)]
-        return max(users, key=place.__getitem__, default=source)
+        return max(users, key=position.__getitem__, default=source)
 
     def order(key: tuple[str, str]) -> tuple[int, int]:
+        # The backward pass starts at the loss: of wrong gradients, the one whose operator comes last is the cause.
         user = last_user(key)
-        return (key[0] != "result", -place[user] if user is not None else 0)
+        return (key[0] != "result", -position[user] if user is not None else 0)
 
     key = min(wrong, key=order)
-    node = made.get(key) if key[0] == "result" else last_user(key)
+    node = outputs.get(key) if key[0] == "result" else last_user(key)
     label = f"the gradient of {key[1]!r}" if key[0] == "gradient" else f"{key[0]} {key[1]}"
     return at_node(stage, node, wrong[key], label)

@@ -1,4 +1,4 @@
-"""Everything in float64: models hide casts and constants of lower precision, which would mask wrong layouts."""
+"""Everything in float64: models contain casts and constants of lower precision, whose rounding hides wrong layouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HALF_TO_FLOAT = {aten._softmax.default: 2, aten._log_softmax.default: 2}
 
 @contextmanager
 def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """What is created within without a dtype has this one; None: the usual one."""
+    """Within, tensors that are created without a dtype have this one; None: torch's default."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:
@@ -46,6 +46,7 @@ def as_dtype(program: Program, dtype: torch.dtype = torch.float64) -> Program:
             node.args = cast_dtypes(node.args, dtype)
             node.kwargs = cast_dtypes(node.kwargs, dtype)
             if node.target in HALF_TO_FLOAT:
+                # The flag demands float16 inputs, which are none now.
                 node.update_arg(HALF_TO_FLOAT[node.target], False)
         if node.op == "get_attr":
             constant = getattr(module, str(node.target))

@@ -1,4 +1,4 @@
-"""`LiveCopy`: a copy of a model that changes as the model would where a program runs in its place."""
+"""`LiveCopy`: a copy of a model to which each call of a program does what a call of the model would do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.verify.python_state import is_same, state_of
 
 
 class LiveCopy:
-    """Takes over what calls of a program leave behind."""
+    """Takes over what calls of a program write to buffers, parameters and attributes."""
 
     def __init__(
         self, model: nn.Module, dtype: torch.dtype | None, program: Program, later: State | None = None
@@ -39,20 +39,23 @@ class LiveCopy:
         Args:
             found: whole tensors that the call made, by kind and name.
         """
+        # The second call writes other constants than the first: a counter that is read is one more.
         state, known = self._state, state_of(self._model)
         self._state = self._later
         slots = Slots(self._model)
         before = slots.signature(state.constants)
         with torch.no_grad():
-            self._take(found)
+            self._copy_tensors(found)
             count = sum(kind == "result" for kind, _ in found)
             apply(self._model, state.writes, [found.get(("result", str(i))) for i in range(count)])
         after = state_of(self._model)
         written = {n: v for n, v in after.items() if n not in known or not is_same(known[n], v)}
+        # As the session decides: with other Python state, the next call may need a graph of its own.
         changed = differences(before, slots.signature(state.constants), state.counted)
         return written, self._model if changed else None
 
-    def _take(self, found: Mapping[Key, torch.Tensor]) -> None:
+    def _copy_tensors(self, found: Mapping[Key, torch.Tensor]) -> None:
+        """Write the new values of buffers and parameters in place, as calls do; or assign, if the model does."""
         parameters, buffers = dict(self._model.named_parameters()), state_tensors(self._model)
         for (kind, name), value in found.items():
             if kind == "buffer" and name in self._program.state.assigned:

@@ -19,18 +19,16 @@ DEPTH = 6
 
 
 @dataclasses.dataclass(frozen=True)
-class Opaque:
-    """A value that cannot be looked into; all of a class count as the same."""
+class FrozenObject:
+    """A mapping, or an object with attributes.
+
+    Attributes:
+        kind: name of its class.
+        items: its entries or attributes, frozen; None: it is not looked into, and equal to all others of its class.
+    """
 
     kind: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Fields:
-    """A mapping, or an object with attributes."""
-
-    kind: str
-    items: Mapping[Any, Any]
+    items: Mapping[Any, Any] | None = None
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
@@ -52,20 +50,21 @@ def frozen(value: Any, depth: int = DEPTH) -> Any:
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | torch.device):
         return value
     if not depth or isinstance(value, nn.Module | nn.Parameter | type | types.FunctionType | types.ModuleType):
-        return Opaque(type(value).__qualname__)
+        return FrozenObject(type(value).__qualname__)
     if isinstance(value, Mapping):
-        return Fields(type(value).__qualname__, {_key(k): frozen(v, depth - 1) for k, v in value.items()})
+        return FrozenObject(type(value).__qualname__, {_key(k): frozen(v, depth - 1) for k, v in value.items()})
     if isinstance(value, list | tuple) or type(value).__name__ == "deque":
         return tuple(frozen(v, depth - 1) for v in value)
     if isinstance(value, AbstractSet):
         return frozenset(_key(v) for v in value)
     if hasattr(value, "__dict__") or slots_of(type(value)):
         own = {name: frozen(v, depth - 1) for (_, name), v in attributes_of(value)}
-        return Fields(type(value).__qualname__, own)
-    return Opaque(type(value).__qualname__)
+        return FrozenObject(type(value).__qualname__, own)
+    return FrozenObject(type(value).__qualname__)
 
 
 def _key(value: Any) -> Any:
+    # Keys need not be plain: objects as keys are equal in two copies of a model if they are printed alike.
     return value if isinstance(value, str | int | float | bool | tuple) else f"{type(value).__qualname__} {value}"
 
 
@@ -78,10 +77,8 @@ def distance(found: Any, expected: Any) -> float:
     """How far a frozen value is from another: of numbers and tensors the largest difference, else 0 or infinity."""
     if isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor):
         return largest_difference(found, expected) if found.shape == expected.shape else float("inf")
-    if isinstance(found, Fields) and isinstance(expected, Fields):
-        if found.kind != expected.kind or found.items.keys() != expected.items.keys():
-            return float("inf")
-        return max((distance(v, expected.items[k]) for k, v in found.items.items()), default=0.0)
+    if isinstance(found, FrozenObject) and isinstance(expected, FrozenObject):
+        return _distance_of_objects(found, expected)
     if isinstance(found, tuple) and isinstance(expected, tuple):
         if len(found) != len(expected):
             return float("inf")
@@ -93,6 +90,14 @@ def distance(found: Any, expected: Any) -> float:
     return 0.0 if found == expected else float("inf")
 
 
+def _distance_of_objects(found: FrozenObject, expected: FrozenObject) -> float:
+    if found.items is None or expected.items is None:
+        return 0.0 if found == expected else float("inf")
+    if found.kind != expected.kind or found.items.keys() != expected.items.keys():
+        return float("inf")
+    return max((distance(v, expected.items[k]) for k, v in found.items.items()), default=0.0)
+
+
 def _unequal(found: Any, expected: Any) -> float:
-    """Two numbers of which one at least is not a number."""
+    """Two numbers of which at least one is NaN: equal if both are."""
     return 0.0 if found != found and expected != expected else float("inf")

@@ -1,11 +1,10 @@
-"""What a distributed program is held against: the model in eager mode, or its captured graph where that cannot be."""
+"""The right values for a distributed program: the model in eager mode, or its captured graph where that fails."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +31,7 @@ networks of timm.
 """
 
 VANISHED = 1e-12
-"""Gradients below this share of the model's results are rounding errors, all of them."""
+"""If all gradients are below this share of the model's results, all of them are rounding errors."""
 
 Values = Mapping[Key, torch.Tensor]
 """Tensors by kind and name."""
@@ -83,6 +82,7 @@ def reference_of(
     """
     tangents = {name: v for (kind, name), v in given.items() if kind == "tangent"}
     graph, first_state = captured_calls(program, given, dtype, calls)
+    # Any error: eager code of users fails in float64 in as many ways as there are models.
     try:
         eager = eager_calls(model, batch, program, tangents, loss_fn=loss_fn, loss=loss, dtype=dtype, calls=calls)
     except Exception as e:
@@ -93,13 +93,15 @@ def reference_of(
     error = max(errors.values(), default=0.0)
     wrong = {k: e for k, e in errors.items() if not e <= tolerance_of(dtype)}
     note = _why_not(program, eager[0].drawn, first_state) if wrong else ""
+    # A model may compute something else in float64, by a branch on the dtype: then both agree in its own precision.
     if wrong and not note:
         own = _own_error(model, batch, program, given, tangents, loss_fn, policy, loss, calls)
         if own <= _rounding(program, policy):
             note, error = f"the model computes something else in {dtype} than in its own precision", own
     if note:
-        made = [EagerCall(c.values, e.written, e.drawn) for c, e in zip(graph, eager, strict=True)]
-        return Reference(tuple(made), CAPTURED, note, error)
+        # Attributes and generators are those of the eager calls: the graph alone writes none.
+        mixed = [EagerCall(c.values, e.written, e.drawn) for c, e in zip(graph, eager, strict=True)]
+        return Reference(tuple(mixed), CAPTURED, note, error)
     return Reference(tuple(eager), EAGER, "", error, wrong)
 
 
@@ -107,52 +109,53 @@ def _errors_of_calls(
     program: Program, graph: Sequence[EagerCall], eager: Sequence[EagerCall], given: Values
 ) -> dict[Key, float]:
     """The largest error of each output in any of the calls."""
-    found: dict[Key, float] = {}
+    errors: dict[Key, float] = {}
     before = given
-    for made, expected in zip(graph, eager, strict=True):
-        values = with_assigned(program, made.values, expected.values)
+    for own, expected in zip(graph, eager, strict=True):
+        values = with_assigned(program, own.values, expected.values)
         for key, error in errors_of(values, expected.values, before).items():
-            found[key] = max(found.get(key, 0.0), error)
+            errors[key] = max(errors.get(key, 0.0), error)
         before = carried(before, expected.values)
-    return found
+    return errors
 
 
 def captured_calls(
     program: Program, given: Values, dtype: torch.dtype | None, calls: int = CALLS
 ) -> tuple[list[EagerCall], Mapping[str, torch.Tensor]]:
-    """Run a program on one device several times in a row; with the generators' states behind the first run."""
+    """Run a program on one device several times in a row; also the generators' states after the first run."""
     graph = program if dtype is None else as_dtype(program, dtype)
-    made: list[EagerCall] = []
+    results: list[EagerCall] = []
     for _ in range(calls):
-        if made and not carries(program):
-            made.append(made[0])
+        # Each call starts from the same random state: without other state it is the first one again.
+        if results and not carries(program):
+            results.append(results[0])
             continue
         with same_numbers(0), default_dtype(dtype):
             outputs = run_whole(graph, [given[i.kind, i.name] for i in program.inputs])
             drawn = generator_states()
         values = {(o.kind, o.name): v for o, v in zip(program.outputs, outputs, strict=True) if v is not None}
-        made.append(EagerCall(values, {}, drawn))
+        results.append(EagerCall(values, {}, drawn))
         given = carried(given, values, program)
-    return made, made[0].drawn
+    return results, results[0].drawn
 
 
 def carries(program: Program) -> bool:
-    """Whether a call leaves something for the next: a buffer, say."""
+    """Whether a call writes something that the next one reads, such as a buffer."""
     written = {("buffer", w.name) for w in program.state.writes}
     return bool(({(o.kind, o.name) for o in program.outputs} | written) & {(i.kind, i.name) for i in program.inputs})
 
 
-def carried(given: Values, made: Values, program: Program | None = None) -> Values:
-    """What goes into the next call: what is written takes the place of what there was."""
-    places = {} if program is None else _results_assigned(program)
-    return {key: made.get(key, made.get(places.get(key, key), value)) for key, value in given.items()}
+def carried(given: Values, outputs: Values, program: Program | None = None) -> Values:
+    """The inputs of the next call: those of the last, with what it has written."""
+    assigned = {} if program is None else _results_assigned(program)
+    return {key: outputs.get(key, outputs.get(assigned.get(key, key), value)) for key, value in given.items()}
 
 
-def with_assigned(program: Program, made: Values, expected: Values) -> dict[Key, torch.Tensor]:
-    """What a call made, buffers included that it assigns and does not read, for which the graph has no input."""
-    places = _results_assigned(program)
-    assigned = {key: made[places[key]] for key in expected if key in places and places[key] in made}
-    return {**assigned, **made}
+def with_assigned(program: Program, outputs: Values, expected: Values) -> dict[Key, torch.Tensor]:
+    """The outputs of a call, buffers included that it assigns and does not read, for which the graph has no input."""
+    result_of = _results_assigned(program)
+    assigned = {key: outputs[result_of[key]] for key in expected if key in result_of and result_of[key] in outputs}
+    return {**assigned, **outputs}
 
 
 def _results_assigned(program: Program) -> dict[Key, Key]:
@@ -162,7 +165,8 @@ def _results_assigned(program: Program) -> dict[Key, Key]:
 
 
 def _why_not(program: Program, eager: Mapping[str, torch.Tensor], graph: Mapping[str, torch.Tensor]) -> str:
-    """Why eager mode draws other numbers than the graph, if it does."""
+    """Why the errors come from other random numbers in eager mode than in the graph, if they do; else empty."""
+    # Both started from the same state: if they end in different ones, they have drawn different amounts.
     random = any(
         torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in program.graph.graph.nodes
     )  # fmt: skip
@@ -176,7 +180,7 @@ def _own_error(
     batch: Batch,
     program: Program,
     given: Values,
-    tangents: Values | Mapping[str, torch.Tensor],
+    tangents: Mapping[str, torch.Tensor],
     loss_fn: LossFunction | None,
     policy: Precision | None,
     loss: Loss,
@@ -187,10 +191,9 @@ def _own_error(
     own: dict[Key, torch.Tensor] = {}
     for node, spec in zip(program.placeholders, program.inputs, strict=True):
         own[spec.kind, spec.name] = given[spec.kind, spec.name].to(node.meta["val"].dtype)
-    named: Any = tangents
     try:
         eager = eager_calls(
-            model, batch, program, named, loss_fn=loss_fn, loss=loss, dtype=None, compute=compute, calls=calls
+            model, batch, program, tangents, loss_fn=loss_fn, loss=loss, dtype=None, compute=compute, calls=calls
         )
         graph, _ = captured_calls(program, own, None, calls)
     except Exception:
@@ -203,13 +206,14 @@ def _rounding(program: Program, policy: Precision | None) -> float:
     dtypes = {n.meta["val"].dtype for n in program.placeholders if n.meta["val"].is_floating_point()}
     dtypes |= set() if policy is None else {policy.compute}
     coarse = max((torch.finfo(d).eps for d in dtypes), default=0.0)
+    # Of bfloat16 a thousand roundings would be larger than the values.
     return min(1e3 * coarse, 0.1)
 
 
 def errors_of(found: Values, expected: Values, before: Values, replicas: Mapping[Key, float] | None = None) -> dict[
     Key, float
 ]:  # fmt: skip
-    """The error of every tensor that one call made, or should have made.
+    """The error of every tensor that one call returned or wrote, or should have.
 
     Args:
         found: outputs of a program.
@@ -220,14 +224,14 @@ def errors_of(found: Values, expected: Values, before: Values, replicas: Mapping
     scale = scale_of(expected)
     errors = {}
     for key in dict.fromkeys([*expected, *found]):
-        kept = before.get(key) if key[0] in ("buffer", "parameter") else None
-        one, other = found.get(key, kept), expected.get(key, kept)
-        if other is None and key[0] == "result":
-            continue  # more than the model returns: what the graph hands on for attributes, see `autopar.verify`
-        if one is None or other is None:
+        unchanged = before.get(key) if key[0] in ("buffer", "parameter") else None
+        own, right = found.get(key, unchanged), expected.get(key, unchanged)
+        if right is None and key[0] == "result":
+            continue  # more than the model returns: tensors that the graph returns for attributes
+        if own is None or right is None:
             errors[key] = math.inf
             continue
-        errors[key] = tensor_error(one, other, scale, (replicas or {}).get(key, 0.0))
+        errors[key] = tensor_error(own, right, scale, (replicas or {}).get(key, 0.0))
     return errors
 
 
@@ -252,6 +256,7 @@ def tensor_error(found: torch.Tensor, expected: torch.Tensor, scale: float, repl
     """
     if found.shape != expected.shape:
         return math.inf
+    # Integers and booleans are equal or not. The last term below only keeps a quotient of zeros from being NaN.
     difference = max(largest_difference(found, expected), replicas)
     if difference == 0.0 or not (expected.is_floating_point() or expected.is_complex()):
         return 0.0 if difference == 0.0 else math.inf

@@ -44,7 +44,8 @@ def require_equal(
         report = verify(model, batch, dict(plan.axes), loss_fn=loss_fn, loss=loss, plan=plan, precision=precision)
     except AutoparError:
         raise
-    except Exception as first:  # an operator without a kernel for float64
+    except Exception as first:
+        # Some operators have no kernel for float64: then in the model's own dtype, and with its rounding.
         dtype = _own_dtype(model)
         tolerance = float(1e3 * torch.finfo(dtype).eps)
         try:
@@ -56,6 +57,7 @@ def require_equal(
                 f"the plan cannot be checked: in float64 {type(first).__name__}: {first}; in {dtype} "
                 f"{type(e).__name__}: {e}; leave check=True out, and verify a smaller model of the kind"
             ) from e
+    # Not `max_error > tolerance`, which is False for NaN.
     if not all(error <= tolerance for error in report.errors.values()):
         raise VerifyError(_complaint(report))
     against = "the eager model" if report.reference == EAGER else f"the captured graph, since {report.note}"

@@ -22,29 +22,29 @@ def every_layout(rank: int) -> int:
         to_local,
         to_placements,
     )  # fmt: skip
-    from autopar.runtime.mesh import place_on
+    from autopar.runtime.mesh import mesh_context
     from autopar.runtime.state.state_dict import plain_shards
     from autopar.search.formulation.pins import is_boundary_layout
     from autopar.sharding.candidates import layouts
 
-    place = place_on(mesh_of(2, 2), 30)
+    context = mesh_context(mesh_of(2, 2), 30)
     type_ = TensorType("float64", ((Factor("three", 4), Factor("heads", 4), Factor("head", 2)), (Factor("hidden", 8),)))
     full = torch.arange(256, dtype=torch.float64).reshape(32, 8)
     count = 0
-    for layout in layouts(type_, place.sizes):
-        if not is_boundary_layout(type_, layout, place.sizes) or any(isinstance(p, Partial) for p in layout):
+    for layout in layouts(type_, context.sizes):
+        if not is_boundary_layout(type_, layout, context.sizes) or any(isinstance(p, Partial) for p in layout):
             continue
-        assert divides(type_, layout, place.sizes)
+        assert divides(type_, layout, context.sizes)
         placements = to_placements(type_, layout)
-        assert from_placements(type_, placements, place.sizes) == layout
-        block = local_block(full, type_, layout, place.sizes, place.coordinates)
-        tensor = from_local(block, place, full.shape, placements)
+        assert from_placements(type_, placements, context.sizes) == layout
+        block = local_block(full, type_, layout, context.sizes, context.coordinates)
+        tensor = from_local(block, context, full.shape, placements)
         assert torch.equal(full_tensor(tensor), full), layout
-        plain = redistribute(tensor, place, plain_shards(placements))
+        plain = redistribute(tensor, context, plain_shards(placements))
         assert torch.equal(full_tensor(plain), full), f"{layout} to plain shards"
-        back = redistribute(plain, place, placements)
+        back = redistribute(plain, context, placements)
         assert torch.equal(to_local(back), block), f"{layout} back from plain shards"
-        assert torch.equal(part_of(plain, type_, layout, place), block)
+        assert torch.equal(part_of(plain, type_, layout, context), block)
         count += 1
     return count
 

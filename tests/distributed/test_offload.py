@@ -37,7 +37,7 @@ def train(rank: int, microbatches: int) -> tuple[float, int, int]:
         if step == 0:  # what is saved is what is loaded
             optimizers[0].load_state_dict(optimizers[0].state_dict())
     sent = sum(n.target is to_host for n in parallel.forward_graph.graph.nodes)
-    return largest(apart), sent, len(parallel._autopar.away.held)
+    return largest(apart), sent, len(parallel._autopar.offloaded.on_host)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

@@ -59,7 +59,7 @@ def killed(rank: int, folder: str) -> tuple[list[float], str, float]:
             dcp.save(autopar.checkpoint.state_dict(model, optimizer), checkpoint_id=folder)
     if rank == KILLED:
         left = iter([None])  # the first backward goes well
-        piece = model._autopar.latest.step.cutting.piece(1, "B").graph
+        piece = model._autopar.latest.step.stage_graphs.microbatch_graph(1, "B").graph
         forward = piece.forward
         piece.forward = lambda values: (
             forward(values) if next(left, 0) is None else os.kill(os.getpid(), signal.SIGKILL)

@@ -69,7 +69,7 @@ def require_apart(parallel: Any, found: dict[str, Any]) -> None:
     assert len(results) == len(layouts)
     for value, layout in zip(results, layouts, strict=True):
         assert is_everywhere(layout) == (not value.ndim)
-        if value.ndim and not is_held(layout, parallel._autopar.place.coordinates):
+        if value.ndim and not is_held(layout, parallel._autopar.context.coordinates):
             assert value.to_local().untyped_storage().nbytes() == value.element_size()
 
 
@@ -344,7 +344,7 @@ def fail(rank: int) -> str:
             raise RuntimeError("out of memory, say")
 
         step = parallel._autopar.latest.step
-        step.cutting.piece(2, "F").graph.forward = broken
+        step.stage_graphs.microbatch_graph(2, "F").graph.forward = broken
     try:
         parallel(**batch)
     except Exception as e:

@@ -76,15 +76,15 @@ def read(rank: int, sizes: tuple[int, ...]) -> list[str]:
     """What is not as on one device, of parameters and of gradients."""
     parallel, plain, _ = pair(sizes)
     there = {n: (p, q) for (n, p), q in zip(parallel.named_parameters(), plain.parameters(), strict=True)}
-    wrong, homes = [], set()
+    wrong, owners = [], set()
     for name, (p, q) in there.items():
-        homes.add(getattr(p, "home", None))
+        owners.add(getattr(p, "owner_stage", None))
         for kind, mine, theirs in (("value", p, q), ("gradient", p.grad, q.grad)):
             for what, function in READ.items():
                 found, expected = whole(function(mine)).detach(), function(theirs).detach()
                 if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-12, atol=1e-14):
                     wrong.append(f"{what} of {name}, {kind}: {found} for {expected}"[:200])
-    assert len(homes - {None}) == sizes[0]
+    assert len(owners - {None}) == sizes[0]
     return wrong
 
 
@@ -132,7 +132,7 @@ def test_optimizers_clipping_and_penalties(ranks: Ranks, name: str) -> None:
 def kept(rank: int) -> tuple[list[str], list[bool]]:
     """What is said where writing would be lost; and whether copies are what was copied."""
     parallel, plain, _ = pair((4,))
-    name = next(n for n, p in parallel.named_parameters() if hasattr(p, "home"))
+    name = next(n for n, p in parallel.named_parameters() if hasattr(p, "owner_stage"))
     p, before = parallel.get_parameter(name), dict(plain.named_parameters())[name].detach()
     said = []
     for wrong in (lambda t: t[0].fill_(1.0), lambda t: t.view(-1), lambda t: t.norm().item(),

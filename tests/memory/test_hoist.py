@@ -118,7 +118,7 @@ def test_casts_of_parameters_are_shared() -> None:
     casts = [n for n in local.graph.graph.nodes if is_hoisted(n) and "_to_copy" in str(n.target)]
     assert len(casts) >= 4
     cut = cut_microbatches(local)
-    assert cut.steady is not None
+    assert cut.hoisted is not None
     assert not any(n.name in {c.name for c in casts} for n in cut.forward.graph.nodes if n.op == "call_function")
     assert compare(program, local, plan, values, torch.float64).max_error < BOUND
 

@@ -123,7 +123,7 @@ def test_what_is_known_of_strides_is_so(name: str, monkeypatch: pytest.MonkeyPat
         program, _, values = zoo.captured(name)
     local, plan = rewritten(program)
     known = {n.name: n.meta["val"] for n in known_strides(local.graph)}
-    step, checked = emulation._step, []
+    step, checked = emulation._run_node, []
 
     def watched(node, environment, *rest):
         results = step(node, environment, *rest)
@@ -136,7 +136,7 @@ def test_what_is_known_of_strides_is_so(name: str, monkeypatch: pytest.MonkeyPat
             checked.append(node)
         return results
 
-    monkeypatch.setattr(emulation, "_step", watched)
+    monkeypatch.setattr(emulation, "_run_node", watched)
     report = compare(program, local, plan, values, torch.float64)
     assert report.max_error < 1e-10
     assert len(checked) > 10

@@ -160,7 +160,7 @@ def test_every_operator_of_the_backward_runs_once() -> None:
     plan = solve(program, {"stage": 2}, "cpu", search=Search(pins={"stages": 2, "microbatches": 4}))
     cutting = StageGraphs(rewrite(program, plan), 2)
     for stage in range(2):
-        names = {k: [n.name for n in cutting.piece(stage, k).graph.graph.nodes if n.op == "call_function"]
+        names = {k: [n.name for n in cutting.microbatch_graph(stage, k).graph.graph.nodes if n.op == "call_function"]
                  for k in (FORWARD, BACKWARD, INPUT, WEIGHT)}  # fmt: skip
         assert sorted(names[INPUT] + names[WEIGHT]) == sorted(names[BACKWARD])
         assert not {*names[FORWARD]} & {*names[BACKWARD]}

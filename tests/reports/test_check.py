@@ -103,16 +103,18 @@ def test_where_memory_is_short_rows_are_cut_or_nothing_is_checked(
     log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = torch.randn(256, 8)
-    room = check_first.room_for
-    found: list[check_first.Room] = []
-    monkeypatch.setattr(check_first, "room_for", lambda *a: found.append(room(*a)) or found[-1])
+    rows_that_fit = check_first.rows_that_fit
+    found: list[tuple[int, float, float]] = []
+    monkeypatch.setattr(check_first, "rows_that_fit", lambda *a: found.append(rows_that_fit(*a)) or found[-1])
     autopar.parallelize(Net(), None, (rows,), check=True)
-    assert found[-1].rows == 256
+    (fitting, needed, _), *_ = found
+    assert fitting == 256
     for share, expected in ((0.5, 128), (0.25, 64)):
-        monkeypatch.setattr(check_first, "free_bytes", lambda _, s=share: s * found[0].needed / check_first.SHARE)
+        monkeypatch.setattr(check_first, "free_bytes", lambda _, s=share: s * needed / check_first.SHARE)
         autopar.parallelize(Net(), None, (rows,), check=True)
-        assert 1 < found[-1].rows <= expected
-        assert f"checked on {found[-1].rows} rows of 256" in log.text
+        fitting, *_ = found[-1]
+        assert 1 < fitting <= expected
+        assert f"checked on {fitting} rows of 256" in log.text
     assert log.text.count("computes what the model does") == 3
     monkeypatch.setattr(check_first, "free_bytes", lambda _: 1e3)
     autopar.parallelize(Net(), None, (rows,), check=True)

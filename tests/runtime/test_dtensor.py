@@ -12,7 +12,7 @@ from autopar._torch_compat import StridedShard
 from autopar.ir import layout as lay
 from autopar.ir.layout import Factor, Layout, Partial, Split, TensorType, local_shape
 from autopar.runtime.dtensor import block_ranges, from_placements, local_block, to_placements
-from autopar.runtime.state.materialize import _within
+from autopar.runtime.state.materialize import _type_of_hull
 from autopar.sharding.candidates import layouts
 
 TYPE = TensorType("float32", ((Factor("three", 2), Factor("heads", 4), Factor("head", 2)), (Factor("hidden", 8),)))
@@ -43,7 +43,7 @@ def test_blocks_cover_the_tensor(layout: Layout) -> None:
         assert block.is_contiguous()
         seen.view(-1)[block.long().reshape(-1)] += 1
         ranges, rest = block_ranges(TYPE, layout, SIZES, coordinates)
-        again = local_block(FULL[ranges], _within(TYPE, ranges), rest, SIZES, coordinates)
+        again = local_block(FULL[ranges], _type_of_hull(TYPE, ranges), rest, SIZES, coordinates)
         assert torch.equal(again, block)
     copies = 4 // max(1, round(FULL.numel() / local_block(FULL, TYPE, layout, SIZES, (0, 0)).numel()))
     assert torch.equal(seen, torch.full_like(FULL, copies))

@@ -1,4 +1,4 @@
-"""What a mesh must be for a rank to have a place on it."""
+"""What a mesh must be for a rank to have coordinates on it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autopar.runtime import mesh as place
-from autopar.runtime.mesh import one_device, place_on
+from autopar.runtime import mesh as mesh_module
+from autopar.runtime.mesh import mesh_context, one_device
 
 
 def mesh(*sizes: int, device: str = "cpu", coordinate: tuple[int, ...] | None = None) -> Any:
-    """What `place_on` reads of a mesh."""
+    """What `mesh_context` reads of a mesh."""
     total = int(torch.tensor(sizes).prod())
     return SimpleNamespace(
         shape=sizes, mesh_dim_names=None, device_type=device, size=lambda: total,
@@ -28,30 +28,30 @@ def world_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
-    monkeypatch.setattr(place, "set_group_timeout", lambda timeout, group: None)
+    monkeypatch.setattr(mesh_module, "set_group_timeout", lambda timeout, group: None)
 
 
 def test_missing_process_group() -> None:
     with pytest.raises(ValueError, match=r"no process group.*init_process_group.*mesh=None"):
-        place_on(mesh(2, 2), 1.0)
+        mesh_context(mesh(2, 2), 1.0)
 
 
 @pytest.mark.usefixtures("world_of_four")
 def test_axes_that_do_not_match_the_world() -> None:
     with pytest.raises(ValueError, match=r"mesh has 6 ranks and the world 4.*start 6 processes"):
-        place_on(mesh(2, 3), 1.0)
+        mesh_context(mesh(2, 3), 1.0)
 
 
 @pytest.mark.usefixtures("world_of_four")
 def test_rank_outside_the_mesh() -> None:
     with pytest.raises(ValueError, match=r"rank 3 is not in the mesh"):
-        place_on(mesh(2), 1.0)
+        mesh_context(mesh(2), 1.0)
 
 
 @pytest.mark.usefixtures("world_of_four")
 def test_backend_that_does_not_serve_the_device() -> None:
     with pytest.raises(ValueError, match=r'cuda:nccl\) does not serve cpu tensors.*"gloo"'):
-        place_on(mesh(2, 2, coordinate=(1, 1)), 1.0)
+        mesh_context(mesh(2, 2, coordinate=(1, 1)), 1.0)
 
 
 def test_one_device_needs_no_group() -> None:

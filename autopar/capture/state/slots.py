@@ -136,8 +136,8 @@ def tensor_attributes(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 _TENSORS_OWN = frozenset(
-    "_local_tensor _spec _is_param _is_hooked autopar_stored plain home elem _fake_device fake_mode constant pytype "
-    "dispatch_keys real_tensor".split()
+    "_local_tensor _spec _is_param _is_hooked autopar_storage plain owner_stage elem _fake_device fake_mode constant "
+    "pytype dispatch_keys real_tensor".split()
 )
 """Attributes that torch and autopar set."""
 

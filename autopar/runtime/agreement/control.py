@@ -1,8 +1,8 @@
-"""`Control`: the ranks of a mesh agree on what they do next before they do it, and say so when one does not.
+"""`Control`: the ranks of a mesh agree on their next call before they make it, and say so when one does not.
 
-Before its first collective each call of a module, forward and backward, reduces one number over the ranks: a hash of
-what the call is. Where all have the same that is all. Where they differ every rank gathers what the others are at, and
-raises the same `RankError`. A rank that does not come has died, ended, failed or is elsewhere: see
+Before its first collective each call of a module, forward and backward, reduces one number over the ranks: a hash that
+describes the call. If all ranks have the same number, they go on. If not, every rank gathers the descriptions of all
+and raises the same `RankError`. A rank that does not take part has died, ended, failed or is at something else: see
 `autopar.runtime.agreement.watch`.
 """
 
@@ -24,12 +24,12 @@ from torch.distributed import ProcessGroup
 
 from autopar._torch_compat import interrupt_gloo, set_group_timeout
 from autopar.errors import RankError
-from autopar.runtime.agreement.points import Point, difference
-from autopar.runtime.agreement.watch import DIED, ENDED, Position, Relay, Watch, connect
+from autopar.runtime.agreement.points import Details, difference, hash_of
+from autopar.runtime.agreement.watch import DIED, ENDED, Activity, Relay, Watch, connect
 
 T = TypeVar("T")
 
-_OF_COLLECTIVES = ("gloo", "Application timeout caused", "onnection closed", "onnection reset", "roken pipe", "NCCL")
+_COLLECTIVE_ERRORS = ("gloo", "Application timeout caused", "onnection closed", "onnection reset", "roken pipe", "NCCL")
 """Words in errors of collectives, of which Gloo's have no type of their own."""
 
 
@@ -40,41 +40,46 @@ class Control:
         group: for control messages only.
         rank: of this process in the mesh.
         size: how many ranks there are.
-        watch: what is heard of the others.
-        groups: process groups whose waits end where a rank is gone.
-        calls: how many each module has had, in the order in which they were made.
+        watch: what this rank knows of the others.
+        groups: process groups whose waits are ended when a rank is gone.
+        broken: why no further collective may run; empty while all is well.
+        calls: how many calls each module has had, modules in the order in which they were made.
+        peers: host and process id of each rank.
     """
 
-    def __init__(self, whole: ProcessGroup, groups: Sequence[ProcessGroup], timeout: float) -> None:
-        """Every rank of ``whole`` calls it.
+    def __init__(self, all_ranks: ProcessGroup, groups: Sequence[ProcessGroup], timeout: float) -> None:
+        """Every rank of ``all_ranks`` calls it.
 
         Raises:
             RankError: some rank does not answer.
         """
-        self.rank, self.size, self.timeout = dist.get_rank(whole), dist.get_world_size(whole), timeout
-        self.groups: list[ProcessGroup] = [*groups, whole]
+        self.rank, self.size, self.timeout = dist.get_rank(all_ranks), dist.get_world_size(all_ranks), timeout
+        self.groups: list[ProcessGroup] = [*groups, all_ranks]
         self.broken = ""
         self.calls: list[int] = []
         self.peers: list[tuple[str, int]] = []
-        self.group = whole
+        self.group = all_ranks
+        # `during` needs a watch: until the ranks know of each other, one without a connection.
         self.watch = Watch(self.rank, self.interrupt)
         with self.during("finding the other ranks"):
-            self.peers = gather_objects((socket.gethostname(), os.getpid()), whole)
-            ranks = dist.get_process_group_ranks(whole)
+            self.peers = gather_objects((socket.gethostname(), os.getpid()), all_ranks)
+            ranks = dist.get_process_group_ranks(all_ranks)
+            # Gloo on any device: control messages must not queue behind kernels on a CUDA stream, and a wait on the
+            # host can be ended. Local synchronization, because ranks outside of the mesh do not make this call.
             self.group = dist.new_group(
                 ranks, timeout=timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True
             )
             self.groups.append(self.group)
             if self.size == dist.get_world_size() and dist.group.WORLD is not None:
                 self.groups.append(dist.group.WORLD)
-            self.watch = self._watch()
+            self.watch = self._connected_watch()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Control:
-        """Of a process there is one."""
+        """The same object: process groups belong to the process, and a copied model goes on using them."""
         return self
 
-    def _watch(self) -> Watch:
-        """A watch that hears of the others; of nothing where rank 0 cannot be reached: then errors say less."""
+    def _connected_watch(self) -> Watch:
+        """A watch connected to the others; without a connection if rank 0 cannot be reached: errors then say less."""
         relay = None
         if self.rank == 0:
             try:
@@ -87,22 +92,24 @@ class Control:
         connection = relay.start() if relay is not None else connect(address, self.rank)
         return Watch(self.rank, self.interrupt, connection, relay)
 
-    def meet(self, point: Point) -> None:
-        """Wait until every rank is about to do the same.
+    def meet(self, what: str, details: Details = ()) -> None:
+        """Wait until every rank is about to make the same call.
 
         Raises:
-            RankError: one is not, or does not come.
+            RankError: one is not, or does not take part.
         """
-        with self.during(point.what, everyone=True):
-            numbers = torch.tensor([point.number, -point.number])
+        with self.during(what, everyone=True):
+            # One reduction gives both extremes: the largest of x and the largest of -x.
+            number = hash_of(what, details)
+            numbers = torch.tensor([number, -number])
             dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group)
             highest, lowest = numbers.tolist()
             if highest == -lowest:
                 return
-            everyone = gather_objects((point, self.calls), self.group)
-        # So that they are in step where all of them go on.
-        self.calls = [max(counts) for counts in zip_longest(*(calls for _, calls in everyone), fillvalue=0)]
-        raise RankError(difference([p for p, _ in everyone]))
+            every_rank = gather_objects((what, details, self.calls), self.group)
+        # Ranks may catch the error and go on: their counters must agree, or every later call would differ, too.
+        self.calls = [max(counts) for counts in zip_longest(*(calls for *_, calls in every_rank), fillvalue=0)]
+        raise RankError(difference([(name, details) for name, details, _ in every_rank]))
 
     def gather(self, value: T, what: str) -> list[T]:
         """What every rank has to say about ``what``, in rank order.
@@ -110,7 +117,7 @@ class Control:
         Raises:
             RankError: some rank does not answer, or is at something else.
         """
-        self.meet(Point(what))
+        self.meet(what)
         with self.during(what, everyone=True):
             return gather_objects(value, self.group)
 
@@ -126,7 +133,7 @@ class Control:
         """Within, this rank may wait for others.
 
         Args:
-            what: it does.
+            what: what it does, for messages.
             everyone: whether that needs every rank.
             in_step: whether this rank is out of step with the others if it alone fails at it.
             locate: says which collective an error comes from.
@@ -136,15 +143,17 @@ class Control:
         """
         self._check(what)
         start = time.monotonic()
-        watch, before = self.watch, self.watch.enter(Position(what, start, True, everyone))
+        # Kept in a local: `__init__` replaces the watch inside of its own `during`.
+        watch, outer = self.watch, self.watch.enter(Activity(what, start, True, everyone))
         try:
             yield
         except RankError as e:
             self._stop(str(e))
             raise
         except Exception as e:
-            of_others = self.broken or self.watch.gone() or is_of_collective(e)
-            if not isinstance(e, RuntimeError | pickle.PickleError | EOFError) or not of_others:
+            caused_by_others = self.broken or self.watch.gone() or is_of_collective(e)
+            if not isinstance(e, RuntimeError | pickle.PickleError | EOFError) or not caused_by_others:
+                # This rank's own error, which it raises as it is. The others hear of it: they may wait for this rank.
                 if in_step:
                     self.watch.fail(f"{what}, {type(e).__name__}", f"{what}: {type(e).__name__}: {e}")
                 raise
@@ -152,11 +161,11 @@ class Control:
             self._stop(str(error))
             raise error from e
         finally:
-            watch.leave(before)
+            watch.leave(outer)
 
     def failures(self) -> str:
-        """What this rank has failed at, which must have happened to all: else they are out of step."""
-        return "; ".join(self.watch.own) or "nothing"
+        """What this rank has failed at. It must be the same on all ranks: else they are out of step."""
+        return "; ".join(self.watch.own_failures) or "nothing"
 
     def interrupt(self) -> None:
         """End the waits of this process."""
@@ -165,14 +174,16 @@ class Control:
             interrupt_gloo(group)
 
     def _check(self, what: str) -> None:
+        # Within another `during`: the outer one has checked, and its body reports what fails.
         if self.watch.is_inside:
             return
         gone = self.watch.gone()
-        if self.broken or any(news.kind == DIED for news in gone.values()):
+        # A rank that ended by itself does not count: it may have sent all that this rank still receives.
+        if self.broken or any(event.kind == DIED for event in gone.values()):
             raise RankError(self._explanation(what, None, 0.0))
 
     def _stop(self, reason: str) -> None:
-        """After a failed collective nothing of what is sent may be taken for something else."""
+        """Refuse further collectives: after a failed one, a message in flight could be received as another's."""
         first = not self.broken
         self.broken = self.broken or reason
         if first or self.broken == _INTERRUPTED:
@@ -181,8 +192,9 @@ class Control:
 
     def _explanation(self, what: str, error: Exception | None, waited: float) -> str:
         """Why a rank has no answer."""
-        known = self.watch.hear(2.0 if error is not None else 0.0)
-        lines = [self._said(rank, news.kind, news.text) for rank, news in sorted(known.items())]
+        # A connection that breaks is noticed here a little before the relay tells which rank is gone.
+        known = self.watch.wait_for_bad_news(2.0 if error is not None else 0.0)
+        lines = [self._sentence(rank, event.kind, event.text) for rank, event in sorted(known.items())]
         if not known and error is not None and self.size > 1:
             lines += self._positions()
         reason = "; ".join(lines) or self.broken
@@ -193,7 +205,7 @@ class Control:
             f" What is known: {reason or 'nothing'}"
         )
 
-    def _said(self, rank: int, kind: str, text: str) -> str:
+    def _sentence(self, rank: int, kind: str, text: str) -> str:
         host, process = self.peers[rank] if self.peers else ("?", 0)
         if kind == DIED:
             return f"rank {rank} died (process {process} on {host}; killed, or crashed: look for the cause in its log)"
@@ -202,8 +214,8 @@ class Control:
         return f"rank {rank} failed at {text}"
 
     def _positions(self) -> list[str]:
-        answers = self.watch.positions(self.size - 1, 2.0)
-        rows = [f"rank {self.rank} (this one) is {self.watch.position}"]
+        answers = self.watch.activities_of_others(self.size - 1, 2.0)
+        rows = [f"rank {self.rank} (this one) is {self.watch.activity}"]
         for rank in range(self.size):
             if rank != self.rank:
                 where = f"is {answers[rank]}" if rank in answers else "does not say where it is (stopped, or cut off)"
@@ -215,34 +227,36 @@ _INTERRUPTED = "a rank is gone"
 
 
 def gather_objects(value: T, group: ProcessGroup) -> list[T]:
-    """What every rank of a group gives."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
-    return found
+    """The value of every rank of a group, in rank order."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def is_of_collective(error: BaseException) -> bool:
     """Whether an error is one of a collective that failed, or came with another message than was expected."""
     return isinstance(error, dist.DistError | pickle.PickleError | EOFError) or any(
-        word in str(error) for word in _OF_COLLECTIVES
+        word in str(error) for word in _COLLECTIVE_ERRORS
     )
 
 
 def first_line(error: BaseException) -> str:
-    """An error in a line."""
+    """The first line of an error's message, shortened."""
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 _known: dict[tuple[int, ...], tuple[ProcessGroup, Control]] = {}
+"""The world and the control of each set of ranks."""
 
 
-def control_of(whole: ProcessGroup, groups: Sequence[ProcessGroup], timeout: float) -> Control:
-    """That of the ranks of a group, made once; every one of them calls it. ``groups`` are added to what it watches."""
+def control_of(all_ranks: ProcessGroup, groups: Sequence[ProcessGroup], timeout: float) -> Control:
+    """The control of a group's ranks, made once; every one of them calls it. It watches ``groups``, too."""
     assert dist.group.WORLD is not None
-    ranks = tuple(dist.get_process_group_ranks(whole))
+    ranks = tuple(dist.get_process_group_ranks(all_ranks))
     world, control = _known.get(ranks, (None, None))
+    # After destroy_process_group() and a new init, the same rank numbers are other processes, or other connections.
     if control is None or world is not dist.group.WORLD:
-        control = Control(whole, groups, timeout)
+        control = Control(all_ranks, groups, timeout)
         _known[ranks] = dist.group.WORLD, control
     control.groups += [g for g in groups if all(g is not known for known in control.groups)]
     control.timeout = timeout
@@ -252,7 +266,7 @@ def control_of(whole: ProcessGroup, groups: Sequence[ProcessGroup], timeout: flo
 
 @contextmanager
 def during_any(what: str) -> Iterator[None]:
-    """`Control.during` of a mesh in this process, where the caller knows of none: that of the most ranks."""
+    """`Control.during` for a caller that knows no mesh: of the mesh in this process that has the most ranks."""
     alive = [c for world, c in _known.values() if dist.is_initialized() and world is dist.group.WORLD]
     if not alive:
         yield

@@ -1,12 +1,10 @@
-"""`Point`: what a rank is about to do, and in what ranks differ that should do the same."""
+"""What each rank is about to do, and in what ranks differ that should do the same."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 Details = tuple[tuple[str, str], ...]
@@ -18,6 +16,7 @@ LAYOUTS, MODE = "the layouts of the batch", "the mode of the modules"
 FROZEN, GRAD, AUTOCAST = "what requires a gradient", "grad mode", "autocast"
 MODEL = "the model"
 NO_SYNC, WAITING, FAILURES = "no_sync", "what waits since no_sync", "what failed before"
+# The names above head the rows of a `RankError`; the ones below say what the user does about it.
 _REMEDIES = {
     SHAPES: "pass tensors of equal shapes on every rank (drop_last=True for a sampler)",
     MODEL: "build the same model on every rank",
@@ -30,23 +29,16 @@ _REMEDIES = {
 """What to do where ranks differ in something."""
 
 
-@dataclass(frozen=True)
-class Point:
-    """What a rank is about to do.
+def hash_of(what: str, details: Details) -> int:
+    """A hash of a call, the same in every process.
 
-    Attributes:
-        what: the call, such as ``forward call 3``.
+    Args:
+        what: the call, such as ``forward of call 3 of Mlp``.
         details: name and value of what must be the same on every rank.
     """
-
-    what: str
-    details: Details = ()
-
-    @cached_property
-    def number(self) -> int:
-        """A hash, the same in every process."""
-        text = repr((self.what, self.details)).encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
+    # Not Python's `hash`, which is salted for each process. 7 bytes: the number and its negation must fit an int64.
+    text = repr((what, details)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
 
 
 def described(key: tuple[Any, ...]) -> Details:
@@ -56,20 +48,21 @@ def described(key: tuple[Any, ...]) -> Details:
         key: of its specialization: shapes, structure, layouts, modes, grad mode, parameters, batch tensors that
             require a gradient, autocast.
     """
-    given, skeleton, layouts, modes, grad, parameters, asked, autocast = key
+    given, skeleton, layouts, modes, grad, parameters, differentiable, autocast = key
     shapes = ", ".join(f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in given)
     on = sum(training for _, training in modes)
     mode = "train" if on == len(modes) else "eval" if not on else f"{on} of {len(modes)} modules in train"
-    trained = [needed for _, needed, *_ in parameters]
+    trainable = [requires_grad for _, requires_grad, *_ in parameters]
     model = [(name, *rest) for name, _, *rest in parameters], [kind.__qualname__ for kind, _ in modes]
-    of_batch = f", batch tensors {sorted(asked)}" if asked else ""
+    of_batch = f", batch tensors {sorted(differentiable)}" if differentiable else ""
+    # A model has thousands of names: a message shows the count, and a digest tells whether the names are the same.
     return (
         (SHAPES, shapes),
         (STRUCTURE, skeleton[:1000]),
         (LAYOUTS, str(layouts)),
         (MODEL, _with_digest(f"{len(parameters)} parameters in {len(modes)} modules", model)),
         (MODE, _with_digest(mode, [training for _, training in modes])),
-        (FROZEN, _with_digest(f"{sum(trained)} of {len(parameters)} parameters{of_batch}", trained)),
+        (FROZEN, _with_digest(f"{sum(trainable)} of {len(parameters)} parameters{of_batch}", trainable)),
         (GRAD, "on" if grad else "off"),
         (AUTOCAST, str(autocast[1]) if autocast[0] else "off"),
     )
@@ -79,24 +72,27 @@ def _with_digest(text: str, value: Any) -> str:
     return f"{text} (#{hashlib.sha256(repr(value).encode()).hexdigest()[:6]})"
 
 
-def difference(points: Sequence[Point]) -> str:
-    """Which ranks differ from most, and in what."""
-    calls = [p.what for p in points]
-    if len(set(calls)) > 1:
+def difference(calls: Sequence[tuple[str, Details]]) -> str:
+    """Which ranks differ from most, and in what; ``calls`` has what each rank is about to do, and its details."""
+    names = [what for what, _ in calls]
+    if len(set(names)) > 1:
         return (
-            f"the ranks are at different calls: {_sorted_out(calls)}; every rank must make the same calls in the same "
+            f"the ranks are at different calls: {_by_value(names)}; every rank must make the same calls in the same "
             "order: look for a call that depends on the rank, or on data that differ"
         )
-    for name, _ in points[0].details:
-        values = [dict(p.details).get(name, "nothing") for p in points]
+    what, details = calls[0]
+    # The first difference alone: it often entails those after it, as other shapes do another structure.
+    for name, _ in details:
+        values = [dict(own).get(name, "nothing") for _, own in calls]
         if len(set(values)) > 1:
-            return f"{points[0].what}: {name} differs: {_sorted_out(values)}; {_REMEDIES.get(name, _ALIKE)}"
-    return f"{points[0].what}: the ranks describe it differently; use the same version of autopar on every rank"
+            return f"{what}: {name} differs: {_by_value(values)}; {_REMEDIES.get(name, _ALIKE)}"
+    return f"{what}: the ranks describe it differently; use the same version of autopar on every rank"
 
 
-def _sorted_out(values: Sequence[str]) -> str:
+def _by_value(values: Sequence[str]) -> str:
     """``rank 1 has b, ranks 0, 2 have a``: those in the minority first."""
     counts = Counter(values)
+    # On a tie rank 0's value comes last, as what the others are held against.
     order = sorted(counts, key=lambda v: (counts[v], -values.index(v)))
     rows = []
     for value in order:

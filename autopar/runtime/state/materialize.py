@@ -16,10 +16,10 @@ from autopar.errors import AutoparError
 from autopar.ir.layout import Layout, TensorType, is_held, local_shape, replicated
 from autopar.runtime.dtensor import block_ranges, local_block, plain_type, stored, stored_block, to_local
 from autopar.runtime.mesh import MeshContext
-from autopar.runtime.state.parameters import checksum, lay_out
+from autopar.runtime.state.parameters import ParameterLayouts, checksum, lay_out
 
 Init = Callable[[str, torch.Tensor], Any] | str | Path
-BoundaryLayouts = Mapping[str, tuple[TensorType, Layout]]
+"""``init(name, tensor)`` that fills a full CPU tensor, or a file or folder of safetensors."""
 
 
 def uninitialized(model: nn.Module) -> list[str]:
@@ -29,7 +29,7 @@ def uninitialized(model: nn.Module) -> list[str]:
 
 
 def materialize(
-    model: nn.Module, init: Init | None, types: BoundaryLayouts, aliases: Mapping[str, str], place: MeshContext
+    model: nn.Module, init: Init | None, types: ParameterLayouts, aliases: Mapping[str, str], context: MeshContext
 ) -> None:
     """Give meta parameters and buffers values; every rank calls it.
 
@@ -38,13 +38,14 @@ def materialize(
         init: ``init(name, tensor)`` fills one full CPU tensor, or a file or folder of safetensors.
         types: type and layout of each parameter.
         aliases: further names of tied parameters, by which a file may know them.
-        place: where this rank is.
+        context: this rank's mesh context.
 
     Raises:
         AutoparError: ``init`` is missing, or it leaves out a tensor.
     """
     missing = uninitialized(model)
-    rebuild_buffers(model, init if callable(init) else None, place.device)
+    # First, since it needs no `init` where modules compute their own buffers.
+    rebuild_buffers(model, init if callable(init) else None, context.device)
     if not missing:
         return
     if init is None:
@@ -54,32 +55,33 @@ def materialize(
             "or call load_full_state_dict before the first step"
         )
     source = _Function(init) if callable(init) else _Files(Path(init), aliases)
-    place.together(lambda: _fill(model, missing, source, types, place), "the initialization of the parameters")
-    place.agree(
+    context.together(lambda: _fill(model, missing, source, types, context), "the initialization of the parameters")
+    # Ranks keep shards alone: with different seeds these would be of different tensors, and nothing else would show it.
+    context.agree(
         source.digest, "the values that init= gave", "seed the random generator alike on every rank (torch.manual_seed)"
     )
 
 
 def _fill(
-    model: nn.Module, names: list[str], source: _Function | _Files, types: BoundaryLayouts, place: MeshContext
+    model: nn.Module, names: list[str], source: _Function | _Files, types: ParameterLayouts, context: MeshContext
 ) -> None:
     tensors = {**dict(model.named_parameters()), **dict(_persistent(model))}
     for name in names:
         old = tensors[name]
         whole = (plain_type(old.shape, old.dtype), ())
         type_, layout = types.get(name, whole) if isinstance(old, nn.Parameter) else whole
-        local = source.block(name, old.dtype, type_, layout, place).to(place.device)
+        local = source.block(name, old.dtype, type_, layout, context).to(context.device)
         if isinstance(old, nn.Parameter):
-            _place_parameter(old, local, type_, layout, place)
+            _initialize(old, local, type_, layout, context)
         else:
-            _set(model, "_buffers", old, local)
+            _replace_buffer(model, old, local)
 
 
-def _place_parameter(
-    old: nn.Parameter, local: torch.Tensor, type_: TensorType, layout: Layout, place: MeshContext
+def _initialize(
+    old: nn.Parameter, local: torch.Tensor, type_: TensorType, layout: Layout, context: MeshContext
 ) -> None:
-    if place.mesh is not None:
-        lay_out(old, local, type_, layout or replicated(len(place.axes)), place)
+    if context.mesh is not None:
+        lay_out(old, local, type_, layout or replicated(len(context.axes)), context)
     else:  # a meta parameter cannot take data of another device; swapping keeps its identity for an optimizer
         swap: Any = torch.utils.swap_tensors
         swap(old, nn.Parameter(local, requires_grad=old.requires_grad))
@@ -90,16 +92,17 @@ class _Function:
 
     def __init__(self, fill: Callable[[str, torch.Tensor], Any]) -> None:
         self.fill = fill
-        self.digest = ""
+        self.digest = ""  # of all values so far, to compare ranks
 
     def block(
-        self, name: str, dtype: torch.dtype, type_: TensorType, layout: Layout, place: MeshContext
+        self, name: str, dtype: torch.dtype, type_: TensorType, layout: Layout, context: MeshContext
     ) -> torch.Tensor:
+        # The whole tensor on every rank, one at a time: a generator gives a shard its values only if all are drawn.
         full = torch.empty(type_.stored_shape, dtype=dtype)
         with torch.no_grad():
             self.fill(name, full)
         self.digest = checksum({self.digest + name: full})
-        return stored_block(full, type_, layout, place.sizes, place.coordinates) if layout else full
+        return stored_block(full, type_, layout, context.sizes, context.coordinates) if layout else full
 
 
 class _Files:
@@ -107,23 +110,24 @@ class _Files:
 
     def __init__(self, path: Path, aliases: Mapping[str, str]) -> None:
         self.path = path
-        self.digest = ""
-        self.files = _index(path)
-        self.names: dict[str, list[str]] = {}
+        self.digest = ""  # ranks read the same file
+        self.files = _file_of_each(path)
+        self.aliases: dict[str, list[str]] = {}
         for alias, name in aliases.items():
-            self.names.setdefault(name, []).append(alias)
+            self.aliases.setdefault(name, []).append(alias)
 
     def block(
-        self, name: str, dtype: torch.dtype, type_: TensorType, layout: Layout, place: MeshContext
+        self, name: str, dtype: torch.dtype, type_: TensorType, layout: Layout, context: MeshContext
     ) -> torch.Tensor:
-        known = next((n for n in (name, *self.names.get(name, [])) if n in self.files), None)
+        # safetensors files have tied parameters once, under whichever name their writer chose.
+        known = next((n for n in (name, *self.aliases.get(name, [])) if n in self.files), None)
         if known is None:
             raise AutoparError(
                 f"{self.path} has no tensor {name!r}, which the model needs; it has {len(self.files)} tensors, "
                 f"such as {', '.join(sorted(self.files)[:3])}; rename them, or pass a function as init="
             )
-        if not is_held(layout, place.coordinates[: len(layout)]):
-            return torch.empty((0, *local_shape(type_, layout, place.sizes)[1:]), dtype=dtype)
+        if not is_held(layout, context.coordinates[: len(layout)]):
+            return torch.empty((0, *local_shape(type_, layout, context.sizes)[1:]), dtype=dtype)
         with safe_open(self.files[known], framework="pt") as file:
             part = file.get_slice(known)
             if tuple(part.get_shape()) != type_.stored_shape:
@@ -134,17 +138,19 @@ class _Files:
             if not type_.shape:
                 scalar: torch.Tensor = file.get_tensor(known).to(dtype)
                 return scalar
-            ranges, rest = block_ranges(type_, layout, place.sizes[: len(layout)], place.coordinates[: len(layout)])
-            there = zip(ranges, type_.stored_shape, strict=True)
-            block: torch.Tensor = part[tuple(slice(min(r.start, n), min(r.stop, n)) for r, n in there)].to(dtype)
+            # A file is read in ranges. What ranges cannot express, a split inside a fused dim, is cut from the hull.
+            ranges, rest = block_ranges(type_, layout, context.sizes[: len(layout)], context.coordinates[: len(layout)])
+            # Ranges count padding, which files do not have: a range may end after the tensor, or begin there.
+            in_file = zip(ranges, type_.stored_shape, strict=True)
+            block: torch.Tensor = part[tuple(slice(min(r.start, n), min(r.stop, n)) for r, n in in_file)].to(dtype)
         if not rest:
             return block.contiguous()
-        block = local_block(block, _within(type_, ranges), rest, place.sizes, place.coordinates)
-        return stored(block, type_, layout, place.coordinates)
+        block = local_block(block, _type_of_hull(type_, ranges), rest, context.sizes, context.coordinates)
+        return stored(block, type_, layout, context.coordinates)
 
 
-def _within(type_: TensorType, ranges: tuple[slice, ...]) -> TensorType:
-    """The type of a hull: where a dim was cut, its leading factor is smaller."""
+def _type_of_hull(type_: TensorType, ranges: tuple[slice, ...]) -> TensorType:
+    """The type of a range of a tensor: where a dim was cut, its leading factor is smaller."""
     dims = []
     for dim, cut in zip(type_.dims, ranges, strict=True):
         size = 1
@@ -155,10 +161,10 @@ def _within(type_: TensorType, ranges: tuple[slice, ...]) -> TensorType:
     return TensorType(type_.dtype, tuple(dims))
 
 
-def _index(path: Path) -> dict[str, Path]:
-    """File of each tensor."""
+def _file_of_each(path: Path) -> dict[str, Path]:
+    """The file of each tensor, by its name."""
     if path.is_file() and path.suffix != ".json":
-        return _names(path)
+        return _names_in(path)
     index = path if path.suffix == ".json" else path / "model.safetensors.index.json"
     if index.is_file():
         table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -173,10 +179,10 @@ def _index(path: Path) -> dict[str, Path]:
             f"init={str(path)!r}: expected a .safetensors file, or a folder with model.safetensors.index.json or one "
             f".safetensors file; {f'found {len(single)} files and no index' if path.exists() else 'it does not exist'}"
         )
-    return _names(single[0])
+    return _names_in(single[0])
 
 
-def _names(path: Path) -> dict[str, Path]:
+def _names_in(path: Path) -> dict[str, Path]:
     try:
         with safe_open(path, framework="pt") as file:
             return dict.fromkeys(file.keys(), path)
@@ -185,13 +191,13 @@ def _names(path: Path) -> dict[str, Path]:
 
 
 def rebuild_buffers(model: nn.Module, fill: Callable[[str, torch.Tensor], Any] | None, device: torch.device) -> None:
-    """Compute the non-persistent buffers of a meta model anew: files do not have them."""
+    """Compute the non-persistent buffers of a meta model, such as rotary frequencies: files do not have them."""
     for path, module in model.named_modules():
-        lost = [n for n, b in module._buffers.items() if b is not None and b.is_meta and n in _volatile(module)]
-        if not lost:
+        missing = [n for n, b in module._buffers.items() if b is not None and b.is_meta and n in _volatile(module)]
+        if not missing:
             continue
         fresh = _initialized(model, module)
-        for name in lost:
+        for name in missing:
             old = module._buffers[name]
             assert old is not None
             if fresh is not None:
@@ -206,6 +212,7 @@ def rebuild_buffers(model: nn.Module, fill: Callable[[str, torch.Tensor], Any] |
                     "no reset_parameters() or reset_buffers() that computes it; add one, or pass a function as init="
                 )
             module._buffers[name] = value.to(device)
+            # Some modules shadow a buffer by a plain attribute, which `self.name` finds first.
             if name in vars(module):
                 vars(module)[name] = module._buffers[name]
     _refresh_copies(model)
@@ -213,20 +220,23 @@ def rebuild_buffers(model: nn.Module, fill: Callable[[str, torch.Tensor], Any] |
 
 def _initialized(model: nn.Module, module: nn.Module) -> nn.Module | None:
     """A copy of one module on the CPU with its buffers computed; None if nothing computes them."""
+    # Initializers write parameters as well, which are none of their business here: a copy has its own tables.
     shallow = copy.copy(module)
     shallow._parameters = {
         n: None if p is None else nn.Parameter(torch.empty(p.shape, dtype=p.dtype), p.requires_grad)
         for n, p in module._parameters.items()
     }
-    marks = {n: None if b is None else torch.empty(b.shape, dtype=b.dtype) for n, b in module._buffers.items()}
-    shallow._buffers = dict(marks)
+    empty = {n: None if b is None else torch.empty(b.shape, dtype=b.dtype) for n, b in module._buffers.items()}
+    shallow._buffers = dict(empty)
     shallow._modules = dict(module._modules)
     with torch.no_grad():
+        # transformers' models have one initializer for modules of all classes. It skips those that it does not know,
+        # which shows only in that it leaves their buffers as they were.
         if hasattr(model, "_init_weights"):
-            before = {n: _mark(b) for n, b in marks.items()}
+            patterns = {n: _fill_with_pattern(b) for n, b in empty.items()}
             initialize: Any = model._init_weights
             initialize(shallow)
-            if all(not _marked(shallow._buffers[n], before[n]) for n in _volatile(module) if n in marks):
+            if all(not _has_pattern(shallow._buffers[n], patterns[n]) for n in _volatile(module) if n in empty):
                 return shallow
         for method in ("reset_buffers", "reset_parameters"):
             if hasattr(shallow, method):
@@ -235,8 +245,8 @@ def _initialized(model: nn.Module, module: nn.Module) -> nn.Module | None:
     return None
 
 
-def _mark(buffer: torch.Tensor | None) -> torch.Tensor | None:
-    """Fill with a pattern that no initialization leaves, to see whether it was written."""
+def _fill_with_pattern(buffer: torch.Tensor | None) -> torch.Tensor | None:
+    """Fill with values that no initialization leaves, to see whether it was written; a copy of them."""
     if buffer is None:
         return None
     if buffer.is_floating_point():
@@ -246,12 +256,13 @@ def _mark(buffer: torch.Tensor | None) -> torch.Tensor | None:
     return buffer.clone()
 
 
-def _marked(buffer: torch.Tensor | None, mark: torch.Tensor | None) -> bool:
-    if buffer is None or mark is None or buffer.shape != mark.shape:
+def _has_pattern(buffer: torch.Tensor | None, pattern: torch.Tensor | None) -> bool:
+    if buffer is None or pattern is None or buffer.shape != pattern.shape:
         return False
+    # Of booleans no value is unlikely; they count as written.
     if buffer.numel() == 0 or buffer.dtype == torch.bool:
         return False
-    return bool(torch.equal(buffer.nan_to_num(0.123), mark.nan_to_num(0.123)))
+    return bool(torch.equal(buffer.nan_to_num(0.123), pattern.nan_to_num(0.123)))  # NaN is not equal to itself
 
 
 def _refresh_copies(model: nn.Module) -> None:
@@ -268,17 +279,17 @@ def _volatile(module: nn.Module) -> set[str]:
 
 
 def _persistent(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    found = []
+    named = []
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in _volatile(module):
-                found.append((f"{path}.{name}" if path else name, buffer))
-    return found
+                named.append((f"{path}.{name}" if path else name, buffer))
+    return named
 
 
-def _set(model: nn.Module, table: str, old: torch.Tensor, new: torch.Tensor) -> None:
-    """Replace a tensor wherever modules hold it."""
+def _replace_buffer(model: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
+    """Replace a buffer in every module that has it."""
     for module in model.modules():
-        for name, value in getattr(module, table).items():
+        for name, value in module._buffers.items():
             if value is old:
-                getattr(module, table)[name] = new
+                module._buffers[name] = new

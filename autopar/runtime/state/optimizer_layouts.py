@@ -1,9 +1,9 @@
-"""Optimizer state that lies as its parameter does, wherever it comes from.
+"""Optimizer state in the layout of its parameter, wherever it comes from.
 
-State that is as large as its parameter, such as a moment, is made in the parameter's layout by torch. But what a
-checkpoint is loaded into before the first batch was made when parameters were whole on every rank; and
+State of its parameter's shape, such as a moment, is made in the parameter's layout by torch. But state that was made
+before the first batch, for a checkpoint to be loaded into, is whole on every rank, as parameters were then; and
 ``optimizer.load_state_dict`` of a plain checkpoint leaves plain tensors. Both are brought into the layout of the
-parameter: when layouts are decided, and in front of every step.
+parameter: when layouts are decided, and before every step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autopar.runtime.state.storage import Stored, stored_as
+from autopar.runtime.state.storage import ParameterStorage, storage_of
 
 _SCALARS = ("step", "mu_product", "eta", "mu")
 """State of torch's optimizers that is a plain scalar, of whatever parameter."""
@@ -25,29 +25,33 @@ _installed: list[Any] = []
 
 
 def install_hook() -> None:
-    """In front of every optimizer's step, have the state of parameters on a mesh lie as they do."""
+    """Before every optimizer's step, bring the state of parameters on a mesh into their layouts."""
+    # One global hook, since users may make an optimizer at any time; once, however many models there are.
     if not _installed:
         _installed.append(register_optimizer_step_pre_hook(lambda optimizer, *_: lay_out_state(optimizer)))
 
 
 def lay_out_state(optimizer: Optimizer) -> None:
-    """Bring state into the layout of its parameter; nothing is moved that lies so already."""
+    """Bring state into the layout of its parameter; a collective call, unless it is in that layout already."""
     for parameter, state in list(optimizer.state.items()):
-        stored = stored_as(parameter) if isinstance(parameter, torch.Tensor) and isinstance(state, dict) else None
-        if stored is not None:
-            _lay_out(parameter, state, stored)
+        storage = storage_of(parameter) if isinstance(parameter, torch.Tensor) and isinstance(state, dict) else None
+        if storage is not None:
+            _lay_out(parameter, state, storage)
 
 
-def _lay_out(parameter: torch.Tensor, state: dict[str, Any], stored: Stored) -> None:
+def _lay_out(parameter: torch.Tensor, state: dict[str, Any], storage: ParameterStorage) -> None:
     for name, value in state.items():
+        # A counter of a scalar parameter has the parameter's shape, and is none of its values: known by its name.
         if isinstance(value, torch.Tensor) and value.shape == parameter.shape and (value.ndim or name not in _SCALARS):
             with torch.no_grad():
-                state[name] = stored.part(value)
+                state[name] = storage.converted(value)
 
 
 def lay_out_states_of(parameters: Collection[torch.Tensor]) -> None:
     """Bring the state of these parameters, in whichever optimizer, into their layouts."""
     own = set(map(id, parameters))
-    for found in [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]:
-        if any(id(p) in own for group in found.param_groups for p in group["params"]):
-            lay_out_state(found)
+    # torch keeps no list of optimizers. type() and not isinstance(), which would ask objects for their __class__, and
+    # proxies run code for that.
+    for optimizer in [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]:
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            lay_out_state(optimizer)

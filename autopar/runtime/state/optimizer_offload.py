@@ -1,9 +1,9 @@
-"""`offload_states`: optimizer state of some parameters lies on the host but for the optimizer's step.
+"""`offload_states`: optimizer state of some parameters is in host memory, except during the optimizer's step.
 
-Any optimizer of ``torch.optim`` that steps these parameters is meant, whenever it is made: torch tells of every step
-before it begins and when it has ended. State that is as large as its parameter is brought to the device before, and
-sent to the host behind it; counters stay where they are. ``state_dict`` and ``load_state_dict`` of the optimizer see
-state on the device, as without all this.
+This holds for any optimizer of ``torch.optim`` that steps these parameters, whenever it is made: torch has global hooks
+before and after every step. State of its parameter's shape is copied to the device before the step and to the host
+after it; counters stay where they are. ``state_dict`` and ``load_state_dict`` of the optimizer see state on the device,
+as without offload.
 """
 
 from __future__ import annotations
@@ -18,34 +18,36 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.ir.ops.host import bring, send
-from autopar.runtime.state.stage_tensor import StageTensor, staged
+from autopar.runtime.state.stage_tensor import StageTensor, with_owner
 
 
 class OffloadedStates:
     """State of some parameters, in whichever optimizer.
 
     Attributes:
-        held: what lies on the host, by the parameter's identity and the state's name.
+        on_host: the tensors in host memory, by the parameter's identity and the state's name.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Nothing lies on the host yet."""
-        self.held: dict[tuple[int, str], torch.Tensor] = {}
+        """Nothing is in host memory yet."""
+        self.on_host: dict[tuple[int, str], torch.Tensor] = {}
+        # The parameters themselves, too: an id is unique only for as long as its object lives.
         self._parameters = {id(p): p for p in parameters}
-        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def bring(self, optimizer: Optimizer, *_: Any) -> None:
-        """Have the state of an optimizer on the device."""
-        self._watch(optimizer)
+        """Copy the state of an optimizer to the device."""
+        self._add_hooks(optimizer)
         for key, state, name in self._states(optimizer):
-            if self.held.get(key) is state[name]:
-                state[name] = _local(self.held.pop(key), bring)
+            # By identity: whatever the user has put in its place is where the user wants it.
+            if self.on_host.get(key) is state[name]:
+                state[name] = _local(self.on_host.pop(key), bring)
 
     def send(self, optimizer: Optimizer, *_: Any) -> None:
-        """Have it on the host."""
+        """Copy it to the host."""
         for key, state, name in self._states(optimizer):
-            if self.held.get(key) is not state[name]:
-                state[name] = self.held[key] = _local(state[name], send)
+            if self.on_host.get(key) is not state[name]:
+                state[name] = self.on_host[key] = _local(state[name], send)
 
     def _states(self, optimizer: Optimizer) -> Iterator[tuple[tuple[int, str], dict[str, Any], str]]:
         for group in optimizer.param_groups:
@@ -54,20 +56,22 @@ class OffloadedStates:
                     continue
                 state = optimizer.state[parameter]
                 for name, value in list(state.items()):
+                    # Counters and other scalars are too small to matter.
                     if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.ndim:
                         yield (id(parameter), name), state, name
 
-    def _watch(self, optimizer: Optimizer) -> None:
-        """What is saved is on the device, and goes to the host again; and so does what is loaded."""
-        if optimizer in self._known:
+    def _add_hooks(self, optimizer: Optimizer) -> None:
+        """Bring state to the device for ``state_dict``, and send it back after that and after ``load_state_dict``."""
+        if optimizer in self._hooked:
             return
-        self._known.add(optimizer)
+        self._hooked.add(optimizer)
         optimizer.register_state_dict_pre_hook(_weakly(self, OffloadedStates.bring))
-        optimizer.register_state_dict_post_hook(_weakly(self, OffloadedStates._keep_saved))
+        optimizer.register_state_dict_post_hook(_weakly(self, OffloadedStates._send_after_saving))
         optimizer.register_load_state_dict_post_hook(_weakly(self, OffloadedStates.send))
 
-    def _keep_saved(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
-        """Have it on the host again, but for what has been saved, which shares the optimizer's own tables."""
+    def _send_after_saving(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
+        """Send state to the host, but leave what has been saved on the device."""
+        # A state dict shares the optimizer's own tables: `send` would replace the tensors in both.
         saved["state"] = {key: dict(state) for key, state in saved["state"].items()}
         self.send(optimizer)
 
@@ -95,9 +99,10 @@ def _weakly(states: OffloadedStates, method: Callable[..., None]) -> Callable[..
 
 
 def _local(tensor: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """A tensor whose values, of a DTensor this rank's, are moved."""
+    """A tensor whose values (of a DTensor, this rank's) are moved to other memory."""
     with torch.no_grad():
         if not isinstance(tensor, DTensor):
             return move(tensor)
+        # The operator on a DTensor would go through DTensor's dispatch, which knows no rule for it.
         moved = DTensor(move(tensor._local_tensor), tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-        return staged(moved, tensor.home if isinstance(tensor, StageTensor) else None)
+        return with_owner(moved, tensor.owner_stage if isinstance(tensor, StageTensor) else None)

@@ -1,4 +1,4 @@
-"""Parameters as DTensors: put in place of the plain ones, laid out anew in place, and gathered again."""
+"""Parameters as DTensors: replaced, given another layout in place, and gathered."""
 
 from __future__ import annotations
 
@@ -35,51 +35,54 @@ from autopar.runtime.dtensor import (
 )
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.state.optimizer_layouts import install_hook
-from autopar.runtime.state.stage_tensor import home_of, staged
-from autopar.runtime.state.storage import install_assignments, mark
+from autopar.runtime.state.stage_tensor import owner_of, with_owner
+from autopar.runtime.state.storage import install_assignments, set_storage
 
-BoundaryLayouts = Mapping[str, tuple[TensorType, Layout]]
+ParameterLayouts = Mapping[str, tuple[TensorType, Layout]]
+"""Type and layout of each parameter, by name."""
 
 SAMPLES = 1024
 """Elements of each tensor that go into a checksum."""
 
 
-def distribute_parameters(model: nn.Module, place: MeshContext) -> None:
-    """Put a replicated DTensor around every parameter; no communication, and no change where there is no mesh."""
-    if place.mesh is None:
+def distribute_parameters(model: nn.Module, context: MeshContext) -> None:
+    """Replace every parameter by a replicated DTensor; no communication, and no change where there is no mesh."""
+    if context.mesh is None:
         return
+    # These change torch for the whole process, once, however many models there are.
     reduce_found_inf_over_every_gradient()
     refuse_items_of_unreduced()
     put_around_collectives(during_any)
     install_assignments()
     install_hook()
-    placements = (Replicate(),) * len(place.axes)
-    made: dict[int, nn.Parameter] = {}
+    placements = (Replicate(),) * len(context.axes)
+    # By identity, so that tied parameters stay tied. Tables and not setattr: models may define __setattr__.
+    replacement: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, old in module._parameters.items():
             if old is None:
                 continue
-            if id(old) not in made:
-                made[id(old)] = _distributed(old, place, placements)
-            module._parameters[name] = made[id(old)]
+            if id(old) not in replacement:
+                replacement[id(old)] = _distributed(old, context, placements)
+            module._parameters[name] = replacement[id(old)]
 
 
-def _distributed(old: nn.Parameter, place: MeshContext, placements: Placements) -> nn.Parameter:
+def _distributed(old: nn.Parameter, context: MeshContext, placements: Placements) -> nn.Parameter:
     local = old.detach().contiguous()
     if old.is_meta:  # what a DTensor says of its device it takes from its first local tensor, and keeps
-        local = torch.empty((), dtype=old.dtype, device=place.device).expand(old.shape)
-    new = nn.Parameter(from_local(local, place, old.shape, placements), requires_grad=old.requires_grad)
+        local = torch.empty((), dtype=old.dtype, device=context.device).expand(old.shape)
+    new = nn.Parameter(from_local(local, context, old.shape, placements), requires_grad=old.requires_grad)
     if old.is_meta:
         new._local_tensor = old.detach()  # type: ignore[attr-defined]
     vars(new).update(tensor_attributes(old))  # an optimizer's groups may ask for them
-    mark(new, plain_type(old.shape, old.dtype), replicated(len(place.axes)), place)
+    set_storage(new, plain_type(old.shape, old.dtype), replicated(len(context.axes)), context)
     if old.grad is not None:
-        new.grad = from_local(old.grad.contiguous(), place, old.shape, placements)
+        new.grad = from_local(old.grad.contiguous(), context, old.shape, placements)
     return new
 
 
 def lay_out(
-    parameter: torch.Tensor, local: torch.Tensor, type_: TensorType, layout: Layout, place: MeshContext
+    parameter: torch.Tensor, local: torch.Tensor, type_: TensorType, layout: Layout, context: MeshContext
 ) -> None:
     """Give a DTensor parameter another local tensor and layout, in place: identity, hooks and references stay.
 
@@ -91,30 +94,31 @@ def lay_out(
         parameter.data = local
         return
     placements = to_placements(type_, layout)
+    # Not `parameter.data = ...`: torch's setter leaves the local tensor of a DTensor as it was.
     parameter._local_tensor = local.requires_grad_(parameter.requires_grad).detach()
-    parameter._spec = spec_of(place, type_.stored_shape, local.dtype, placements)
-    staged(parameter, home_of(layout))
-    mark(parameter, type_, layout, place)
+    parameter._spec = spec_of(context, type_.stored_shape, local.dtype, placements)
+    with_owner(parameter, owner_of(layout))
+    set_storage(parameter, type_, layout, context)
 
 
-def slice_replicated(parameter: torch.Tensor, type_: TensorType, layout: Layout, place: MeshContext) -> None:
+def slice_replicated(parameter: torch.Tensor, type_: TensorType, layout: Layout, context: MeshContext) -> None:
     """Keep this rank's block of a parameter that is replicated, and of its gradient."""
     if not isinstance(parameter, DTensor):
         return
     gradient = parameter.grad
-    parameter.grad = None
-    block = stored_block(to_local(parameter).detach(), type_, layout, place.sizes, place.coordinates)
-    lay_out(parameter, block, type_, layout, place)
+    parameter.grad = None  # its placements would no longer be the parameter's
+    block = stored_block(to_local(parameter).detach(), type_, layout, context.sizes, context.coordinates)
+    lay_out(parameter, block, type_, layout, context)
     if gradient is not None:
-        part = stored_block(to_local(gradient), type_, layout, place.sizes, place.coordinates)
-        parameter.grad = of_layout(part, place, type_, layout)
+        part = stored_block(to_local(gradient), type_, layout, context.sizes, context.coordinates)
+        parameter.grad = of_layout(part, context, type_, layout)
 
 
 @contextmanager
 def plain_parameters(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Fake plain tensors of global shape in place of DTensor or meta parameters and buffers, for tracing."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    made: dict[int, Any] = {}
+    fakes: dict[int, Any] = {}
     restore: list[tuple[dict[str, Any], str, Any]] = []
     references = references_of(model)
     with mode:
@@ -123,23 +127,29 @@ def plain_parameters(model: nn.Module, device: torch.device) -> Iterator[None]:
                 for name, old in table.items():
                     if old is None or not (isinstance(old, DTensor) or old.is_meta):
                         continue
-                    if id(old) not in made:
-                        fake = torch.empty(old.shape, dtype=old.dtype, device=device)
-                        is_parameter = isinstance(old, nn.Parameter)
-                        made[id(old)] = nn.Parameter(fake, requires_grad=old.requires_grad) if is_parameter else fake
-                        vars(made[id(old)]).update(tensor_attributes(old))
+                    if id(old) not in fakes:
+                        fakes[id(old)] = _fake_like(old, device)
                     restore.append((table, name, old))
-                    table[name] = made[id(old)]
-    held = [r for r in references if id(r[2]) in made]
+                    table[name] = fakes[id(old)]
+    # Models keep parameters in attributes, lists and closures of their own, too: those must see the same fakes.
+    replaced = [r for r in references if id(r[2]) in fakes]
     try:
-        for container, step, original, _ in held:
-            put_reference(container, step, made[id(original)])
+        for container, step, original, _ in replaced:
+            put_reference(container, step, fakes[id(original)])
         yield
     finally:
-        for container, step, original, _ in held:
+        for container, step, original, _ in replaced:
             put_reference(container, step, original)
         for table, name, old in restore:
             table[name] = old
+
+
+def _fake_like(old: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A plain tensor or parameter of the same global shape; a fake one under a `FakeTensorMode`."""
+    fake = torch.empty(old.shape, dtype=old.dtype, device=device)
+    new = nn.Parameter(fake, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else fake
+    vars(new).update(tensor_attributes(old))
+    return new
 
 
 def checksum(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -166,14 +176,15 @@ def _bytes(flat: torch.Tensor) -> bytes:
 
 
 def gathered(
-    tensors: Mapping[str, torch.Tensor], types: BoundaryLayouts, place: MeshContext
+    tensors: Mapping[str, torch.Tensor], types: ParameterLayouts, context: MeshContext
 ) -> dict[str, torch.Tensor]:
     """The whole of each tensor, shared ones once; a collective call."""
-    seen: dict[int, torch.Tensor] = {}
-    found = {}
+    by_identity: dict[int, torch.Tensor] = {}
+    whole = {}
     for name, tensor in tensors.items():
-        if id(tensor) not in seen:
-            full = full_tensor(on_all_stages(tensor, *types[name], place) if name in types else tensor)
-            seen[id(tensor)] = full.clone() if full.data_ptr() == to_local(tensor).data_ptr() else full
-        found[name] = seen[id(tensor)]
-    return found
+        if id(tensor) not in by_identity:
+            full = full_tensor(on_all_stages(tensor, *types[name], context) if name in types else tensor)
+            # A replicated tensor is whole already: the caller must not get the parameter's own memory.
+            by_identity[id(tensor)] = full.clone() if full.data_ptr() == to_local(tensor).data_ptr() else full
+        whole[name] = by_identity[id(tensor)]
+    return whole

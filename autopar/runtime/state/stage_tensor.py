@@ -1,11 +1,10 @@
-"""`StageTensor`: a parameter of a pipeline, its gradient, and what an optimizer makes of them.
+"""`StageTensor`: a parameter that one pipeline stage owns, its gradient, and its optimizer state.
 
-To torch such a tensor is a DTensor on the whole mesh that is split along the axis of the stages; but the devices of one
-stage hold all of it, and the local tensors of the others are empty. Torch computes element by element with it as with
-any DTensor, which is what optimizers do, and adds norms up. Whatever else it would compute takes the split by its word,
-and is wrong, some of it in silence. So here an operator either is one of these, or gets the tensor from the devices
-that hold it, on those of every stage: as a collective call, as with any DTensor. What would write into such a copy is
-an error.
+To torch such a tensor is a DTensor on the whole mesh with ``Shard(0)`` along the axis of the stages. In fact the
+devices of the owner stage hold all of it, and the local tensors of the others are empty. Elementwise operators, which
+optimizers consist of, and norms are right on such shards. Every other operator would trust the ``Shard(0)``, and be
+wrong, sometimes silently. So any other operator gets a copy on the devices of every stage: a collective call, as with
+any DTensor. An operator that would write into such a copy is an error.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ _ELEMENTWISE = frozenset(
         "_amp_foreach_non_finite_check_and_unscale_",
     )
 )  # fmt: skip
-"""Operators that look at each element alone, beside those that torch says so of."""
+"""Elementwise operators that lack torch's tag ``pointwise``."""
 
 _FOREACH_REDUCTIONS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
 
 
 class OwnerStage(NamedTuple):
-    """Where a tensor is: the index of the mesh axis of the stages, and the coordinate of those that hold it."""
+    """The stage that holds a tensor: index of the mesh axis of the stages, and the owner's coordinate on it."""
 
     axis: int
     coordinate: int
@@ -50,11 +49,11 @@ class StageTensor(DTensor):
     """See the module.
 
     Attributes:
-        home: where it is.
-        plain: the same as a DTensor.
+        owner_stage: the stage that holds it.
+        plain: the same tensor as a plain DTensor, cached.
     """
 
-    home: OwnerStage
+    owner_stage: OwnerStage
     plain: DTensor
 
     @classmethod
@@ -63,56 +62,62 @@ class StageTensor(DTensor):
     ) -> Any:
         """Run an operator that takes such a tensor."""
         kwargs = kwargs or {}
-        if func in (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar) and _is_summed(args, kwargs):
-            return func(*_map(args, _counted), **kwargs)
+        # Norms and sums over all elements: empty shards add nothing, so DTensor's reduction over the mesh is right.
+        if func in (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar) and _is_full_norm(args, kwargs):
+            return func(*_map(args, _padded_to_one), **kwargs)
         if func is aten.sum.default:
             return func(*_map(args, _plain), **kwargs)
-        groups = _groups(func, args, kwargs) if _kind(func).elementwise else None
-        if groups is not None and None not in groups and _kind(func).here and _written_here(func, args, kwargs):
-            return _result_of_writing(func, args, kwargs)
-        if groups is not None:
-            return _elementwise(func, args, kwargs, groups)
+        owners = _owners(func, args, kwargs) if _schema(func).elementwise else None
+        # In place, as optimizers write: DTensor's dispatch costs far more than a small kernel, so it is left out where
+        # local tensors suffice.
+        if owners is not None and _schema(func).in_place and all(o is not None for o in owners):
+            if _ran_locally(func, args, kwargs):
+                return _written_argument(func, args, kwargs)
+        if owners is not None:
+            return _elementwise(func, args, kwargs, owners)
         _refuse_writes(func, args, kwargs)
-        return func(*_map(args, _whole), **_map(kwargs, _whole))
+        return func(*_map(args, _on_every_stage), **_map(kwargs, _on_every_stage))
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        """As a DTensor's; what is split along the axis of the stages stays where it is."""
+        """As a DTensor's; the tensor itself if it has these placements, the ``Shard(0)`` of the stages included."""
         placements = kwargs.get("placements", args[1] if len(args) > 1 else None)
         if placements is not None and tuple(placements) == tuple(self.placements):
             return self
+        # A method of DTensor, not an operator: it does not come through __torch_dispatch__.
         whole: DTensor = _GatherStages.apply(self)  # type: ignore[no-untyped-call]
         return whole.redistribute(*args, **kwargs)
 
 
-def home_of(layout: Layout) -> OwnerStage | None:
-    """Where a tensor of this layout is; None: on the devices of every stage."""
+def owner_of(layout: Layout) -> OwnerStage | None:
+    """The stage that holds a tensor of this layout; None: every stage does."""
     return next((OwnerStage(axis, p.index) for axis, p in enumerate(layout) if isinstance(p, At)), None)
 
 
-def staged(tensor: DTensor, home: OwnerStage | None) -> DTensor:
-    """The same object, as a tensor that one stage holds, or as any other."""
-    tensor.__class__ = DTensor if home is None else StageTensor
+def with_owner(tensor: DTensor, owner: OwnerStage | None) -> DTensor:
+    """The same object as a `StageTensor`, or as a plain DTensor if ``owner`` is None."""
+    # The class of the object changes, and not the object: optimizers and users hold references to it.
+    tensor.__class__ = DTensor if owner is None else StageTensor
     tensor.__dict__.pop("plain", None)
-    if home is not None:
-        tensor.home = home  # type: ignore[attr-defined]
+    if owner is not None:
+        tensor.owner_stage = owner  # type: ignore[attr-defined]
     return tensor
 
 
 class _GatherStages(torch.autograd.Function):
-    """From the devices of one stage to those of all, and of the gradient back."""
+    """Forward: from the owner stage to all stages. Backward: the owner stage keeps the gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: StageTensor) -> torch.Tensor:
-        ctx.home, ctx.spec = tensor.home, tensor._spec
-        return _whole(tensor)
+        ctx.owner, ctx.spec = tensor.owner_stage, tensor._spec
+        return _on_every_stage(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        return staged(_part(gradient, ctx.home, ctx.spec), ctx.home)
+        return with_owner(_on_owner_stage(gradient, ctx.owner, ctx.spec), ctx.owner)
 
 
 def _map(value: Any, function: Any) -> Any:
-    """``value`` with ``function`` applied to every staged tensor in it."""
+    """``value`` with ``function`` applied to every `StageTensor` in it."""
     if isinstance(value, StageTensor):
         return function(value)
     if isinstance(value, list | tuple):
@@ -123,69 +128,70 @@ def _map(value: Any, function: Any) -> Any:
 
 
 def _plain(tensor: StageTensor) -> DTensor:
-    """What torch takes it for, made once for as long as it stays where it is."""
-    known: DTensor | None = getattr(tensor, "plain", None)
-    if known is None or known._local_tensor is not tensor._local_tensor or known._spec is not tensor._spec:
-        known = tensor.plain = _like(tensor._local_tensor, tensor._spec)
-    return known
+    """The same tensor as a plain DTensor: cached until its local tensor or its spec is replaced."""
+    cached: DTensor | None = getattr(tensor, "plain", None)
+    if cached is None or cached._local_tensor is not tensor._local_tensor or cached._spec is not tensor._spec:
+        cached = tensor.plain = _like(tensor._local_tensor, tensor._spec)
+    return cached
 
 
 def _like(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def _counted(tensor: StageTensor) -> DTensor:
-    """For norms: devices that have nothing have a zero, since the largest of no elements is an error."""
+def _padded_to_one(tensor: StageTensor) -> DTensor:
+    """For norms: an empty local tensor becomes a single zero, since the largest of no elements is an error."""
     local = tensor._local_tensor
     return _plain(tensor) if local.numel() else _like(local.new_zeros((1,) * local.ndim), tensor._spec)
 
 
-def _whole(tensor: StageTensor) -> DTensor:
+def _on_every_stage(tensor: StageTensor) -> DTensor:
     """The tensor on the devices of every stage; a collective call."""
-    mesh, home = tensor.device_mesh, tensor.home
-    placements = tuple(Replicate() if i == home.axis else p for i, p in enumerate(tensor.placements))
+    mesh, owner = tensor.device_mesh, tensor.owner_stage
+    placements = tuple(Replicate() if i == owner.axis else p for i, p in enumerate(tensor.placements))
     local = tensor._local_tensor
-    if not _holds(mesh, home):
+    if not _is_on_owner(mesh, owner):
         local = local.new_empty(local_shape_of(tensor.shape, mesh, placements))
     local = local.contiguous()
     with during_any("an operator of a parameter that one stage holds"):
-        dist.broadcast(local, group=mesh.get_group(home.axis), group_src=home.coordinate)
+        dist.broadcast(local, group=mesh.get_group(owner.axis), group_src=owner.coordinate)
     return _like(local, DTensorSpec(mesh, placements, tensor_meta=tensor._spec.tensor_meta))
 
 
-def _part(tensor: DTensor, home: OwnerStage, spec: DTensorSpec) -> DTensor:
-    """What a stage's devices hold of a DTensor that lies in any way."""
+def _on_owner_stage(tensor: DTensor, owner: OwnerStage, spec: DTensorSpec) -> DTensor:
+    """A DTensor of any placements, as the devices of one stage hold it: in ``spec``, empty on the others."""
     mesh = spec.mesh
-    inside = [Replicate() if i == home.axis else p for i, p in enumerate(spec.placements)]
-    local = tensor.redistribute(mesh, inside)._local_tensor
-    return _like(local if _holds(mesh, home) else local[:0], spec)
+    everywhere = [Replicate() if i == owner.axis else p for i, p in enumerate(spec.placements)]
+    # Every rank redistributes, for it may be a collective; those of other stages then drop the result.
+    local = tensor.redistribute(mesh, everywhere)._local_tensor
+    return _like(local if _is_on_owner(mesh, owner) else local[:0], spec)
 
 
-def _holds(mesh: DeviceMesh, home: OwnerStage) -> bool:
-    """Whether this device does."""
-    return mesh.get_local_rank(home.axis) == home.coordinate
+def _is_on_owner(mesh: DeviceMesh, owner: OwnerStage) -> bool:
+    """Whether this device is one of the owner stage."""
+    return mesh.get_local_rank(owner.axis) == owner.coordinate
 
 
-def _is_summed(args: Any, kwargs: Any) -> bool:
-    """Whether a norm is that of all elements, and devices that have none do not change it."""
+def _is_full_norm(args: Any, kwargs: Any) -> bool:
+    """Whether a norm is over all elements and of positive order: one of negative order is a minimum, of zeros too."""
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     return order > 0 and (args[2] if len(args) > 2 else kwargs.get("dim")) is None
 
 
-class _Kind(NamedTuple):
-    """What is to know of an operator.
+class _Schema(NamedTuple):
+    """What decides how an operator runs.
 
     Attributes:
-        elementwise: whether it looks at each element alone.
-        here: whether it writes, and may run on local tensors as they are.
+        elementwise: whether it computes each element of its result from the elements at the same position.
+        in_place: whether it writes to its first argument, and may run on local tensors as they are.
         returns: whether it returns something.
         arguments: their names.
         written: of the arguments that it writes to.
-        aliased: of these, and of those whose memory its result shows.
+        aliased: of these, and of those that its result is a view of.
     """
 
     elementwise: bool
-    here: bool
+    in_place: bool
     returns: bool
     arguments: tuple[str, ...]
     written: frozenset[str]
@@ -193,13 +199,14 @@ class _Kind(NamedTuple):
 
 
 @cache  # torch makes a schema's arguments anew each time
-def _kind(func: Any) -> _Kind:
+def _schema(func: Any) -> _Schema:
     name, arguments = func.overloadpacket.__name__, func._schema.arguments
     foreach = name.startswith("_foreach_") and name not in _FOREACH_REDUCTIONS
-    plain = foreach or torch.Tag.pointwise in func.tags
-    return _Kind(
-        plain or name in _ELEMENTWISE,
-        plain and name.endswith("_") and torch.Tag.nondeterministic_seeded not in func.tags,
+    pointwise = foreach or torch.Tag.pointwise in func.tags
+    return _Schema(
+        pointwise or name in _ELEMENTWISE,
+        # DTensor coordinates random numbers among ranks: on local tensors they would be drawn otherwise.
+        pointwise and name.endswith("_") and torch.Tag.nondeterministic_seeded not in func.tags,
         bool(func._schema.returns),
         tuple(a.name for a in arguments),
         frozenset(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write),
@@ -208,84 +215,85 @@ def _kind(func: Any) -> _Kind:
 
 
 def _named(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-    return [*zip(_kind(func).arguments, args, strict=False), *kwargs.items()]
+    return [*zip(_schema(func).arguments, args, strict=False), *kwargs.items()]
 
 
-class _Group(NamedTuple):
-    """What an element of the result comes from: the tensors of a call, or those at one position of its lists."""
+def _owners(func: Any, args: Any, kwargs: Any) -> list[StageTensor | None] | None:
+    """For each position of the call's lists (one if it has none), a tensor whose owner and spec the result has.
 
-    home: OwnerStage
-    spec: DTensorSpec
-
-
-def _groups(func: Any, args: Any, kwargs: Any) -> list[_Group | None] | None:
-    """For each position of the call's lists, if any; None: what is computed is not of one stage.
-
-    Tensors of a group have the same shape, or a single element.
+    None: some operand does not fit, and the operator cannot run where the tensors are.
     """
     named = _named(func, args, kwargs)
     lists = [len(v) for _, v in named if isinstance(v, list | tuple) and v and isinstance(v[0], torch.Tensor)]
-    found: list[_Group | None] = []
+    owners: list[StageTensor | None] = []
     for i in range(max(lists, default=1)):
-        own = (
+        # A _foreach_ operator of lists is one operator of the tensors at each position.
+        operands = (
             [(n, v[i]) if isinstance(v, list | tuple) and i < len(v) else (n, v) for n, v in named] if lists else named
         )
-        group, suits = _group(func, own)
-        if not suits:
+        owner, fits = _owner(func, operands)
+        if not fits:
             return None
-        found.append(group)
-    return found
+        owners.append(owner)
+    return owners
 
 
-def _group(func: Any, named: Sequence[tuple[str, Any]]) -> tuple[_Group | None, bool]:
-    """Where what is computed of these arguments lies, and whether it is of one stage at most."""
+def _owner(func: Any, named: Sequence[tuple[str, Any]]) -> tuple[StageTensor | None, bool]:
+    """The first `StageTensor` among the operands, and whether all operands can be used on its owner's devices."""
     first: StageTensor | None = None
     for _, value in named:
         if isinstance(value, StageTensor):
             if first is None:
                 first = value
-            elif value.home != first.home or (value._spec is not first._spec and value._spec != first._spec):
+            elif not _is_together(value, first):
                 return None, False
     if first is None:
         return None, True
     for name, value in named:
         if isinstance(value, torch.Tensor) and not isinstance(value, StageTensor) and value.numel() > 1:
-            alike = isinstance(value, DTensor) and value.shape == first.shape
-            if not alike or name in _kind(func).written:
+            # Of any other DTensor of this shape the owner takes a copy, which nobody would see a write to.
+            copyable = isinstance(value, DTensor) and value.shape == first.shape
+            if not copyable or name in _schema(func).written:
                 return None, False
-    return _Group(first.home, first._spec), True
+    return first, True
 
 
-def _elementwise(func: Any, args: Any, kwargs: Any, groups: list[_Group | None]) -> Any:
-    """Run an operator on what the stages hold; so is its result."""
+def _is_together(one: StageTensor, other: StageTensor) -> bool:
+    """Whether two tensors are on the same devices, in shards of the same form."""
+    # By identity first: comparing specs is slow, and this runs for every operator of an optimizer's step.
+    return one.owner_stage == other.owner_stage and (one._spec is other._spec or one._spec == other._spec)
 
-    def own(value: Any, i: int) -> Any:
+
+def _elementwise(func: Any, args: Any, kwargs: Any, owners: list[StageTensor | None]) -> Any:
+    """Run an elementwise operator on the tensors where they are; its result has the same owners."""
+
+    def on_owner(value: Any, i: int) -> Any:
         if isinstance(value, StageTensor):
             return _plain(value)
-        group = groups[min(i, len(groups) - 1)]
-        if group is None or not isinstance(value, DTensor) or value.numel() == 1:
+        owner = owners[min(i, len(owners) - 1)]
+        if owner is None or not isinstance(value, DTensor) or value.numel() == 1:
             return value
-        return _part(value, group.home, group.spec)
+        return _on_owner_stage(value, owner.owner_stage, owner._spec)
 
     def each(value: Any) -> Any:
         if isinstance(value, list | tuple):
-            return type(value)(own(v, i) for i, v in enumerate(value))
-        return own(value, 0)
+            return type(value)(on_owner(v, i) for i, v in enumerate(value))
+        return on_owner(value, 0)
 
     result = func(*map(each, args), **{k: each(v) for k, v in kwargs.items()})
-    if _kind(func).written:
-        return _result_of_writing(func, args, kwargs)
+    if _schema(func).written:
+        return _written_argument(func, args, kwargs)
     if isinstance(result, list | tuple):
-        return type(result)(_marked(r, groups[min(i, len(groups) - 1)]) for i, r in enumerate(result))
-    return _marked(result, groups[0])
+        return type(result)(_owned_like(r, owners[min(i, len(owners) - 1)]) for i, r in enumerate(result))
+    return _owned_like(result, owners[0])
 
 
-def _written_here(func: Any, args: Any, kwargs: Any) -> bool:
-    """Run an operator that writes, as optimizers do, on local tensors, if all that it takes is here: soonest done."""
+def _ran_locally(func: Any, args: Any, kwargs: Any) -> bool:
+    """Run an in-place operator on local tensors, if each operand has one that suffices; whether it has run."""
 
-    def here(value: Any) -> Any:
+    def local(value: Any) -> Any:
         if isinstance(value, list | tuple):
-            rows = [here(v) for v in value]
+            rows = [local(v) for v in value]
             return NotImplemented if any(r is NotImplemented for r in rows) else rows
         if isinstance(value, StageTensor):
             return value._local_tensor
@@ -293,32 +301,33 @@ def _written_here(func: Any, args: Any, kwargs: Any) -> bool:
             return value._local_tensor if all(p.is_replicate() for p in value.placements) else NotImplemented
         return value
 
-    taken, named = [here(v) for v in args], {k: here(v) for k, v in kwargs.items()}
-    if any(v is NotImplemented for v in (*taken, *named.values())):
+    positional, named = [local(v) for v in args], {k: local(v) for k, v in kwargs.items()}
+    if any(v is NotImplemented for v in (*positional, *named.values())):
         return False
-    func(*taken, **named)
+    func(*positional, **named)
     return True
 
 
-def _result_of_writing(func: Any, args: Any, kwargs: Any) -> Any:
-    """What has been written to, if it is returned."""
-    kind = _kind(func)
-    return next(v for n, v in _named(func, args, kwargs) if n in kind.written) if kind.returns else None
+def _written_argument(func: Any, args: Any, kwargs: Any) -> Any:
+    """The argument that has been written to, if the operator returns it."""
+    # The user's object and not the plain DTensor that was computed on: `p.add_(x) is p`.
+    schema = _schema(func)
+    return next(v for n, v in _named(func, args, kwargs) if n in schema.written) if schema.returns else None
 
 
-def _marked(result: Any, group: _Group | None) -> Any:
-    """A result that lies where a group does."""
-    is_own = group is not None and type(result) is DTensor and result.shape == group.spec.shape
-    return staged(result, group.home) if is_own and group is not None else result
+def _owned_like(result: Any, owner: StageTensor | None) -> Any:
+    """A result of the owner's shape as a `StageTensor`; any other, such as a sum, as it is."""
+    is_own = owner is not None and type(result) is DTensor and result.shape == owner._spec.shape
+    return with_owner(result, owner.owner_stage) if is_own and owner is not None else result
 
 
 def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
-    """What writes, or shows memory that may be written to, is not for copies.
+    """Refuse an operator that writes to a copy, or returns a view of one, through which it may be written to.
 
     Raises:
         AutoparError: the operator does so.
     """
-    aliased = _kind(func).aliased
+    aliased = _schema(func).aliased
     for name, value in _named(func, args, kwargs):
         for tensor in value if isinstance(value, list | tuple) else (value,):
             if name in aliased and isinstance(tensor, StageTensor):

@@ -23,9 +23,7 @@ from autopar.runtime.dtensor import (
     to_local,
 )
 from autopar.runtime.mesh import MeshContext
-from autopar.runtime.state.parameters import lay_out
-
-BoundaryLayouts = Mapping[str, tuple[TensorType, Layout]]
+from autopar.runtime.state.parameters import ParameterLayouts, lay_out
 
 
 def plain_shards(placements: Placements) -> Placements:
@@ -33,27 +31,29 @@ def plain_shards(placements: Placements) -> Placements:
     return tuple(Shard(p.dim) if isinstance(p, StridedShard) else p for p in placements)
 
 
-def savable(tensor: DTensor, known: tuple[TensorType, Layout] | None, place: MeshContext) -> torch.Tensor:
+def savable(tensor: DTensor, known: tuple[TensorType, Layout] | None, context: MeshContext) -> torch.Tensor:
     """The tensor itself, or the same in plain shards and on every stage; a collective call in the latter case."""
+    # A checkpoint must not depend on the stages: another mesh may load it.
     if known is not None and not is_everywhere(known[1]):
-        tensor = on_all_stages(tensor, *known, place)  # type: ignore[assignment]
-    return redistribute(tensor, place, plain_shards(tuple(tensor.placements)))
+        tensor = on_all_stages(tensor, *known, context)  # type: ignore[assignment]
+    return redistribute(tensor, context, plain_shards(tuple(tensor.placements)))
 
 
 def load_full(
     module: nn.Module,
     own: Mapping[str, torch.Tensor],
     state: Mapping[str, torch.Tensor],
-    place: MeshContext,
-    types: BoundaryLayouts,
+    context: MeshContext,
+    types: ParameterLayouts,
 ) -> None:
     """Fill a module's tensors from full ones, tied names included.
 
     Raises:
         AutoparError: names are missing or unexpected, or a shape differs.
     """
-    given = {id(own[n]) for n in state if n in own}  # a file may have a tied parameter under one of its names
-    missing = [n for n in own if n not in state and id(own[n]) not in given]
+    # A file may have a tied parameter under one of its names alone.
+    present = {id(own[n]) for n in state if n in own}
+    missing = [n for n in own if n not in state and id(own[n]) not in present]
     unexpected = [n for n in state if n not in own]
     wrong = [n for n in own if n in state and tuple(own[n].shape) != tuple(state[n].shape)]
     if missing or unexpected:
@@ -72,34 +72,35 @@ def load_full(
                 continue
             value = full_tensor(state[name])
             if isinstance(tensor, DTensor):
-                _fill(module, name, tensor, value, place, types)
+                _fill(module, name, tensor, value, context, types)
             elif tensor.is_meta:
-                materialize_plain(module, name, value.to(place.device))
+                materialize_plain(module, name, value.to(context.device))
             else:
                 tensor.copy_(value)
 
 
 def _fill(
-    module: nn.Module, name: str, tensor: DTensor, value: torch.Tensor, place: MeshContext, types: BoundaryLayouts
+    module: nn.Module, name: str, tensor: DTensor, value: torch.Tensor, context: MeshContext, types: ParameterLayouts
 ) -> None:
     """This rank's block of a full tensor into a DTensor; one on the meta device gets memory."""
-    type_, layout = types.get(name) or _by_tensor(module, tensor, types) or _replicated(tensor, place)
-    block = stored_block(value, type_, layout, place.sizes, place.coordinates)
+    type_, layout = types.get(name) or _type_of_tied(module, tensor, types) or _replicated(tensor, context)
+    block = stored_block(value, type_, layout, context.sizes, context.coordinates)
     if tensor._local_tensor.is_meta:
-        fresh = block.to(place.device, tensor.dtype)
-        lay_out(tensor, fresh.clone() if fresh is value else fresh, type_, layout, place)
+        # Neither slicing nor .to() copies a whole tensor: the parameter must not share memory with the user's.
+        fresh = block.to(context.device, tensor.dtype)
+        lay_out(tensor, fresh.clone() if fresh is value else fresh, type_, layout, context)
     else:
         tensor._local_tensor.copy_(block)
 
 
-def _by_tensor(module: nn.Module, tensor: torch.Tensor, types: BoundaryLayouts) -> tuple[TensorType, Layout] | None:
+def _type_of_tied(module: nn.Module, tensor: torch.Tensor, types: ParameterLayouts) -> tuple[TensorType, Layout] | None:
     """The type of a tied parameter, which is known under its first name."""
     name = next((n for n, p in module.named_parameters() if p is tensor), "")
     return types.get(name)
 
 
-def _replicated(tensor: torch.Tensor, place: MeshContext) -> tuple[TensorType, Layout]:
-    return plain_type(tensor.shape, tensor.dtype), replicated(len(place.axes))
+def _replicated(tensor: torch.Tensor, context: MeshContext) -> tuple[TensorType, Layout]:
+    return plain_type(tensor.shape, tensor.dtype), replicated(len(context.axes))
 
 
 def materialize_plain(module: nn.Module, name: str, value: torch.Tensor) -> None:
@@ -116,11 +117,11 @@ def materialize_plain(module: nn.Module, name: str, value: torch.Tensor) -> None
 
 
 def prepare_load(
-    module: nn.Module, state: dict[str, Any], prefix: str, place: MeshContext, types: BoundaryLayouts
+    module: nn.Module, state: dict[str, Any], prefix: str, context: MeshContext, types: ParameterLayouts
 ) -> None:
     """Before `load_state_dict`: bring each value into its parameter's layout.
 
-    Full plain tensors are cut, DTensors redistributed, parameters on the meta device get memory.
+    Full plain tensors are sliced, DTensors redistributed, parameters on the meta device get memory.
     """
     named = dict(module.named_parameters(remove_duplicate=False))
     with torch.no_grad():
@@ -130,16 +131,17 @@ def prepare_load(
                 continue  # torch reports what is missing or of another shape
             if not isinstance(parameter, DTensor):
                 if parameter.is_meta:
-                    materialize_plain(module, name, full_tensor(value).to(place.device))
+                    materialize_plain(module, name, full_tensor(value).to(context.device))
                 continue
             if isinstance(value, DTensor) and not parameter._local_tensor.is_meta:
                 known = types.get(name)
-                same = tuple(parameter.placements)
-                moved = in_layout(value, *known, place) if known else redistribute(value, place, same)
+                placements = tuple(parameter.placements)
+                moved = in_layout(value, *known, context) if known else redistribute(value, context, placements)
                 parameter._local_tensor.copy_(to_local(moved))
             else:
-                _fill(module, name, parameter, full_tensor(value), place, types)
-            state[prefix + name] = parameter.detach()  # copied onto itself by torch, which then finds every name
+                _fill(module, name, parameter, full_tensor(value), context, types)
+            # Loading goes on in torch, which reports missing and unexpected names: it copies this onto itself.
+            state[prefix + name] = parameter.detach()
 
 
 def _some(names: list[str]) -> str:

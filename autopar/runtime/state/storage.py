@@ -1,8 +1,8 @@
-"""`Stored`: how a parameter is stored, which the parameter itself carries, and values that are brought into it.
+"""`ParameterStorage`: how a parameter is stored on the mesh, attached to the parameter; conversion of values to it.
 
 Models are changed by code that knows nothing of meshes: ``parameter.data = value``, ``parameter.grad = value``,
-``model.encoder.load_state_dict(state)``, optimizer state from a file. To torch a plain tensor that is assigned so is
-this rank's part, or nothing at all. Here it is the whole, of which this rank keeps its part.
+``model.encoder.load_state_dict(state)``, optimizer state from a file. To torch a plain tensor that is assigned like
+this is the local part, or an error. Here it is the whole tensor, of which each rank keeps its part.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from autopar.runtime.dtensor import (
     to_placements,
 )
 from autopar.runtime.mesh import MeshContext
-from autopar.runtime.state.stage_tensor import OwnerStage, StageTensor, home_of
+from autopar.runtime.state.stage_tensor import OwnerStage, StageTensor, owner_of
 
-_NAME = "autopar_stored"
+_NAME = "autopar_storage"
 """Attribute of a parameter."""
 
 
 @dataclass(frozen=True, eq=False)
-class Stored:
+class ParameterStorage:
     """How a parameter is stored.
 
     Attributes:
         type: of the parameter.
-        layout: of the same.
-        place: where this rank is.
+        layout: of the parameter.
+        context: this rank's mesh context.
     """
 
     type: TensorType
     layout: Layout
-    place: MeshContext
+    context: MeshContext
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Stored:
-        """Copies of the parameter are stored alike."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterStorage:
+        """The same object: copies of the parameter are stored alike, on the same process groups."""
         return self
 
     def __reduce__(self) -> Any:
-        """Parameters are saved without: process groups belong to this process."""
+        """Pickle as None: process groups belong to this process."""
         return type(None), ()
 
     @property
@@ -62,34 +62,37 @@ class Stored:
         """Of the DTensor."""
         return to_placements(self.type, self.layout)
 
-    def holds(self, value: torch.Tensor) -> bool:
-        """Whether a tensor is stored so."""
+    def matches(self, value: torch.Tensor) -> bool:
+        """Whether a tensor is stored like this."""
         if not isinstance(value, DTensor) or tuple(value.placements) != self.placements:
             return False
-        home: OwnerStage | None = value.home if isinstance(value, StageTensor) else None
-        return home == home_of(self.layout) and value.device_mesh == self.place.mesh
+        # Placements alone do not tell a tensor of one stage from one that is sharded over the stages.
+        owner: OwnerStage | None = value.owner_stage if isinstance(value, StageTensor) else None
+        return owner == owner_of(self.layout) and value.device_mesh == self.context.mesh
 
-    def part(self, value: torch.Tensor) -> torch.Tensor:
-        """A tensor of the parameter's shape stored so: a whole one is cut, a DTensor moved (a collective call)."""
-        if self.holds(value):
+    def converted(self, value: torch.Tensor) -> torch.Tensor:
+        """A tensor of the parameter's shape, stored like this: sliced, or redistributed (a collective call)."""
+        if self.matches(value):
             return value
-        if isinstance(value, DTensor) and value.device_mesh == self.place.mesh and not isinstance(value, StageTensor):
-            return in_layout(value, self.type, self.layout, self.place)
-        whole = full_tensor(value).to(self.place.device)
-        block = stored_block(whole, self.type, self.layout, self.place.sizes, self.place.coordinates)
+        if isinstance(value, DTensor) and value.device_mesh == self.context.mesh and not isinstance(value, StageTensor):
+            return in_layout(value, self.type, self.layout, self.context)
+        # A DTensor of another mesh, or of one stage, cannot be redistributed to this one: it goes through the whole.
+        whole = full_tensor(value).to(self.context.device)
+        block = stored_block(whole, self.type, self.layout, self.context.sizes, self.context.coordinates)
+        # Never the caller's memory, which the caller may go on writing to.
         block = block.clone() if block.data_ptr() == whole.data_ptr() else block
-        return of_layout(block, self.place, self.type, self.layout)
+        return of_layout(block, self.context, self.type, self.layout)
 
 
-def mark(parameter: torch.Tensor, type_: TensorType, layout: Layout, place: MeshContext) -> None:
-    """Let a DTensor parameter carry how it is stored."""
-    setattr(parameter, _NAME, Stored(type_, layout, place))
+def set_storage(parameter: torch.Tensor, type_: TensorType, layout: Layout, context: MeshContext) -> None:
+    """Attach to a DTensor parameter how it is stored."""
+    setattr(parameter, _NAME, ParameterStorage(type_, layout, context))
 
 
-def stored_as(parameter: torch.Tensor) -> Stored | None:
+def storage_of(parameter: torch.Tensor) -> ParameterStorage | None:
     """How a parameter is stored; None for one that is not on a mesh."""
-    found: Stored | None = getattr(parameter, _NAME, None)
-    return found
+    storage: ParameterStorage | None = getattr(parameter, _NAME, None)
+    return storage
 
 
 def install_assignments() -> None:
@@ -98,16 +101,16 @@ def install_assignments() -> None:
 
 
 def _converted(parameter: torch.Tensor, value: torch.Tensor, what: str) -> torch.Tensor | None:
-    """What is to be assigned instead; None: the parameter is none of ours."""
-    stored = stored_as(parameter)
-    if stored is None:
+    """The value to assign instead; None: the parameter is not on a mesh, and torch goes on as usual."""
+    storage = storage_of(parameter)
+    if storage is None:
         return None
     if tuple(value.shape) != tuple(parameter.shape):
         raise AutoparError(
             f"what is assigned to .{what} of a parameter of shape {list(parameter.shape)} has shape "
             f"{list(value.shape)}; assign the whole tensor, and change the shapes of parameters before parallelize()"
         )
-    return stored.part(value.detach())
+    return storage.converted(value.detach())
 
 
 def load_into(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
@@ -115,25 +118,29 @@ def load_into(module: nn.Module, state: dict[str, Any], prefix: str, metadata: d
     assign = metadata.get("assign_to_params_buffers", False)
     for name, parameter in module._parameters.items():
         value = state.get(prefix + name)
-        stored = None if parameter is None else stored_as(parameter)
-        if parameter is None or stored is None or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        storage = None if parameter is None else storage_of(parameter)
+        if parameter is None or storage is None:
+            continue
+        if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
             continue  # torch reports what is missing or of another shape
         with torch.no_grad():
+            # The hook of the outer module, or state_dict() itself, may have put the parameter's own memory here.
             if not _is_alias(value, parameter):
-                _take(parameter, stored.part(value.detach()))
-            taken = parameter.detach()
-            state[prefix + name] = nn.Parameter(taken, parameter.requires_grad) if assign else taken
+                _write(parameter, storage.converted(value.detach()))
+            # torch then copies the parameter onto itself, or with assign=True puts this one in its place.
+            own = parameter.detach()
+            state[prefix + name] = nn.Parameter(own, parameter.requires_grad) if assign else own
         if assign:
-            mark(state[prefix + name], stored.type, stored.layout, stored.place)
+            set_storage(state[prefix + name], storage.type, storage.layout, storage.context)
 
 
 def _is_alias(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    mine, other = to_local(parameter), to_local(value)
-    return isinstance(value, DTensor) and not mine.is_meta and mine.data_ptr() == other.data_ptr()
+    own, other = to_local(parameter), to_local(value)
+    return isinstance(value, DTensor) and not own.is_meta and own.data_ptr() == other.data_ptr()
 
 
-def _take(parameter: torch.Tensor, part: torch.Tensor) -> None:
-    """Write a part into a parameter, or let it be the memory of one that has none."""
+def _write(parameter: torch.Tensor, part: torch.Tensor) -> None:
+    """Write a part into a parameter; of a parameter on the meta device it becomes the memory."""
     assert isinstance(parameter, DTensor)
     if parameter._local_tensor.is_meta:
         parameter._local_tensor = to_local(part).to(parameter.dtype)
@@ -141,23 +148,29 @@ def _take(parameter: torch.Tensor, part: torch.Tensor) -> None:
         parameter._local_tensor.copy_(to_local(part))
 
 
-def refuse_strangers(
-    model: nn.Module, place: MeshContext, known: Callable[[str], tuple[TensorType, Layout] | None]
+def refuse_foreign_parameters(
+    model: nn.Module, context: MeshContext, known: Callable[[str], tuple[TensorType, Layout] | None]
 ) -> None:
-    """Parameters that were put into a model on a mesh after `autopar.parallelize`.
+    """Refuse parameters that were put into a model on a mesh after `autopar.parallelize`.
+
+    Args:
+        model: on the mesh.
+        context: this rank's mesh context.
+        known: type and layout of a parameter by name; None for a name that the model did not have.
 
     Raises:
         AutoparError: there is one that is not stored as the model's are, or has another shape.
     """
-    if place.mesh is None:
+    if context.mesh is None:
         return
     for name, parameter in model.named_parameters():
-        stored, own = stored_as(parameter), known(name)
-        if stored is not None and (own is None or tuple(parameter.shape) == own[0].stored_shape):
+        storage, own = storage_of(parameter), known(name)
+        if storage is not None and (own is None or tuple(parameter.shape) == own[0].stored_shape):
             continue
-        whole = (plain_type(parameter.shape, parameter.dtype), replicated(len(place.axes)))
-        if stored is None and Stored(*(own or whole), place).holds(parameter):
-            mark(parameter, *(own or whole), place)  # made of one that was there, as `module.half()` does
+        whole = (plain_type(parameter.shape, parameter.dtype), replicated(len(context.axes)))
+        # `module.half()` makes new parameters of those that were there: DTensors as before, without the attribute.
+        if storage is None and ParameterStorage(*(own or whole), context).matches(parameter):
+            set_storage(parameter, *(own or whole), context)
             continue
         kind = "as a plain tensor" if not isinstance(parameter, DTensor) else f"of shape {list(parameter.shape)}"
         raise AutoparError(

@@ -25,6 +25,7 @@ def bind(graph: fx.GraphModule, groups: Mapping[str, str], coordinates: Mapping[
     bound = fx.Graph()
     known: dict[fx.Node, Any] = {}
     for node in graph.graph.nodes:
+        # `known` has numbers, too, where a node's value is one on this rank: they become constant arguments.
         args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
         if node.op == "call_function" and node.target is axis_index:
             known[node] = coordinates[args[0] if args else kwargs["axis"]]
@@ -33,6 +34,7 @@ def bind(graph: fx.GraphModule, groups: Mapping[str, str], coordinates: Mapping[
             known[node] = node.target(*args, **kwargs)
             continue
         copy = known[node] = bound.node_copy(node, known.__getitem__)
+        # A dict of its own: what a rank's graph notes must not reach the graph of all ranks.
         copy.meta = dict(node.meta)
         position = GROUP_ARGUMENT.get(node.target)
         if position is not None:

@@ -1,10 +1,8 @@
-"""Gradients of batch tensors: what another network made, or what is itself trained."""
+"""Gradients of batch tensors: the output of another network, or what is itself trained."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -21,59 +19,42 @@ from autopar.runtime.dtensor import (
 )
 from autopar.runtime.mesh import MeshContext
 
+InputForm = Placements | str
+"""How the user passed a batch tensor: a DTensor's placements, or of a plain tensor ``global`` (whole) or ``local``."""
 
-class Gradients(NamedTuple):
-    """What a backward pass makes, on this rank.
 
-    Attributes:
-        parameters: local gradients by parameter name.
-        batch: local gradients by number of batch tensor.
+def as_passed(
+    local: torch.Tensor, form: InputForm, known: tuple[TensorType, Layout], context: MeshContext
+) -> torch.Tensor:
+    """A local gradient in the form of its tensor; a collective call unless the step computes on that form.
+
+    Args:
+        local: this rank's block.
+        form: how the tensor was passed.
+        known: type and layout of the block.
+        context: this rank's mesh context.
     """
-
-    parameters: dict[str, torch.Tensor]
-    batch: Mapping[str, torch.Tensor] = {}
-
-
-@dataclass(frozen=True)
-class Origin:
-    """How the user passed a batch tensor that requires a gradient.
-
-    Attributes:
-        name: its number, as text.
-        placements: of a DTensor; None for a plain tensor.
-        whole: all of it, not this rank's part.
-    """
-
-    name: str
-    placements: Placements | None
-    whole: bool
-
-    def gradient(self, local: torch.Tensor, known: tuple[TensorType, Layout], place: MeshContext) -> torch.Tensor:
-        """A local gradient in the form in which the tensor was passed; a collective call where that is another."""
-        type_, layout = known
-        local = stored(local, type_, layout, place.coordinates)
-        if place.mesh is None or not self.whole:
-            return local
-        found = from_local(local, place, type_.stored_shape, to_placements(type_, layout))
-        if self.placements is None:
-            return full_tensor(found)
-        # Terms of a sum have, each, the gradient of the sum.
-        return redistribute(
-            found, place, tuple(Replicate() if isinstance(p, TorchPartial) else p for p in self.placements)
-        )
+    type_, layout = known
+    local = stored(local, type_, layout, context.coordinates)
+    if context.mesh is None or form == "local":
+        return local
+    gradient = from_local(local, context, type_.stored_shape, to_placements(type_, layout))
+    if isinstance(form, str):
+        return full_tensor(gradient)
+    # Each term of a sum has the gradient of the sum: of a partial tensor it is replicated.
+    return redistribute(gradient, context, tuple(Replicate() if isinstance(p, TorchPartial) else p for p in form))
 
 
-def origins(tensors: Sequence[torch.Tensor], differentiable: frozenset[int], inputs: str) -> tuple[Origin, ...]:
-    """Of the batch tensors that require a gradient, in order."""
-    return tuple(
-        Origin(str(i), tuple(t.placements), True)
-        if isinstance(t, DTensor)
-        else Origin(str(i), None, inputs == "global")
+def input_forms(tensors: Sequence[torch.Tensor], differentiable: frozenset[int], inputs: str) -> dict[str, InputForm]:
+    """The form of each batch tensor that requires a gradient, by its number, in order; ``inputs``: of plain ones."""
+    return {
+        str(i): tuple(t.placements) if isinstance(t, DTensor) else inputs
         for i, t in enumerate(tensors)
         if i in differentiable
-    )
+    }
 
 
 def requiring_gradients(tensors: Sequence[torch.Tensor]) -> frozenset[int]:
     """Which tensors of a batch require a gradient, where gradients are computed at all."""
+    # Under no_grad the flag stays set on the tensors, but no graph with these gradients must be captured.
     return frozenset(i for i, t in enumerate(tensors) if t.requires_grad and torch.is_grad_enabled())

@@ -1,14 +1,14 @@
-"""`MicrobatchStep`: a step that runs its graph once for each microbatch, backward pass included, and adds up.
+"""`MicrobatchStep`: a step that runs its graph, backward pass included, once for each microbatch.
 
-What all microbatches share, such as gathered parameters that the plan keeps, is computed once, before the first.
-Sums of gradients are there when the forward call returns; the backward call reduces them, unless `no_sync` puts that
-off, and scales them by the incoming gradient of the loss, in which they are linear.
+What is microbatch-invariant and hoisted, such as gathered parameters, is computed once, before the first microbatch.
+The sums of gradients are complete when the forward call returns. The backward call reduces them, unless `no_sync`
+defers that, and scales them by the incoming gradient of the loss, in which they are linear.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -24,55 +24,58 @@ from autopar.ir.shards import common_blocks, join, parts_along, take
 from autopar.passes.insert_contiguous import with_contiguous
 from autopar.runtime.dtensor import computed, full_tensor, local_block, to_local
 from autopar.runtime.mesh import MeshContext
-from autopar.runtime.step.input_gradients import Gradients
 from autopar.runtime.step.no_sync import DeferredReduction, split_reductions
 from autopar.runtime.step.partition import ForwardBackward
-from autopar.runtime.step.step import BoundaryLayouts, Step
+from autopar.runtime.step.step import BoundaryLayouts, Gradients, Step
 
-STEADY, EACH, LAST = "steady", "each", "last"
+HOISTED, MICROBATCH, LAST = "hoisted", "microbatch", "last"
+"""The graphs of a step: before the first microbatch, of each microbatch, and after the last, on the sums."""
 
-HELD = ("parameter", "buffer")
+INVARIANT_INPUTS = ("parameter", "buffer")
 """Kinds of inputs that are the same in all microbatches."""
 
 
 def cut_microbatches(program: Program) -> ForwardBackward:
-    """Cut a bound program into what runs before the first microbatch, for each, and on the sums.
+    """Cut a bound program into a graph before the first microbatch, one of each microbatch, and one on the sums.
 
     Returns:
-        As ``hoisted`` the graph of what all microbatches share; as ``forward`` that of one, to what it adds up and what
-        else is taken; as ``backward`` that from these to all outputs of the program.
+        As ``hoisted`` the graph of what all microbatches share; as ``forward`` that of one microbatch, which returns
+        its terms of the sums and what else the last graph takes; as ``backward`` the last graph, from these to all
+        outputs of the program.
     """
     nodes = list(program.graph.graph.nodes)
-    part = {n: LAST if n in program.per_step else STEADY if is_hoisted(n) else EACH for n in nodes}
-    part |= dict.fromkeys(program.placeholders, EACH)
-    shared = [n for n in nodes if part[n] == STEADY and any(part[u] != STEADY for u in n.users)]
+    graph_of = {n: LAST if n in program.per_step else HOISTED if is_hoisted(n) else MICROBATCH for n in nodes}
+    graph_of |= dict.fromkeys(program.placeholders, MICROBATCH)
+    shared = [n for n in nodes if graph_of[n] == HOISTED and any(graph_of[u] != HOISTED for u in n.users)]
+    # The last graph takes even the program's inputs from the microbatch's graph, which passes them on.
     used = {a for n in program.per_step for a in n.all_input_nodes if a not in program.per_step}
     used |= {v for v in program.output_values if v is not None and v not in program.per_step}
-    between = [n for n in nodes if n in used]
-    graphs = {STEADY: fx.Graph(), EACH: fx.Graph(), LAST: fx.Graph()}
+    boundary = [n for n in nodes if n in used]
+    graphs = {HOISTED: fx.Graph(), MICROBATCH: fx.Graph(), LAST: fx.Graph()}
     known: dict[str, dict[fx.Node, fx.Node]] = {name: {} for name in graphs}
 
-    def take(name: str, taken: Sequence[fx.Node]) -> None:
-        for node in taken:
+    def add_inputs(name: str, inputs: Sequence[fx.Node]) -> None:
+        for node in inputs:
             known[name][node] = graphs[name].placeholder(node.name)
             known[name][node].meta = dict(node.meta)
 
     described = zip(program.placeholders, program.inputs, strict=True)
-    take(STEADY, [n for n, i in described if i.kind in HELD])
-    take(EACH, [*program.placeholders, *shared])
-    take(LAST, between)
+    add_inputs(HOISTED, [n for n, i in described if i.kind in INVARIANT_INPUTS])
+    add_inputs(MICROBATCH, [*program.placeholders, *shared])
+    add_inputs(LAST, boundary)
     for node in nodes:
         if node.op not in ("placeholder", "output"):
-            known[part[node]][node] = graphs[part[node]].node_copy(node, known[part[node]].__getitem__)
-            known[part[node]][node].meta = dict(node.meta)
-    graphs[STEADY].output([known[STEADY][n] for n in shared])
-    graphs[EACH].output([known[EACH][n] for n in between])
+            own = known[graph_of[node]]
+            own[node] = graphs[graph_of[node]].node_copy(node, own.__getitem__)
+            own[node].meta = dict(node.meta)
+    graphs[HOISTED].output([known[HOISTED][n] for n in shared])
+    graphs[MICROBATCH].output([known[MICROBATCH][n] for n in boundary])
     graphs[LAST].output([None if v is None else known[LAST][v] for v in program.output_values])
     modules = {name: fx.GraphModule(program.graph, graph) for name, graph in graphs.items()}
     first = program.forward_outputs
     return ForwardBackward(
-        modules[EACH], modules[LAST], program.inputs, program.outputs[:first], tuple(n.name for n in between),
-        (str(program.loss),), program.outputs[first:], steady=modules[STEADY] if shared else None,
+        modules[MICROBATCH], modules[LAST], program.inputs, program.outputs[:first], tuple(n.name for n in boundary),
+        (str(program.loss),), program.outputs[first:], hoisted=modules[HOISTED] if shared else None,
     )  # fmt: skip
 
 
@@ -86,13 +89,12 @@ def whole_type(type_: TensorType, dim: int | None, count: int) -> TensorType:
     return replace(type_, dims=dims, used=used)
 
 
-@dataclass(frozen=True)
 class MicrobatchStep(Step):
     """What runs for one combination of shapes and modes, in microbatches; ``types`` are those of the whole batch."""
 
     @cached_property
     def part(self) -> Microbatch:
-        """What a microbatch takes and gives."""
+        """What a microbatch takes and returns."""
         return self.program.part
 
     @cached_property
@@ -103,33 +105,40 @@ class MicrobatchStep(Step):
 
     @cached_property
     def _blocks(self) -> int:
-        place, types = self._within
+        """Into how many blocks the rows of the batch are cut, each with a part of every microbatch."""
+        # Not one block a microbatch: a rank holds consecutive rows of the whole batch, and must find rows of every
+        # microbatch among them, since no rows move between ranks.
+        context, types = self._stage_mesh
         rows = [(dim, self._batch[name][1]) for name, dim in self.part.rows.items()]
         results = [(dim, types.results[name][1]) for name, dim in self.part.results.items()]
-        return common_blocks(rows + results, place.sizes)
+        return common_blocks(rows + results, context.sizes)
 
     @property
-    def _within(self) -> tuple[MeshContext, BoundaryLayouts]:
-        """The devices that compute the same microbatch, and types on these."""
-        return self.place, self.types
+    def _stage_mesh(self) -> tuple[MeshContext, BoundaryLayouts]:
+        """The mesh of the devices that compute the same microbatch, and the types on it."""
+        return self.context, self.types
 
     @cached_property
-    def _before(self) -> fx.GraphModule:
-        """What `before` runs, whatever the strides of the batch."""
+    def _whole_batch_graph(self) -> fx.GraphModule:
+        """The graph that `run_on_whole_batch` runs, whatever the strides of the batch."""
         assert self.part.before is not None
         return with_contiguous(self.part.before).graph
 
-    def before(self, batch: Sequence[torch.Tensor], buffers: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """What is computed of the whole batch; a collective call where the batch is not whole on every rank."""
+    def run_on_whole_batch(self, batch: Sequence[torch.Tensor], buffers: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Compute what depends on the whole batch; a collective call where the batch is not whole on every rank.
+
+        Such as the number of tokens that a loss divides by: computed from a microbatch alone, it would be another.
+        """
         program = self.part.before
         if program is None:
             return []
         arguments = []
         for node, spec in zip(program.placeholders, program.inputs, strict=True):
             value = buffers[spec.name] if spec.kind == "buffer" else batch[int(spec.name)]
-            arguments.append(full_tensor(value).to(self.place.device) if node.users else None)
-        with torch.no_grad(), torch.autocast(self.place.device.type, enabled=False):
-            return list(self._before(*arguments))
+            # Batches are large: what the graph does not use is not gathered.
+            arguments.append(full_tensor(value).to(self.context.device) if node.users else None)
+        with torch.no_grad(), torch.autocast(self.context.device.type, enabled=False):
+            return list(self._whole_batch_graph(*arguments))
 
     def forward(
         self, parameters: Sequence[torch.Tensor], buffers: dict[str, torch.Tensor], batch: Sequence[torch.Tensor]
@@ -139,59 +148,65 @@ class MicrobatchStep(Step):
         Args:
             parameters: in the order of the program's.
             buffers: by name.
-            batch: this rank's part of the batch, and behind it the whole of what was computed before.
+            batch: this rank's part of the batch, and after it what `run_on_whole_batch` returned, whole.
         """
-        named = {
-            name: computed(to_local(p), *self.types.parameters[name], self.place.sizes)
+        local_parameters = {
+            name: computed(to_local(p), *self.types.parameters[name], self.context.sizes)
             for name, p in zip(self.parameters, parameters, strict=True)
         }
-        one = torch.ones((), device=self.place.device, dtype=self._tangent_dtype)
+        # The gradient of the loss is not known before the backward call, which scales the gradients by it.
+        one = torch.ones((), device=self.context.device, dtype=self._tangent_dtype)
         sources: dict[str, Callable[[str, int], torch.Tensor]] = {
-            "parameter": lambda name, _: named[name],
+            "parameter": lambda name, _: local_parameters[name],
             "buffer": lambda name, _: buffers[name],
             "tangent": lambda *_: one,
             "batch": lambda name, index: self._rows(name, batch[int(name)], index),
         }
         totals, seed = GradientAccumulator(), current_seed()
-        joined: dict[str, list[torch.Tensor]] = {name: [] for name in self.part.results}
+        rows: dict[str, list[torch.Tensor]] = {name: [] for name in self.part.results}
         values: list[Any] = []
         assert self.cut.backward is not None
-        with torch.no_grad(), torch.autocast(self.place.device.type, enabled=False):
-            shared = self._shared(lambda i: sources[i.kind](i.name, 0))
+        with torch.no_grad(), torch.autocast(self.context.device.type, enabled=False):
+            shared = self._hoisted_values(lambda i: sources[i.kind](i.name, 0))
             for index in range(self.part.count):
-                values.clear()  # what the microbatch before has left
+                # Frees what the last microbatch returned, before the next one allocates.
+                values.clear()
                 arguments = [*(sources[i.kind](i.name, index) for i in self.cut.inputs), *shared]
+                # A seed of its own: with that of the step all microbatches would drop out the same elements.
                 with totals.microbatch(), step_seed(derive_seed(seed, index)):
                     values += self.cut.forward(*arguments)
-                for name, found in joined.items():
-                    found.append(values[self._places[name]])
+                for name, parts in rows.items():
+                    parts.append(values[self._row_positions[name]])
+            # Gathered parameters are not needed any more: their memory is for the last graph.
             arguments.clear()
             shared.clear()
             outputs = list(self._reductions[0](values))
         first = len(self.cut.outputs)
-        whole = {name: self._joined(name, found) for name, found in joined.items()}
+        whole = {name: self._joined(name, parts) for name, parts in rows.items()}
         return self._results(outputs[:first], buffers, whole), outputs[first:]
 
-    def _shared(self, value: Callable[[Input], torch.Tensor]) -> list[torch.Tensor]:
-        """What all microbatches take behind their inputs."""
-        if self.cut.steady is None:
+    def _hoisted_values(self, value: Callable[[Input], torch.Tensor]) -> list[torch.Tensor]:
+        """What all microbatches take after their inputs."""
+        if self.cut.hoisted is None:
             return []
-        return list(self.cut.steady(*(value(i) for i in self.cut.inputs if i.kind in HELD)))
+        return list(self.cut.hoisted(*(value(i) for i in self.cut.inputs if i.kind in INVARIANT_INPUTS)))
 
     def backward(self, saved: list[Any], tangents: list[torch.Tensor], deferred: DeferredReduction) -> Gradients:
-        """Local gradients of parameters; none while their reduction is postponed."""
+        """Local gradients of parameters; none while their reduction is deferred."""
         (scale,) = tangents
-        with torch.no_grad(), torch.autocast(self.place.device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(self.context.device.type, enabled=False):
             if deferred.active or deferred.holds(self):
+                # Scaled before they are added up: each backward pass has a scale of its own.
                 deferred.add(self, [saved.pop(0) * scale for _ in range(len(saved))])
-                return Gradients({} if deferred.active else self._with_postponed({}, deferred))
-            return Gradients(self._scaled(self._named(self._reductions[1](saved)), scale, deferred))
+                return {} if deferred.active else self._with_deferred({}, deferred), {}
+            return self._scaled(self._named(self._reductions[1](saved)), scale, deferred), {}
 
     def _scaled(
-        self, given: dict[str, torch.Tensor], scale: torch.Tensor, deferred: DeferredReduction
+        self, unscaled: dict[str, torch.Tensor], scale: torch.Tensor, deferred: DeferredReduction
     ) -> dict[str, torch.Tensor]:
-        found = {name: given.pop(name) * scale for name in list(given)}  # one at a time gives way to its multiple
-        return self._with_postponed(found, deferred)
+        # Popped, so that each is freed when its multiple is there: all of them twice would be the peak.
+        gradients = {name: unscaled.pop(name) * scale for name in list(unscaled)}
+        return self._with_deferred(gradients, deferred)
 
     @cached_property
     def _reductions(self) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -205,12 +220,12 @@ class MicrobatchStep(Step):
         return dtype
 
     @cached_property
-    def _places(self) -> dict[str, int]:
-        """Where in what a microbatch returns the results are that consist of rows."""
+    def _row_positions(self) -> dict[str, int]:
+        """Position, in what a microbatch returns, of each result that consists of rows."""
         assert self.cut.backward is not None
-        (made,) = self.cut.backward.graph.output_node().args
+        (returned,) = self.cut.backward.graph.output_node().args
         names = [n.name for n in self.cut.backward.graph.nodes if n.op == "placeholder"]
-        named = zip(self.program.outputs, made, strict=True)  # type: ignore[arg-type]
+        named = zip(self.program.outputs, returned, strict=True)  # type: ignore[arg-type]
         return {o.name: names.index(v.name) for o, v in named if o.kind == "result" and o.name in self.part.results}
 
     def _rows(self, name: str, tensor: torch.Tensor, index: int) -> torch.Tensor:
@@ -218,13 +233,15 @@ class MicrobatchStep(Step):
         (type_, layout), dim, count = self._batch[name], self.part.rows.get(name), self.part.count
         if name in self.types.batch:
             return tensor if dim is None else take(tensor, dim, self._local_blocks(dim, layout), count, index)
-        mine = tensor if dim is None else take(tensor, dim, self._blocks, count, index)
-        place, _ = self._within
-        return local_block(mine, type_, layout, place.sizes, place.coordinates)
+        # A result of `run_on_whole_batch`, which every rank has whole.
+        rows = tensor if dim is None else take(tensor, dim, self._blocks, count, index)
+        context, _ = self._stage_mesh
+        return local_block(rows, type_, layout, context.sizes, context.coordinates)
 
-    def _joined(self, name: str, found: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _joined(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A result of the whole batch from those of the microbatches: rows in the order of the batch."""
         dim = self.part.results[name]
-        return join(found, dim, self._local_blocks(dim, self._within[1].results[name][1]))
+        return join(parts, dim, self._local_blocks(dim, self._stage_mesh[1].results[name][1]))
 
     def _local_blocks(self, dim: int, layout: Layout) -> int:
-        return self._blocks // parts_along(dim, layout, self._within[0].sizes)
+        return self._blocks // parts_along(dim, layout, self._stage_mesh[0].sizes)

@@ -1,8 +1,8 @@
-"""`no_sync`: leave out the reduction of gradients, add up what would have been reduced, and reduce it once.
+"""`no_sync`: skip the reduction of gradients, accumulate what would have been reduced, and reduce the sum once.
 
-The collectives whose only purpose is to bring a gradient into its parameter's layout end the backward graph, and are
-linear. Cut before them, it is a graph of local sums and a graph that reduces those; sums of the former go into the
-latter.
+Some collectives have one purpose: to bring a gradient into its parameter's layout. They are linear, and at the end of
+the backward graph. Split before them, the graph is two: the first computes unreduced gradients, the second reduces
+gradients, or sums of them.
 """
 
 from __future__ import annotations
@@ -25,84 +25,88 @@ from autopar.ir.node_info import info
 
 
 @dataclass(eq=False)
-class Waiting:
-    """Sums of one step that wait.
+class PendingReduction:
+    """Unreduced gradients of one step, summed over backward passes.
 
     Attributes:
         step: whose second graph reduces them.
-        values: what its first graph returned, added up.
+        sums: of what its first graph returned.
         names: of the parameters whose gradients they give.
         passes: how many backward passes have been added.
+        dropped: those of ``names`` whose gradients `zero_grad` has dropped since.
     """
 
     step: Any
-    values: list[torch.Tensor]
+    sums: list[torch.Tensor]
     names: set[str]
     passes: int = 1
     dropped: set[str] = field(default_factory=set)
 
 
 class DeferredReduction:
-    """Gradients that wait for their reduction; `zero_grad` drops them, of a module or an optimizer.
+    """Gradients whose reduction is deferred; `zero_grad` of a module or an optimizer drops them.
 
-    A window of accumulation is what lies between two calls of `zero_grad`. While gradients wait, ``.grad`` lacks them,
-    so an optimizer's step is an error.
+    A window of accumulation is the time between two calls of `zero_grad`. While gradients are deferred, ``.grad`` lacks
+    them, so an optimizer's step is an error.
 
     Attributes:
         active: whether `no_sync` is in force.
-        types: types and layouts of the parameters for which something has waited.
+        types: types and layouts of the parameters for which something has been deferred.
     """
 
     def __init__(self, parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
-        """Nothing waits.
+        """Nothing is deferred yet.
 
         Args:
-            parameters: name and tensor of each.
+            parameters: name and tensor of each; called anew each time, since users replace parameters.
         """
         self.active = False
         self.parameters = parameters
         self.types: dict[str, Any] = {}
-        self._waiting: list[Waiting] = []
+        self._pending: list[PendingReduction] = []
 
     def add(self, step: Any, values: list[torch.Tensor]) -> None:
         """Add what the first of `split_reductions`'s graphs returned."""
-        _see_zero_grad()
+        _hook_zero_grad()
         _live.add(self)
         self.types.update(step.types.parameters)
-        known = next((w for w in self._waiting if w.step is step and not w.dropped), None)
+        # Not to an entry of which zero_grad has dropped some gradients: it would drop their new values, too.
+        known = next((p for p in self._pending if p.step is step and not p.dropped), None)
         if known is None:
-            self._waiting.append(Waiting(step, [v.clone() for v in values], set(step.gradient_names)))
+            # Cloned, since later passes are added in place: a value may share memory with another.
+            self._pending.append(PendingReduction(step, [v.clone() for v in values], set(step.gradient_names)))
             return
         known.passes += 1
-        for total, value in zip(known.values, values, strict=True):
+        for total, value in zip(known.sums, values, strict=True):
             total.add_(value)
 
     @property
     def any(self) -> bool:
-        """Whether anything waits."""
-        return bool(self._waiting)
+        """Whether any gradient is deferred."""
+        return bool(self._pending)
 
     def holds(self, step: Any) -> bool:
-        """Whether something of a step waits."""
-        return any(w.step is step for w in self._waiting)
+        """Whether a gradient of this step is deferred."""
+        return any(p.step is step for p in self._pending)
 
-    def take(self) -> list[Waiting]:
-        """Everything that waits, in the order of its first addition; nothing waits afterwards."""
-        found, self._waiting = self._waiting, []
-        return found
+    def pop_all(self) -> list[PendingReduction]:
+        """Everything that is deferred, in the order of its first addition; nothing is afterwards."""
+        # In this order on every rank: each entry's reduction is a collective.
+        pending, self._pending = self._pending, []
+        return pending
 
     def drop(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Forget what waits for these parameters."""
-        if not self._waiting:
+        """Forget the deferred gradients of these parameters."""
+        if not self._pending:
             return
         given = {id(p) for p in parameters}
         names = {name for name, p in self.parameters() if id(p) in given}
-        for waiting in self._waiting:
-            waiting.dropped |= names & waiting.names
-        self._waiting = [w for w in self._waiting if w.dropped != w.names]
+        for pending in self._pending:
+            pending.dropped |= names & pending.names
+        self._pending = [p for p in self._pending if p.dropped != p.names]
 
     def deliver(self, gradients: dict[str, torch.Tensor]) -> None:
-        """Add gradients that the backward pass at hand does not return, such as of parameters frozen since."""
+        """Add gradients that no autograd function returns, such as of parameters that have been frozen since."""
         if not gradients:
             return
         with torch.no_grad():
@@ -111,36 +115,37 @@ class DeferredReduction:
                     p.grad = gradients[name] if p.grad is None else p.grad + gradients[name]
 
     def refuse(self, parameters: Iterable[torch.Tensor], what: str) -> None:
-        """Gradients of these parameters are about to be used.
+        """Refuse the use of these parameters' gradients while some are deferred.
 
         Raises:
-            AutoparError: some wait.
+            AutoparError: some are.
         """
-        if not self._waiting:
+        if not self._pending:
             return
         given = {id(p) for p in parameters}
-        named = {name for name, p in self.parameters() if id(p) in given}
-        late = sorted(set().union(*(w.names - w.dropped for w in self._waiting)) & named)
-        if late:
+        names = {name for name, p in self.parameters() if id(p) in given}
+        deferred = sorted(set().union(*(p.names - p.dropped for p in self._pending)) & names)
+        if deferred:
             raise AutoparError(
-                f"{what}: gradients of {len(late)} parameters ({late[0]!r}, ...) still wait for their reduction, since "
-                "the last backward pass was within no_sync(). Leave the last backward pass of a window out of it, or "
-                "call model.reduce_gradients(), on all ranks, before gradients are clipped or used; zero_grad() "
+                f"{what}: gradients of {len(deferred)} parameters ({deferred[0]!r}, ...) still wait for their "
+                "reduction, since the last backward pass was within no_sync(). Leave the last backward pass of a "
+                "window out of it, or call model.reduce_gradients(), on all ranks, before gradients are clipped or "
+                "used; zero_grad() "
                 "gives the window up"
             )
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Within, nothing waits: what is done has nothing to do with gradients."""
-        before, self._waiting = self._waiting, []
+        """Within, nothing is deferred: for an optimizer's step that only allocates state."""
+        before, self._pending = self._pending, []
         try:
             yield
         finally:
-            self._waiting = before + self._waiting
+            self._pending = before + self._pending
 
     def described(self) -> str:
-        """What waits, the same on every rank that has made the same calls."""
-        rows = [f"{w.passes} of {len(w.names - w.dropped)}" for w in self._waiting]
+        """What is deferred, in words: the same on every rank that has made the same calls."""
+        rows = [f"{p.passes} of {len(p.names - p.dropped)}" for p in self._pending]
         return ", ".join(rows) or "none"
 
 
@@ -149,11 +154,12 @@ _live: weakref.WeakSet[DeferredReduction] = weakref.WeakSet()
 
 
 @cache
-def _see_zero_grad() -> None:
-    """From now on, have every ``zero_grad`` drop what waits; torch has hooks for an optimizer's step only."""
-    _watch_class(nn.Module)
+def _hook_zero_grad() -> None:
+    """From now on, have every ``zero_grad`` drop deferred gradients; torch has hooks for an optimizer's step only."""
+    _wrap_zero_grad(nn.Module)
+    # Each class that overrides zero_grad, since an override need not call the base class's.
     for known in _subclasses(Optimizer):
-        _watch_class(known)
+        _wrap_zero_grad(known)
     register_optimizer_step_pre_hook(_before_step)
 
 
@@ -164,9 +170,9 @@ def _subclasses(root: type) -> list[type]:
     return found
 
 
-def _watch_class(owner: type) -> None:
-    original = owner.__dict__.get("zero_grad")
-    if not callable(original) or getattr(original, "drops_postponed", False):
+def _wrap_zero_grad(owner: type) -> None:
+    original = owner.__dict__.get("zero_grad")  # its own: an inherited one is wrapped where it is defined
+    if not callable(original) or getattr(original, "drops_deferred", False):
         return
 
     @wraps(original)
@@ -176,7 +182,7 @@ def _watch_class(owner: type) -> None:
             deferred.drop(_parameters_of(self))
         return result
 
-    zero_grad.drops_postponed = True  # type: ignore[attr-defined]
+    zero_grad.drops_deferred = True  # type: ignore[attr-defined]
     owner.zero_grad = zero_grad  # type: ignore[attr-defined]
 
 
@@ -188,7 +194,7 @@ def _parameters_of(owner: Any) -> list[torch.Tensor]:
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     for known in type(optimizer).__mro__:
-        _watch_class(known)  # one that has been defined since
+        _wrap_zero_grad(known)  # a class that has been defined since
     for deferred in list(_live):
         deferred.refuse(_parameters_of(optimizer), f"{type(optimizer).__name__}.step()")
 
@@ -196,49 +202,57 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 def split_reductions(backward: fx.GraphModule, results: int = 0) -> tuple[fx.GraphModule, fx.GraphModule]:
     """``(compute, reduce)``: the first takes what ``backward`` takes, the second what the first returns.
 
+    Before: ``g = mm(x, dy); w = reduce_scatter(g); return w``. After: ``g = mm(x, dy); return g``, and
+    ``w = reduce_scatter(g); return w``.
+
     Args:
         backward: a graph that returns gradients.
         results: how many other results it returns first: ``compute`` returns them first, ``reduce`` does not take
             them.
     """
-    late: set[fx.Node] = set()
+    # The first reductions of gradients, and all that depends on them.
+    reducing: set[fx.Node] = set()
     for node in backward.graph.nodes:
         collective = info(node).collective
         starts = collective is not None and collective.gradient
-        if node.op != "output" and (starts or any(a in late for a in node.all_input_nodes)):
-            late.add(node)
+        if node.op != "output" and (starts or any(a in reducing for a in node.all_input_nodes)):
+            reducing.add(node)
     order = {n: i for i, n in enumerate(backward.graph.nodes)}
-    late |= _preparations(backward.graph, late)
+    reducing |= _preparations(backward.graph, reducing)
     outputs: Any = backward.graph.output_node().args[0]
     first, gradients = outputs[:results], outputs[results:]
-    used = {a for n in late for a in n.all_input_nodes} | {v for v in gradients if v is not None}
-    between = sorted(used - late, key=order.__getitem__)
-    compute = _part(backward, [n for n in backward.graph.nodes if n not in late], [*first, *between])
-    return compute, _part(backward, [n for n in backward.graph.nodes if n in late], gradients, between)
+    used = {a for n in reducing for a in n.all_input_nodes} | {v for v in gradients if v is not None}
+    boundary = sorted(used - reducing, key=order.__getitem__)
+    compute = _subgraph(backward, [n for n in backward.graph.nodes if n not in reducing], [*first, *boundary])
+    return compute, _subgraph(backward, [n for n in backward.graph.nodes if n in reducing], gradients, boundary)
 
 
-def _preparations(graph: fx.Graph, late: set[fx.Node]) -> set[fx.Node]:
-    """Nodes that feed only late ones and whose value is no tensor to add up, such as a tuple before its getitem."""
+def _preparations(graph: fx.Graph, reducing: set[fx.Node]) -> set[fx.Node]:
+    """Nodes that feed only reducing ones and whose value is no tensor, such as a tuple before its getitem.
+
+    They must not be at the boundary, whose values are added up.
+    """
     found: set[fx.Node] = set()
     for node in reversed(list(graph.nodes)):
-        if node.op != "call_function" or node in late or isinstance(node.meta.get("val"), torch.Tensor):
+        if node.op != "call_function" or node in reducing or isinstance(node.meta.get("val"), torch.Tensor):
             continue
-        if node.users and all(u in late or u in found for u in node.users):
+        if node.users and all(u in reducing or u in found for u in node.users):
             found.add(node)
     return found
 
 
-def _part(
-    backward: fx.GraphModule, nodes: list[fx.Node], outputs: list[Any], between: list[fx.Node] | None = None
+def _subgraph(
+    backward: fx.GraphModule, nodes: list[fx.Node], outputs: list[Any], inputs: list[fx.Node] | None = None
 ) -> fx.GraphModule:
-    """The graph of some of the nodes, which takes ``between``, or what the whole takes."""
+    """The graph of some of the nodes, which takes ``inputs``; None: the placeholders are among the nodes."""
     graph = fx.Graph()
-    known = {node: graph.placeholder(node.name) for node in between or ()}
+    known = {node: graph.placeholder(node.name) for node in inputs or ()}
     for node in nodes:
         if node.op != "output":
             known[node] = graph.node_copy(node, known.__getitem__)
     for node, copied in known.items():
         copied.meta = dict(node.meta)
     graph.output([known[v] if isinstance(v, fx.Node) else None for v in outputs])
+    # Boxed: the graph takes one list and empties it, so that each argument can be freed after its last use.
     graph.set_codegen(BoxedCodeGen())
     return fx.GraphModule(backward, graph)

@@ -1,4 +1,4 @@
-"""`cut`: a joint graph becomes a forward graph that hands its saved tensors to a backward graph."""
+"""`cut`: a joint graph becomes a forward graph and a backward graph that takes the saved tensors of the first."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class ForwardBackward:
         saved: names of the saved values, in the order in which the backward graph takes them.
         tangents: indices of the results whose incoming gradients the backward graph takes, in order.
         gradients: what the backward graph returns; None where there is no gradient.
-        kept: buffers that are saved although the step gives them new values.
-        steady: of a step in microbatches: parameters and buffers to what all of these take behind the inputs.
+        overwritten: positions in ``saved`` of buffers and parameters that the step gives new values.
+        hoisted: of a step in microbatches: parameters and buffers to what each microbatch takes after its inputs.
     """
 
     forward: fx.GraphModule
@@ -36,8 +36,8 @@ class ForwardBackward:
     saved: tuple[str, ...] = ()
     tangents: tuple[str, ...] = ()
     gradients: tuple[Output, ...] = ()
-    kept: frozenset[int] = frozenset()
-    steady: fx.GraphModule | None = None
+    overwritten: frozenset[int] = frozenset()
+    hoisted: fx.GraphModule | None = None
 
 
 def cut(program: Program) -> ForwardBackward:
@@ -62,13 +62,12 @@ def cut(program: Program) -> ForwardBackward:
     assert [n for n in names if n not in tangents] == list(saved), "the partitioner saves one thing and takes another"
     backward.graph.set_codegen(BoxedCodeGen())
     backward.recompile()
-    used = tuple(tangents[n] for n in names if n in tangents)
+    used_tangents = tuple(tangents[n] for n in names if n in tangents)
     written = {(o.kind, o.name) for o in outputs}
-    taken = {n.name for n, i in described if (i.kind, i.name) in written}
-    kept = frozenset(i for i, name in enumerate(saved) if name in taken)
-    return ForwardBackward(
-        forward, backward, inputs, outputs, saved, used, program.outputs[program.forward_outputs :], kept
-    )
+    overwritten_inputs = {n.name for n, i in described if (i.kind, i.name) in written}
+    overwritten = frozenset(i for i, name in enumerate(saved) if name in overwritten_inputs)
+    gradients = program.outputs[program.forward_outputs :]
+    return ForwardBackward(forward, backward, inputs, outputs, saved, used_tangents, gradients, overwritten)
 
 
 def _described(program: Program) -> list[tuple[Output, fx.Node | None]]:
@@ -101,7 +100,7 @@ def _renamed(program: Program) -> Program:
         known[node].meta = dict(node.meta)
     early = forward_nodes(program)
     rest = [n for n in program.graph.graph.nodes if n not in known]
-    for node in sorted(rest, key=lambda n: n not in early):  # stable: order is kept within both
+    for node in sorted(rest, key=lambda n: n not in early):  # a stable sort: no node comes before its inputs
         known[node] = graph.node_copy(node, known.__getitem__)
         known[node].meta = dict(node.meta)
         known[node].meta["partitioner_tag"] = "is_forward" if node in early else "is_backward"
@@ -130,6 +129,6 @@ def _forward_only(program: Program) -> fx.GraphModule:
 
 
 def saved_bytes(step: ForwardBackward) -> int:
-    """Bytes of the tensors that the forward pass keeps for the backward pass, inputs included."""
+    """Bytes of the tensors that are saved for the backward pass, inputs included."""
     values = [n.meta.get("val") for n in _returned(step.forward)[len(step.outputs) :]]
     return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))

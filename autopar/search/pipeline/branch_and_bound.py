@@ -27,7 +27,7 @@ from autopar.costs.cluster import Cluster
 from autopar.errors import InfeasibleError
 from autopar.ir.plan import TIME_LIMIT, Plan
 from autopar.ir.program import Program
-from autopar.pipeline.schedules import Order, alone, order, require_numbers
+from autopar.pipeline.schedules import Order, order, require_numbers, suits_one_microbatch
 from autopar.search.budget.budget_problem import peak_bytes
 from autopar.search.budget.cutoff import Cutoff
 from autopar.search.budget.lagrangian import fits
@@ -206,7 +206,7 @@ def _allowed(tree: SearchTree, a: PipelineShape, count: int) -> tuple[str, ...]:
             found.append(schedule)
         except ValueError as e:
             tree.errors.append(InfeasibleError(f"no pipeline: {e}"))
-    if found and tree.program.training and count == 1 and not any(alone(name) for name in found):
+    if found and tree.program.training and count == 1 and not any(suits_one_microbatch(name) for name in found):
         tree.errors.append(InfeasibleError(
             'in a pipeline of one microbatch all stages but one wait: pin {"microbatches": n} with n of at least 2'
         ))  # fmt: skip

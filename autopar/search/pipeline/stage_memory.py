@@ -63,7 +63,7 @@ def memory_of_stages(cutting: StageGraphs, plan: Plan, split: bool) -> list[Stag
             _whole_step(cutting, stage, plan.optimizer, shared),
             _saved(cutting, stage, shared),
             _saved_for_weights(cutting, stage, shared) if split else 0.0,
-            {kind: _largest(cutting, cutting.piece(stage, kind), shared) for kind in kinds},
+            {kind: _largest(cutting, cutting.microbatch_graph(stage, kind), shared) for kind in kinds},
         )
         for stage in range(cutting.stages)
     ]
@@ -113,12 +113,14 @@ def _whole_step(cutting: StageGraphs, stage: int, optimizer: str, shared: Set[in
     for node, spec in cutting.inputs.items():
         value = node.meta["val"]
         held = spec.kind != "parameter" or stage in cutting.holders(spec.name)
-        if held or stage in cutting.owners.get(spec.name, ()):  # a parameter of another stage is borrowed for the step
+        if held or stage in cutting.parameter_stages.get(
+            spec.name, ()
+        ):  # a parameter of another stage is borrowed for the step
             times = program.part.count if spec.kind == "batch" and spec.name in program.part.rows else 1
             found[KINDS[spec.kind]] += float(value.nbytes * times)
         if spec.kind == "parameter" and held and spec.name in trained:
             found["optimizer"] += float(optimizer_state_bytes(optimizer, value.numel(), value.element_size()))
-    found["transient"] = _bytes(cutting, cutting.first(stage).gives, shared)
+    found["transient"] = _bytes(cutting, cutting.hoisted_graph(stage).gives, shared)
     sums = {storage_id(n.meta["val"]) for n in cutting.order if n.target is accumulate}
     for node in cutting.order:
         if node.target is accumulate and cutting.stage(node) == stage:
@@ -127,7 +129,7 @@ def _whole_step(cutting: StageGraphs, stage: int, optimizer: str, shared: Set[in
         if output.kind == "gradient" and value is not None and stage in cutting.holders(output.name):
             # A gradient that is itself a sum over microbatches is counted above.
             found["gradients"] += 0.0 if storage_id(value.meta["val"]) in sums else float(value.meta["val"].nbytes)
-        elif output.kind == "result" and value is not None and cutting.home(output, value) in (None, stage):
+        elif output.kind == "result" and value is not None and cutting.result_stage(output, value) in (None, stage):
             times = program.part.count if output.name in program.part.results else 1
             found["results"] += float(value.meta["val"].nbytes * times)
     return found
@@ -135,16 +137,16 @@ def _whole_step(cutting: StageGraphs, stage: int, optimizer: str, shared: Set[in
 
 def _saved(cutting: StageGraphs, stage: int, shared: Set[int]) -> float:
     """Bytes that a microbatch saves on a stage for its backward pass."""
-    needed = {*cutting.piece(stage, BACKWARD).takes, *cutting.returned(stage - 1)}
-    there = {*cutting.piece(stage, FORWARD).gives, *cutting.received(stage)}
+    needed = {*cutting.microbatch_graph(stage, BACKWARD).takes, *cutting.returned(stage - 1)}
+    there = {*cutting.microbatch_graph(stage, FORWARD).gives, *cutting.received(stage)}
     return _bytes(cutting, needed & there, shared)
 
 
 def _saved_for_weights(cutting: StageGraphs, stage: int, shared: Set[int]) -> float:
     """Bytes that a microbatch saves on a stage for the part of its backward pass for the weights."""
-    there = {*cutting.piece(stage, FORWARD).gives, *cutting.piece(stage, INPUT).gives}
+    there = {*cutting.microbatch_graph(stage, FORWARD).gives, *cutting.microbatch_graph(stage, INPUT).gives}
     there |= {*cutting.received(stage), *cutting.returned(stage)}
-    return _bytes(cutting, {*cutting.piece(stage, WEIGHT).takes} & there, shared)
+    return _bytes(cutting, {*cutting.microbatch_graph(stage, WEIGHT).takes} & there, shared)
 
 
 def _bytes(cutting: StageGraphs, names: Iterable[str], shared: Set[int]) -> float:

@@ -158,7 +158,7 @@ def measured(plan: Plan, local: Program, link: Link, split: bool) -> StagePlan:
     cutting = StageGraphs(local, len(plan.stages))
     holders = {name: stages[0] if len(stages := cutting.holders(name)) < cutting.stages else None
                for name in plan.parameters}  # fmt: skip
-    homes = {o.name: cutting.home(o, v) for o, v in cutting.described if o.kind == "result" and v is not None}
+    homes = {o.name: cutting.result_stage(o, v) for o, v in cutting.described if o.kind == "result" and v is not None}
     # In this order: memory needs to know which tensors share storages, and propagates that through the graph.
     memory, times = memory_of_stages(cutting, plan, split), times_of_stages(cutting, plan, link, split)
     return StagePlan(plan, memory, times, holders, homes)

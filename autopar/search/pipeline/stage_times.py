@@ -138,13 +138,13 @@ def times_of_stages(cutting: StageGraphs, plan: Plan, link: Link, split: bool) -
     stages = []
     for s in range(cutting.stages):
         to_next, to_previous = cutting.received(s + 1), cutting.returned(s - 1)
-        backward = found.of(cutting.piece(s, BACKWARD))
+        backward = found.of(cutting.microbatch_graph(s, BACKWARD))
         inside, collectives = found.sent_inside(s)
         stages.append(
             StageTime(
-                forward=found.of(cutting.piece(s, FORWARD)),
+                forward=found.of(cutting.microbatch_graph(s, FORWARD)),
                 backward=backward,
-                for_input=found.of(cutting.piece(s, INPUT)) if split else backward,
+                for_input=found.of(cutting.microbatch_graph(s, INPUT)) if split else backward,
                 before=before[s],
                 after=after[s],
                 send=max(found.send(to_next), found.send(cutting.returned(s))),
@@ -181,9 +181,10 @@ class _Seconds:
     def sent_inside(self, stage: int) -> tuple[dict[str, float], dict[tuple[str, str], float]]:
         """Bytes by axis, and how many collectives, that a stage's devices exchange in a step."""
         cutting = self.cutting
-        runs = [(cutting.piece(stage, kind), cutting.program.microbatches) for kind in (FORWARD, BACKWARD)]
+        runs = [(cutting.microbatch_graph(stage, kind), cutting.program.microbatches) for kind in (FORWARD, BACKWARD)]
         runs += [
-            (piece, 1) for piece in (cutting.first(stage), *(cutting.last(stage, n) for n in range(cutting.rounds)))
+            (piece, 1)
+            for piece in (cutting.hoisted_graph(stage), *(cutting.final_graph(stage, n) for n in range(cutting.rounds)))
         ]
         sizes = dict.fromkeys(self.sizes, 0.0)
         counts: dict[tuple[str, str], float] = defaultdict(float)
@@ -199,17 +200,17 @@ class _Seconds:
     def per_step(self) -> tuple[list[float], list[float]]:
         """Of what each stage does before the microbatches, and after them."""
         cutting = self.cutting
-        before = [self.of(cutting.first(s)) for s in range(cutting.stages)]
+        before = [self.of(cutting.hoisted_graph(s)) for s in range(cutting.stages)]
         after = [0.0] * cutting.stages
-        for transfer in cutting.borrowed():
-            for s in (transfer.source, transfer.target):
+        for name, source, target in cutting.parameter_transfers():
+            for s in (source, target):
                 # Sender and receiver both wait: neither has a microbatch to work on yet.
-                before[s] += self.send([transfer.name])
+                before[s] += self.send([name])
         # Work after the microbatches comes in rounds, with transfers between stages in between.
         for level in range(cutting.rounds):
             for s in range(cutting.stages):
-                after[s] += self.of(cutting.last(s, level))
-            for transfer in cutting.transfers(level):
-                for s in (transfer.source, transfer.target):
-                    after[s] += self.send([transfer.name])
+                after[s] += self.of(cutting.final_graph(s, level))
+            for name, source, target in cutting.transfers(level):
+                for s in (source, target):
+                    after[s] += self.send([name])
         return before, after

@@ -75,17 +75,20 @@ def examine(op: Any, dtype: torch.dtype) -> OperatorCoverage | None:
     reasons: list[str] = []
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
+        # Samples are random: so an operator has the same ones in every run, whichever process examines it.
         torch.manual_seed(0)
         try:
             samples = _samples(op, dtype, gradients)
         except Exception as e:
             return OperatorCoverage(name, kind, UNTRACED, f"its samples fail: {type(e).__name__}")
         for i, sample in enumerate(samples):
+            # Many samples are of shapes that nothing can be split of, such as scalars: go on to larger ones.
             if i >= SAMPLES and any(o.status in (SPLIT, DISCOVERED) for o in found):
                 break
             try:
                 traced = trace(op.op, (sample.input, *sample.args), sample.kwargs, gradients)
             except Exception as e:
+                # Of any type: an operator may fail in torch's tracer, in functionalization, or in itself.
                 reasons.append(reason_of(e))
                 continue
             found.append(_examine(name, kind, traced))
@@ -103,6 +106,7 @@ def _samples(op: Any, dtype: torch.dtype, gradients: bool) -> list[Any]:
         return sum(n > 1 for t in _tensors(sample)[:1] for n in t.shape)
 
     order = sorted(range(len(small)), key=lambda i: -dims(small[i]))
+    # The first sample of the database is the plainest call, which many dims alone would pass over.
     order = [i for i in order if i in order[:1] or i == 0] + [i for i in order[1:] if i != 0]
     return [small[i] for i in order[: 3 * SAMPLES]]
 
@@ -114,6 +118,7 @@ def _tensors(sample: Any) -> list[torch.Tensor]:
     return found
 
 
+# Words in torch's errors, of which many have no type of their own. "parse" is in "sparse" with either capital.
 _REASONS = {
     "DataDependent": "its control flow depends on data",
     "DynamicOutputShape": "the shape of its output depends on data",
@@ -142,6 +147,7 @@ def _examine(name: str, dtype: str, traced: TracedSample) -> OperatorCoverage:
     try:
         dims = analyze(traced.program)
     except MissingRuleError as e:
+        # Without the node: reasons are counted over all operators.
         return OperatorCoverage(name, dtype, MISSING, str(e).split(" (node")[0], **common)
     except InvalidRuleError as e:
         return OperatorCoverage(name, dtype, REPLICATED, failures=(str(e),), **common)
@@ -149,6 +155,7 @@ def _examine(name: str, dtype: str, traced: TracedSample) -> OperatorCoverage:
     kinds: dict[str, str] = {}
     for target, kind in counted:
         kinds[target] = _best(kinds.get(target), kind)
+    # A graph is as good as its worst node; an overload, as its best call.
     status = max((kind for _, kind in counted), key=_ORDER.index, default=NOTHING)
     blocking = ", ".join(dict.fromkeys(target for target, kind in counted if kind == REPLICATED))
     checks, failures = _prove(traced, dims)
@@ -163,7 +170,7 @@ def _best(a: str | None, b: str) -> str:
 
 
 def _kind(node: fx.Node, dims: Dims) -> str:
-    """How a node can be split; empty if it computes nothing, from nothing, or from single numbers single numbers."""
+    """How a node can be split; empty if there is nothing to split: no input, no output, or single numbers alone."""
     inputs = [
         values_of(a)[0] if is_operator(a) or a.op != "call_function" else a.meta["val"] for a in tensor_arguments(node)
     ]
@@ -176,12 +183,13 @@ def _kind(node: fx.Node, dims: Dims) -> str:
     return SPLIT if find_rule(node.target) else DISCOVERED
 
 
-def _together(found: list[OperatorCoverage]) -> OperatorCoverage:
+def _together(outcomes: list[OperatorCoverage]) -> OperatorCoverage:
     """One outcome for several samples: the best status, everything else added up."""
+    # Nothing to split comes last: a sample that says more is preferred, even that a rule is missing.
     order = [SPLIT, DISCOVERED, REPLICATED, MISSING, NOTHING]
-    best = min(found, key=lambda o: order.index(o.status))
+    best = min(outcomes, key=lambda o: order.index(o.status))
     kinds: dict[str, str] = {}
-    for outcome in found:
+    for outcome in outcomes:
         for name, kind in outcome.overloads.items():
             kinds[name] = _best(kinds.get(name), kind)
     return OperatorCoverage(
@@ -189,15 +197,16 @@ def _together(found: list[OperatorCoverage]) -> OperatorCoverage:
         best.dtype,
         best.status,
         best.reason,
-        any(o.differentiable for o in found),
+        any(o.differentiable for o in outcomes),
         kinds,
-        tuple(dict.fromkeys(t for o in found for t in o.traced)),
-        sum(o.checks for o in found),
-        tuple(dict.fromkeys(f for o in found for f in o.failures)),
+        tuple(dict.fromkeys(t for o in outcomes for t in o.traced)),
+        sum(o.checks for o in outcomes),
+        tuple(dict.fromkeys(f for o in outcomes for f in o.failures)),
     )
 
 
 _proven: set[Any] = set()
+"""Operators with their arguments and shapes for which rules have been checked, by this process."""
 
 
 def _prove(traced: TracedSample, dims: Dims) -> tuple[int, tuple[str, ...]]:
@@ -208,6 +217,7 @@ def _prove(traced: TracedSample, dims: Dims) -> tuple[int, tuple[str, ...]]:
         key = (node.target, static_arguments(node), tuple((t.shape, t.dtype) for t in tensors))
         rtol = _tolerance([*tensors, *(v for v in values_of(node) if v is not None)])
         finite = all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point() or t.is_complex())
+        # Infinite or undefined inputs prove nothing: NaN hides whatever else is wrong.
         if key in _proven or not finite or rtol is None:
             continue
         _proven.add(key)
@@ -224,7 +234,7 @@ def _prove(traced: TracedSample, dims: Dims) -> tuple[int, tuple[str, ...]]:
 
 
 def _reachable(rule: Rule, tensors: list[torch.Tensor]) -> Rule:
-    """Without partial booleans, which no plan has."""
+    """The rule without partial booleans, which no plan has: their sum is no boolean."""
     return replace(rule, linear=tuple(s for s in rule.linear if all(tensors[i].dtype != torch.bool for i in s)))
 
 

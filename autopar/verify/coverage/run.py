@@ -54,12 +54,14 @@ def _outcomes(tasks: list[tuple[str, str]], workers: int) -> Iterator[OperatorCo
     if workers <= 1:
         yield from map(_task, tasks)
         return
+    # Spawned: a forked process would inherit locks that torch's threads hold at that time.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         yield from pool.map(_task, tasks, chunksize=4)
 
 
 def _task(task: tuple[str, str]) -> OperatorCoverage | None:
+    # By name, since entries of the database hold lambdas, which cannot be sent to a process.
     name, dtype = task
     op = next(o for o in operator_database() if o.formatted_name == name)
     return examine(op, getattr(torch, dtype))
@@ -73,6 +75,7 @@ def figures_of(outcomes: Sequence[OperatorCoverage]) -> dict[str, Any]:
             order = (SPLIT, DISCOVERED, REPLICATED)
             overloads[name] = min(overloads.get(name, kind), kind, key=order.index)
     traced = sorted({t for o in outcomes for t in o.traced})
+    # For scale: how many of the same overloads DTensor has a rule for.
     known = dtensor_overloads()
     return {
         "by_dtype": {

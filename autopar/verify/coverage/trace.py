@@ -18,6 +18,9 @@ from autopar.ir.graph import values_of
 from autopar.ir.program import Input, Output, Program
 from autopar.passes.canonicalize import canonical
 
+Forward = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+"""A function of a flat list of tensors."""
+
 
 @dataclass(frozen=True)
 class TracedSample:
@@ -46,15 +49,18 @@ def trace(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         gradients: also trace the gradients of the tensors that require one.
     """
     tensors = _tensors((tuple(args), kwargs))
-    call = _Call(function, (tuple(args), kwargs), [gradients and t.requires_grad for t in tensors])
+    wanted = [gradients and t.requires_grad for t in tensors]
+    forward = _of_tensors(function, (tuple(args), kwargs))
     tensors = [t.detach() for t in tensors]
-    tangents = {i: torch.randn_like(o) for i, o in call.differentiable(tensors).items()}
-    joint = torch.func.functionalize(call.joint(list(tangents)))
+    tangents = {i: torch.randn_like(o) for i, o in _differentiable(forward, tensors, wanted).items()}
+    # make_fx and not torch.export: a single operator on any arguments, with the tracer that export uses beneath.
+    joint = torch.func.functionalize(_joint(forward, wanted, list(tangents)))
     with torch.enable_grad():
         graph = make_fx(joint, decomposition_table=decompositions(), tracing_mode="fake")(
             tensors, list(tangents.values())
         )
     _complete(graph)
+    # functionalize() turns a write to an argument into one copy at the end: no program has such a node.
     if any(n.target is torch.ops.aten.copy_.default for n in graph.graph.nodes):
         raise CaptureError("it writes to its arguments")
     nodes = [n for n in graph.graph.nodes if n.op == "call_function" and isinstance(n.target, OpOverload)]
@@ -80,6 +86,7 @@ def _complete(graph: fx.GraphModule) -> None:
     Raises:
         CaptureError: one is not.
     """
+    # Data-dependent sizes are symbols, of which a program has none.
     for node in graph.graph.nodes:
         if any(not isinstance(n, int) for v in values_of(node) if v is not None for n in v.shape):
             raise CaptureError("the shape of its output depends on data")
@@ -87,47 +94,48 @@ def _complete(graph: fx.GraphModule) -> None:
             node.meta["val"] = getattr(graph, str(node.target)).to("meta")
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A function of a flat list of tensors; ``wanted``: those whose gradients are."""
+def _of_tensors(function: Callable[..., Any], arguments: Any) -> Forward:
+    """A function of the tensors among its arguments alone, in order, to the tensors among its results."""
 
-    function: Callable[..., Any]
-    arguments: Any
-    wanted: list[bool]
-
-    def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         remaining = iter(tensors)
-        args, kwargs = map_aggregate(self.arguments, lambda a: next(remaining) if isinstance(a, torch.Tensor) else a)
-        return _tensors(self.function(*_plain(args), **_plain(kwargs)))
+        args, kwargs = map_aggregate(arguments, lambda a: next(remaining) if isinstance(a, torch.Tensor) else a)
+        return _tensors(function(*_plain(args), **_plain(kwargs)))
 
-    def differentiable(self, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Outputs that have gradients, by number."""
-        leaves = [t.detach().requires_grad_(w) for t, w in zip(tensors, self.wanted, strict=True)]
-        with torch.enable_grad():
-            return {i: o.detach() for i, o in enumerate(self.forward(leaves)) if o.requires_grad}
+    return forward
 
-    def joint(self, live: list[int]) -> Callable[..., list[torch.Tensor]]:
-        """Inputs and tangents to outputs and gradients; ``live``: the outputs that have gradients."""
 
-        def run(tensors: list[torch.Tensor], tangents: list[torch.Tensor]) -> list[torch.Tensor]:
-            if not live:
-                return self.forward(tensors)
-            wanted = [i for i, w in enumerate(self.wanted) if w]
+def _differentiable(
+    forward: Forward, tensors: Sequence[torch.Tensor], wanted: Sequence[bool]
+) -> dict[int, torch.Tensor]:
+    """Outputs that have gradients, by number; ``wanted``: whether the gradient of each input is."""
+    leaves = [t.detach().requires_grad_(w) for t, w in zip(tensors, wanted, strict=True)]
+    with torch.enable_grad():
+        return {i: o.detach() for i, o in enumerate(forward(leaves)) if o.requires_grad}
 
-            def outputs(*primals: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
-                given = dict(zip(wanted, primals, strict=True))
-                found = self.forward([given.get(i, t) for i, t in enumerate(tensors)])
-                return tuple(found[i] for i in live), [o for i, o in enumerate(found) if i not in live]
 
-            found: Any = torch.func.vjp(outputs, *(tensors[i] for i in wanted), has_aux=True)
-            primal, pull_back, rest = found
-            return [*primal, *rest, *pull_back(tuple(tangents))]
+def _joint(forward: Forward, wanted: Sequence[bool], live: list[int]) -> Callable[..., list[torch.Tensor]]:
+    """Inputs and tangents to outputs and gradients; ``live``: the outputs that have gradients."""
 
-        return run
+    def run(tensors: list[torch.Tensor], tangents: list[torch.Tensor]) -> list[torch.Tensor]:
+        if not live:
+            return forward(tensors)
+        positions = [i for i, w in enumerate(wanted) if w]
+
+        def outputs(*primals: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
+            primal_of = dict(zip(positions, primals, strict=True))
+            results = forward([primal_of.get(i, t) for i, t in enumerate(tensors)])
+            return tuple(results[i] for i in live), [o for i, o in enumerate(results) if i not in live]
+
+        vjp: Any = torch.func.vjp(outputs, *(tensors[i] for i in positions), has_aux=True)
+        primal, pull_back, rest = vjp
+        return [*primal, *rest, *pull_back(tuple(tangents))]
+
+    return run
 
 
 def _plain(value: Any) -> Any:
-    """Lists and dicts that are lists and dicts, which some operators insist on."""
+    """Built-in lists, tuples and dicts in place of fx's, which are classes of their own: some operators insist."""
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, list):

@@ -63,7 +63,7 @@ def error(program: Program, plan: Plan, local: Program, made: Any = residual) ->
 
 def gathers(cutting: StageGraphs, stage: int, kind: str) -> list[str]:
     """Names of the gathers in a piece."""
-    nodes = cutting.piece(stage, kind).graph.graph.nodes
+    nodes = cutting.microbatch_graph(stage, kind).graph.graph.nodes
     return [n.name for n in nodes if info(n).collective is not None and info(n).collective.kind == "all_gather"]
 
 

@@ -48,7 +48,7 @@ class Watching(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        self.during.append(len(self.states.held))
+        self.during.append(len(self.states.on_host))
         return super().step(closure)
 
 
@@ -69,14 +69,16 @@ def pair() -> tuple[nn.Module, Any, Any]:
 def test_state_is_on_the_host_between_steps_and_on_the_device_in_them() -> None:
     plain, model, batch = pair()
     optimizer = Watching(model.parameters(), lr=1e-2)
-    optimizer.states, optimizer.during = model._autopar.away, []
+    optimizer.states, optimizer.during = model._autopar.offloaded, []
     train(model, batch, optimizer)
     train(plain, batch, torch.optim.AdamW(plain.parameters(), lr=1e-2))
     assert optimizer.during == [0] * STEPS
     away = {name: p for name, p in model.named_parameters() if name.endswith("weight")}
-    assert set(model._autopar.away.held) == {(id(p), key) for p in away.values() for key in ("exp_avg", "exp_avg_sq")}
+    assert set(model._autopar.offloaded.on_host) == {
+        (id(p), key) for p in away.values() for key in ("exp_avg", "exp_avg_sq")
+    }
     for p in away.values():
-        assert optimizer.state[p]["exp_avg"] is model._autopar.away.held[id(p), "exp_avg"]
+        assert optimizer.state[p]["exp_avg"] is model._autopar.offloaded.on_host[id(p), "exp_avg"]
     for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, other)
 
@@ -87,7 +89,7 @@ def test_state_dicts_are_right_and_leave_it_on_the_host() -> None:
     train(model, batch, optimizer)
     train(plain, batch, other)
     saved, expected = optimizer.state_dict(), other.state_dict()
-    on_host = [id(t) for t in model._autopar.away.held.values()]
+    on_host = [id(t) for t in model._autopar.offloaded.on_host.values()]
     assert len(on_host) == 4
     for index, state in expected["state"].items():
         for name, value in state.items():
@@ -111,7 +113,7 @@ def test_hooks_go_with_the_module() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
     optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
     optimizer.step()  # of other parameters
-    assert not model._autopar.away.held
+    assert not model._autopar.offloaded.on_host
     del model
     gc.collect()
     assert len(hooks._global_optimizer_pre_hooks) == before
@@ -154,5 +156,5 @@ def test_any_tensor_of_a_parameters_shape_is_state() -> None:
     for _ in range(2):
         parameter.grad = torch.ones(3)
         optimizer.step()
-        found += states.held.values()
+        found += states.on_host.values()
     assert [t.tolist() for t in found] == [[1.0] * 3, [pytest.approx(1.9)] * 3]

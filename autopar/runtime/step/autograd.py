@@ -1,0 +1,188 @@
+"""`run`: a step as one node of the user's autograd graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from autopar.errors import AutoparError
+from autopar.ir.ops.random import current_seed, step_seed
+from autopar.runtime.agreement.failing_node import failing_node
+from autopar.runtime.agreement.points import FAILURES, NO_SYNC, WAITING
+from autopar.runtime.step.input_gradients import InputForm, as_passed
+from autopar.runtime.step.loss_total import attached
+from autopar.runtime.step.no_sync import DeferredReduction
+from autopar.runtime.step.step import Step, as_gradient, deliver
+
+
+@dataclass
+class Call:
+    """One call of the module: goes into the autograd function in one piece, and brings the results out.
+
+    Attributes:
+        step: what runs.
+        buffers: of the model, by name.
+        batch: this rank's part of each batch tensor.
+        deferred: gradients whose reduction is deferred.
+        name: such as ``call 3 of Mlp``.
+        passed: the form of each batch tensor that requires a gradient, by its number.
+        results: of the model.
+    """
+
+    step: Step
+    buffers: dict[str, torch.Tensor]
+    batch: list[torch.Tensor]
+    deferred: DeferredReduction
+    name: str = ""
+    passed: Mapping[str, InputForm] = field(default_factory=dict)
+    results: list[torch.Tensor] = field(default_factory=list)
+
+    def agree(self, pass_: str) -> None:
+        """Wait until every rank is about to run the same pass of the same call.
+
+        Raises:
+            RankError: one is not, or does not take part.
+        """
+        context = self.step.context
+        if context.control is not None:
+            window = ((NO_SYNC, str(self.deferred.active)), (WAITING, self.deferred.described()))
+            context.meet(f"{pass_} of {self.name}", (*window, (FAILURES, context.control.failures())))
+
+    def during(self, pass_: str) -> AbstractContextManager[None]:
+        """Replace the error of a collective within by one that names the node, and what happened to other ranks."""
+        graphs = self.step.graphs
+        return self.step.context.during(f"{pass_} of {self.name}", lambda e: failing_node(e, graphs()))
+
+
+def run(
+    call: Call, parameters: Sequence[torch.Tensor], differentiable: Sequence[torch.Tensor] = ()
+) -> list[torch.Tensor]:
+    """Run a step; the results of the model, in order, with gradients where the step has a backward pass.
+
+    Args:
+        call: what is run.
+        parameters: that go in, in order.
+        differentiable: the batch tensors that require a gradient, as they were passed, in the order of ``call.passed``.
+    """
+    step = call.step
+    if not step.trains:
+        with call.during("forward"):
+            results, _ = step.forward(parameters, call.buffers, call.batch)
+        return [step.wrap(i, r) for i, r in enumerate(results)]
+    apply: Any = _StepFunction.apply
+    outputs = dict(zip(step.differentiable, apply(call, *parameters, *differentiable), strict=True))
+    if (total := step.program.total) is not None:
+        loss = outputs.pop(step.differentiable[0])
+        outputs |= zip(total.parts, attached(loss, call.results, step.program.skeleton, total), strict=True)
+    # An input that requires a gradient, so that autograd gives the results below a backward function.
+    anchor = torch.empty(0, requires_grad=True)
+    refuse: Any = _Refusal.apply
+    return [
+        outputs[i] if i in outputs else refuse(anchor, [r], i) if i in step.program.withheld else r
+        for i, r in enumerate(call.results)
+    ]
+
+
+class _StepFunction(torch.autograd.Function):
+    """The whole model as one node of the user's autograd graph.
+
+    Results come out by way of the call, too: those without gradients must not be outputs of the function, or autograd
+    would let them require one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> Any:
+        step = call.step
+        parameters = tensors[: len(tensors) - len(call.passed)]
+        with call.during("forward"):
+            locals_, saved = step.forward(parameters, call.buffers, call.batch)
+        # A result that is not used has None for its gradient, and not zeros of its size.
+        ctx.set_materialize_grads(False)
+        ctx.seed = current_seed()
+        # Without buffers and batch: what the backward pass needs of them is among the saved values, and the rest must
+        # not live until then.
+        ctx.call = Call(step, {}, [], call.deferred, call.name, call.passed)
+        # save_for_backward takes tensors alone; it lets saved-tensor hooks see them, and finds in-place writes.
+        ctx.is_tensor = [isinstance(v, torch.Tensor) for v in saved]
+        ctx.others = [v for v in saved if not isinstance(v, torch.Tensor)]
+        ctx.save_for_backward(*(v for v in saved if isinstance(v, torch.Tensor)))
+        ctx.parameters = parameters
+        call.results = [step.wrap(i, r) for i, r in enumerate(locals_)]
+        return tuple(call.results[i] for i in step.differentiable)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        call: Call = ctx.call
+        step = call.step
+        call.agree("backward")
+        saved = _saved_values(ctx)
+        incoming = {str(i): g for i, g in zip(step.differentiable, gradients, strict=True)}
+        nothing_deferred = not (call.deferred.active or call.deferred.any)
+        with call.during("backward"), step_seed(ctx.seed):  # what is recomputed draws the same numbers
+            tangents = [step.tangent(name, incoming[name]) for name in step.cut.tangents]
+            of_parameters, of_batch = step.backward(saved, tangents, call.deferred)
+        if nothing_deferred and len(incoming) > 1:
+            of_parameters = _reached(step, of_parameters, incoming)
+        needed = ctx.needs_input_grad[1 : 1 + len(ctx.parameters)]
+        wrapped = [
+            as_gradient(of_parameters.pop(name), p, step.types.parameters[name], step.context)
+            if is_needed and name in of_parameters
+            else None
+            for name, p, is_needed in zip(step.parameters, ctx.parameters, needed, strict=True)
+        ]
+        # Deferred gradients may be of parameters that this call did not take, or that have been frozen since.
+        deliver(of_parameters, call.deferred, step.context)
+        with call.during("backward"):  # on every rank, asked for or not: it may take a collective
+            of_inputs = [
+                as_passed(of_batch[name], form, step.types.batch[name], step.context) if name in of_batch else None
+                for name, form in call.passed.items()
+            ]
+        return None, *wrapped, *of_inputs
+
+
+def _saved_values(ctx: Any) -> list[Any]:
+    """The saved values in order, of which nothing else holds the tensors: the graph frees each after its last use."""
+    tensors, others = list(ctx.saved_tensors), list(ctx.others)
+    # Popped off their lists: an iterator would hold all of them until the pass ends.
+    saved = [(tensors if is_tensor else others).pop(0) for is_tensor in ctx.is_tensor]
+    ctx.maybe_clear_saved_tensors()
+    return saved
+
+
+def _reached(
+    step: Step, gradients: dict[str, torch.Tensor], incoming: Mapping[str, torch.Tensor | None]
+) -> dict[str, torch.Tensor]:
+    """Gradients of the parameters that some result with an incoming gradient depends on; of others None, not zeros."""
+    if all(g is not None for g in incoming.values()):
+        return gradients
+    # As in torch. An optimizer skips a parameter without a gradient; with zeros it would apply weight decay.
+    given = {int(name) for name, gradient in incoming.items() if gradient is not None}
+    return {name: g for name, g in gradients.items() if not step.reached[name].isdisjoint(given)}
+
+
+class _Refusal(torch.autograd.Function):
+    """A result other than the loss or losses: it has no path to the parameters, and raises if one asks for a gradient.
+
+    Merely detaching it would drop the gradient of ``loss + penalty(logits)`` silently.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, box: list[torch.Tensor], index: int) -> torch.Tensor:
+        # In a list, where autograd does not look: of an input that is returned as it is, it would return a view.
+        ctx.index = index
+        return box[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        raise AutoparError(
+            f"a gradient was asked through output {ctx.index} of the parallelized model, which returns its loss: only "
+            "the loss carries gradients (the scalar that loss= names, else all scalars that require one). Compute "
+            "everything that is trained on inside the model, or pass loss_fn=lambda output, batch: ... to "
+            "autopar.parallelize and make the model return no scalar"
+        )
