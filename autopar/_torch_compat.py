@@ -20,10 +20,12 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "BatchNorm",
     "BoxedCodeGen",
     "DTensorSpec",
     "FakeTensor",
@@ -43,6 +45,7 @@ __all__ = [
     "dtensor_overloads",
     "get_decompositions",
     "interrupt_gloo",
+    "is_all_true",
     "is_traced",
     "local_shape_of",
     "operator_database",
@@ -63,6 +66,9 @@ __all__ = [
     "without_modes",
     "without_ordered_effects",
 ]
+
+is_all_true = torch._is_all_true
+"""What `torch.distributions` asks of the values that it is given."""
 
 
 def storage_id(tensor: torch.Tensor) -> int:

@@ -31,11 +31,12 @@ aten = torch.ops.aten
 
 def test_every_name_has_a_contract() -> None:
     tested = {
-        "BoxedCodeGen", "DTensorSpec", "FakeTensor", "FakeTensorMode", "LazyGraphModule", "OpOverload",
+        "BatchNorm", "BoxedCodeGen", "DTensorSpec", "FakeTensor", "FakeTensorMode", "LazyGraphModule", "OpOverload",
         "StridedShard", "TensorMeta",
         "TorchDispatchMode", "TracingContext", "aot_export_joint_with_descriptors", "budget_partition",
         "checkpoint_replaced", "compiling", "convert_assigned", "default_partition", "dtensor_overloads",
-        "get_decompositions", "interrupt_gloo", "is_traced", "local_shape_of", "operator_database", "pipeline_runtime",
+        "get_decompositions", "interrupt_gloo", "is_all_true", "is_traced", "local_shape_of", "operator_database",
+        "pipeline_runtime",
         "put_around_collectives", "pytree_node", "reduce_found_inf_over_every_gradient",
         "refuse_items_of_unreduced", "selective_policy", "set_group_timeout",
         "storage_id", "suggest_memory_format", "torch_schedule", "traced_graph", "traced_node", "traced_root",
@@ -50,6 +51,28 @@ def test_storage_id() -> None:
         assert {compat.storage_id(v) for v in (x, x[1:], x.t(), x.reshape(-1))} == {compat.storage_id(x)}
         others = [x.clone(), x.t().reshape(-1), torch.empty(4, 4, device=device)]
         assert len({compat.storage_id(v) for v in (x, *others)}) == 4
+
+
+def test_batch_norm_has_one_forward_for_all_dims() -> None:
+    for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+        assert kind.forward is compat.BatchNorm.forward
+    module = nn.BatchNorm1d(2, momentum=None)
+    assert (module.momentum, int(module.num_batches_tracked)) == (None, 0)
+    with pytest.raises(ValueError, match="expected 2D or 3D"):
+        module._check_input_dim(torch.ones(2))
+
+
+def test_distributions_ask_whether_all_values_are_valid() -> None:
+    asked = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        torch.distributions.Normal(torch.zeros(2), torch.ones(2), validate_args=True).log_prob(torch.zeros(2))
+    assert asked.count(compat.is_all_true) == 3
 
 
 def test_suggest_memory_format() -> None:

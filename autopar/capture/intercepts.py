@@ -22,10 +22,16 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from autopar._torch_compat import TorchDispatchMode, is_traced, suggest_memory_format, without_ordered_effects
+from autopar._torch_compat import (
+    BatchNorm,
+    TorchDispatchMode,
+    is_all_true,
+    is_traced,
+    suggest_memory_format,
+    without_ordered_effects,
+)
 from autopar.capture.origins import user_frame
 from autopar.errors import CaptureError
 from autopar.ir.signature import pytree
@@ -121,15 +127,15 @@ class Intercepts(TorchFunctionMode):
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """While it lasts, calls are changed."""
-        cond, batch_norm = torch.cond, _BatchNorm.forward
+        cond, batch_norm = torch.cond, BatchNorm.forward
         torch.cond = _cond
-        _BatchNorm.forward = lambda module, x: _batch_norm(batch_norm, module, x)  # type: ignore[method-assign,assignment]
+        BatchNorm.forward = lambda module, x: _batch_norm(batch_norm, module, x)  # type: ignore[method-assign,assignment]
         try:
             with without_ordered_effects(), _Checks(self.checked), self:
                 yield
         finally:
             torch.cond = cond
-            _BatchNorm.forward = batch_norm  # type: ignore[method-assign]
+            BatchNorm.forward = batch_norm  # type: ignore[method-assign]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Write data through, refuse strangers."""
@@ -137,7 +143,7 @@ class Intercepts(TorchFunctionMode):
             return _set_data(*args)
         if not self.stride_read and func in _READS_STRIDES:
             self.stride_read = _own_line()
-        if func is torch._is_all_true and is_traced(args[0]):
+        if func is is_all_true and is_traced(args[0]):
             # A sum over samples, which can be made in microbatches; whether all are valid cannot.
             self.validated.append((args[0].logical_not().sum(), "{}:{}".format(*user_frame())))
             return True
@@ -161,7 +167,7 @@ def _in_suggested_format(argument: torch.Tensor, result: torch.Tensor) -> torch.
     return result.contiguous(memory_format=suggest_memory_format(argument))
 
 
-def _batch_norm(forward: Callable[..., torch.Tensor], module: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
+def _batch_norm(forward: Callable[..., torch.Tensor], module: BatchNorm, x: torch.Tensor) -> torch.Tensor:
     """Batch norm; its average over all batches so far (``momentum=None``) reads the number of batches otherwise."""
     counted, means, variances = module.num_batches_tracked, module.running_mean, module.running_var
     if module.momentum is not None or not module.training or counted is None or means is None or variances is None:
