@@ -187,4 +187,4 @@ def _batches(batch: Batch) -> list[tuple[int, Batch]]:
     (samples,) = lengths
     counts = [int(samples * factor) for factor in FACTORS if samples * factor >= 1]
     scaled = {n: [torch.empty((n, *t.shape[1:]), dtype=t.dtype, device="meta") for t in tensors] for n in counts}
-    return [(n, batch if n == samples else pytree.unflatten(own, skeleton)) for n, own in scaled.items()]
+    return [(n, batch if n == samples else pytree.unflatten(skeleton, own)) for n, own in scaled.items()]

@@ -105,6 +105,14 @@ def test_what_if(made: tuple[nn.Module, dict[str, torch.Tensor], Plan, str], mon
     assert len({c.reason for c in by_size}) == len({c.budget for c in by_size})
 
 
+def test_batches_of_other_sizes_have_the_names_of_the_first() -> None:
+    """Named out of the order of the model's arguments: by position, each would be the other."""
+    found = dict(whatif._batches({"y": torch.zeros(4, 2), "x": torch.zeros(4, 3)}))
+    assert {n: {k: tuple(t.shape) for k, t in batch.items()} for n, batch in found.items()} == {
+        n: {"y": (n, 2), "x": (n, 3)} for n in (2, 4, 8)
+    }
+
+
 def test_a_batch_without_a_dim_of_samples_stays(made: tuple[nn.Module, dict[str, torch.Tensor], Plan, str]) -> None:
     class Two(Named):
         def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
