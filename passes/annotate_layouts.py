@@ -67,7 +67,7 @@ def _annotate(node: fx.Node, dims: Dims, assignment: Assignment) -> None:
 def _mark_hoisted(program: Program, assignment: Assignment) -> None:
     for node in program.graph.graph.nodes:
         source, _ = producer(node)
-        if source in assignment.hoisted.nodes or (source in program.microbatch_invariant and not is_operator(source)):
+        if source in assignment.hoisted or (source in program.microbatch_invariant and not is_operator(source)):
             set_info(node, replace(info(node), hoisted=True))
-    for node, index in assignment.hoisted.consumer_layouts:
+    for node, index in assignment.hoisted_consumer_layouts:
         set_info(node, replace(info(node), hoisted_outputs=(*info(node).hoisted_outputs, index)))

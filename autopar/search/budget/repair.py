@@ -242,15 +242,15 @@ class _Changes:
         """Changes that may lower the peak: the largest tensors first, in all layers and in one."""
         seen: set[frozenset[Entry]] = set()
         there = [(t, *self.by_name[t.name]) for t in peak_snapshot.tensors if t.name in self.by_name]
-        held = {node for tensor, node, _ in there if not tensor.again and not tensor.moved}
+        held = {node for tensor, node, _ in there if not tensor.recomputed and not tensor.moved}
         for tensor, node, _ in sorted(there, key=lambda t: -t[0].size):
             if tensor.size < SMALL * peak_snapshot.totals[0]:
                 break
             alone = self.program.repeat is None and self.classes.count[self.classes.key[node]] > 1
             for one in (False, True) if alone else (False,):
-                each = self._each(node, plan, one) if tensor.again and tensor.moved else frozenset[Entry]()
-                found = self._kept(node, plan, one) if tensor.again else self._again(node, plan, held, one)
-                for entries, again in ((each, True), (found, not tensor.again)):
+                each = self._each(node, plan, one) if tensor.recomputed and tensor.moved else frozenset[Entry]()
+                found = self._kept(node, plan, one) if tensor.recomputed else self._again(node, plan, held, one)
+                for entries, again in ((each, True), (found, not tensor.recomputed)):
                     if entries and entries not in seen:
                         seen.add(entries)
                         yield _Change(tensor.size, entries, again)
