@@ -23,10 +23,10 @@ import torch
 from torch import nn
 
 MOST = 1000
-"""Functions that are looked into."""
+"""Functions that are searched; a model whose code reaches more has the state of the others overlooked."""
 
 LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "autopar", "builtins"))
-"""Top-level packages whose functions and objects are not looked into; their state is theirs."""
+"""Top-level packages whose functions and objects are not searched; their state is their own business."""
 
 SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, tuple)
 
@@ -70,6 +70,7 @@ class Owner:
             delattr(self.space, name)
 
 
+# By id, for the life of the process: an `Owner` is part of paths, which are compared between calls.
 _owners: dict[int, Owner] = {}
 
 
@@ -89,6 +90,7 @@ class Scope:
 def scopes_of(model: nn.Module) -> list[Scope]:
     """The scopes that the code of a model's modules reads."""
     kinds = tuple(dict.fromkeys(type(m) for m in model.modules()))
+    # Searching bytecode takes long, and every model of these classes reads the same names.
     if kinds not in _known:
         _known[kinds] = [Scope(owner, tuple(sorted(names))) for owner, names in _Search(kinds).names.items()]
     return _known[kinds]
@@ -125,6 +127,7 @@ class _Search:
         self._objects: dict[int, tuple[Any, str]] = {}
         for kind in kinds:
             self._add_class(kind)
+        # To a fixed point: a name that one function mentions may make others of the classes reachable.
         before = -1
         while before != (before := len(self._attributes) + len(self._seen) + len(self._classes) + len(self._objects)):
             for c in list(self._classes):
@@ -142,6 +145,7 @@ class _Search:
         special = not issubclass(kind, nn.Module)  # its operators are called without a name
         for name, value in list(vars(kind).items()):
             function = _function_in(value)
+            # Only what some code names: `generate` of a transformer, say, is not called by forward.
             if name not in self._attributes and not (special and function is not None and name.startswith("__")):
                 continue
             if function is not None:
@@ -157,7 +161,7 @@ class _Search:
             if (function := _function_in(value)) is None:
                 continue
             space = function.__globals__
-            for n in _Names.of(function.__code__).globals:
+            for n in _names_in(function.__code__)[0]:
                 if isinstance(space.get(n, len), SIMPLE) and not n.startswith("__"):
                     self._note(space, str(space.get("__name__", "")), n)
 
@@ -171,15 +175,16 @@ class _Search:
         if id(function) in self._seen or len(self._seen) > MOST or _is_foreign(function.__module__):
             return
         self._seen.add(id(function))
-        names = _Names.of(function.__code__)
-        self._attributes.update(names.attributes)
+        global_names, attributes = _names_in(function.__code__)
+        self._attributes.update(attributes)
         if vars(function):
+            # Attributes of the function itself, such as a counter ``f.calls``.
             self._objects[id(function)] = function, function.__qualname__
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # nothing has been assigned yet
                 if (inner := _function_in(cell.cell_contents)) is not None:
                     self._visit_function(inner)
-        for name in names.globals:
+        for name in global_names:
             if name in function.__globals__:
                 self._visit_global(function.__globals__, name)
 
@@ -198,6 +203,7 @@ class _Search:
             self._visit_function(function)
         elif isinstance(value, (*SIMPLE, *CONTAINERS)):
             self._note(space, label, name)
+        # An object of the user's: a config, a tracker. Its class's code is searched, too.
         elif isinstance(value, NAMESPACES) or not (callable(value) or _is_foreign(type(value).__module__)):
             self._note(space, label, name)
             self._objects[id(value)] = value, f"{label}.{name}"
@@ -226,6 +232,7 @@ def _is_foreign(module: str | None) -> bool:
 
 def _function_in(value: Any) -> types.FunctionType | None:
     """The Python function behind a method, a property or a cache; None: it is none."""
+    # In this order: a property's getter, say, may be cached.
     if isinstance(value, staticmethod | classmethod):
         value = value.__func__
     if isinstance(value, property):
@@ -235,32 +242,30 @@ def _function_in(value: Any) -> types.FunctionType | None:
     return value if isinstance(value, types.FunctionType) else None
 
 
-@dataclass(frozen=True)
-class _Names:
-    """What code refers to by name, that of functions within included."""
+def _names_in(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Globals and attributes that code refers to by name, that of functions within included.
 
-    globals: tuple[str, ...]
-    attributes: tuple[str, ...]
-
-    @classmethod
-    def of(cls, code: types.CodeType) -> _Names:
-        """Globals apart from attributes: ``self.step`` has nothing to do with a loop's variable ``step``."""
-        found: tuple[dict[str, None], dict[str, None]] = ({}, {})
-        pending = [code]
-        while pending:
-            part = pending.pop()
-            pending += [c for c in part.co_consts if isinstance(c, types.CodeType)]
-            for instruction in dis.get_instructions(part):
-                if instruction.opname.endswith(("_GLOBAL", "_NAME")):
-                    found[0][instruction.argval] = None
-                elif instruction.opname.endswith(("_ATTR", "_METHOD")):
-                    found[1][instruction.argval] = None
-        return cls(tuple(found[0]), tuple(found[1]))
+    Apart: ``self.step`` has nothing to do with a global or a loop's variable ``step``.
+    """
+    global_names: dict[str, None] = {}
+    attributes: dict[str, None] = {}
+    pending = [code]
+    while pending:
+        part = pending.pop()
+        pending += [c for c in part.co_consts if isinstance(c, types.CodeType)]
+        for instruction in dis.get_instructions(part):
+            # By suffix: the opcodes' full names differ between versions of Python.
+            if instruction.opname.endswith(("_GLOBAL", "_NAME")):
+                global_names[instruction.argval] = None
+            elif instruction.opname.endswith(("_ATTR", "_METHOD")):
+                attributes[instruction.argval] = None
+    return tuple(global_names), tuple(attributes)
 
 
 def _own(value: Any) -> dict[str, Any]:
     """Attributes of an object's own, those in slots included."""
     slots = [n for c in type(value).__mro__ for n in _listed(vars(c).get("__slots__", ()))]
+    # Slots first: `vars` of an object with both has only the rest.
     found = {n: getattr(value, n) for n in slots if hasattr(value, n) and n != "__dict__"}
     return {**found, **vars(value)} if hasattr(value, "__dict__") else found
 
