@@ -1,4 +1,4 @@
-"""Graphs and their nodes: where a node comes from, what it takes and makes, copies of graphs; which modules repeat."""
+"""Graphs and their nodes: where a node comes from, its arguments and results, copies; which modules repeat."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def module_path(node: fx.Node) -> str:
     if found is None:
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
         path = str(next(reversed(stack.values()))[0]) if stack else ""
+        # Torch's exporter and our own harness begin paths in different ways.
         found = re.sub(r"^(L\['self'\]\.)?model\.?", "", path, count=1)
         set_info(node, replace(info(node), module_path=found))
     return found
@@ -56,6 +57,7 @@ def is_backward(node: fx.Node) -> bool:
 
 def inherit_origin(node: fx.Node, source: fx.Node) -> None:
     """A node that a pass makes comes from where ``source`` does: module, pass of the step, region, the user's line."""
+    # Not ``val``: the new node's shape and dtype are its own.
     for key in ("nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "seq_nr", "stack_trace"):
         if key in source.meta:
             node.meta[key] = source.meta[key]
@@ -80,6 +82,7 @@ def block_prefixes(parameters: Iterable[str]) -> frozenset[str]:
     found: set[str] = set()
     for name in parameters:
         parts = name.split(".")
+        # Two further parts, a module and its parameter: ``blocks.3.weight`` is a leaf in a list, no block.
         found.update(".".join(parts[: i + 1]) for i, p in enumerate(parts[:-2]) if p.isdigit())
     return frozenset(found)
 
@@ -87,6 +90,7 @@ def block_prefixes(parameters: Iterable[str]) -> frozenset[str]:
 @lru_cache(maxsize=4096)
 def without_indices(path: str, blocks: frozenset[str]) -> str:
     """``layers.3.mlp`` as ``layers.*.mlp`` if ``layers.3`` is a repeated block."""
+    # Later calls of a shared module are those of ``name@1``: they are alike, too.
     parts = re.sub(r"@\d+", "", path).split(".")
     return ".".join("*" if ".".join(parts[: i + 1]) in blocks else p for i, p in enumerate(parts))
 
@@ -98,8 +102,9 @@ def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
     graph.output(graph.graph_copy(module.graph, environment))
     graph.output_node().meta = dict(module.graph.output_node().meta)
     for old, new in environment.items():
+        # Frozen values may be shared; the dict may not: passes write to it.
         new.meta = dict(old.meta)
-    copied = LazyGraphModule(module, graph)  # most copies are looked at and never run
+    copied = LazyGraphModule(module, graph)  # lazily compiled: most copies never run
     copied.meta = dict(module.meta)
     return copied
 

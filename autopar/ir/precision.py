@@ -42,6 +42,7 @@ class Precision:
         Raises:
             ValueError: nothing of that kind.
         """
+        # A dtype alone means the usual mixture: sums and master weights in float32.
         if value is None or isinstance(value, Precision):
             return value
         compute = _NAMES.get(value, value) if isinstance(value, str) else value

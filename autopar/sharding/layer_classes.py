@@ -11,7 +11,8 @@ from torch import fx
 
 from autopar.ir.graph import producer
 from autopar.ir.layout import TensorType
-from autopar.ir.program import Call, Program, short_hash, tied_keys
+from autopar.ir.program import Call, Program
+from autopar.ir.structure import short_hash, tied_keys
 from autopar.sharding.dims import Dims, Operator, analyze
 
 Uses = Mapping[tuple[str, int], Mapping[tuple[str, int], int]]
