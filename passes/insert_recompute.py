@@ -87,7 +87,7 @@ class _Copies:
         return self.made.get(node, node)
 
     def _repeated(self, node: fx.Node) -> bool:
-        several = isinstance(node.meta.get("val"), tuple | list)  # whose outputs speak for themselves
+        several = isinstance(node.meta.get("val"), tuple | list)  # its getitems have the values
         return node in self.recompute.nodes if several else producer(node) in self.recompute.values
 
     def _needed(self, node: fx.Node) -> list[fx.Node]:
@@ -95,6 +95,7 @@ class _Copies:
         source, _ = producer(node)
         if not self._repeated(node) or source not in self.recompute.nodes:
             return []
+        # An output of several comes with its operator.
         if source is not node:
             return [source]
         return [n for n in source.all_input_nodes if self._repeated(n) and producer(n) not in self.recompute.per_use]
@@ -111,14 +112,14 @@ class _Copies:
             set_info(copied, replace(info(node), recompute_of=node.name))
         else:
             copied = self._alias(node, index)
+        # A copy is of the backward pass: torch's partitioner would otherwise put it in the forward graph, and save it.
         copied.meta["partitioner_tag"] = "is_backward"
         set_info(copied, replace(info(copied), hoisted=False, hoisted_outputs=()))  # it is of one microbatch
         return copied
 
     def _alias(self, node: fx.Node, index: int) -> fx.Node:
         source, _ = producer(node)
-        # An alias computes nothing: it is a node of the backward pass from which the moves of that pass
-        # start.
+        # An alias computes nothing: it is a node of the backward pass from which the moves of that pass start.
         alias = self.graph.call_function(aten.alias.default, (node,))
         inherit_origin(alias, node)
         known, layout = info(source), info(source).layout(index)
