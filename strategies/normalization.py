@@ -17,6 +17,7 @@ aten = torch.ops.aten
 def _rows(x: Spec, normalized_shape: Sequence[int]) -> tuple[str, str, str]:
     """Letters of the free dims, of the normalized ones, and the equation of a statistic."""
     names = letters(x.ndim)
+    # Statistics are of each row: rows are free, and a row is whole.
     free, inner = names[: x.ndim - len(normalized_shape)], names[x.ndim - len(normalized_shape) :]
     return free, inner, free + "1" * len(inner)
 
@@ -78,6 +79,7 @@ def rms_norm_backward(
 
 def _grouped(x: Spec) -> tuple[str, str]:
     """A batch of channels in groups, ``n(gc)xy``, and its spatial letters."""
+    # Letters from u on: n, g and c have meanings in the equation.
     spatial = letters(x.ndim - 2, letters(52).index("u"))
     return f"n(gc){spatial}", spatial
 
@@ -112,8 +114,6 @@ def group_norm_backward(grad: Spec, x: Spec, mean: Spec, rstd: Spec, weight: Spe
         strides=ROW_MAJOR,
     )
 
-
-aten = torch.ops.aten
 
 CHANNEL = letters(2)[1]
 
@@ -160,6 +160,7 @@ class _Samples:
         mean = self.mean(context, wide)
         centred = aten.sub.Tensor(wide, self.spread(mean))
         variance = self.mean(context, aten.mul.Tensor(centred, centred))
+        # With the statistics given, the kernel in evaluation mode normalizes: one pass over the tensor.
         output = aten.native_batch_norm.default(x, weight, bias, mean, variance, False, momentum, eps)[0]
         return output, mean, aten.rsqrt.default(aten.add.Scalar(variance, eps)), variance
 
@@ -177,6 +178,7 @@ class _Samples:
     ) -> tuple[Any, ...]:
         """Code for the operator that returns new running statistics, of which the variance is the unbiased one."""
         output, mean, rstd, variance = self.normalize(context, x, weight, bias, momentum, eps)
+        # torch normalizes by the biased variance, and has the unbiased one in its running statistics.
         unbiased = aten.mul.Scalar(variance, self.count / max(self.count - 1, 1))
 
         def moved(old: Any, new: Any) -> Any:
@@ -205,6 +207,7 @@ class _Samples:
         mask: Sequence[bool],
     ) -> tuple[Any, ...]:
         """``(grad - mean(grad) - xhat * mean(grad * xhat)) * rstd * weight``, ``sum(grad * xhat)``, ``sum(grad)``."""
+        # xhat is centred * rstd; the two factors of rstd are put to the channels' numbers, which are few.
         wide, centred = self.widen(grad), aten.sub.Tensor(self.widen(x), self.spread(mean))
         total = self.total(context, wide)
         along = aten.mul.Tensor(self.total(context, aten.mul.Tensor(wide, centred)), rstd)
@@ -223,6 +226,7 @@ def _samples(x: Spec) -> _Samples:
 
 def _lowered(names: str, build: Any) -> dict[str, Lowering]:
     """The same code for every letter but the channel's: they may be split together."""
+    # One object for all letters: samples and positions may be split at once, over several axes.
     lowering = Lowering(build, (CHANNEL, CHANNEL))
     return {c: lowering for c in names if c != CHANNEL}
 
@@ -232,10 +236,12 @@ def _forward(x: Spec, channelwise: Sequence[Any], training: bool, outputs: int, 
     names = letters(x.ndim)
     free = names.replace(CHANNEL, "")
     inputs = [names, *[CHANNEL for t in channelwise if isinstance(t, Spec)]]
+    # In evaluation the saved statistics are empty tensors.
     saved = [CHANNEL if training else "1"] * 2
     equation = f"{','.join(inputs)}->{','.join([names, *saved, *[CHANNEL] * (outputs - 3)])}"
     if not training:
         return Rule(equation, keep=names)
+    # The operator writes to its running statistics in place, which a lowering cannot.
     if build is None:
         return Rule(equation, blocked=free)
     return Rule(equation, keep=free, lower=_lowered(names, build))
@@ -269,11 +275,13 @@ def inference(x: Spec, *args: Any) -> Rule:
 def backward(grad: Spec, x: Spec, *args: Any) -> Rule:
     """Gradients of input, weight and bias; ``args`` are weight, four statistics, train, eps, output mask."""
     names = letters(x.ndim)
+    # Running statistics may be absent, and saved ones are empty in evaluation.
     statistics = [CHANNEL if t.shape == (x.shape[1],) else "1" for t in args[:5] if t is not None]
     outputs = [text if wanted else "_" for text, wanted in zip((names, CHANNEL, CHANNEL), args[7], strict=True)]
     equation = f"{','.join([names, names, *statistics])}->{','.join(outputs)}"
     free = names.replace(CHANNEL, "")
     strides = (ANY, ANY, *[ROW_MAJOR] * len(statistics))
+    # In evaluation statistics are constants, and the gradient is linear in each element.
     if not args[5]:
         return Rule(equation, reduce=free, linear=((0,),), strides=strides)
     lower = _lowered(names, _samples(x).build_backward)
