@@ -200,8 +200,7 @@ class _Known:
         pending = [node]  # a stack: graphs are deeper than Python's calls may be
         while pending:
             current = pending[-1]
-            # A node that is no function of its arguments is None whatever they are: they need not be
-            # computed.
+            # A node that is no function of its arguments is None whatever they are: they need not be computed.
             missing = [a for a in current.all_input_nodes if a not in self._values]
             if missing and self._is_function(current):
                 pending += missing

@@ -79,8 +79,7 @@ def _bag(
     if mode == LARGEST or sparse:
         return NotImplemented
     bags = offsets.shape[0] - include_last_offset
-    # Which bag each row is in: a running count of the bags that have begun; empty bags begin where the next one
-    # does.
+    # Which bag each row is in: a running count of the bags that have begun; empty bags begin where the next one does.
     begins = aten.index_add(offsets.new_zeros(indices.shape[0] + 1), 0, offsets[:bags], aten.ones_like(offsets[:bags]))
     bag_of = begins.cumsum(0)[:-1] - 1
     counted = (indices != padding_idx).to(weight.dtype)

@@ -120,9 +120,11 @@ def _is_tangent_of_write(desc: Any) -> bool:
 
 def _replace_by_zeros(node: fx.Node) -> None:
     value = node.meta["val"]
+    # After all placeholders, which must come first.
     with node.graph.inserting_before(next(n for n in node.graph.nodes if n.op != "placeholder")):
         options = {"dtype": value.dtype, "device": value.device}
         zeros = node.graph.call_function(torch.ops.aten.full.default, (list(value.shape), 0), options)
+    # The tangent was of the backward pass, and so is what stands for it.
     zeros.meta = {"val": value, "partitioner_tag": "is_backward"}
     node.replace_all_uses_with(zeros)
     node.graph.erase_node(node)

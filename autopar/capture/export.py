@@ -67,6 +67,7 @@ def capture(
         raise CaptureError(f"{type(model).__name__} has no parameters: there is nothing to parallelize")
     tensors, arguments = binding.flatten(model, batch)
     refuse_scripted(model)
+    # As in eager mode: under no_grad a call builds no graph for a backward pass.
     wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (*model.parameters(), *tensors))
     training = wants_gradient if training is None else training
     attempt = partial(

@@ -223,8 +223,7 @@ class Harness(nn.Module):
             new = _get_tensor(self.model, name)
             if new is old:
                 continue
-            # Another shape or dtype would need another graph at the next call: it is an attribute, and no
-            # buffer.
+            # Another shape or dtype would need another graph at the next call: it is an attribute, and no buffer.
             if new is None or not _alike(new, old) or name in self.promoted:
                 path, _, attribute = name.rpartition(".")
                 value = None if new is None else leaf(new)

@@ -15,7 +15,6 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,27 +60,23 @@ _ROW_MAJOR = frozenset({functional.unfold})
 """Functions whose CPU kernels give a row-major result whatever their argument; fake tensors say otherwise."""
 
 
-@dataclass(frozen=True)
-class Check:
-    """A check of a factorization that is made after a step.
+Check = Callable[[Any], None]
+"""A check of a factorization that is made after a step, given the graph's results."""
 
-    Attributes:
-        info: what the factorization says of each matrix.
+
+def _check_matrices(info: Leaf, function: str, is_matrix: bool, results: Any) -> None:
+    """Raise torch's own error if a matrix is singular.
+
+    Args:
+        info: the result in which the factorization says of each matrix whether it is.
         function: whose error it is.
-        is_matrix: there is one matrix.
+        is_matrix: there is one matrix, not a batch.
+        results: of the graph.
+
+    Raises:
+        torch.linalg.LinAlgError: one is.
     """
-
-    info: Leaf
-    function: str
-    is_matrix: bool
-
-    def make(self, results: Any) -> None:
-        """Raise torch's own error if a matrix is singular.
-
-        Raises:
-            torch.linalg.LinAlgError: one is.
-        """
-        _CHECK(results[self.info.index], self.function, is_matrix=self.is_matrix)
+    _CHECK(results[info.index], function, is_matrix=is_matrix)
 
 
 class Intercepts(TorchFunctionMode):
@@ -125,7 +120,9 @@ class Intercepts(TorchFunctionMode):
 
     def checks(self, leaf: Callable[[torch.Tensor], Leaf]) -> tuple[Check, ...]:
         """What is to be checked after a step."""
-        return tuple(Check(leaf(info), function, is_matrix) for info, function, is_matrix in self.checked)
+        return tuple(
+            functools.partial(_check_matrices, leaf(info), name, single) for info, name, single in self.checked
+        )
 
 
 def _in_suggested_format(argument: torch.Tensor, result: torch.Tensor) -> torch.Tensor:

@@ -106,8 +106,7 @@ def user_frame() -> tuple[str, int]:
 def record_origins(graph: fx.Graph) -> None:
     """Turn the annotations of a traced graph into the meta entries that torch's exporter leaves."""
     for node in graph.nodes:
-        # Where `annotate` leaves its notes; torch copies them from a forward operator to its backward
-        # operators.
+        # Where `annotate` leaves its notes; torch copies them from a forward operator to its backward operators.
         noted = node.meta.get("custom") or {}
         backward = node.meta.get("partitioner_tag") == "is_backward"
         if STACK in noted:

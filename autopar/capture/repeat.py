@@ -78,8 +78,8 @@ def _differs(three: Program, two: Program, path: str) -> str:
     owner = {n: f"{module_path(n)}." for n in three.sources if module_path(n)}
     inputs = zip(three.placeholders, three.inputs, strict=True)
     owner.update({n: i.name for n, i in inputs if i.kind in ("parameter", "buffer")})
-    # What the third block adds to a class must be what the middle block has of it; else there is something (an
-    # operator on all layers at once, say) that does not grow with the blocks.
+    # What the third block adds to a class must be what the middle block has of it; else there is something (an operator
+    # on all layers at once, say) that does not grow with the blocks.
     for key, nodes in classes.members.items():
         if any(n in owner for n in nodes):  # sums of gradients belong to no module
             added = len(nodes) - len(less.members[key])

@@ -81,6 +81,7 @@ def _check_placed(node: fx.Node) -> None:
 def _check_local(node: fx.Node, plan: Plan) -> None:
     if not info(node).layouts or node.op == "output":
         return
+    # An output that nobody reads may have any shape.
     used = {user.args[1] for user in node.users if user.target is operator.getitem}
     values = values_of(node)
     for i, (value, type_, layout) in enumerate(zip(values, info(node).types, info(node).layouts, strict=False)):

@@ -54,12 +54,12 @@ class Regions:
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
         """While it lasts, checkpointed functions run once and are annotated, by whatever name they are called."""
+        # By replacing what `checkpoint` calls: whoever imported the function by name calls it, too.
         with checkpoint_replaced(self._reentrant, self._not_reentrant), preserve_node_meta(), _without_hooks():
             yield
 
     def _reentrant(self, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        # As in torch: the reentrant variant is an autograd function, which does nothing without a
-        # differentiable input.
+        # As in torch: the reentrant variant is an autograd function, which does nothing without a differentiable input.
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             with self._region(None):
                 return function(*args)
@@ -167,6 +167,7 @@ def _asked(policy: Policy, func: Any, out: Any, args: Any, kwargs: Any) -> Check
 def mark(graph: fx.Graph) -> None:
     """Give every node of the joint graph the number of the outermost region it is in, as ``region``."""
     for node in graph.nodes:
+        # The outermost region: what is inside it is recomputed with it.
         if path := _path(node):
             set_info(node, replace(info(node), region=path[0]))
 

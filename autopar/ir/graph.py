@@ -67,6 +67,7 @@ def inherit_origin(node: fx.Node, source: fx.Node) -> None:
 def user_line(node: fx.Node) -> str:
     """``file.py:12`` of the user's code that the node comes from, or the module's name."""
     trace = node.meta.get("stack_trace") or ""
+    # The last frame is the innermost of the user's.
     lines = re.findall(r'File "([^"]+)", line (\d+)', trace)
     if lines:
         return f"{lines[-1][0]}:{lines[-1][1]}"
@@ -131,6 +132,7 @@ def replace_tensor_arguments(node: fx.Node, values: list[Any]) -> Arguments:
 def producer(node: fx.Node) -> tuple[fx.Node, int]:
     """The operator node and the number of its output that a value is; looks through getitem."""
     if node.op == "call_function" and node.target is operator.getitem:
+        # A getitem is not an operator: it names one output of its producer.
         source, index = node.args
         assert isinstance(source, fx.Node)
         assert isinstance(index, int)
@@ -141,6 +143,7 @@ def producer(node: fx.Node) -> tuple[fx.Node, int]:
 def values_of(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
     """Fake tensors of the node's outputs; None for one that does not exist."""
     value = node.meta.get("val")
+    # An operator of several outputs; kernels may leave some of them out.
     if isinstance(value, tuple | list):
         return tuple(v if isinstance(v, torch.Tensor) else None for v in value)
     return (value if isinstance(value, torch.Tensor) else None,)
@@ -158,5 +161,6 @@ def operators(graph: fx.Graph) -> Iterator[fx.Node]:
 
 def static_arguments(node: fx.Node) -> str:
     """Text of the node's arguments that are not tensors; the same for equal calls in every process, on any device."""
+    # Devices are left out: a plan made for a GPU on a CPU is the same plan.
     args, kwargs = map_nodes((node.args, node.kwargs), lambda _: "%")
     return f"{args!r}{sorted((k, v) for k, v in kwargs.items() if k not in ('device', 'pin_memory'))!r}"

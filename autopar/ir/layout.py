@@ -150,6 +150,7 @@ def parse_placement(text: str) -> Placement:
     if text.startswith("S(") and text.endswith(")"):
         dim, _, factor = text[2:-1].partition(".")
         return Split(int(dim), int(factor or 0))
+    # Only parameters in plans of pipelines have these.
     if text.startswith("@"):
         return At(int(text[1:]))
     raise ValueError(f"not a placement: {text!r}; expected R, P(sum), S(dim.factor) or @stage")
@@ -196,8 +197,10 @@ def describe(type_: TensorType, layout: Layout, axes: Sequence[str]) -> str:
             partial.setdefault(placement.op, []).append(axis)
     dims = []
     for d, dim in enumerate(type_.dims):
+        # ``(batch{data} seq)``: factors of one dim in parentheses, as in ``str(type)``.
         names = [f.name + ("{" + ",".join(split[d, j]) + "}" if (d, j) in split else "") for j, f in enumerate(dim)]
         dims.append(f"({' '.join(names)})" if len(names) > 1 else "".join(names) or "1")
+    # As people write them; others stay as they are.
     short = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}.get(type_.dtype, type_.dtype)
     sums = "".join(f" +{op}{{{','.join(names)}}}" for op, names in partial.items())
     return f"{short}[{', '.join(dims)}]{sums}"
@@ -205,6 +208,7 @@ def describe(type_: TensorType, layout: Layout, axes: Sequence[str]) -> str:
 
 def is_uneven(type_: TensorType, layout: Layout, sizes: Sequence[int]) -> bool:
     """Whether the layout does not divide, but would if dims were padded: one axis a dim, which is one factor."""
+    # Not uneven but wrong: padding would not help.
     if any(isinstance(p, Split) and (p.dim, p.factor) not in type_.positions for p in layout):
         return False
     # Padding makes one dim longer; of a dim of several factors it would tear the others apart.
@@ -221,12 +225,10 @@ def is_boundary_layout(type_: TensorType, layout: Layout, sizes: Sequence[int]) 
     """
     for d, (used, size) in enumerate(zip(type_.stored_shape, type_.shape, strict=True)):
         splits = [(p, n) for p, n in zip(layout, sizes, strict=True) if isinstance(p, Split) and p.dim == d]
-        # Several axes on one dim are `Shard`s of the leading factor, in mesh order; no other order can be
-        # said.
+        # Several axes on one dim are `Shard`s of the leading factor, in mesh order; no other order can be said.
         if len({p for p, _ in splits}) > 1 or (len(splits) > 1 and splits[0][0].factor > 0):
             return False
-        # `Shard` cuts a dim of n into parts of ceil(n / parts), the last ones shorter: only that padding fits
-        # it.
+        # `Shard` cuts a dim of n into parts of ceil(n / parts), the last ones shorter: only that padding fits it.
         if used != size and splits and (len(splits) > 1 or size // splits[0][1] != -(-used // splits[0][1])):
             return False
     return True

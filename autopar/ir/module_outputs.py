@@ -54,6 +54,7 @@ def _read(program: Program) -> Iterator[tuple[fx.Node | None, fx.Node]]:
         if not is_backward(node):
             yield from ((node, value) for value in node.all_input_nodes)
     for output, value in zip(program.outputs, program.output_values, strict=True):
+        # What the model returns is read by its caller, outside of all modules.
         if output.kind == "result" and value is not None:
             yield None, value
 
@@ -104,6 +105,7 @@ def find_module_outputs(program: Program, pattern: str) -> list[str]:
     wanted, _, number = pattern.partition(":")
     found = [name for name in module_outputs(program) if fnmatchcase(name.partition(":")[0], wanted)]
     modules = {name.partition(":")[0] for name in found}
+    # ``layers.*`` also matches the modules inside of each layer.
     outer = [name for name in found if modules.isdisjoint(_around(name))]
     several = [name for name in outer if ":" in name]
     if several and not number:
@@ -148,8 +150,7 @@ def _positions(shape: Sequence[int], type_: TensorType, ways: int) -> list[list[
         found: list[list[Split]] = []
         for size in option:
             found.append([])
-            # Factors are in the order of the elements in both shapes: each dim takes the next ones, up to
-            # its size.
+            # Factors are in the order of the elements in both shapes: each dim takes the next ones, up to its size.
             while size > 1 and factors and size % factors[0][1] == 0:
                 position, n = factors.pop(0)
                 found[-1].append(position)

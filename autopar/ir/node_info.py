@@ -168,11 +168,13 @@ class GraphInfo:
     storages_known: bool = False
 
 
+# Shared defaults: most nodes of a captured graph have no entry of their own.
 _NOTHING, _NOTHING_OF_GRAPH = NodeInfo(), GraphInfo()
 
 
 def info(node: fx.Node) -> NodeInfo:
     """What passes know of a node."""
+    # No entry is written by reading: a node's meta stays what torch made it.
     found: NodeInfo = node.meta.get(_KEY, _NOTHING)
     return found
 
@@ -195,5 +197,6 @@ def set_graph_info(graph: fx.GraphModule, value: GraphInfo) -> None:
 
 def torch_meta(node: fx.Node, *, but: Iterable[str] = ()) -> dict[str, Any]:
     """Torch's own notes of a node, without those named."""
+    # Ours is left to the caller, who decides what a copy of the node knows.
     left_out = {_KEY, *but}
     return {k: v for k, v in node.meta.items() if k not in left_out}

@@ -95,6 +95,7 @@ class RepeatedLayers:
 
     def extrapolate(self, three: Any, two: Any) -> Any:
         """A number of the whole model, or a mapping to numbers, from those of three and of two blocks; absent is 0."""
+        # Keys of three blocks are all there are: whatever two have, three have.
         if isinstance(three, Mapping):
             return {k: self.extrapolate(v, two.get(k, {} if isinstance(v, Mapping) else 0)) for k, v in three.items()}
         return three + (self.blocks - SHORT) * (three - two)
@@ -102,6 +103,7 @@ class RepeatedLayers:
     def names(self, name: str) -> tuple[str, ...]:
         """The model's tensors (or modules) that one of the program stands for: the middle block's for all between."""
         number, rest = self._block(name)
+        # Three blocks: the first and the last stand for themselves.
         numbers = {0: (0,), 1: range(1, self.blocks - 1), 2: (self.blocks - 1,)}.get(number, ())
         return tuple(f"{self.path}.{i}{rest}" for i in numbers) or (name,)
 
@@ -228,6 +230,7 @@ class Program:
     @property
     def output_values(self) -> list[fx.Node | None]:
         """The node of each output, in the order of ``outputs``; None for a gradient that does not exist."""
+        # One list for all outputs, as torch's tracer leaves it.
         values: Any = self.output_node.args[0]
         return list(values)
 
@@ -260,6 +263,7 @@ class Program:
         """Nodes that read a sum over the microbatches, or what is computed from one: they run once a step."""
         found: set[fx.Node] = set()
         for node in self.graph.graph.nodes:
+            # In graph order: arguments come before their users.
             if node.op != "output" and any(a.target is accumulate or a in found for a in node.all_input_nodes):
                 found.add(node)
         return frozenset(found)
@@ -278,6 +282,7 @@ class Program:
         # Constants of the graph.
         found.update(n for n in self.graph.graph.nodes if n.op == "get_attr")
         for node, sources in self.sources.items():
+            # Each microbatch draws numbers of its own.
             random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
             varies = random or node.target is accumulate or is_backward(node) or node in self.pins
             if not varies and all(source in found for source, _ in sources):
@@ -323,8 +328,7 @@ class Program:
     @cached_property
     def fingerprint(self) -> str:
         """A hash of operators, arguments, shapes and dtypes, of parameter names, and of nothing else."""
-        # Of counts, not of the graph: a deep model that was captured in part has the fingerprint of the
-        # whole.
+        # Of counts, not of the graph: a deep model that was captured in part has the fingerprint of the whole.
         counts: dict[str, int] = self.structure
         if self.repeat is not None:
             counts = self.repeat.extrapolate(counts, self.repeat.shorter.structure)

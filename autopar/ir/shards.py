@@ -39,6 +39,7 @@ def with_padding(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 def without_padding(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """The tensor's first elements, ``shape`` of them; the tensor itself if it has that shape."""
     for d, n in enumerate(shape):
+        # A view: padding is at the end of each dim.
         tensor = tensor.narrow(d, 0, n)
     return tensor
 
@@ -97,6 +98,7 @@ def assemble(
 ) -> tuple[torch.Tensor, float]:
     """The full tensor from every rank's block, and the largest difference between copies that should be equal."""
     shape = [f.size for dim in type_.dims for f in dim]
+    # A dim for each factor, so that every block is a box in it.
     full = torch.zeros(shape, dtype=parts[0].dtype, device=parts[0].device)
     sums: dict[tuple[int, ...], torch.Tensor] = {}
     difference = 0.0

@@ -127,8 +127,10 @@ def _node_text(node: fx.Node, number: Mapping[fx.Node, int]) -> str:
 
 
 def _same_constant(a: Program, node: fx.Node, b: Program, other: fx.Node) -> bool:
+    # Constants differ by value, which no text of the graph has.
     if node.op != "get_attr":
         return True
+    # The same tensor, most of the time: comparing elements is the exception.
     mine, its = getattr(a.graph, str(node.target)), getattr(b.graph, str(other.target))
     return mine is its or (mine.dtype == its.dtype and torch.equal(mine, its))
 

@@ -97,17 +97,18 @@ def _deep(part: int, curves: Sequence[tuple[float, Curves]], repeat: RepeatedLay
                 saved = curves[0][1].before_blocks_at(names, blocks, i)
                 held["activations"] = held.get("activations", 0.0) + saved - point.before_blocks
             for other, (share, curve) in enumerate(curves):
-                if other == part:
-                    each = growth[side]
-                    more = curve.at(names, blocks, i, side) if each is None else each
-                    times = share * repeat.blocks - SHORT  # three of its blocks are in ``point.held``
-                else:
-                    more = curve.at(names, blocks, i, EARLIER if other < part else LATER)
-                    times = share * repeat.blocks
-                for category, size in more.items():
-                    held[category] = held.get(category, 0.0) + times * size
+                where = side if other == part else EARLIER if other < part else LATER
+                own_growth = growth[side] if other == part else None
+                more = curve.at(names, blocks, i, where) if own_growth is None else own_growth
+                # Three blocks of its own are in ``point.held`` already.
+                _add(held, more, share * repeat.blocks - SHORT * (other == part))
             found.append(held)
     return found
+
+
+def _add(held: dict[str, float], more: Held, times: float) -> None:
+    for category, size in more.items():
+        held[category] = held.get(category, 0.0) + times * size
 
 
 def _curves(three: Sequence[MemoryPoint], two: Sequence[MemoryPoint], path: str) -> Curves:
@@ -180,6 +181,7 @@ def _in_blocks(found: Sequence[MemoryPoint], path: str) -> list[MemoryPoint]:
                 last = (number, point.backward)
         return blocks
 
+    # From both sides: a sum between two blocks belongs to neither.
     before, after = last_blocks(found), last_blocks(reversed(found))[::-1]
     return [
         replace(p, path=f"{path}.{a[0]}") if not p.path and a[0] and b[0] and a[1] == b[1] == p.backward else p
@@ -197,6 +199,7 @@ def _names(found: Sequence[MemoryPoint]) -> list[Name]:
     seen: dict[tuple[str, str, bool], int] = defaultdict(int)
     names = []
     for point in found:
+        # The how-manieth of its kind: alignment by position would break at the first operator more or less.
         key = (point.path, point.operator, point.backward)
         names.append((*key, seen[key]))
         seen[key] += 1

@@ -32,6 +32,7 @@ def find_hoisted(
     Returns:
         Operators that run once a step, and values that are brought to their consumer layout once a step.
     """
+    # Empty where a step has one microbatch: then nothing is hoisted.
     invariant = program.microbatch_invariant
     layouts = {value for value in relaid if value[0] in invariant and value not in not_saved_relaid}
     pending = [n for n in program.sources if n in invariant and n not in not_saved]

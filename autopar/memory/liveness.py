@@ -170,6 +170,7 @@ class _Liveness:
                 yield Change(node, True, "transient", size)
                 yield Change(node, False, "transient", -size)
             made = info(node).collective
+            # What a library copies is measured for each link; it copies for these two kinds only.
             if made is None or made.kind not in _COPIED or made.axis not in self.copies:
                 continue
             whole = max(v.nbytes for n in (node, node.all_input_nodes[0]) for v in values_of(n) if v is not None)
@@ -210,6 +211,7 @@ def _before_blocks(program: Program) -> set[fx.Node]:
     """What runs before the first of the model's blocks, such as embeddings; nothing if it has none."""
     found: set[fx.Node] = set()
     for node in program.graph.graph.nodes:
+        # Up to the first block; a model without blocks has nothing before them.
         if block_of(module_path(node), program.blocks):
             return found
         found.add(node)

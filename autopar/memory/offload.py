@@ -48,6 +48,7 @@ def find_offloaded(
     """
     if not operators and not consumer_layouts:
         return NOTHING_OFFLOADED
+    # Recomputed operators run in the backward pass, and read their arguments there.
     in_backward = {n for n in program.sources if is_backward(n)} | recompute.nodes
     read = {value for node in in_backward for value in program.sources[node]}
     # Of these the consumer layout is what is saved: the original is read in the forward pass only.

@@ -143,6 +143,7 @@ def uniform(plan: Plan, count: Mapping[str, int]) -> list[tuple[float, Plan]]:
         found = {}
         for name, ranges in table.items():
             members = count[class_of(name)]
+            # The first member of this share stands for the others, which its ranges treat alike.
             first = min(math.ceil(start * members - ROUNDING), members - 1)
             if any(a <= first < b for a, b in ranges):
                 found[name] = EVERY
@@ -163,8 +164,7 @@ def _ends(plan: Plan, count: Mapping[str, int]) -> list[float]:
     every = [*plan.recompute.items(), *plan.offload.items()]
     cuts = {(count[class_of(name)], cut) for name, ranges in every for pair in ranges for cut in pair}
     found = [1.0]
-    # The largest classes first: their shares are the finest, and a smaller class that rounds to one of them adds
-    # none.
+    # The largest classes first: their shares are the finest, and a smaller class that rounds to one of them adds none.
     for members, cut in sorted(cuts, key=lambda c: (-c[0], c[1])):
         if 0 < cut < members and not any(math.ceil(end * members - ROUNDING) == cut for end in found):
             found.append(cut / members)
@@ -174,6 +174,7 @@ def _ends(plan: Plan, count: Mapping[str, int]) -> list[float]:
 def weighted(parts: Sequence[tuple[float, Any]]) -> Any:
     """The sum of numbers, or of mappings to numbers, each by its share; of whole numbers it is one."""
     if isinstance(parts[0][1], Mapping):
+        # An entry that one part lacks counts as 0 there.
         empty: dict[str, Any] = {k: {} if isinstance(v, Mapping) else 0 for _, part in parts for k, v in part.items()}
         return {k: weighted([(share, part.get(k, none)) for share, part in parts]) for k, none in empty.items()}
     total = sum(share * value for share, value in parts)
@@ -190,6 +191,7 @@ def ranges(members: Collection[int], count: int) -> tuple[tuple[int, int], ...]:
     """Members of a class as an entry of a plan's recomputation."""
     if len(members) == count:
         return EVERY
+    # Runs of consecutive members.
     starts = sorted(i for i in members if i - 1 not in members)
     stops = sorted(i + 1 for i in members if i + 1 not in members)
     return tuple(zip(starts, stops, strict=True))

@@ -130,7 +130,7 @@ class Session:
             self.original.get_submodule(path)._buffers[attribute] = value
         whole = _Whole(results)
         for check in state.checks:
-            check.make(whole)
+            check(whole)
         apply(self.original, state.writes, whole)
         replay(self.original, state.observed, whole)
 

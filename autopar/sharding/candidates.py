@@ -51,8 +51,8 @@ def strategies(operator: Operator) -> tuple[Strategy, ...]:
     for i, linear in enumerate(rule.linear):
         if any(operator.inputs[k].dtype == "bool" for k in linear):  # a sum of booleans is no boolean
             continue
-        # All sets at once, not their subsets: x + y is the sum of partial x and partial y, but not of partial
-        # x and whole y.
+        # All sets at once, not their subsets: x + y is the sum of partial x and partial y, but not of partial x and
+        # whole y.
         placements: list[Placement] = [Replicate()] * inputs
         for k in linear:
             placements[k] = Partial()
@@ -71,8 +71,7 @@ def _letter_strategies(operator: Operator, name: str) -> list[Strategy]:
         inputs: list[Placement] = [Replicate()] * len(operator.inputs)
         for i, d, start in letter.inputs:
             inputs[i] = Split(d, start + j)
-        # An output without the letter is a term of a sum, or complete on every device; else the letter cannot
-        # be split.
+        # An output without the letter is a term of a sum, or complete on every device; else the letter cannot be split.
         absent = Partial() if name in rule.reduce else Replicate() if name in rule.keep else None
         outputs: list[Placement | None] = [absent] * len(operator.outputs)
         for i, type_ in enumerate(operator.outputs):

@@ -89,7 +89,7 @@ def analyze(program: Program) -> Dims:
         if call not in equations:
             equations[call] = _equation(node, call)
         _bind(factors, node, equations[call], program.sources[node], values)
-    # Only now are all factors known: a view far behind may have split a dim of the first operator.
+    # Only now are all factors known: the last view may have split a dim of the first operator.
     expanded = {value: [factors.expand(dim) for dim in dims] for value, dims in values.items()}
     types = _types(program, expanded, factors)
     copied = copied_arguments(program)
@@ -177,6 +177,7 @@ def node_rule(node: fx.Node) -> Rule:
     function = find_rule(node.target)
     if function is None:
         return _discovered(node)
+    # A rule sees shapes and plain arguments; it has no access to nodes.
     args, kwargs = map_nodes((node.args, node.kwargs), _spec)
     try:
         return function(*args, **kwargs)
@@ -187,6 +188,7 @@ def node_rule(node: fx.Node) -> Rule:
 def _discovered(node: fx.Node) -> Rule:
     values = values_of(node)
     outputs = tuple(None if v is None else Spec(tuple(int(n) for n in v.shape), v.dtype) for v in values)
+    # The device decides which kernel discovery falls back to.
     device = next((v.device.type for v in values if v is not None), "cpu")
     try:
         # Runs the operator on small tensors; the result is known from then on, in this process.
@@ -356,6 +358,7 @@ def _tie_gradients(factors: FactorClasses, program: Program, values: Mapping[Val
     named = {(i.kind, i.name): n for i, n in by_input.items()}
     # Tied even where no operator connects both, such as through a custom autograd function.
     for output, value in zip(program.outputs, program.output_values, strict=True):
+        # A result without a tangent carries no gradient, and has nothing to be tied to.
         source = named.get((kinds[output.kind], output.name))
         if source is None or value is None:
             continue

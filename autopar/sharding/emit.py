@@ -51,8 +51,7 @@ class MoveEmitter:
         if self._parts == 1:  # one device has all of it
             result = self._call(aten.reshape.default, local, self._shape(self.move.target))
         else:
-            # Sums in 16 bits would round after every device; `TensorType.reduce` says in which dtype to
-            # add.
+            # Sums in 16 bits would round after every device; `TensorType.reduce` says in which dtype to add.
             widened = reduces(self.move.kind) and sum_dtype(self.type) != self.type.dtype
             local = self._cast(local, sum_dtype(self.type)) if widened else local
             result = getattr(self, f"_{self.move.kind}")(local)

@@ -76,8 +76,7 @@ def split_factors(node: fx.Node, program: Program, dims: Dims) -> dict[str, Fact
             continue
         name, j = strategy.factor
         letter = operator.letters[name]
-        # Through the types of this very node: `operator` may be of another layer, with factors of other
-        # names.
+        # Through the types of this very node: `operator` may be of another layer, with factors of other names.
         if letter.inputs:
             i, d, start = letter.inputs[0]
             found[strategy.name] = dims.types[program.sources[node][i]].dims[d][start + j]

@@ -32,8 +32,7 @@ def factor_names(
         for i, c in enumerate(classes):
             names.setdefault(c, name if len(classes) == 1 else f"{name}.{i}")
 
-    # In order of confidence, since the first name stays: what a dim means goes before the parameter it comes
-    # from.
+    # In order of confidence, since the first name stays: what a dim means goes before the parameter it comes from.
     _name_batch(program, dims_of, give)
     for node in operators(program.graph.graph):
         if node.target is aten.embedding.default:

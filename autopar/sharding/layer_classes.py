@@ -71,8 +71,7 @@ def _uses(program: Program, key: Mapping[fx.Node, str]) -> Uses:
         if value is None:
             continue
         source, out = producer(value)
-        # A gradient must have its parameter's layout: an edge to the parameter's class, as if it read the
-        # gradient.
+        # A gradient must have its parameter's layout: an edge to the parameter's class, as if it read the gradient.
         kinds = {"gradient": "parameter", "parameter": "parameter", "input_gradient": "batch", "buffer": "buffer"}
         kind = kinds.get(output.kind)
         target = named.get((kind, output.name)) if kind else f"result {output.name}"
@@ -85,8 +84,7 @@ def _uses(program: Program, key: Mapping[fx.Node, str]) -> Uses:
 def _detail(operator: Operator, call: Call) -> tuple[str, str]:
     """An operator's name, and a hash of all that it is called with."""
     types = [_signature(t) for t in (*operator.inputs, *operator.outputs) if t is not None]
-    # A letter whose factors contradict cannot be split: such a call has other candidates than one where they
-    # agree.
+    # A letter whose factors contradict cannot be split: such a call has other candidates than one where they agree.
     bound = "".join(c if c in operator.letters else "" for c in operator.rule.letters)
     detail = short_hash("|".join([operator.rule.equation, bound, call.arguments, *types]))
     return str(call.target).removeprefix("aten.").removesuffix(".default"), detail

@@ -104,8 +104,7 @@ def _flops(operator: Operator, parts: dict[str, Floats], count: int) -> Floats:
     """Operations of all devices together, of each candidate."""
     found = np.full(count, operator.rule.flops)
     for letter, lowering in operator.rule.lower.items():
-        # A causal mask that is split by queries is no longer causal on each device: no kernel skips half of
-        # it.
+        # A causal mask that is split by queries is no longer causal on each device: no kernel skips half of it.
         if lowering.flops is not None and letter in parts:
             found = np.where(parts[letter] > 1, lowering.flops, found)
     return found

@@ -98,20 +98,22 @@ class Redistributions:
 
     def moves(self) -> list[Move]:
         """Every legal single-axis move between two layouts."""
-        found = []
         placements = tuple(dict.fromkeys(p for layout in self.layouts for p in layout))
-        for source in self.layouts:
-            for axis, placement in enumerate(source):
-                # Blocks of an outer axis are not contiguous while an inner axis splits the same
-                # factor.
-                if isinstance(placement, Split) and not innermost(source, axis):
-                    continue
-                for other in placements:
-                    kind = move_kind(placement, other) if other != placement else None
-                    target = (*source[:axis], other, *source[axis + 1 :])
-                    if kind and target in self.index and (isinstance(other, Replicate) or innermost(target, axis)):
-                        found.append(Move(kind, axis, source, target))
-        return found
+        every = (
+            (source, axis, other) for source in self.layouts for axis in range(len(source)) for other in placements
+        )
+        return [move for source, axis, other in every if (move := self._move(source, axis, other)) is not None]
+
+    def _move(self, source: Layout, axis: int, other: Placement) -> Move | None:
+        """The move that gives an axis another placement; None if there is none."""
+        placement = source[axis]
+        # Blocks of an outer axis are not contiguous while an inner axis splits the same factor.
+        if other == placement or (isinstance(placement, Split) and not innermost(source, axis)):
+            return None
+        kind, target = move_kind(placement, other), (*source[:axis], other, *source[axis + 1 :])
+        if not kind or target not in self.index or not (isinstance(other, Replicate) or innermost(target, axis)):
+            return None
+        return Move(kind, axis, source, target)
 
     @cached_property
     def parts(self) -> NDArray[np.int64]:
@@ -125,8 +127,7 @@ class Redistributions:
         item = np.where(cast, item_bytes(sum_dtype(self.type)), item_bytes(self.type.dtype))
         ends = np.array([(self.index[m.source], self.index[m.target]) for m in moves], dtype=np.int64).reshape(-1, 2)
         size = self.type.numel * item / self.parts[ends].min(axis=1)
-        # Casts to and from the dtype of the sum are a pass each, besides the copy into the collective's
-        # order.
+        # Casts to and from the dtype of the sum are a pass each, besides the copy into the collective's order.
         passes = np.where(cast, 3, 1)
         seconds = np.asarray(passes * (device.launch + size / (device.bandwidth * device.streaming)), dtype=np.float64)
         groups: dict[tuple[str, int], list[int]] = {}

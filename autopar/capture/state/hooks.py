@@ -60,8 +60,7 @@ class Hooks(TorchFunctionMode):
                 for number, hook in list(hooks.items()):
                     at: Path = (("attr", table), ("item", number))
                     make = self._watch_gradients if "backward" in table else self._watch_values
-                    # In the table itself: torch looks hooks up there at every call, and order and
-                    # number stay the same.
+                    # In the table itself: torch looks hooks up there at every call, and order and number stay the same.
                     hooks[number] = make(hook, name, at)
                     wrapped.append((hooks, number, hook, hooks[number]))
         try:
@@ -98,8 +97,8 @@ class Hooks(TorchFunctionMode):
                 failed = False
             changed = state.has_changed()
             state.restore()
-            # In place or not, a hook that computes must be in the graph; only one that does nothing else
-            # can be called later.
+            # In place or not, a hook that computes must be in the graph; only one that does nothing else can be called
+            # later.
             silent = result is None and self._fingerprint(args) == versions and self._registered == registered
             if changed or silent or failed:
                 self.calls.append((module, at, args[1:], result is None))
@@ -163,8 +162,7 @@ def replay(model: nn.Module, calls: Sequence[Observation], results: Any) -> None
         (_, table), (_, number) = call.path
         hook = getattr(module, table).get(number)
         if hook is not None:  # else it has been removed in the meantime
-            # Whole tensors of a finished step: what a hook computes of them has no backward pass any
-            # more.
+            # Whole tensors of a finished step: what a hook computes of them has no backward pass any more.
             with torch.no_grad():
                 returned = hook(module, *(build(model, a, results) for a in call.arguments))
             if returned is not None and call.silent:

@@ -144,6 +144,7 @@ class Record:
         found: list[Write] = []
         for module, path, container, step, before, now in self._changes():
             at = (*path, step)
+            # Only assignments to attributes are seen; of an item it is where its attribute was assigned.
             line = lines.get((module, str(at[0][1])), "")
             where = f"{name_of(module, at)}{f', assigned at {line}' if line else ''}"
             if isinstance(container, set | frozenset):
@@ -248,7 +249,7 @@ class Record:
 
 
 def _opaque(value: Any, is_leaf: bool, where: str) -> Any:
-    """A value that is kept as it is, if it can be."""
+    """A value that stands for itself in a skeleton, if it can."""
     if isinstance(value, np.ndarray | np.generic):
         return copy.deepcopy(value)
     if callable(value) and not isinstance(value, nn.Module) and is_leaf:

@@ -79,6 +79,7 @@ def _new_object(kind: Any, items: list[tuple[Step, Any]]) -> Any:
         return kind(*entries.values())
     if issubclass(kind, list | tuple | deque | set | frozenset):
         return kind(entries.values())
+    # In the order in which they were inserted.
     if kind is dict:
         return entries
     # Without __init__: the call may have changed what that set, and its arguments are not known.

@@ -63,12 +63,14 @@ def children(value: Any) -> list[tuple[Step, Any]] | None:
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         inner = [(("cell", n), c.cell_contents) for n, c in cells if _is_filled(c)]
         return inner + [(("default", i), d) for i, d in enumerate(value.__defaults__ or ())]
+    # A bound method is its object's state; a module's own is described with the module.
     if isinstance(value, types.MethodType):
         return [] if isinstance(value.__self__, nn.Module) else [(("attr", "__self__"), value.__self__)]
     if isinstance(value, functools.partial):
         return [(("attr", "func"), value.func), (("attr", "args"), value.args), (("attr", "keywords"), value.keywords)]
     if isinstance(value, SIMPLE) or isinstance(value, torch.Tensor | type | types.ModuleType | np.ndarray):
         return None
+    # Other callables are leaves, told apart by identity.
     is_object = hasattr(value, "__dict__") or bool(slots_of(type(value)))
     return attributes_of(value) if is_object and not callable(value) else None
 
@@ -204,6 +206,7 @@ def promoted(module: nn.Module) -> dict[str, torch.Tensor]:
     """Attributes that are plain tensors, which become inputs of the graph as buffers are."""
     found = {n: v for n, v in own_attributes(module).items() if isinstance(v, torch.Tensor)}
     return {n: v for n, v in found.items()
+            # Not those behind a property of the class, nor what a graph has no input for.
             if not hasattr(type(module), n) and v.layout == torch.strided and not v.is_meta}  # fmt: skip
 
 
@@ -280,8 +283,7 @@ class Slots:
         found: Signature = {}
         modules = list(self._model.named_modules())
         own = tuple(t for _, m in modules for t in m._parameters.values())
-        # Other parameters (after a wrapper has replaced them, say): paths to them are described by their ids,
-        # so anew.
+        # Other parameters (after a wrapper has replaced them, say): paths to them are described by their ids, so anew.
         if not _same(own, self._parameters):
             buffers = [t for _, m in modules for t in m._buffers.values()]
             self._parameters, self._inputs, self._known = own, frozenset(map(id, (*own, *buffers))), {}

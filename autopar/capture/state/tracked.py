@@ -83,6 +83,7 @@ def _arithmetic(function: Callable[[Any, Any], Any], first: bool) -> Callable[[T
     def method(self: Tracked, other: Any) -> Any:
         number, operations, reads = self._tracked
         if type(other) in (int, float):
+            # Computed at once, too: whoever reads the result needs it.
             made = function(other, number) if first else function(number, other)
             return Tracked(made, (*operations, (function, other, first)), reads)
         a, b = _read(self, function.__name__), plain(other)

@@ -62,6 +62,7 @@ def apply(model: nn.Module, writes: Sequence[Write], results: Any) -> None:
         step = write.path[-1]
         if value is DELETED:
             delete(container, step)
+        # A call that appends: the step is an index past the end.
         elif isinstance(container, list | deque) and step[1] >= len(container):
             container.append(value)
         elif isinstance(container, nn.Module) and not write.path[:-1]:

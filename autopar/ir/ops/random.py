@@ -124,6 +124,7 @@ def _cuda_is_used() -> bool:
 def same_numbers(seed: int) -> Iterator[None]:
     """The default generators start from ``seed``; afterwards they are as before."""
     devices = [torch.cuda.current_device()] if _cuda_is_used() else []
+    # Only this device's generator: forking those of all GPUs is slow.
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         yield
