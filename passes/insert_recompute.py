@@ -112,7 +112,7 @@ class _Copies:
             set_info(copied, replace(info(node), recompute_of=node.name))
         else:
             copied = self._alias(node, index)
-        # A copy is of the backward pass: torch's partitioner would otherwise put it in the forward graph, and save it.
+        # Of the backward pass: cut as a forward node, its result would be saved after all.
         copied.meta["partitioner_tag"] = "is_backward"
         set_info(copied, replace(info(copied), hoisted=False, hoisted_outputs=()))  # it is of one microbatch
         return copied

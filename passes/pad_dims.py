@@ -302,8 +302,8 @@ class _Padding:
         key = (size, padded, after)
         if key not in self.masks:
             device = self.program.placeholders[0].meta["val"].device
-            places = self.call(user, aten.arange.default, padded, device=device)
-            outside = self.call(user, aten.ge.Scalar, places, size)
+            positions = self.call(user, aten.arange.default, padded, device=device)
+            outside = self.call(user, aten.ge.Scalar, positions, size)
             ones = [1] * after
             self.masks[key] = self.call(user, aten.reshape.default, outside, [padded, *ones]) if after else outside
         return self.masks[key]

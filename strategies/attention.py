@@ -96,7 +96,7 @@ def _backward(
         f"{','.join(inputs)}->{outputs}",
         blocked=_blocked(dropout_p, tied or (causal and not told)),
         reduce="bhgq",
-        # In the gradient of the output; the saved output and logsumexp belong to the whole gradient all the same.
+        # Linear in the gradient of the output, all that was saved being fixed.
         linear=((0,),) if dropout_p == 0 else (),
         scaled=dict(scaled),
         lower={"q": _masking(masked, _flops(query, key, value, 5.0, False))} if told else {},

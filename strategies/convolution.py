@@ -25,7 +25,7 @@ def _spatial(x: Spec, weight: Spec, args: Sequence[Any]) -> tuple[list[str], lis
     blocked = ""
     for i, size in enumerate(x.shape[2:]):
         k = weight.shape[2 + i]
-        # Each output reads a patch of its own, so that places may be split like samples.
+        # Each output reads a patch of its own, so that positions may be split like samples.
         patches = (
             k == _at(stride, i)
             and _at(padding, i) == 0
@@ -59,12 +59,12 @@ def _tensors(x: Spec, weight: Spec, args: Sequence[Any]) -> tuple[str, str, str,
 
 
 def _flops(x: Spec, weight: Spec, args: Sequence[Any]) -> float:
-    """Two operations for each weight, sample and place (of the input where transposed, else of the output)."""
+    """Two operations for each weight, sample and position (of the input where transposed, else of the output)."""
     count = 2.0 * x.shape[0] * math.prod(weight.shape)
     for i in range(x.ndim - 2):
         s, p, d = _at(args[0], i), _at(args[1], i), _at(args[2], i)
-        places = x.shape[2 + i]
-        count *= places if args[3] else (places + 2 * p - d * (weight.shape[2 + i] - 1) - 1) // s + 1
+        positions = x.shape[2 + i]
+        count *= positions if args[3] else (positions + 2 * p - d * (weight.shape[2 + i] - 1) - 1) // s + 1
     return count
 
 
@@ -93,7 +93,7 @@ def convolution_backward(grad: Spec, x: Spec, weight: Spec, bias_sizes: Sequence
     outputs = ",".join(t if wanted else "_" for t, wanted in zip((a, b, "(go)"), args[6], strict=True))
     return Rule(
         f"{c},{a},{b}->{outputs}",
-        # The weight's gradient sums over samples and places, and the input's over output channels.
+        # The weight's gradient sums over samples and positions, and the input's over output channels.
         reduce="noXYZ" if not args[3] else "noxyz",
         keep="i",
         blocked=blocked,
@@ -107,7 +107,7 @@ def convolution_backward(grad: Spec, x: Spec, weight: Spec, bias_sizes: Sequence
 def _planes(x: Spec, spatial: int) -> tuple[str, str, str, str]:
     """The plane before and after, and the spatial letters of both."""
     names = letters(x.ndim)
-    # A window may reach into the next block, so places are not split; samples and channels are free.
+    # A window may reach into the next block, so positions are not split; samples and channels are free.
     free = names[: x.ndim - spatial]
     after = letters(spatial, x.ndim)
     return names, free + after, names[len(free) :], after

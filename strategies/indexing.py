@@ -76,13 +76,13 @@ def gather(x: Spec, dim: int, index: Spec, *, sparse_grad: bool = False) -> Rule
     if x.ndim == 0:
         return Rule(".,.->.", linear=((0,),))
     dim %= x.ndim
-    names, places, _, blocked = _aligned(x, index, dim)
+    names, index_names, _, blocked = _aligned(x, index, dim)
     letter = names[dim]
 
     def build(context: Any, x: Any, dim: int, index: Any, **_: Any) -> Any:
         return _read(context, letter, index, 0, lambda i: aten.gather.default(x, dim, i))
 
-    found = _read_rule(x, f"{names},{places}->{places}", letter, build, blocked)
+    found = _read_rule(x, f"{names},{index_names}->{index_names}", letter, build, blocked)
     return replace(found, padded={letter: Padding()})  # no index names an element there
 
 
@@ -92,13 +92,13 @@ def _scatter(target: Any, linear: Callable[[Any], tuple[tuple[int, ...], ...]]) 
         if x.ndim == 0:
             return Rule(f"{','.join(['.'] * (2 + len(sources)))}->.", linear=linear(source))
         dim %= x.ndim
-        names, places, own, blocked = _aligned(x, index, dim)
-        inputs = [names, places]
+        names, index_names, own, blocked = _aligned(x, index, dim)
+        inputs = [names, index_names]
         for s in sources:
             # The source may be longer than the index, too.
-            pairs = zip(places, letters(x.ndim, 2 * x.ndim), index.shape, s.shape, strict=True)
+            pairs = zip(index_names, letters(x.ndim, 2 * x.ndim), index.shape, s.shape, strict=True)
             inputs.append("".join(a if n == m else b for a, b, n, m in pairs))
-            blocked += "".join(a + b for a, b in zip(places, inputs[-1], strict=True) if a != b)
+            blocked += "".join(a + b for a, b in zip(index_names, inputs[-1], strict=True) if a != b)
         letter, trailing = names[dim], x.ndim - 1 - dim
 
         def build(context: Any, x: Any, dim: int, index: Any, source: Any) -> Any:
@@ -144,14 +144,14 @@ def _index_write(target: Any) -> Callable[..., Rule]:
         names = list(letters(x.ndim))
         dim %= x.ndim
         letter, own = names[dim], letters(1, x.ndim)
-        places = [own if d == dim else c for d, c in enumerate(names)]
+        source_names = [own if d == dim else c for d, c in enumerate(names)]
         trailing = x.ndim - 1 - dim
 
         def build(context: Any, x: Any, dim: int, index: Any, source: Any, **options: Any) -> Any:
             return _write(context, letter, x, index, trailing, lambda t, i: target(t, dim, i, source, **options))
 
         return Rule(
-            f"{dims(names)},{own},{dims(places)}->{dims(names)}",
+            f"{dims(names)},{own},{dims(source_names)}->{dims(names)}",
             blocked=own,
             linear=((0, 2),),
             lower={letter: Lowering(build)},

@@ -1,4 +1,4 @@
-"""Operators that compute each element from the elements at the same place, with broadcasting.
+"""Operators that compute each element from the elements at the same position, with broadcasting.
 
 They can be split along every dim. What differs is only which operands they are linear in: the tables below.
 """

@@ -127,7 +127,7 @@ def _variance(x: Spec, dim: Dim, correction: float, keepdim: bool, *, root: bool
     half = x.dtype in (torch.float16, torch.bfloat16)
 
     def build(context: Any, x: Any, *_: Any, **__: Any) -> Any:
-        # As the kernel does: squares of half precision overflow at 256.
+        # As the kernel does: squares in float16 overflow from 256 on.
         wide = aten._to_copy.default(x, dtype=torch.float32) if half else x
         mean = aten.div.Scalar(context.all_reduce(aten.sum.dim_IntList(wide, along, True), "sum"), count)
         centred = aten.sub.Tensor(wide, mean)

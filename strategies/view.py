@@ -31,10 +31,10 @@ def view(x: Spec, shape: Sequence[int]) -> Rule:
     sizes: dict[str, int] = {}
     blocked = ""
 
-    def fresh(size: int, *places: tuple[list[str], int]) -> str:
+    def fresh(size: int, *dims_of: tuple[list[str], int]) -> str:
         letter = letters(1, len(sizes))
         sizes[letter] = size
-        for side, i in places:
+        for side, i in dims_of:
             side[i] += letter
         return letter
 
@@ -341,7 +341,7 @@ def _diagonal(ndim: int, dim1: int, dim2: int) -> tuple[str, str, str]:
 
 @rule(aten.diagonal.default, aten.diagonal_copy.default)
 def diagonal(x: Spec, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Rule:
-    """Elements with equal places in two dims, in a new last dim."""
+    """Elements at equal positions of two dims, in a new last dim."""
     whole, part, tied = _diagonal(x.ndim, dim1, dim2)
     return Rule(f"{whole}->{part}", blocked=tied, linear=ONE)
 

@@ -263,6 +263,7 @@ def _narrowed(value: torch.Tensor) -> torch.Tensor:
     """The same values, one of each dim along which they do not change, if that is quickly seen, broadcast."""
     shape = value.shape
     for d, n in enumerate(shape):
+        # The stride first, which costs nothing; comparing elements is for small tensors.
         first = value.narrow(d, 0, min(n, 1))
         same = n > 1 and (value.stride(d) == 0 or (value.numel() <= SMALL and bool((value == first).all())))
         value = first if same else value

@@ -64,6 +64,7 @@ def shorten(model: nn.Module, count: int = COUNT) -> Shortened:
         return Shortened(model, None, f"blocks of {name} share parameters")
     # All blocks, not only those that are captured: one odd layer in the middle would be lost.
     described = [_description(block) for block in blocks]
+    # A setting that counts up with the blocks (``layer_idx``) is the block's own number.
     numbers = {key for key in described[0] if _is_block_number([d.get(key) for d in described])}
     for number, description in enumerate(described):
         found = next((k for k in _differences(described[0], description) if k not in numbers), None)

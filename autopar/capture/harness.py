@@ -82,6 +82,7 @@ class Harness(nn.Module):
         self.seen = Seen()
         self.record, self.tracked, self.promoted = record, tracked, promoted
         self.aliases, self.references = aliases_of(model), references
+        # To tell parameters that a lazy module makes in forward.
         self.parameter_names = {name for name, _ in model.named_parameters()}
         named = [*model.named_parameters(), *model.named_buffers()]
         self.attributes = {name: own for name, t in named if (own := tensor_attributes(t))}

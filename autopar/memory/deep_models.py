@@ -199,7 +199,7 @@ def _names(found: Sequence[MemoryPoint]) -> list[Name]:
     seen: dict[tuple[str, str, bool], int] = defaultdict(int)
     names = []
     for point in found:
-        # The how-manieth of its kind: alignment by position would break at the first operator more or less.
+        # Numbered among its like: by position alone, one operator more or less would shift all that follow.
         key = (point.path, point.operator, point.backward)
         names.append((*key, seen[key]))
         seen[key] += 1

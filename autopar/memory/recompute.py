@@ -25,7 +25,7 @@ class Recompute:
     """What the backward pass recomputes instead of reading what the forward pass has saved.
 
     Attributes:
-        nodes: forward operators that run again.
+        nodes: forward operators that are recomputed.
         backward_only: those of ``nodes`` that then need not run in the forward pass.
         values: forward values that are recomputed or re-gathered, for the backward pass alone.
         per_use: those of ``values`` that are re-gathered per use, and views of such, with how many uses there are.
@@ -37,7 +37,7 @@ class Recompute:
     per_use: Mapping[Value, int] = field(default_factory=dict)
 
     def times(self, node: fx.Node) -> int:
-        """How often an operator runs again."""
+        """How often the backward pass runs an operator."""
         return self.per_use.get((node, 0), 1) if node in self.nodes else 0
 
 
@@ -79,9 +79,9 @@ def find_recomputed(
         if repeated[value] and node in not_saved and node not in nodes:
             nodes.add(node)
             pending += program.sources[node]
-    values = frozenset(value for value, again in repeated.items() if again)
+    values = frozenset(value for value, is_repeated in repeated.items() if is_repeated)
     # Of a value that is re-gathered only, the operator's own result is saved: it must run in the forward pass.
-    saved = [value for value, again in repeated.items() if not again or value[0] not in nodes]
+    saved = [value for value, is_repeated in repeated.items() if not is_repeated or value[0] not in nodes]
     results = [producer(v) for v in program.output_values[: program.forward_outputs] if v is not None]
     in_forward = _ancestors(program, [*saved, *results])
     found = Recompute(frozenset(nodes), frozenset(nodes - in_forward), values)

@@ -53,7 +53,7 @@ def meet(value: torch.Tensor, need: str) -> torch.Tensor:
     return value if meets(value, need) else value.clone(memory_format=torch.contiguous_format)
 
 
-# Referred to for ever: the operator is removed when the library object is.
+# Must stay alive: torch removes the operator with the library object.
 _library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("with_strides(Tensor(a) value, str need) -> Tensor(a)")
 _library.impl("with_strides", meet, "CompositeImplicitAutograd")

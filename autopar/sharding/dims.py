@@ -211,15 +211,15 @@ def _spec(node: fx.Node) -> Spec:
     return Spec(tuple(int(n) for n in value.shape), value.dtype)
 
 
-Place = tuple[str, int, int]
+TensorDim = tuple[str, int, int]
 """Side (``in`` or ``out``), tensor number, dim."""
 
 
 def _occurrences(
     node: fx.Node, rule: Rule, sources: tuple[Value, ...], values: Mapping[Value, list[list[int]]]
-) -> list[tuple[Place, tuple[str, ...], list[int]]]:
+) -> list[tuple[TensorDim, tuple[str, ...], list[int]]]:
     """Letters and factors of every dim of every tensor of the operator."""
-    found: list[tuple[Place, tuple[str, ...], list[int]]] = []
+    found: list[tuple[TensorDim, tuple[str, ...], list[int]]] = []
     for i, (dims, source) in enumerate(zip(rule.inputs, sources, strict=True)):
         for d, (letters, factors) in enumerate(zip(dims, values[source], strict=True)):
             found.append((("in", i, d), letters, factors))
@@ -293,7 +293,7 @@ def _operator(
 
 
 def _letters(
-    occurrences: list[tuple[Place, tuple[str, ...], list[int]]],
+    occurrences: list[tuple[TensorDim, tuple[str, ...], list[int]]],
     sizes: Mapping[str, int],
     size: list[int],
     inputs: tuple[TensorType, ...],
@@ -309,23 +309,23 @@ def _letters(
         outputs: types of the outputs.
     """
     parts: dict[str, tuple[int, ...] | None] = {}
-    places: dict[str, list[tuple[Place, int]]] = {}
-    for place, group, dim in occurrences:
+    found_at: dict[str, list[tuple[TensorDim, int]]] = {}
+    for at, group, dim in occurrences:
         for c, (start, part) in zip(group, _deal(dim, size, [sizes[c] for c in group]), strict=True):
             # Other factors than before: dims that could not be united. Splitting the letter would split them unalike.
             parts[c] = part if parts.get(c, part) == part else None
-            places.setdefault(c, []).append((place, start))
+            found_at.setdefault(c, []).append((at, start))
     found = {}
     for c, part in parts.items():
         if part is None:
             continue
-        (side, i, d), start = places[c][0]
+        (side, i, d), start = found_at[c][0]
         type_ = inputs[i] if side == "in" else outputs[i]
         assert type_ is not None
         found[c] = Letter(
             type_.dims[d][start : start + len(part)],
-            tuple((i, d, start) for (side, i, d), start in places[c] if side == "in"),
-            tuple((i, d, start) for (side, i, d), start in places[c] if side == "out"),
+            tuple((i, d, start) for (side, i, d), start in found_at[c] if side == "in"),
+            tuple((i, d, start) for (side, i, d), start in found_at[c] if side == "out"),
         )
     return found
 

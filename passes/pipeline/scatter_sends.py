@@ -136,13 +136,13 @@ def _send_shard(
     """Slice the value where it is made, and gather it where it is read, once for each stage."""
     machine = table.machine
 
-    def move(local: fx.Node, begin: Layout, end: Layout, owner: fx.Node, place: fx.Node) -> fx.Node:
-        last = place.prev
-        with graph.inserting_before(place):
+    def move(local: fx.Node, begin: Layout, end: Layout, owner: fx.Node, before: fx.Node) -> fx.Node:
+        last = before.prev
+        with graph.inserting_before(before):
             for step in table.path(begin, end):
                 local = MoveEmitter(graph, owner, type_, step, machine).emit(local)
         tag = "is_forward" if owner in forward else "is_backward"
-        while (last := last.next) is not place:
+        while (last := last.next) is not before:
             last.meta["partitioner_tag"] = tag  # or a slice that only the backward pass reads would be made there
         return local
 

@@ -30,6 +30,7 @@ def differs(before: Mapping[Step, Any], now: Mapping[Step, Any]) -> bool:
 
 def restore(container: Any, before: Mapping[Step, Any]) -> None:
     """Make a container hold just what it held."""
+    # In place: others may refer to the same list.
     if isinstance(container, list | deque):
         container.clear()
         container.extend(before.values())

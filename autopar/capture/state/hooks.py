@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,22 +22,8 @@ from autopar.capture.state.slots import HOOK_TABLES, HOOKS, Path, children, own_
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.signature.pytree import Leaf
 
-
-@dataclass(frozen=True)
-class Observation:
-    """A call of a hook that records.
-
-    Attributes:
-        module: path of the hook's module.
-        path: of the hook in the module.
-        arguments: skeleton of what it is called with besides the module.
-        silent: it returned None while it was traced.
-    """
-
-    module: str
-    path: Path
-    arguments: Skeleton
-    silent: bool
+Observation = Callable[[nn.Module, Any], None]
+"""Calls a hook that records, on a model, given the results of a step."""
 
 
 class Hooks(TorchFunctionMode):
@@ -149,27 +135,46 @@ def _versions(value: Any) -> list[int]:
 
 def observations(hooks: Hooks, record: Record, leaf: Callable[[torch.Tensor], Leaf]) -> list[Observation]:
     """The calls to make after every step."""
-    return [
-        Observation(module, at, tuple(record.skeleton(a, leaf, "what a hook sees") for a in arguments), silent)
-        for module, at, arguments, silent in hooks.calls
-    ]
+    found: list[Observation] = []
+    for module, path, arguments, silent in hooks.calls:
+        skeletons = tuple(record.skeleton(a, leaf, "what a hook sees") for a in arguments)
+        # Skeletons now, values later: the traced tensors that the hook saw hold nothing.
+        found.append(partial(_call_hook, module, path, skeletons, silent))
+    return found
+
+
+def _call_hook(
+    name: str, path: Path, arguments: tuple[Skeleton, ...], silent: bool, model: nn.Module, results: Any
+) -> None:
+    """Call a recording hook with values.
+
+    Args:
+        name: path of the hook's module.
+        path: of the hook in the module.
+        arguments: skeletons of what it is called with besides the module.
+        silent: it returned None while it was traced.
+        model: the live one.
+        results: for the leaves.
+    """
+    module = model.get_submodule(name)
+    (_, table), (_, number) = path
+    hook = getattr(module, table).get(number)
+    if hook is None:
+        return  # it has been removed in the meantime
+    # Whole tensors of a finished step: what a hook computes of them has no backward pass any more.
+    with torch.no_grad():
+        returned = hook(module, *(build(model, a, results) for a in arguments))
+    if returned is not None and silent:
+        raise AutoparError(
+            f"the hook {_title(hook)} of {name or 'the model'} returns something that depends on the "
+            "values it sees, which no graph can: return None, or compute with tensors alone"
+        )
 
 
 def replay(model: nn.Module, calls: Sequence[Observation], results: Any) -> None:
-    """Call recording hooks with values."""
+    """Call recording hooks with the values of a step."""
     for call in calls:
-        module = model.get_submodule(call.module)
-        (_, table), (_, number) = call.path
-        hook = getattr(module, table).get(number)
-        if hook is not None:  # else it has been removed in the meantime
-            # Whole tensors of a finished step: what a hook computes of them has no backward pass any more.
-            with torch.no_grad():
-                returned = hook(module, *(build(model, a, results) for a in call.arguments))
-            if returned is not None and call.silent:
-                raise AutoparError(
-                    f"the hook {_title(hook)} of {call.module or 'the model'} returns something that depends on the "
-                    "values it sees, which no graph can: return None, or compute with tensors alone"
-                )
+        call(model, results)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """The Python state of a model: every attribute that is no parameter, buffer or submodule, and what is in it.
 
 A graph holds for the state that it was traced with. `Slots` says in a form that can be compared what that state is, at
-every call, cheaply: what has not been assigned since is not looked at again.
+every call, cheaply: what has not been assigned since is not described anew.
 """
 
 from __future__ import annotations

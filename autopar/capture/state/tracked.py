@@ -1,7 +1,7 @@
 """`Tracked`: a number that remembers what is computed with it, so that a counter need not be known to be counted.
 
 A model that says ``self.calls += 1`` reads and writes a number on which nothing else depends. While it is traced, the
-number is a `Tracked` one: arithmetic with plain numbers is noted, to be done again on the live attribute after every
+number is a `Tracked` one: arithmetic with plain numbers is noted, to be replayed on the live attribute after every
 call. Everything else (a comparison, an index, a tensor's operand) needs the value: it is given, and the number counts
 as read, so that the graph holds for this value alone.
 """

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-# Referred to for ever: the operator is removed when the library object is.
+# Must stay alive: torch removes the operator with the library object.
 _library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("accumulate(Tensor term) -> Tensor")
 

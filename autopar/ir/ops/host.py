@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-# Referred to for ever: the operators are removed when the library object is.
+# Must stay alive: torch removes the operators with the library object.
 _library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("to_host(Tensor value) -> Tensor")
 _library.define("to_device(Tensor value) -> Tensor")

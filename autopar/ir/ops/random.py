@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-# Referred to for ever: the operator is removed when the library object is.
+# Must stay alive: torch removes the operator with the library object.
 _library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     "draw(str distribution, Scalar[] parameters, SymInt[] size, int[] order, *, ScalarType dtype, Device device, "

@@ -47,22 +47,6 @@ class Guard:
             return False
 
 
-@dataclass(frozen=True)
-class Formula(RuntimeFloat):
-    """A float as a function of those of the batch."""
-
-    text: str
-    compute: Compute
-
-    def value(self, numbers: Sequence[float]) -> float:
-        """Its value."""
-        found: float = self.compute(numbers)
-        return found
-
-    def __repr__(self) -> str:
-        return self.text
-
-
 class FloatRecorder:
     """The floats of a call that is traced, and what the model wants to know of them."""
 
@@ -87,8 +71,7 @@ class FloatRecorder:
         """What the model gets for floats, given the tensors that bring them into the graph."""
         made: list[Any] = []
         for i, tensor in enumerate(tensors):
-            formula = Formula(f"float {i}", operator.itemgetter(i))
-            float_ = Float(tensor, formula, self)
+            float_ = Float(tensor, RuntimeFloat.of_batch(i), self)
             # Asked for its value, a float becomes a constant with a guard.
             made.append(float(float_) if self.constant else float_)
         return made
@@ -126,7 +109,7 @@ class Float(FloatProxy):
     __slots__ = ("_formula", "_recorder", "tensor")
     __array_ufunc__ = None  # numpy's operators do not take it for an object
 
-    def __init__(self, tensor: torch.Tensor | None, formula: Formula, recorder: FloatRecorder) -> None:
+    def __init__(self, tensor: torch.Tensor | None, formula: RuntimeFloat, recorder: FloatRecorder) -> None:
         self.tensor, self._formula, self._recorder = tensor, formula, recorder
 
     @property  # type: ignore[misc]
@@ -145,7 +128,7 @@ class Float(FloatProxy):
             return function(*_exact(args), **_exact(kwargs))
         return found
 
-    def leaf(self) -> Formula:
+    def leaf(self) -> RuntimeFloat:
         """What computes it."""
         return self._formula
 
@@ -197,7 +180,7 @@ class Float(FloatProxy):
     def __neg__(self) -> Float:
         formula, tensor = self._formula, self.tensor
         negative = None if tensor is None else -tensor
-        return Float(negative, Formula(f"-({formula})", lambda n: -formula.compute(n)), self._recorder)
+        return Float(negative, RuntimeFloat(f"-({formula})", lambda n: -formula.compute(n)), self._recorder)
 
     def __pos__(self) -> Float:
         return self
@@ -205,7 +188,7 @@ class Float(FloatProxy):
     def __abs__(self) -> Float:
         formula, tensor = self._formula, self.tensor
         positive = None if tensor is None else tensor.abs()
-        return Float(positive, Formula(f"abs({formula})", lambda n: abs(formula.compute(n))), self._recorder)
+        return Float(positive, RuntimeFloat(f"abs({formula})", lambda n: abs(formula.compute(n))), self._recorder)
 
 
 def _exact(value: Any, *, without_tensor: bool = False) -> Any:
@@ -232,10 +215,10 @@ _EXACT_OPERATORS = ("add", "sub", "mul", "truediv")
 _DIVISIONS = ("truediv", "mod", "floordiv")
 
 
-def _formula(value: Any) -> Formula:
+def _formula(value: Any) -> RuntimeFloat:
     if type(value) is Float:
         return value._formula
-    return Formula(repr(value), lambda numbers: value)
+    return RuntimeFloat(repr(value), lambda numbers: value)
 
 
 def _binary(name: str, first: Any, second: Any) -> Any:
@@ -267,7 +250,7 @@ def _binary(name: str, first: Any, second: Any) -> Any:
     # A negative number to a fractional power is complex in Python.
     elif type(function(_known(first), _known(second))) is not float:  # a complex power
         return NotImplemented
-    return Float(tensor, Formula(text, compute), recorder)
+    return Float(tensor, RuntimeFloat(text, compute), recorder)
 
 
 def _known(value: Any) -> Any:

@@ -7,6 +7,7 @@ import datetime
 import decimal
 import enum
 import fractions
+import operator
 import pathlib
 import uuid
 from abc import ABC, abstractmethod
@@ -36,23 +37,30 @@ class Leaf:
     index: int
 
 
-class RuntimeFloat(ABC):
-    """In a skeleton, in place of a float that is known when a step runs."""
+@dataclass(frozen=True)
+class RuntimeFloat:
+    """In a skeleton, in place of a float that is known when a step runs: a function of the floats of the batch.
 
-    @abstractmethod
+    Attributes:
+        text: for people; equal for equal functions.
+        compute: from the floats of the batch.
+    """
+
+    text: str
+    compute: Callable[[Sequence[float]], Any] = field(compare=False)
+
+    @staticmethod
+    def of_batch(index: int) -> RuntimeFloat:
+        """Float number ``index`` of the batch itself."""
+        return RuntimeFloat(f"float {index}", operator.itemgetter(index))
+
     def value(self, numbers: Sequence[float]) -> float:
         """The float, from those of the batch."""
+        found: float = self.compute(numbers)
+        return found
 
-
-@dataclass(frozen=True)
-class FloatLeaf(RuntimeFloat):
-    """In a skeleton, in place of float number ``index``."""
-
-    index: int
-
-    def value(self, numbers: Sequence[float]) -> float:
-        """Its own of these numbers."""
-        return numbers[self.index]
+    def __repr__(self) -> str:
+        return self.text
 
 
 class FloatProxy(ABC):
@@ -76,7 +84,7 @@ def flatten(
     Args:
         value: nested sequences, mappings, dataclasses and classes registered with torch's pytrees.
         what: its name, for errors.
-        numbers: floats of the value are put here and have a `FloatLeaf` in the skeleton; default: they are constants.
+        numbers: floats of the value are put here, with a `RuntimeFloat` in the skeleton; default: they are constants.
         shared: a tensor that is there twice is one tensor.
         drop: whether a value, given with its path, is replaced by None.
 
@@ -123,7 +131,7 @@ class _Visitor:
         # Exactly floats: a subclass, such as numpy's, may compute otherwise.
         if self.numbers is not None and type(v) is float:
             self.numbers.append(v)
-            return FloatLeaf(len(self.numbers) - 1)
+            return RuntimeFloat.of_batch(len(self.numbers) - 1)
         if isinstance(v, _PLAIN):
             return v
         if isinstance(v, AbstractSet) or _is_numpy_scalar(v):

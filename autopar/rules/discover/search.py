@@ -33,7 +33,7 @@ from autopar.rules.discover.trials import (
     size_pairs,
     trials,
 )
-from autopar.rules.discover.write import Findings, JointDims, Place, write_rule
+from autopar.rules.discover.write import Findings, JointDims, TensorDim, write_rule
 from autopar.rules.oracle.sharding import check_rule
 from autopar.rules.rule import Rule, Spec
 
@@ -155,12 +155,12 @@ def _find(device: str, call: DiscoveryCall) -> Findings:
     if any(_constant(made, j) for j in floating):
         return Findings(shapes=shapes, reason="it gives the same number for all random arguments")
     found = Findings(shapes=shapes, exact=all(t.real for t in made))
-    for places in _choices([t.shape for t in call.inputs]):
+    for joint in _choices([t.shape for t in call.inputs]):
         used = {p for letter in found.letters for p in letter.inputs}
         # What no trial can cut in two would pass every check.
-        even = all(t.inputs[i].shape[d] % 2 == 0 for t in made for i, d in places)
-        if even and used.isdisjoint(places):
-            letter = _letter(call, made, found, places)
+        even = all(t.inputs[i].shape[d] % 2 == 0 for t in made for i, d in joint)
+        if even and used.isdisjoint(joint):
+            letter = _letter(call, made, found, joint)
             found = replace(found, letters=(*found.letters, letter)) if letter else found
     # Without letters: linear sets are checked by themselves.
     sets = _operand_sets(call.inputs)
@@ -223,15 +223,15 @@ def _is_shape(argument: Any, shape: tuple[int, ...]) -> bool:
     return isinstance(argument, list | tuple) and tuple(argument) == tuple(shape)
 
 
-def _choices(shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[Place, ...]]:
+def _choices(shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[TensorDim, ...]]:
     """Dims to cut together, one of a tensor at most: equally long ones first, and of many tensors first."""
     sizes = dict.fromkeys(n for shape in shapes for n in shape if n > 1)
     for ratio in (1, LARGEST_RATIO):
-        found = dict.fromkeys(places for size in sizes for places in _joint_dims(shapes, size, ratio))
-        yield from sorted(found, key=lambda places: -len(places))
+        found = dict.fromkeys(joint for size in sizes for joint in _joint_dims(shapes, size, ratio))
+        yield from sorted(found, key=lambda joint: -len(joint))
 
 
-def _joint_dims(shapes: Sequence[tuple[int, ...]], size: int, ratio: int) -> Iterator[tuple[Place, ...]]:
+def _joint_dims(shapes: Sequence[tuple[int, ...]], size: int, ratio: int) -> Iterator[tuple[TensorDim, ...]]:
     """Choices of dims that are as long as ``size``, at least one of them, or up to ``ratio`` times as long."""
     options = [
         [None, *((i, d) for d, n in enumerate(shape) if n % size == 0 and 0 < n // size <= ratio)]
@@ -239,16 +239,16 @@ def _joint_dims(shapes: Sequence[tuple[int, ...]], size: int, ratio: int) -> Ite
     ]
     # The first tensors vary fastest: should there be more choices than are tried, these are the operands.
     for choice in itertools.islice(itertools.product(*reversed(options)), MOST_CHOICES):
-        places = tuple(p for p in reversed(choice) if p is not None)
-        if any(shapes[i][d] == size for i, d in places):
-            yield places
+        joint = tuple(p for p in reversed(choice) if p is not None)
+        if any(shapes[i][d] == size for i, d in joint):
+            yield joint
 
 
-def _letter(call: DiscoveryCall, made: list[Trial], found: Findings, places: tuple[Place, ...]) -> JointDims | None:
+def _letter(call: DiscoveryCall, made: list[Trial], found: Findings, joint: tuple[TensorDim, ...]) -> JointDims | None:
     """The letter of dims that are cut together, if there is one."""
     used = {p for letter in found.letters for p in letter.outputs}
     # One half suffices to see where outputs are cut; whether both halves make the whole, the oracle checks.
-    for scaled, arguments in _halves(made[0], found, places):
+    for scaled, arguments in _halves(made[0], found, joint):
         outputs = run(call.target, arguments, [])
         cut = None if outputs is None else _cut_dims(outputs, made[0].outputs)
         if cut is None or not used.isdisjoint(cut):
@@ -256,15 +256,15 @@ def _letter(call: DiscoveryCall, made: list[Trial], found: Findings, places: tup
         # Outputs without the cut are sums over it, or do not depend on it.
         complete = len(cut) == sum(t is not None for t in made[0].outputs)
         for absent in ("",) if complete else ("reduce", "keep"):
-            letter = JointDims(places, cut, absent, scaled)
+            letter = JointDims(joint, cut, absent, scaled)
             if _informative(made, letter) and _holds(call, made, replace(found, letters=(letter,))):
                 return letter
     return None
 
 
-def _halves(trial: Trial, found: Findings, places: tuple[Place, ...]) -> Iterator[tuple[int | str | None, Tree]]:
+def _halves(trial: Trial, found: Findings, joint: tuple[TensorDim, ...]) -> Iterator[tuple[int | str | None, Tree]]:
     """The first half along some dims; number arguments that may count elements along them are halved in turn."""
-    dims_of = dict(places)
+    dims_of = dict(joint)
     numbers = iter(range(len(trial.inputs)))
 
     def half(a: Any) -> Any:
@@ -274,7 +274,7 @@ def _halves(trial: Trial, found: Findings, places: tuple[Place, ...]) -> Iterato
         return a.chunk(2, dims_of[i])[0].clone() if i in dims_of else a
 
     args, kwargs = map_aggregate(trial.arguments, half)
-    size = min(trial.inputs[i].shape[d] for i, d in places)
+    size = min(trial.inputs[i].shape[d] for i, d in joint)
     first = trial.outputs[0]
     # An argument that is the output's shape must be halved along with it, and it is not known in which dim.
     for position in found.shapes:
@@ -291,7 +291,9 @@ def _halves(trial: Trial, found: Findings, places: tuple[Place, ...]) -> Iterato
             yield name, (args, {**kwargs, name: value // 2})
 
 
-def _cut_dims(halves: Sequence[torch.Tensor | None], whole: Sequence[torch.Tensor | None]) -> tuple[Place, ...] | None:
+def _cut_dims(
+    halves: Sequence[torch.Tensor | None], whole: Sequence[torch.Tensor | None]
+) -> tuple[TensorDim, ...] | None:
     """The one dim of each output that is half as long; None if a shape changed in another way."""
     found = []
     for j, (a, b) in enumerate(zip(halves, whole, strict=True)):

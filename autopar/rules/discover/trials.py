@@ -240,7 +240,7 @@ def _random(
     if kind in ("normal", "sparse", *SCALES):
         values = torch.randn(shape, dtype=torch.float64, generator=generator) * SCALES.get(kind, 1.0)
         if kind == "sparse":
-            # A tenth of the elements: some slices are all zero, as an operator that skips them would want.
+            # Only a tenth of the elements stay: what an operator may look for is then rare.
             values *= torch.rand(shape, dtype=torch.float64, generator=generator) < 0.1
     elif kind in ("positive", "above one"):
         lowest = 0.1 if kind == "positive" else 1.1

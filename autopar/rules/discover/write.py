@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from autopar.errors import InvalidRuleError
 from autopar.rules.rule import Rule, dims, letters
 
-Place = tuple[int, int]
+TensorDim = tuple[int, int]
 """Number of a tensor, dim."""
 
 Shapes = Sequence[tuple[int, ...] | None]
@@ -26,8 +26,8 @@ class JointDims:
         scaled: argument (position, or name) that counts elements along the letter.
     """
 
-    inputs: tuple[Place, ...]
-    outputs: tuple[Place, ...]
+    inputs: tuple[TensorDim, ...]
+    outputs: tuple[TensorDim, ...]
     absent: str = ""
     scaled: int | str | None = None
 
@@ -66,7 +66,7 @@ def write_rule(found: Findings, inputs: Shapes, outputs: Shapes, alternating: bo
         InvalidRuleError: a dim is not divided by the letter that it should have.
     """
     equation = _Equation([*inputs, *outputs])
-    named = [(letter, equation.put(_all_places(letter, len(inputs)), alternating)) for letter in found.letters]
+    named = [(letter, equation.put(_all_dims(letter, len(inputs)), alternating)) for letter in found.letters]
     # Letters from here on are of dims that nothing was found about: blocked.
     free = len(equation.sizes)
     equation.fill()
@@ -94,7 +94,7 @@ def write_rule(found: Findings, inputs: Shapes, outputs: Shapes, alternating: bo
     )
 
 
-def _all_places(letter: JointDims, inputs: int) -> list[Place]:
+def _all_dims(letter: JointDims, inputs: int) -> list[TensorDim]:
     """Inputs and outputs, numbered through."""
     return [*letter.inputs, *((inputs + j, d) for j, d in letter.outputs)]
 
@@ -107,15 +107,15 @@ class _Equation:
         self.sizes: list[int] = []
         self.cells: list[list[list[int]] | None] = [None if s is None else [[] for _ in s] for s in shapes]
 
-    def put(self, places: Sequence[Place], alternating: bool) -> list[int]:
+    def put(self, joint: Sequence[TensorDim], alternating: bool) -> list[int]:
         """Give dims one letter, as long as the shortest of them, or two."""
-        lengths = [(self.shapes[i] or ())[d] for i, d in places]
+        lengths = [(self.shapes[i] or ())[d] for i, d in joint]
         # A dim that is longer is a multiple: the letter, and another one for the rest.
         size = min(lengths)
         if size < 2 or any(n % size for n in lengths):
             raise InvalidRuleError(f"dims of {lengths} have no letter in common")
         numbers = self._new(*((size // 2, 2) if alternating and size % 2 == 0 else (size,)))
-        for i, d in places:
+        for i, d in joint:
             cells = self.cells[i]
             assert cells is not None
             cells[d] = list(numbers)

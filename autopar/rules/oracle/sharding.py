@@ -149,7 +149,7 @@ class _SplitCall(RuleCall):
         dims, x = self.rule.inputs[i], self.inputs[i]
         # The same terms in every run, others for each input.
         generator = torch.Generator().manual_seed(0x5EED + i)
-        # A dim for each letter: cutting one is then cutting a dim, whatever its place in a group.
+        # A dim for each letter: cutting one is then cutting a dim, whatever its position in a group.
         blocks: dict[Rank, torch.Tensor] = {(): x.reshape(_fine(dims, self.sizes, tuple(x.shape)))}
         for strategy in chosen:
             kind = self.input_placement(strategy, i)

@@ -25,7 +25,7 @@ def called(node: fx.Node) -> Any:
 
 
 def make(target: OpOverload, args: Any, kwargs: Any) -> Any:
-    """What an operator makes of its arguments; not computed again where all of it is new memory.
+    """What an operator makes of its arguments; remembered where all of it is new memory.
 
     A search rewrites the graph for many plans, and most nodes are the same each time.
     """

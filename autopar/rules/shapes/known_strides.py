@@ -133,7 +133,7 @@ def _is_known(node: fx.Node, known: Collection[fx.Node]) -> bool:
     if node.target in ROW_MAJOR_RESULTS:
         return _row_major(node)
     arguments = tensors_of(node)
-    # `empty_like` keeps a dense order, but a copy through pinned memory may make it row-major.
+    # Row-major values stay so on their way to host memory and back; of other strides nothing is promised.
     if node.target in (to_host, to_device):
         return arguments[0] in known and _row_major(arguments[0])
     if any(_crosses(a, node) and not _row_major(a) for a in arguments):
