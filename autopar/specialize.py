@@ -21,8 +21,9 @@ from autopar.ir.node_info import graph_info
 from autopar.ir.ops.random import generator_digest
 from autopar.ir.plan import Plan
 from autopar.ir.precision import Precision
-from autopar.ir.program import Program, draws, same_graph
+from autopar.ir.program import Program, draws
 from autopar.ir.signature import binding
+from autopar.ir.structure import same_graph
 from autopar.passes import DETERMINISTIC_PASSES, PASSES, Pass
 from autopar.runtime.agreement.same_program import collective_order, require_same_program
 from autopar.runtime.dtensor import Placements, from_placements

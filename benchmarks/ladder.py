@@ -39,7 +39,7 @@ from autopar.ir.ops.host import to_device, to_host  # noqa: E402
 from autopar.ir.plan import Plan  # noqa: E402
 from autopar.ir.program import Program  # noqa: E402
 from autopar.ir.shards import block  # noqa: E402
-from autopar.memory.liveness import moments  # noqa: E402
+from autopar.memory.liveness import memory_points  # noqa: E402
 from autopar.memory.recompute import class_of  # noqa: E402
 from autopar.search.options import Search  # noqa: E402
 from autopar.verify.verify import global_values  # noqa: E402
@@ -132,7 +132,9 @@ def described(program: Program, plan: Plan, values: Sequence[torch.Tensor]) -> d
     whole = sum(all(isinstance(p, Replicate) for p in layout) for layout in plan.parameters.values())
     operators = [name for name in plan.recompute if name == class_of(name)]
     held, local = plan.predicted.peak_bytes, rewrite(program, plan)
-    always = moments(local, plan)[0].held  # what lies on the host comes for the optimizer's step, which is not run
+    always = memory_points(local, plan)[
+        0
+    ].held  # what lies on the host comes for the optimizer's step, which is not run
     return {
         "step_s": plan.predicted.step_seconds,
         "gap": plan.certificate.gap,

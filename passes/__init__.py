@@ -32,6 +32,8 @@ from autopar.passes.rng.replicate import replicate_random
 
 Pass = Callable[[Program, Plan], Program]
 
+# Layouts before the moves between them, moves before local shapes, and lowerings on local shapes; buckets join
+# collectives of any of these; strides come last, since every pass before may change them.
 PASSES: tuple[Pass, ...] = (
     pad_dims,
     annotate_layouts,
@@ -103,8 +105,9 @@ def collector_paused() -> Iterator[None]:
 
     Meanwhile what there was before is left out of `gc.collect`, which is fast enough to call now and then.
     """
+    # Nested uses: only the outermost freezes and unfreezes. Who froze or disabled the collector does so on purpose.
     enabled = gc.isenabled()
-    own = enabled and gc.get_freeze_count() == 0  # who froze or disabled it does so on purpose
+    own = enabled and gc.get_freeze_count() == 0
     gc.disable()
     if own:
         gc.freeze()

@@ -40,7 +40,7 @@ def annotate_layouts(program: Program, plan: Plan) -> Program:
     ))  # fmt: skip
     _mark_hoisted(program, assignment)
     for node in program.graph.graph.nodes:
-        if not isinstance(node.meta.get("val"), tuple | list):  # whose outputs speak for themselves
+        if not isinstance(node.meta.get("val"), tuple | list):  # its getitems have the values
             offloaded, moved = (
                 producer(node) in values for values in (assignment.offload.made, assignment.offload.moved)
             )
@@ -67,7 +67,8 @@ def _annotate(node: fx.Node, dims: Dims, assignment: Assignment) -> None:
 def _mark_hoisted(program: Program, assignment: Assignment) -> None:
     for node in program.graph.graph.nodes:
         source, _ = producer(node)
-        if source in assignment.hoisted.nodes or (source in program.microbatch_invariant and not is_operator(source)):
+        # Inputs and constants are there before the first microbatch; operators only where the plan saves their results.
+        if source in assignment.hoisted or (source in program.microbatch_invariant and not is_operator(source)):
             set_info(node, replace(info(node), hoisted=True))
-    for node, index in assignment.hoisted.consumer_layouts:
+    for node, index in assignment.hoisted_consumer_layouts:
         set_info(node, replace(info(node), hoisted_outputs=(*info(node).hoisted_outputs, index)))

@@ -46,10 +46,12 @@ def bucket_collectives(program: Program, plan: Plan) -> Program:
     ends = {v for o, v in zip(program.outputs, program.output_values, strict=True) if o.kind == "gradient"}
     pending = [n for n in graph.nodes if _is_gradient_reduction(n, ends)]
     joined = False
+    # Level by level: a gradient that is reduced over two axes is in a bucket of the first, then in one of the second.
     while pending:
         ready = [n for n in pending if not _depends(n, pending)]
         position = {n: i for i, n in enumerate(graph.nodes)}
         groups: dict[tuple[str, torch.dtype, int], list[fx.Node]] = {}
+        # The order of availability: a bucket starts when its last member is known.
         for node in sorted(ready, key=lambda n: position[n.all_input_nodes[0]]):  # as they become available
             key = (str(node.args[2]), node.meta["val"].dtype, info(node).stage or 0)
             groups.setdefault(key, []).append(node)
@@ -79,6 +81,7 @@ def _is_gradient_reduction(node: fx.Node, ends: set[fx.Node | None]) -> bool:
         return False
     if node.target is not c10d.all_reduce.default or node.args[1] != "sum":
         return False
+    # Its wait, the only user of a collective.
     value = next(iter(node.users))
     while len(value.users) == 1 and value not in ends:
         value = next(iter(value.users))
@@ -96,6 +99,7 @@ def _depends(node: fx.Node, others: list[fx.Node]) -> bool:
 
 
 def _buckets(members: list[fx.Node], limit: float) -> list[list[fx.Node]]:
+    # Filled in order, not packed: a bucket of gradients from far apart would start late.
     buckets: list[list[fx.Node]] = [[]]
     size = 0
     for node in members:
@@ -113,6 +117,7 @@ def _join(graph: fx.Graph, members: list[fx.Node]) -> None:
     output = graph.output_node()
     waits = [next(iter(m.users)) for m in members]
     joined = [c for m in members if (c := info(m).collective) is not None]
+    # The latest member: all others are known where it is.
     with graph.inserting_before(members[-1].all_input_nodes[0].next):
         flat = members[0].args[0]
         if len(members) > 1:
@@ -152,6 +157,7 @@ def _move_users_behind(graph: fx.Graph, output: fx.Node) -> None:
     """Reductions over further axes, and what reshapes around them, follow the bucket that they use."""
     position = {n: i for i, n in enumerate(graph.nodes)}
     for node in list(graph.nodes):
+        # A user of the bucket's result must follow it; what it feeds follows in turn, as the loop goes on.
         if node is not output and any(position[a] > position[node] for a in node.all_input_nodes):
             output.prepend(node)
             position[node] = len(position) + position[node]

@@ -19,6 +19,7 @@ def eliminate_dead_code(program: Program, plan: Plan) -> Program:
     """Remove what is not used; the graph is the same on all ranks, so all drop the same collectives."""
     del plan
     graph = program.graph.graph
+    # Not fx's own pass: to that a wait_tensor has side effects, so unused collectives would stay.
     for node in reversed(list(graph.nodes)):
         if node.op in ("call_function", "get_attr") and not node.users and not draws(node):
             graph.erase_node(node)

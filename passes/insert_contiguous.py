@@ -1,4 +1,4 @@
-"""insert_contiguous: what a kernel reads as if it lay in one order lies so.
+"""insert_contiguous: arguments get the strides that their kernels ask for.
 
 Before::
 
@@ -8,12 +8,12 @@ Before::
 After::
 
     turned = aten.permute(x, [0, 2, 1])
-    contiguous = aten.contiguous(turned)                  # a copy, or the tensor itself where it lies so already
+    contiguous = aten.contiguous(turned)                  # a copy, or the tensor itself where it is contiguous already
     norm = aten.native_group_norm(contiguous, w, b, ...)
 
-What kernels ask for is in their rules, `autopar.rules.rule.Rule.strides`. An argument that is known to lie so stays as
+What kernels ask for is in their rules, `autopar.rules.rule.Rule.strides`. An argument that is known to have it stays as
 it is, see `autopar.rules.shapes.known_strides`. Users of one value share a copy, those of each pass of the step and of
-each stage one of their own, so that the copy is not kept besides the value.
+each stage one of their own, so that the copy is not saved besides the value.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ from autopar.rules.strides import copier
 
 
 def insert_contiguous(program: Program, plan: Plan) -> Program:
-    """Put a conditional copy in front of every argument that is not known to lie as its kernel asks."""
+    """Put a conditional copy before every argument that is not known to have the strides that its kernel asks for."""
     propagate(program, plan, everything=True)
     inserted = _insert(program.graph, known_strides(program.graph))
     if inserted:
         propagate(program, plan)
+    # The copies' own storages are not known: `propagate` has only filled in their shapes.
     set_graph_info(program.graph, replace(graph_info(program.graph), storages_known=not inserted))
     return program
 
@@ -79,17 +80,20 @@ def _insert(module: fx.GraphModule, known: Collection[fx.Node] | None) -> bool:
         needs = needs_of(node)
         if not any(needs):
             continue
-        brought = []
+        arguments = []
         for value, need in zip(tensors_of(node), needs, strict=True):
+            # One copy for each pass, stage and microbatch scope: shared between two, it would live from one to the
+            # other.
             key = (value, need, is_backward(node), info(node).stage, info(node).hoisted)
             if not need or has_strides(value, need, known):
-                brought.append(value)
+                arguments.append(value)
                 continue
             if key not in made:
                 made[key] = _copy(module.graph, value, need, node)
-            brought.append(made[key])
-        waiting, tensors = iter(brought), set(tensors_of(node))
-        values = [next(waiting) if a in tensors else a for a in tensor_arguments(node)]
+            arguments.append(made[key])
+        remaining, tensors = iter(arguments), set(tensors_of(node))
+        # Arguments that are no tensors, such as a device's coordinate, have no strides.
+        values = [next(remaining) if a in tensors else a for a in tensor_arguments(node)]
         node.args, node.kwargs = replace_tensor_arguments(node, values)
     if made:
         module.recompile()

@@ -7,11 +7,11 @@ Before::
 
 After::
 
-    relu = aten.relu(x); away = autopar.to_host(relu); mm = aten.mm(relu, w); ...
-    back = autopar.to_device(away); grad_w = aten.mm(back_t, grad)                  # away is saved, not relu
+    relu = aten.relu(x); host = autopar.to_host(relu); mm = aten.mm(relu, w); ...
+    back = autopar.to_device(host); grad_w = aten.mm(back_t, grad)                  # host is saved, not relu
 
-It comes back before the first operator that takes it. In a pipeline each stage sends what its own backward pass
-takes.
+It comes back before the first operator that reads it. In a pipeline each stage sends what its own backward pass
+reads.
 """
 
 from __future__ import annotations
@@ -36,29 +36,32 @@ def insert_offload(program: Program, plan: Plan) -> Program:
         return program
     order = {n: i for i, n in enumerate(program.graph.graph.nodes)}
     for value in offloaded:
-        late: dict[int, list[fx.Node]] = defaultdict(list)
+        by_stage: dict[int, list[fx.Node]] = defaultdict(list)
         for user in sorted((u for u in value.users if is_backward(u)), key=order.__getitem__):
+            # It comes back in the user's stage, or in the value's if that is later, and from there to the user.
             stages = (info(node).stage or 0 for node in (value, user))
-            late[max(stages)].append(user)  # to earlier ones it goes with the gradients
-        for stage, users in late.items():
+            by_stage[max(stages)].append(user)
+        for stage, users in by_stage.items():
             _send(program.graph.graph, value, users, stage)
     propagate(program, plan)
     return program
 
 
 def _send(graph: fx.Graph, value: fx.Node, users: list[fx.Node], stage: int) -> None:
-    """Let the users, the first of which comes first, take what has been on the host."""
+    """Let users, in the order of the graph, read the copy that comes back from host memory."""
+    # At once: the sooner it is copied, the sooner its memory is free.
     with graph.inserting_after(value):
         sent = _like(graph.call_function(to_host, (value,)), value, stage)
     with graph.inserting_before(users[0]):
         back = _like(graph.call_function(to_device, (sent,)), value, stage)
+    # Else the copy would come back in the forward pass, and be saved.
     back.meta["partitioner_tag"] = "is_backward"
     for user in users:
         user.replace_input_with(value, back)
 
 
 def _like(node: fx.Node, value: fx.Node, stage: int) -> fx.Node:
-    """The node with the notes of a value that it copies."""
+    """The node with what is known of the value that it copies."""
     source, index = producer(value)
     inherit_origin(node, source)
     known = info(source)

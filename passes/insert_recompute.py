@@ -8,7 +8,7 @@ Before::
 After::
 
     relu = aten.relu(x); mm = aten.mm(relu, w); ...
-    relu_again = aten.relu(x); grad_w = aten.mm(relu_again_t, grad)                 # x is saved instead
+    relu_recomputed = aten.relu(x); grad_w = aten.mm(relu_recomputed_t, grad)                 # x is saved instead
 
 A copy runs right before the first operator that needs it, so that few tensors are live at a time. Values that are only
 re-gathered, such as parameters, get an alias that belongs to the backward pass; with one for each user where they are
@@ -43,13 +43,14 @@ def insert_recompute(program: Program, plan: Plan) -> Program:
     copies = _Copies(graph, recompute)
     for node in list(graph.nodes):
         if node.op == "output":
-            early = list(program.output_values[: program.forward_outputs])
-            late = [v if v is None else copies.of(v, node) for v in program.output_values[program.forward_outputs :]]
-            node.args = ([*early, *late],)
+            results = list(program.output_values[: program.forward_outputs])
+            gradients = program.output_values[program.forward_outputs :]
+            node.args = ([*results, *(v if v is None else copies.of(v, node) for v in gradients)],)
         elif is_operator(node) and is_backward(node):
-            copies.bring(node)
+            copies.rewire(node)
+    # In reverse: an operator that only erased ones used goes, too. A draw stays, as it moves the generator on.
     for node in reversed(list(graph.nodes)):
-        if producer(node)[0] in recompute.late and not node.users and not draws(node):
+        if producer(node)[0] in recompute.backward_only and not node.users and not draws(node):
             graph.erase_node(node)
     return program
 
@@ -61,30 +62,32 @@ class _Copies:
         self.graph, self.recompute = graph, recompute
         self.made: dict[fx.Node, fx.Node] = {}
 
-    def bring(self, user: fx.Node) -> None:
-        """Let an operator of the backward pass take copies."""
+    def rewire(self, user: fx.Node) -> None:
+        """Let an operator of the backward pass read copies."""
+        # Cached: an operator that reads a value twice, such as x * x, gets one copy even where copies are per use.
         user.args, user.kwargs = map_nodes((user.args, user.kwargs), cache(lambda n: self.of(n, user)))
 
     def of(self, node: fx.Node, user: fx.Node) -> fx.Node:
-        """The copy of a node, made in front of ``user`` if it is not there yet; the node itself where it is kept."""
-        if producer(node) in self.recompute.apart:
+        """The copy of a node, made before ``user`` if there is none yet; the node itself where it is saved."""
+        if producer(node) in self.recompute.per_use:
             with self.graph.inserting_before(user):
                 return self._own(node)
-        waiting = [node]
-        while waiting:
-            last = waiting[-1]
+        # A stack, not recursion: chains of recomputed operators are longer than Python's calls may be deep.
+        pending = [node]
+        while pending:
+            last = pending[-1]
             missing = [n for n in self._needed(last) if n not in self.made]
             if missing:
-                waiting += missing
+                pending += missing
                 continue
-            waiting.pop()
+            pending.pop()
             if last not in self.made and self._repeated(last):
                 with self.graph.inserting_before(user):
                     self.made[last] = self._copy(last)
         return self.made.get(node, node)
 
     def _repeated(self, node: fx.Node) -> bool:
-        several = isinstance(node.meta.get("val"), tuple | list)  # whose outputs speak for themselves
+        several = isinstance(node.meta.get("val"), tuple | list)  # its getitems have the values
         return node in self.recompute.nodes if several else producer(node) in self.recompute.values
 
     def _needed(self, node: fx.Node) -> list[fx.Node]:
@@ -92,13 +95,14 @@ class _Copies:
         source, _ = producer(node)
         if not self._repeated(node) or source not in self.recompute.nodes:
             return []
+        # An output of several comes with its operator.
         if source is not node:
             return [source]
-        return [n for n in source.all_input_nodes if self._repeated(n) and producer(n) not in self.recompute.apart]
+        return [n for n in source.all_input_nodes if self._repeated(n) and producer(n) not in self.recompute.per_use]
 
     def _own(self, node: fx.Node) -> fx.Node:
-        """A copy for one user, of what each user has a copy of for itself; of others the copy that all have."""
-        return self._copy(node) if producer(node) in self.recompute.apart else self.made.get(node, node)
+        """The copy for one user where copies are per use, else the copy that all users share."""
+        return self._copy(node) if producer(node) in self.recompute.per_use else self.made.get(node, node)
 
     def _copy(self, node: fx.Node) -> fx.Node:
         source, index = producer(node)
@@ -108,12 +112,14 @@ class _Copies:
             set_info(copied, replace(info(node), recompute_of=node.name))
         else:
             copied = self._alias(node, index)
+        # Of the backward pass: cut as a forward node, its result would be saved after all.
         copied.meta["partitioner_tag"] = "is_backward"
         set_info(copied, replace(info(copied), hoisted=False, hoisted_outputs=()))  # it is of one microbatch
         return copied
 
     def _alias(self, node: fx.Node, index: int) -> fx.Node:
         source, _ = producer(node)
+        # An alias computes nothing: it is a node of the backward pass from which the moves of that pass start.
         alias = self.graph.call_function(aten.alias.default, (node,))
         inherit_origin(alias, node)
         known, layout = info(source), info(source).layout(index)

@@ -46,6 +46,7 @@ def _localize(node: fx.Node, sizes: Sequence[int]) -> None:
         parts = letter_parts(info(node).strategy, letters, sizes)
         if parts == 1:
             continue
+        # A default that was left out stays so.
         if isinstance(key, int) and key < len(node.args):
             node.update_arg(key, _divide(node.args[key], parts))
         elif str(key) in node.kwargs:
@@ -56,5 +57,6 @@ def _divide(value: Any, parts: int) -> Any:
     if isinstance(value, list | tuple):
         return [_divide(v, parts) for v in value]
     assert isinstance(value, int)
+    # Candidates divide every factor of a letter, and so its counts.
     assert value % parts == 0
     return value // parts

@@ -38,6 +38,7 @@ def lower_operators(program: Program, plan: Plan) -> Program:
         if is_operator(node) and info(node).operator is not None:
             letters = lowered_letters(info(node).operator, info(node).strategy)
             lower = info(node).operator.rule.lower
+            # Letters of one lowering may be split together, such as the batch and a spatial dim of a batch norm.
             if any(lower[c] is not lower[letters[0]] for c in letters):
                 raise ValueError(f"node {node.name} is split along {letters}, each with other code; choose one of them")
             if letters:
@@ -57,7 +58,7 @@ def lowered_letters(operator: Operator, names: tuple[str, ...]) -> list[str]:
 
 @dataclass
 class Context:
-    """What a lowering may ask; see `autopar.rules.rule.Lowering`."""
+    """A lowering's view of the device that its code runs on, see `autopar.rules.rule.Lowering`."""
 
     graph: fx.Graph
     tracer: Any
@@ -76,6 +77,7 @@ class Context:
         """This device's number among them: the first axis is the outermost."""
         index: Any = 0
         for a in self.axes:
+            # A node, not a number: the graph is the same on every rank.
             here = fx.Proxy(self.graph.call_function(axis_index, (self.machine.names[a],)), self.tracer)
             index = here if a == self.axes[0] else index * self.machine.sizes[a] + here
         return index
@@ -90,6 +92,7 @@ class Context:
 
     def all_reduce(self, x: Any, op: str) -> Any:
         """Reduce over the devices that share the letter."""
+        # In the order of `Lowering.all_reduces`, by which the cost counts them.
         letters, size = lowered_bytes(info(self.node).operator, self.letter)[self.reduced]
         size /= letter_parts(info(self.node).strategy, letters, self.machine.sizes)
         self.reduced += 1
@@ -107,6 +110,7 @@ def _lower(graph: fx.Graph, node: fx.Node, letters: list[str], machine: Machine)
     letter = letters[0]
     axes = tuple(a for a, name in enumerate(info(node).strategy) if name.partition(".")[0] in letters)
     tracer = fx.proxy.GraphAppendingTracer(graph)
+    # All nodes between this one and the operator are the lowering's.
     last = node.prev
     with graph.inserting_before(node):
         context = Context(graph, tracer, node, letter, axes, machine)
@@ -116,6 +120,7 @@ def _lower(graph: fx.Graph, node: fx.Node, letters: list[str], machine: Machine)
     while made is not node:
         inherit_origin(made, node)
         made = made.next
+    # The search has charged for the announced all-reduces: others would make its prediction wrong.
     if context.reduced != len(operator.rule.lower[letter].all_reduces):
         raise ValueError(f"the lowering of {node.target} along {letter} announced other all-reduces than it made")
     several = len(info(node).types) > 1
@@ -137,7 +142,7 @@ def _replace(node: fx.Node, other: fx.Node) -> None:
 
 
 def _describe(other: fx.Node, node: fx.Node) -> None:
-    """Say of what stands in for an operator what is known of that; what ``other`` itself computes, only it knows."""
+    """Copy what is known of an operator to the node that stands in for it, but for what that itself computes."""
     own = info(other)
     other.meta.update(torch_meta(node, but=("val",)))
     set_info(other, replace(
@@ -149,6 +154,7 @@ def _describe(other: fx.Node, node: fx.Node) -> None:
 def _stand_in(node: fx.Node, index: int, value: fx.Node, *, several: bool) -> None:
     """Let ``value`` be output ``index`` of ``node`` for all its users."""
     source, position = producer(value)
+    # The notes of a node are of all its outputs; a second output could not have its own.
     if position:
         raise ValueError(f"the lowering of {node.target} returns output {position} of {source.target}, not the first")
     _describe(source, node)

@@ -13,7 +13,7 @@ After::
 
 The padding goes through every operator that stays right with it (`autopar.rules.rule.padding_of`); what an operator
 needs there is filled in. Any other operator gets its arguments without padding (`aten.narrow`), and its results are
-padded again where that is wanted (`aten.pad`). Parameters and gradients cross the boundary of the step without it.
+padded again where that is wanted (`aten.pad`). Parameters and gradients enter and leave the step without it.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ def pad(program: Program, shapes: Shapes) -> Program:
     if program.repeat is None:
         return padded
     shorter = program.repeat.shorter
+    # The shorter program has fewer layers, and so fewer parameters to pad.
     there = {i.name for i in shorter.inputs if i.kind == "parameter"}
     own = {name: shape for name, shape in shapes.items() if name in there}
     return replace(padded, repeat=replace(program.repeat, shorter=pad(shorter, own)))
@@ -96,55 +97,73 @@ def padded_factors(program: Program, dims: Dims, shapes: Shapes) -> dict[int, in
 
 
 class _Padding:
-    """A program in the course of being copied with longer dims."""
+    """A copy of a program with longer dims.
+
+    Attributes:
+        made: the copy of each node.
+        padding: padded dims of each value, as its operator makes it.
+        holds: padded dims of each node of the copy that is an argument.
+        forms: the nodes of the copy that are a value with some of its dims padded.
+        masks: the nodes that say which elements of a dim are padding, by size, padded size and dims after it.
+    """
 
     def __init__(self, program: Program, dims: Dims, sizes: Mapping[int, int]) -> None:
         self.program, self.dims, self.sizes = program, dims, sizes
         self.graph = fx.Graph()
         self.made: dict[fx.Node, fx.Node] = {}
-        self.native: dict[Value, Fills] = {}  # the padded dims of each value as its operator makes it
-        self.holds: dict[fx.Node, Fills] = {}  # the padded dims of each argument
+        self.padding: dict[Value, Fills] = {}
+        self.holds: dict[fx.Node, Fills] = {}
         self.forms: dict[Any, fx.Node] = {}
-        self.outside: dict[tuple[int, int, int], fx.Node] = {}
+        self.masks: dict[tuple[int, int, int], fx.Node] = {}
+        # Fake tensors of one mode only can meet in an operator.
         self.mode: Any = next(n.meta["val"].fake_mode for n in program.placeholders)
 
     def run(self) -> Program:
+        """Copy node by node, then the outputs."""
         specs = dict(zip(self.program.placeholders, self.program.inputs, strict=True))
-        tangents = {i.name for i in self.program.inputs if i.kind == "tangent"}
         used: dict[tuple[str, str], tuple[int, ...]] = {}
         for node in self.program.graph.graph.nodes:
             if node.op == "placeholder":
                 kind, name = specs[node].kind, specs[node].name
-                padded = self.paddable(self.dims.types[node, 0]) if kind in ("parameter", "tangent") else {}
+                type_ = self.dims.types[node, 0]
+                padded = self.paddable(type_) if kind in ("parameter", "tangent") else {}
                 if padded:
-                    used[kind, name] = self.dims.types[node, 0].shape
+                    used[kind, name] = type_.shape
                 self.copy(node, padded)
             elif is_operator(node):
                 self.operator(node)
             elif node.op != "output":  # a constant, or getitem
                 self.copy(node, {})
+        finals = self.outputs({i.name: n for n, i in specs.items() if i.kind == "parameter"}, used)
+        self.graph.output(finals).meta = dict(self.program.output_node.meta)
+        module = fx.GraphModule(self.program.graph, self.graph)
+        module.meta = dict(self.program.graph.meta)
+        module.graph.lint()
+        return replace(self.program, graph=module, used=used)
+
+    def outputs(
+        self, parameters: Mapping[str, fx.Node], used: dict[tuple[str, str], tuple[int, ...]]
+    ) -> list[fx.Node | None]:
+        """The outputs of the copy; shapes of padded results without their padding are added to ``used``."""
+        tangents = {i.name for i in self.program.inputs if i.kind == "tangent"}
         finals: list[fx.Node | None] = []
-        parameters = {i.name: n for n, i in specs.items() if i.kind == "parameter"}
-        last = self.program.output_node
         for output, value in zip(self.program.outputs, self.program.output_values, strict=True):
             if value is None:
                 finals.append(None)
                 continue
             wanted: Fills = {}
             if output.kind in ("gradient", "parameter"):
-                wanted = dict.fromkeys(self.native[parameters[output.name], 0], 0.0)
+                # Zeros, so that the optimizer leaves the padding of the parameter zero.
+                wanted = dict.fromkeys(self.padding[parameters[output.name], 0], 0.0)
             elif output.kind == "result" and output.name in tangents:
+                # Its tangent is padded, and both must have one layout.
                 wanted = dict.fromkeys(self.paddable(self.dims.type_of(value)), None)
             elif output.kind == "result":
-                wanted = dict.fromkeys(self.native[producer(value)], None)
+                wanted = dict.fromkeys(self.padding[producer(value)], None)
             if output.kind == "result" and wanted:
                 used["result", output.name] = self.dims.type_of(value).shape
-            finals.append(self.form(value, wanted, value))
-        self.graph.output(finals).meta = dict(last.meta)
-        module = fx.GraphModule(self.program.graph, self.graph)
-        module.meta = dict(self.program.graph.meta)
-        module.graph.lint()
-        return replace(self.program, graph=module, used=used)
+            finals.append(self.with_padding(value, wanted, value))
+        return finals
 
     def paddable(self, type_: TensorType) -> Fills:
         """Dims that would be padded, zeros in the padding."""
@@ -155,7 +174,7 @@ class _Padding:
         return self.sizes.get(id(dim[0]), 0) if len(dim) == 1 else 0
 
     def copy(self, node: fx.Node, padded: Fills) -> None:
-        """A placeholder, longer where it is padded, a constant, or an output of an operator with several."""
+        """Copy a placeholder, longer where it is padded, a constant, or an output of an operator with several."""
         args: Any = node.args
         if node.op == "call_function":
             args = (self.made[args[0]], args[1])
@@ -163,9 +182,10 @@ class _Padding:
         made.meta = dict(node.meta)
         self.made[node] = made
         if node.op == "call_function":
+            # A view of what its producer computes: shapes are never guessed.
             made.meta["val"] = args[0].meta["val"][args[1]]
             return
-        self.native[node, 0] = padded
+        self.padding[node, 0] = padded
         if padded:
             value = node.meta["val"]
             with self.mode:
@@ -173,32 +193,23 @@ class _Padding:
 
     def shape(self, node: fx.Node, output: int) -> list[int]:
         """Padded shape of an output."""
-        type_, padded = self.dims.types[node, output], self.native[node, output]
+        type_, padded = self.dims.types[node, output], self.padding[node, output]
         return [
             self.padded_size(dim) if d in padded else n
             for d, (dim, n) in enumerate(zip(type_.dims, type_.shape, strict=True))
         ]
 
     def operator(self, node: fx.Node) -> None:
+        """An operator on longer tensors, as far as it stays right with padding."""
         operator = self.dims.operators[node]
-        letters = self.letters(node, operator)
-        values = []
-        sources = list(zip(tensor_arguments(node), operator.rule.inputs, strict=True))
-        for i, (argument, dims) in enumerate(sources):
-            wanted: Fills = {}
-            for d, group in enumerate(dims):
-                if len(group) == 1 and group[0] in letters:
-                    padding = padding_of(operator.rule, group[0])
-                    assert padding is not None
-                    wanted[d] = padding.inputs[i] if i < len(padding.inputs) else None
-                    if operator.inputs[i].dtype.startswith("int"):
-                        wanted[d] = 0  # it may be a place in another tensor
-            values.append(self.form(argument, wanted, node))
+        letters = self.padded_letters(node, operator)
+        arguments = enumerate(tensor_arguments(node))
+        values = [self.with_padding(a, self.wanted(operator, i, letters), node) for i, a in arguments]
         for i, dims_or_none in enumerate(operator.rule.outputs):
             padded = [
                 (d, group[0]) for d, group in enumerate(dims_or_none or ()) if len(group) == 1 and group[0] in letters
             ]
-            self.native[node, i] = {d: self.content(node, c, values) for d, c in padded}
+            self.padding[node, i] = {d: self.padding_of_output(node, c, values) for d, c in padded}
         args, kwargs = replace_tensor_arguments(node, values)
         if letters:
             longer, kwargs = lengthened(operator.rule, args, kwargs, self.shape(node, 0), letters)
@@ -209,7 +220,20 @@ class _Padding:
         if letters:
             made.meta["val"] = self.compute(made, operator.rule)
 
-    def letters(self, node: fx.Node, operator: Operator) -> dict[str, tuple[int, int]]:
+    def wanted(self, operator: Operator, i: int, letters: Mapping[str, tuple[int, int]]) -> Fills:
+        """What argument number ``i`` must hold in its padding."""
+        found: Fills = {}
+        for d, group in enumerate(operator.rule.inputs[i]):
+            if len(group) != 1 or group[0] not in letters:
+                continue
+            padding = padding_of(operator.rule, group[0])
+            assert padding is not None
+            found[d] = padding.inputs[i] if i < len(padding.inputs) else None
+            if operator.inputs[i].dtype.startswith("int"):
+                found[d] = 0  # it may be an index into another tensor
+        return found
+
+    def padded_letters(self, node: fx.Node, operator: Operator) -> dict[str, tuple[int, int]]:
         """Size and padded size of the operator's letters that it can have padded."""
         rule = operator.rule
         if find_rule(node.target) is None:  # discovered: what it makes of padding is not known
@@ -224,27 +248,28 @@ class _Padding:
                 size = self.padded_size(dim) if len(group) == 1 else 0
                 for c in group:
                     found.setdefault(c, set()).add((dim[0].size, size) if size else (0, 0))
+        # A letter that is padded in one tensor and not in another (a factor of its own there) must stay as it is.
         single = {c: next(iter(sizes)) for c, sizes in found.items() if len(sizes) == 1}
         return {c: (n, size) for c, (n, size) in single.items() if size and padding_of(rule, c) is not None}
 
-    def content(self, node: fx.Node, letter: str, values: list[fx.Node]) -> float | None:
-        """What the padding of a letter holds in the outputs."""
+    def padding_of_output(self, node: fx.Node, letter: str, values: list[fx.Node]) -> float | None:
+        """What the padding of a letter holds in the outputs; None: it is not known."""
         rule = self.dims.operators[node].rule
         if rule.padded is not None and letter in rule.padded:
             return rule.padded[letter].output
         if node.target is aten.full.default:
             return 0.0 if node.args[1] == 0 else None
-        having = [
+        held = [
             self.holds[value].get(d)
             for value, dims in zip(values, rule.inputs, strict=True)
             for d, group in enumerate(dims)
             if letter in group
         ]
-        return 0.0 if having and all(h == 0.0 for h in having) and vanishes(rule, letter) else None
+        return 0.0 if held and all(h == 0.0 for h in held) and vanishes(rule, letter) else None
 
-    def form(self, value: fx.Node, wanted: Fills, user: fx.Node) -> fx.Node:
+    def with_padding(self, value: fx.Node, wanted: Fills, user: fx.Node) -> fx.Node:
         """A value with just the ``wanted`` dims padded, and filled as they say."""
-        native = self.native.get(producer(value), {})
+        native = self.padding.get(producer(value), {})
         key = (value, tuple(sorted(wanted.items(), key=lambda item: item[0])))
         if key in self.forms:
             return self.forms[key]
@@ -254,31 +279,34 @@ class _Padding:
             del holds[d]
         missing = [d for d in wanted if d not in native]
         if missing:
+            # `aten.pad` names the ends of dims from the last one on, two numbers each.
             ends = [0] * (2 * len(type_.dims))
             for d in missing:
                 ends[2 * (len(type_.dims) - 1 - d) + 1] = self.padded_size(type_.dims[d]) - type_.shape[d]
             made = self.call(user, aten.pad.default, made, ends, "constant", 0.0)
+            # New zeros lie in the padding of other dims, too: that holds what it held only if it held zeros.
             holds = {**{d: h if h == 0.0 else None for d, h in holds.items()}, **dict.fromkeys(missing, 0.0)}
         for d, fill in wanted.items():
             if fill is not None and holds[d] != fill:
                 size, after = self.padded_size(type_.dims[d]), len(type_.dims) - 1 - d
-                outside = self.mask(user, type_.shape[d], size, after)
-                made = self.call(user, aten.masked_fill.Scalar, made, outside, fill)
+                mask = self.mask(user, type_.shape[d], size, after)
+                made = self.call(user, aten.masked_fill.Scalar, made, mask, fill)
+                # Likewise: where two paddings meet, the later fill stands.
                 holds = {k: h if h == fill else None for k, h in holds.items()} | {d: fill}
         self.holds[made] = holds
         self.forms[key] = made
         return made
 
     def mask(self, user: fx.Node, size: int, padded: int, after: int) -> fx.Node:
-        """Which elements of a dim are padding; ``after`` dims come behind it."""
+        """Which elements of a dim are padding, broadcast over the ``after`` dims that follow it."""
         key = (size, padded, after)
-        if key not in self.outside:
+        if key not in self.masks:
             device = self.program.placeholders[0].meta["val"].device
-            places = self.call(user, aten.arange.default, padded, device=device)
-            outside = self.call(user, aten.ge.Scalar, places, size)
+            positions = self.call(user, aten.arange.default, padded, device=device)
+            outside = self.call(user, aten.ge.Scalar, positions, size)
             ones = [1] * after
-            self.outside[key] = self.call(user, aten.reshape.default, outside, [padded, *ones]) if after else outside
-        return self.outside[key]
+            self.masks[key] = self.call(user, aten.reshape.default, outside, [padded, *ones]) if after else outside
+        return self.masks[key]
 
     def call(self, user: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         made = self.graph.call_function(target, args, kwargs)

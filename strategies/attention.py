@@ -19,11 +19,12 @@ BHKE = "bhke"
 BHQE = "b(hg)qe"
 
 HEADS_LAST = (LAST,) * 3
-"""Kernels read the elements of a query, a key or a value one after the other."""
+"""Kernels read the elements of a query, a key or a value as contiguous."""
 
 
 def _mask(mask: Spec) -> str:
     """Letters of a mask that broadcasts to ``b(hg)qk``; g is 1 where there is one."""
+    # Masks align at the last dim.
     names = ["b", "hg", "q", "k"][4 - mask.ndim :]
     return dims([c if n != 1 else "" for c, n in zip(names, mask.shape, strict=True)])
 
@@ -46,6 +47,7 @@ def _blocked(dropout_p: float, queries: bool) -> str:
 def _flops(query: Spec, key: Spec, value: Spec, products: float, causal: bool) -> float:
     """Operations of some products of scores' size; a kernel skips what a causal mask hides."""
     (b, h, q, d), k, e = query.shape, key.shape[2], value.shape[3]
+    # The lower triangle; causal masks of other shapes are counted in full.
     pairs = q * (q + 1) / 2 if causal and q == k else q * k
     return products * b * h * pairs * (d + e)
 
@@ -56,6 +58,7 @@ def _masking(kernel: Any, flops: float) -> Lowering:
     def build(context: Any, *args: Any, scale: float | None = None) -> Any:
         *tensors, dropout_p, _ = args
         queries, keys = context.local_size("q"), context.global_size("k")
+        # Row r of this device is query ``index * queries + r``, which sees the keys up to itself.
         hidden = aten.new_full.default(tensors[0], [queries, keys], -math.inf)
         mask = aten.triu.default(hidden, context.axis_index() * queries + 1)
         return kernel(*tensors, dropout_p, False, attn_mask=mask, scale=scale)
@@ -68,10 +71,12 @@ def _forward(
     tied: bool = False, masked: Any = None, strides: tuple[str, ...] = HEADS_LAST,
 ) -> Rule:  # fmt: skip
     """A forward kernel; ``tied``: its queries cannot be split; ``masked``: the kernel that takes any mask."""
+    # Only a kernel that takes a mask can be told which queries a device has.
     told = causal and masked is not None
     return Rule(
         f"{','.join([BHQD, BHKD, BHKE, *extra])}->{outputs}",
         blocked=_blocked(dropout_p, tied or (causal and not told)),
+        # Outputs without these letters are random states, the same on every device.
         keep="bhgq",
         random=dropout_p > 0,
         lower={"q": _masking(masked, _flops(query, key, value, 2.0, False))} if told else {},
@@ -91,6 +96,7 @@ def _backward(
         f"{','.join(inputs)}->{outputs}",
         blocked=_blocked(dropout_p, tied or (causal and not told)),
         reduce="bhgq",
+        # Linear in the gradient of the output, all that was saved being fixed.
         linear=((0,),) if dropout_p == 0 else (),
         scaled=dict(scaled),
         lower={"q": _masking(masked, _flops(query, key, value, 5.0, False))} if told else {},
@@ -153,6 +159,7 @@ def flash(
 @rule(aten._scaled_dot_product_flash_attention_backward.default)
 def flash_backward(grad: Spec, query: Spec, key: Spec, value: Spec, *args: Any, **_: Any) -> Rule:
     """Its gradients; ``args``: out, logsumexp, cum_seq (2), max_q, max_k, dropout, causal, seed, offset."""
+    # Cumulative lengths are None outside of nested tensors; seed and offset are small tensors.
     plain = [text for t in (*args[2:4], *args[8:10]) for text in _plain(t)]
     inputs = [BHQE, BHQD, BHKD, BHKE, BHQE, "b(hg)q", *plain]
     strides = (LAST, *HEADS_LAST, LAST, ROW_MAJOR)
@@ -187,6 +194,7 @@ def efficient_backward(
     plain = [text for t in args[2:4] for text in _plain(t)]
     inputs = [BHQE, BHQD, BHKD, BHKE, *bias, BHQE, "b(hg)1", *plain]
     outputs = [BHQD, BHKD, BHKE, *(bias or ["_"])]
+    # The gradient mask says which of the four gradients there are.
     masked = ",".join(text if wanted else "_" for text, wanted in zip(outputs, args[5], strict=True))
     strides = (LAST, *HEADS_LAST, *[LAST] * len(bias), LAST, ROW_MAJOR)
     return _backward(query, key, value, inputs, masked, args[4], any(args[6:7]), tied=True, strides=strides)

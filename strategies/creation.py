@@ -14,6 +14,7 @@ aten = torch.ops.aten
 @rule(aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format)
 def full(size: Sequence[int], *_: Any, **__: Any) -> Rule:
     """One value everywhere: each device makes its own block."""
+    # The size argument becomes the local one.
     return Rule(f"->{letters(len(size)) or '.'}", shapes=(0,))
 
 
@@ -26,6 +27,7 @@ def scalar_tensor(value: Any, **_: Any) -> Rule:
 @rule(aten.arange.default, aten.arange.start, aten.arange.start_step)
 def arange(*_: Any, **__: Any) -> Rule:
     """Numbers in order: every device makes all of them, a split is a slice of that."""
+    # A block of a range begins at another number, which no argument of the call could say on all ranks alike.
     return Rule("->a", blocked="a")
 
 
@@ -37,8 +39,9 @@ def eye(*_: Any, **__: Any) -> Rule:
 
 @rule(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default)
 def new(x: Spec, size: Sequence[int], *_: Any, **__: Any) -> Rule:
-    """One value everywhere; ``x``, of which only the dtype matters, may lie in any way."""
+    """One value everywhere; ``x``, of which only the dtype matters, may have any layout."""
     names = letters(x.ndim)
+    # The usual case: split as ``x`` is, it needs nothing from other devices.
     if tuple(size) == x.shape:
         return Rule(f"{names or '.'}->{names or '.'}", shapes=(1,))
     return Rule(f"{names or '.'}->{letters(len(size), x.ndim) or '.'}", keep=names, shapes=(1,))
@@ -51,13 +54,11 @@ def triangle(x: Spec, diagonal: int = 0) -> Rule:
     return Rule(f"{names}->{names}", blocked=names[-2:], linear=((0,),) if x.dtype != torch.bool else ())
 
 
-aten = torch.ops.aten
-
-
 @rule(torch.ops.autopar.draw.default)
 def draw(distribution: str, parameters: Sequence[float], size: Sequence[int], order: Sequence[int], **_: Any) -> Rule:
     """Independent numbers, which may be split in any way; not so a permutation."""
     names = letters(len(size))
+    # Blocks drawn apart would repeat numbers.
     if distribution == "permutation":
         return Rule("->a", blocked="a", random=True)
     return Rule(f"->{names or '.'}", shapes=(2,), random=True)

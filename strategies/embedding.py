@@ -18,6 +18,7 @@ def _local(context: Any, indices: Any) -> tuple[Any, Any]:
 
 def _build_embedding(context: Any, weight: Any, indices: Any, padding_idx: int = -1, *_: Any) -> Any:
     local, outside = _local(context, indices)
+    # Row 0 is there on every device; what other devices' tokens read of it is zeroed.
     rows = aten.embedding.default(weight, aten.masked_fill.Scalar(local, outside, 0))
     return aten.masked_fill.Scalar(rows, aten.unsqueeze.default(outside, -1), 0)
 
@@ -48,6 +49,7 @@ def _build_backward(
     context: Any, grad: Any, indices: Any, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
 ) -> Any:
     local, outside = _local(context, indices)
+    # In global numbers: the local row of this number is another one.
     if padding_idx >= 0:
         outside = aten.logical_or.default(outside, aten.eq.Scalar(indices, padding_idx))
     # Rows of other devices go to one row too many, which is cut off.

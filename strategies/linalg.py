@@ -18,12 +18,14 @@ Linear = tuple[tuple[int, ...], ...]
 def batched(equation: str, linear: Linear = (), strides: str = ANY) -> Callable[..., Rule]:
     """A rule function from the equation of one matrix: batch dims in front, which broadcast, are free."""
     left, right = (side.split(",") for side in equation.split("->"))
+    # Every element of a decomposition depends on the whole matrix.
     blocked = "".join(dict.fromkeys(c for c in equation if c.isalpha()))
 
     def batched_rule(*args: Any, **kwargs: Any) -> Rule:
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Spec)]
         shapes = [t.shape[: t.ndim - len(own)] for t, own in zip(tensors, left, strict=True)]
         padded = itertools.zip_longest(*(reversed(s) for s in shapes), fillvalue=1)
+        # Batch dims broadcast: the longest of each column is the result's.
         sizes = [max(column) for column in padded][::-1]
         names = [c if n != 1 else "" for c, n in zip(letters(len(sizes), FIRST_BATCH_LETTER), sizes, strict=True)]
         inputs = []
@@ -64,6 +66,7 @@ rule(aten.ormqr.default)(lambda a, tau, b, *_: batched("mn,k,pr->pr", ((2,),))(a
 @rule(aten.lu_unpack.default)
 def lu_unpack(lu: Spec, pivots: Spec, unpack_data: bool = True, unpack_pivots: bool = True) -> Rule:
     """Permutation and triangles; what is not asked for is empty."""
+    # Otherwise some outputs are empty, and have no batch dims to share.
     if unpack_data and unpack_pivots:
         return batched("mn,k->pq,rs,tu")(lu, pivots)
     permutation, triangle = ("1" * lu.ndim if wanted else "1" for wanted in (unpack_pivots, unpack_data))
@@ -84,9 +87,6 @@ def cross(a: Spec, b: Spec, *, dim: int = -1) -> Rule:
     names = letters(a.ndim)
     inputs = [dims([c if n == m else "" for c, n, m in zip(names, t.shape, sizes, strict=True)]) for t in (a, b)]
     return Rule(f"{','.join(inputs)}->{names}", blocked=names[dim], linear=((0,), (1,)))
-
-
-aten = torch.ops.aten
 
 
 def _transform(x: Spec, transformed: Sequence[int], changes: bool) -> Rule:

@@ -18,6 +18,7 @@ def _rule(x: Spec, dim: int, linear: tuple[tuple[int, ...], ...], lowering: Any,
     """Every dim kept; ``dim`` is split with ``lowering``, which all-reduces ``sums`` numbers a row."""
     names = letters(x.ndim)
     equation = f"{','.join([names or '.'] * len(padding.inputs))}->{names or '.'}"
+    # A tensor without dims has nothing to split.
     if not x.ndim:
         return Rule(equation, linear=linear)
     row, own = names.replace(names[dim], ""), names[dim]
@@ -29,6 +30,7 @@ def _rule(x: Spec, dim: int, linear: tuple[tuple[int, ...], ...], lowering: Any,
 def _shifted(context: Any, x: Any, dim: int, half_to_float: bool) -> tuple[Any, Any, Any]:
     """``x`` less its row maximum, the exponential of that, and its row sum, over all devices."""
     x = aten._to_copy.default(x, dtype=torch.float32) if half_to_float else x
+    # The maximum of the whole row: with that of a part, exponentials of two devices would have different scales.
     shifted = aten.sub.Tensor(x, context.all_reduce(aten.amax.default(x, [dim], True), "max"))
     exponential = aten.exp.default(shifted)
     return shifted, exponential, context.all_reduce(aten.sum.dim_IntList(exponential, [dim], True), "sum")
@@ -45,6 +47,7 @@ def _build_log_softmax(context: Any, x: Any, dim: int, half_to_float: bool) -> A
 
 
 def _build_softmax_backward(context: Any, grad: Any, output: Any, dim: int, input_dtype: torch.dtype) -> Any:
+    # (grad - sum(grad * y)) * y, the sum over all devices.
     product = aten.mul.Tensor(grad, output)
     total = context.all_reduce(aten.sum.dim_IntList(product, [dim], True), "sum")
     return aten._to_copy.default(aten.sub.Tensor(product, aten.mul.Tensor(output, total)), dtype=input_dtype)
@@ -59,6 +62,7 @@ def _build_log_softmax_backward(context: Any, grad: Any, output: Any, dim: int, 
 @rule(aten._softmax.default)
 def softmax(x: Spec, dim: int, half_to_float: bool) -> Rule:
     """Softmax."""
+    # Padding of minus infinity adds nothing to the sum, and is 0 in the result.
     return _rule(x, dim, (), _build_softmax, 2, Padding((-math.inf,), 0.0))
 
 

@@ -8,6 +8,7 @@ from autopar.rules.rule import MATRIX, ROW_MAJOR, Rule, Spec, rule
 
 aten = torch.ops.aten
 
+# Bilinear: Partial in one operand passes, in both it does not.
 EITHER = ((0,), (1,))
 
 
@@ -40,6 +41,7 @@ def dot(a: Spec, b: Spec) -> Rule:
 @rule(aten.addr.default)
 def addr(x: Spec, a: Spec, b: Spec, *, beta: float = 1, alpha: float = 1) -> Rule:
     """Outer product, added to a matrix."""
+    # The addend broadcasts: it has the outer product's dims, or ones, or fewer.
     shape = (a.shape[0], b.shape[0])[2 - x.ndim :]
     whole = "".join(c if n == m else "1" for c, n, m in zip("mn"[2 - x.ndim :], x.shape, shape, strict=True))
     return Rule(f"{whole or '.'},m,n->mn", linear=((0, 1), (0, 2)))
@@ -55,6 +57,7 @@ def vdot(a: Spec, b: Spec) -> Rule:
 def cdist(a: Spec, b: Spec, p: float, mode: int | None) -> Rule:
     """Distances between all rows of two matrices, for each element of a batch."""
     batch = "".join(c if n != 1 else "1" for c, n in zip("bcdefgh", a.shape[:-2], strict=False))
+    # A root over the sum of powers: parts of rows do not add up.
     return Rule(f"{batch}pm,{batch}rm->{batch}pr", blocked="m")
 
 
@@ -64,9 +67,6 @@ def cdist_backward(grad: Spec, a: Spec, b: Spec, p: float, distances: Spec) -> R
     batch = "".join(c if n != 1 else "1" for c, n in zip("bcdefgh", a.shape[:-2], strict=False))
     pairs = f"{batch}pr"
     return Rule(f"{pairs},{batch}pm,{batch}rm,{pairs}->{batch}pm", reduce="r", blocked="m", linear=((0,),))
-
-
-aten = torch.ops.aten
 
 
 @rule("transformers.grouped_mm_fallback.default")
@@ -80,6 +80,7 @@ def grouped_mm(rows: Spec, weight: Spec, ends: Spec) -> Rule:
 def grouped_mm_backward(rows: Spec, weight: Spec, ends: Spec, grad: Spec) -> Rule:
     """Gradients of rows and weight; only the first is a sum over the weight's columns."""
     (s, k), n = rows.shape, weight.shape[2]
+    # Rows are sorted by expert, and ``ends`` says where each expert's begin: neither can be cut.
     equation = "sk,ekn,e,sn->sk,ekn"
     return Rule(equation, reduce="n", blocked="se", linear=((3,),), flops=4.0 * s * k * n)
 
@@ -90,7 +91,9 @@ def torch_grouped_mm(
 ) -> Rule:
     """The same in torch: also a product for each expert (3D rows), and gradients of weights (rows 2D on both sides)."""
     row, column = ("esk" if rows.ndim == 3 else "sk"), ("ekn" if weight.ndim == 3 else "kn")
+    # With one ragged operand the experts are parts of a dim of the result; else they are a dim of its own.
     result = "sn" if (rows.ndim, weight.ndim) in ((2, 3), (3, 2)) else "esn"
+    # The ragged dim: rows of 2D x 3D, columns of 3D x 2D, and of 2D x 2D the dim that is summed over.
     blocked = "e" + {(2, 3): "s", (3, 2): "n", (2, 2): "k"}.get((rows.ndim, weight.ndim), "")
     inputs = ",".join([row, column, *["e"] * (ends is not None)])
     flops = 2.0 * rows.shape[-2] * rows.shape[-1] * weight.shape[-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ aten = torch.ops.aten
 def _rows(x: Spec, normalized_shape: Sequence[int]) -> tuple[str, str, str]:
     """Letters of the free dims, of the normalized ones, and the equation of a statistic."""
     names = letters(x.ndim)
+    # Statistics are of each row: rows are free, and a row is whole.
     free, inner = names[: x.ndim - len(normalized_shape)], names[x.ndim - len(normalized_shape) :]
     return free, inner, free + "1" * len(inner)
 
@@ -78,6 +79,7 @@ def rms_norm_backward(
 
 def _grouped(x: Spec) -> tuple[str, str]:
     """A batch of channels in groups, ``n(gc)xy``, and its spatial letters."""
+    # Letters from u on: n, g and c have meanings in the equation.
     spatial = letters(x.ndim - 2, letters(52).index("u"))
     return f"n(gc){spatial}", spatial
 
@@ -113,116 +115,115 @@ def group_norm_backward(grad: Spec, x: Spec, mean: Spec, rstd: Spec, weight: Spe
     )
 
 
-aten = torch.ops.aten
-
 CHANNEL = letters(2)[1]
 
 
-@dataclass(frozen=True)
-class _Samples:
-    """What a channel's statistics are taken over.
-
-    Attributes:
-        ndim: of the tensor; dim 1 is the channel.
-        count: elements of a channel in the whole batch.
-        dtype: of the tensor; sums of half precision are taken in float32.
-    """
-
-    ndim: int
-    count: int
-    dtype: Any
-
-    @property
-    def half(self) -> bool:
-        """Whether sums need more precision than the tensor has."""
-        return self.dtype in (torch.float16, torch.bfloat16)
-
-    def widen(self, x: Any) -> Any:
-        return aten._to_copy.default(x, dtype=torch.float32) if self.half else x
-
-    def total(self, context: Any, x: Any) -> Any:
-        """Sum of each channel over the whole batch."""
-        dims = [d for d in range(self.ndim) if d != 1]
-        return context.all_reduce(aten.sum.dim_IntList(x, dims, False), "sum")
-
-    def mean(self, context: Any, x: Any) -> Any:
-        return aten.div.Scalar(self.total(context, x), self.count)
-
-    def spread(self, channels: Any) -> Any:
-        """A number for each channel, in a shape that broadcasts."""
-        return aten.reshape.default(channels, [1, -1, *[1] * (self.ndim - 2)])
-
-    def normalize(
-        self, context: Any, x: Any, weight: Any, bias: Any, momentum: float, eps: float
-    ) -> tuple[Any, Any, Any, Any]:
-        """Output, mean, reciprocal deviation and variance; two passes, since squares less the mean's would cancel."""
-        wide = self.widen(x)
-        mean = self.mean(context, wide)
-        centred = aten.sub.Tensor(wide, self.spread(mean))
-        variance = self.mean(context, aten.mul.Tensor(centred, centred))
-        output = aten.native_batch_norm.default(x, weight, bias, mean, variance, False, momentum, eps)[0]
-        return output, mean, aten.rsqrt.default(aten.add.Scalar(variance, eps)), variance
-
-    def build(
-        self,
-        context: Any,
-        x: Any,
-        weight: Any,
-        bias: Any,
-        running_mean: Any,
-        running_var: Any,
-        training: bool,
-        momentum: float,
-        eps: float,
-    ) -> tuple[Any, ...]:
-        """Code for the operator that returns new running statistics, of which the variance is the unbiased one."""
-        output, mean, rstd, variance = self.normalize(context, x, weight, bias, momentum, eps)
-        unbiased = aten.mul.Scalar(variance, self.count / max(self.count - 1, 1))
-
-        def moved(old: Any, new: Any) -> Any:
-            return aten.add.Tensor(aten.mul.Scalar(old, 1 - momentum), aten.mul.Scalar(new, momentum))
-
-        return output, mean, rstd, moved(running_mean, mean), moved(running_var, unbiased)
-
-    def build_without_statistics(
-        self, context: Any, x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
-    ) -> tuple[Any, ...]:
-        """Code for the operator without running statistics."""
-        return self.normalize(context, x, weight, bias, momentum, eps)[:3]
-
-    def build_backward(
-        self,
-        context: Any,
-        grad: Any,
-        x: Any,
-        weight: Any,
-        running_mean: Any,
-        running_var: Any,
-        mean: Any,
-        rstd: Any,
-        train: bool,
-        eps: float,
-        mask: Sequence[bool],
-    ) -> tuple[Any, ...]:
-        """``(grad - mean(grad) - xhat * mean(grad * xhat)) * rstd * weight``, ``sum(grad * xhat)``, ``sum(grad)``."""
-        wide, centred = self.widen(grad), aten.sub.Tensor(self.widen(x), self.spread(mean))
-        total = self.total(context, wide)
-        along = aten.mul.Tensor(self.total(context, aten.mul.Tensor(wide, centred)), rstd)
-        shift = self.spread(aten.div.Scalar(total, self.count))
-        slope = self.spread(aten.div.Scalar(aten.mul.Tensor(along, rstd), self.count))
-        scale = self.spread(rstd if weight is None else aten.mul.Tensor(rstd, weight))
-        rest = aten.sub.Tensor(aten.sub.Tensor(wide, shift), aten.mul.Tensor(centred, slope))
-        result = aten.mul.Tensor(rest, scale)
-        result = aten._to_copy.default(result, dtype=self.dtype) if self.half else result
-        return tuple(v if wanted else None for v, wanted in zip((result, along, total), mask, strict=True))
+# Builders of batch norm's lowerings. ``spec`` is the whole batch, of which dim 1 is the channel.
 
 
-def _samples(x: Spec) -> _Samples:
-    return _Samples(x.ndim, math.prod(x.shape) // x.shape[1], x.dtype)
+def _is_half(spec: Spec) -> bool:
+    """Whether sums need more precision than the tensor has."""
+    return spec.dtype in (torch.float16, torch.bfloat16)
+
+
+def _count(spec: Spec) -> int:
+    """Elements of a channel in the whole batch."""
+    return math.prod(spec.shape) // spec.shape[1]
+
+
+def _widen(spec: Spec, x: Any) -> Any:
+    return aten._to_copy.default(x, dtype=torch.float32) if _is_half(spec) else x
+
+
+def _total(spec: Spec, context: Any, x: Any) -> Any:
+    """Sum of each channel over the whole batch."""
+    dims = [d for d in range(spec.ndim) if d != 1]
+    return context.all_reduce(aten.sum.dim_IntList(x, dims, False), "sum")
+
+
+def _mean(spec: Spec, context: Any, x: Any) -> Any:
+    return aten.div.Scalar(_total(spec, context, x), _count(spec))
+
+
+def _spread(spec: Spec, channels: Any) -> Any:
+    """A number for each channel, in a shape that broadcasts."""
+    return aten.reshape.default(channels, [1, -1, *[1] * (spec.ndim - 2)])
+
+
+def _normalize(
+    spec: Spec, context: Any, x: Any, weight: Any, bias: Any, momentum: float, eps: float
+) -> tuple[Any, Any, Any, Any]:
+    """Output, mean, reciprocal deviation and variance; two passes, since squares less the mean's would cancel."""
+    wide = _widen(spec, x)
+    mean = _mean(spec, context, wide)
+    centred = aten.sub.Tensor(wide, _spread(spec, mean))
+    variance = _mean(spec, context, aten.mul.Tensor(centred, centred))
+    # With the statistics given, the kernel in evaluation mode normalizes: one pass over the tensor.
+    output = aten.native_batch_norm.default(x, weight, bias, mean, variance, False, momentum, eps)[0]
+    return output, mean, aten.rsqrt.default(aten.add.Scalar(variance, eps)), variance
+
+
+def _build(
+    spec: Spec,
+    context: Any,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
+    """Code for the operator that returns new running statistics, of which the variance is the unbiased one."""
+    output, mean, rstd, variance = _normalize(spec, context, x, weight, bias, momentum, eps)
+    # torch normalizes by the biased variance, and has the unbiased one in its running statistics.
+    unbiased = aten.mul.Scalar(variance, _count(spec) / max(_count(spec) - 1, 1))
+
+    def moved(old: Any, new: Any) -> Any:
+        return aten.add.Tensor(aten.mul.Scalar(old, 1 - momentum), aten.mul.Scalar(new, momentum))
+
+    return output, mean, rstd, moved(running_mean, mean), moved(running_var, unbiased)
+
+
+def _build_without_statistics(
+    spec: Spec, context: Any, x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
+) -> tuple[Any, ...]:
+    """Code for the operator without running statistics."""
+    return _normalize(spec, context, x, weight, bias, momentum, eps)[:3]
+
+
+def _build_backward(
+    spec: Spec,
+    context: Any,
+    grad: Any,
+    x: Any,
+    weight: Any,
+    running_mean: Any,
+    running_var: Any,
+    mean: Any,
+    rstd: Any,
+    train: bool,
+    eps: float,
+    mask: Sequence[bool],
+) -> tuple[Any, ...]:
+    """``(grad - mean(grad) - xhat * mean(grad * xhat)) * rstd * weight``, ``sum(grad * xhat)``, ``sum(grad)``."""
+    # xhat is centred * rstd; both factors of rstd are multiplied with numbers of channels, which are few.
+    wide, centred = _widen(spec, grad), aten.sub.Tensor(_widen(spec, x), _spread(spec, mean))
+    total = _total(spec, context, wide)
+    along = aten.mul.Tensor(_total(spec, context, aten.mul.Tensor(wide, centred)), rstd)
+    shift = _spread(spec, aten.div.Scalar(total, _count(spec)))
+    slope = _spread(spec, aten.div.Scalar(aten.mul.Tensor(along, rstd), _count(spec)))
+    scale = _spread(spec, rstd if weight is None else aten.mul.Tensor(rstd, weight))
+    rest = aten.sub.Tensor(aten.sub.Tensor(wide, shift), aten.mul.Tensor(centred, slope))
+    result = aten.mul.Tensor(rest, scale)
+    result = aten._to_copy.default(result, dtype=spec.dtype) if _is_half(spec) else result
+    return tuple(v if wanted else None for v, wanted in zip((result, along, total), mask, strict=True))
 
 
 def _lowered(names: str, build: Any) -> dict[str, Lowering]:
     """The same code for every letter but the channel's: they may be split together."""
+    # One object for all letters: samples and positions may be split at once, over several axes.
     lowering = Lowering(build, (CHANNEL, CHANNEL))
     return {c: lowering for c in names if c != CHANNEL}
 
@@ -232,10 +233,12 @@ def _forward(x: Spec, channelwise: Sequence[Any], training: bool, outputs: int, 
     names = letters(x.ndim)
     free = names.replace(CHANNEL, "")
     inputs = [names, *[CHANNEL for t in channelwise if isinstance(t, Spec)]]
+    # In evaluation the saved statistics are empty tensors.
     saved = [CHANNEL if training else "1"] * 2
     equation = f"{','.join(inputs)}->{','.join([names, *saved, *[CHANNEL] * (outputs - 3)])}"
     if not training:
         return Rule(equation, keep=names)
+    # The operator writes to its running statistics in place, which a lowering cannot.
     if build is None:
         return Rule(equation, blocked=free)
     return Rule(equation, keep=free, lower=_lowered(names, build))
@@ -250,13 +253,13 @@ def native_batch_norm(x: Spec, *args: Any) -> Rule:
 @rule(aten._native_batch_norm_legit_functional.default)
 def functional(x: Spec, *args: Any) -> Rule:
     """The same, returning new running statistics; ``args[4]`` is whether it trains."""
-    return _forward(x, args[:4], args[4], 5, _samples(x).build)
+    return _forward(x, args[:4], args[4], 5, partial(_build, x))
 
 
 @rule(aten._native_batch_norm_legit.no_stats)
 def without_statistics(x: Spec, *args: Any) -> Rule:
     """The same, without running statistics: arguments are weight, bias, training, momentum, eps."""
-    return _forward(x, args[:2], args[2], 3, _samples(x).build_without_statistics)
+    return _forward(x, args[:2], args[2], 3, partial(_build_without_statistics, x))
 
 
 @rule(aten._native_batch_norm_legit_no_training.default)
@@ -269,12 +272,14 @@ def inference(x: Spec, *args: Any) -> Rule:
 def backward(grad: Spec, x: Spec, *args: Any) -> Rule:
     """Gradients of input, weight and bias; ``args`` are weight, four statistics, train, eps, output mask."""
     names = letters(x.ndim)
+    # Running statistics may be absent, and saved ones are empty in evaluation.
     statistics = [CHANNEL if t.shape == (x.shape[1],) else "1" for t in args[:5] if t is not None]
     outputs = [text if wanted else "_" for text, wanted in zip((names, CHANNEL, CHANNEL), args[7], strict=True)]
     equation = f"{','.join([names, names, *statistics])}->{','.join(outputs)}"
     free = names.replace(CHANNEL, "")
     strides = (ANY, ANY, *[ROW_MAJOR] * len(statistics))
+    # In evaluation statistics are constants, and the gradient is linear in each element.
     if not args[5]:
         return Rule(equation, reduce=free, linear=((0,),), strides=strides)
-    lower = _lowered(names, _samples(x).build_backward)
+    lower = _lowered(names, partial(_build_backward, x))
     return Rule(equation, keep=free, linear=((0,),), lower=lower, strides=strides)

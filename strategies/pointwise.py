@@ -1,4 +1,4 @@
-"""Operators that compute each element from the elements at the same place, with broadcasting.
+"""Operators that compute each element from the elements at the same position, with broadcasting.
 
 They can be split along every dim. What differs is only which operands they are linear in: the tables below.
 """
@@ -78,6 +78,7 @@ LINEAR: dict[Any, Linear] = {
 
 def equation(tensors: list[Spec]) -> str:
     """Letters for operands that broadcast: a dim of size 1, or repeated, has none."""
+    # Broadcasting aligns shapes at the last dim.
     padded = itertools.zip_longest(*(reversed(t.shape) for t in tensors), fillvalue=1)
     shape = [next((n for n in column if n != 1), 1) for column in padded][::-1]
     names = [c if n != 1 else "" for c, n in zip(letters(len(shape)), shape, strict=True)]
@@ -92,9 +93,10 @@ def pointwise(linear: Callable[..., Linear], *, zero: bool | None = None) -> Cal
     """A rule function for an operator with the linear sets that ``linear(*args, **kwargs)`` names."""
 
     def pointwise_rule(*args: Any, **kwargs: Any) -> Rule:
+        # In the order of the equation: positional tensors, then those passed by name.
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Spec)]
         sets = linear(*args, **kwargs)
-        # A sum of booleans is no boolean: they are never partial.
+        # A sum of booleans is no boolean: they are never Partial.
         valid = tuple(s for s in sets if all(tensors[i].dtype != torch.bool for i in s))
         return Rule(equation(tensors), linear=valid, zero=zero)
 
@@ -104,18 +106,22 @@ def pointwise(linear: Callable[..., Linear], *, zero: bool | None = None) -> Cal
 def _sum(_: Spec, other: Any, alpha: Any = 1) -> Linear:
     if isinstance(other, Spec):
         return ((0, 1),)
+    # Adding 1 to each of several terms would add several.
     return FIRST if other == 0 else ()
 
 
 def _product(_: Spec, other: Any) -> Linear:
+    # Bilinear: partial in either operand, but not in both, whose product has cross terms.
     return ((0,), (1,)) if isinstance(other, Spec) else FIRST
 
 
 def _masked_fill(_: Spec, mask: Spec, value: Any) -> Linear:
+    # Every term would be filled with the value, and the sum with a multiple of it.
     return FIRST if value == 0 else ()
 
 
 def _cast(x: Spec, *, dtype: torch.dtype | None = None, **_: Any) -> Linear:
+    # Rounding to integers is not linear, and a sum of masks is none.
     kinds = [d is None or d.is_floating_point or d.is_complex for d in (x.dtype, dtype)]
     return FIRST if all(kinds) else ()
 
@@ -133,6 +139,7 @@ for _op, _sets in LINEAR.items():
 rule(aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor)(pointwise(_sum))
 rule(aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar)(pointwise(_sum))
 rule(aten.mul.Tensor)(pointwise(_product))
+# 0 / 0 is NaN: zeros in the padding do not stay zeros, though the operator is linear.
 rule(aten.div.Tensor)(pointwise(_always(FIRST), zero=False))
 rule(aten.addcdiv.default)(pointwise(_always(((0, 1),)), zero=False))
 rule(aten.masked_fill.Scalar)(pointwise(_masked_fill))
@@ -153,11 +160,13 @@ for _op in (aten.logit_backward, aten.hardshrink_backward, aten.softshrink_backw
 for _op in (aten.deg2rad, aten.rad2deg, aten.real, aten.imag, aten._conj, aten._conj_physical, aten.polar):
     rule(_op.default)(pointwise(_always(FIRST)))
 rule(aten.complex.default)(pointwise(_always(((0, 1),))))
+# Its second operand is a slope for each channel: linear in it only where the first is negative.
 rule(aten._prelu_kernel.default)(pointwise(_always(())))
 
 
 @rule(torch.ops.autopar.accumulate.default)
 def accumulate(term: Spec) -> Rule:
     """A sum of sums over devices is the same in either order."""
+    # Partial terms may be accumulated and reduced once, after the last microbatch.
     names = letters(term.ndim) or "."
     return Rule(f"{names}->{names}", linear=((0,),))

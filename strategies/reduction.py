@@ -1,4 +1,4 @@
-"""Sums, and operators that look at whole dims: scans, sorts, products, medians.
+"""Sums, and operators that read whole dims: scans, sorts, products, medians.
 
 Means are sums divided by the global count before rules are asked.
 """
@@ -9,7 +9,18 @@ from typing import Any
 
 import torch
 
-from autopar.rules.rule import Dim, Lowering, Rule, Spec, dims, kept_letters, letters, rule, whole_dims, whole_equation
+from autopar.rules.rule import (
+    Dim,
+    Lowering,
+    Rule,
+    Spec,
+    dims,
+    letters,
+    output_letters,
+    rule,
+    whole_dims,
+    whole_equation,
+)
 
 aten = torch.ops.aten
 
@@ -18,6 +29,7 @@ aten = torch.ops.aten
 def sum_(x: Spec, dim: Dim, keepdim: bool = False, *, dtype: Any = None) -> Rule:
     """Sum over some dims, or all."""
     equation, reduced = whole_equation(x, dim, keepdim)
+    # A sum of booleans is a count, which partial booleans would not add up to.
     return Rule(equation, reduce=reduced, linear=() if x.dtype == torch.bool else ((0,),))
 
 
@@ -34,7 +46,7 @@ rule(aten.max.dim, aten.min.dim, aten.var_mean.correction)(_whole(2))
 
 
 def _same(x: Spec, dim: int, outputs: int, linear: bool = False) -> Rule:
-    """An operator that keeps every dim and looks along ``dim``."""
+    """An operator whose result has every dim, and which reads all of ``dim`` at once."""
     names = letters(x.ndim)
     equation = f"{names or '.'}->{','.join([names or '.'] * outputs)}"
     return Rule(equation, blocked=names[dim % x.ndim] if x.ndim else "", linear=((0,),) if linear else ())
@@ -67,6 +79,7 @@ def stable_sort(x: Spec, *, stable: bool | None = None, dim: int = -1, descendin
 @rule(aten.topk.default)
 def topk(x: Spec, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Rule:
     """The largest entries along a dim."""
+    # The k largest of a part are not those of the whole.
     names = list(letters(x.ndim))
     last = letters(1, x.ndim)
     right = [last if d == dim % x.ndim else c for d, c in enumerate(names)]
@@ -103,19 +116,18 @@ def count_nonzero(x: Spec, dim: Dim = None) -> Rule:
     return Rule(equation, reduce=reduced)
 
 
-aten = torch.ops.aten
-
-
 def _variance(x: Spec, dim: Dim, correction: float, keepdim: bool, *, root: bool) -> Rule:
     """Two passes, the mean first, since squares less the mean's would cancel."""
     equation, reduced = whole_equation(x, dim, keepdim)
     if not (x.dtype.is_floating_point and x.ndim):
         return Rule(equation, blocked=reduced)
+    # The global count, which on a shard is not that of its elements.
     along = list(whole_dims(x, dim))
     count = math.prod(x.shape[d] for d in along)
     half = x.dtype in (torch.float16, torch.bfloat16)
 
     def build(context: Any, x: Any, *_: Any, **__: Any) -> Any:
+        # As the kernel does: squares in float16 overflow from 256 on.
         wide = aten._to_copy.default(x, dtype=torch.float32) if half else x
         mean = aten.div.Scalar(context.all_reduce(aten.sum.dim_IntList(wide, along, True), "sum"), count)
         centred = aten.sub.Tensor(wide, mean)
@@ -125,21 +137,21 @@ def _variance(x: Spec, dim: Dim, correction: float, keepdim: bool, *, root: bool
         return aten._to_copy.default(result, dtype=spec.dtype) if half else result
 
     spec = x
-    return Rule(equation, keep=reduced, lower=dict.fromkeys(reduced, Lowering(build, (kept_letters(equation),) * 2)))
+    return Rule(equation, keep=reduced, lower=dict.fromkeys(reduced, Lowering(build, (output_letters(equation),) * 2)))
 
 
 def _corrected(root: bool) -> Callable[..., Rule]:
-    def moment(x: Spec, dim: Dim = None, *, correction: float | None = None, keepdim: bool = False) -> Rule:
+    def spread(x: Spec, dim: Dim = None, *, correction: float | None = None, keepdim: bool = False) -> Rule:
         return _variance(x, dim, 1 if correction is None else correction, keepdim, root=root)
 
-    return moment
+    return spread
 
 
 def _unbiased(root: bool) -> Callable[..., Rule]:
-    def moment(x: Spec, dim: Dim, unbiased: bool = True, keepdim: bool = False) -> Rule:
+    def spread(x: Spec, dim: Dim, unbiased: bool = True, keepdim: bool = False) -> Rule:
         return _variance(x, dim, int(unbiased), keepdim, root=root)
 
-    return moment
+    return spread
 
 
 for _op, _root in ((aten.var, False), (aten.std, True)):
@@ -164,19 +176,22 @@ def _norm(target: Any) -> Callable[..., Rule]:
 
         def build(context: Any, *args: Any, **kwargs: Any) -> Any:
             part = target(*args, **kwargs)
+            # The number of elements that are not zero.
             if power == 0:
                 return context.all_reduce(part, "sum")
             largest = context.all_reduce(part, "max")
+            # Zero or infinity cannot be divided by; the sum of powers is right without a scale then.
             usable = aten.logical_and.default(aten.gt.Scalar(largest, 0), aten.lt.Scalar(largest, math.inf))
             scale = aten.masked_fill.Scalar(largest, aten.logical_not.default(usable), 1.0)
             powers = aten.pow.Tensor_Scalar(aten.div.Tensor(part, scale), power)
             total = context.all_reduce(powers, "sum")
             return aten.mul.Tensor(aten.pow.Tensor_Scalar(total, 1 / power), scale)
 
+        # A maximum, which the lowering's powers cannot express.
         if math.isinf(power) or not x.ndim:
             return Rule(equation, blocked=reduced)
-        kept = (kept_letters(equation),) * (1 if power == 0 else 2)
-        return Rule(equation, keep=reduced, lower=dict.fromkeys(reduced, Lowering(build, kept)))
+        outputs = (output_letters(equation),) * (1 if power == 0 else 2)
+        return Rule(equation, keep=reduced, lower=dict.fromkeys(reduced, Lowering(build, outputs)))
 
     return norm
 
@@ -185,15 +200,12 @@ for _overload in (aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim, aten
     rule(_overload)(_norm(_overload))
 
 
-aten = torch.ops.aten
-
-
-def _looks(x: Spec, dim: Dim, keepdim: bool, build: Callable[..., Any] | None, reductions: int) -> Rule:
-    """A whole look along ``dim``, by ``build`` where it is split; it reduces ``reductions`` tensors like the output."""
+def _whole_or_lowered(x: Spec, dim: Dim, keepdim: bool, build: Callable[..., Any] | None, reductions: int) -> Rule:
+    """A reduction of ``dim``; ``build``, where it is split, all-reduces ``reductions`` tensors like the output."""
     equation, reduced = whole_equation(x, dim, keepdim)
     if build is None:
         return Rule(equation, blocked=reduced)
-    lowering = Lowering(build, (kept_letters(equation),) * reductions)
+    lowering = Lowering(build, (output_letters(equation),) * reductions)
     return Rule(equation, keep=reduced, lower=dict.fromkeys(reduced, lowering))
 
 
@@ -211,11 +223,11 @@ def _extremum(target: Any, x: Spec, dim: Dim, keepdim: bool, *, least: bool) -> 
         whole = _negated(whole, floating) if least else whole
         if not floating:
             return whole
-        # A maximum over devices may drop what is no number; one device would not.
+        # A maximum over devices may drop a NaN; one device would return it.
         lost = context.all_reduce(aten._to_copy.default(aten.isnan.default(found), dtype=x.dtype), "max")
         return aten.masked_fill.Scalar(whole, aten.gt.Scalar(lost, 0), float("nan"))
 
-    return _looks(x, dim, keepdim, None if x.dtype == torch.bool else build, 2 if floating else 1)
+    return _whole_or_lowered(x, dim, keepdim, None if x.dtype == torch.bool else build, 2 if floating else 1)
 
 
 rule(aten.amax.default)(lambda x, dim=None, keepdim=False: _extremum(aten.amax.default, x, dim, keepdim, least=False))
@@ -224,24 +236,25 @@ rule(aten.max.default)(lambda x: _extremum(aten.max.default, x, None, False, lea
 rule(aten.min.default)(lambda x: _extremum(aten.min.default, x, None, False, least=True))
 
 
-def _found(target: Any, every: bool) -> Callable[..., Rule]:
+def _vote(target: Any, every: bool) -> Callable[..., Rule]:
     """``any`` and ``all``: maxima and minima of zeros and ones."""
 
     def build(context: Any, *args: Any, **kwargs: Any) -> Any:
         found = target(*args, **kwargs)
+        # Collectives have no maximum of booleans.
         votes = aten._to_copy.default(aten.logical_not.default(found) if every else found, dtype=torch.int32)
         some = aten.ne.Scalar(context.all_reduce(votes, "max"), 0)
         return aten.logical_not.default(some) if every else some
 
-    def look(x: Spec, dim: Dim = None, keepdim: bool = False) -> Rule:
-        return _looks(x, dim, keepdim, None if x.dtype == torch.uint8 else build, 1)  # bytes give bytes
+    def vote(x: Spec, dim: Dim = None, keepdim: bool = False) -> Rule:
+        return _whole_or_lowered(x, dim, keepdim, None if x.dtype == torch.uint8 else build, 1)  # bytes give bytes
 
-    return look
+    return vote
 
 
 for _op, _every in ((aten.any, False), (aten.all, True)):
     for _overload in (_op.default, _op.dim, _op.dims):
-        rule(_overload)(_found(_overload, _every))
+        rule(_overload)(_vote(_overload, _every))
 
 
 @rule(aten.logsumexp.default)
@@ -251,10 +264,11 @@ def logsumexp(x: Spec, dim: Dim, keepdim: bool = False) -> Rule:
     def build(context: Any, x: Any, dim: Any, keepdim: bool = False) -> Any:
         along = list(dim) if isinstance(dim, list | tuple) else [dim]
         largest = context.all_reduce(aten.amax.default(x, along, True), "max")
+        # Infinity less infinity would be NaN: a row of minus infinities has the logarithm of 0.
         largest = aten.masked_fill.Scalar(largest, aten.isinf.default(largest), 0.0)
         exponential = aten.exp.default(aten.sub.Tensor(x, largest))
         total = context.all_reduce(aten.sum.dim_IntList(exponential, along, keepdim), "sum")
         shift = largest if keepdim else aten.sum.dim_IntList(largest, along, False)
         return aten.add.Tensor(aten.log.default(total), shift)
 
-    return _looks(x, dim, keepdim, build if x.dtype.is_floating_point and x.ndim else None, 2)
+    return _whole_or_lowered(x, dim, keepdim, build if x.dtype.is_floating_point and x.ndim else None, 2)

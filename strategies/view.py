@@ -1,7 +1,7 @@
 """Operators that only move elements: views, slices, concatenations, padding.
 
-A dim that is cut into equal pieces is ``(pr)``: which piece, and where in it; r stays free. Sizes that do not factor
-alike on both sides are letters of their own on each, and blocked.
+A dim that is cut into equal pieces is ``(pr)``: the number of the piece, and the position in it; r stays free. Sizes
+that do not factor alike on both sides are letters of their own on each, and blocked.
 """
 
 import math
@@ -31,19 +31,21 @@ def view(x: Spec, shape: Sequence[int]) -> Rule:
     sizes: dict[str, int] = {}
     blocked = ""
 
-    def fresh(size: int, *places: tuple[list[str], int]) -> str:
+    def fresh(size: int, *dims_of: tuple[list[str], int]) -> str:
         letter = letters(1, len(sizes))
         sizes[letter] = size
-        for side, i in places:
+        for side, i in dims_of:
             side[i] += letter
         return letter
 
     if 0 in shape:  # no elements, and any sizes beside the zero
         return Rule(f"{'1' * x.ndim}->{'1' * len(shape)}", linear=ONE, view=True)
+    # Dims of size 1 have no letter, and may come and go anywhere.
     ins = [(i, n) for i, n in enumerate(x.shape) if n != 1]
     outs = [(j, n) for j, n in enumerate(shape) if n != 1]
     while ins and outs:
         (i, a), (j, b) = ins.pop(0), outs.pop(0)
+        # The next factor of both sides; what is left of either dim meets the next one of the other.
         common = math.gcd(a, b)
         if common > 1:
             fresh(common, (left, i), (right, j))
@@ -99,6 +101,7 @@ class _Pieces:
 
     def tensor(self, size: int) -> str:
         """The equation of a tensor whose dim is ``size`` long: equal numbers of pieces share a letter."""
+        # Tensors of equally many pieces: their pieces are the same ones.
         count = size // self.unit
         if count != 1 and count not in self.counts:
             self.counts[count] = letters(1, len(self.names) + len(self.counts))
@@ -127,9 +130,11 @@ def _sliced(ndim: int, dim: int, size: int, start: Any, end: Any, step: int) -> 
     """The whole and the slice: pieces for step 1, every step-th element of groups otherwise."""
     first, length = _cut(size, start, end, step)
     if step == 1:
+        # The longest pieces whose bounds include those of the slice: within a piece it may be split.
         pieces = _Pieces(ndim, dim, math.gcd(size, first, length) if length else 1)
         return pieces, pieces.tensor(size), pieces.tensor(length)
     pieces = _Pieces(ndim, dim, 1)
+    # Every step-th element of a dim of whole groups is one position in each: groups stay free.
     if first < step and length * step == size == (size if end is None else end) and length > 1:
         names, inner = list(pieces.names), letters(1, ndim)
         pieces.inner, pieces.unit = names[dim], length
@@ -144,6 +149,7 @@ def slice_(x: Spec, dim: int = 0, start: int | None = None, end: int | None = No
     """Part of a dim; ``start`` and ``end`` are scaled where they fall between pieces."""
     pieces, whole, part = _sliced(x.ndim, dim % x.ndim, x.shape[dim], start, end, step)
     scaled = pieces.scaled(2, 3) if step == 1 else pieces.scaled(3)
+    # A step's start counts within a group, and stays as it is on every device.
     return pieces.rule(f"{whole}->{part}", linear=ONE, scaled=scaled, view=True)
 
 
@@ -159,16 +165,16 @@ def slice_backward(grad: Spec, shape: Sequence[int], dim: int, start: int, end: 
 def select(x: Spec, dim: int, index: int) -> Rule:
     """One element of a dim."""
     names = letters(x.ndim)
-    gone = names[dim % x.ndim]
-    return Rule(f"{names}->{names.replace(gone, '') or '.'}", blocked=gone, linear=ONE, view=True)
+    removed = names[dim % x.ndim]
+    return Rule(f"{names}->{names.replace(removed, '') or '.'}", blocked=removed, linear=ONE, view=True)
 
 
 @rule(aten.select_backward.default)
 def select_backward(grad: Spec, shape: Sequence[int], dim: int, index: int) -> Rule:
     """Zeros but for one element of a dim."""
     names = letters(len(shape))
-    gone = names[dim % len(shape)]
-    return Rule(f"{names.replace(gone, '') or '.'}->{names}", blocked=gone, linear=ONE, shapes=(1,))
+    removed = names[dim % len(shape)]
+    return Rule(f"{names.replace(removed, '') or '.'}->{names}", blocked=removed, linear=ONE, shapes=(1,))
 
 
 @rule(aten.slice_scatter.default)
@@ -185,17 +191,17 @@ def slice_scatter(
 def select_scatter(x: Spec, source: Spec, dim: int, index: int) -> Rule:
     """``x`` with one element of a dim replaced."""
     names = letters(x.ndim)
-    gone = names[dim % x.ndim]
-    return Rule(f"{names},{names.replace(gone, '') or '.'}->{names}", blocked=gone, linear=((0, 1),))
+    removed = names[dim % x.ndim]
+    return Rule(f"{names},{names.replace(removed, '') or '.'}->{names}", blocked=removed, linear=((0, 1),))
 
 
 @rule(aten.unbind.int)
 def unbind(x: Spec, dim: int = 0) -> Rule:
     """Every element of a dim."""
     names = letters(x.ndim)
-    gone = names[dim % x.ndim]
-    outputs = [names.replace(gone, "") or "."] * x.shape[dim]
-    return Rule(f"{names}->{','.join(outputs)}", blocked=gone, linear=ONE, view=True)
+    removed = names[dim % x.ndim]
+    outputs = [names.replace(removed, "") or "."] * x.shape[dim]
+    return Rule(f"{names}->{','.join(outputs)}", blocked=removed, linear=ONE, view=True)
 
 
 @rule(aten.stack.default)
@@ -211,6 +217,7 @@ def stack(tensors: Sequence[Spec], dim: int = 0) -> Rule:
 def split(x: Spec, sizes: int | Sequence[int], dim: int = 0) -> Rule:
     """Consecutive parts of a dim, in pieces as long as the largest length that divides all of them."""
     total = x.shape[dim]
+    # A size gives parts of that length, the last one shorter.
     parts = [min(sizes, total - i) for i in range(0, total, sizes)] if isinstance(sizes, int) else list(sizes)
     pieces = _Pieces(x.ndim, dim, math.gcd(*parts) or 1)
     whole, outputs = pieces.tensor(total), [pieces.tensor(n) for n in parts]
@@ -231,6 +238,7 @@ def constant_pad_nd(x: Spec, pad: Sequence[int], value: float = 0) -> Rule:
     """Elements added at (or with negative numbers taken from) both ends of the last dims."""
     ends = {x.ndim - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}
     padded = {d: e for d, e in ends.items() if any(e)}
+    # Each of several terms would be padded with the value.
     linear = ONE if value == 0 else ()
     if not padded:
         return Rule(f"{letters(x.ndim) or '.'}->{letters(x.ndim) or '.'}", linear=linear)
@@ -239,6 +247,7 @@ def constant_pad_nd(x: Spec, pad: Sequence[int], value: float = 0) -> Rule:
         pieces = _Pieces(x.ndim, d, math.gcd(x.shape[d], low, high) or 1)
         equation = f"{pieces.tensor(x.shape[d])}->{pieces.tensor(x.shape[d] + low + high)}"
         return pieces.rule(equation, linear=linear, scaled=pieces.scaled(1))
+    # Several padded dims: their blocks do not line up, and each side has letters of its own.
     names = list(letters(2 * x.ndim))
     left = names[: x.ndim]
     right = [names[x.ndim + d] if d in padded else c for d, c in enumerate(left)]
@@ -248,14 +257,14 @@ def constant_pad_nd(x: Spec, pad: Sequence[int], value: float = 0) -> Rule:
 
 @rule(aten.narrow.default)
 def narrow(x: Spec, dim: int, start: int, length: int) -> Rule:
-    """Part of a dim that shares no factor with the whole: what `pad_dims` takes padding away with."""
+    """Part of a dim that shares no factor with the whole: what `pad_dims` removes padding with."""
     whole, part = _cut_off(x, {dim})
     return Rule(f"{whole[0]}->{part[0]}", blocked=whole[1] + part[1], linear=ONE, view=True)
 
 
 @rule(aten.pad.default)
 def pad(x: Spec, pads: Sequence[int], mode: str = "constant", value: float | None = None) -> Rule:
-    """Elements added behind, in dims that share no factor with what they were: what `pad_dims` pads with."""
+    """Elements added at the end, in dims that share no factor with what they were: what `pad_dims` pads with."""
     left, right = _cut_off(x, {x.ndim - 1 - i // 2 for i, n in enumerate(pads) if n})
     return Rule(f"{left[0]}->{right[0]}", blocked=left[1] + right[1], linear=ONE if not value else ())
 
@@ -290,6 +299,7 @@ def unfold(x: Spec, dim: int, size: int, step: int) -> Rule:
     names = list(letters(x.ndim))
     dim %= x.ndim
     window, count = letters(1, x.ndim), letters(1, x.ndim + 1)
+    # Windows that tile the dim are a view like a reshape.
     if size == step and x.shape[dim] % size == 0:
         left = [c + window if d == dim else c for d, c in enumerate(names)]
         return Rule(f"{dims(left)}->{dims([*names, window])}", blocked=window, linear=ONE, view=True)
@@ -299,7 +309,7 @@ def unfold(x: Spec, dim: int, size: int, step: int) -> Rule:
 
 @rule(aten.unfold_backward.default)
 def unfold_backward(gradient: Spec, input_sizes: Sequence[int], dim: int, size: int, step: int) -> Rule:
-    """Windows added up where they came from. Its kernel does not look whether the windows are as long as it is told."""
+    """Windows added up where they came from. Its kernel does not check that the windows are as long as it is told."""
     if not input_sizes:
         return Rule("1->.", linear=ONE, shapes=(1,))
     forward = unfold(Spec(tuple(input_sizes)), dim, size, step)
@@ -324,13 +334,14 @@ def view_as_complex(x: Spec) -> Rule:
 def _diagonal(ndim: int, dim1: int, dim2: int) -> tuple[str, str, str]:
     """Letters of a tensor, of its diagonal (in a new last dim), and those that are tied by it."""
     names, new = letters(ndim), letters(1, ndim)
+    # An element of a diagonal is at equal positions of two dims, which blocks of one of them do not have.
     tied = names[dim1 % ndim] + names[dim2 % ndim]
     return names, "".join(c for c in names if c not in tied) + new, tied + new
 
 
 @rule(aten.diagonal.default, aten.diagonal_copy.default)
 def diagonal(x: Spec, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Rule:
-    """Elements with equal places in two dims, in a new last dim."""
+    """Elements at equal positions of two dims, in a new last dim."""
     whole, part, tied = _diagonal(x.ndim, dim1, dim2)
     return Rule(f"{whole}->{part}", blocked=tied, linear=ONE)
 
@@ -356,27 +367,12 @@ def diag_embed(x: Spec, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Rule
     return Rule(f"{part}->{whole}", blocked=tied, linear=ONE)
 
 
-@rule(aten.pixel_shuffle.default)
-def pixel_shuffle(x: Spec, r: int) -> Rule:
-    """Channels in groups of ``r * r`` become pixels."""
-    names = letters(x.ndim - 3, 10)
-    sizes = {"u": r, "v": r}
-    return Rule(f"{names}(cuv)hw->{names}c(hu)(wv)", blocked="uv", linear=ONE, sizes=sizes)
-
-
-@rule(aten.pixel_unshuffle.default)
-def pixel_unshuffle(x: Spec, r: int) -> Rule:
-    """Pixels of each ``r`` by ``r`` square become channels."""
-    names = letters(x.ndim - 3, 10)
-    sizes = {"u": r, "v": r}
-    return Rule(f"{names}c(hu)(wv)->{names}(cuv)hw", blocked="uv", linear=ONE, sizes=sizes)
-
-
 @rule(aten.repeat.default)
 def repeat(x: Spec, repeats: Sequence[int]) -> Rule:
     """Whole tensors one after the other: dims that are repeated are not split, nor are new ones."""
     new = len(repeats) - x.ndim
     names, outer = letters(x.ndim), letters(len(repeats), x.ndim)
+    # New dims come first.
     old = [""] * new + [c if n != 1 else "" for c, n in zip(names, x.shape, strict=True)]
     right = [(o if n != 1 else "") + c for o, c, n in zip(outer, old, repeats, strict=True)]
     blocked = "".join(part for part, n in zip(right, repeats, strict=True) if n != 1)
@@ -388,6 +384,7 @@ def repeat(x: Spec, repeats: Sequence[int]) -> Rule:
 def glu(x: Spec, dim: int = -1) -> Rule:
     """The first half of a dim, gated by the second."""
     pieces = _Pieces(x.ndim, dim, x.shape[dim] // 2)
+    # Two pieces, value and gate: both are split alike, so each device has the gates of its values.
     return pieces.rule(f"{pieces.tensor(x.shape[dim])}->{pieces.tensor(x.shape[dim] // 2)}")
 
 

@@ -139,7 +139,7 @@ def test_dropped_collective_is_caught() -> None:
         node(program, "relu").update_arg(0, node(program, "mm"))
 
     text = broken(drop)
-    assert "node relu takes mm as (R), and it lies as (P(sum))" in text
+    assert "node relu takes mm as (R), and it has layout (P(sum))" in text
 
 
 def test_half_a_move_is_caught() -> None:
@@ -165,7 +165,7 @@ def test_wrong_argument_layout_is_caught() -> None:
     def lie(program: Program) -> None:
         note(node(program, "relu"), input_layouts=((Partial(),),))
 
-    assert "node relu takes wait_tensor_default as (P(sum)), and it lies as (R)" in broken(lie, "insert_collectives")
+    assert "node relu takes wait_tensor_default as (P(sum)), and it has layout (R)" in broken(lie, "insert_collectives")
 
 
 def test_wrong_output_layout_is_caught() -> None:

@@ -87,6 +87,7 @@ class Attention(TorchFunctionMode):
             hides = self._hides(attn_mask, query.shape[-2], key.shape[-2])
             if hides is not None:
                 attn_mask, is_causal = None, hides == "later"
+        # Not with dropout: another kernel would draw other numbers.
         if graph is not None and attn_mask is None and not dropout_p and not rest.get("enable_gqa"):
             apart = self._unrepeated(query, key, value)
             if apart is not None:
@@ -97,6 +98,7 @@ class Attention(TorchFunctionMode):
         node = traced_node(mask)
         if node is None:
             return None
+        # Real tensors: under the tracer's modes the mask would be computed as part of the graph.
         with without_modes():
             return self._known.hides(node, queries, keys)
 
@@ -109,6 +111,7 @@ class Attention(TorchFunctionMode):
         for tensor in (key, value):
             node = traced_node(tensor)
             source = None if node is None else _unrepeated(node)
+            # Only a tensor that was seen can be an argument again: a node alone has none.
             if source is None or source[0] not in self._tensors:
                 return None
             whole = self._tensors[source[0]]
@@ -118,16 +121,19 @@ class Attention(TorchFunctionMode):
 
 def hidden(mask: torch.Tensor, queries: int, keys: int) -> str | None:
     """``"none"`` or ``"later"``, the keys that an attention mask hides from each query; None if it is others."""
+    # One head and one sample are enough, if all have the same mask.
     mask = _narrowed(mask).expand(*mask.shape[:-2], queries, keys)
     mask = _cut(mask, [1 if _is_same(mask, d) else mask.shape[d] for d in range(-mask.ndim, 0)])
     if mask.shape[:-2].numel() != 1:
         return None
     mask = mask.expand(*mask.shape[:-2], queries, keys).reshape(queries, keys)
+    # A boolean mask says what is seen; a floating one is added to the scores.
     shown = mask if mask.dtype == torch.bool else mask == 0
     if mask.dtype != torch.bool and not (shown | (mask <= _least(mask.dtype))).all():
         return None
     if shown.all():
         return "none"
+    # Only square ones: kernels align a causal mask of other shapes differently.
     later = queries == keys and torch.equal(shown, torch.ones(queries, keys, dtype=torch.bool).tril_())
     return "later" if later else None
 
@@ -140,23 +146,24 @@ def _least(dtype: torch.dtype) -> float:
 def _unrepeated(node: fx.Node) -> tuple[fx.Node, bool] | None:
     """A tensor whose heads ``node`` repeats, and whether its tokens come before its heads; None if it repeats none."""
     node = _through(node)
-    turned = node.target is aten.transpose.int and sorted(d % 4 for d in node.args[1:]) == [1, 2]  # type: ignore[operator]
-    heads = 2 if turned else 1
-    whole = _through(node.all_input_nodes[0]) if turned else node
+    transposed = node.target is aten.transpose.int and sorted(d % 4 for d in node.args[1:]) == [1, 2]  # type: ignore[operator]
+    heads = 2 if transposed else 1
+    whole = _through(node.all_input_nodes[0]) if transposed else node
     if whole.target is aten.repeat_interleave.self_int and whole.args[2:] == (heads,):
-        return whole.all_input_nodes[0], turned
+        return whole.all_input_nodes[0], transposed
     expanded = _through(whole.all_input_nodes[0]) if whole.target in _RESHAPES else whole
     inserted = expanded.all_input_nodes[0] if expanded.target is aten.expand.default else expanded
     if inserted.target is not aten.unsqueeze.default or inserted.args[1] not in (heads + 1, heads - 4):
         return None
     source = inserted.all_input_nodes[0]
     shape = list(source.meta["val"].shape)
+    # Each head must be repeated in place (h0 h0 h1 h1), as enable_gqa pairs them, not the heads as a whole.
     times = whole.meta["val"].shape[heads] // shape[heads]
     merged = [*shape[:heads], shape[heads] * times, *shape[heads + 1 :]]
     apart = [*shape[: heads + 1], times, *shape[heads + 1 :]]
     if list(expanded.meta["val"].shape) != apart or list(whole.meta["val"].shape) != merged:
         return None
-    return source, turned
+    return source, transposed
 
 
 def _through(node: fx.Node) -> fx.Node:
@@ -190,14 +197,15 @@ class _Known:
 
     def value(self, node: fx.Node) -> torch.Tensor | None:
         """A node's value; None if it depends on an input, on chance or on memory, or if it is too large."""
-        waiting = [node]  # a stack: graphs are deeper than Python's calls may be
-        while waiting:
-            current = waiting[-1]
+        pending = [node]  # a stack: graphs are deeper than Python's calls may be
+        while pending:
+            current = pending[-1]
+            # A node that is no function of its arguments is None whatever they are: they need not be computed.
             missing = [a for a in current.all_input_nodes if a not in self._values]
             if missing and self._is_function(current):
-                waiting += missing
+                pending += missing
                 continue
-            waiting.pop()
+            pending.pop()
             if current not in self._values:
                 self._values[current] = self._computed(current)
         return self._values[node]
@@ -207,6 +215,7 @@ class _Known:
         target = node.target
         if not isinstance(target, OpOverload) or not isinstance(node.meta.get("val"), torch.Tensor):
             return False
+        # Memory that is not initialized counts as chance.
         chance = torch.Tag.nondeterministic_seeded in target.tags or "empty" in str(target)
         return not chance and not target._schema.is_mutable
 
@@ -227,6 +236,7 @@ class _Known:
             tensors = [a for a in args if isinstance(a, torch.Tensor)]
             computed = [1 if all(_is_same(t, d - len(shape)) for t in tensors) else n for d, n in enumerate(shape)]
             args = [_cut(a, computed) if isinstance(a, torch.Tensor) else a for a in args]
+        # A view of a large tensor takes no memory.
         if not target.is_view and math.prod(computed) > LARGEST:
             return None
         try:
@@ -253,6 +263,7 @@ def _narrowed(value: torch.Tensor) -> torch.Tensor:
     """The same values, one of each dim along which they do not change, if that is quickly seen, broadcast."""
     shape = value.shape
     for d, n in enumerate(shape):
+        # The stride first, which costs nothing; comparing elements is for small tensors.
         first = value.narrow(d, 0, min(n, 1))
         same = n > 1 and (value.stride(d) == 0 or (value.numel() <= SMALL and bool((value == first).all())))
         value = first if same else value

@@ -35,6 +35,7 @@ def _weight_norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients in ``g * v / |v|``, the norm over all dims but ``dim``; torch decomposes the forward only."""
     along = (grad * v).sum([d for d in range(v.ndim) if d != dim], keepdim=True) / norms
+    # Salimans and Kingma, "Weight Normalization", 2016 (arXiv 1602.07868), equation 3.
     return g / norms * (grad - v * (along / norms)), along
 
 
@@ -78,10 +79,12 @@ def _bag(
     if mode == LARGEST or sparse:
         return NotImplemented
     bags = offsets.shape[0] - include_last_offset
+    # Which bag each row is in: a running count of the bags that have begun; empty bags begin where the next one does.
     begins = aten.index_add(offsets.new_zeros(indices.shape[0] + 1), 0, offsets[:bags], aten.ones_like(offsets[:bags]))
     bag_of = begins.cumsum(0)[:-1] - 1
     counted = (indices != padding_idx).to(weight.dtype)
     rows = aten.embedding(weight, indices) * (counted * _weights(per_sample_weights)).unsqueeze(-1)
+    # The gradient of an embedding adds up rows by number, and its rule knows how to split that.
     output = aten.embedding_dense_backward(rows, bag_of, bags, -1, False)
     sizes = aten.embedding_dense_backward(counted.unsqueeze(-1), bag_of, bags, -1, False).squeeze(-1)
     if mode == MEAN:
@@ -111,6 +114,7 @@ def _bag_backward(
     if sparse:
         return NotImplemented
     if mode == LARGEST:
+        # An empty bag has no largest row: what the kernel left there names none.
         some = (sizes > 0).unsqueeze(-1)
         return aten.scatter_add(grad.new_zeros(num_weights, grad.shape[1]), 0, largest * some, grad * some)
     if mode == MEAN:
@@ -149,5 +153,6 @@ _OWN_DECOMPOSITIONS = {
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """The operators that are traced as their parts, with what they become."""
+    # Ours last: they replace torch's of the same operator.
     table: Any = get_decompositions(_DECOMPOSED)
     return {**table, **_OWN_DECOMPOSITIONS}

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-KEPT = 2
-"""Blocks that stay: the first may make what all share, such as a mask; the second stands for the others."""
+COUNT = 2
+"""Blocks that are captured: the first may make what all share, such as a mask; the second stands for the others."""
 
 
 class UnreadableNumber:
@@ -41,36 +41,40 @@ class Shortened(NamedTuple):
     path: str = ""
 
 
-def shorten(model: nn.Module, kept: int = KEPT) -> Shortened:
+def shorten(model: nn.Module, count: int = COUNT) -> Shortened:
     """The model with some blocks of its list of blocks, if these are proven alike.
 
     Blocks are alike if their modules are of the same classes with the same settings, and their parameters and buffers
     of the same shapes and dtypes, and none is shared. Only a block's own number may differ: in its place they get what
-    cannot be read (`UnreadableNumber`). Any other setting that differs may change what the block computes: then the
-    whole model is kept, and the reason said.
+    cannot be read (`UnreadableNumber`). Any other setting that differs may change what the block computes: then nothing
+    is left out, and the reason says so.
     """
-    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > kept]
+    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > count]
+    # A list of leaves, such as linear layers, is no list of blocks.
     lists = [(name, m) for name, m in lists if any(True for _ in m[0].children())]
     if len(lists) != 1:
-        return Shortened(model, None, f"it has {len(lists)} lists of more than {kept} blocks, not one")
+        return Shortened(model, None, f"it has {len(lists)} lists of more than {count} blocks, not one")
     name, blocks = lists[0]
     if len({id(block) for block in blocks}) < len(blocks):
         return Shortened(model, None, f"{name} has the same block several times")
     if (other := _numbered_elsewhere(model, name)) is not None:
         return Shortened(model, None, f"{other} is a block, too, outside {name}")
+    # Shared by two blocks, a parameter's gradient is a sum over both: a block more would not just add its own.
     if len({id(p) for p in blocks.parameters()}) < sum(len(list(block.parameters())) for block in blocks):
         return Shortened(model, None, f"blocks of {name} share parameters")
+    # All blocks, not only those that are captured: one odd layer in the middle would be lost.
     described = [_description(block) for block in blocks]
-    numbers = {key for key in described[0] if _counts([d.get(key) for d in described])}
+    # A setting that counts up with the blocks (``layer_idx``) is the block's own number.
+    numbers = {key for key in described[0] if _is_block_number([d.get(key) for d in described])}
     for number, description in enumerate(described):
         found = next((k for k in _differences(described[0], description) if k not in numbers), None)
         if found is not None:
             return Shortened(model, None, f"{name}.{number}.{found} differs from that of {name}.0".replace("..", "."))
-    stay = nn.ModuleList([_without_numbers(block, numbers) for block in list(blocks)[:kept]])
-    return Shortened(_with(model, name.split("."), stay), len(blocks), path=name)
+    few = nn.ModuleList([_without_numbers(block, numbers) for block in list(blocks)[:count]])
+    return Shortened(_with(model, name.split("."), few), len(blocks), path=name)
 
 
-def _counts(values: Sequence[Any]) -> bool:
+def _is_block_number(values: Sequence[Any]) -> bool:
     """Whether a setting is the number of the block, counted from anything."""
     return all(type(v) is int and v == values[0] + i for i, v in enumerate(values))
 
@@ -83,6 +87,7 @@ def _without_numbers(block: nn.Module, numbers: Collection[str]) -> nn.Module:
 def _changed(module: nn.Module, path: str, numbers: Collection[str]) -> nn.Module:
     changed = copy.copy(module)
     changed.__dict__.update({k: UnreadableNumber() for k in vars(module) if f"{path}.{k}" in numbers})
+    # Shallow copies all the way down: tensors stay the model's own.
     inner = ((name, child, f"{path}.{name}".lstrip(".")) for name, child in module._modules.items())
     changed._modules = {n: None if c is None else _changed(c, p, numbers) for n, c, p in inner}
     return changed

@@ -1,4 +1,4 @@
-"""`Harness`: what is traced, a call of the model from flat tensors to flat tensors, what it leaves behind included."""
+"""`Harness`: what is traced, a call of the model from flat tensors to flat tensors, with what it writes to state."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from autopar.capture.attention import Attention
-from autopar.capture.intercepts import ArgumentCheck, Check, Intercepts
+from autopar.capture.intercepts import Check, Intercepts
 from autopar.capture.origins import Origins
 from autopar.capture.outside import refused
 from autopar.capture.state.hooks import Hooks, Observation, observations
+from autopar.capture.state.record import Record
 from autopar.capture.state.scope import uncached
 from autopar.capture.state.slots import Path, tensor_attributes
-from autopar.capture.state.writes import Record, Write
+from autopar.capture.state.writes import Write
 from autopar.capture.swap import Reference, put_reference
 from autopar.errors import CaptureError
 from autopar.ir.checkpoint_regions import Regions
@@ -40,7 +41,7 @@ class Seen:
         observed: calls of hooks that record.
         checks: of factorizations.
         stride_read: the user's line that reads strides.
-        numbers: places of numbers that change.
+        numbers: paths of numbers that the call changes.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ class Seen:
         self.assigned: dict[int, str] = {}
         self.writes: list[Write] = []
         self.observed: list[Observation] = []
-        self.checks: tuple[Check | ArgumentCheck, ...] = ()
+        self.checks: tuple[Check, ...] = ()
         self.stride_read = ""
         self.numbers: list[tuple[str, Path]] | None = None
 
@@ -82,9 +83,11 @@ class Harness(nn.Module):
         self.seen = Seen()
         self.record, self.tracked, self.promoted = record, tracked, promoted
         self.aliases, self.references = aliases_of(model), references
+        # To tell parameters that a lazy module makes in forward.
         self.parameter_names = {name for name, _ in model.named_parameters()}
         named = [*model.named_parameters(), *model.named_buffers()]
         self.attributes = {name: own for name, t in named if (own := tensor_attributes(t))}
+        # Registered as None, or not at all, and set in forward: `named_buffers` does not show these.
         self.tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
@@ -96,38 +99,45 @@ class Harness(nn.Module):
         return super().named_buffers(prefix, recurse, True)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Tensors of the batch, and behind them its floats, to tensors of the output.
+        """Tensors of the batch, then its floats, to tensors of the output.
 
-        Behind these are tensors of the state that the call writes, and of buffers that it assigns.
+        After these come tensors that the call writes to the model's state, and those of buffers that it assigns.
         """
         numbers = floats.values_or_stand_ins(self.recorder, tensors[self.arguments.tensors :])
         if self.record is None:
             return self._results(self._call(self.arguments.fill(tensors, numbers)), tensors, None)
-        self.record.put_back()
-        for table, before in self.tables:  # of an earlier call; those that are there have been put in place
+        self._restore()
+        if self.tracked and self.seen.numbers is not None:
+            self.record.track(self.seen.numbers)
+        self.record.guard_iterators()
+        attributes = self._copy_attributes()
+        buffers = dict(self.model.named_buffers(remove_duplicate=False))
+        origins, hooks, intercepts = Origins(self), Hooks(self.model), Intercepts()
+        with self._traced(origins, hooks, intercepts):
+            output = without_python_draws(lambda: self._call(self.arguments.fill(tensors, numbers)))
+        self._require_same_attributes(attributes)
+        if self.seen.numbers is None:
+            # The tracer calls more than once: the first call finds the numbers, and later ones track them.
+            self.seen.numbers = self.record.changed_numbers()
+        return self._results(
+            output, tensors, lambda results: self._add_state(results, buffers, origins.lines, hooks, intercepts)
+        )
+
+    def _restore(self) -> None:
+        """Bring the model's state to what it was before the tracer's earlier calls."""
+        assert self.record is not None
+        self.record.restore()
+        for table, before in self.tables:
+            # Buffers that an earlier call has registered go. Those of before have been set by the tracer already.
             for name in [n for n in table if before.get(n) is None]:
                 table.pop(name)
             table.update({n: None for n, b in before.items() if b is None})
         for name, first in self.aliases.items():
+            # The tracer sets tied tensors under one name only.
             _put_tensor(self.model, name, _get_tensor(self.model, first))
-        if self.tracked and self.seen.numbers is not None:
-            self.record.track(self.seen.numbers)
-        self.record.guard()
-        traced = self._give_attributes()
-        known = dict(self.model.named_buffers(remove_duplicate=False))
-        origins = Origins(self)
-        hooks, intercepts = Hooks(self.model), Intercepts()
-        with self._traced(origins, hooks, intercepts):
-            output = without_python_draws(lambda: self._call(self.arguments.fill(tensors, numbers)))
-        self._require_same_attributes(traced)
-        if self.seen.numbers is None:
-            self.seen.numbers = self.record.numbers()
-        return self._results(
-            output, tensors, lambda found: self._add_state(found, known, origins.lines, hooks, intercepts)
-        )
 
-    def _give_attributes(self) -> dict[str, tuple[torch.Tensor, dict[str, Any]]]:
-        """Traced tensors in place of parameters and buffers get what the user has set on these."""
+    def _copy_attributes(self) -> dict[str, tuple[torch.Tensor, dict[str, Any]]]:
+        """Traced tensors in place of parameters and buffers get the attributes that the user has set on these."""
         tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
         for name, tensor in tensors:
             vars(tensor).update(self.attributes.get(name, {}))
@@ -149,6 +159,7 @@ class Harness(nn.Module):
         parameters = [
             (container, step, original, name)
             for container, step, original, name in self.references
+            # A list of weights, say, must hold the very tensors that the tracer traces.
             if put_reference(container, step, _get_tensor(self.model, name))
         ]
         try:
@@ -184,7 +195,7 @@ class Harness(nn.Module):
         self.seen.results = found
         if self.record is None:
             return found.tensors
-        # The tracer takes what shows an input for nothing new, and gives it no gradient.
+        # The tracer counts a view of an input as no output of its own, and gives it no gradient: such ones are copied.
         inputs = {id(t) for t in (*self.model.parameters(), *self.model.buffers(), *given)}
         return tuple(t.clone() if t._is_view() or id(t) in inputs else t for t in found.tensors)
 
@@ -196,8 +207,9 @@ class Harness(nn.Module):
         hooks: Hooks,
         intercepts: Intercepts,
     ) -> None:
-        """Append what the call leaves in the model: new tensors of buffers, and those in other attributes."""
+        """Append the tensors that the call writes to the model's state: of buffers, and of other attributes."""
         assert self.record is not None
+        # With the tensor: while it is alive, no other one can have its id.
         known = {id(r): (i, r) for i, r in enumerate(results)}
 
         def leaf(tensor: torch.Tensor) -> pytree.Leaf:
@@ -214,6 +226,7 @@ class Harness(nn.Module):
             new = _get_tensor(self.model, name)
             if new is old:
                 continue
+            # Another shape or dtype would need another graph at the next call: it is an attribute, and no buffer.
             if new is None or not _alike(new, old) or name in self.promoted:
                 path, _, attribute = name.rpartition(".")
                 value = None if new is None else leaf(new)
@@ -236,7 +249,7 @@ class Harness(nn.Module):
 
 
 def _alike(new: torch.Tensor, old: torch.Tensor) -> bool:
-    """Whether a tensor can take a buffer's place in every call to come."""
+    """Whether a tensor can replace a buffer in every later call."""
     return new.shape == old.shape and new.dtype == old.dtype and not new.requires_grad
 
 
@@ -273,6 +286,7 @@ def without_python_draws(call: Callable[[], Any]) -> Any:
     Raises:
         CaptureError: it does; names the line.
     """
+    # By the generators' states: a list of all functions that draw would never be complete.
     before = random.getstate(), np.random.get_state()
     result = call()
     after = random.getstate(), np.random.get_state()
@@ -311,6 +325,7 @@ def _drawing_line(call: Callable[[], Any]) -> str:
         if not (random.getstate() == state[0] and _same_numpy(np.random.get_state(), state[1])):
             found.append(running[0])
             return None
+        # On return the caller's line goes on; library frames between it and the user's are passed over.
         while event == "return" and frame is not None:
             frame = frame.f_back
             if frame is not None and not frame.f_code.co_filename.startswith(skipped):
@@ -321,7 +336,7 @@ def _drawing_line(call: Callable[[], Any]) -> str:
     before = sys.gettrace()
     sys.settrace(watch)
     try:
-        with contextlib.suppress(Exception):  # it ran once: state that it left behind may stop it now
+        with contextlib.suppress(Exception):  # it ran once: state that it has changed may stop it now
             call()
     finally:
         sys.settrace(before)

@@ -1,10 +1,10 @@
 """Calls of torch that a trace would lose or refuse, done in a way that it records.
 
 * ``parameter.data = value`` writes to the parameter, so that functionalization sees it.
-* ``torch.cond`` computes both branches and takes one, with the gradients of the other cut off.
-* Checks of ``torch.linalg`` for singular matrices become results, which are looked at after every step.
+* ``torch.cond`` computes both branches and selects one, with the gradients of the other masked.
+* Checks of ``torch.linalg`` for singular matrices, and of arguments of ``torch.distributions``, become results, which
+  are checked after every step.
 * A tensor that requires a gradient, but is no parameter of the model, is refused: its gradient would be lost.
-* So do checks of arguments of ``torch.distributions``.
 * Batch norm with ``momentum=None`` counts with a tensor, not with the number in it.
 * Copies of parameters are refused: they would be strangers.
 * Results whose strides fake tensors get wrong get those of the kernels.
@@ -14,9 +14,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,65 +54,54 @@ _READS_STRIDES = frozenset(
         torch.Tensor.as_strided_scatter,
     }
 )
-"""Functions whose result depends on how a tensor lies in memory."""
+"""Functions whose result depends on a tensor's strides."""
 
 _BY_FORMAT = frozenset({functional.batch_norm, torch.batch_norm, torch.roll, torch.Tensor.roll})
 """Functions whose CPU kernels give the memory format that their argument suggests; fake tensors say otherwise.
 
 Strides decide in which order `torch.empty_like` and dropout draw. Found by comparing torch's operator database on
-permuted arguments; what else differs there are elementwise operators on arguments that lie in different orders.
+permuted arguments; what else differs there are elementwise operators on arguments with different strides.
 """
 
 _ROW_MAJOR = frozenset({functional.unfold})
 """Functions whose CPU kernels give a row-major result whatever their argument; fake tensors say otherwise."""
 
 
-@dataclass(frozen=True)
-class Check:
-    """A check of a factorization that is made after a step.
+Check = Callable[[Any], None]
+"""A check that is made after a step, given the graph's results."""
 
-    Attributes:
-        info: what the factorization says of each matrix.
+
+def _check_matrices(info: Leaf, function: str, is_matrix: bool, results: Any) -> None:
+    """Raise torch's own error if a matrix is singular.
+
+    Args:
+        info: the result in which the factorization says of each matrix whether it is.
         function: whose error it is.
-        is_matrix: there is one matrix.
+        is_matrix: there is one matrix, not a batch.
+        results: of the graph.
+
+    Raises:
+        torch.linalg.LinAlgError: one is.
     """
-
-    info: Leaf
-    function: str
-    is_matrix: bool
-
-    def make(self, results: Any) -> None:
-        """Raise torch's own error if a matrix is singular.
-
-        Raises:
-            torch.linalg.LinAlgError: one is.
-        """
-        _CHECK(results[self.info.index], self.function, is_matrix=self.is_matrix)
+    _CHECK(results[info.index], function, is_matrix=is_matrix)
 
 
-@dataclass(frozen=True)
-class ArgumentCheck:
-    """A check of what a distribution is given, which is made after a step.
+def _check_arguments(invalid: Leaf, line: str, results: Any) -> None:
+    """Raise where a distribution was given values that it refuses; torch has the values to show.
 
-    Attributes:
-        invalid: how many values are outside of the domain.
-        line: of the user's that gives it.
+    Args:
+        invalid: the result that says how many values are outside of the domain.
+        line: of the user's that gives them.
+        results: of the graph.
+
+    Raises:
+        ValueError: some are.
     """
-
-    invalid: Leaf
-    line: str
-
-    def make(self, results: Any) -> None:
-        """Raise as torch does, which has values to show.
-
-        Raises:
-            ValueError: some value is outside of the domain.
-        """
-        if int(results[self.invalid.index]):
-            raise ValueError(
-                f"a distribution of torch.distributions was given values that its constraints refuse, at {self.line}; "
-                "run the model without parallelize() to see them"
-            )
+    if int(results[invalid.index]):
+        raise ValueError(
+            f"a distribution of torch.distributions was given values that its constraints refuse, at {line}; "
+            "run the model without parallelize() to see them"
+        )
 
 
 class Intercepts(TorchFunctionMode):
@@ -128,6 +117,7 @@ class Intercepts(TorchFunctionMode):
     def entered(self) -> Iterator[None]:
         """While it lasts, calls are changed."""
         cond, batch_norm = torch.cond, BatchNorm.forward
+        # Replaced at torch itself: its own version would trace the branches as graphs within the graph.
         torch.cond = _cond
         BatchNorm.forward = lambda module, x: _batch_norm(batch_norm, module, x)  # type: ignore[method-assign,assignment]
         try:
@@ -138,7 +128,8 @@ class Intercepts(TorchFunctionMode):
             BatchNorm.forward = batch_norm  # type: ignore[method-assign]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Write data through, refuse strangers."""
+        """Write ``.data`` through, refuse foreign tensors."""
+        # The name first: this runs at every call of torch, and names compare faster than descriptors.
         if func.__name__ == "__set__" and func == _SET_DATA:
             return _set_data(*args)
         if not self.stride_read and func in _READS_STRIDES:
@@ -149,21 +140,22 @@ class Intercepts(TorchFunctionMode):
             return True
         if func is torch.Tensor.__deepcopy__:
             _refuse_copy(args[0])
+        # Without gradients nothing can be lost.
         if torch.is_grad_enabled():
-            _refuse_strangers(args)
+            _refuse_foreign_tensors(args)
         result = func(*args, **(kwargs or {}))
         if func in _ROW_MAJOR:
             return result.contiguous()
         return _in_suggested_format(args[0], result) if func in _BY_FORMAT else result
 
-    def checks(self, leaf: Callable[[torch.Tensor], Leaf]) -> tuple[Check | ArgumentCheck, ...]:
-        """What is to be looked at after a step."""
-        made = tuple(Check(leaf(info), function, is_matrix) for info, function, is_matrix in self.checked)
-        return (*made, *(ArgumentCheck(leaf(invalid), line) for invalid, line in self.validated))
+    def checks(self, leaf: Callable[[torch.Tensor], Leaf]) -> tuple[Check, ...]:
+        """What is to be checked after a step."""
+        matrices = [functools.partial(_check_matrices, leaf(info), name, single) for info, name, single in self.checked]
+        return (*matrices, *(functools.partial(_check_arguments, leaf(n), line) for n, line in self.validated))
 
 
 def _in_suggested_format(argument: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """The result with the kernel's strides: a copy in the trace, which canonicalization takes out again."""
+    """The result with the kernel's strides: a copy in the trace, which canonicalization removes again."""
     return result.contiguous(memory_format=suggest_memory_format(argument))
 
 
@@ -196,6 +188,7 @@ def _own_line() -> str:
     """The user's line that calls torch right now; empty where torch calls itself, which picks kernels by strides."""
     file, line = user_frame()
     frame = sys._getframe(1)
+    # Through autopar's own frames to whoever called torch: the user, or torch itself.
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_AUTOPAR):
         frame = frame.f_back
     return f"{file}:{line}" if (frame.f_code.co_filename, frame.f_lineno) == (file, line) else ""
@@ -213,6 +206,7 @@ class _Checks(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _CHECK:
+            # Removed from the graph: on fake tensors there is nothing to check.
             self.found.append((args[0], args[1], bool((kwargs or {}).get("is_matrix"))))
             return None
         return func(*args, **(kwargs or {}))
@@ -230,13 +224,14 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
             "of the model, before parallelize()"
         )
     with torch.no_grad():
+        # Detached on both sides: `.data` has no part in autograd.
         tensor.detach().copy_(value.detach())
 
 
-def _refuse_strangers(args: Sequence[Any]) -> None:
+def _refuse_foreign_tensors(args: Sequence[Any]) -> None:
     for value in args:
         if isinstance(value, list | tuple):
-            _refuse_strangers(value)
+            _refuse_foreign_tensors(value)
         elif isinstance(value, torch.Tensor) and not is_traced(value) and value.requires_grad:
             file, line = user_frame()
             raise CaptureError(
@@ -247,38 +242,38 @@ def _refuse_strangers(args: Sequence[Any]) -> None:
 
 
 class _Masked(torch.autograd.Function):
-    """A tensor whose gradient is 0 where another branch was taken, even if what comes back is not a number."""
+    """A tensor whose gradient is 0 where the other branch was selected, even if what comes back is NaN."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(taken)
-        return tensor.view_as(tensor)
+    def forward(ctx: Any, tensor: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(selected)
+        return tensor.view_as(tensor)  # a new tensor: autograd takes an input that is returned for unchanged
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        (taken,) = ctx.saved_tensors
-        return torch.where(taken, gradient, torch.zeros_like(gradient)), None
+        (selected,) = ctx.saved_tensors
+        # `where`, not a product: 0 * NaN is NaN, as from the square root of a number that only this branch avoids.
+        return torch.where(selected, gradient, torch.zeros_like(gradient)), None
 
 
 def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()) -> Any:
     """``torch.cond`` without control flow."""
     if isinstance(pred, bool):
         return (true_fn if pred else false_fn)(*operands)
-    taken = pred.reshape(())
+    condition = pred.reshape(())
     tensors, skeleton = pytree.flatten(tuple(operands), "the operands of torch.cond")
-    made = []
-    for function, own in ((true_fn, taken), (false_fn, ~taken)):
-        masked = [_mask(tensor, own) for tensor in tensors]
-        made.append(
-            pytree.flatten(function(*pytree.unflatten(skeleton, masked)), "what a branch of torch.cond returns")
-        )
-    (ones, kind), (others, _) = made
-    return pytree.unflatten(kind, [torch.where(taken, a, b) for a, b in zip(ones, others, strict=True)])
+    branches = []
+    for function, selected in ((true_fn, condition), (false_fn, ~condition)):
+        masked = [_mask(tensor, selected) for tensor in tensors]
+        output = function(*pytree.unflatten(skeleton, masked))
+        branches.append(pytree.flatten(output, "what a branch of torch.cond returns"))
+    (ones, kind), (others, _) = branches
+    return pytree.unflatten(kind, [torch.where(condition, a, b) for a, b in zip(ones, others, strict=True)])
 
 
 @contextlib.contextmanager
 def branches_taken() -> Iterator[None]:
-    """While it lasts, ``torch.cond`` runs the branch that is taken, as it does without a compiler, under any mode."""
+    """While it lasts, ``torch.cond`` runs one branch, as it does without a compiler, under any mode."""
     cond = torch.cond
     torch.cond = lambda pred, true_fn, false_fn, operands=(): (true_fn if bool(pred) else false_fn)(*operands)
     try:
@@ -287,6 +282,6 @@ def branches_taken() -> Iterator[None]:
         torch.cond = cond
 
 
-def _mask(tensor: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
-    masked: torch.Tensor = _Masked.apply(tensor, taken) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
+def _mask(tensor: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
+    masked: torch.Tensor = _Masked.apply(tensor, selected) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
     return masked

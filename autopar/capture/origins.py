@@ -61,6 +61,7 @@ class Origins(TorchFunctionMode):
                 return before(module, *args, **kwargs)
             number, outer = self._calls[path], self._open
             self._calls[path] += 1
+            # The number tells calls of one module apart: each has module outputs of its own.
             self._open = (*outer, (path, f"{path}@{number}" if number else path))
             try:
                 with annotate({STACK: self._open}):
@@ -76,6 +77,7 @@ class Origins(TorchFunctionMode):
                 self.lines[path.removeprefix("model").removeprefix("."), name] = f"{file}:{line}"
             assign(module, name, value)
 
+        # On the class: modules made in forward, and subclasses with their own forward, all call it.
         nn.Module.__call__ = called  # type: ignore[method-assign]
         nn.Module.__setattr__ = assigned  # type: ignore[method-assign,assignment]
         try:
@@ -88,6 +90,7 @@ class Origins(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the function with the user's line noted."""
         kwargs = kwargs or {}
+        # A tracked number that meets a tensor is read: torch functions take plain numbers only.
         if any(is_tracked(a) for a in (*args, *kwargs.values())):
             args, kwargs = tuple(map(plain, args)), {k: plain(v) for k, v in kwargs.items()}
         with annotate({LINE: user_frame()}):
@@ -123,6 +126,7 @@ def is_installed(name: str) -> bool:
 def record_origins(graph: fx.Graph) -> None:
     """Turn the annotations of a traced graph into the meta entries that torch's exporter leaves."""
     for node in graph.nodes:
+        # Where `annotate` leaves its notes; torch copies them from a forward operator to its backward operators.
         noted = node.meta.get("custom") or {}
         backward = node.meta.get("partitioner_tag") == "is_backward"
         if STACK in noted:

@@ -36,8 +36,9 @@ def abridge(
         model: the whole model.
         make: captures a model.
         pins: names or patterns of tensors and modules whose layout is decided; they must not tell blocks apart.
-        say: is told what is captured, and why.
+        say: called with what is captured, and why.
     """
+    # Three blocks: the first, the last, and one in the middle that stands for all others.
     short = shorten(model, SHORT)
     reason = short.reason or _told_apart(model, short.path, pins)
     if not reason:
@@ -70,12 +71,15 @@ def _told_apart(model: nn.Module, path: str, pins: Iterable[str]) -> str:
 
 def _differs(three: Program, two: Program, path: str) -> str:
     """Why the third block does not stand for further ones; empty: it does."""
+    # By layer class: the search has one variable for each, and scales it by how often it occurs.
     classes, less = (layer_classes(p, analyze(p)) for p in (three, two))
     if classes.members.keys() != less.members.keys() or not two.structure.keys() <= three.structure.keys():
         return "with two blocks there are other operators than with three"
     owner = {n: f"{module_path(n)}." for n in three.sources if module_path(n)}
     inputs = zip(three.placeholders, three.inputs, strict=True)
     owner.update({n: i.name for n, i in inputs if i.kind in ("parameter", "buffer")})
+    # What the third block adds to a class must be what the middle block has of it; else there is something (an operator
+    # on all layers at once, say) that does not grow with the blocks.
     for key, nodes in classes.members.items():
         if any(n in owner for n in nodes):  # sums of gradients belong to no module
             added = len(nodes) - len(less.members[key])

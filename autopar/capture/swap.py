@@ -1,7 +1,7 @@
 """`swapped`: fake tensors in place of a model's own while it is traced, in the model itself.
 
-The model is not copied: what hooks and closures refer to is what is traced. Plain tensors among the attributes take
-part as buffers do, so that the graph has them as inputs.
+The model is not copied: what hooks and closures refer to is what is traced. Plain tensors among the attributes become
+buffers meanwhile, so that the graph has them as inputs.
 """
 
 from __future__ import annotations
@@ -55,10 +55,11 @@ def swapped(
     """
     made: dict[int, Any] = {}
     tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    taken: list[tuple[nn.Module, dict[str, torch.Tensor]]] = []
+    removed: list[tuple[nn.Module, dict[str, torch.Tensor]]] = []
     names: list[str] = []
 
-    def of(tensor: torch.Tensor) -> torch.Tensor:
+    def fake_of(tensor: torch.Tensor) -> torch.Tensor:
+        # One fake tensor for each real one: tied parameters stay tied.
         if id(tensor) not in made:
             if isinstance(tensor, nn.Parameter):
                 made[id(tensor)] = nn.Parameter(fake(tensor.detach(), compute), tensor.requires_grad and training)
@@ -68,24 +69,26 @@ def swapped(
         found: torch.Tensor = made[id(tensor)]
         return found
 
+    # Before the swap: references are found by the identity of the real tensors.
     references = references_of(model)
     for path, module in model.named_modules():
         for table in (module._parameters, module._buffers):
             tables.append((table, dict(table)))
-            table.update({name: of(t) for name, t in table.items() if t is not None})
+            table.update({name: fake_of(t) for name, t in table.items() if t is not None})
         attributes = promoted(module) if promote else {}
-        taken.append((module, attributes))
+        removed.append((module, attributes))
         names += [f"{path}.{name}" if path else name for name in attributes]
         for name, tensor in attributes.items():
             del vars(module)[name]
-            module._buffers[name] = of(tensor)
+            module._buffers[name] = fake_of(tensor)
     try:
         yield names, references
     finally:
         for table, before in tables:
+            # In place: the tables are the modules' own, and keep their order.
             table.clear()
             table.update(before)
-        for module, attributes in taken:
+        for module, attributes in removed:
             vars(module).update(attributes)
 
 
@@ -99,6 +102,7 @@ def references_of(model: nn.Module) -> list[Reference]:
         for step, value in inner:
             if id(value) in named and named[id(value)][1] is value:
                 found.append((container, step, value, named[id(value)][0]))
+            # Submodules are visited by themselves, below.
             elif id(value) not in seen and depth < DEEPEST and not isinstance(value, nn.Module):
                 seen.add(id(value))
                 visit(value, children(value) or [], depth + 1)
@@ -111,6 +115,7 @@ def references_of(model: nn.Module) -> list[Reference]:
 def put_reference(container: Any, step: Step, tensor: torch.Tensor) -> bool:
     """Put a tensor in a container; False: it cannot be changed."""
     kind, key = step
+    # Tuples, closures and the like stay as they are.
     if isinstance(container, list | dict) and kind == "item":
         container[key] = tensor
         return True

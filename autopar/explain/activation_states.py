@@ -101,12 +101,12 @@ class ActivationStates:
     def _hoisted(self) -> set[Form]:
         """Forms that all microbatches share: computed before the first, in memory until the last has used them."""
         hoisted, found = self._assignment.hoisted, set[Form]()
-        per_microbatch = {node: sources for node, sources in self.program.sources.items() if node not in hoisted.nodes}
+        per_microbatch = {node: sources for node, sources in self.program.sources.items() if node not in hoisted}
         for value in (value for sources in per_microbatch.values() for value in sources):
-            form, hoisted_layout = self.consumer_form(value), value in hoisted.consumer_layouts
-            if hoisted_layout or (form[1] == OPERATOR and value[0] in hoisted.nodes):
+            form, hoisted_layout = self.consumer_form(value), value in self._assignment.hoisted_consumer_layouts
+            if hoisted_layout or (form[1] == OPERATOR and value[0] in hoisted):
                 found.add(form)
-            elif value[0] in hoisted.nodes:  # the operator is hoisted, the redistribution runs per microbatch
+            elif value[0] in hoisted:  # the operator is hoisted, the redistribution runs per microbatch
                 found.add(self.storage((value[0], OPERATOR)))
         return found - self.recomputed
 

@@ -18,13 +18,14 @@ def check(program: Program, plan: Plan) -> None:
     """Check a program between passes.
 
     The invariants that hold by now are named in `GraphInfo.invariants`: ``layouts`` (every tensor has one),
-    ``placed`` (every argument lies as its user takes it, so no Partial meets a nonlinear operator), ``local`` (local
-    shapes are what the layouts say).
+    ``placed`` (every argument has the layout that its user takes, so no Partial meets a nonlinear operator), ``local``
+    (local shapes are what the layouts say).
 
     Raises:
         ValueError: an invariant is broken; names the node.
         RuntimeError: the graph is malformed.
     """
+    # The graph itself first: what follows walks over users and arguments.
     program.graph.graph.lint()
     holds = graph_info(program.graph).invariants
     for node in program.graph.graph.nodes:
@@ -39,6 +40,7 @@ def check(program: Program, plan: Plan) -> None:
 
 
 def _check_layouts(node: fx.Node) -> None:
+    # Inside a move or a lowered operator tensors are pieces that no layout describes.
     if info(node).internal or not (is_operator(node) or node.op == "placeholder"):
         return
     if not info(node).layouts:
@@ -46,9 +48,9 @@ def _check_layouts(node: fx.Node) -> None:
 
 
 def _check_host(node: fx.Node) -> None:
-    away = [a for a in node.all_input_nodes if a.target is to_host] if node.target is not to_device else []
-    if away:
-        raise ValueError(f"node {node.name} takes {away[0]}, which is in the memory of the host")
+    on_host = [a for a in node.all_input_nodes if a.target is to_host] if node.target is not to_device else []
+    if on_host:
+        raise ValueError(f"node {node.name} takes {on_host[0]}, which is in host memory")
 
 
 def _check_hoisted(node: fx.Node) -> None:
@@ -63,6 +65,7 @@ def _check_placed(node: fx.Node) -> None:
     values = tensor_arguments(node) if node.op != "output" else [v for v in node.args[0] if v is not None]  # type: ignore[union-attr]
     wanted = list(info(node).input_layouts)
     if node.op == "output":
+        # A gradient that does not exist has no layout to check.
         wanted = [w for w, v in zip(wanted, node.args[0], strict=True) if v is not None]  # type: ignore[arg-type]
     for value, layout in zip(values, wanted, strict=True):
         source, index = producer(value)  # type: ignore[arg-type]
@@ -71,13 +74,14 @@ def _check_placed(node: fx.Node) -> None:
         if info(source).layouts[index] != layout:
             raise ValueError(
                 f"node {node.name} takes {value} as ({', '.join(map(str, layout))}), "
-                f"and it lies as ({', '.join(map(str, info(source).layout(index)))})"
+                f"and it has layout ({', '.join(map(str, info(source).layout(index)))})"
             )
 
 
 def _check_local(node: fx.Node, plan: Plan) -> None:
     if not info(node).layouts or node.op == "output":
         return
+    # An output that nobody reads may have any shape.
     used = {user.args[1] for user in node.users if user.target is operator.getitem}
     values = values_of(node)
     for i, (value, type_, layout) in enumerate(zip(values, info(node).types, info(node).layouts, strict=False)):

@@ -1,7 +1,7 @@
-"""Regions of a model that `torch.utils.checkpoint` wants to compute again in the backward pass, and its policies.
+"""Regions of a model that `torch.utils.checkpoint` recomputes in the backward pass, and its policies.
 
 While a model is traced, `checkpoint` runs its function once, and what happens in it carries the number of the region;
-torch hands that on to the backward pass. So a node of the graph knows its region, and whether a policy saves it, and
+torch copies that to the backward pass. So a node of the graph knows its region, and whether a policy saves it, and
 `pinned` says what that means for the search.
 """
 
@@ -55,10 +55,12 @@ class Regions:
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
         """While it lasts, checkpointed functions run once and are annotated, by whatever name they are called."""
-        with checkpoint_replaced(self._reentrant, self._other), preserve_node_meta(), _without_hooks():
+        # By replacing what `checkpoint` calls: whoever imported the function by name calls it, too.
+        with checkpoint_replaced(self._reentrant, self._not_reentrant), preserve_node_meta(), _without_hooks():
             yield
 
     def _reentrant(self, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        # As in torch: the reentrant variant is an autograd function, which does nothing without a differentiable input.
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             with self._region(None):
                 return function(*args)
@@ -70,12 +72,13 @@ class Regions:
         with torch.no_grad():
             return function(*args)
 
-    def _other(
+    def _not_reentrant(
         self, function: Callable[..., Any], preserve: bool, context_fn: Callable[[], Any], *rest: Any, **kwargs: Any
     ) -> Generator[None]:
         if not torch.is_grad_enabled():
             yield
             return
+        # The second context is that of the recomputation, of which a trace sees nothing.
         context, _ = context_fn()
         policy = selective_policy(context)
         with self._region(policy), contextlib.nullcontext() if policy else context:
@@ -100,7 +103,7 @@ def _path(node: fx.Node) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def _without_hooks() -> Iterator[None]:
-    """No hooks on saved tensors, such as `save_on_cpu`: a graph keeps what it keeps on its device."""
+    """No hooks on saved tensors, such as `save_on_cpu`: what a graph saves is the plan's to decide."""
     hooks = torch.autograd.graph.saved_tensors_hooks
     before = {name: getattr(hooks, name) for name in ("__enter__", "__exit__")}
 
@@ -110,7 +113,7 @@ def _without_hooks() -> Iterator[None]:
                 f"{type(self).__name__} changes what is saved for the backward pass (its unpack function does not give "
                 "back what its pack function was given), which a graph cannot do; write a torch.autograd.Function"
             )
-        logger.warning("%s is left out: what is kept for the backward pass stays on its device", type(self).__name__)
+        logger.warning("%s is left out: what is saved for the backward pass stays on its device", type(self).__name__)
 
     def leave(self: Any, *error: Any) -> None:
         """Nothing was entered."""
@@ -154,6 +157,7 @@ class _Asking(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and mark what it left in the graph."""
         kwargs, graph = kwargs or {}, traced_graph()
+        # Whatever is in the graph after this node is what the operator left there.
         last = next(iter(reversed(graph.nodes)), None) if graph is not None else None
         out = func(*args, **kwargs)
         if graph is None or func in SAC_IGNORED_OPS:
@@ -170,20 +174,23 @@ class _Asking(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _asked(policy: Policy, func: Any, out: Any, args: Any, kwargs: Any) -> CheckpointPolicy:
     """What a policy says of an operator; of attention, whether it saves that under any name."""
     answers: list[CheckpointPolicy] = []
+    # A policy names the kernel of the machine that it was written on; the plan's may be another.
     for each in _ATTENTION if func in _ATTENTION else (func,):
         said = policy(SelectiveCheckpointContext(is_recompute=False, op_output=out), each, *args, **kwargs)
         if isinstance(said, bool):
             said = CheckpointPolicy.MUST_SAVE if said else CheckpointPolicy.PREFER_RECOMPUTE
         if said in _OFFLOADING:
-            logger.warning("%s of %s: it is kept on its device, there is no offload yet", said, each)
+            logger.warning("%s of %s: it is saved on its device, there is no offload yet", said, each)
             said = _OFFLOADING[said]
         answers.append(said)
+    # The strongest of the answers: values are ordered from MUST_SAVE on.
     return CheckpointPolicy(min(answer.value for answer in answers))
 
 
 def mark(graph: fx.Graph) -> None:
     """Give every node of the joint graph the number of the outermost region it is in, as ``region``."""
     for node in graph.nodes:
+        # The outermost region: what is inside it is recomputed with it.
         if path := _path(node):
             set_info(node, replace(info(node), region=path[0]))
 
@@ -192,11 +199,11 @@ def pinned(sources: Mapping[fx.Node, Sequence[tuple[fx.Node, int]]]) -> dict[fx.
     """What the model's regions decide for operators of the forward pass.
 
     `SAVED`: a policy must save the result, so it is not recomputed. `RECOMPUTED`: the result is not saved, as nothing
-    but the region's own backward pass takes it. What leaves a region for the backward pass of others, or for another
+    but the region's own backward pass reads it. What leaves a region for the backward pass of others, or for another
     region that is recomputed, is saved by torch, too, and is left to the search, as is what a policy prefers to save.
 
     Args:
-        sources: the values that each operator takes, in program order.
+        sources: the values that each operator reads, in program order.
     """
     if all(info(node).region is None for node in sources):
         return {}
@@ -204,15 +211,16 @@ def pinned(sources: Mapping[fx.Node, Sequence[tuple[fx.Node, int]]]) -> dict[fx.
     for node, values in sources.items():
         for source, _ in values:
             users[source].append(node)
-    takers: dict[fx.Node, set[int | None]] = {}
+    readers: dict[fx.Node, set[int | None]] = {}
     for node in reversed(list(sources)):
-        found = takers[node] = set()
+        found = readers[node] = set()
         for user in users[node]:
             region = info(user).region
             if is_backward(user) or region is not None:
                 found.add(region)
+            # Who reads a view reads this.
             if not is_backward(user) and _is_view(user):
-                found |= takers[user]
+                found |= readers[user]
     pins: dict[fx.Node, str] = {}
     for node in sources:
         region, saved = info(node).region, info(node).saved
@@ -220,12 +228,13 @@ def pinned(sources: Mapping[fx.Node, Sequence[tuple[fx.Node, int]]]) -> dict[fx.
             continue
         if saved is CheckpointPolicy.MUST_SAVE:
             pins[node] = SAVED
-        elif saved is None and takers[node] <= {region}:
+        # What a policy prefers to save (``saved``) is left to the search.
+        elif saved is None and readers[node] <= {region}:
             pins[node] = RECOMPUTED
     return pins
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether the result shows its argument's memory."""
+    """Whether the result is a view of its argument."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)

@@ -1,4 +1,4 @@
-"""Graphs and their nodes: where a node comes from, what it takes and makes, copies of graphs; which modules repeat."""
+"""Graphs and their nodes: where a node comes from, its arguments and results, copies; which modules repeat."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def module_path(node: fx.Node) -> str:
     if found is None:
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
         path = str(next(reversed(stack.values()))[0]) if stack else ""
+        # Torch's exporter and our own harness begin paths in different ways.
         found = re.sub(r"^(L\['self'\]\.)?model\.?", "", path, count=1)
         set_info(node, replace(info(node), module_path=found))
     return found
@@ -56,6 +57,7 @@ def is_backward(node: fx.Node) -> bool:
 
 def inherit_origin(node: fx.Node, source: fx.Node) -> None:
     """A node that a pass makes comes from where ``source`` does: module, pass of the step, region, the user's line."""
+    # Not ``val``: the new node's shape and dtype are its own.
     for key in ("nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "seq_nr", "stack_trace"):
         if key in source.meta:
             node.meta[key] = source.meta[key]
@@ -65,6 +67,7 @@ def inherit_origin(node: fx.Node, source: fx.Node) -> None:
 def user_line(node: fx.Node) -> str:
     """``file.py:12`` of the user's code that the node comes from, or the module's name."""
     trace = node.meta.get("stack_trace") or ""
+    # The last frame is the innermost of the user's.
     lines = re.findall(r'File "([^"]+)", line (\d+)', trace)
     if lines:
         return f"{lines[-1][0]}:{lines[-1][1]}"
@@ -80,6 +83,7 @@ def block_prefixes(parameters: Iterable[str]) -> frozenset[str]:
     found: set[str] = set()
     for name in parameters:
         parts = name.split(".")
+        # Two further parts, a module and its parameter: ``blocks.3.weight`` is a leaf in a list, no block.
         found.update(".".join(parts[: i + 1]) for i, p in enumerate(parts[:-2]) if p.isdigit())
     return frozenset(found)
 
@@ -87,6 +91,7 @@ def block_prefixes(parameters: Iterable[str]) -> frozenset[str]:
 @lru_cache(maxsize=4096)
 def without_indices(path: str, blocks: frozenset[str]) -> str:
     """``layers.3.mlp`` as ``layers.*.mlp`` if ``layers.3`` is a repeated block."""
+    # Later calls of a shared module are those of ``name@1``: they are alike, too.
     parts = re.sub(r"@\d+", "", path).split(".")
     return ".".join("*" if ".".join(parts[: i + 1]) in blocks else p for i, p in enumerate(parts))
 
@@ -98,8 +103,9 @@ def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
     graph.output(graph.graph_copy(module.graph, environment))
     graph.output_node().meta = dict(module.graph.output_node().meta)
     for old, new in environment.items():
+        # Frozen values may be shared; the dict may not: passes write to it.
         new.meta = dict(old.meta)
-    copied = LazyGraphModule(module, graph)  # most copies are looked at and never run
+    copied = LazyGraphModule(module, graph)  # lazily compiled: most copies never run
     copied.meta = dict(module.meta)
     return copied
 
@@ -126,6 +132,7 @@ def replace_tensor_arguments(node: fx.Node, values: list[Any]) -> Arguments:
 def producer(node: fx.Node) -> tuple[fx.Node, int]:
     """The operator node and the number of its output that a value is; looks through getitem."""
     if node.op == "call_function" and node.target is operator.getitem:
+        # A getitem is not an operator: it names one output of its producer.
         source, index = node.args
         assert isinstance(source, fx.Node)
         assert isinstance(index, int)
@@ -136,6 +143,7 @@ def producer(node: fx.Node) -> tuple[fx.Node, int]:
 def values_of(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
     """Fake tensors of the node's outputs; None for one that does not exist."""
     value = node.meta.get("val")
+    # An operator of several outputs; kernels may leave some of them out.
     if isinstance(value, tuple | list):
         return tuple(v if isinstance(v, torch.Tensor) else None for v in value)
     return (value if isinstance(value, torch.Tensor) else None,)
@@ -153,5 +161,6 @@ def operators(graph: fx.Graph) -> Iterator[fx.Node]:
 
 def static_arguments(node: fx.Node) -> str:
     """Text of the node's arguments that are not tensors; the same for equal calls in every process, on any device."""
+    # Devices are left out: a plan made for a GPU on a CPU is the same plan.
     args, kwargs = map_nodes((node.args, node.kwargs), lambda _: "%")
     return f"{args!r}{sorted((k, v) for k, v in kwargs.items() if k not in ('device', 'pin_memory'))!r}"

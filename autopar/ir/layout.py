@@ -1,4 +1,4 @@
-"""Placements and layouts: how a tensor lies on a mesh, in factors of its dims.
+"""Placements and layouts: how a tensor is distributed on a mesh, in factors of its dims.
 
 A tensor dim is an ordered product of *factors* (``[(batch seq), hidden]``). A layout says, for each mesh axis, whether
 the tensor is replicated, a partial result that still has to be reduced, or split along one factor of one dim. Axes
@@ -150,6 +150,7 @@ def parse_placement(text: str) -> Placement:
     if text.startswith("S(") and text.endswith(")"):
         dim, _, factor = text[2:-1].partition(".")
         return Split(int(dim), int(factor or 0))
+    # Only parameters in plans of pipelines have these.
     if text.startswith("@"):
         return At(int(text[1:]))
     raise ValueError(f"not a placement: {text!r}; expected R, P(sum), S(dim.factor) or @stage")
@@ -161,6 +162,7 @@ def factor_parts(layout: Layout, sizes: Sequence[int]) -> dict[tuple[int, int], 
     for placement, n in zip(layout, sizes, strict=True):
         if isinstance(placement, Split):
             key = (placement.dim, placement.factor)
+            # Axes that split the same factor nest: it is cut into the product of their sizes.
             parts[key] = parts.get(key, 1) * n
     return parts
 
@@ -185,7 +187,7 @@ def local_shape(type_: TensorType, layout: Layout, sizes: Sequence[int]) -> tupl
 
 
 def describe(type_: TensorType, layout: Layout, axes: Sequence[str]) -> str:
-    """A layout for people: ``bf16[batch{node}, hidden{gpu}] +sum{gpu}``, axes in braces behind what they split."""
+    """A layout for people: ``bf16[batch{node}, hidden{gpu}] +sum{gpu}``, axes in braces after what they split."""
     split: dict[tuple[int, int], list[str]] = {}
     partial: dict[str, list[str]] = {}
     for placement, axis in zip(layout, axes, strict=True):
@@ -195,8 +197,10 @@ def describe(type_: TensorType, layout: Layout, axes: Sequence[str]) -> str:
             partial.setdefault(placement.op, []).append(axis)
     dims = []
     for d, dim in enumerate(type_.dims):
+        # ``(batch{data} seq)``: factors of one dim in parentheses, as in ``str(type)``.
         names = [f.name + ("{" + ",".join(split[d, j]) + "}" if (d, j) in split else "") for j, f in enumerate(dim)]
         dims.append(f"({' '.join(names)})" if len(names) > 1 else "".join(names) or "1")
+    # As people write them; others stay as they are.
     short = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}.get(type_.dtype, type_.dtype)
     sums = "".join(f" +{op}{{{','.join(names)}}}" for op, names in partial.items())
     return f"{short}[{', '.join(dims)}]{sums}"
@@ -204,8 +208,10 @@ def describe(type_: TensorType, layout: Layout, axes: Sequence[str]) -> str:
 
 def is_uneven(type_: TensorType, layout: Layout, sizes: Sequence[int]) -> bool:
     """Whether the layout does not divide, but would if dims were padded: one axis a dim, which is one factor."""
+    # Not uneven but wrong: padding would not help.
     if any(isinstance(p, Split) and (p.dim, p.factor) not in type_.positions for p in layout):
         return False
+    # Padding makes one dim longer; of a dim of several factors it would tear the others apart.
     uneven = [(d, parts) for (d, j), parts in factor_parts(layout, sizes).items() if type_.dims[d][j].size % parts]
     along = [p.dim for p in layout if isinstance(p, Split)]
     return bool(uneven) and all(len(type_.dims[d]) == 1 and along.count(d) == 1 for d, _ in uneven)
@@ -219,8 +225,10 @@ def is_boundary_layout(type_: TensorType, layout: Layout, sizes: Sequence[int]) 
     """
     for d, (used, size) in enumerate(zip(type_.stored_shape, type_.shape, strict=True)):
         splits = [(p, n) for p, n in zip(layout, sizes, strict=True) if isinstance(p, Split) and p.dim == d]
+        # Several axes on one dim are `Shard`s of the leading factor, in mesh order; no other order can be said.
         if len({p for p, _ in splits}) > 1 or (len(splits) > 1 and splits[0][0].factor > 0):
             return False
+        # `Shard` cuts a dim of n into parts of ceil(n / parts), the last ones shorter: only that padding fits it.
         if used != size and splits and (len(splits) > 1 or size // splits[0][1] != -(-used // splits[0][1])):
             return False
     return True

@@ -57,7 +57,7 @@ class NodeInfo:
             speaks for it, and for nodes inside a move or a lowered operator.
         layouts: in which each output is made, in the order of ``types``.
         consumer_layouts: by the number of an output, the layout that it is brought to first for all its users.
-        forced: numbers of the outputs that nobody takes but in, or from, their consumer layout.
+        forced: numbers of the outputs that all users take in, or from, their consumer layout.
         operator: the `autopar.sharding.dims.Operator`; None for what passes made and for what has been lowered.
         strategy: names of the operator's strategies, one for each mesh axis.
         input_layouts: in which the node takes its tensor arguments; of the output node, those of the program's outputs.
@@ -68,7 +68,7 @@ class NodeInfo:
         consumer_layout_offloaded: its form in the consumer layout is.
 
         program_node: name of the node of the program that `run_passes` was given; None for what passes made.
-        recompute_of: name of the forward node that a node of the backward pass recomputes or gathers anew.
+        recompute_of: name of the forward node that a node of the backward pass recomputes or re-gathers.
         takes_as_made: takes its argument in the layout in which it is made, although a consumer layout is forced:
             moves for the backward pass start from there (`insert_recompute`).
         moved_value: of a node of a move, the name of the value that is moved; empty where it has none
@@ -120,11 +120,15 @@ class NodeInfo:
     def only(self, output: int) -> NodeInfo:
         """The same of a node with the one output alone, that has no consumer layout."""
         return replace(
-            self, types=(self.types[output],), layouts=(self.layouts[output],), consumer_layouts={}, internal=False
+            self,
+            types=(self.types[output],),
+            layouts=(self.layouts[output],),
+            consumer_layouts={},
+            internal=False,
         )
 
     def without_plan(self) -> NodeInfo:
-        """What is left where another plan comes: what earlier passes found out along a mesh axis holds no longer."""
+        """What holds under any plan: what passes know of a mesh axis is of the plan that they followed."""
         return replace(
             self, types=(), layouts=(), consumer_layouts={}, forced=frozenset(), strategy=(), operator=None,
             input_layouts=(), input_types=(), collective=None, internal=False,
@@ -134,6 +138,7 @@ class NodeInfo:
         """The same inside what ``source`` became: in its region, its stage, and as often in a step."""
         return replace(
             self,
+            # Where the source knows nothing, what the node knows itself stays.
             region=self.region if source.region is None else source.region,
             saved=self.saved if source.saved is None else source.saved,
             stage=self.stage if source.stage is None else source.stage,
@@ -163,11 +168,13 @@ class GraphInfo:
     storages_known: bool = False
 
 
+# Shared defaults: most nodes of a captured graph have no entry of their own.
 _NOTHING, _NOTHING_OF_GRAPH = NodeInfo(), GraphInfo()
 
 
 def info(node: fx.Node) -> NodeInfo:
     """What passes know of a node."""
+    # No entry is written by reading: a node's meta stays what torch made it.
     found: NodeInfo = node.meta.get(_KEY, _NOTHING)
     return found
 
@@ -190,5 +197,6 @@ def set_graph_info(graph: fx.GraphModule, value: GraphInfo) -> None:
 
 def torch_meta(node: fx.Node, *, but: Iterable[str] = ()) -> dict[str, Any]:
     """Torch's own notes of a node, without those named."""
+    # Ours is left to the caller, who decides what a copy of the node knows.
     left_out = {_KEY, *but}
     return {k: v for k, v in node.meta.items() if k not in left_out}

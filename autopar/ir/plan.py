@@ -59,11 +59,13 @@ class Certificate:
     @property
     def binds(self) -> bool:
         """Whether with more memory there would be faster plans."""
+        # A repaired plan was changed for memory, and its price is not known.
         return self.memory_price > 0 or self.method == MEMORY_REPAIR
 
     @property
     def gap(self) -> float:
         """Relative distance between objective and lower bound."""
+        # Never negative by rounding, and never a division by zero.
         return max(0.0, (self.objective - self.lower_bound) / max(self.objective, 1e-300))
 
 
@@ -120,7 +122,7 @@ class Pipeline:
     """How the stages of a plan run.
 
     Attributes:
-        axis: the mesh axis along which the stages lie.
+        axis: the mesh axis of the stages.
         schedule: in which order each device works on its microbatches: a name, see `autopar.pipeline.schedules`, or the
             text of a table, see `autopar.pipeline.custom_schedule`.
     """
@@ -136,7 +138,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Scatter:
-    """Between which stages each device sends its shard only, see `passes/pipeline/scatter_sends.py`.
+    """Between which stages each device sends only a shard, see `passes/pipeline/scatter_sends.py`.
 
     Attributes:
         axis: of the stages; its link decides whether shards are faster.
@@ -168,7 +170,7 @@ class Plan:
             layouts (``consumer CLASS OUTPUT``), which are re-gathered, once for each user where they are not to be held
             between two (``per use consumer CLASS OUTPUT``, besides). For each the ranges ``(start, stop)`` of members,
             in the model's order. What comes from parameters alone and is not here is hoisted out of the microbatches.
-        offload: what lies in host memory: results of operator classes, and consumer layouts, from the forward to the
+        offload: what is in host memory: results of operator classes, and consumer layouts, from the forward to the
             backward pass; and the optimizer state of parameter classes (``parameter NAME``) except during the
             optimizer's step. In the form of ``recompute``.
         microbatches: how many microbatches a step runs, see `autopar.search.microbatch.rewrite`. Layouts of batch and
@@ -177,7 +179,7 @@ class Plan:
         stages: in the order of the forward pass.
         pipeline: how the stages run; None where there is only one. In a pipeline each parameter is on the devices of
             one stage, see `autopar.ir.layout.At`, and everything else has the same layout in all stages.
-        scatter: where stages send shards; None: they send whole tensors.
+        scatter: after which stages shards are sent; None: whole tensors are.
         padding: padded shape of each parameter with dims that do not divide, see `autopar.passes.pad_dims`.
     """
 
@@ -211,6 +213,7 @@ class Plan:
         axis = self.axis_names.index(self.pipeline.axis)
 
         def drop(rows: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+            # Along the axis of the stages a tensor is on one coordinate, or on all; strategies there replicate.
             return {name: row[:axis] + row[axis + 1 :] for name, row in rows.items()}
 
         return replace(
@@ -239,6 +242,7 @@ class Plan:
         data: dict[str, Any] = {"autopar_plan": VERSION, "torch": self.torch, "fingerprint": self.fingerprint}
         data["axes"] = dict(self.axes)
         data["optimizer"] = self.optimizer
+        # The whole cluster, not its name: presets change, and the plan's redistributions depend on its links.
         data["cluster"] = self.cluster.to_toml()
         for name in _LAYOUTS:
             data[name] = {k: [str(p) for p in v] for k, v in getattr(self, name).items()}
@@ -271,6 +275,7 @@ class Plan:
             return Plan.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
         except OSError as e:
             raise PlanError(f"cannot read plan file {path}: {e.strerror}") from e
+        # Of JSON, or of its encoding.
         except ValueError as e:
             raise PlanError(f"plan file {path} is corrupt: {e}; save it again with Plan.save") from e
         except PlanError as e:
@@ -296,6 +301,7 @@ class Plan:
 
     def summary(self) -> str:
         """A table for people."""
+        # Here: the table imports this module.
         from autopar.ir.plan_table import plan_table
 
         return plan_table(self)
@@ -328,6 +334,7 @@ def _of_version_1(data: Mapping[str, Any]) -> dict[str, Any]:
         return f"consumer {name.removeprefix('relay ')}" if name.startswith("relay ") else name
 
     former = {"relays": "consumer_layouts", "held": "forced_consumer_layouts"}
+    # Version 1 called consumer layouts relays.
     found = {former.get(key, key): value for key, value in data.items()}
     for key in ("recompute", "offload"):
         found[key] = {renamed(name): ranges for name, ranges in data.get(key, {}).items()}
@@ -354,13 +361,16 @@ def _scatter(data: Mapping[str, Any] | None) -> Scatter | None:
 def _parse(data: dict[str, Any]) -> Plan:
     axes = tuple((str(n), int(size)) for n, size in data["axes"].items())
     layouts = {name: {k: _layout(v) for k, v in data[name].items()} for name in _LAYOUTS}
+    # Here rather than as an index error in a pass.
     wrong = [f"{name} {k}" for name in _LAYOUTS for k, v in layouts[name].items() if len(v) != len(axes)]
     wrong += [f"choices {k}" for k, v in data["choices"].items() if len(v) != len(axes)]
     if wrong:
         raise ValueError(f"{wrong[0]!r} does not have one placement for each of {len(axes)} axes")
+    # Absent in files from before there were microbatches, as are the other entries with a default.
     microbatches = int(data.get("microbatches", 1))
     if microbatches < 1:
         raise ValueError(f"{microbatches} microbatches; a step has at least one")
+    # The gap is written for readers, and follows from the others.
     certificate = {k: v for k, v in data["certificate"].items() if k != "gap"}
     return Plan(
         axes=axes,

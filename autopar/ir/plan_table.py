@@ -58,6 +58,7 @@ def plan_table(plan: Plan, width: int = 100) -> str:
 def render(parts: Iterable[RenderableType], width: int) -> str:
     """Rich renderables as plain text without colors or trailing spaces."""
     buffer = io.StringIO()
+    # No colors and no terminal: the text is the same in files, logs and tests.
     console = Console(file=buffer, width=width, color_system=None, force_terminal=False, legacy_windows=False)
     for part in parts:
         console.print(part)
@@ -73,6 +74,7 @@ def format_seconds(seconds: float) -> str:
     if seconds == 0 or not math.isfinite(seconds):
         return f"{seconds:g} s"
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        # Rounded to three digits 0.9996 ms is 1 ms, not 1000 us.
         if abs(seconds) >= 0.9995 * scale:
             return f"{float(f'{seconds / scale:.3g}'):g} {unit}"
     return f"{seconds / 1e-9:.3g} ns"
@@ -115,6 +117,7 @@ def _header(plan: Plan) -> RenderableType:
             first, others = ", ".join(m or "(model)" for m in stage.modules[:LISTED]), len(stage.modules) - LISTED
             rows.append((f"  stage {number}", first + (f" and {others} more" if others > 0 else "")))
     if plan.padding:
+        # The first few: a deep model may pad a parameter in every layer.
         some = [f"{name} to {'x'.join(map(str, shape))}" for name, shape in plan.padding.items()][:PADDED]
         more = len(plan.padding) - len(some)
         rows.append(("padded", ", ".join(some) + (f" and {more} more" if more else "")))
@@ -157,6 +160,7 @@ def _totals(plan: Plan) -> RenderableType:
         kinds = ", ".join(f"{count} {kind.replace('_', '-')}" for kind, count in counts.items() if count)
         rows.append((f"axis {name} ({size})", f"{sent} sent per device; {kinds or 'no collectives'}"))
     memory = predicted.memory_bytes
+    # Known categories first, in a fixed order.
     order = [name for name in CATEGORIES if name in memory] + [name for name in memory if name not in CATEGORIES]
     each = ", ".join(f"{name} {format_bytes(memory[name])}" for name in order)
     rows.append(("memory per device", f"{format_bytes(sum(memory.values()))}: {each}" if each else "not predicted"))
@@ -195,6 +199,7 @@ def price_text(plan: Plan) -> str:
 
 def _checked(certificate: Certificate) -> str:
     verified = certificate.checked or 0.0
+    # Relative to the objective, as `Certificate.gap` is.
     distance = max(0.0, certificate.objective - verified) / max(certificate.objective, 1e-300)
     return (
         f"{format_seconds(verified)}: verified from duals, independently of the search; the objective is at most "

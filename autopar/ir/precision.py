@@ -1,4 +1,4 @@
-"""`Precision`: in which dtypes a step computes, adds gradients up and keeps its weights."""
+"""`Precision`: in which dtypes a step computes, adds gradients up and stores its weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 class Precision:
     """A mixed-precision policy, as of Micikevicius et al., "Mixed Precision Training", https://arxiv.org/abs/1710.03740.
 
-    Parameters are kept in ``master`` and cast to ``compute`` at their use, so that they are gathered in ``compute``;
+    Parameters have dtype ``master`` and are cast to ``compute`` at their use, so that they are gathered in ``compute``;
     floating tensors of the batch are cast too, buffers are not. The model's own casts (a norm in float32) stay.
     Gradients are made in ``compute`` and added over devices in ``reduce``; they have the parameter's dtype.
 
@@ -42,8 +42,10 @@ class Precision:
         Raises:
             ValueError: nothing of that kind.
         """
+        # A dtype alone means the usual mixture: sums and master weights in float32.
         if value is None or isinstance(value, Precision):
             return value
+        # An unknown name stays, for the message.
         compute = _NAMES.get(value, value) if isinstance(value, str) else value
         if compute not in _NAMES.values():
             raise ValueError(

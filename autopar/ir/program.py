@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,19 +18,16 @@ from autopar.ir.graph import (
     Value,
     block_prefixes,
     is_backward,
-    map_nodes,
-    module_path,
     operators,
     producer,
     static_arguments,
     tensor_arguments,
-    values_of,
-    without_indices,
 )
 from autopar.ir.node_info import info
 from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.signature.floats import Guard
 from autopar.ir.signature.outputs import Total
+from autopar.ir.structure import output_types, structure_of
 
 GRADIENTS = ("gradient", "input_gradient")
 """Kinds of outputs that the backward pass makes."""
@@ -64,7 +61,7 @@ class Output:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """An operator call, whichever tensors it takes; calls that are alike are one object.
+    """An operator call, whichever tensors it takes; equal calls are one object, by whose identity they are looked up.
 
     Attributes:
         target: the operator overload.
@@ -98,39 +95,42 @@ class RepeatedLayers:
 
     def extrapolate(self, three: Any, two: Any) -> Any:
         """A number of the whole model, or a mapping to numbers, from those of three and of two blocks; absent is 0."""
+        # Keys of three blocks are all there are: whatever two have, three have.
         if isinstance(three, Mapping):
             return {k: self.extrapolate(v, two.get(k, {} if isinstance(v, Mapping) else 0)) for k, v in three.items()}
         return three + (self.blocks - SHORT) * (three - two)
 
     def names(self, name: str) -> tuple[str, ...]:
         """The model's tensors (or modules) that one of the program stands for: the middle block's for all between."""
-        number, rest = self._place(name)
+        number, rest = self._block(name)
+        # Three blocks: the first and the last stand for themselves.
         numbers = {0: (0,), 1: range(1, self.blocks - 1), 2: (self.blocks - 1,)}.get(number, ())
         return tuple(f"{self.path}.{i}{rest}" for i in numbers) or (name,)
 
     def alike(self, name: str) -> tuple[str, ...]:
         """The program's tensors (or modules) that stand for the one of this name and those of the blocks like its."""
-        number, rest = self._place(name)
+        number, rest = self._block(name)
         return tuple(f"{self.path}.{i}{rest}" for i in range(SHORT)) if 0 <= number < self.blocks else (name,)
 
-    def _place(self, name: str) -> tuple[int, str]:
+    def _block(self, name: str) -> tuple[int, str]:
         """The block of a name, -1 for none, and what follows."""
+        # ``:`` begins the number of a module output, as in ``layers.0.attn:1``.
         found = re.fullmatch(rf"{re.escape(self.path)}\.(\d+)([.:].*)?", name)
         return (int(found[1]), found[2] or "") if found else (-1, "")
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What the program of one microbatch takes and gives, see `autopar.search.microbatch.rewrite`.
+    """What part of a batch a program computes, see `autopar.search.microbatch.rewrite`.
 
-    What it accumulates is the sum over all microbatches, and what is made of sums is made once.
+    What it accumulates is the sum over all microbatches, and what is computed from sums is computed once.
 
     Attributes:
         count: how many make up the batch.
-        before: program of what is computed of the whole batch before, whose results are the last tensors of the
+        before: program of what is computed from the whole batch first, whose results are the last tensors of the
             microbatch's batch; None: there is nothing.
-        rows: dim of the batch tensors of which a microbatch takes its rows, by name; it takes the others whole.
-        results: dim along which a result consists of the rows of all microbatches, by name.
+        rows: dim of the batch tensors of which a microbatch takes a slice, by name; it takes the others whole.
+        results: dim along which a result consists of the slices of all microbatches, by name.
     """
 
     count: int = 1
@@ -145,15 +145,15 @@ WHOLE = Microbatch()
 
 @dataclass(frozen=True)
 class State:
-    """What a call of the model does to the model, besides what the graph says of parameters and buffers.
+    """What a call of the model changes in the model, besides what the graph says of parameters and buffers.
 
     Attributes:
         writes: to its Python state, see `autopar.capture.state.writes`; their tensors are results of the graph.
         assigned: buffers that get a new tensor, where others are written in place.
-        counted: places of numbers that the call counts on, and does nothing else with.
+        counted: paths of numbers that the call only counts on.
         observed: calls of recording hooks, see `autopar.capture.state.hooks`.
         checks: of factorizations, see `autopar.capture.intercepts`.
-        constants: plain tensors among the attributes are constants of the graph, where else they are buffers.
+        constants: plain tensors among the attributes are constants of the graph, and not inputs like buffers.
         stride_read: the user's line that reads strides, which are constants of the graph; empty: none does.
     """
 
@@ -192,7 +192,7 @@ class Program:
         state: what a call does to the model.
         withheld: results that carry gradients in the model, and not here: only the loss, or only scalars do.
         total: how the loss is made, where it is a result of the graph and none of the model.
-        guards: what the graph takes for granted of the floats of a call.
+        guards: what must hold of a call's floats for the graph to serve it.
     """
 
     graph: fx.GraphModule
@@ -230,6 +230,7 @@ class Program:
     @property
     def output_values(self) -> list[fx.Node | None]:
         """The node of each output, in the order of ``outputs``; None for a gradient that does not exist."""
+        # One list for all outputs, as torch's tracer leaves it.
         values: Any = self.output_node.args[0]
         return list(values)
 
@@ -244,7 +245,8 @@ class Program:
         described = zip(self.outputs, self.output_values, strict=True)
         return [(o, v) for o, v in described if o.kind == "result" and v is not None]
 
-    # What follows is computed once: it holds as long as nobody changes the graph in place (see `compiler.rewrite`).
+    # What follows is computed once: it holds as long as nobody changes the graph in place. Passes do, so `run_passes`
+    # makes a new program after each.
 
     @cached_property
     def memo(self) -> dict[Any, Any]:
@@ -258,9 +260,10 @@ class Program:
 
     @cached_property
     def per_step(self) -> frozenset[fx.Node]:
-        """Nodes that take a sum over the microbatches, or what is made of one: they run once a step."""
+        """Nodes that read a sum over the microbatches, or what is computed from one: they run once a step."""
         found: set[fx.Node] = set()
         for node in self.graph.graph.nodes:
+            # In graph order: arguments come before their users.
             if node.op != "output" and any(a.target is accumulate or a in found for a in node.all_input_nodes):
                 found.add(node)
         return frozenset(found)
@@ -276,8 +279,10 @@ class Program:
             return frozenset()
         inputs = zip(self.placeholders, self.inputs, strict=True)
         found = {n for n, i in inputs if i.kind in ("parameter", "buffer")}
+        # Constants of the graph.
         found.update(n for n in self.graph.graph.nodes if n.op == "get_attr")
         for node, sources in self.sources.items():
+            # Each microbatch draws numbers of its own.
             random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
             varies = random or node.target is accumulate or is_backward(node) or node in self.pins
             if not varies and all(source in found for source, _ in sources):
@@ -289,13 +294,14 @@ class Program:
         return 1 if node in self.per_step or is_hoisted(node) else self.part.count
 
     def moves(self, node: fx.Node) -> int:
-        """How often what a node makes is moved in a step; of a sum, what is added up last."""
+        """How often a node's result is redistributed in a step: that of `accumulate` once, when it is complete."""
         return 1 if node.target is accumulate else self.runs(node)
 
     @cached_property
     def calls(self) -> dict[fx.Node, Call]:
         """What each operator node calls."""
-        types = {n: _types(n) for n in self.graph.graph.nodes}
+        types = {n: output_types(n) for n in self.graph.graph.nodes}
+        # A deep model has thousands of calls and few that differ: what is derived from one is derived once.
         known: dict[Any, Call] = {}
         found = {}
         for node, sources in self.sources.items():
@@ -316,114 +322,17 @@ class Program:
 
     @cached_property
     def structure(self) -> Counter[str]:
-        """How often each input, operator call (with the calls that its arguments come from) and output occurs.
-
-        Numbers of repeated blocks are left out, and so are names of nodes.
-        """
-        key = tied_keys(self, _call_text, lambda n: short_hash(repr(_types(n))))
-        found = Counter(k for n, k in key.items() if n not in self.sources)
-        found.update(f"{key[n]} of {[(key[m], i) for m, i in values]}" for n, values in self.sources.items())
-        for output, value in zip(self.outputs, self.output_values, strict=True):
-            made = (key[producer(value)[0]], producer(value)[1]) if value is not None else None
-            found[f"{output.kind} {without_indices(output.name, self.blocks)} of {made}"] += 1
-        return found
+        """How often each input, operator call and output occurs, see `autopar.ir.structure`."""
+        return structure_of(self)
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash of operators, arguments, shapes and dtypes, of parameter names, and of nothing else."""
+        # Of counts, not of the graph: a deep model that was captured in part has the fingerprint of the whole.
         counts: dict[str, int] = self.structure
         if self.repeat is not None:
             counts = self.repeat.extrapolate(counts, self.repeat.shorter.structure)
         return hashlib.sha256(repr(sorted(counts.items())).encode()).hexdigest()[:16]
-
-
-def tied_keys(
-    program: Program, describe: Callable[[Program, fx.Node], tuple[str, str]], describe_tensor: Callable[[fx.Node], str]
-) -> dict[fx.Node, str]:
-    """A text for every placeholder, constant and operator node; the same for nodes of repeated modules that are alike.
-
-    Those are the same operator call, by number, in the same module, indices of repeated blocks removed, of which the
-    model's checkpointing asks the same. Nodes without a module (sums of gradients, constants) are alike when their
-    arguments are.
-
-    Args:
-        program: the program.
-        describe: an operator's name, and whatever else makes calls differ.
-        describe_tensor: what makes placeholders and constants differ besides their names.
-    """
-    key: dict[fx.Node, str] = {}
-    count: dict[tuple[str, str], int] = defaultdict(int)
-    inputs = dict(zip(program.placeholders, program.inputs, strict=True))
-    for node in program.graph.graph.nodes:
-        if node.op == "placeholder":
-            spec = inputs[node]
-            named = spec.kind in ("parameter", "buffer")
-            name = without_indices(spec.name, program.blocks) if named else spec.name
-            key[node] = f"{spec.kind} {name} {describe_tensor(node)}"
-        elif node.op == "get_attr":
-            key[node] = f"constant {describe_tensor(node)}".rstrip()
-        elif node in program.sources:
-            path = module_path(node)
-            name, detail = describe(program, node)
-            detail = f"{detail} {program.pins[node]}" if node in program.pins else detail
-            phase = "backward" if is_backward(node) else "forward"
-            if path:
-                call = f"{phase} {name} {detail}"
-                number = count[path, call]
-                count[path, call] += 1
-                key[node] = f"{without_indices(path, program.blocks)}: {call} #{number}"
-            else:
-                arguments = "|".join(_shallow(source, key) for source in program.sources[node])
-                key[node] = f": {phase} {name} {short_hash(detail + arguments)}"
-    return key
-
-
-def _shallow(value: Value, key: dict[fx.Node, str]) -> str:
-    """A node as an argument: its class if it has a module, else its operator only, or sums would count their depth."""
-    node, output = value
-    if node.op == "call_function" and not module_path(node):
-        return f"{node.target}{output}"
-    return f"{key[node]}{output}"
-
-
-def _call_text(program: Program, node: fx.Node) -> tuple[str, str]:
-    return str(node.target), _call_hash(program.calls[node])
-
-
-@lru_cache(maxsize=4096)
-def _call_hash(call: Call) -> str:
-    return short_hash(f"{call.arguments} {call.inputs} {call.outputs}")
-
-
-def short_hash(text: str) -> str:
-    """Eight hexadecimal digits of a text."""
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-def same_graph(a: Program, b: Program) -> bool:
-    """Whether two programs compute the same, node by node, constants included; their `State` aside."""
-    if (a.inputs, a.outputs, a.loss, repr(a.skeleton)) != (b.inputs, b.outputs, b.loss, repr(b.skeleton)):
-        return False
-    number: dict[fx.Node, int] = {}
-    mine, other = list(a.graph.graph.nodes), list(b.graph.graph.nodes)
-    for i, nodes in enumerate(zip(mine, other, strict=False)):
-        number.update(dict.fromkeys(nodes, i))
-    return len(mine) == len(other) and all(
-        _node_text(n, number) == _node_text(m, number) and _same_constant(a, n, b, m)
-        for n, m in zip(mine, other, strict=True)
-    )
-
-
-def _node_text(node: fx.Node, number: Mapping[fx.Node, int]) -> str:
-    arguments = map_nodes((node.args, node.kwargs), lambda n: f"%{number[n]}")
-    return f"{node.op} {node.target if node.op == 'call_function' else ''} {arguments!r} {_types(node)!r}"
-
-
-def _same_constant(a: Program, node: fx.Node, b: Program, other: fx.Node) -> bool:
-    if node.op != "get_attr":
-        return True
-    mine, its = getattr(a.graph, str(node.target)), getattr(b.graph, str(other.target))
-    return mine is its or (mine.dtype == its.dtype and torch.equal(mine, its))
 
 
 def is_hoisted(node: fx.Node) -> bool:
@@ -435,7 +344,3 @@ def draws(node: fx.Node) -> bool:
     """Whether the node, which has been annotated, takes numbers from a random generator."""
     operator_ = info(node).operator
     return operator_ is not None and bool(operator_.rule.random)
-
-
-def _types(node: fx.Node) -> tuple[Any, ...]:
-    return tuple(None if v is None else (tuple(map(int, v.shape)), v.dtype) for v in values_of(node))

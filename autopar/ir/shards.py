@@ -29,7 +29,7 @@ def block_ranges(
 
 
 def with_padding(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """The tensor with zeros behind it up to ``shape``; the tensor itself if it has that shape."""
+    """The tensor followed by zeros up to ``shape``; the tensor itself if it has that shape."""
     missing = [n - m for n, m in zip(shape, tensor.shape, strict=True)]
     if not any(missing):
         return tensor
@@ -39,12 +39,13 @@ def with_padding(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 def without_padding(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """The tensor's first elements, ``shape`` of them; the tensor itself if it has that shape."""
     for d, n in enumerate(shape):
+        # A view: padding is at the end of each dim.
         tensor = tensor.narrow(d, 0, n)
     return tensor
 
 
 def is_zero_outside(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
-    """Whether everything behind the first elements is zero."""
+    """Whether everything after the first elements is zero."""
     if tuple(tensor.shape) == tuple(shape):
         return True
     rest = tensor.clone()
@@ -64,7 +65,9 @@ def block(
     for d, (start, length) in enumerate(itertools.chain.from_iterable(ranges)):
         part = part.narrow(d, start, length)
     local = part.reshape(local_shape(type_, layout, sizes)).contiguous()
+    # Terms add up to the tensor: one device has all of it, the others have zero.
     absent = any(isinstance(p, Partial) and i for p, i in zip(layout, where, strict=True))
+    # A copy: devices of an emulated mesh must not share memory.
     return torch.zeros_like(local) if absent else local.clone()
 
 
@@ -76,10 +79,12 @@ def largest_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     if not found.numel():
         return 0.0
     if found.is_complex() or expected.is_complex():
+        # `max` has no order of complex numbers.
         pair = [torch.view_as_real(t.resolve_conj() if t.is_complex() else t + 0j) for t in (found, expected)]
         return largest_difference(*pair)
     if not (found.is_floating_point() and expected.is_floating_point()):
         return 0.0 if torch.equal(found, expected) else math.inf
+    # The quick way first: NaN and infinities, compared element by element, are rare.
     difference = float((found - expected).abs().max())
     if math.isfinite(difference):
         return difference
@@ -93,10 +98,12 @@ def assemble(
 ) -> tuple[torch.Tensor, float]:
     """The full tensor from every rank's block, and the largest difference between copies that should be equal."""
     shape = [f.size for dim in type_.dims for f in dim]
+    # A dim for each factor, so that every block is a box in it.
     full = torch.zeros(shape, dtype=parts[0].dtype, device=parts[0].device)
     sums: dict[tuple[int, ...], torch.Tensor] = {}
     difference = 0.0
     for where, part in zip(coordinates(sizes), parts, strict=True):
+        # Devices that differ along replicated axes alone hold the same block.
         replica = tuple(i for p, i in zip(layout, where, strict=True) if isinstance(p, Replicate))
         copy = sums.setdefault(replica, torch.zeros_like(full))
         view = copy
@@ -111,23 +118,24 @@ def assemble(
 
 
 def parts_along(dim: int, layout: Layout, sizes: Sequence[int]) -> int:
-    """Into how many blocks devices cut the rows, which are the first factor of a dim."""
+    """Into how many blocks devices cut the samples, which are the first factor of a dim."""
     return factor_parts(layout, sizes).get((dim, 0), 1)
 
 
 def common_blocks(found: Iterable[tuple[int, Layout]], sizes: Sequence[int]) -> int:
-    """As many blocks as every tensor's can be made of; each is given as its dim of rows and its layout."""
+    """As many blocks as every tensor's can be made of; each is given as its dim of samples and its layout."""
     return math.lcm(*(parts_along(dim, layout, sizes) for dim, layout in found))
 
 
 def take(tensor: torch.Tensor, dim: int, blocks: int, count: int, index: int) -> torch.Tensor:
-    """The rows of microbatch ``index`` of ``count``, contiguous; ``tensor`` has ``blocks`` blocks."""
+    """The slice of microbatch ``index`` of ``count``, contiguous; ``tensor`` has ``blocks`` blocks."""
     shape = tensor.shape
+    # A slice of every device's block: each device has its part of a microbatch already, and nothing is sent.
     cut = tensor.reshape(*shape[:dim], blocks, count, -1, *shape[dim + 1 :]).select(dim + 1, index)
     return cut.flatten(dim, dim + 1).contiguous()
 
 
 def join(parts: Sequence[torch.Tensor], dim: int, blocks: int) -> torch.Tensor:
-    """Inverse of `take`: the rows of all microbatches."""
+    """Inverse of `take`: the slices of all microbatches."""
     cut = [p.reshape(*p.shape[:dim], blocks, -1, *p.shape[dim + 1 :]) for p in parts]
     return torch.stack(cut, dim + 1).flatten(dim, dim + 2)

@@ -1,9 +1,9 @@
-"""The peak of a deep model, from what its program holds with three and with two of its alike blocks, moment by moment.
+"""The peak of a deep model, from what its program holds with three and with two of its alike blocks, point by point.
 
-What is held at a moment grows by the same with every further block: by what a block keeps for the backward pass, leaves
-behind, or adds to a collective of many gradients; how much differs from moment to moment. So each moment of three
-blocks is set beside the same one of two, once with the last block missing and once with the first. The moment that is
-largest in the deep model need not be so in the short ones.
+What is live at a program point grows by the same with every further block: by what a block saves for the backward pass,
+leaves to the end, or adds to a collective of many gradients; how much differs from point to point. So each point of
+three blocks is compared with the same one of two, once with the last block missing and once with the first. The peak of
+the deep model need not be at the point that is the peak of the short ones.
 """
 
 from __future__ import annotations
@@ -15,60 +15,63 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from autopar.ir.program import SHORT, RepeatedLayers
-from autopar.memory.liveness import Moment
+from autopar.memory.liveness import MemoryPoint
 
 _T = TypeVar("_T")
 Held = Mapping[str, float]
+"""Bytes by category."""
 Name = tuple[str, str, bool, int]
-"""Of a moment: module, operator, pass, and which of them it is."""
+"""Of a program point: module, operator, whether it is of the backward pass, and which of several like these it is."""
+Block = tuple[str, bool]
+"""Number of a block, empty for none, and whether its backward pass runs."""
 LATER, EARLIER = 0, 1
-"""Where a block more stands in the model: behind the block that a moment belongs to, or in front of it."""
+"""Where a further block is in the model: after the block of a program point, or before it."""
 
 
 @dataclass(frozen=True)
 class Curves:
-    """How what is held at each moment grows with the number of blocks.
+    """How what is live at each program point grows with the number of blocks.
 
     Attributes:
-        moments: of three blocks.
-        growth: of each, by a block behind its own and by one in front of it; None where two blocks have no such moment.
-        named: the same by the moment's name.
-        most: that a block more adds at any moment of a block, or of what is in none, and a pass.
-        front: bytes of the activations made in front of the blocks, by the moment's name.
+        points: of three blocks.
+        growth: of each, by a further block after its own and by one before it; None where two blocks have none such.
+        named: the same by the point's name.
+        most: that a further block adds at any point of a block, or of what is in none, and a pass.
+        before_blocks: bytes of the activations made before the blocks, by the point's name.
     """
 
-    moments: tuple[Moment, ...]
+    points: tuple[MemoryPoint, ...]
     growth: tuple[tuple[Held | None, ...], ...]
     named: Mapping[Name, tuple[Held | None, ...]]
     most: Mapping[tuple[str, bool, int], Held]
-    front: Mapping[Name, float]
+    before_blocks: Mapping[Name, float]
 
-    def at(self, names: Sequence[Name], places: Sequence[tuple[str, bool]], i: int, side: int) -> Held:
-        """What a block more adds at a moment of another graph, or else at those nearest to it that this one has, too.
+    def at(self, names: Sequence[Name], blocks: Sequence[Block], i: int, side: int) -> Held:
+        """What a further block adds at a point of another graph, or else at those nearest to it that this one has, too.
 
         What blocks hold that do not run just then changes little while one runs.
 
         Args:
-            names: of the other graph's moments.
-            places: block and pass of each.
-            i: the moment.
-            side: where the block stands.
+            names: of the other graph's points.
+            blocks: block and pass of each.
+            i: the point.
+            side: where the further block is.
         """
-        found = _nearest(names, places, i, lambda name: self.named.get(name, (None, None))[side])
-        return max(found, key=_total, default=self.most[*places[i], side])
+        found = _nearest(names, blocks, i, lambda name: self.named.get(name, (None, None))[side])
+        return max(found, key=_total, default=self.most[*blocks[i], side])
 
-    def front_at(self, names: Sequence[Name], places: Sequence[tuple[str, bool]], i: int) -> float:
-        """Bytes of the activations made in front of the blocks, likewise."""
-        return max(_nearest(names, places, i, self.front.get), default=0.0)
+    def before_blocks_at(self, names: Sequence[Name], blocks: Sequence[Block], i: int) -> float:
+        """Bytes of the activations made before the blocks, likewise."""
+        return max(_nearest(names, blocks, i, self.before_blocks.get), default=0.0)
 
 
 def peak_of_blocks(
-    parts: Sequence[tuple[float, Sequence[Moment], Sequence[Moment]]], repeat: RepeatedLayers
+    parts: Sequence[tuple[float, Sequence[MemoryPoint], Sequence[MemoryPoint]]], repeat: RepeatedLayers
 ) -> dict[str, float]:
-    """Bytes by category at the moment when one device holds the most; where blocks differ, about and rather too many.
+    """Bytes by category at the peak of one device; where blocks differ, an estimate that is rather too large.
 
     Args:
-        parts: the share of the blocks that are treated alike, and what is held with three and with two blocks if all
+        parts: the share of the blocks that are treated alike, and what is live with three and with two blocks if all
             are; the first blocks come first.
         repeat: what the program leaves out.
     """
@@ -79,56 +82,63 @@ def peak_of_blocks(
 
 
 def _deep(part: int, curves: Sequence[tuple[float, Curves]], repeat: RepeatedLayers) -> list[dict[str, float]]:
-    """What the moments of a part hold in the deep model, the further blocks of it all behind, or all in front."""
+    """What is live in the deep model at the points of a part, all of its further blocks being after, or before, them.
+
+    What a point holds grows linearly with either number, so one of the two ends has the most.
+    """
     own, found = curves[part][1], []
-    names, places = _names(own.moments), [(_number(m, repeat.path), m.backward) for m in own.moments]
-    for i, (moment, growth) in enumerate(zip(own.moments, own.growth, strict=True)):
+    names, blocks = _names(own.points), [(_number(point, repeat.path), point.backward) for point in own.points]
+    for i, (point, growth) in enumerate(zip(own.points, own.growth, strict=True)):
         for side in (LATER, EARLIER):
-            each = growth[side]
-            if each is None and any(g is not None for g in growth):
-                continue
-            held = dict(moment.held)
-            if part:  # what is in front of the blocks is the first ones' to keep
-                front = curves[0][1].front_at(names, places, i)
-                held["activations"] = held.get("activations", 0.0) + front - moment.front
+            if growth[side] is None and any(g is not None for g in growth):
+                continue  # only the other comparison has this point
+            held = dict(point.held)
+            if part:  # what is made before the blocks, the first part decides whether to save
+                saved = curves[0][1].before_blocks_at(names, blocks, i)
+                held["activations"] = held.get("activations", 0.0) + saved - point.before_blocks
             for other, (share, curve) in enumerate(curves):
-                place = side if other == part else EARLIER if other < part else LATER
-                more = curve.at(names, places, i, place) if other != part or each is None else each
-                times = share * repeat.blocks - SHORT * (other == part)
-                for category, size in more.items():
-                    held[category] = held.get(category, 0.0) + times * size
+                where = side if other == part else EARLIER if other < part else LATER
+                own_growth = growth[side] if other == part else None
+                more = curve.at(names, blocks, i, where) if own_growth is None else own_growth
+                # Three blocks of its own are in ``point.held`` already.
+                _add(held, more, share * repeat.blocks - SHORT * (other == part))
             found.append(held)
     return found
 
 
-def _curves(three: Sequence[Moment], two: Sequence[Moment], path: str) -> Curves:
-    """Three blocks beside two."""
+def _add(held: dict[str, float], more: Held, times: float) -> None:
+    for category, size in more.items():
+        held[category] = held.get(category, 0.0) + times * size
+
+
+def _curves(three: Sequence[MemoryPoint], two: Sequence[MemoryPoint], path: str) -> Curves:
+    """Three blocks compared with two."""
     names = _names(three)
-    growth = list(zip(*[_beside(three, two, path, shift) for shift in (LATER, EARLIER)], strict=True))
+    growth = list(zip(*[_growth(three, two, path, shift) for shift in (LATER, EARLIER)], strict=True))
     named = dict(zip(names, growth, strict=True))
     for i, (module, operator, backward, which) in enumerate(names):
-        if _number(three[i], path) == "1":  # beside a block at an end it would be the ends that differ
+        # The middle block has neighbors on both sides in three blocks, and on one in two: what differs would be the
+        # ends. So it grows by a later block as the first does, and by an earlier one as the last does.
+        if _number(three[i], path) == "1":
             tail = module.removeprefix(f"{path}.1")
             ends = [(f"{path}.{end}{tail}", operator, backward, which) for end in (0, SHORT - 1)]
             first, last = (named.get(end, (None, None)) for end in ends)
             growth[i] = (first[LATER] or growth[i][LATER], last[EARLIER] or growth[i][EARLIER])
     most: dict[tuple[str, bool, int], Held] = defaultdict(dict)
-    for moment, both in zip(three, growth, strict=True):
+    for point, both in zip(three, growth, strict=True):
         for side, each in enumerate(both):
-            key = (_number(moment, path), moment.backward, side)
+            key = (_number(point, path), point.backward, side)
             most[key] = max(most[key], each or {}, key=_total)
-    front = {name: moment.front for name, moment in zip(names, three, strict=True)}
-    return Curves(tuple(three), tuple(growth), dict(zip(names, growth, strict=True)), most, front)
+    before_blocks = {name: point.before_blocks for name, point in zip(names, three, strict=True)}
+    return Curves(tuple(three), tuple(growth), dict(zip(names, growth, strict=True)), most, before_blocks)
 
 
-def _nearest(
-    names: Sequence[Name], places: Sequence[tuple[str, bool]], i: int, get: Callable[[Name], _T | None]
-) -> list[_T]:
-    """What is known of a moment; or else of the nearest before and behind it in the same block and pass."""
+def _nearest(names: Sequence[Name], blocks: Sequence[Block], i: int, get: Callable[[Name], _T | None]) -> list[_T]:
+    """What is known of a point; or else of the nearest before and after it in the same block and pass."""
     found = []
     for step in (-1, 1):
         j = i
-        while 0 <= j < len(names) and places[j] == places[i]:
+        while 0 <= j < len(names) and blocks[j] == blocks[i]:
             known = get(names[j])
             if known is not None:
                 found.append(known)
@@ -137,19 +147,20 @@ def _nearest(
     return found
 
 
-def _beside(three: Sequence[Moment], two: Sequence[Moment], path: str, shift: int) -> list[Held | None]:
-    """What each moment holds more than with two blocks: the first two, or with a shift the last."""
+def _growth(three: Sequence[MemoryPoint], two: Sequence[MemoryPoint], path: str, shift: int) -> list[Held | None]:
+    """By how much more is live at each point than with two blocks: the first two, or with a shift the last."""
 
-    def keys(found: Sequence[Moment], shift: int) -> list[tuple[str, str, bool]]:
+    def keys(found: Sequence[MemoryPoint], shift: int) -> list[tuple[str, str, bool]]:
         texts = []
-        for m in found:
-            number, rest = _number(m, path), m.path
+        for point in found:
+            number, rest = _number(point, path), point.path
             if number and shift:
-                tail = m.path.removeprefix(f"{path}.").partition(".")[2]
+                tail = point.path.removeprefix(f"{path}.").partition(".")[2]
                 rest = f"{path}.{int(number) + shift}.{tail}".removesuffix(".")
-            texts.append((rest, m.operator, m.backward))
+            texts.append((rest, point.operator, point.backward))
         return texts
 
+    # A diff of the two sequences: a module may call an operator many times, so keys are not unique.
     matcher = difflib.SequenceMatcher(None, keys(three, 0), keys(two, shift), autojunk=False)
     growth: list[Held | None] = [None] * len(three)
     for a, b, size in matcher.get_matching_blocks():
@@ -158,36 +169,38 @@ def _beside(three: Sequence[Moment], two: Sequence[Moment], path: str, shift: in
     return growth
 
 
-def _in_blocks(found: Sequence[Moment], path: str) -> list[Moment]:
-    """The moments, those of no module between two of blocks as if of the former's: sums of a residual's gradients."""
+def _in_blocks(found: Sequence[MemoryPoint], path: str) -> list[MemoryPoint]:
+    """The points, those of no module between two of one block as of that block: sums of a residual's gradients."""
 
-    def next_to(moments: Iterable[Moment]) -> list[tuple[str, bool]]:
-        """Block and pass of the last moment before each that is in a block."""
-        last, places = ("", False), []
-        for moment in moments:
-            places.append(last)
-            if number := _number(moment, path):
-                last = (number, moment.backward)
-        return places
+    def last_blocks(points: Iterable[MemoryPoint]) -> list[Block]:
+        """Block and pass of the last point before each that is in a block."""
+        last, blocks = ("", False), []
+        for point in points:
+            blocks.append(last)
+            if number := _number(point, path):
+                last = (number, point.backward)
+        return blocks
 
-    before, behind = next_to(found), next_to(reversed(found))[::-1]
+    # From both sides: a sum between two blocks belongs to neither.
+    before, after = last_blocks(found), last_blocks(reversed(found))[::-1]
     return [
-        replace(m, path=f"{path}.{a[0]}") if not m.path and a[0] and b[0] and a[1] == b[1] == m.backward else m
-        for m, a, b in zip(found, before, behind, strict=True)
+        replace(p, path=f"{path}.{a[0]}") if not p.path and a[0] and b[0] and a[1] == b[1] == p.backward else p
+        for p, a, b in zip(found, before, after, strict=True)
     ]
 
 
-def _number(moment: Moment, path: str) -> str:
-    """The number of the block that a moment belongs to; empty: it belongs to none."""
-    number = moment.path.removeprefix(f"{path}.").partition(".")[0]
-    return number if number.isdigit() and moment.path.startswith(f"{path}.") else ""
+def _number(point: MemoryPoint, path: str) -> str:
+    """The number of the block that a point belongs to; empty: it belongs to none."""
+    number = point.path.removeprefix(f"{path}.").partition(".")[0]
+    return number if number.isdigit() and point.path.startswith(f"{path}.") else ""
 
 
-def _names(found: Sequence[Moment]) -> list[Name]:
+def _names(found: Sequence[MemoryPoint]) -> list[Name]:
     seen: dict[tuple[str, str, bool], int] = defaultdict(int)
     names = []
-    for m in found:
-        key = (m.path, m.operator, m.backward)
+    for point in found:
+        # Numbered among its like: by position alone, one operator more or less would shift all that follow.
+        key = (point.path, point.operator, point.backward)
         names.append((*key, seen[key]))
         seen[key] += 1
     return names

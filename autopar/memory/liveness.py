@@ -1,4 +1,4 @@
-"""What one device holds while a rewritten graph runs: tensors, from the operator that makes them to the last user."""
+"""What is live on one device while a rewritten graph runs: each tensor from its operator to its last user."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ KINDS = {"parameter": "parameters", "buffer": "buffers", "batch": "batch", "tang
 
 @dataclass(frozen=True)
 class Change:
-    """Memory that is taken or given back.
+    """Memory that is allocated or freed.
 
     Attributes:
-        node: by which operator; None before the first.
+        node: the operator that does it; None before the first.
         starts: whether it happens as the operator starts, or after it.
         category: see `liveness`.
-        size: bytes, negative where they are given back.
-        made: the operator that makes what the memory is for; None for what is there before the first.
+        size: bytes, negative where they are freed.
+        made: the operator whose result the memory is for; None for what is there before the first.
     """
 
     node: fx.Node | None
@@ -47,13 +47,13 @@ class Change:
 
 
 def liveness(program: Program, plan: Plan) -> list[Change]:
-    """Everything that is taken and given back in a step, in no order.
+    """Everything that is allocated and freed in a step, in no order.
 
-    Categories: ``parameters``, ``buffers``, ``batch`` and ``optimizer`` are held all the time, ``gradients`` and
-    ``results`` from when they are made; ``activations`` are what the forward makes and the backward takes;
+    Categories: ``parameters``, ``buffers``, ``batch`` and ``optimizer`` are live all the time, ``gradients`` and
+    ``results`` from where they are computed; ``activations`` are saved by the forward for the backward pass;
     ``communication`` is what collectives receive, and what their library copies; ``transient`` the rest. Of a step in
-    microbatches it is the last of these, with sums that are held all the time, and with what all of them share, which
-    is held to the end. What lies on the host takes nothing of the device.
+    microbatches it is the last of these, with accumulated gradients, which are live all the time, and with what all of
+    them share, which is live to the end. What is offloaded takes nothing of the device.
 
     Args:
         program: as `autopar.compiler.rewrite` returns it.
@@ -65,6 +65,7 @@ def liveness(program: Program, plan: Plan) -> list[Change]:
     if "local" not in graph_info(program.graph).invariants:
         raise PlanError("the program is not a rewritten one; give what compiler.rewrite(program, plan) returns")
     known = graph_info(program.graph)
+    # Unset: whoever asks next may have changed the graph in the meantime.
     set_graph_info(program.graph, replace(known, storages_known=False))
     if not known.storages_known:
         propagate(program, plan, everything=True)  # passes leave shapes right, but not which tensors share memory
@@ -79,63 +80,97 @@ class _Liveness:
     def __init__(self, program: Program, optimizer: str, copies: Mapping[str, float], convolved: float) -> None:
         self.program, self.optimizer, self.copies, self.convolved = program, optimizer, copies, convolved
         self.part = program.part
-        self.received: dict[int, int] = {}  # what a collective's wait returns is what the collective made
+        self.received: dict[int, int] = {}  # storage of a wait's result -> storage of its collective's result
         for node in program.graph.graph.nodes:
             if node.target is c10d.wait_tensor.default:
                 made = node.all_input_nodes[0].meta["val"]
                 self.received[storage_id(node.meta["val"])] = self._storage(made)
 
     def changes(self) -> Iterator[Change]:
-        program = self.program
-        trained = {o.name for o, v in zip(program.outputs, program.output_values, strict=True)
-                   if o.kind == "gradient" and v is not None}  # fmt: skip
-        kept: dict[int, str] = {}
+        """Every allocation and deallocation of a step."""
+        yield from self._inputs()
+        yield from self._earlier_results()
+        yield from self._intermediates(self._boundary())
+        yield from self._library_copies()
+
+    def _inputs(self) -> Iterator[Change]:
+        """Inputs of the graph and optimizer state, live from before the first operator."""
+        program, states_on_host = self.program, graph_info(self.program.graph).offloaded_states
+        ends = zip(program.outputs, program.output_values, strict=True)
+        # Only a parameter that gets a gradient has optimizer state.
+        trained = {o.name for o, v in ends if o.kind == "gradient" and v is not None}
         for node, spec in zip(program.placeholders, program.inputs, strict=True):
             value = node.meta["val"]
-            kept[self._storage(value)] = KINDS[spec.kind]
+            # The device has the batch slices of all microbatches, though the graph takes one of them.
             times = self.part.count if spec.kind == "batch" and spec.name in self.part.rows else 1
             yield Change(None, True, KINDS[spec.kind], float(value.nbytes * times))
-            if spec.kind == "parameter" and spec.name in trained - graph_info(program.graph).offloaded_states:
+            if spec.kind == "parameter" and spec.name in trained - states_on_host:
                 state = optimizer_state_bytes(self.optimizer, value.numel(), value.element_size())
                 yield Change(None, True, "optimizer", float(state))
+
+    def _earlier_results(self) -> Iterator[Change]:
+        """Results of the microbatches before this one, which is the last."""
+        for output, value in zip(self.program.outputs, self.program.output_values, strict=True):
+            if value is not None and output.kind not in GRADIENTS and output.name in self.part.results:
+                yield Change(None, True, "results", float(value.meta["val"].nbytes * (self.part.count - 1)))
+
+    def _boundary(self) -> dict[int, str]:
+        """Category of the storage of each input and output."""
+        program, found = self.program, dict[int, str]()
+        for node, spec in zip(program.placeholders, program.inputs, strict=True):
+            found[self._storage(node.meta["val"])] = KINDS[spec.kind]
         for output, value in zip(program.outputs, program.output_values, strict=True):
             if value is not None:
-                name = "gradients" if output.kind in GRADIENTS else "results"
-                kept.setdefault(self._storage(value.meta["val"]), name)
-                if name == "results" and output.name in self.part.results:  # those of the microbatches before
-                    yield Change(None, True, name, float(value.meta["val"].nbytes * (self.part.count - 1)))
-        first: dict[int, tuple[fx.Node, torch.Tensor]] = {}
-        last: dict[int, fx.Node] = {}
-        shared: set[int] = set()  # what microbatches take that is not made for them
-        for node in program.graph.graph.nodes:
-            for value in values_of(node) if node.op == "call_function" else ():
-                if value is not None:
-                    first.setdefault(self._storage(value), (node, value))
-            for argument in tensor_arguments(node) if node.op == "call_function" else ():
-                for value in values_of(argument):
-                    if value is not None:
-                        last[self._storage(value)] = node
-                        shared.update({self._storage(value)} if is_hoisted(argument) and not is_hoisted(node) else ())
+                # An input that is returned (a buffer written in place) stays an input: its memory is counted once.
+                category = "gradients" if output.kind in GRADIENTS else "results"
+                found.setdefault(self._storage(value.meta["val"]), category)
+        return found
+
+    def _intermediates(self, boundary: Mapping[int, str]) -> Iterator[Change]:
+        """What operators compute: from the operator that allocates a storage to the last that reads it."""
+        first, last, shared = self._live_ranges()
         for storage, (node, value) in first.items():
-            held = kept.get(storage)
-            if held in KINDS.values() or node.target is to_host:
-                continue  # an input, shown or passed on; or on the host
+            kind = boundary.get(storage)
+            if kind in KINDS.values() or node.target is to_host:
+                continue  # a view of an input or the input itself; or in host memory
             size = float(value.untyped_storage().nbytes())
             user = last.get(storage, node)
-            total = node.target is accumulate  # it holds what the microbatches before have added up
-            category = held or ("gradients" if total else _category(node, user))
-            yield Change(None if total else node, True, category, size, node)
-            if held is None and storage not in shared:
+            accumulated = node.target is accumulate  # live from the start: earlier microbatches have added to it
+            category = kind or ("gradients" if accumulated else _category(node, user))
+            yield Change(None if accumulated else node, True, category, size, node)
+            if kind is None and storage not in shared:
                 yield Change(user, False, category, -size, node)
-        yield from self._copied()
 
-    def _copied(self) -> Iterator[Change]:
-        """What libraries hold besides: those of collectives until these are waited for, those of convolutions."""
+    def _live_ranges(self) -> tuple[dict[int, tuple[fx.Node, torch.Tensor]], dict[int, fx.Node], set[int]]:
+        """By storage: its first operator and tensor; its last user; and storages that all microbatches share.
+
+        Ranges are of storages, not of tensors: a view keeps the whole of what it shows.
+        """
+        first: dict[int, tuple[fx.Node, torch.Tensor]] = {}
+        last: dict[int, fx.Node] = {}
+        shared: set[int] = set()
+        for node in self.program.graph.graph.nodes:
+            if node.op != "call_function":
+                continue
+            for value in values_of(node):
+                if value is not None:
+                    first.setdefault(self._storage(value), (node, value))
+            for argument in tensor_arguments(node):
+                storages = {self._storage(value) for value in values_of(argument) if value is not None}
+                last.update(dict.fromkeys(storages, node))
+                # The next microbatch reads it, too: it is not freed after this user.
+                if is_hoisted(argument) and not is_hoisted(node):
+                    shared |= storages
+        return first, last, shared
+
+    def _library_copies(self) -> Iterator[Change]:
+        """Buffers inside libraries: those of collectives until these are waited for, those of convolutions."""
         for node in self.program.graph.graph.nodes:
             if size := self.convolved * copied_by_convolution(node):
                 yield Change(node, True, "transient", size)
                 yield Change(node, False, "transient", -size)
             made = info(node).collective
+            # What a library copies is measured for each link; it copies for these two kinds only.
             if made is None or made.kind not in _COPIED or made.axis not in self.copies:
                 continue
             whole = max(v.nbytes for n in (node, node.all_input_nodes[0]) for v in values_of(n) if v is not None)
@@ -162,19 +197,21 @@ def copied_by_convolution(node: fx.Node, parts: Sequence[int] = (1, 1, 1)) -> fl
     if node.target not in _CONVOLUTIONS:
         return 0.0
     backward = node.target is aten.convolution_backward.default
-    taken, weight = tensor_arguments(node)[backward : backward + 2]  # behind the gradient, if there is one
-    x, kernel, made = (n.meta["val"] for n in (taken, weight, tensor_arguments(node)[0] if backward else node))
-    sizes = (v.nbytes / n for v, n in zip((x, kernel, made), parts, strict=True))
+    arguments = tensor_arguments(node)
+    source, weight = arguments[backward : backward + 2]  # the gradient comes first, if there is one
+    x, kernel, output = (n.meta["val"] for n in (source, weight, arguments[0] if backward else node))
+    sizes = (v.nbytes / n for v, n in zip((x, kernel, output), parts, strict=True))
     return convolution_copies(
         *sizes, kernel=math.prod(kernel.shape[2:]), item=x.element_size(), backward=backward,
         transposed=bool(node.args[7 if backward else 6]),
     )  # fmt: skip
 
 
-def _in_front(program: Program) -> set[fx.Node]:
-    """What runs before the first of the model's blocks; nothing if it has none."""
+def _before_blocks(program: Program) -> set[fx.Node]:
+    """What runs before the first of the model's blocks, such as embeddings; nothing if it has none."""
     found: set[fx.Node] = set()
     for node in program.graph.graph.nodes:
+        # Up to the first block; a model without blocks has nothing before them.
         if block_of(module_path(node), program.blocks):
             return found
         found.add(node)
@@ -184,27 +221,28 @@ def _in_front(program: Program) -> set[fx.Node]:
 def _category(node: fx.Node, user: fx.Node) -> str:
     if info(node).collective is not None:
         return "communication"
-    kept = node.target is to_device or (is_backward(user) and not is_backward(node))
-    return "activations" if kept else "transient"
+    # An offloaded activation that came back is one again, although the backward pass made this copy.
+    saved = node.target is to_device or (is_backward(user) and not is_backward(node))
+    return "activations" if saved else "transient"
 
 
 @dataclass(frozen=True)
-class Moment:
-    """What is held at some moment.
+class MemoryPoint:
+    """What is live at one program point.
 
     Attributes:
         held: bytes by category.
         path: the module that runs.
         backward: whether it is the backward pass that runs.
-        operator: that starts; empty before the first and behind the last.
-        front: bytes of the activations that were made in front of the model's blocks.
+        operator: that starts; empty before the first and after the last.
+        before_blocks: bytes of the activations that were made before the model's blocks.
     """
 
     held: Mapping[str, float]
     path: str
     backward: bool
     operator: str = ""
-    front: float = 0.0
+    before_blocks: float = 0.0
 
     @property
     def total(self) -> float:
@@ -212,30 +250,33 @@ class Moment:
         return sum(self.held.values())
 
 
-def moments(program: Program, plan: Plan) -> list[Moment]:
-    """What is held as each operator that takes memory starts, in order; behind the last, at the optimizer's step."""
-    ahead, found, front = _in_front(program), [], 0.0
+def memory_points(program: Program, plan: Plan) -> list[MemoryPoint]:
+    """What is live as each operator that allocates starts, in order; after the last, at the optimizer's step."""
+    early, found, before_blocks = _before_blocks(program), [], 0.0
     for node, changes, held in _walk(program, plan):
-        front += sum(c.size for c in changes if c.category == "activations" and c.made in ahead)
+        before_blocks += sum(c.size for c in changes if c.category == "activations" and c.made in early)
         if node is None:
-            found.append(Moment(held, "", False))
+            found.append(MemoryPoint(held, "", False))
         elif changes[0].starts:
-            found.append(Moment(dict(held), module_path(node), is_backward(node), str(node.target), front))
-    return [*found, Moment(_at_step(held, program, plan), "", True)]
+            # A copy: the walk goes on adding to its own.
+            point = MemoryPoint(dict(held), module_path(node), is_backward(node), str(node.target), before_blocks)
+            found.append(point)
+    return [*found, MemoryPoint(_at_step(held, program, plan), "", True)]
 
 
 def _walk(program: Program, plan: Plan) -> Iterator[tuple[fx.Node | None, list[Change], dict[str, float]]]:
     """Before the first operator, and as each starts and ends: it, what changes, and bytes by category after that."""
-    taken: dict[fx.Node | None, list[Change]] = defaultdict(list)
-    given: dict[fx.Node | None, list[Change]] = defaultdict(list)
+    allocated: dict[fx.Node | None, list[Change]] = defaultdict(list)
+    freed: dict[fx.Node | None, list[Change]] = defaultdict(list)
     for change in liveness(program, plan):
-        (taken if change.starts else given)[change.node].append(change)
+        (allocated if change.starts else freed)[change.node].append(change)
     held: dict[str, float] = defaultdict(float)
-    for change in taken[None]:
+    for change in allocated[None]:
         held[change.category] += change.size
-    yield None, taken[None], dict(held)
+    yield None, allocated[None], dict(held)
     for node in program.graph.graph.nodes:
-        for changes in (taken.get(node), given.get(node)):
+        # Allocations first: an operator has its results before its arguments are freed.
+        for changes in (allocated.get(node), freed.get(node)):
             for change in changes or ():
                 held[change.category] += change.size
             if changes:
@@ -243,42 +284,43 @@ def _walk(program: Program, plan: Plan) -> Iterator[tuple[fx.Node | None, list[C
 
 
 def _at_step(held: Mapping[str, float], program: Program, plan: Plan) -> dict[str, float]:
-    """Of what is held behind the last operator, what is held at the optimizer's step."""
-    return {**held, "optimizer": held.get("optimizer", 0.0) + _states_away(program, plan.optimizer)}
+    """What is live at the optimizer's step, from what is live after the last operator."""
+    return {**held, "optimizer": held.get("optimizer", 0.0) + _offloaded_states(program, plan.optimizer)}
 
 
-def _states_away(program: Program, optimizer: str) -> float:
-    """Bytes of the optimizer state that comes from the host for the optimizer's step."""
-    away, inputs = graph_info(program.graph).offloaded_states, zip(program.placeholders, program.inputs, strict=True)
-    values = [n.meta["val"] for n, i in inputs if i.kind == "parameter" and i.name in away]
+def _offloaded_states(program: Program, optimizer: str) -> float:
+    """Bytes of the optimizer state that comes from host memory for the optimizer's step."""
+    offloaded = graph_info(program.graph).offloaded_states
+    inputs = zip(program.placeholders, program.inputs, strict=True)
+    values = [n.meta["val"] for n, i in inputs if i.kind == "parameter" and i.name in offloaded]
     return float(sum(optimizer_state_bytes(optimizer, v.numel(), v.element_size()) for v in values))
 
 
 def peak_memory(program: Program, plan: Plan) -> dict[str, float]:
-    """Bytes by category at the moment when one device holds the most, of a rewritten program."""
-    return dict(max(moments(program, plan), key=lambda m: m.total).held)
+    """Bytes by category at the peak of one device, of a rewritten program."""
+    return dict(max(memory_points(program, plan), key=lambda point: point.total).held)
 
 
 def peak_snapshot(program: Program, plan: Plan) -> PeakSnapshot:
-    """The moment when one device holds the most, of a rewritten program."""
-    there: dict[fx.Node, float] = defaultdict(float)
+    """The live tensors at the peak of one device, of a rewritten program."""
+    live: dict[fx.Node, float] = defaultdict(float)
     totals: list[float] = []
-    most: tuple[float, dict[str, float], dict[fx.Node, float]] = (-1.0, {}, {})
+    peak, at_peak, tensors = -1.0, dict[str, float](), dict[fx.Node, float]()
     for _, changes, held in _walk(program, plan):
         for change in changes:
             if change.made is not None:
-                there[change.made] += change.size
+                live[change.made] += change.size
         totals.append(sum(held.values()))
-        if totals[-1] > most[0]:
-            most = totals[-1], dict(held), {node: size for node, size in there.items() if size > 0}
+        if totals[-1] > peak:
+            peak, at_peak, tensors = totals[-1], dict(held), {node: size for node, size in live.items() if size > 0}
     step = _at_step(held, program, plan)
-    if sum(step.values()) > most[0]:
-        most = sum(step.values()), step, {}
-    tensors = tuple(_tensor(node, size) for node, size in most[2].items())
-    return PeakSnapshot(most[1], tensors, tuple(sorted([*totals, sum(step.values())], reverse=True)))
+    if sum(step.values()) > peak:
+        at_peak, tensors = step, {}  # activations are freed by then: nothing is left to recompute instead
+    live_tensors = tuple(_live_tensor(node, size) for node, size in tensors.items())
+    return PeakSnapshot(at_peak, live_tensors, tuple(sorted([*totals, sum(step.values())], reverse=True)))
 
 
-def _tensor(node: fx.Node, size: float) -> LiveTensor:
+def _live_tensor(node: fx.Node, size: float) -> LiveTensor:
     known = info(node)
     if known.moved_value:
         return LiveTensor(known.moved_value, size, is_backward(node), moved=True)

@@ -1,4 +1,4 @@
-"""What lies on the host: of the forward pass until the backward pass takes it, and optimizer state between steps."""
+"""What is in host memory: saved activations until the backward pass needs them, optimizer state between steps."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from autopar.memory.recompute import Recompute
 
 @dataclass(frozen=True)
 class Offload:
-    """What goes to the host as it is made, and comes back for the backward pass or the optimizer's step.
+    """What goes to host memory as it is computed, and comes back for the backward pass or the optimizer's step.
 
     Attributes:
         made: values, in the layout in which they are made.
-        moved: values, in the layout that they are brought to for all their users.
-        states: names of the parameters whose optimizer state lies there between the optimizer's steps.
+        moved: values, in their consumer layout.
+        states: names of the parameters whose optimizer state is there between the optimizer's steps.
     """
 
     made: frozenset[Value] = frozenset()
@@ -37,20 +37,22 @@ def find_offloaded(
     recompute: Recompute,
     moves: Collection[Value],
 ) -> Offload:
-    """Find what is offloaded, of all that may be: only what the backward pass takes, and does not recompute.
+    """Find what is offloaded, of all that may be: only what the backward pass reads, and does not recompute.
 
     Args:
-        program: the program, nothing in it repeated yet.
-        operators: forward operators whose results may lie there.
-        consumer_layouts: values that may, in the form in which all their users get them.
+        program: the program, before anything is recomputed.
+        operators: forward operators whose results may be offloaded.
+        consumer_layouts: values that may be offloaded in their consumer layout.
         recompute: what the backward pass recomputes or re-gathers.
-        moves: values for which that form is another than the one in which they are made, and of the forward pass.
+        moves: forward values whose consumer layout is another than the one in which they are made.
     """
     if not operators and not consumer_layouts:
         return NOTHING_OFFLOADED
-    late = {n for n in program.sources if is_backward(n)} | recompute.nodes
-    taken = {value for node in late for value in program.sources[node]}
-    held = {value for value in moves if value not in recompute.values}  # the moved form is kept
-    sent = {value for value in consumer_layouts if value in taken and value not in recompute.values}
-    made = {v for v in taken - held if v[0] in operators and v[0] not in recompute.nodes}
-    return Offload(frozenset(made | (sent - held)), frozenset(sent & held))
+    # Recomputed operators run in the backward pass, and read their arguments there.
+    in_backward = {n for n in program.sources if is_backward(n)} | recompute.nodes
+    read = {value for node in in_backward for value in program.sources[node]}
+    # Of these the consumer layout is what is saved: the original is read in the forward pass only.
+    saved_relaid = {value for value in moves if value not in recompute.values}
+    sent = {value for value in consumer_layouts if value in read and value not in recompute.values}
+    made = {v for v in read - saved_relaid if v[0] in operators and v[0] not in recompute.nodes}
+    return Offload(frozenset(made | (sent - saved_relaid)), frozenset(sent & saved_relaid))

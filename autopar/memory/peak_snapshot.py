@@ -1,4 +1,4 @@
-"""`PeakSnapshot`: the moment when a device holds the most, tensor by tensor."""
+"""`PeakSnapshot`: what is live at the peak of a device, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LiveTensor:
-    """Memory that an operator's results take.
+    """Memory of an operator's results.
 
     Attributes:
         name: of the node; of a recomputed or re-gathered value, of the node that made it first.
         size: bytes.
-        again: whether the backward pass recomputes or re-gathers it.
+        recomputed: whether the backward pass recomputes or re-gathers it.
         moved: whether it is the value in another layout than it was made in.
     """
 
     name: str
     size: float
-    again: bool = False
+    recomputed: bool = False
     moved: bool = False
 
 
 @dataclass(frozen=True)
 class PeakSnapshot:
-    """The moment when most is held.
+    """What is live at the program point where a device holds the most.
 
     Attributes:
         held: bytes by category.
-        tensors: what operators made of it.
-        totals: bytes of all categories, then and at the other moments, most first.
+        tensors: what operators have made of it.
+        totals: bytes of all categories at this and at the other program points, most first.
     """
 
     held: Mapping[str, float]

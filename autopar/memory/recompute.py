@@ -17,28 +17,28 @@ Ranges = Mapping[str, tuple[tuple[int, int], ...]]
 """Of a plan: the members of each class that it names."""
 
 ROUNDING = 1e-9
-"""So much of a member more than a whole one is none."""
+"""A share of members that exceeds a whole number by no more than this is that number."""
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """What the backward pass recomputes instead of taking what the forward pass has saved.
+    """What the backward pass recomputes instead of reading what the forward pass has saved.
 
     Attributes:
-        nodes: forward operators that run again.
-        late: those of ``nodes`` that then need not run in the forward pass.
+        nodes: forward operators that are recomputed.
+        backward_only: those of ``nodes`` that then need not run in the forward pass.
         values: forward values that are recomputed or re-gathered, for the backward pass alone.
-        apart: those of ``values`` that are re-gathered per use, and views of such, with how many uses there are.
+        per_use: those of ``values`` that are re-gathered per use, and views of such, with how many uses there are.
     """
 
     nodes: frozenset[fx.Node] = frozenset()
-    late: frozenset[fx.Node] = frozenset()
+    backward_only: frozenset[fx.Node] = frozenset()
     values: frozenset[Value] = frozenset()
-    apart: Mapping[Value, int] = field(default_factory=dict)
+    per_use: Mapping[Value, int] = field(default_factory=dict)
 
     def times(self, node: fx.Node) -> int:
-        """How often an operator runs again."""
-        return self.apart.get((node, 0), 1) if node in self.nodes else 0
+        """How often the backward pass runs an operator."""
+        return self.per_use.get((node, 0), 1) if node in self.nodes else 0
 
 
 NOTHING_RECOMPUTED = Recompute()
@@ -46,88 +46,92 @@ NOTHING_RECOMPUTED = Recompute()
 
 def find_recomputed(
     program: Program,
-    relayed: Collection[Value],
-    operators: Collection[fx.Node],
-    consumer_layouts: Collection[Value],
-    each: Collection[Value] = (),
+    relaid: Collection[Value],
+    not_saved: Collection[fx.Node],
+    not_saved_relaid: Collection[Value],
+    per_use: Collection[Value] = (),
     is_view: Callable[[fx.Node], bool] = lambda node: False,
 ) -> Recompute:
     """Find what is recomputed, of all that may be: only what the backward pass needs.
 
     Args:
-        program: the program, nothing in it repeated yet.
-        relayed: values that are brought to one layout for all their users.
-        operators: forward operators whose results are not kept.
-        consumer_layouts: of the values that are relayed, those whose moved form is not kept.
-        each: of these, those that each operator of the backward pass moves for itself, where they need not be made.
-        is_view: whether an operator only shows what it takes.
+        program: the program, before anything is recomputed.
+        relaid: values that are brought to a consumer layout.
+        not_saved: forward operators whose results are not saved.
+        not_saved_relaid: those of ``relaid`` that are not saved in their consumer layout.
+        per_use: those of ``not_saved_relaid`` that each operator of the backward pass re-gathers for itself, where
+            the value itself is saved.
+        is_view: whether an operator only shows its argument's memory.
     """
-    if not operators and not consumer_layouts:
+    if not not_saved and not not_saved_relaid:
         return Recompute()
-    kept = set(relayed) - set(consumer_layouts)
+    saved_relaid = set(relaid) - set(not_saved_relaid)
     nodes: set[fx.Node] = set()
-    seen: dict[Value, bool] = {}
-    waiting = _taken_by_backward(program)
-    while waiting:
-        value = waiting.pop()
+    repeated: dict[Value, bool] = {}
+    # Backwards from what the backward pass reads: a chain of operators that are not saved ends at what is saved.
+    pending = _read_by_backward(program)
+    while pending:
+        value = pending.pop()
         node = value[0]
-        if value in seen or is_backward(node):
+        if value in repeated or is_backward(node):
             continue
-        seen[value] = value not in kept and (value in consumer_layouts or node in operators)
-        if seen[value] and node in operators and node not in nodes:
+        repeated[value] = value not in saved_relaid and (value in not_saved_relaid or node in not_saved)
+        if repeated[value] and node in not_saved and node not in nodes:
             nodes.add(node)
-            waiting += program.sources[node]
-    made_again = frozenset(value for value, repeated in seen.items() if repeated)
-    saved = [value for value, repeated in seen.items() if not repeated or value[0] not in nodes]
-    finals = [producer(v) for v in program.output_values[: program.forward_outputs] if v is not None]
-    early = _computed_from(program, [*saved, *finals])
-    found = Recompute(frozenset(nodes), frozenset(nodes - early), made_again)
-    return replace(found, apart=_apart(program, found, each, is_view)) if each else found
+            pending += program.sources[node]
+    values = frozenset(value for value, is_repeated in repeated.items() if is_repeated)
+    # Of a value that is re-gathered only, the operator's own result is saved: it must run in the forward pass.
+    saved = [value for value, is_repeated in repeated.items() if not is_repeated or value[0] not in nodes]
+    results = [producer(v) for v in program.output_values[: program.forward_outputs] if v is not None]
+    in_forward = _ancestors(program, [*saved, *results])
+    found = Recompute(frozenset(nodes), frozenset(nodes - in_forward), values)
+    return replace(found, per_use=_per_use(program, found, per_use, is_view)) if per_use else found
 
 
-def _apart(
-    program: Program, again: Recompute, each: Collection[Value], is_view: Callable[[fx.Node], bool]
+def _per_use(
+    program: Program, recompute: Recompute, allowed: Collection[Value], is_view: Callable[[fx.Node], bool]
 ) -> dict[Value, int]:
-    """Values that each operator moves for itself and what is shown of them, with how many operators do."""
-    apart = {value for value in each if value in again.values and value[0] not in again.nodes}
+    """Values that each operator re-gathers for itself and views of them, with how many operators do."""
+    found = {value for value in allowed if value in recompute.values and value[0] not in recompute.nodes}
     for node, sources in program.sources.items():
-        if node in again.nodes and is_view(node) and len(sources) == 1 and apart.issuperset(sources):
-            apart.add((node, 0))
-    count = dict.fromkeys(apart, 0)
-    for node, sources in reversed(program.sources.items()):  # users before what they take
-        copies = count.get((node, 0), 1) if node in again.nodes else int(is_backward(node))
-        for value in apart.intersection(sources):
+        # A view of what is gathered per use is recomputed with it; shared, it would keep the gathered tensor.
+        if node in recompute.nodes and is_view(node) and len(sources) == 1 and found.issuperset(sources):
+            found.add((node, 0))
+    count = dict.fromkeys(found, 0)
+    for node, sources in reversed(program.sources.items()):  # users before their arguments: a view's count is known
+        copies = count.get((node, 0), 1) if node in recompute.nodes else int(is_backward(node))
+        for value in found.intersection(sources):
             count[value] += copies
-    for value in apart.intersection(producer(v) for v in program.output_values[program.forward_outputs :] if v):
+    for value in found.intersection(producer(v) for v in program.output_values[program.forward_outputs :] if v):
         count[value] += 1
     return count
 
 
-def _taken_by_backward(program: Program) -> list[Value]:
-    """Values that operators of the backward pass take, or that gradients are; each once."""
-    taken = [s for node, sources in program.sources.items() if is_backward(node) for s in sources]
-    later = program.output_values[program.forward_outputs :]
-    taken += [producer(v) for v in later if v is not None]
-    return list(dict.fromkeys(taken))
+def _read_by_backward(program: Program) -> list[Value]:
+    """Values that operators of the backward pass read, or that are gradients; each once."""
+    read = [s for node, sources in program.sources.items() if is_backward(node) for s in sources]
+    gradients = program.output_values[program.forward_outputs :]
+    read += [producer(v) for v in gradients if v is not None]
+    return list(dict.fromkeys(read))  # in order: sets of nodes would differ from process to process
 
 
-def _computed_from(program: Program, values: Iterable[Value]) -> set[fx.Node]:
+def _ancestors(program: Program, values: Iterable[Value]) -> set[fx.Node]:
     """The nodes that these values are computed by, from the first on."""
     found: set[fx.Node] = set()
-    waiting = [node for node, _ in values]
-    while waiting:
-        node = waiting.pop()
+    pending = [node for node, _ in values]
+    while pending:
+        node = pending.pop()
         if node not in found:
             found.add(node)
-            waiting += [source for source, _ in program.sources.get(node, ())]
+            pending += [source for source, _ in program.sources.get(node, ())]
     return found
 
 
 def uniform(plan: Plan, count: Mapping[str, int]) -> list[tuple[float, Plan]]:
-    """A plan that treats members of a class unlike, as plans that treat all of them alike, each with its share of them.
+    """A plan that treats members of a class differently, as plans that treat all of them alike, each with its share.
 
     Args:
-        plan: whose ranges are the first members of each class, those behind them, and so on.
+        plan: whose ranges are the first members of each class, those after them, and so on.
         count: members of each class.
     """
     ends = _ends(plan, count)
@@ -135,10 +139,11 @@ def uniform(plan: Plan, count: Mapping[str, int]) -> list[tuple[float, Plan]]:
         return [(1.0, plan)]
 
     def own(table: Ranges, start: float) -> Ranges:
-        """What is named of the members from there on."""
+        """The entries that name the first member of this share."""
         found = {}
         for name, ranges in table.items():
             members = count[class_of(name)]
+            # The first member of this share stands for the others, which its ranges treat alike.
             first = min(math.ceil(start * members - ROUNDING), members - 1)
             if any(a <= first < b for a, b in ranges):
                 found[name] = EVERY
@@ -154,11 +159,12 @@ def uniform(plan: Plan, count: Mapping[str, int]) -> list[tuple[float, Plan]]:
 def _ends(plan: Plan, count: Mapping[str, int]) -> list[float]:
     """Shares of the members at which ranges end, the last of which is 1.
 
-    Classes of few members round up; those of more say what the share is.
+    Classes of few members round up; those of many members decide what the share is.
     """
     every = [*plan.recompute.items(), *plan.offload.items()]
     cuts = {(count[class_of(name)], cut) for name, ranges in every for pair in ranges for cut in pair}
     found = [1.0]
+    # The largest classes first: their shares are the finest, and a smaller class that rounds to one of them adds none.
     for members, cut in sorted(cuts, key=lambda c: (-c[0], c[1])):
         if 0 < cut < members and not any(math.ceil(end * members - ROUNDING) == cut for end in found):
             found.append(cut / members)
@@ -168,6 +174,7 @@ def _ends(plan: Plan, count: Mapping[str, int]) -> list[float]:
 def weighted(parts: Sequence[tuple[float, Any]]) -> Any:
     """The sum of numbers, or of mappings to numbers, each by its share; of whole numbers it is one."""
     if isinstance(parts[0][1], Mapping):
+        # An entry that one part lacks counts as 0 there.
         empty: dict[str, Any] = {k: {} if isinstance(v, Mapping) else 0 for _, part in parts for k, v in part.items()}
         return {k: weighted([(share, part.get(k, none)) for share, part in parts]) for k, none in empty.items()}
     total = sum(share * value for share, value in parts)
@@ -175,7 +182,7 @@ def weighted(parts: Sequence[tuple[float, Any]]) -> Any:
 
 
 def class_of(name: str) -> str:
-    """The class that an entry of a plan's recomputation speaks of: a relay's has the number of an output behind it."""
+    """The class that an entry of a plan's recomputation names: that of a consumer layout ends in an output's number."""
     name = name.removeprefix(PER_USE)
     return name.removeprefix("consumer ").rpartition(" ")[0] if name.startswith("consumer ") else name
 
@@ -184,6 +191,7 @@ def ranges(members: Collection[int], count: int) -> tuple[tuple[int, int], ...]:
     """Members of a class as an entry of a plan's recomputation."""
     if len(members) == count:
         return EVERY
+    # Runs of consecutive members.
     starts = sorted(i for i in members if i - 1 not in members)
     stops = sorted(i + 1 for i in members if i + 1 not in members)
     return tuple(zip(starts, stops, strict=True))

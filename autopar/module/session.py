@@ -136,7 +136,7 @@ class Session:
         whole = _WholeResults(results)
         # Before any write: a check raises where the model itself would have raised.
         for check in state.checks:
-            check.make(whole)
+            check(whole)
         apply(self.original, state.writes, whole)
         replay(self.original, state.observed, whole)
 

@@ -33,7 +33,7 @@ MATRIX = "matrix"
 
 @dataclass(frozen=True)
 class Spec:
-    """What a rule sees of a tensor argument: global shape and dtype."""
+    """What a rule sees of a tensor argument: its global shape and dtype."""
 
     shape: tuple[int, ...]
     dtype: Any = None
@@ -56,7 +56,7 @@ class Lowering:
             It returns the output, or a tuple of all outputs with None for one that does not exist, or the result of
             an operator that has the same outputs.
         all_reduces: the letters of each tensor that ``build`` all-reduces, for its cost: ``("n", "n")``.
-        together: at some point all arguments are there and at least as many bytes besides as the outputs have.
+        together: at some point all arguments are live, and at least as many bytes besides as the outputs have.
         flops: operations of all devices together; None: as many as the operator's own.
     """
 
@@ -68,7 +68,7 @@ class Lowering:
 
 @dataclass(frozen=True)
 class Padding:
-    """What lies behind the last element of a letter that is longer than it need be, so that the result is right.
+    """What the padding of a letter must hold, so that the result is right.
 
     Attributes:
         inputs: what each tensor argument that has the letter must hold there; None, or left out: anything.
@@ -100,10 +100,10 @@ class Rule:
         sizes: sizes of letters that shapes alone do not give (two unknown letters in one group).
         padded: letters that may be padded although they are not free or summed over, and how; None: none may.
         zero: whether zero arguments give a zero result; None: where the operator is linear in some of them.
-        strides: what the kernels ask of how tensor arguments lie in memory, in the order of the equation (those left
+        strides: what the kernels ask of the strides of tensor arguments, in the order of the equation (those left
             out: nothing), or one for all of them: `ROW_MAJOR`, `LAST` (the last dim's stride is 1), `PAIRS` (so, and
-            the rest is even: what is looked at as complex), `MATRIX` (rows or columns are whole) or `ANY`. An argument
-            that lies otherwise is copied in front. None: nothing for the rules in ``strategies/``, which the oracle
+            the rest is even: pairs of a complex number), `MATRIX` (rows or columns are whole) or `ANY`. An argument
+            with other strides is copied first. None: nothing for the rules in ``strategies/``, which the oracle
             runs on every kind of strides; row-major for all others, discovered ones among them.
     """
 
@@ -151,8 +151,10 @@ def padding_of(rule: Rule, letter: str) -> Padding | None:
         return None
     if letter in rule.padded:
         return rule.padded[letter]
+    # A draw of another shape would draw other numbers; blocked letters, and lowerings, see what is in the padding.
     if rule.random or letter in rule.blocked or letter in rule.keep or letter in rule.lower:
         return None
+    # Free: padding of the arguments becomes padding of every output.
     if all(_has(letter, t) for t in rule.outputs if t is not None):
         return Padding()
     summed = letter in rule.reduce and vanishes(rule, letter)
@@ -163,6 +165,7 @@ def vanishes(rule: Rule, letter: str) -> bool:
     """Whether zeros in every argument that has the letter make the result zero."""
     if rule.zero is not None:
         return rule.zero and all(_has(letter, t) for t in rule.inputs)
+    # Linear in some argument that is zero there: then so is the result.
     return any(s and all(_has(letter, rule.inputs[i]) for i in s) for s in rule.linear)
 
 
@@ -184,6 +187,7 @@ def lengthened(
     """
     found, named = list(args), dict(kwargs)
     for position in rule.shapes:
+        # The size argument of output 0, such as that of ``reshape`` or ``full``.
         found[position] = list(shape)
     for key, counted in rule.scaled.items():
         old, new = (math.prod(letters[c][k] for c in counted if c in letters) for k in (0, 1))
@@ -207,6 +211,7 @@ def _parse_side(text: str) -> tuple[Dims, ...]:
 
 
 def _parse_tensor(text: str) -> Dims:
+    # ``.`` is a tensor without dims, which would otherwise be an empty text.
     text = text.replace(".", "")
     if not re.fullmatch(r"(?:\([A-Za-z]*\)|[A-Za-z1])*", text):
         raise InvalidRuleError(f"cannot read {text!r} in a rule's equation; write dims as letters, (groups) or 1")
@@ -231,6 +236,7 @@ def rule(*targets: Any) -> Callable[[RuleFunction], RuleFunction]:
 
     def register(function: RuleFunction) -> RuleFunction:
         for target in targets:
+            # Two rules would depend on which module is imported first.
             if target in _RULES:
                 raise InvalidRuleError(f"{target} already has a rule: {_RULES[target].__module__}")
             _RULES[target] = function
@@ -241,6 +247,7 @@ def rule(*targets: Any) -> Callable[[RuleFunction], RuleFunction]:
 
 def find_rule(target: Any) -> RuleFunction | None:
     """The rule registered for an operator overload, or None."""
+    # By name for operators of a library that was not imported when the rule was registered.
     return _RULES.get(target) or _RULES.get(str(target))
 
 
@@ -254,6 +261,7 @@ def required_strides(target: Any, rule: Rule) -> tuple[str, ...]:
     declared = rule.strides
     if declared is None:
         function = find_rule(target)
+        # The oracle runs our own rules on every kind of strides; a user's kernel may read raw memory.
         proven = function is not None and function.__module__.startswith("autopar.strategies")
         declared = ANY if proven else ROW_MAJOR
     if isinstance(declared, str):
@@ -290,6 +298,7 @@ def whole_dims(x: Spec, dim: Dim) -> tuple[int, ...]:
 
 def whole_equation(x: Spec, dim: Dim, keepdim: bool, outputs: int = 1) -> tuple[str, str]:
     """The equation of a reduction over ``dim``, and the letters that it reduces."""
+    # The letters of reduced dims are left out of the result, or are a dim of size 1.
     reduced = whole_dims(x, dim)
     names = letters(x.ndim)
     left = [c if d not in reduced else "" for d, c in enumerate(names) if keepdim or d not in reduced]
@@ -297,10 +306,10 @@ def whole_equation(x: Spec, dim: Dim, keepdim: bool, outputs: int = 1) -> tuple[
     return f"{names or '.'}->{right}", "".join(names[d] for d in reduced)
 
 
-def kept_letters(equation: str) -> str:
+def output_letters(equation: str) -> str:
     """The letters of the one output of a reduction.
 
-    >>> kept_letters("abc->a1c")
+    >>> output_letters("abc->a1c")
     'ac'
     """
     return "".join(c for c in equation.partition("->")[2] if c.isalpha())
@@ -323,12 +332,15 @@ def letter_sizes(
     ]
     pending = pairs
     while pending:
+        # In rounds: a letter that one dim determines may leave a single unknown in another.
         unknown = [(dim, size) for dim, size in pending if sum(c not in sizes for c in dim) > 1]
         for dim, size in pending:
             missing = [c for c in dim if c not in sizes]
             known = math.prod(sizes[c] for c in dim if c in sizes)
+            # A dim that does not divide is left for the check below, which names both shapes.
             if len(missing) == 1 and known and size % known == 0:
                 sizes[missing[0]] = size // known
+        # A round that found nothing.
         if len(unknown) == len(pending):
             raise InvalidRuleError(f"{rule.equation}: letters {unknown[0][0]} have no size; give Rule(sizes=...)")
         pending = unknown

@@ -1,8 +1,8 @@
-"""Strides that kernels ask for: whether a tensor has them, a copy that does, and tensors that lie in other ways.
+"""Strides that kernels ask for: whether a tensor has them, a copy that does, and tensors with all kinds of strides.
 
-An operator is a function of values, but some kernels read the storage of their arguments as if it lay in one order.
-What they ask for is in their rules, `autopar.rules.rule.Rule.strides`; `autopar.passes.insert_contiguous` puts what
-brings it about in front of them. It gives back the tensor itself where that will do.
+An operator is a function of values, but some kernels read the storage of their arguments as if it were in one order.
+What they ask for is in their rules, `autopar.rules.rule.Rule.strides`; `autopar.passes.insert_contiguous` puts a
+conditional copy before them, which returns the tensor itself where that will do.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ ALIGNED = 16
 
 
 def meets(value: torch.Tensor, need: str) -> bool:
-    """Whether a tensor lies in memory as a kernel asks; the stride of a dim of size 1 means nothing to some."""
+    """Whether a tensor has the strides that a kernel asks for; the stride of a dim of size 1 means nothing to some."""
     if need == ANY or not value.numel():
         return True
+    # Torch's own question, which ignores strides of dims of size 1.
     if need == ROW_MAJOR:
         return value.is_contiguous()
     if need == LAST:
         return value.ndim == 0 or value.stride(-1) == 1
     if need == PAIRS:
+        # As `view_as_complex` checks: even strides and an even offset, in numbers.
         return value.stride(-1) == 1 and not any(n % 2 for n in (*value.stride()[:-1], value.storage_offset()))
     if need == MATRIX:
         return _is_matrix(value)
@@ -47,11 +49,11 @@ def _is_matrix(value: torch.Tensor) -> bool:
 
 
 def meet(value: torch.Tensor, need: str) -> torch.Tensor:
-    """The tensor, or a row-major copy of it where it does not lie as a kernel asks."""
+    """The tensor, or a row-major copy of it where it has not the strides that a kernel asks for."""
     return value if meets(value, need) else value.clone(memory_format=torch.contiguous_format)
 
 
-# Kept: the operator goes when the library does.
+# Must stay alive: torch removes the operator with the library object.
 _library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("with_strides(Tensor(a) value, str need) -> Tensor(a)")
 _library.impl("with_strides", meet, "CompositeImplicitAutograd")
@@ -60,14 +62,14 @@ with_strides = torch.ops.autopar.with_strides.default
 
 
 def copier(need: str) -> tuple[Any, tuple[str, ...]]:
-    """The operator that brings strides about, and its arguments behind the tensor."""
+    """The operator that gives a tensor the strides it needs, and its arguments after the tensor."""
     return (aten.contiguous.default, ()) if need == ROW_MAJOR else (with_strides, (need,))
 
 
 def other_strides(value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """A tensor of the same values in other places of memory, in every way that a view can bring about.
+    """A tensor of the same values with other strides, of every kind that a view can have.
 
-    Permuted, transposed, channels last, stepped, a window of a longer tensor, and behind an odd offset.
+    Permuted, transposed, channels last, stepped, a window of a longer tensor, and after an odd offset.
     """
     if not value.numel():
         return
@@ -83,7 +85,7 @@ def other_strides(value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     for dim in dict.fromkeys((0, n - 1)) if n else ():
         yield f"stepped along {dim}", stepped(value, dim)
         yield f"windowed along {dim}", windowed(value, dim)
-    yield "behind an odd offset", windowed(value.reshape(-1), 0).view(value.shape)
+    yield "after an odd offset", windowed(value.reshape(-1), 0).view(value.shape)
 
 
 def permuted(value: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
@@ -105,6 +107,7 @@ def windowed(value: torch.Tensor, dim: int) -> torch.Tensor:
 
 def _inside(value: torch.Tensor, shape: Sequence[int], dim: int, start: int, step: int) -> torch.Tensor:
     """A copy in a larger tensor, whose other elements are not numbers."""
+    # Not-a-numbers around it: a kernel that reads beside its argument shows it in its result.
     floating = value.is_floating_point() or value.is_complex()
     room = value.new_full(shape, math.nan) if floating else value.new_zeros(shape)
     part = room.as_strided(
@@ -132,6 +135,7 @@ def random_strides(value: torch.Tensor, draw: random.Random) -> torch.Tensor:
 def _within(value: torch.Tensor, dim: int, kind: int) -> torch.Tensor:
     """The same tensor as a part of a larger one along a dim, its order of dims kept."""
     strides = value.stride()
+    # From the outermost dim in memory to the innermost.
     order = sorted(range(value.ndim), key=lambda d: (-strides[d], d))
     inner = value.permute(order)
     made = (stepped, windowed)[kind](inner, order.index(dim))

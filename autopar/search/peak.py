@@ -18,7 +18,7 @@ from autopar.ir.layout import item_bytes
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.memory.deep_models import peak_of_blocks
-from autopar.memory.liveness import Moment, moments, peak_memory, peak_snapshot
+from autopar.memory.liveness import MemoryPoint, memory_points, peak_memory, peak_snapshot
 from autopar.memory.peak_snapshot import PeakSnapshot
 from autopar.memory.recompute import uniform
 from autopar.passes import PASSES, run_passes
@@ -54,8 +54,8 @@ def peak_of(program: Program, plan: Plan, classes: LayerClasses | None = None) -
     classes = classes or layer_classes(program, analyze(program))
     shorter = program.repeat.shorter
 
-    def points(program: Program, part: Plan) -> list[Moment]:
-        return moments(unverified(program, part), part)
+    def points(program: Program, part: Plan) -> list[MemoryPoint]:
+        return memory_points(unverified(program, part), part)
 
     # Layers may be treated in several ways; each part is the whole model treated in one of them.
     parts = [(share, part) for share, part in uniform(plan, classes.count) if share > 0]

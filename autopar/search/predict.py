@@ -149,7 +149,7 @@ def _count_operators(
         recompute, runs = assignment.recompute, program.runs(node)
         # An invariant that is saved runs once per step; a recomputed operator runs in the backward pass, too, and one
         # that only recomputed operators read runs there alone.
-        first = 1 if node in assignment.hoisted.nodes else runs * (node not in recompute.late)
+        first = 1 if node in assignment.hoisted else runs * (node not in recompute.backward_only)
         times = first + runs * recompute.times(node)
         account.compute += known[key] * times
         account.seconds[node] += known[key] * times

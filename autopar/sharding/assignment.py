@@ -17,7 +17,7 @@ from autopar.ir.graph import Value, is_backward, producer, user_line
 from autopar.ir.layout import Layout, TensorType, divides, replicated
 from autopar.ir.plan import PER_USE, Plan, Ranges
 from autopar.ir.program import Program
-from autopar.memory.hoist import NOTHING_HOISTED, Hoisted, find_hoisted
+from autopar.memory.hoist import find_hoisted
 from autopar.memory.offload import NOTHING_OFFLOADED, Offload, find_offloaded
 from autopar.memory.recompute import NOTHING_RECOMPUTED, Recompute, find_recomputed
 from autopar.sharding.candidates import combine
@@ -34,11 +34,12 @@ class Assignment:
         outputs: layout in which each value is made.
         inputs: layouts in which each operator takes its tensor arguments.
         consumer_layouts: layout that a value is brought to first, for all its users.
-        forced: values that nobody takes but in that layout, or from it.
+        forced: values that all users take in that layout, or from it.
         strategies: names of the strategies of each operator, axis by axis.
         finals: layout that each output of the program must have, in order.
         recompute: what the backward pass recomputes or re-gathers.
-        hoisted: what runs once a step, before the first microbatch.
+        hoisted: operators that run once a step, before the first microbatch.
+        hoisted_consumer_layouts: values that are brought to their consumer layout once a step, likewise.
         offload: what is in host memory from the forward to the backward pass, and whose optimizer state is.
     """
 
@@ -48,7 +49,8 @@ class Assignment:
     strategies: dict[fx.Node, tuple[str, ...]]
     finals: tuple[Layout, ...]
     recompute: Recompute = NOTHING_RECOMPUTED
-    hoisted: Hoisted = NOTHING_HOISTED
+    hoisted: frozenset[fx.Node] = frozenset()
+    hoisted_consumer_layouts: frozenset[Value] = frozenset()
     offload: Offload = NOTHING_OFFLOADED
     forced: frozenset[Value] = frozenset()
 
@@ -72,78 +74,90 @@ def assign(program: Program, dims: Dims, plan: Plan, classes: LayerClasses) -> A
         elif node.op == "get_attr":
             outputs[node, 0] = whole
         else:
+            # A choice for this one node goes before that of its class.
             names = plan.choices.get(f"{classes.key[node]} @{node.name}", plan.choices.get(classes.key[node]))
             chosen[node], inputs[node], made = _operator(node, dims, plan, names)
             outputs.update({(node, i): layout for i, layout in enumerate(made)})
-    consumer_layouts, held, pinned = {}, set[Value](), frozenset(plan.forced_consumer_layouts)
+    consumer_layouts, forced = _consumer_layouts(outputs, plan, classes)
+    tables = {
+        "gradient": plan.parameters, "parameter": plan.parameters, "input_gradient": plan.batch, "result": plan.results,
+    }  # fmt: skip
+    finals = tuple(tables.get(output.kind, {}).get(output.name, whole) for output in program.outputs)
+    moves = {value for value, layout in consumer_layouts.items() if layout != outputs[value]}
+    found = Assignment(outputs, inputs, consumer_layouts, chosen, finals, forced=forced)
+    if not plan.recompute and not plan.offload and not program.microbatch_invariant:
+        return found
+    return _with_states(found, program, dims, plan, classes, moves)
+
+
+def _consumer_layouts(
+    outputs: Collection[Value], plan: Plan, classes: LayerClasses
+) -> tuple[dict[Value, Layout], frozenset[Value]]:
+    """The consumer layout of each value that has one, and the values for which it is forced."""
+    found: dict[Value, Layout] = {}
+    forced: set[Value] = set()
     for value in outputs:
         node, index = value
+        # What the plan says of one node goes before what it says of its class.
         for name in (f"{classes.key[node]} @{node.name} {index}", f"{classes.key[node]} {index}"):
-            if name in plan.consumer_layouts and value not in consumer_layouts:
-                consumer_layouts[value] = plan.consumer_layouts[name]
-                held.update([value] if name in pinned else [])
-    finals = []
-    for output in program.outputs:
-        tables = {
-            "gradient": plan.parameters, "parameter": plan.parameters, "input_gradient": plan.batch,
-            "result": plan.results,
-        }  # fmt: skip
-        table = tables.get(output.kind, {})
-        finals.append(table.get(output.name, whole))
-    moves = {value for value, layout in consumer_layouts.items() if layout != outputs[value]}
-    states = _states(program, dims, plan, classes, consumer_layouts, moves)
-    return Assignment(outputs, inputs, consumer_layouts, chosen, tuple(finals), *states, frozenset(held))
+            if name in plan.consumer_layouts and value not in found:
+                found[value] = plan.consumer_layouts[name]
+                forced.update([value] if name in plan.forced_consumer_layouts else [])
+    return found, frozenset(forced)
 
 
-def _states(
-    program: Program,
-    dims: Dims,
-    plan: Plan,
-    classes: LayerClasses,
-    consumer_layouts: Collection[Value],
-    moves: Collection[Value],
-) -> tuple[Recompute, Hoisted, Offload]:
-    """Read off the plan what is not kept for the backward pass, what is for all microbatches, and what on the host.
+def _with_states(
+    assignment: Assignment, program: Program, dims: Dims, plan: Plan, classes: LayerClasses, moves: Collection[Value]
+) -> Assignment:
+    """Read off the plan what is not saved for the backward pass, what all microbatches share, and what is offloaded.
 
     Args:
+        assignment: the layouts.
         program: the program.
         dims: its dimension analysis.
         plan: of it.
         classes: which nodes share an entry of the plan.
-        consumer_layouts: values that are brought to one layout for all their users.
-        moves: of these, those for which it is another layout than their own.
+        moves: values whose consumer layout is another than their own.
     """
-    if not plan.recompute and not plan.offload and not program.microbatch_invariant:
-        return NOTHING_RECOMPUTED, NOTHING_HOISTED, NOTHING_OFFLOADED
+    key = classes.key
+    number = {n: i for members in classes.members.values() for i, n in enumerate(members)}
 
-    def within(table: Ranges, node: fx.Node, prefix: str = "", suffix: str = "") -> bool:
+    def named(table: Ranges, node: fx.Node, prefix: str = "", suffix: str = "") -> bool:
+        """Whether an entry of the plan has this member of its class, or the node itself."""
         shared = table.get(f"{prefix}{key[node]}{suffix}", ())
         ranges = table.get(f"{prefix}{key[node]} @{node.name}{suffix}", shared)
         return any(start <= number[node] < stop for start, stop in ranges)
 
-    number = {n: i for members in classes.members.values() for i, n in enumerate(members)}
-    key = classes.key
+    relaid = assignment.consumer_layouts
     forward = [n for n in program.sources if not is_backward(n)]
-    operators = {n for n in forward if within(plan.recompute, n)}
-    varying = {n for n in forward if n not in program.microbatch_invariant}  # what is of each microbatch
-    sent = {n for n in varying if within(plan.offload, n)}
-    shown = {(n, i) for n, i in consumer_layouts if n in varying and within(plan.offload, n, "consumer ", f" {i}")}
-    moved = {(n, i) for n, i in consumer_layouts if within(plan.recompute, n, "consumer ", f" {i}")}
-    # What is moved for the backward pass alone is moved there: nothing is kept in that layout.
-    early = {(n, i) for n, i in consumer_layouts if not _taken_late(program, classes, (key[n], i))}
-    moved = {v for v in moved if not is_backward(v[0])}
-    each = {(n, i) for n, i in moved if within(plan.recompute, n, f"{PER_USE}consumer ", f" {i}")}
-    repeated = find_recomputed(program, early | moved, operators, moved, each, lambda n: dims.operators[n].rule.view)
-    offloaded = find_offloaded(program, sent, shown, repeated, early & set(moves))
+    not_saved = {n for n in forward if named(plan.recompute, n)}
+    # What is hoisted is live for the whole step: there is nothing to gain from sending it to the host.
+    varying = {n for n in forward if n not in program.microbatch_invariant}
+    sent = {n for n in varying if named(plan.offload, n)}
+    sent_relaid = {(n, i) for n, i in relaid if n in varying and named(plan.offload, n, "consumer ", f" {i}")}
+    not_saved_relaid = {
+        (n, i) for n, i in relaid if named(plan.recompute, n, "consumer ", f" {i}") and not is_backward(n)
+    }
+    # What is redistributed for the backward pass alone is redistributed there: nothing is saved in that layout.
+    in_forward = {(n, i) for n, i in relaid if not _only_backward_reads(program, classes, (key[n], i))}
+    per_use = {(n, i) for n, i in not_saved_relaid if named(plan.recompute, n, f"{PER_USE}consumer ", f" {i}")}
+
+    def is_view(node: fx.Node) -> bool:
+        return dims.operators[node].rule.view
+
+    recompute = find_recomputed(program, in_forward | not_saved_relaid, not_saved, not_saved_relaid, per_use, is_view)
+    offload = find_offloaded(program, sent, sent_relaid, recompute, in_forward & set(moves))
     inputs = zip(program.placeholders, program.inputs, strict=True)
-    offloaded = replace(
-        offloaded, states=frozenset(i.name for n, i in inputs if i.kind == "parameter" and within(plan.offload, n))
-    )
-    return repeated, find_hoisted(program, early, operators, moved), offloaded
+    states = frozenset(i.name for n, i in inputs if i.kind == "parameter" and named(plan.offload, n))
+    hoisted, hoisted_layouts = find_hoisted(program, in_forward, not_saved, not_saved_relaid)
+    return replace(
+        assignment, recompute=recompute, offload=replace(offload, states=states), hoisted=hoisted,
+        hoisted_consumer_layouts=hoisted_layouts,
+    )  # fmt: skip
 
 
-def _taken_late(program: Program, classes: LayerClasses, value: tuple[str, int]) -> bool:
-    """Whether only the backward pass takes the values of a class."""
+def _only_backward_reads(program: Program, classes: LayerClasses, value: tuple[str, int]) -> bool:
+    """Whether only the backward pass reads the values of a class."""
     users = (classes.members.get(user, ()) for user, _ in classes.uses.get(value, {}))
     return all(nodes and nodes[0] in program.sources and is_backward(nodes[0]) for nodes in users)
 
@@ -158,6 +172,7 @@ def _operator(
         into, made = combine(operator, names)
     except KeyError as e:
         raise PlanError(f"the plan wants strategy {e} of {node.target} (node {node.name}), which has none such") from e
+    # A plan of another program, or edited by hand, may name strategies that do not divide.
     uneven = _uneven(operator, names, plan.axis_sizes)
     if uneven is not None:
         raise PlanError(f"the plan splits {uneven} of {node.target} (node {node.name}) into unequal parts; plan again")
@@ -179,49 +194,52 @@ def uses(program: Program, assignment: Assignment) -> tuple[Uses, Uses, Uses]:
     """The layouts in which each value is wanted, in order, by operators and by the program's outputs.
 
     Returns:
-        Of values before the first microbatch, as they are made first, and as they are recomputed.
+        Of values before the first microbatch, as they are first computed, and as they are recomputed.
     """
     before: dict[Value, list[Layout]] = defaultdict(list)
     first: dict[Value, list[Layout]] = defaultdict(list)
     second: dict[Value, list[Layout]] = defaultdict(list)
-    again, shared = assignment.recompute, assignment.hoisted
+    recompute = assignment.recompute
 
-    def late(value: Value) -> dict[Value, list[Layout]]:
-        return second if value in again.values else first
+    def in_backward(value: Value) -> dict[Value, list[Layout]]:
+        return second if value in recompute.values else first
 
     for node, sources in program.sources.items():
         backward = is_backward(node)
         for source, layout in zip(sources, assignment.inputs[node], strict=True):
-            if backward or node in again.nodes:
-                late(source)[source].append(layout)
-            if not backward and node not in again.late:
-                (before if node in shared.nodes else first)[source].append(layout)
+            # A recomputed operator may be counted twice: in the backward pass, and where it first runs.
+            if backward or node in recompute.nodes:
+                in_backward(source)[source].append(layout)
+            if not backward and node not in recompute.backward_only:
+                (before if node in assignment.hoisted else first)[source].append(layout)
     for i, (value, layout) in enumerate(zip(program.output_values, assignment.finals, strict=True)):
         if value is not None:
             made = producer(value)
-            (first if i < program.forward_outputs else late(made))[made].append(layout)
-    for moved in shared.consumer_layouts:
-        if any(layout != assignment.outputs[moved] for layout in first[moved]):
-            before[moved].append(assignment.consumer_layouts[moved])
+            (first if i < program.forward_outputs else in_backward(made))[made].append(layout)
+    for hoisted in assignment.hoisted_consumer_layouts:
+        if any(layout != assignment.outputs[hoisted] for layout in first[hoisted]):
+            before[hoisted].append(assignment.consumer_layouts[hoisted])
     return before, first, second
 
 
 def value_moves(
-    table: Redistributions, made: Layout, relay: Layout | None, wanted: Sequence[Layout], held: bool = False
+    table: Redistributions, made: Layout, consumer: Layout | None, wanted: Sequence[Layout], forced: bool = False
 ) -> list[Move]:
-    """Every move of one value, each once, in order: to its relay, and from there to what is wanted.
+    """Every move of one value, each once, in order: to its consumer layout, and from there to what is wanted.
 
-    What is wanted as it was made is there, unless the relay is ``held``.
+    Who wants it as it was made takes it as it is, unless the consumer layout is ``forced``.
     """
-    if held and relay is not None and wanted:
-        return [*table.path(made, relay), *value_moves(table, relay, None, wanted)]
+    if forced and consumer is not None and wanted:
+        return [*table.path(made, consumer), *value_moves(table, consumer, None, wanted)]
     found: dict[Move, None] = {}
     reached = {made}
-    start = made if relay is None else relay
+    start = made if consumer is None else consumer
+    # Users of the value as it was made need no move; all others go through the consumer layout.
     for source, target in [way for w in wanted if w != made for way in ((made, start), (start, w))]:
         if target in reached:
             continue
         for move in table.path(source, target):
+            # Layouts on the way are shared: a later path takes what an earlier one has made.
             if move.target not in reached:
                 found[move] = None
                 reached.add(move.target)
@@ -233,40 +251,43 @@ def all_moves(
 ) -> dict[Value, list[tuple[Move, int]]]:
     """Every move of a step and how often it is made, by the value moved, in program order."""
     found: dict[Value, list[tuple[Move, int]]] = defaultdict(list)
+    # Values of repeated layers have the same layouts and uses: their moves are found once.
     known: dict[tuple[Redistributions, Layout, Layout | None, tuple[Layout, ...], bool], list[Move]] = {}
     before, first, second = uses(program, assignment)
     for wanted in (first, second):
         for value, made in assignment.outputs.items():
             early = before.get(value, ()) if wanted is first else ()
-            relay, targets = assignment.consumer_layouts.get(value), (*early, *wanted.get(value, ()))
-            if wanted is second and value in assignment.recompute.apart:
+            consumer, targets = assignment.consumer_layouts.get(value), (*early, *wanted.get(value, ()))
+            if wanted is second and value in assignment.recompute.per_use:
                 continue  # counted below
-            if value in dims.types and targets and any(layout != made for layout in (*targets, relay or made)):
-                held = value in assignment.forced
-                key = (tables.of(dims.types[value]), made, relay, targets, held)
+            if value in dims.types and targets and any(layout != made for layout in (*targets, consumer or made)):
+                forced = value in assignment.forced
+                key = (tables.of(dims.types[value]), made, consumer, targets, forced)
                 moves = known[key] if key in known else known.setdefault(key, value_moves(*key))
-                once = len(value_moves(*key[:3], early, held)) if early else 0  # those for users before come first
+                once = len(value_moves(*key[:3], early, forced)) if early else 0  # hoisted users come first
                 times = program.moves(value[0])
                 found[value] += [(move, 1 if i < once else times) for i, move in enumerate(moves)]
-    for value, layouts, users in _apart(program, assignment):
+    for value, layouts, users in _per_use_moves(program, assignment):
         if value in dims.types:
-            relay, table = assignment.consumer_layouts.get(value), tables.of(dims.types[value])
-            moves = value_moves(table, assignment.outputs[value], relay, layouts, value in assignment.forced)
+            consumer, table = assignment.consumer_layouts.get(value), tables.of(dims.types[value])
+            moves = value_moves(table, assignment.outputs[value], consumer, layouts, value in assignment.forced)
             found[value] += [(move, users * program.moves(value[0])) for move in moves]
     return {value: moves for value, moves in found.items() if moves}
 
 
-def _apart(program: Program, assignment: Assignment) -> Iterator[tuple[Value, list[Layout], int]]:
-    """What operators move for themselves: the value, where to, and how often the operator runs in the backward pass."""
-    again = assignment.recompute
-    for node, sources in program.sources.items() if again.apart else ():
-        times = int(is_backward(node)) or again.times(node)
-        for value in dict.fromkeys(s for s in sources if s in again.apart) if times else ():
+def _per_use_moves(program: Program, assignment: Assignment) -> Iterator[tuple[Value, list[Layout], int]]:
+    """What operators re-gather for themselves: the value, its layouts, and how often the operator runs in backward."""
+    per_use, recompute = assignment.recompute.per_use, assignment.recompute
+    if not per_use:
+        return
+    for node, sources in program.sources.items():
+        times = int(is_backward(node)) or recompute.times(node)
+        for value in dict.fromkeys(s for s in sources if s in per_use) if times else ():
             layouts = zip(sources, assignment.inputs[node], strict=True)
             yield value, [layout for source, layout in layouts if source == value], times
-    late = list(zip(program.output_values, assignment.finals, strict=True))[program.forward_outputs :]
-    for output, layout in late if again.apart else ():
-        if output is not None and producer(output) in again.apart:
+    gradients = list(zip(program.output_values, assignment.finals, strict=True))[program.forward_outputs :]
+    for output, layout in gradients:
+        if output is not None and producer(output) in per_use:
             yield producer(output), [layout], 1
 
 

@@ -45,11 +45,14 @@ def strategies(operator: Operator) -> tuple[Strategy, ...]:
     rule = operator.rule
     inputs, outputs = len(operator.inputs), len(operator.outputs)
     found = [Strategy(REPLICATE, (Replicate(),) * inputs, (Replicate(),) * outputs)]
+    # Per axis, not per mesh: a mesh's candidates are products of these, see `candidates`.
     for letter in rule.letters:
         found += _letter_strategies(operator, letter)
     for i, linear in enumerate(rule.linear):
         if any(operator.inputs[k].dtype == "bool" for k in linear):  # a sum of booleans is no boolean
             continue
+        # All sets at once, not their subsets: x + y is the sum of partial x and partial y, but not of partial x and
+        # whole y.
         placements: list[Placement] = [Replicate()] * inputs
         for k in linear:
             placements[k] = Partial()
@@ -68,6 +71,7 @@ def _letter_strategies(operator: Operator, name: str) -> list[Strategy]:
         inputs: list[Placement] = [Replicate()] * len(operator.inputs)
         for i, d, start in letter.inputs:
             inputs[i] = Split(d, start + j)
+        # An output without the letter is a term of a sum, or complete on every device; else the letter cannot be split.
         absent = Partial() if name in rule.reduce else Replicate() if name in rule.keep else None
         outputs: list[Placement | None] = [absent] * len(operator.outputs)
         for i, type_ in enumerate(operator.outputs):
@@ -114,6 +118,7 @@ def candidates(
     chosen = list(itertools.product(*per_axis))
     choice = np.array(chosen, dtype=np.int64).reshape(len(chosen), len(sizes))
     valid = np.ones(len(choice), dtype=bool)
+    # Several axes may split one factor: its size must be divided by the product of them.
     for factor in dict.fromkeys(s.factor for s in options if s.factor is not None):
         uses = np.array([s.factor == factor for s in options])
         parts = np.where(uses[choice], np.array(sizes), 1).prod(axis=1)
@@ -140,6 +145,7 @@ def layouts(type_: TensorType, sizes: tuple[int, ...], partial: bool = True) -> 
     """Every layout of a tensor that divides, in a fixed order, the replicated one first."""
     options: list[Placement] = [Replicate(), *([Partial()] if partial else [])]
     options += [Split(d, j) for d, j in type_.positions if any(type_.dims[d][j].size % n == 0 for n in sizes)]
+    # Ties in the search are broken by this order: sorted otherwise, the same program would get another plan.
     every = itertools.product(options, repeat=len(sizes))
     return tuple(layout for layout in every if divides(type_, layout, sizes))
 

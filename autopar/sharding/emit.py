@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 _WIRE = {"bool": "uint8", "int16": "int32"}
-"""What numbers are sent as that Gloo does not take as they are; complex ones are sent as pairs."""
+"""What dtypes are sent as that Gloo does not support; complex ones are sent as pairs."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,15 @@ class MoveEmitter:
     value: str = ""
 
     def emit(self, local: fx.Node) -> fx.Node:
-        """The value in the layout behind the move, from ``local``, in that before it."""
-        if self._parts == 1:  # one device has it all
+        """The value in the move's target layout, from ``local``, which is in its source layout."""
+        if self._parts == 1:  # one device has all of it
             result = self._call(aten.reshape.default, local, self._shape(self.move.target))
         else:
-            apart = reduces(self.move.kind) and sum_dtype(self.type) != self.type.dtype
-            local = self._cast(local, sum_dtype(self.type)) if apart else local
+            # Sums in 16 bits would round after every device; `TensorType.reduce` says in which dtype to add.
+            widened = reduces(self.move.kind) and sum_dtype(self.type) != self.type.dtype
+            local = self._cast(local, sum_dtype(self.type)) if widened else local
             result = getattr(self, f"_{self.move.kind}")(local)
-            result = self._cast(result, self.type.dtype) if apart else result
+            result = self._cast(result, self.type.dtype) if widened else result
         known = replace(info(result), types=(self.type,), layouts=(self.move.target,), internal=False)
         set_info(result, known)
         return result
@@ -80,6 +81,7 @@ class MoveEmitter:
 
     def _communicate(self, target: Any, local: fx.Node, *args: Any) -> fx.Node:
         """A collective of a contiguous tensor of one dim at least, sent as numbers that every backend takes."""
+        # Reductions add in the tensor's own dtype, or that of its sum; what is copied may be sent as another.
         wire = None if reduces(self.move.kind) else _WIRE.get(self.type.dtype)
         pairs = self.type.dtype.startswith("complex")
         local = self._cast(local, wire) if wire else self._as_pairs(local) if pairs else local
@@ -92,6 +94,7 @@ class MoveEmitter:
 
     def _as_pairs(self, local: fx.Node) -> fx.Node:
         """Complex numbers as real ones, twice as many along the last dim."""
+        # Not every backend takes complex numbers, and all want contiguous tensors.
         pairs = self._call(aten.flatten.using_ints, self._call(aten.view_as_real.default, local), -2, -1)
         return self._call(aten.contiguous.default, pairs)
 
@@ -99,7 +102,7 @@ class MoveEmitter:
         return self._call(aten.view_as_complex.default, self._call(aten.unflatten.int, received, -1, [-1, 2]))
 
     def _sides(self, layout: Layout, position: Split) -> tuple[int, int, int]:
-        """Local elements before, in and behind the factor at a position."""
+        """Local elements of the dims outside, of the factor at a position, and of the dims inside of it."""
         flat = [n for dim in local_dims(self.type, layout, self.machine.sizes) for n in dim]
         at = sum(len(dim) for dim in self.type.dims[: position.dim]) + position.factor
         return math.prod(flat[:at]), flat[at], math.prod(flat[at + 1 :])
@@ -110,35 +113,37 @@ class MoveEmitter:
     def _contiguous(self, local: fx.Node, shape: list[int]) -> fx.Node:
         return self._call(aten.contiguous.default, self._call(aten.reshape.default, local, shape))
 
-    def _to_front(self, local: fx.Node, before: int, rest: int) -> fx.Node:
-        """``[before, parts, rest] -> [parts * before, rest]``: one block for each device, contiguous."""
-        blocks = self._call(aten.reshape.default, local, [before, self._parts, rest])
+    def _to_front(self, local: fx.Node, outer: int, rest: int) -> fx.Node:
+        """``[outer, parts, rest] -> [parts * outer, rest]``: one block for each device, contiguous."""
+        blocks = self._call(aten.reshape.default, local, [outer, self._parts, rest])
+        # Collectives of torch exchange blocks of dim 0, and the factor may be in any dim.
         swapped = self._call(aten.permute.default, blocks, [1, 0, 2])
-        return self._contiguous(swapped, [self._parts * before, rest])
+        return self._contiguous(swapped, [self._parts * outer, rest])
 
-    def _from_front(self, blocks: fx.Node, before: int, rest: int) -> fx.Node:
-        """``[parts * before, rest] -> [before, parts, rest]``, in the shape of the target."""
-        parted = self._call(aten.reshape.default, blocks, [self._parts, before, rest])
+    def _from_front(self, blocks: fx.Node, outer: int, rest: int) -> fx.Node:
+        """``[parts * outer, rest] -> [outer, parts, rest]``, in the shape of the target."""
+        parted = self._call(aten.reshape.default, blocks, [self._parts, outer, rest])
         swapped = self._call(aten.permute.default, parted, [1, 0, 2])
         return self._contiguous(swapped, self._shape(self.move.target))
 
     def _all_gather(self, local: fx.Node) -> fx.Node:
         position = self.move.source[self.move.axis]
         assert isinstance(position, Split)
-        before, size, behind = self._sides(self.move.source, position)
-        flat = self._contiguous(local, [before, size * behind])
+        outer, size, inner = self._sides(self.move.source, position)
+        flat = self._contiguous(local, [outer, size * inner])
         gathered = self._communicate(c10d.all_gather_into_tensor.default, flat, self._parts)
-        return self._from_front(gathered, before, size * behind)
+        return self._from_front(gathered, outer, size * inner)
 
     def _reduce_scatter(self, local: fx.Node) -> fx.Node:
         position = self.move.target[self.move.axis]
         assert isinstance(position, Split)
-        before, size, behind = self._sides(self.move.source, position)
-        blocks = self._to_front(local, before, size // self._parts * behind)
+        outer, size, inner = self._sides(self.move.source, position)
+        blocks = self._to_front(local, outer, size // self._parts * inner)
         mine = self._communicate(c10d.reduce_scatter_tensor.default, blocks, "sum", self._parts)
         return self._call(aten.reshape.default, mine, self._shape(self.move.target))
 
     def _all_reduce(self, local: fx.Node) -> fx.Node:
+        # A tensor without dims has no last dim to hold the pairs.
         if self.type.dtype.startswith("complex"):
             total = self._communicate(c10d.all_reduce.default, self._contiguous(local, [-1]), "sum")
             return self._call(aten.reshape.default, total, self._shape(self.move.target))
@@ -148,24 +153,25 @@ class MoveEmitter:
         out, into = self.move.source[self.move.axis], self.move.target[self.move.axis]
         assert isinstance(out, Split)
         assert isinstance(into, Split)
-        before, size, behind = self._sides(self.move.source, into)
-        blocks = self._to_front(local, before, size // self._parts * behind)
-        counts = [before] * self._parts
+        outer, size, inner = self._sides(self.move.source, into)
+        blocks = self._to_front(local, outer, size // self._parts * inner)
+        # Equal blocks: rows of dim 0 that go to, and come from, each device.
+        counts = [outer] * self._parts
         swapped = self._communicate(c10d.all_to_all_single.default, blocks, counts, counts)
-        # Each received block lies as the source does, but for the factor that is split now.
+        # Each received block has the source's layout, but for the factor that is split now.
         between = tuple(p if a != self.move.axis else into for a, p in enumerate(self.move.source))
         flat = [n for dim in local_dims(self.type, between, self.machine.sizes) for n in dim]
         at = sum(len(dim) for dim in self.type.dims[: out.dim]) + out.factor
         flat[at] //= self._parts  # this factor is whole again only after the blocks are joined
-        before, rest = math.prod(flat[:at]), math.prod(flat[at:])
-        return self._from_front(swapped, before, rest)
+        outer, rest = math.prod(flat[:at]), math.prod(flat[at:])
+        return self._from_front(swapped, outer, rest)
 
     def _slice(self, local: fx.Node) -> fx.Node:
         position = self.move.target[self.move.axis]
         assert isinstance(position, Split)
-        before, size, behind = self._sides(self.move.source, position)
-        blocks = self._call(aten.reshape.default, local, [before, self._parts, size // self._parts * behind])
+        outer, size, inner = self._sides(self.move.source, position)
+        blocks = self._call(aten.reshape.default, local, [outer, self._parts, size // self._parts * inner])
         index = self._call(axis_index, self._axis)
         mine = self._call(aten.select.int, blocks, 1, index)
-        # A copy: a view would keep the whole value for as long as the part is held, such as a gradient to the end.
+        # A copy: a view would keep the whole value alive for as long as the part, such as a gradient to the end.
         return self._call(aten.clone.default, self._call(aten.reshape.default, mine, self._shape(self.move.target)))

@@ -34,23 +34,24 @@ def factors_of(types: Iterable[TensorType]) -> dict[int, Factor]:
 
 
 def batch_factors(program: Program, dims: Dims) -> list[Factor]:
-    """The leading factor of the rows of the batch tensors: of those that have as many as most of them."""
+    """The leading factor of dim 0 of the batch tensors, of those that have as many samples as most of them."""
     types, rows = input_types(program, dims, "batch").values(), _samples(program, dims)
     found = [t.dims[0][0] for t in types if t.dims and t.dims[0] and t.shape[0] == rows]
     return list({id(f): f for f in found}.values())
 
 
 def _samples(program: Program, dims: Dims) -> int:
-    """Rows that most of the batch tensors have."""
+    """Samples that most of the batch tensors have."""
     rows = [t.shape[0] for t in input_types(program, dims, "batch").values() if t.dims and t.dims[0]]
+    # By majority: a batch may hold a table or a mask besides that has no samples.
     return Counter(rows).most_common(1)[0][0] if rows else 1
 
 
 def sequence_factors(program: Program, dims: Dims) -> list[Factor]:
     """The leading factor of the second dim of the batch tensors that are sequences, of tokens or of vectors."""
-    found, rows = {}, _samples(program, dims)  # one sample has no factor
-
+    found, rows = {}, _samples(program, dims)
     for type_ in input_types(program, dims, "batch").values():
+        # Integers of two dims are tokens, and floating numbers are features, whose second dim is no sequence.
         tokens = len(type_.dims) == 2 and type_.dtype.startswith(("int", "uint"))
         if (tokens or len(type_.dims) == 3) and type_.shape[0] == rows and type_.dims[1]:
             found[id(type_.dims[1][0])] = type_.dims[1][0]
@@ -58,7 +59,7 @@ def sequence_factors(program: Program, dims: Dims) -> list[Factor]:
 
 
 def operator_types(node: fx.Node, program: Program, dims: Dims) -> Iterator[TensorType]:
-    """Types of what an operator takes and makes; its `Operator` has those of the first call alike."""
+    """Types of an operator's arguments and results; its `Operator` has those of the first call like it."""
     for source in program.sources[node]:
         yield dims.types[source]
     for i in range(len(dims.operators[node].outputs)):
@@ -75,6 +76,7 @@ def split_factors(node: fx.Node, program: Program, dims: Dims) -> dict[str, Fact
             continue
         name, j = strategy.factor
         letter = operator.letters[name]
+        # Through the types of this very node: `operator` may be of another layer, with factors of other names.
         if letter.inputs:
             i, d, start = letter.inputs[0]
             found[strategy.name] = dims.types[program.sources[node][i]].dims[d][start + j]
@@ -88,6 +90,7 @@ def from_parameters(program: Program) -> set[fx.Node]:
     """Parameters, and operators that compute from nothing but one of them."""
     found = {n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "parameter"}
     for node, sources in program.sources.items():
+        # Casts, transposes and the like, before they meet an activation.
         if len(sources) == 1 and sources[0][0] in found:
             found.add(node)
     return found
@@ -98,6 +101,7 @@ def into_gradients(program: Program) -> set[fx.Node]:
     found = set()
     for output, value in zip(program.outputs, program.output_values, strict=True):
         node = producer(value)[0] if output.kind == "gradient" and value is not None else None
+        # Backwards from the output, until an operator has two arguments: there the gradient is computed.
         while node is not None and len(program.sources.get(node, ())) == 1:
             found.add(node)
             node = program.sources[node][0][0]

@@ -32,10 +32,12 @@ def factor_names(
         for i, c in enumerate(classes):
             names.setdefault(c, name if len(classes) == 1 else f"{name}.{i}")
 
+    # In order of confidence, since the first name stays: what a dim means goes before the parameter it comes from.
     _name_batch(program, dims_of, give)
     for node in operators(program.graph.graph):
         if node.target is aten.embedding.default:
             vocab, hidden = dims_of(producer(tensor_arguments(node)[0]))
+            # A small table is one of positions or types, not of words.
             give(vocab, "vocab" if sizes.get(vocab[0], 0) >= 64 else "rows") if vocab else None
             give(hidden, "hidden")
     for node in operators(program.graph.graph):
@@ -59,6 +61,7 @@ def _name_batch(
         value = values_of(node)[0]
         if dims:
             give(dims[0], "batch")
+        # Vectors of a sequence, or token numbers; two floating dims are samples of features.
         if value is not None and (value.ndim == 3 or (value.ndim == 2 and not value.is_floating_point())):
             give(dims[1], "seq")
 
@@ -80,8 +83,10 @@ def _name_attention(
 def _name_parameter(name: str, dims: list[list[int]], give: Callable[[list[int], str], None]) -> None:
     parts = name.split(".")
     module = parts[-2] if len(parts) > 1 else parts[-1]
+    # ``blocks.3.weight``: the number alone would name nothing.
     if module.isdigit() and len(parts) > 2:
         module = parts[-3] + module
+    # What Llama, GPT-2, BERT and torch's own transformer call the layers that widen the hidden dim.
     if re.search(r"up|gate|fc1|c_fc|intermediate|linear1|w1|w3", module):
         for dim in dims:
             give(dim, "ffn" if dim is not dims[-1] or len(dims) == 1 else "hidden")

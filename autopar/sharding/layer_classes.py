@@ -1,4 +1,4 @@
-"""The quotient graph: nodes of repeated modules share one variable, so the search does not grow with depth."""
+"""Layer classes: nodes of repeated modules share one variable, so the search does not grow with depth."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import fx
 
 from autopar.ir.graph import producer
 from autopar.ir.layout import TensorType
-from autopar.ir.program import Call, Program, short_hash, tied_keys
+from autopar.ir.program import Call, Program
+from autopar.ir.structure import short_hash, tied_keys
 from autopar.sharding.dims import Dims, Operator, analyze
 
 Uses = Mapping[tuple[str, int], Mapping[tuple[str, int], int]]
@@ -46,12 +47,14 @@ def layer_classes(program: Program, dims: Dims, *, tie: bool = True) -> LayerCla
 
     key = tied_keys(program, describe, describe_tensor)
     if not tie:
+        # The names that a plan uses for single nodes, see `autopar.sharding.assignment.assign`.
         key = {n: f"{k} @{n.name}" for n, k in key.items()}
     members: dict[str, list[fx.Node]] = defaultdict(list)
     for node, k in key.items():
         members[k].append(node)
     count, uses = {k: len(nodes) for k, nodes in members.items()}, _uses(program, key)
     if program.repeat is not None:
+        # Every further layer adds what three layers have more than two.
         other = layer_classes(program.repeat.shorter, analyze(program.repeat.shorter), tie=tie)
         count = program.repeat.extrapolate(count, other.count)
         uses = program.repeat.extrapolate(uses, other.uses)
@@ -68,6 +71,7 @@ def _uses(program: Program, key: Mapping[fx.Node, str]) -> Uses:
         if value is None:
             continue
         source, out = producer(value)
+        # A gradient must have its parameter's layout: an edge to the parameter's class, as if it read the gradient.
         kinds = {"gradient": "parameter", "parameter": "parameter", "input_gradient": "batch", "buffer": "buffer"}
         kind = kinds.get(output.kind)
         target = named.get((kind, output.name)) if kind else f"result {output.name}"
@@ -80,6 +84,7 @@ def _uses(program: Program, key: Mapping[fx.Node, str]) -> Uses:
 def _detail(operator: Operator, call: Call) -> tuple[str, str]:
     """An operator's name, and a hash of all that it is called with."""
     types = [_signature(t) for t in (*operator.inputs, *operator.outputs) if t is not None]
+    # A letter whose factors contradict cannot be split: such a call has other candidates than one where they agree.
     bound = "".join(c if c in operator.letters else "" for c in operator.rule.letters)
     detail = short_hash("|".join([operator.rule.equation, bound, call.arguments, *types]))
     return str(call.target).removeprefix("aten.").removesuffix(".default"), detail

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,13 +19,8 @@ from autopar.sharding.redistribute import Machine
 Floats = NDArray[np.float64]
 
 
-class Product(NamedTuple):
-    """Letters of an operator that is a batch of matrix products: rows and columns of the result, depth, batch."""
-
-    rows: str
-    columns: str
-    depth: str
-    batch: str
+Product = tuple[str, str, str, str]
+"""Letters of an operator that is a batch of matrix products: rows and columns of the result, depth, batch."""
 
 
 def operator_work(operator: Operator, chosen: Candidates, sizes: tuple[int, ...], *, with_copies: bool = True) -> Work:
@@ -36,15 +30,18 @@ def operator_work(operator: Operator, chosen: Candidates, sizes: tuple[int, ...]
         operator: the bound operator.
         chosen: its candidates.
         sizes: of the mesh axes.
-        with_copies: whether arguments that are copied in front of it count, read and written.
+        with_copies: whether arguments that are copied before it count, read and written.
     """
     count = len(chosen.choice)
     copied = _copied(operator, chosen, sizes) if with_copies else np.zeros(count)
+    # A view moves nothing itself, but an argument whose strides it cannot show is copied.
     if operator.rule.view:
         return stream(copied)
     moved = _moved(operator, chosen, sizes) + copied
     parts = _parts(chosen, sizes)
+    # The work is shared by as many devices as split any letter; along a replicated axis all do the same.
     flops = _flops(operator, parts, count) / _product_of(parts, operator.rule.letters, count)
+    # Kernels of small or thin products are slower than their operations say: the cost model wants their shape.
     shape = [np.zeros(count)] * 4
     found = product_letters(operator)
     if found is not None:
@@ -70,9 +67,13 @@ def product_letters(operator: Operator) -> Product | None:
     if any(len(dim) != 1 for tensor in (*rule.inputs, *rule.outputs) for dim in tensor or ()):
         return None
     a, b, out = ({c for dim in tensor or () for c in dim} for tensor in (*rule.inputs, *rule.outputs))
-    groups = (a & out - b, b & out - a, (a & b) - out, a & b & out)
-    found = Product(*("".join(c for c in rule.letters if c in group) for group in groups))
+
+    def named(group: set[str]) -> str:
+        return "".join(c for c in rule.letters if c in group)
+
+    found = named(a & out - b), named(b & out - a), named((a & b) - out), named(a & b & out)
     length = _letter_sizes(operator)
+    # Where the rule counts other operations than this product has, the operator does something else.
     multiplied = 2.0 * math.prod(length[c] for c in "".join(found))
     return found if multiplied == rule.flops else None
 
@@ -103,6 +104,7 @@ def _flops(operator: Operator, parts: dict[str, Floats], count: int) -> Floats:
     """Operations of all devices together, of each candidate."""
     found = np.full(count, operator.rule.flops)
     for letter, lowering in operator.rule.lower.items():
+        # A causal mask that is split by queries is no longer causal on each device: no kernel skips half of it.
         if lowering.flops is not None and letter in parts:
             found = np.where(parts[letter] > 1, lowering.flops, found)
     return found
@@ -125,6 +127,7 @@ def _moved(operator: Operator, chosen: Candidates, sizes: tuple[int, ...]) -> Fl
 def _copied(operator: Operator, chosen: Candidates, sizes: tuple[int, ...]) -> Floats:
     total = np.zeros(len(chosen.choice))
     for i in operator.copied:
+        # Read once and written once.
         total += 2 * _bytes(operator.inputs[i], "inputs", i, chosen, sizes)
     return total
 
@@ -149,6 +152,7 @@ def _lowering_seconds(operator: Operator, chosen: Candidates, machine: Machine) 
     letter = [s.factor[0] if s.factor is not None else "" for s in chosen.strategies]
     for lowered in operator.rule.lower:
         uses = np.array([c == lowered for c in letter])[chosen.choice]
+        # A lowering reduces over every axis that splits its letter, one all-reduce after the other.
         for letters, size in lowered_bytes(operator, lowered) if uses.any() else ():
             split = np.array([c != "" and c in letters for c in letter])
             local = size / np.where(split[chosen.choice], sizes, 1).prod(axis=1)

@@ -56,6 +56,7 @@ class Move:
 
 def move_kind(source: Placement, target: Placement) -> str | None:
     """The collective that turns one placement into another on one axis; None if there is none."""
+    # Nothing becomes Partial: whoever takes the terms would only have to add them up again.
     if isinstance(source, Split):
         return {Replicate: "all_gather", Split: "all_to_all"}.get(type(target))
     if isinstance(source, Partial):
@@ -80,6 +81,7 @@ def sum_dtype(type_: TensorType) -> str:
 
 def moved_bytes(type_: TensorType, move: Move, sizes: Sequence[int]) -> float:
     """Bytes by which the move's collective is charged: the larger of the local tensors before and after."""
+    # Terms are cast to the dtype of the sum before they are sent.
     whole = type_.numel * item_bytes(sum_dtype(type_) if reduces(move.kind) else type_.dtype)
     return whole / min(split_parts(move.source, sizes), split_parts(move.target, sizes))
 
@@ -96,18 +98,22 @@ class Redistributions:
 
     def moves(self) -> list[Move]:
         """Every legal single-axis move between two layouts."""
-        found = []
         placements = tuple(dict.fromkeys(p for layout in self.layouts for p in layout))
-        for source in self.layouts:
-            for axis, placement in enumerate(source):
-                if isinstance(placement, Split) and not innermost(source, axis):
-                    continue
-                for other in placements:
-                    kind = move_kind(placement, other) if other != placement else None
-                    target = (*source[:axis], other, *source[axis + 1 :])
-                    if kind and target in self.index and (isinstance(other, Replicate) or innermost(target, axis)):
-                        found.append(Move(kind, axis, source, target))
-        return found
+        every = (
+            (source, axis, other) for source in self.layouts for axis in range(len(source)) for other in placements
+        )
+        return [move for source, axis, other in every if (move := self._move(source, axis, other)) is not None]
+
+    def _move(self, source: Layout, axis: int, other: Placement) -> Move | None:
+        """The move that gives an axis another placement; None if there is none."""
+        placement = source[axis]
+        # Blocks of an outer axis are not contiguous while an inner axis splits the same factor.
+        if other == placement or (isinstance(placement, Split) and not innermost(source, axis)):
+            return None
+        kind, target = move_kind(placement, other), (*source[:axis], other, *source[axis + 1 :])
+        if not kind or target not in self.index or not (isinstance(other, Replicate) or innermost(target, axis)):
+            return None
+        return Move(kind, axis, source, target)
 
     @cached_property
     def parts(self) -> NDArray[np.int64]:
@@ -121,12 +127,14 @@ class Redistributions:
         item = np.where(cast, item_bytes(sum_dtype(self.type)), item_bytes(self.type.dtype))
         ends = np.array([(self.index[m.source], self.index[m.target]) for m in moves], dtype=np.int64).reshape(-1, 2)
         size = self.type.numel * item / self.parts[ends].min(axis=1)
+        # Casts to and from the dtype of the sum are a pass each, besides the copy into the collective's order.
         passes = np.where(cast, 3, 1)
         seconds = np.asarray(passes * (device.launch + size / (device.bandwidth * device.streaming)), dtype=np.float64)
         groups: dict[tuple[str, int], list[int]] = {}
         for i, move in enumerate(moves):
             groups.setdefault((move.kind, move.axis), []).append(i)
         for (kind, axis), members in groups.items():
+            # A slice communicates nothing; its launch and pass are counted above.
             if kind != "slice":
                 collective = COLLECTIVES[kind]
                 seconds[members] += collective(size[members], self.machine.sizes[axis], self.machine.links[axis])
@@ -142,8 +150,10 @@ class Redistributions:
         arcs = {(self.index[m.source], self.index[m.target]): m for m in moves}
         for (a, b), seconds in zip(arcs, self.move_seconds(moves), strict=True):
             distance[a, b] = seconds
+        # Floyd-Warshall, all rows and columns at once: paths through the first k layouts.
         for k in range(count):
             through = distance[:, k, None] + distance[None, k, :]
+            # Strictly shorter only: among equal paths the first one found stays, in every process.
             better = through < distance
             if better.any():
                 np.copyto(distance, through, where=better)
@@ -152,14 +162,14 @@ class Redistributions:
 
     @property
     def seconds(self) -> NDArray[np.float64]:
-        """``[layouts, layouts]``: time from row to column; inf where there is no way (nothing becomes Partial)."""
+        """``[layouts, layouts]``: time from row to column; inf where there is none (nothing becomes Partial)."""
         return self._solved[0]
 
     def path(self, source: Layout, target: Layout) -> tuple[Move, ...]:
         """The cheapest moves from ``source`` to ``target``.
 
         Raises:
-            ValueError: there is no way.
+            ValueError: there are none.
         """
         distance, step, arcs = self._solved
         a, b = self.index[source], self.index[target]
@@ -182,6 +192,7 @@ class Tables:
 
     def of(self, type_: TensorType) -> Redistributions:
         """The table of a type; types that differ in names or padding only share one."""
+        # Names and padding change no cost. With them left out, thousands of tensors need a few tables.
         plain = tuple(tuple(Factor("", f.size) for f in dim) for dim in type_.dims)
         return _table(replace(type_, dims=plain, used=()), self.machine)
 

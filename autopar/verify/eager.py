@@ -19,8 +19,9 @@ from autopar._torch_compat import TorchDispatchMode
 from autopar.capture import Batch, Harness, LossFunction
 from autopar.capture.intercepts import branches_taken
 from autopar.capture.state.hooks import hooks_undone
+from autopar.capture.state.record import Record
 from autopar.capture.state.slots import children, state_tensors, tensor_attributes
-from autopar.capture.state.writes import Record, written_tensors
+from autopar.capture.state.writes import written_tensors
 from autopar.ir.ops.random import generator_states, same_numbers
 from autopar.ir.program import Program
 from autopar.ir.signature import binding
@@ -167,7 +168,7 @@ def eager_calls(
             ]
             with same_numbers(0), hooks_undone(own), branches_taken():
                 results.append(_call(harness, inputs, tangents, program))
-    record.put_back()  # calls change globals, of which there are no copies
+    record.restore()  # calls change globals, of which there are no copies
     return results
 
 

@@ -12,16 +12,17 @@ import torch
 from torch import fx, nn
 
 from autopar.capture import Batch, LossFunction
+from autopar.capture.state.record import Record
 from autopar.capture.state.slots import state_tensors
-from autopar.capture.state.writes import Record
 from autopar.compiler import captured, rewrite, solve
 from autopar.costs.cluster import Cluster
 from autopar.errors import VerifyError
 from autopar.ir.plan import Plan
 from autopar.ir.precision import Precision
-from autopar.ir.program import STATELESS, Input, Program, State, same_graph
+from autopar.ir.program import STATELESS, Input, Program, State
 from autopar.ir.signature import binding
 from autopar.ir.signature.outputs import Loss
+from autopar.ir.structure import same_graph
 from autopar.passes import DETERMINISTIC_PASSES
 from autopar.passes.canonicalize import canonical
 from autopar.passes.insert_contiguous import insert_contiguous, insert_contiguous_everywhere
@@ -85,7 +86,7 @@ def verify(
     capture = functools.partial(captured, batch=batch, loss_fn=loss_fn, loss=loss, precision=policy)
     before = Record(model)
     calls, later = _second_call(graph, model, given, dtype, capture)
-    before.put_back()  # calls change globals, of which there are no copies
+    before.restore()  # calls change globals, of which there are no copies
     # A graph as captured draws in the order of strides that tensors happen to have; in canonical form as eager does.
     raw = program if any(_is_random(n) for n in graph.graph.graph.nodes) else graph
     reference = reference_of(model, batch, raw, given, dtype, loss_fn, policy, loss, calls)
@@ -94,7 +95,7 @@ def verify(
     try:
         return compare(program, local, plan, values, dtype, reference=reference, graph=graph, live=live, draw=draw)
     finally:
-        before.put_back()
+        before.restore()
 
 
 def _second_call(

@@ -38,8 +38,7 @@ _IDENTITIES = {
 }  # fmt: skip
 _DROPPED = {aten._assert_tensor_metadata.default}
 _LIKE = {aten.zeros_like.default: 0, aten.ones_like.default: 1, aten.new_zeros.default: 0, aten.new_ones.default: 1}
-# Memory that is written over is zero until then, and has no strides of its own: what no element is written to would
-# otherwise differ from run to run.
+# Memory that is not initialized is zero here: elements that are never written would otherwise differ from run to run.
 _LIKE |= dict.fromkeys((aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default), 0)
 _LIKE |= dict.fromkeys((aten.empty_strided.default, aten.empty_permuted.default, aten.new_empty_strided.default), 0)
 _DIM_ARGUMENT = {
@@ -67,6 +66,7 @@ def canonicalize(program: Program) -> Program:
         if node.op == "call_function":
             _rewrite(graph.graph, node)
     _merge_equal(graph.graph)
+    # After merging: then a view and what it shows are each one node.
     mark_viewed(graph.graph)
     graph.graph.eliminate_dead_code()
     graph.graph.lint()
@@ -81,6 +81,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
         return
     if not is_operator(node):
         return
+    # First, since the forms compare and replace dims.
     _normalize_dims(node)
     for form in _FORMS:
         if form(graph, node):
@@ -88,12 +89,14 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _become(node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> bool:
+    """Make a node another call; True, for a form that has been applied."""
+    # In place: the node keeps its name, module and line.
     node.target, node.args, node.kwargs = target, args, kwargs or {}
     return True
 
 
 def _forward(node: fx.Node, value: Any) -> bool:
-    """All users of ``node`` use ``value`` instead."""
+    """Let all users of ``node`` use ``value`` instead; True, for a form that has been applied."""
     pass_on(node, value)
     node.replace_all_uses_with(value)
     node.graph.erase_node(node)
@@ -109,32 +112,35 @@ def _same_type(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype
 
 
+_NEUTRAL = {
+    aten.mul.Tensor: 1, aten.mul.Scalar: 1, aten.div.Tensor: 1, aten.div.Scalar: 1, aten.pow.Tensor_Scalar: 1,
+    aten.add.Tensor: 0, aten.add.Scalar: 0, aten.sub.Tensor: 0, aten.sub.Scalar: 0,
+}  # fmt: skip
+"""The second operand with which an operator changes nothing."""
+
+
 def _identity(graph: fx.Graph, node: fx.Node) -> bool:
     """``clone``, ``detach``, ``x * 1``, ``x + 0``, ``x ** 1``, casts and expansions to what is there already."""
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
         return False
     if node.target in _IDENTITIES:
-        if isinstance(source.meta.get("val"), torch.Tensor) or source.op == "get_attr":
+        # A constant has a value only from here on: the tracer leaves none at get_attr nodes.
+        if source.op == "get_attr":
             source.meta.setdefault("val", node.meta["val"])
-            return _forward(node, source)
-        return False
-    value = source.meta.get("val")
-    if not isinstance(value, torch.Tensor) or not isinstance(node.meta.get("val"), torch.Tensor):
-        return False
-    if not _same_type(value, _value(node)):
-        return False
-    neutral = {
-        aten.mul.Tensor: 1, aten.mul.Scalar: 1, aten.div.Tensor: 1, aten.div.Scalar: 1, aten.pow.Tensor_Scalar: 1,
-        aten.add.Tensor: 0, aten.add.Scalar: 0, aten.sub.Tensor: 0, aten.sub.Scalar: 0,
-    }  # fmt: skip
-    if node.target in neutral:
+        return isinstance(source.meta.get("val"), torch.Tensor) and _forward(node, source)
+    if not _has_type_of(node, source):
+        return False  # such as x * 1.0 of integers, which makes floating numbers
+    if node.target in _NEUTRAL:
         other = node.args[1]
-        plain = isinstance(other, int | float) and not isinstance(other, bool) and other == neutral[node.target]
-        return _forward(node, source) if plain and not node.kwargs else False
-    if node.target in (aten._to_copy.default, aten.expand.default):
-        return _forward(node, source)
-    return False
+        plain = isinstance(other, int | float) and not isinstance(other, bool) and other == _NEUTRAL[node.target]
+        return plain and not node.kwargs and _forward(node, source)
+    return node.target in (aten._to_copy.default, aten.expand.default) and _forward(node, source)
+
+
+def _has_type_of(node: fx.Node, source: fx.Node) -> bool:
+    a, b = source.meta.get("val"), node.meta.get("val")
+    return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and _same_type(a, b)
 
 
 def _as_view(graph: fx.Graph, node: fx.Node) -> bool:
@@ -143,6 +149,7 @@ def _as_view(graph: fx.Graph, node: fx.Node) -> bool:
         return False
     source = node.args[0]
     assert isinstance(source, fx.Node)
+    # A reshape of a reshape depends on the last shape alone.
     while source.target is aten.reshape.default:
         source = source.args[0]
         assert isinstance(source, fx.Node)
@@ -154,27 +161,30 @@ def _as_view(graph: fx.Graph, node: fx.Node) -> bool:
 
 def _as_permute(graph: fx.Graph, node: fx.Node) -> bool:
     """``t`` and ``transpose`` are permutations; permutations compose."""
-    if node.target not in (aten.t.default, aten.transpose.int, aten.permute.default, aten.movedim.int):
+    if node.target not in (aten.t.default, aten.transpose.int, aten.permute.default):
         return False
     source = node.args[0]
     assert isinstance(source, fx.Node)
-    ndim = _value(source).ndim
-    order = list(range(ndim))
-    if node.target is aten.t.default:
-        order.reverse()
-    elif node.target is aten.transpose.int:
-        a, b = (int(d) % ndim for d in node.args[1:3])  # type: ignore[arg-type]
-        order[a], order[b] = order[b], order[a]
-    elif node.target is aten.permute.default:
-        order = [int(d) % ndim for d in node.args[1]]  # type: ignore[union-attr,arg-type]
-    else:
-        return False
+    order = _dim_order(node, _value(source).ndim)
     if source.target is aten.permute.default:
         source, inner = cast("tuple[fx.Node, list[int]]", source.args)
         order = [inner[d] for d in order]
     if order == sorted(order):
         return _forward(node, source)
     return _become(node, aten.permute.default, (source, order))
+
+
+def _dim_order(node: fx.Node, ndim: int) -> list[int]:
+    """The dims of a transposition's argument in the order of its result."""
+    order = list(range(ndim))
+    if node.target is aten.t.default:
+        order.reverse()
+    elif node.target is aten.transpose.int:
+        a, b = (int(d) % ndim for d in node.args[1:3])  # type: ignore[arg-type]
+        order[a], order[b] = order[b], order[a]
+    else:
+        order = [int(d) % ndim for d in node.args[1]]  # type: ignore[union-attr,arg-type]
+    return order
 
 
 def _as_sum(graph: fx.Graph, node: fx.Node) -> bool:
@@ -193,6 +203,7 @@ def _as_sum(graph: fx.Graph, node: fx.Node) -> bool:
     if target in (aten.sum.default, aten.sum.dim_IntList):
         return _become(node, aten.sum.dim_IntList, (source, dims, keep), kwargs)
     with graph.inserting_before(node):
+        # On a shard the count would be the local one; as a number of its own it stays global.
         total = graph.call_function(aten.sum.dim_IntList, (source, dims, keep), kwargs)
     total.meta = dict(node.meta)
     return _become(node, aten.div.Scalar, (total, math.prod(value.shape[d] for d in dims)))
@@ -224,23 +235,24 @@ def _as_slice(graph: fx.Graph, node: fx.Node) -> bool:
     whole = _value(node.args[0] if node.target is aten.slice.Tensor else node)
     size = whole.shape[dim]
     begin, stop, stride = (*slice(start, end).indices(size)[:2], step or 1)
+    # Of a scatter the slice that is written is the result, else the whole tensor.
     if (begin, stop, stride) == (0, size, 1):
         return _forward(node, node.args[1 if node.target is aten.slice_scatter.default else 0])
     return _become(node, node.target, (*node.args[:first], dim, begin, stop, stride))
 
 
 def _as_cat(graph: fx.Graph, node: fx.Node) -> bool:
-    """Empty pieces (a fresh key-value cache) vanish; one piece is itself."""
+    """Empty tensors (a fresh key-value cache) vanish; a single one is the result."""
     if node.target is not aten.cat.default:
         return False
-    pieces = [p for p in node.args[0] if _value(p).numel()]  # type: ignore[union-attr]
-    if len(pieces) == 1 and _same_type(_value(pieces[0]), _value(node)):
-        return _forward(node, pieces[0])
-    return _become(node, aten.cat.default, (pieces or node.args[0], *node.args[1:]))
+    parts = [p for p in node.args[0] if _value(p).numel()]  # type: ignore[union-attr]
+    if len(parts) == 1 and _same_type(_value(parts[0]), _value(node)):
+        return _forward(node, parts[0])
+    return _become(node, aten.cat.default, (parts or node.args[0], *node.args[1:]))
 
 
 def _as_repeat(graph: fx.Graph, node: fx.Node) -> bool:
-    """``repeat`` expands a new dim in front of each: ``[a, b]`` to ``[2, a, 3, b]`` to ``[2a, 3b]``."""
+    """``repeat`` expands a new dim before each: ``[a, b]`` to ``[2, a, 3, b]`` to ``[2a, 3b]``."""
     if node.target is not aten.repeat.default:
         return False
     source, counts = cast("tuple[fx.Node, list[int]]", node.args)
@@ -251,6 +263,7 @@ def _as_repeat(graph: fx.Graph, node: fx.Node) -> bool:
         aten.reshape.default: [n for count, size in pairs for n in ((1, size) if count != 1 else (size,))],
         aten.expand.default: [n for count, size in pairs for n in ((count, size) if count != 1 else (size,))],
     }
+    # Views of the source: only the last reshape copies.
     for target, sizes in steps.items() if any(count != 1 for count in counts) else ():
         with graph.inserting_before(node):
             source = graph.call_function(target, (source, sizes))
@@ -284,6 +297,7 @@ def _without_saved(graph: fx.Graph, node: fx.Node) -> bool:
     """Batch norm's backward in evaluation takes no saved statistics, whose shape depends on the device."""
     if node.target is not aten.native_batch_norm_backward.default or node.args[7]:
         return False
+    # Their rule would otherwise have two equations, one for CPUs and one for GPUs.
     node.args = (*node.args[:5], None, None, *node.args[7:])
     return True
 
@@ -315,7 +329,7 @@ def _normalize_dims(node: fx.Node) -> None:
 def _merge_equal(graph: fx.Graph) -> None:
     """Equal views, and equal masks and positions that depend on no input, are one node.
 
-    What they need is then moved once for all who use them.
+    What they need is then redistributed once for all their users.
     """
     seen: dict[Any, fx.Node] = {}
     constant: set[fx.Node] = set()
@@ -325,6 +339,7 @@ def _merge_equal(graph: fx.Graph) -> None:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             continue  # equal calls draw different numbers
         arguments = tuple(tensor_arguments(node))
+        # Masks and positions are small as a graph and large as tensors: computed once, they are saved once.
         if node.target in _CREATION or (arguments and all(a in constant for a in arguments)):
             constant.add(node)
         elif node.target not in _SHARED:

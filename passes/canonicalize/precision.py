@@ -1,4 +1,4 @@
-"""apply_precision: parameters are kept in one dtype and computed with in another.
+"""apply_precision: parameters have one dtype, and are computed with in another.
 
 Before (captured with everything in the dtype to compute in)::
 
@@ -37,7 +37,7 @@ _LINEAR = {
 
 
 def apply_precision(program: Program, precision: Precision, batch: list[torch.dtype]) -> Program:
-    """Put casts between what is kept and what is computed with.
+    """Put casts between master weights and what is computed with.
 
     Args:
         program: captured with floating parameters and batch tensors in ``precision.compute``; not canonical yet.
@@ -48,6 +48,7 @@ def apply_precision(program: Program, precision: Precision, batch: list[torch.dt
     graph = program.graph.graph
     last = program.placeholders[-1]
     for node, spec in zip(program.placeholders, program.inputs, strict=True):
+        # Buffers and tangents have the dtype that the trace gave them.
         given = batch[int(spec.name)] if spec.kind == "batch" else precision.master
         value = node.meta["val"]
         if spec.kind in ("parameter", "batch") and value.is_floating_point() and value.dtype != given:
@@ -58,7 +59,7 @@ def apply_precision(program: Program, precision: Precision, batch: list[torch.dt
     for made, final in zip(program.outputs, program.output_values, strict=True):
         if made.kind == "gradient" and final is not None:
             _mark(final, precision.reduce, {output})
-            # Where it is made: behind the last operator, gradients of all layers would be there at once, whole.
+            # Where it is made: after the last operator, gradients of all layers would be live at once, whole.
             with graph.inserting_after(final if final.op == "call_function" else last):
                 final = _cast_gradient(graph, final, precision.master)
         finals.append(final)
@@ -68,11 +69,13 @@ def apply_precision(program: Program, precision: Precision, batch: list[torch.dt
 
 
 def _cast_input(graph: fx.Graph, node: fx.Node, given: torch.dtype) -> fx.Node:
-    """The placeholder has the dtype that is given; whoever used it uses its cast."""
+    """Give a placeholder the dtype of what is passed in; its users use its cast."""
+    # Before the cast is one of them.
     users = list(node.users)
     cast = graph.call_function(aten._to_copy.default, (node,), {"dtype": node.meta["val"].dtype})
     for user in users:
         user.replace_input_with(node, cast)
+    # With a module, so that the search ties the casts of repeated layers.
     cast.meta = {"val": node.meta["val"], "partitioner_tag": "is_forward", **_module(users)}
     with node.meta["val"].fake_mode:
         node.meta["val"] = node.meta["val"].to(given)
@@ -97,7 +100,7 @@ def _cast_gradient(graph: fx.Graph, value: fx.Node, master: torch.dtype) -> fx.N
 
 
 def _mark(value: fx.Node, reduce: torch.dtype, known: set[fx.Node]) -> None:
-    """The value, and what it is a linear function of, are added up in ``reduce``, unless somebody else uses them."""
+    """The value, and what it is a linear function of, are added up in ``reduce``, unless others read them."""
     pending = [value]
     while pending:
         node = pending.pop()
@@ -105,6 +108,7 @@ def _mark(value: fx.Node, reduce: torch.dtype, known: set[fx.Node]) -> None:
             continue
         known.add(node)
         made = node.meta.get("val")
+        # Only where it adds precision: a float64 gradient is not rounded for the sum.
         if isinstance(made, torch.Tensor) and made.is_floating_point() and made.dtype.itemsize < reduce.itemsize:
             set_info(node, replace(info(node), reduce_dtype=reduce))
         if node.target in _LINEAR:

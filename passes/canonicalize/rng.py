@@ -11,8 +11,8 @@ After::
     noise = autopar.ir.ops.random("uniform", [0, 1], [8, 16], [0, 1], dtype=float32)
     coin = aten._to_copy(aten.lt(autopar.ir.ops.random("uniform", [0, 1], ...), p), dtype=float32)
 
-A draw takes as many numbers from the generator as the operator did, in the same order, and none goes: not even one
-that nothing uses, since it changes what the next one draws.
+A draw takes as many numbers from the generator as the operator did, in the same order, and none is removed: not even
+one that nothing uses, since it changes what the next one draws.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def canonicalize_random(program: Program) -> Program:
     """
     graph = copy_graph(program.graph)
     for node in list(graph.graph.nodes):
+        # What is not rewritten below, such as multinomial, keeps its own kernel and rule.
         if node.op != "call_function" or torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
             continue
         _check_generator(node)
@@ -109,6 +110,7 @@ def _draw(
     graph: fx.Graph, node: fx.Node, distribution: str, parameters: list[Any], like: torch.Tensor, dtype: Any = None
 ) -> fx.Node:
     """A draw of the shape of ``like``, in the order of its elements in memory, as the operator ``node`` makes it."""
+    # Numbers are drawn in the order of storage: a tensor with other strides gets them in other places.
     order = sorted(range(like.ndim), key=like.stride().__getitem__, reverse=True)  # stable
     options = {"dtype": dtype or like.dtype, "device": like.device}
     return _call(
@@ -135,14 +137,14 @@ def _dropout(graph: fx.Graph, node: fx.Node) -> None:
     named = _arguments(node)
     if named["train"] is False:
         return
-    keep = 1.0 - named["p"]
-    output, kept = node.meta["val"]
-    if keep:
-        mask = _draw(graph, node, "bernoulli", [keep], kept)
+    chance = 1.0 - named["p"]  # of an element to stay
+    output, like = node.meta["val"]
+    if chance:
+        mask = _draw(graph, node, "bernoulli", [chance], like)
     else:  # nothing is left to chance, and eager draws nothing
-        options = {"dtype": kept.dtype, "device": kept.device}
-        mask = _call(graph, node, kept, aten.full.default, list(kept.shape), False, **options)
-    scale = 1.0 / keep if keep else 0.0
+        options = {"dtype": like.dtype, "device": like.device}
+        mask = _call(graph, node, like, aten.full.default, list(like.shape), False, **options)
+    scale = 1.0 / chance if chance else 0.0
     result = _call(graph, node, output, aten.native_dropout_backward.default, named["input"], mask, scale)
     for user in list(node.users):
         assert user.target is operator.getitem
@@ -151,9 +153,9 @@ def _dropout(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _coins(graph: fx.Graph, node: fx.Node) -> None:
-    """A coin shows one where a uniform number lies below its probability."""
+    """A coin shows one where a uniform number is below its probability."""
     chance, value = node.args[0], node.meta["val"]
-    # In the order of the result, which is row-major however the probabilities lie in memory.
+    # In the order of the result, which is row-major whatever the strides of the probabilities.
     drawn = _draw(graph, node, "uniform", [0, 1], value, chance.meta["val"].dtype)  # type: ignore[union-attr]
     below = _call(graph, node, value.bool(), aten.lt.Tensor, drawn, chance)
     _replace(node, _call(graph, node, value, aten._to_copy.default, below, dtype=value.dtype))
@@ -162,7 +164,7 @@ def _coins(graph: fx.Graph, node: fx.Node) -> None:
 def _scaled_normal(graph: fx.Graph, node: fx.Node) -> None:
     """``standard * std + mean``, rounded as the operator does."""
     named, value = _arguments(node), node.meta["val"]
-    # The kernel fills a row-major tensor, however means and deviations lie in memory; fake tensors lie as these do.
+    # The kernel fills a row-major tensor, whatever the strides of means and deviations; fake tensors have theirs.
     standard = _draw(graph, node, "normal", [0, 1], value.new_empty(value.shape))
     scaled = _call(graph, node, value, aten.mul.Tensor, standard, named["std"])
     _replace(node, _call(graph, node, value, aten.add.Tensor, scaled, named["mean"]))

@@ -1,6 +1,6 @@
-"""canonicalize_strides: what looks at a tensor's storage says which elements it takes.
+"""canonicalize_strides: what reads a tensor's storage names the elements that it reads.
 
-`as_strided` depends on how its argument lies in memory, which a rewritten graph does not keep. It runs before every
+`as_strided` depends on the strides of its argument, which a rewritten graph does not keep. It runs before every
 other pass that changes a graph, since strides are those of the captured one.
 
 Before::
@@ -38,7 +38,7 @@ def canonicalize_strides(program: Program) -> Program:
     """Rewrite `as_strided` and its inverse into views and gathers of whole tensors; computes the same.
 
     Raises:
-        CaptureError: one sees elements that are not its argument's.
+        CaptureError: one reads elements that are not its argument's.
     """
     if not any(is_operator(n) and n.target in _STRIDED for n in program.graph.graph.nodes):
         return program
@@ -52,7 +52,7 @@ def canonicalize_strides(program: Program) -> Program:
 
 
 class _Rewriting:
-    """One node in the course of being replaced."""
+    """The replacement of one node."""
 
     def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
         self.graph, self.node = graph, node
@@ -62,18 +62,19 @@ class _Rewriting:
         self.size, self.stride = cast("list[int]", size), cast("list[int]", stride)
         self.value = cast(torch.Tensor, self.base.meta["val"])
         own = int(self.value.storage_offset())
+        # Offsets count from the storage's start; the argument may begin later.
         self.offset = (own if not rest or rest[0] is None else cast(int, rest[0])) - own
 
     def run(self) -> None:
         with self.graph.inserting_before(self.node):
-            found = self.as_view() if self.looks_at_all() else self.as_gather()
+            found = self.as_view() if self.is_whole() else self.as_gather()
         found.meta.update(torch_meta(self.node, but=("val",)))
         set_info(found, replace(info(self.node), module_outputs=info(found).module_outputs))
         pass_on(self.node, found)
         self.node.replace_all_uses_with(found)
         self.graph.erase_node(self.node)
 
-    def looks_at_all(self) -> bool:
+    def is_whole(self) -> bool:
         """Whether it takes a tensor whole, in its own order."""
         whole = math.prod(self.size) == self.value.numel() and not self.offset
         return whole and in_order(self.value.shape, self.value.stride()) and in_order(self.size, self.stride)
@@ -84,8 +85,10 @@ class _Rewriting:
 
     def as_gather(self) -> fx.Node:
         strides = tuple(self.value.stride())
+        # Dims from the outermost to the innermost in memory: permuted so, the argument is row-major.
         order = sorted(range(self.value.ndim), key=lambda d: (-strides[d], -self.value.shape[d]))
         shape = [self.value.shape[d] for d in order]
+        # The last element that is read.
         reach = self.offset + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
         if not in_order(shape, [strides[d] for d in order]) or self.offset < 0 or reach >= self.value.numel():
             raise CaptureError(
@@ -102,10 +105,11 @@ class _Rewriting:
         return self.call(aten.permute.default, self.call(aten.reshape.default, written, shape), back)
 
     def index(self) -> fx.Node:
-        """Number of each element that is taken, in the order of storage."""
+        """Number of each element that is read, in the order of storage."""
         kind = {"dtype": torch.int64, "device": self.value.device}
         found: Any = None
         for d, (n, stride) in enumerate(zip(self.size, self.stride, strict=True)):
+            # Broadcast over dims: the number of an element is the sum of its steps along each.
             steps = self.call(aten.mul.Tensor, self.call(aten.arange.default, n, **kind), stride)
             steps = self.call(aten.reshape.default, steps, [n, *[1] * (len(self.size) - d - 1)])
             found = steps if found is None else self.call(aten.add.Tensor, found, steps)
@@ -116,9 +120,11 @@ class _Rewriting:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         made = self.graph.call_function(target, args, kwargs)
         values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        # Fake tensors know shapes and strides only; nothing is computed.
         mode = self.value.fake_mode  # type: ignore[attr-defined]
         with mode, torch.no_grad():
             made.meta["val"] = target(*values[0], **values[1])
+        # Explicit sizes, as canonical reshapes have.
         if target is aten.reshape.default and -1 in args[1]:
             made.args = (args[0], list(made.meta["val"].shape))
         inherit_origin(made, self.node)
@@ -127,7 +133,7 @@ class _Rewriting:
 
 
 def in_order(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements lie one after the other; the stride of a dim of size 1 means nothing."""
+    """Whether elements follow one another in memory; the stride of a dim of size 1 means nothing."""
     step = 1
     for n, s in reversed([(n, s) for n, s in zip(shape, stride, strict=True) if n != 1]):
         if s != step:

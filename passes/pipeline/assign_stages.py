@@ -11,8 +11,8 @@ After (the graph computes the same)::
     dh = aten.mm(dy, w1t)   # stage 1
     dw0 = aten.mm(xt, dh)   # stage 0
 
-Gradients go from later stages to earlier ones only. What a stage makes again for its backward pass it makes for itself.
-A value that shrinks as it is moved is moved before it is sent.
+Gradients go from later stages to earlier ones only. Each stage recomputes for its own backward pass. A value that a
+redistribution makes smaller is redistributed before it is sent.
 What stages add to the gradient of a parameter that they share is added up over the microbatches first, and then over
 the stages: ``accumulate(a + b)`` becomes ``accumulate(a) + accumulate(b)``.
 """
@@ -66,18 +66,19 @@ def _stage(node: fx.Node) -> int:
 
 
 def _follow_gradients(program: Program, forward: set[fx.Node]) -> None:
-    """Put what takes a gradient into no later stage than the one that makes it.
+    """Put what reads a gradient into no later stage than the one that makes it.
 
-    What the backward pass recomputes needs no gradient, and a later stage that takes it recomputes it for itself.
+    What the backward pass recomputes needs no gradient, and a later stage that reads it recomputes it for itself.
     """
     free, once, graph = free_nodes(program), program.per_step, program.graph.graph
-    behind = {n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "tangent"}
+    of_tangents = {n for n, i in zip(program.placeholders, program.inputs, strict=True) if i.kind == "tangent"}
     copies: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def own(node: fx.Node, stage: int, user: fx.Node) -> fx.Node:
         """The node that a stage recomputes for itself."""
-        if node.op != "call_function" or node in forward or node in free or node in behind:
+        if node.op != "call_function" or node in forward or node in free or node in of_tangents:
             return node
+        # A later stage's value comes with the gradients; only an earlier stage's would be sent the wrong way.
         if _stage(node) >= stage:
             return node
         if (node, stage) not in copies:
@@ -90,11 +91,13 @@ def _follow_gradients(program: Program, forward: set[fx.Node]) -> None:
         return copies[node, stage]
 
     for node in list(graph.nodes):
-        if node.op == "call_function" and any(a in behind for a in node.all_input_nodes):
-            behind.add(node)
+        # Computed from a tangent: a gradient, or a sum of some.
+        if node.op == "call_function" and any(a in of_tangents for a in node.all_input_nodes):
+            of_tangents.add(node)
         if node.op != "call_function" or node in forward or node in once:
             continue
-        gradients = [s for a in node.all_input_nodes if a in behind and (s := info(a).stage) is not None]
+        gradients = [s for a in node.all_input_nodes if a in of_tangents and (s := info(a).stage) is not None]
+        # In graph order, so that arguments have their final stage.
         stage = min([_stage(node), *gradients])
         _set_stage(node, stage)
         node.args, node.kwargs = map_nodes((node.args, node.kwargs), partial(own, stage=stage, user=node))
@@ -106,10 +109,11 @@ def _shrink_first(program: Program, forward: set[fx.Node]) -> None:
         if node.op != "call_function" or node not in forward or not _is_tensor(node):
             continue
         for user in node.users:
-            chain = _move(user) if user in forward else []  # what the backward pass moves, no stage behind gets
-            if chain and _stage(chain[-1]) > _stage(node) and _bytes(chain[-1]) < _bytes(node):
-                for part in chain:
-                    _set_stage(part, _stage(node))
+            chain = _move(user) if user in forward else []  # what the backward pass moves, no later stage gets
+            if not chain or _stage(chain[-1]) <= _stage(node) or _bytes(chain[-1]) >= _bytes(node):
+                continue
+            for part in chain:
+                _set_stage(part, _stage(node))
 
 
 def _move(node: fx.Node) -> list[fx.Node]:
@@ -136,6 +140,7 @@ def _bytes(node: fx.Node) -> int:
 def _accumulate_apart(graph: fx.Graph, node: fx.Node) -> None:
     """Add up over the microbatches what each stage contributes, before the stages' sums are added."""
     (term,) = node.all_input_nodes
+    # Only a plain sum can be taken apart, and only one that nobody else reads.
     if term.target is not aten.add.Tensor or len(term.all_input_nodes) != 2 or term.kwargs or len(term.users) > 1:
         return
     parts = term.all_input_nodes
@@ -157,5 +162,6 @@ def _accumulate_apart(graph: fx.Graph, node: fx.Node) -> None:
     node.replace_all_uses_with(whole)
     graph.erase_node(node)
     graph.erase_node(term)
+    # A parameter of three stages or more has a sum of sums.
     for total in sums:
         _accumulate_apart(graph, total)

@@ -1,4 +1,4 @@
-"""scatter_sends: what all devices of a stage have, each sends a part of; the next stage puts the parts together.
+"""scatter_sends: of a value that is replicated in a stage, each device sends a shard; the next stage gathers them.
 
 Before (``h`` is replicated on axis ``gpu``, of four devices, and stages are on axis ``node``)::
 
@@ -12,8 +12,8 @@ After::
     whole = _c10d_functional.wait_tensor(g); y = aten.mm(whole, w)
 
 This is done for forward values and for gradients, where it takes fewer seconds than sending the whole: where the link
-between stages is slow, and the one between the devices of a stage is fast. A stage in between passes the part on. A sum
-that is still to be made is sent as it is.
+between stages is slow, and the one between the devices of a stage is fast. A stage in between passes the shard on. A
+partial sum is sent as it is.
 
 Source: D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021
 (arXiv 2104.04473), section 4.1.
@@ -22,7 +22,6 @@ Source: D. Narayanan et al., "Efficient Large-Scale Language Model Training on G
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -40,64 +39,59 @@ from autopar.sharding.assignment import machine_of
 from autopar.sharding.emit import MoveEmitter
 from autopar.sharding.redistribute import Redistributions, Tables
 
-
-class _Sent(NamedTuple):
-    """A value that goes to devices of other stages.
-
-    Attributes:
-        value: its node.
-        users: those on other devices, by stage, in the order of the graph.
-        hops: how often it is sent.
-    """
-
-    value: fx.Node
-    users: Mapping[int, Sequence[fx.Node]]
-    hops: int
+Users = Mapping[int, Sequence[fx.Node]]
+"""Users of a value on other devices, by stage, in the order of the graph."""
 
 
 def scatter_sends(program: Program, plan: Plan) -> Program:
-    """Send parts, as the plan says."""
+    """Send shards, as the plan says."""
     if plan.scatter is None:
         return program
     tables, link = Tables(machine_of(plan)), plan.cluster.axis_links[plan.scatter.axis]
     forward = forward_nodes(program)
     changed = False
-    for sent in _all_sent(program, plan.scatter.behind):
-        known = _type_and_layout(sent.value)
+    for value, users, hops in _sent_values(program, plan.scatter.behind):
+        known = _type_and_layout(value)
         if known is None:
             continue
         type_, layout = known
         table = tables.of(type_)
-        part = _fastest(table, layout, sent, link)
-        if part != layout:
-            _send_part(program.graph.graph, sent, type_, layout, part, table, forward)
+        shard = _fastest(table, layout, value.meta["val"].nbytes, hops, len(users), link)
+        if shard != layout:
+            _send_shard(program.graph.graph, value, users, type_, layout, shard, table, forward)
             changed = True
     if changed:
         propagate(program, plan)
     return program
 
 
-def _all_sent(program: Program, behind: Sequence[int]) -> list[_Sent]:
-    """What goes to other devices for every microbatch."""
+def _sent_values(program: Program, last_stages: Sequence[int]) -> list[tuple[fx.Node, Users, int]]:
+    """What goes to other devices for every microbatch: the value, its users there, and how often it is sent.
+
+    Args:
+        program: with stages.
+        last_stages: the stages whose next stage is on other devices.
+    """
     free, once = free_nodes(program), program.per_step
-    found = []
+    found: list[tuple[fx.Node, Users, int]] = []
     for node in program.graph.graph.nodes:
+        # Parameters and what each stage computes by itself are not sent; sums over microbatches are sent once a step.
         if node.op != "call_function" or node in free or node in once:
             continue
         here, users = info(node).stage or 0, dict[int, list[fx.Node]]()
         for user in node.users:
             stage = info(user).stage or 0
-            if user.op == "call_function" and user not in once and _hops(here, stage, behind):
+            if user.op == "call_function" and user not in once and _hops(here, stage, last_stages):
                 users.setdefault(stage, []).append(user)
         if users:
             ends = {max(here, *users), min(here, *users)}
-            found.append(_Sent(node, users, sum(_hops(here, end, behind) for end in ends)))
+            found.append((node, users, sum(_hops(here, end, last_stages) for end in ends)))
     return found
 
 
-def _hops(a: int, b: int, behind: Sequence[int]) -> int:
+def _hops(a: int, b: int, last_stages: Sequence[int]) -> int:
     """How often something is sent from device to device on its way between two stages."""
-    return sum(min(a, b) <= stage < max(a, b) for stage in behind)
+    return sum(min(a, b) <= stage < max(a, b) for stage in last_stages)
 
 
 def _type_and_layout(value: fx.Node) -> tuple[TensorType, Layout] | None:
@@ -109,43 +103,56 @@ def _type_and_layout(value: fx.Node) -> tuple[TensorType, Layout] | None:
     return None if type_ is None or layout is None else (type_, layout)
 
 
-def _fastest(table: Redistributions, layout: Layout, sent: _Sent, link: Link) -> Layout:
-    """The layout in which a value is sent in the least time, with what brings it there and back."""
+def _fastest(table: Redistributions, layout: Layout, local: int, hops: int, stages: int, link: Link) -> Layout:
+    """The layout in which a value is sent in the least time, with its redistributions before and after.
+
+    Args:
+        table: of the value's type.
+        layout: in which it is made.
+        local: bytes of it on a device in that layout.
+        hops: how often it is sent.
+        stages: that get it, each of which brings it back into its layout.
+        link: between stages.
+    """
     own = table.index[layout]
-    size = sent.value.meta["val"].nbytes * table.parts[own] / table.parts
+    size = local * table.parts[own] / table.parts
     hop = link.latency + size / link.bandwidth
-    seconds = table.seconds[own] + sent.hops * hop + len(sent.users) * table.seconds[:, own]
+    seconds = table.seconds[own] + hops * hop + stages * table.seconds[:, own]
     best = int(seconds.argmin())
+    # Strictly: where both take as long, the graph stays as it is.
     return table.layouts[best] if seconds[best] < seconds[own] else layout
 
 
-def _send_part(
+def _send_shard(
     graph: fx.Graph,
-    sent: _Sent,
+    value: fx.Node,
+    users_by_stage: Users,
     type_: TensorType,
     layout: Layout,
-    part: Layout,
+    shard: Layout,
     table: Redistributions,
     forward: Collection[fx.Node],
 ) -> None:
-    """Cut the value where it is made, and put it together where it is taken, once for each stage."""
-    value, machine = sent.value, table.machine
+    """Slice the value where it is made, and gather it where it is read, once for each stage."""
+    machine = table.machine
 
-    def move(local: fx.Node, begin: Layout, end: Layout, owner: fx.Node, place: fx.Node) -> fx.Node:
-        last = place.prev
-        with graph.inserting_before(place):
+    def move(local: fx.Node, begin: Layout, end: Layout, owner: fx.Node, before: fx.Node) -> fx.Node:
+        last = before.prev
+        with graph.inserting_before(before):
             for step in table.path(begin, end):
                 local = MoveEmitter(graph, owner, type_, step, machine).emit(local)
         tag = "is_forward" if owner in forward else "is_backward"
-        while (last := last.next) is not place:
-            last.meta["partitioner_tag"] = tag  # or a part that only the backward pass takes would be cut there
+        while (last := last.next) is not before:
+            last.meta["partitioner_tag"] = tag  # or a slice that only the backward pass reads would be made there
         return local
 
-    cut = move(value, layout, part, value, value.next)
+    sent = move(value, layout, shard, value, value.next)
+    # After the slices are there, which are before all users.
     order = {n: i for i, n in enumerate(graph.nodes)}
-    for users in sent.users.values():
+    for users in users_by_stage.values():
         ordered = sorted(users, key=order.__getitem__)
+        # Gathered for the first user; a forward one if there is any, as the gathered value is then saved from there.
         owner = next((u for u in ordered if u in forward), ordered[0])
-        whole = move(cut, part, layout, owner, ordered[0])
+        whole = move(sent, shard, layout, owner, ordered[0])
         for user in users:
             user.replace_input_with(value, whole)

@@ -10,7 +10,7 @@ After::
     mask = seeded(autopar.ir.ops.random, 0, block, "bernoulli", [0.9], [2, 16], [0, 1], dtype=bool)
 
 The seed is made of the step's, the number of the operator (here 0) and the block's, so blocks are independent and
-replicas are equal, whatever the devices' own generators. A copy that runs again in the backward pass has its original's
+replicas are equal, whatever the devices' own generators. A copy that the backward pass recomputes has its original's
 number, so it draws the same.
 """
 
@@ -38,6 +38,7 @@ def localize_random(program: Program, plan: Plan) -> Program:
     found = [n for n in graph.nodes if draws(n)]
     numbers: dict[str, int] = {}
     for node in found:
+        # By the forward node's name: the copy's own differs.
         number = numbers.setdefault(info(node).recompute_of or node.name, len(numbers))
         with graph.inserting_before(node):
             block = _block(graph, node, plan)
@@ -58,6 +59,7 @@ def _block(graph: fx.Graph, node: fx.Node, plan: Plan) -> Any:
         if strategy == REPLICATE:
             continue
         here = _call(graph, node, axis_index, name)
+        # A number in mixed radix: one digit for each axis, devices that draw one block have the same.
         if isinstance(index, fx.Node):
             index = _call(graph, node, operator.mul, index, size)
             here = _call(graph, node, operator.add, index, here)

@@ -1,15 +1,15 @@
-"""replay_random: what draws again in the backward pass draws the same numbers from a generator that all devices share.
+"""replay_random: a recomputed draw draws the same numbers again, from a generator that all devices share.
 
 Before::
 
-    mask = autopar.ir.ops.random("bernoulli", ...); ...; mask_again = autopar.ir.ops.random("bernoulli", ...)
+    mask = autopar.ir.ops.random("bernoulli", ...); ...; mask_recomputed = autopar.ir.ops.random("bernoulli", ...)
 
 After::
 
     state = generator_state(device); mask = autopar.ir.ops.random("bernoulli", ...); ...
-    mask_again = replayed(autopar.ir.ops.random, state, "bernoulli", ...)
+    mask_recomputed = replayed(autopar.ir.ops.random, state, "bernoulli", ...)
 
-The generator goes on as if nothing had been drawn again. This is for ``deterministic=True``; else
+The generator goes on as if nothing had been recomputed. This is for ``deterministic=True``; else
 `autopar.passes.rng.localize` gives both the same seed.
 """
 
@@ -26,9 +26,10 @@ from autopar.rules.shapes.local_shapes import propagate
 
 
 def replay_random(program: Program, plan: Plan) -> Program:
-    """Keep the generator's state in front of every draw that has a copy; the copy starts from it."""
+    """Save the generator's state before every draw that has a copy; the copy starts from it."""
     graph = program.graph.graph
     originals = {n.name: n for n in graph.nodes if draws(n)}
+    # Draws that are not recomputed need no state: most graphs have none.
     copies = [n for n in originals.values() if info(n).recompute_of is not None]
     for node in copies:
         original = originals[info(node).recompute_of or ""]

@@ -30,6 +30,7 @@ def replicate_random(program: Program, plan: Plan) -> Program:
         if draws(node):
             known = info(node)
             layouts = tuple(None if lay is None else replicated(axes) for lay in known.layouts)
+            # A consumer layout of the search starts from the split draw; only the user's own pin is kept.
             forced = {i: lay for i, lay in known.consumer_layouts.items() if i in known.forced}
             known = replace(known, strategy=(REPLICATE,) * axes, layouts=layouts, consumer_layouts=forced)
             set_info(node, known)

@@ -16,7 +16,7 @@ from autopar.ir.graph import is_backward
 from autopar.ir.plan import EVERY, Plan
 from autopar.ir.program import Program, RepeatedLayers
 from autopar.memory.deep_models import peak_of_blocks
-from autopar.memory.liveness import Moment
+from autopar.memory.liveness import MemoryPoint
 from autopar.memory.recompute import class_of
 from autopar.search.options import Search
 from autopar.sharding.dims import analyze
@@ -91,14 +91,14 @@ def test_never_below_the_whole_model_at_any_depth(name: str, seed: int, blocks: 
     assert_never_below(name, seed, blocks)
 
 
-def moments(*blocks: float, backward: float, tail: float) -> list[Moment]:
+def moments(*blocks: float, backward: float, tail: float) -> list[MemoryPoint]:
     """Each block's forward and backward, and what is made at the end of gradients of all blocks."""
-    found = [Moment({"activations": 0.0}, "", False)]
+    found = [MemoryPoint({"activations": 0.0}, "", False)]
     for i in range(len(blocks)):
-        found.append(Moment({"activations": sum(blocks[: i + 1])}, f"h.{i}.up", False, "mm"))
+        found.append(MemoryPoint({"activations": sum(blocks[: i + 1])}, f"h.{i}.up", False, "mm"))
     for i in reversed(range(len(blocks))):
-        found.append(Moment({"activations": sum(blocks[: i + 1]), "transient": backward}, f"h.{i}.up", True, "mm"))
-    return [*found, Moment({"transient": tail * len(blocks)}, "h.0.up", True, "cat")]
+        found.append(MemoryPoint({"activations": sum(blocks[: i + 1]), "transient": backward}, f"h.{i}.up", True, "mm"))
+    return [*found, MemoryPoint({"transient": tail * len(blocks)}, "h.0.up", True, "cat")]
 
 
 def test_the_largest_moment_may_be_another_in_the_deep_model() -> None:
@@ -119,19 +119,19 @@ def test_of_two_kinds_of_blocks_each_works_while_the_others_hold_theirs() -> Non
     assert sum(peak_of_blocks(parts, repeat).values()) == max(5 * 1 + 50, 5 * 1 + 5 * 10 + 5)
 
 
-def sequence(again: Sequence[bool]) -> list[Moment]:
+def sequence(again: Sequence[bool]) -> list[MemoryPoint]:
     """Blocks that keep 1 and gather again, or keep 10; each leaves a gradient of 4 and is behind a sum of no module.
 
     The backward pass begins with a mask of each, when all that is kept is there.
     """
     keeps = [1.0 if a else 10.0 for a in again]
-    found = [Moment({"activations": 0.0}, "", False)]
-    found += [Moment({"activations": sum(keeps[: i + 1])}, f"h.{i}.up", False, "mm") for i in range(len(keeps))]
-    found += [Moment({"activations": sum(keeps)}, f"h.{i}.mask", True, "where") for i in range(len(keeps))]
+    found = [MemoryPoint({"activations": 0.0}, "", False)]
+    found += [MemoryPoint({"activations": sum(keeps[: i + 1])}, f"h.{i}.up", False, "mm") for i in range(len(keeps))]
+    found += [MemoryPoint({"activations": sum(keeps)}, f"h.{i}.mask", True, "where") for i in range(len(keeps))]
     for i in reversed(range(len(keeps))):
         held = {"activations": sum(keeps[: i + 1]), "gradients": 4.0 * (len(keeps) - 1 - i)}
         works = [("gather", 20.0, f"h.{i}.up")] * again[i] + [("mm", 5.0, f"h.{i}.up"), ("add", 7.0, "")]
-        found += [Moment({**held, "transient": size}, path, True, operator) for operator, size, path in works]
+        found += [MemoryPoint({**held, "transient": size}, path, True, operator) for operator, size, path in works]
     return found
 
 

@@ -18,7 +18,7 @@ from autopar.ir.node_info import info, set_info
 from autopar.ir.plan import EVERY, Plan
 from autopar.ir.precision import Precision
 from autopar.ir.program import Program, is_hoisted
-from autopar.memory.liveness import moments, peak_memory
+from autopar.memory.liveness import memory_points, peak_memory
 from autopar.parallelize import parallelize
 from autopar.passes import PASSES
 from autopar.passes.hoist_invariants import hoist_invariants
@@ -134,7 +134,7 @@ def test_what_is_shared_is_held_to_the_end() -> None:
     kept, again = (rewrite(program, p) for p in (plan, each))
     assert sum(peak_memory(kept, plan).values()) > sum(peak_memory(again, each).values())
     shared, rest = (
-        sum(moments(p, q)[-1].held.get(name, 0.0) for name in ("activations", "communication", "transient"))
+        sum(memory_points(p, q)[-1].held.get(name, 0.0) for name in ("activations", "communication", "transient"))
         for p, q in ((kept, plan), (again, each))
     )
     assert shared > rest == 0.0

@@ -16,7 +16,7 @@ from autopar.ir.node_info import info
 from autopar.ir.ops.accumulate import GradientAccumulator
 from autopar.ir.program import Program
 from autopar.ir.shards import take
-from autopar.memory.liveness import moments, peak_memory
+from autopar.memory.liveness import memory_points, peak_memory
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Search
 from autopar.search.random_plan import random_plan
@@ -93,7 +93,7 @@ def test_predicted_peak_of_a_microbatch_is_measured(name: str) -> None:
 def test_what_is_held_returns_to_inputs_results_and_gradients() -> None:
     program, _, _ = zoo.captured("encoder")
     plan = solve(program, {"a": 2}, "cpu")
-    last = moments(rewrite(program, plan), plan)[-1]
+    last = memory_points(rewrite(program, plan), plan)[-1]
     rest = {k: v for k, v in last.held.items() if k in ("activations", "transient", "communication")}
     assert all(v == 0 for v in rest.values()), rest
     assert last.held["gradients"] > 0
@@ -124,7 +124,9 @@ def test_what_the_library_copies_is_held_until_it_is_done() -> None:
     local = rewrite(program, plan)
     each = [
         (with_copies.operator, with_copies.total - alone.total)
-        for with_copies, alone in zip(moments(local, plan), moments(local, replace(plan, cluster=without)), strict=True)
+        for with_copies, alone in zip(
+            memory_points(local, plan), memory_points(local, replace(plan, cluster=without)), strict=True
+        )
     ]
     copied = [(n, c) for n in local.graph.graph.nodes if (c := info(n).collective) and n.op == "call_function"]
     whole = [

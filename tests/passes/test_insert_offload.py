@@ -19,7 +19,7 @@ from autopar.ir.ops.host import to_device, to_host
 from autopar.ir.ops.random import step_seed
 from autopar.ir.plan import EVERY, Plan
 from autopar.ir.program import Program
-from autopar.memory.liveness import moments, peak_memory
+from autopar.memory.liveness import memory_points, peak_memory
 from autopar.passes import DETERMINISTIC_PASSES, PASSES
 from autopar.runtime.step.bind import bind
 from autopar.runtime.step.partition import cut
@@ -106,8 +106,8 @@ def test_the_peak_falls_by_what_is_on_the_host() -> None:
     held = []
     for plan in plans():
         local = rewrite(program, plan)
-        begin = next(i for i, m in enumerate(moments(local, plan)) if m.backward)
-        held.append(moments(local, plan)[begin - 1].total)  # as the forward pass ends
+        begin = next(i for i, m in enumerate(memory_points(local, plan)) if m.backward)
+        held.append(memory_points(local, plan)[begin - 1].total)  # as the forward pass ends
     away = plans()[1].predicted.host_bytes
     assert away > 0 == plans()[0].predicted.host_bytes
     assert held[0] - held[1] == pytest.approx(away, rel=0.01)
@@ -198,7 +198,7 @@ def send_another(graph: fx.Graph, node: fx.Node) -> None:
 
 def test_mistakes_are_noticed() -> None:
     program, values = captured()
-    with pytest.raises(PassError, match="in the memory of the host"):
+    with pytest.raises(PassError, match="in host memory"):
         rewrite(program, plans()[1], passes=(*PASSES, spoil(keep_away)))
     local = rewrite(program, plans()[1], passes=(*DETERMINISTIC_PASSES, spoil(send_another)))
     assert compare(program, local, plans()[1], values, torch.float64).max_error > 1e-3

@@ -200,7 +200,7 @@ def test_found_once_for_calls_that_are_alike(caplog: pytest.LogCaptureFixture, m
 def test_sizes_keep_their_order_and_multiples() -> None:
     pool = (4, 12, 20, 28)
     assert shrunk([3, 50, 100, 4096], pool) == {3: 4, 50: 12, 100: 24, 4096: 28}
-    assert shrunk([3, 50], pool, kept=4) == {3: 3, 50: 4}
+    assert shrunk([3, 50], pool, unchanged=4) == {3: 3, 50: 4}
 
 
 def test_findings_are_written_for_any_sizes() -> None:

@@ -183,7 +183,7 @@ def test_calls_and_several_tensors() -> None:
     assert lies_in(program, plan, "pair:0") == {("S(1.0)",)}
     assert lies_in(program, plan, "pair:1") == {("S(0.0)",)}
     assert autopar.verify(Twice(), (torch.randn(4, 2, 8),), axes, plan=plan).max_error < 1e-12
-    with pytest.raises(ValueError, match=r"pin 'pair': module pair hands on several tensors; name one: pair:0, pair:1"):
+    with pytest.raises(ValueError, match=r"pin 'pair': module pair returns several tensors; name one: pair:0, pair:1"):
         solve(program, axes, "h100", search=Search(pins={"pair": "R"}))
 
 

@@ -17,7 +17,8 @@ from autopar.costs.cluster import Cluster
 from autopar.ir.layout import TensorType
 from autopar.ir.program import Program
 from autopar.search.random_plan import random_plan
-from autopar.sharding.dims import Dims, _Factors, analyze
+from autopar.sharding.dims import Dims, analyze
+from autopar.sharding.factor_classes import FactorClasses
 from autopar.verify.verify import compare
 from tests import models
 
@@ -77,7 +78,7 @@ def test_every_view_of_a_transformer_keeps_its_letters() -> None:
 
 
 def test_incompatible_factorings_do_not_merge() -> None:
-    found = _Factors()
+    found = FactorClasses()
     dim = found.new(320)
     norm, heads = [*found.new(32), *found.new(10)], [*found.new(5), *found.new(64)]
     assert found.unite(dim, norm)
@@ -88,7 +89,7 @@ def test_incompatible_factorings_do_not_merge() -> None:
 
 
 def test_failure_after_some_success_is_undone() -> None:
-    found = _Factors()
+    found = FactorClasses()
     left = [*found.new(4), *found.new(6)]
     right = [*found.new(2), *found.new(2), *found.new(4), *found.new(2)]  # 4 = 2 * 2, then 6 against 4
     assert not found.unite(left, right)
@@ -102,7 +103,7 @@ shapes = st.lists(st.sampled_from([2, 3, 4, 6, 5]), max_size=4)
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12), st.lists(shapes, min_size=6, max_size=6))
 def test_uniting_keeps_sizes_and_is_all_or_nothing(pairs: list[tuple[int, int]], groups: list[list[int]]) -> None:
-    found = _Factors()
+    found = FactorClasses()
     dims = [[f for n in group for f in found.new(n)] for group in groups]
     for i, j in pairs:
         before = [found.expand(d) for d in dims]

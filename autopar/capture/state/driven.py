@@ -37,6 +37,7 @@ class Driven:
 
     def __getattr__(self, name: str) -> Any:
         """Methods of generators, such as ``send``."""
+        # Protocols of Python ask for these (copying, pickling): a plain object has none.
         if name.startswith("__"):
             raise AttributeError(name)
         return self.__next__()
@@ -45,5 +46,6 @@ class Driven:
 def is_driven(value: Any) -> bool:
     """Whether a value is a generator or one of Python's own iterators; files, say, are none."""
     kind = type(value)
+    # Others may be wound back, or not be consumed by what reads them.
     own = kind.__module__ in ("builtins", "itertools") and isinstance(value, Iterator)
     return isinstance(value, types.GeneratorType) or own

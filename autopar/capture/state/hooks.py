@@ -9,36 +9,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from autopar.capture.state.record import Record
+from autopar.capture.state.skeleton import Skeleton, build
 from autopar.capture.state.slots import HOOK_TABLES, HOOKS, Path, children, own_attributes
-from autopar.capture.state.writes import Record, build
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.signature.pytree import Leaf
 
-Skeleton = Any
-
-
-@dataclass(frozen=True)
-class Observation:
-    """A call of a hook that records.
-
-    Attributes:
-        module: path of the hook's module.
-        path: of the hook in the module.
-        arguments: skeleton of what it is called with besides the module.
-        silent: it returned nothing while it was traced.
-    """
-
-    module: str
-    path: Path
-    arguments: Skeleton
-    silent: bool
+Observation = Callable[[nn.Module, Any], None]
+"""Calls a hook that records, on a model, given the results of a step."""
 
 
 class Hooks(TorchFunctionMode):
@@ -53,21 +38,23 @@ class Hooks(TorchFunctionMode):
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """While it lasts, hooks are called through what watches them; gradients' hooks until the trace has ended."""
-        put: list[tuple[dict[Any, Any], Any, Any, Any]] = []
+        """While it lasts, hooks are called through wrappers; a trace's backward pass calls those of gradients later."""
+        wrapped: list[tuple[dict[Any, Any], Any, Any, Any]] = []
         for name, module in self._model.named_modules():
             for table in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
                 hooks = getattr(module, table)
                 for number, hook in list(hooks.items()):
                     at: Path = (("attr", table), ("item", number))
-                    make = self._of_gradients if "backward" in table else self._of_values
+                    make = self._watch_gradients if "backward" in table else self._watch_values
+                    # In the table itself: torch looks hooks up there at every call, and order and number stay the same.
                     hooks[number] = make(hook, name, at)
-                    put.append((hooks, number, hook, hooks[number]))
+                    wrapped.append((hooks, number, hook, hooks[number]))
         try:
             with self:
                 yield
         finally:
-            for hooks, number, hook, wrapper in put:
+            for hooks, number, hook, wrapper in wrapped:
+                # A hook may have removed itself, or another have taken its number.
                 if hooks.get(number) is wrapper:
                     hooks[number] = hook
 
@@ -75,7 +62,7 @@ class Hooks(TorchFunctionMode):
         """Watch what is registered on tensors."""
         if func is torch.Tensor.register_hook:
             self._registered += 1
-            args = (args[0], self._of_gradients(args[1], "a tensor", ()), *args[2:])
+            args = (args[0], self._watch_gradients(args[1], "a tensor", ()), *args[2:])
         if func is torch.Tensor.retain_grad:
             raise CaptureError(
                 "retain_grad() of a tensor in forward: gradients of intermediate tensors are not kept; return the "
@@ -83,9 +70,9 @@ class Hooks(TorchFunctionMode):
             )
         return func(*args, **(kwargs or {}))
 
-    def _of_values(self, hook: Callable[..., Any], module: str, at: Path) -> Callable[..., Any]:
+    def _watch_values(self, hook: Callable[..., Any], module: str, at: Path) -> Callable[..., Any]:
         def watching(*args: Any, **kwargs: Any) -> Any:
-            state, versions, registered = Record.of(hook), self._marks(args), self._registered
+            state, versions, registered = Record.of(hook), self._fingerprint(args), self._registered
             try:
                 result = hook(*args, **kwargs)
             except CaptureError:
@@ -95,16 +82,18 @@ class Hooks(TorchFunctionMode):
             else:
                 failed = False
             changed = state.has_changed()
-            state.put_back()
-            silent = result is None and self._marks(args) == versions and self._registered == registered
+            state.restore()
+            # In place or not, a hook that computes must be in the graph; only one that does nothing else can be called
+            # later.
+            silent = result is None and self._fingerprint(args) == versions and self._registered == registered
             if changed or silent or failed:
                 self.calls.append((module, at, args[1:], result is None))
             return result
 
         return watching
 
-    def _marks(self, args: tuple[Any, ...]) -> list[Any]:
-        """What differs after a hook that computes in place, or leaves something in the model."""
+    def _fingerprint(self, args: tuple[Any, ...]) -> list[Any]:
+        """What differs after a hook that computes in place, or sets something in the model."""
         found: list[Any] = _versions(args)
         for module in self._model.modules():
             tables = (module._parameters, module._buffers)
@@ -112,12 +101,12 @@ class Hooks(TorchFunctionMode):
             found += map(id, own_attributes(module).values())
         return found
 
-    def _of_gradients(self, hook: Callable[..., Any], module: str, at: Path) -> Callable[..., Any]:
+    def _watch_gradients(self, hook: Callable[..., Any], module: str, at: Path) -> Callable[..., Any]:
         def watching(*args: Any) -> Any:
             state, versions = Record.of(hook), _versions(args)
             result = hook(*args)
             changed = state.has_changed()
-            state.put_back()
+            state.restore()
             if changed or (result is None and _versions(args) == versions):
                 raise CaptureError(
                     f"the backward hook {_title(hook)} of {module or 'the model'} records gradients or returns "
@@ -139,32 +128,53 @@ def _versions(value: Any) -> list[int]:
     """How often each tensor in a hook's arguments has been written to."""
     if isinstance(value, torch.Tensor):
         return [value._version]
+    # A module's tensors are compared by `_fingerprint`.
     inner = None if isinstance(value, nn.Module) else children(value)
     return [v for _, part in inner or () for v in _versions(part)]
 
 
 def observations(hooks: Hooks, record: Record, leaf: Callable[[torch.Tensor], Leaf]) -> list[Observation]:
     """The calls to make after every step."""
-    return [
-        Observation(module, at, tuple(record.skeleton(a, leaf, "what a hook sees") for a in arguments), silent)
-        for module, at, arguments, silent in hooks.calls
-    ]
+    found: list[Observation] = []
+    for module, path, arguments, silent in hooks.calls:
+        skeletons = tuple(record.skeleton(a, leaf, "what a hook sees") for a in arguments)
+        # Skeletons now, values later: the traced tensors that the hook saw hold nothing.
+        found.append(partial(_call_hook, module, path, skeletons, silent))
+    return found
+
+
+def _call_hook(
+    name: str, path: Path, arguments: tuple[Skeleton, ...], silent: bool, model: nn.Module, results: Any
+) -> None:
+    """Call a recording hook with values.
+
+    Args:
+        name: path of the hook's module.
+        path: of the hook in the module.
+        arguments: skeletons of what it is called with besides the module.
+        silent: it returned None while it was traced.
+        model: the live one.
+        results: for the leaves.
+    """
+    module = model.get_submodule(name)
+    (_, table), (_, number) = path
+    hook = getattr(module, table).get(number)
+    if hook is None:
+        return  # it has been removed in the meantime
+    # Whole tensors of a finished step: what a hook computes of them has no backward pass any more.
+    with torch.no_grad():
+        returned = hook(module, *(build(model, a, results) for a in arguments))
+    if returned is not None and silent:
+        raise AutoparError(
+            f"the hook {_title(hook)} of {name or 'the model'} returns something that depends on the "
+            "values it sees, which no graph can: return None, or compute with tensors alone"
+        )
 
 
 def replay(model: nn.Module, calls: Sequence[Observation], results: Any) -> None:
-    """Call recording hooks with values."""
+    """Call recording hooks with the values of a step."""
     for call in calls:
-        module = model.get_submodule(call.module)
-        (_, table), (_, number) = call.path
-        hook = getattr(module, table).get(number)
-        if hook is not None:  # else it has been removed in the meantime
-            with torch.no_grad():
-                returned = hook(module, *(build(model, a, results) for a in call.arguments))
-            if returned is not None and call.silent:
-                raise AutoparError(
-                    f"the hook {_title(hook)} of {call.module or 'the model'} returns something that depends on the "
-                    "values it sees, which no graph can: return None, or compute with tensors alone"
-                )
+        call(model, results)
 
 
 @contextlib.contextmanager
@@ -191,4 +201,4 @@ def hooks_undone(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for record in records:
-            record.put_back()
+            record.restore()

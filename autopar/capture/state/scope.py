@@ -29,10 +29,10 @@ import torch
 from torch import nn
 
 MOST = 1000
-"""Functions that are looked into."""
+"""Functions that are searched; a model whose code reaches more has the state of the others overlooked."""
 
 LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "autopar", "builtins"))
-"""Top-level packages whose functions and objects are not looked into; their state is theirs."""
+"""Top-level packages whose functions and objects are not searched; their state is their own business."""
 
 SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, tuple)
 
@@ -81,6 +81,7 @@ class Owner:
             delattr(self.space, name)
 
 
+# By id, for the life of the process: an `Owner` is part of paths, which are compared between calls.
 _owners: dict[int, Owner] = {}
 
 
@@ -105,7 +106,8 @@ def scopes_of(model: nn.Module) -> list[Scope]:
 def scopes_of_classes(kinds: tuple[type, ...]) -> list[Scope]:
     """The scopes that the code of some modules' classes reads."""
     known = _known.get(kinds)
-    # Code that imports a module when it runs reads names that were not there before.
+    # Searching bytecode takes long, and every model of these classes reads the same names. But code that imports a
+    # module when it runs reads names that were not there before.
     if known is None or any(name in sys.modules for name in known.not_imported):
         known = _known[kinds] = _Search(tuple(dict.fromkeys(kinds)))
     return known.scopes
@@ -158,6 +160,7 @@ class _Search:
         self._objects: dict[int, tuple[Any, str]] = {}
         for kind in kinds:
             self._add_class(kind)
+        # To a fixed point: a name that one function mentions may make others of the classes reachable.
         before = -1
         while before != (before := len(self._attributes) + len(self._seen) + len(self._classes) + len(self._objects)):
             for c in list(self._classes):
@@ -180,6 +183,7 @@ class _Search:
         special = not issubclass(kind, nn.Module)  # its operators are called without a name
         for name, value in list(vars(kind).items()):
             function = _function_in(value)
+            # Only what some code names: `generate` of a transformer, say, is not called by forward.
             if name in self._attributes or (special and function is not None and name.startswith("__")):
                 self._visit_value(kind, kind.__qualname__, name, value)
 
@@ -212,6 +216,7 @@ class _Search:
         self._attributes.update(names.attributes)
         self._visit_environment(names)
         if vars(function):
+            # Attributes of the function itself, such as a counter ``f.calls``.
             self._objects[id(function)] = function, function.__qualname__
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # nothing has been assigned yet
@@ -268,6 +273,7 @@ class _Search:
             self._visit_function(function)
         elif isinstance(value, types.SimpleNamespace | argparse.Namespace | threading.local):
             self._objects[id(value)] = value, label
+        # A config, a tracker: its class's code is searched, too.
         elif _is_users_object(value):
             self._objects[id(value)] = value, label
             self._add_class(type(value))
@@ -305,6 +311,7 @@ def _is_foreign(module: str | None) -> bool:
 
 def _function_in(value: Any) -> types.FunctionType | None:
     """The Python function behind a method, a property or a cache; None: it is none."""
+    # In this order: a property's getter, say, may be cached.
     if isinstance(value, staticmethod | classmethod):
         value = value.__func__
     if isinstance(value, property):
@@ -342,6 +349,7 @@ class _Names:
             level, names = 0, ()
             for instruction in dis.get_instructions(part):
                 operation, argument = instruction.opname, instruction.argval
+                # By suffix: the opcodes' full names differ between versions of Python.
                 if operation.endswith(("_GLOBAL", "_NAME")) and operation != "IMPORT_NAME":
                     found[0][argument] = None
                 elif operation.endswith(("_ATTR", "_METHOD")):
@@ -360,6 +368,7 @@ class _Names:
 def _own(value: Any) -> dict[str, Any]:
     """Attributes of an object's own, those in slots included."""
     slots = [n for c in type(value).__mro__ for n in _listed(vars(c).get("__slots__", ()))]
+    # Slots first: `vars` of an object with both has only the rest.
     found = {n: getattr(value, n) for n in slots if hasattr(value, n) and n != "__dict__"}
     return {**found, **vars(value)} if hasattr(value, "__dict__") else found
 

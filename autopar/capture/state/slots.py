@@ -1,7 +1,7 @@
 """The Python state of a model: every attribute that is no parameter, buffer or submodule, and what is in it.
 
 A graph holds for the state that it was traced with. `Slots` says in a form that can be compared what that state is, at
-every call, cheaply: what has not been assigned since is not looked at again.
+every call, cheaply: what has not been assigned since is not described anew.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,7 @@ BUFFERS = (bytearray, memoryview, array.array)
 """Numbers in memory that can be written one by one."""
 
 DEEPEST = 12
-"""Containers in one another that are looked into."""
+"""Levels of containers in one another that are described."""
 
 Step = tuple[str, Any]
 """``("attr", name)`` or ``("item", key)``."""
@@ -59,6 +58,7 @@ def children(value: Any) -> list[tuple[Step, Any]] | None:
     if isinstance(value, list | tuple | deque):
         return [(("item", i), v) for i, v in enumerate(value)]
     if isinstance(value, set | frozenset):
+        # Sorted by text: the order of a set differs from process to process.
         return [(("item", repr(v)), v) for v in sorted(value, key=repr)]
     if isinstance(value, nn.Module):  # one that is no submodule
         tables = [(("attr", n), t) for table in (value._parameters, value._buffers, value._modules)
@@ -68,6 +68,7 @@ def children(value: Any) -> list[tuple[Step, Any]] | None:
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         inner = [(("cell", n), c.cell_contents) for n, c in cells if _is_filled(c)]
         return inner + [(("default", i), d) for i, d in enumerate(value.__defaults__ or ())]
+    # A bound method is its object's state; a module's own is described with the module.
     if isinstance(value, types.MethodType):
         return [] if isinstance(value.__self__, nn.Module) else [(("attr", "__self__"), value.__self__)]
     if isinstance(value, functools.partial):
@@ -79,6 +80,7 @@ def children(value: Any) -> list[tuple[Step, Any]] | None:
         return [] if isinstance(target, torch.Tensor | nn.Module) else [(("target", ""), target)]
     if isinstance(value, contextvars.ContextVar):
         return [(("value", ""), value.get(None))]
+    # Other callables, torch's own for example, are leaves, told apart by identity.
     is_object = hasattr(value, "__dict__") or bool(slots_of(type(value)))
     return attributes_of(value) if is_object and (not callable(value) or _is_users(type(value))) else None
 
@@ -116,6 +118,7 @@ def _find_slots(kind: type) -> tuple[str, ...]:
         names = vars(c).get("__slots__", ())
         if c.__module__.partition(".")[0] in sys.stdlib_module_names:
             continue
+        # Private names are stored mangled, as Python does it.
         for name in (names,) if isinstance(names, str) else names:
             private = name.startswith("__") and not name.endswith("__")
             found.append(f"_{c.__name__.lstrip('_')}{name}" if private else name)
@@ -153,12 +156,14 @@ def _is_filled(cell: Any) -> bool:
 def describe(value: Any) -> Any:
     """A leaf in a form that is equal for equal state."""
     if isinstance(value, SIMPLE):
+        # By text: NaN does not equal itself, and 0.0 equals -0.0.
         return type(value), repr(value) if isinstance(value, float | complex) else value
     if isinstance(value, torch.Tensor):
         return "tensor", Same(value), tuple(value.shape), value.dtype, _version(value), value.requires_grad
     if isinstance(value, BUFFERS):
         return type(value), bytes(value)
     if isinstance(value, np.ndarray):
+        # No version counts writes to an array, so its elements are hashed at every call.
         return "array", value.shape, str(value.dtype), hashlib.sha256(np.ascontiguousarray(value).data).hexdigest()
     if isinstance(value, random.Random):
         return "random", hash(value.getstate())
@@ -202,10 +207,12 @@ def walk(value: Any, path: Path, seen: set[int], depth: int = 0) -> Iterator[tup
     if inner is None:
         yield path, value, describe(value)
         return
+    # Cycles, and what several attributes share, are described once.
     if id(value) in seen:
         yield path, None, "above"
         return
     seen.add(id(value))
+    # Two functions of one closure are different code; two lists of equal items are the same state.
     kind: Any = Same(value) if isinstance(value, types.FunctionType) else len(inner)
     kind = (value.__func__, Same(value.__self__)) if isinstance(value, types.MethodType) else kind
     yield path, value, (type(value), kind)
@@ -222,6 +229,7 @@ def promoted(module: nn.Module) -> dict[str, torch.Tensor]:
     """Attributes that are plain tensors, which become inputs of the graph as buffers are."""
     found = {n: v for n, v in own_attributes(module).items() if isinstance(v, torch.Tensor)}
     return {n: v for n, v in found.items()
+            # Not those behind a property of the class, nor what a graph has no input for.
             if not hasattr(type(module), n) and v.layout == torch.strided and not v.is_meta}  # fmt: skip
 
 
@@ -233,25 +241,6 @@ def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         found.update({prefix + n: b for n, b in module._buffers.items() if b is not None})
         found.update({prefix + n: t for n, t in promoted(module).items()})
     return found
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """What a module's state was described as.
-
-    Attributes:
-        values: of its attributes and hooks, which are kept, so that no new object can have the same identity.
-        buffers: shapes and dtypes.
-        containers: what is in its attributes that can change, with what is in that.
-        leaves: tensors, arrays and generators, with what describes them.
-        described: the result.
-    """
-
-    values: tuple[Any, ...]
-    buffers: tuple[Any, ...]
-    containers: tuple[tuple[Any, tuple[Any, ...]], ...]
-    leaves: tuple[tuple[Any, Any], ...]
-    described: dict[Path, Any]
 
 
 SCOPES = "code"
@@ -276,13 +265,47 @@ Signature = dict[str, dict[Path, Any]]
 _MUTABLE = (torch.Tensor, np.ndarray, random.Random, np.random.Generator, *BUFFERS)
 
 
+Contents = dict[int, tuple[Any, ...]]
+"""What containers hold, by their ids, read once a call: modules may share containers."""
+
+
+class _Description:
+    """How a module's state was described, and from which objects.
+
+    Attributes:
+        values: of its attributes and hooks; alive, so that no new object can have the same identity.
+        buffers: shapes and dtypes.
+        described: what describes each container and leaf, by its path.
+        containers: those that can change, with what is in them.
+        leaves: tensors, arrays and generators, with what describes them.
+    """
+
+    def __init__(self, values: tuple[Any, ...], buffers: tuple[Any, ...] = ()) -> None:
+        self.values, self.buffers = values, buffers
+        self.described: dict[Path, Any] = {}
+        self.containers: list[tuple[Any, tuple[Any, ...]]] = []
+        self.leaves: list[tuple[Any, Any]] = []
+
+    def add(self, walked: Iterator[tuple[Path, Any, Any]], inputs: frozenset[int], contents: Contents) -> None:
+        """Add what `walk` finds; ``inputs``: ids of parameters and buffers, whose values the graph takes as inputs."""
+        for at, part, text in walked:
+            if id(part) in inputs:
+                self.described[at] = "a parameter or buffer", id(part)
+                continue
+            self.described[at] = text
+            if isinstance(part, _MUTABLE):
+                self.leaves.append((part, text))
+            elif part is not None and children(part) is not None:
+                self.containers.append((part, _contents(part, contents)))
+
+
 class Slots:
     """The state of a model, described anew where it has changed."""
 
     def __init__(self, model: nn.Module) -> None:
         """Nothing is known yet."""
         self._model = model
-        self._known: dict[tuple[str, bool], _Seen] = {}
+        self._known: dict[tuple[str, bool], _Description] = {}
         self._parameters: tuple[Any, ...] = ()
         self._inputs: frozenset[int] = frozenset()
         self._settings: dict[Path, Any] = {}
@@ -296,10 +319,11 @@ class Slots:
         found: Signature = {}
         modules = list(self._model.named_modules())
         own = tuple(t for _, m in modules for t in m._parameters.values())
+        # Other parameters (after a wrapper has replaced them, say): paths to them are described by their ids, so anew.
         if not _same(own, self._parameters):
             buffers = [t for _, m in modules for t in m._buffers.values()]
             self._parameters, self._inputs, self._known = own, frozenset(map(id, (*own, *buffers))), {}
-        contents: dict[int, tuple[Any, ...]] = {}
+        contents: Contents = {}
         for path, module in modules:
             found[path] = self._of(path, module, constants, contents)
         found[SCOPES] = self._of_scopes(scopes_of_classes(tuple([type(m) for _, m in modules])), contents)
@@ -312,65 +336,65 @@ class Slots:
             self._settings = found
         return self._settings
 
-    def _of_scopes(self, scopes: Sequence[Scope], contents: dict[int, tuple[Any, ...]]) -> dict[Path, Any]:
+    def _of_scopes(self, scopes: Sequence[Scope], contents: Contents) -> dict[Path, Any]:
+        """The state in the scopes that the code reads."""
         values = tuple([v for s in scopes for _, v in s.items()])
-        known = self._known.get((SCOPES, False))
-        if known is not None and _same(known.values, values):
-            inside = all(_same(c, _contents(v, contents)) for v, c in known.containers)
-            if inside and all(describe(v) == d for v, d in known.leaves):
-                return known.described
-        containers, leaves, described, seen = [], [], dict[Path, Any](), set[int]()
+        known = self._unchanged((SCOPES, False), values, (), contents)
+        if known is not None:
+            return known
+        found, seen = _Description(values), set[int]()
         for scope in scopes:
             for name, value in scope.items():
-                for at, part, text in walk(value, (("scope", scope.owner), ("item", name)), seen):
-                    described[at] = text
-                    if isinstance(part, _MUTABLE):
-                        leaves.append((part, text))
-                    elif part is not None and children(part) is not None:
-                        containers.append((part, _contents(part, contents)))
-        self._known[SCOPES, False] = _Seen(values, (), tuple(containers), tuple(leaves), described)
-        return described
+                found.add(walk(value, (("scope", scope.owner), ("item", name)), seen), frozenset(), contents)
+        self._known[SCOPES, False] = found
+        return found.described
 
-    def _of(
-        self, path: str, module: nn.Module, constants: bool, contents: dict[int, tuple[Any, ...]]
-    ) -> dict[Path, Any]:
+    def _of(self, path: str, module: nn.Module, constants: bool, contents: Contents) -> dict[Path, Any]:
+        """The state of one module."""
         buffers = tuple((n, None if b is None else (b.shape, b.dtype)) for n, b in module._buffers.items())
         hooks = [v for name in HOOKS for v in getattr(module, name).values()]
         tensors = {n: tensor_attributes(t) for n, t in (*module._parameters.items(), *module._buffers.items())
                    if t is not None and vars(t)}  # fmt: skip
         values = (*vars(module).values(), *hooks, *(v for own in tensors.values() for v in own.values()))
-        known = self._known.get((path, constants))
-        if known is not None and _same(known.values, values) and known.buffers == buffers:
-            inside = all(_same(c, _contents(v, contents)) for v, c in known.containers)
-            if inside and all(describe(v) == d for v, d in known.leaves):
-                return known.described
+        known = self._unchanged((path, constants), values, buffers, contents)
+        if known is not None:
+            return known
         inputs = () if constants else promoted(module)
-        described: dict[Path, Any] = {(("attr", "training"),): module.training}
+        found, seen = _Description(values, buffers), set[int]()
+        described = found.described
+        described[("attr", "training"),] = module.training
         described.update({(("attr", name),): ("buffer", kind) for name, kind in buffers})
-        containers, leaves, seen = [], [], set[int]()
         for name, value in own_attributes(module).items():
             if name in inputs:
+                # An input of the graph, as a buffer is: its values may change, its shape may not.
                 described[("attr", name),] = ("input", tuple(value.shape), value.dtype, value.device)
-                continue
-            for at, part, text in walk(value, (("attr", name),), seen):
-                if id(part) in self._inputs:
-                    described[at] = "a parameter or buffer", id(part)
-                    continue
-                described[at] = text
-                if isinstance(part, _MUTABLE):
-                    leaves.append((part, text))
-                elif part is not None and children(part) is not None:
-                    containers.append((part, _contents(part, contents)))
+            else:
+                found.add(walk(value, (("attr", name),), seen), self._inputs, contents)
         for tensor, own in tensors.items():
             described.update({(("attr", tensor), ("attr", n)): describe(v) for n, v in own.items()})
         for name in HOOKS:
             for number, hook in getattr(module, name).items():
                 described[("attr", name), ("item", number)] = Same(hook)
-        self._known[path, constants] = _Seen(values, buffers, tuple(containers), tuple(leaves), described)
+        self._known[path, constants] = found
         return described
 
+    def _unchanged(
+        self, key: tuple[str, bool], values: tuple[Any, ...], buffers: tuple[Any, ...], contents: Contents
+    ) -> dict[Path, Any] | None:
+        """The description of an earlier call if all is as it was, and None otherwise.
 
-def _contents(value: Any, known: dict[int, tuple[Any, ...]]) -> tuple[Any, ...]:
+        From the cheapest question to the dearest: whether attributes are the same objects, whether containers hold the
+        same ones, and whether arrays and generators have the same contents.
+        """
+        known = self._known.get(key)
+        if known is None or not _same(known.values, values) or known.buffers != buffers:
+            return None
+        if not all(_same(held, _contents(container, contents)) for container, held in known.containers):
+            return None
+        return known.described if all(describe(v) == text for v, text in known.leaves) else None
+
+
+def _contents(value: Any, known: Contents) -> tuple[Any, ...]:
     """What a container holds."""
     if id(value) not in known:
         known[id(value)] = tuple([v for _, v in children(value) or ()])

@@ -1,7 +1,7 @@
 """`Tracked`: a number that remembers what is computed with it, so that a counter need not be known to be counted.
 
 A model that says ``self.calls += 1`` reads and writes a number on which nothing else depends. While it is traced, the
-number is a `Tracked` one: arithmetic with plain numbers is noted, to be done again on the live attribute after every
+number is a `Tracked` one: arithmetic with plain numbers is noted, to be replayed on the live attribute after every
 call. Everything else (a comparison, an index, a tensor's operand) needs the value: it is given, and the number counts
 as read, so that the graph holds for this value alone.
 """
@@ -83,6 +83,7 @@ def _arithmetic(function: Callable[[Any, Any], Any], first: bool) -> Callable[[T
     def method(self: Tracked, other: Any) -> Any:
         number, operations, reads = self._tracked
         if type(other) in (int, float):
+            # Computed at once, too: whoever reads the result needs it.
             made = function(other, number) if first else function(number, other)
             return Tracked(made, (*operations, (function, other, first)), reads)
         a, b = _read(self, function.__name__), plain(other)

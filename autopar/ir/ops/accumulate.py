@@ -1,4 +1,4 @@
-"""Sums over the microbatches of a step: the operator that stands for one in a graph, and what adds up as graphs run."""
+"""Sums over the microbatches of a step: the operator in a graph, and the accumulator that adds up as graphs run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-# Kept: the operator goes when the library does.
+# Must stay alive: torch removes the operator with the library object.
 _library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("accumulate(Tensor term) -> Tensor")
 
@@ -32,6 +32,7 @@ class GradientAccumulator:
     def add(self, term: torch.Tensor) -> torch.Tensor:
         """The sum with one more term."""
         if self._next == len(self.sums):
+            # A copy: the term may be a buffer that the next microbatch writes to.
             self.sums.append(term.clone())
         else:
             self.sums[self._next].add_(term)
@@ -49,12 +50,14 @@ class GradientAccumulator:
             _totals.reset(token)
 
 
+# A context, not an argument: the graph that calls the operator is the same in every step.
 _totals: ContextVar[GradientAccumulator | None] = ContextVar("autopar_totals", default=None)
 
 
 def _accumulate(term: torch.Tensor) -> torch.Tensor:
     """The sum over the microbatches that have run, this one included; outside of a step there is one."""
     totals = _totals.get()
+    # Never the term itself: an operator must not return its argument.
     return term.clone() if totals is None or term.device.type == "meta" else totals.add(term)
 
 

@@ -16,6 +16,7 @@ c10d = torch.ops._c10d_functional
 
 def axis_index(axis: str) -> int:
     """This device's coordinate along a mesh axis; 0 where there is no mesh, as in shape propagation."""
+    # A stand-in: `autopar.runtime.step.bind` replaces the node by a number.
     del axis
     return 0
 
@@ -39,6 +40,7 @@ class Collective:
     gradient: bool = False
 
 
+# Functional collectives name their group last, but each has other arguments before it.
 GROUP_ARGUMENT = {
     c10d.all_reduce.default: 2,
     c10d.all_gather_into_tensor.default: 2,

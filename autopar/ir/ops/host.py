@@ -1,7 +1,7 @@
-"""Operators that send a tensor to the memory of the host, and bring it back.
+"""Operators that copy a tensor to host memory and back.
 
-On a GPU the host's memory is pinned, and the copies are put on the stream that computes: they run behind what makes the
-tensor and in front of what takes it, nobody waits for them on the host, and nothing overlaps them. Where the device is
+On a GPU the host memory is pinned, and the copies are put on the stream that computes: they run after what makes the
+tensor and before what reads it, nobody waits for them on the host, and nothing overlaps them. Where the device is
 the CPU itself, a copy stands for the tensor on the host, so that the same graphs run there.
 """
 
@@ -11,21 +11,23 @@ from typing import Any
 
 import torch
 
-# Kept: the operators go when the library does.
+# Must stay alive: torch removes the operators with the library object.
 _library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("to_host(Tensor value) -> Tensor")
 _library.define("to_device(Tensor value) -> Tensor")
 
 
 def send(value: torch.Tensor) -> torch.Tensor:
-    """A copy in the host's memory; on the meta device, one there."""
+    """A copy in host memory; on the meta device, one there."""
     host = value.device if value.is_meta else torch.device("cpu")
+    # Pinned, or the copy would wait for the stream and block the host.
     copy = torch.empty_like(value, device=host, pin_memory=value.is_cuda)
     return copy.copy_(value, non_blocking=True)
 
 
 def bring(value: torch.Tensor) -> torch.Tensor:
-    """A copy on the device that this process computes on, of what `send` has made."""
+    """A copy on the device that this process computes on, of what `send` returned."""
+    # A tensor in host memory does not say where it came from; only what came from a GPU is pinned.
     from_gpu = value.device.type == "cpu" and value.is_pinned()
     device = torch.device("cuda", torch.cuda.current_device()) if from_gpu else value.device
     return torch.empty_like(value, device=device).copy_(value, non_blocking=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-# Kept: the operator goes when the library does.
+# Must stay alive: torch removes the operator with the library object.
 _library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     "draw(str distribution, Scalar[] parameters, SymInt[] size, int[] order, *, ScalarType dtype, Device device, "
@@ -43,6 +43,7 @@ def _draw(
     if distribution == "permutation":
         shuffled: torch.Tensor = torch.randperm(size[0], dtype=dtype, device=device, generator=generator)
         return shuffled
+    # Filled row by row, then permuted: kernels fill in the order of storage.
     inner = torch.empty([size[d] for d in order], dtype=dtype, device=device)
     result = inner.permute(sorted(range(len(order)), key=order.__getitem__))
     if device.type == "meta":
@@ -79,6 +80,7 @@ def seeded(target: Any, number: int, block: int, *args: Any, **kwargs: Any) -> A
     seed = derive_seed(_step_seed.get(), number, block)
     if device.type == "meta":
         return target(*args, **kwargs)
+    # A generator of its own where the operator takes one: the default one is then left alone.
     if any(a.name == "generator" for a in target._schema.arguments):
         return target(*args, **kwargs, generator=torch.Generator(device).manual_seed(seed))
     with same_numbers(seed):
@@ -93,6 +95,7 @@ def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
 
 def derive_seed(*numbers: int) -> int:
     """A seed of 63 bits from whole numbers; other numbers give an unrelated one."""
+    # A hash: sums or shifts of small numbers would give neighboring seeds, and some generators related streams.
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -113,6 +116,7 @@ def step_seed(seed: int) -> Iterator[None]:
 
 
 def _cuda_is_used() -> bool:
+    # Not `is_available`: a process that does not use CUDA must not initialize it to read a generator.
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
@@ -120,6 +124,7 @@ def _cuda_is_used() -> bool:
 def same_numbers(seed: int) -> Iterator[None]:
     """The default generators start from ``seed``; afterwards they are as before."""
     devices = [torch.cuda.current_device()] if _cuda_is_used() else []
+    # Only this device's generator: forking those of all GPUs is slow.
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         yield

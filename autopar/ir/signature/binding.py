@@ -1,7 +1,7 @@
 """Arguments of a call, bound to the parameters of a model's ``forward`` as Python binds them.
 
 A call is known by what each parameter gets: ``model(x, y)`` and ``model(y=y, x=x)`` are one, and share graph and plan.
-Tensors are numbered in the order of the parameters, and floats come behind them.
+Tensors are numbered in the order of the parameters, and floats come after them.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Passed:
     def batch(self) -> Any:
         """As ``loss_fn`` gets it: a tuple or a dict, and a dict of all names if there are both."""
         if self.args and self.kwargs:
+            # A loss function takes one batch: names are all that positional and named arguments have in common.
             return dict(self.bound)
         if not self.kwargs:
             return self.kind(self.args) if self.kind in (tuple, list) else self.args
@@ -52,12 +53,12 @@ class Arguments:
 
     Attributes:
         values: skeletons by the name of the parameter that has them, in order, see `autopar.ir.signature.pytree`.
-        positional: for each positional argument its parameter, and its place in ``*args`` if it went there.
+        positional: for each positional argument its parameter, and its index in ``*args`` if it went there.
         named: for each named one its parameter, and its key in ``**kwargs`` if it went there.
         kind: class of a batch that held only positional or only named ones.
-        tensors: how many there are; behind them a graph takes the floats.
+        tensors: how many there are; after them a graph takes the floats.
         numbers: the floats of this call.
-        told_apart: the form in which arguments are passed matters, as to a hook.
+        hooked: the form in which arguments are passed matters, as hooks see it.
     """
 
     values: dict[str, Any]
@@ -66,20 +67,22 @@ class Arguments:
     kind: type
     tensors: int
     numbers: tuple[float, ...] = ()
-    told_apart: bool = False
+    hooked: bool = False
 
     def fill(self, tensors: Sequence[Any], numbers: Sequence[float] | None = None) -> Passed:
-        """The arguments, given the tensors, behind which there may be others; by default with this call's floats."""
+        """The arguments, given the tensors, after which there may be others; by default with this call's floats."""
         numbers = self.numbers if numbers is None else numbers
         values = {name: pytree.unflatten(v, tensors, numbers) for name, v in self.values.items()}
         args = [values[name] if i is None else values[name][i] for name, i in self.positional]
         kwargs = {k: values[name] if key is None else values[name][key] for k, (name, key) in self.named.items()}
+        # What ``**kwargs`` took is named by its own keys, not by the parameter's.
         extra = next((name for name, key in self.named.values() if key is not None), None)
         bound = {k: v for k, v in values.items() if k != extra} | ({} if extra is None else values[extra])
         return Passed(tuple(args), kwargs, bound, self.kind)
 
     def __repr__(self) -> str:
-        form = f", {len(self.positional)} positional, {list(self.named)}" if self.told_apart else ""
+        # The text is the key of the graph: only hooks tell positional from named arguments.
+        form = f", {len(self.positional)} positional, {list(self.named)}" if self.hooked else ""
         return f"{self.values!r}{form}"
 
 
@@ -107,11 +110,12 @@ def bind(model: nn.Module, batch: Any) -> tuple[list[torch.Tensor], Arguments]:
     Raises:
         TypeError: the arguments are not those of ``model.forward``; it is Python's own.
         ValueError: the batch is no batch.
-        CaptureError: an argument cannot be taken apart; names its path.
+        CaptureError: an argument cannot be flattened; names its path.
     """
     args, kwargs = passed(batch)
     signature, values = _bound(model, args, kwargs)
     kinds = {p.kind: name for name, p in signature.parameters.items()}
+    # Positional arguments fill these in order; the rest goes to ``*args``.
     order = [n for n, p in signature.parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     rest, more = kinds.get(Parameter.VAR_POSITIONAL, ""), kinds.get(Parameter.VAR_KEYWORD, "")
     given = range(len(args))
@@ -119,6 +123,7 @@ def bind(model: nn.Module, batch: Any) -> tuple[list[torch.Tensor], Arguments]:
     own = {n for n, p in signature.parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     named: dict[str, tuple[str, str | None]] = {k: (k, None) if k in own else (more, k) for k in kwargs}
     numbers: list[float] = []
+    # Bound values in the order of the parameters: how the call passed them makes no difference.
     tensors, skeleton = pytree.flatten(values, "batch", numbers=numbers)
     hooked = bool(model._forward_hooks or model._forward_pre_hooks)
     kind = type(batch) if isinstance(batch, tuple | list) else tuple
@@ -165,10 +170,12 @@ def _raise_as_python(model: nn.Module, signature: Signature, args: tuple[Any, ..
     parameters = [own, *signature.parameters.values()]
     if not any(p.kind is p.POSITIONAL_ONLY for p in parameters[1:]):
         parameters[0] = own.replace(kind=Parameter.POSITIONAL_OR_KEYWORD)
+    # Without annotations and defaults, whose text might not be code.
     bare = [
         p.replace(annotation=Parameter.empty, default=p.default if p.default is p.empty else None) for p in parameters
     ]
     scope: dict[str, Any] = {}
+    # So that the user reads the very message of a wrong call in eager mode.
     exec(f"def forward{Signature(bare)}: pass", scope)
     function = inspect.unwrap(getattr(model.forward, "__func__", model.forward))
     scope["forward"].__qualname__ = getattr(function, "__qualname__", "forward")

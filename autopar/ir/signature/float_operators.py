@@ -1,7 +1,7 @@
 """Operators of torch beside floats that are inputs of a graph, see `autopar.ir.signature.floats`.
 
-Each takes what the user gave, of which some is a `Float`, puts a tensor in its place, and answers NotImplemented to
-what cannot be shown to be the same then.
+Each takes the user's arguments, of which some are a `Float`, puts a tensor in its place, and returns NotImplemented
+where the result could differ.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def _dtype(*values: Any) -> torch.dtype | None:
     """What torch promotes tensors to beside a Python float; None: not a floating dtype of the usual ones."""
     tensors = [v for v in values if isinstance(v, torch.Tensor)]
     found = (
+        # A Python float never raises a floating tensor's precision, and makes an integer tensor floating.
         torch.result_type(tensors[0], 1.0) if len(tensors) == 1 else torch.get_default_dtype() if not tensors else None
     )
     return found if found in (torch.float32, torch.float64, *_LOW) else None
@@ -48,6 +49,7 @@ def _arithmetic(function: Any, a: Any, b: Any, **options: Any) -> Any:
     dtype = _dtype(a, b)
     if options or dtype is None or not (isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor)):
         return NotImplemented
+    # In 32 bits and more torch rounds the float to the tensor's dtype first, as the cast does.
     if dtype not in _LOW:
         return function(_as(a, dtype), _as(b, dtype))
     tensor = a if isinstance(a, torch.Tensor) else b
@@ -62,6 +64,7 @@ def _reversed(function: Any, a: Any, b: Any, **options: Any) -> Any:
 
 
 def _in_place(function: Any, a: Any, b: Any, **options: Any) -> Any:
+    # In place the result keeps its dtype; how kernels round in 16 bits on the way is not reproduced here.
     plain = isinstance(a, torch.Tensor) and a.dtype in (torch.float32, torch.float64) and is_traced(b)
     return function(a, _as(b, a.dtype)) if plain and not options else NotImplemented
 
@@ -72,6 +75,7 @@ def _of_tensors(function: Any, a: Any, b: Any, **options: Any) -> Any:
     if options or dtype in (None, *_LOW) or not (isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor)):
         return NotImplemented
     assert dtype is not None
+    # An integer tensor to a float power: torch's promotion of powers is not reproduced here.
     if function.__name__ == "pow" and not all(v.is_floating_point() for v in (a, b) if isinstance(v, torch.Tensor)):
         return NotImplemented
     return function(_as(a, dtype), _as(b, dtype))
@@ -93,6 +97,7 @@ def _clamp(function: Any, x: Any, min: Any = None, max: Any = None) -> Any:
         return NotImplemented
     plain = (int, float)
     bounds = [torch.full((), v, dtype=x.dtype, device=x.device) if type(v) in plain else v for v in (min, max)]
+    # Bounds of another dtype would promote the result.
     if any(not is_traced(v) and v is not None and v.dtype != x.dtype for v in bounds):
         return NotImplemented
     low, high = (_as(v, x.dtype) for v in bounds)

@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Guard:
-    """What a traced graph takes for granted of the floats of a call.
+    """What must hold of a call's floats for a traced graph to serve it.
 
     Attributes:
         text: for people.
@@ -41,25 +41,10 @@ class Guard:
     def holds(self, numbers: Sequence[float]) -> bool:
         """Whether other floats give the same."""
         try:
+            # A float that makes the computation fail, such as a division by zero, is another case.
             return _same(self.compute(numbers), self.value)
         except (ArithmeticError, ValueError):
             return False
-
-
-@dataclass(frozen=True)
-class Formula(RuntimeFloat):
-    """A float as a function of those of the batch."""
-
-    text: str
-    compute: Compute
-
-    def value(self, numbers: Sequence[float]) -> float:
-        """Its value."""
-        found: float = self.compute(numbers)
-        return found
-
-    def __repr__(self) -> str:
-        return self.text
 
 
 class FloatRecorder:
@@ -72,11 +57,12 @@ class FloatRecorder:
 
     @property
     def guards(self) -> tuple[Guard, ...]:
-        """What the graph takes for granted."""
+        """What must hold of a call's floats."""
         return tuple(self.found.values())
 
     def ask(self, text: str, compute: Compute) -> Any:
         """The answer for this call."""
+        # The same question twice is one guard.
         if text not in self.found:
             self.found[text] = Guard(text, compute, compute(self.numbers))
         return self.found[text].value
@@ -85,8 +71,8 @@ class FloatRecorder:
         """What the model gets for floats, given the tensors that bring them into the graph."""
         made: list[Any] = []
         for i, tensor in enumerate(tensors):
-            formula = Formula(f"float {i}", operator.itemgetter(i))
-            float_ = Float(tensor, formula, self)
+            float_ = Float(tensor, RuntimeFloat.of_batch(i), self)
+            # Asked for its value, a float becomes a constant with a guard.
             made.append(float(float_) if self.constant else float_)
         return made
 
@@ -96,6 +82,7 @@ def watched(numbers: Sequence[float], make: Callable[[FloatRecorder], Result]) -
     try:
         return make(FloatRecorder(numbers))
     except Exception:
+        # Without floats there was nothing to make constant: the second attempt would fail in the same way.
         if not numbers:
             raise
     return make(FloatRecorder(numbers, constant=True))
@@ -108,6 +95,7 @@ def values_or_stand_ins(recorder: FloatRecorder | None, tensors: Sequence[torch.
 
 def _same(a: Any, b: Any) -> bool:
     if type(a) is float and type(b) is float:
+        # By bits: NaN equals itself, and 0.0 differs from -0.0, which a division tells apart.
         return struct.pack("d", a) == struct.pack("d", b)
     return type(a) is type(b) and bool(a == b)
 
@@ -121,7 +109,7 @@ class Float(FloatProxy):
     __slots__ = ("_formula", "_recorder", "tensor")
     __array_ufunc__ = None  # numpy's operators do not take it for an object
 
-    def __init__(self, tensor: torch.Tensor | None, formula: Formula, recorder: FloatRecorder) -> None:
+    def __init__(self, tensor: torch.Tensor | None, formula: RuntimeFloat, recorder: FloatRecorder) -> None:
         self.tensor, self._formula, self._recorder = tensor, formula, recorder
 
     @property  # type: ignore[misc]
@@ -133,13 +121,14 @@ class Float(FloatProxy):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """As with a Python float; what has no form with a tensor in its place gets the value."""
         args, kwargs = _exact(args, without_tensor=True), _exact(kwargs or {}, without_tensor=True)
+        # By name: a method and a function of torch are different objects, and compute the same.
         with_tensor = FUNCTIONS.get(function.__name__)
         found = NotImplemented if with_tensor is None else with_tensor(function, *args, **kwargs)
         if found is NotImplemented:
             return function(*_exact(args), **_exact(kwargs))
         return found
 
-    def leaf(self) -> Formula:
+    def leaf(self) -> RuntimeFloat:
         """What computes it."""
         return self._formula
 
@@ -191,7 +180,7 @@ class Float(FloatProxy):
     def __neg__(self) -> Float:
         formula, tensor = self._formula, self.tensor
         negative = None if tensor is None else -tensor
-        return Float(negative, Formula(f"-({formula})", lambda n: -formula.compute(n)), self._recorder)
+        return Float(negative, RuntimeFloat(f"-({formula})", lambda n: -formula.compute(n)), self._recorder)
 
     def __pos__(self) -> Float:
         return self
@@ -199,12 +188,13 @@ class Float(FloatProxy):
     def __abs__(self) -> Float:
         formula, tensor = self._formula, self.tensor
         positive = None if tensor is None else tensor.abs()
-        return Float(positive, Formula(f"abs({formula})", lambda n: abs(formula.compute(n))), self._recorder)
+        return Float(positive, RuntimeFloat(f"abs({formula})", lambda n: abs(formula.compute(n))), self._recorder)
 
 
 def _exact(value: Any, *, without_tensor: bool = False) -> Any:
     """Arguments with the values of floats, or of those that have no tensor."""
     if type(value) is Float:
+        # Those with a tensor stay as they are for `FUNCTIONS`, which puts the tensor in.
         return value if without_tensor and value.tensor is not None else float(value)
     if type(value) in (list, tuple):
         return type(value)(_exact(v, without_tensor=without_tensor) for v in value)
@@ -225,10 +215,10 @@ _EXACT_OPERATORS = ("add", "sub", "mul", "truediv")
 _DIVISIONS = ("truediv", "mod", "floordiv")
 
 
-def _formula(value: Any) -> Formula:
+def _formula(value: Any) -> RuntimeFloat:
     if type(value) is Float:
         return value._formula
-    return Formula(repr(value), lambda numbers: value)
+    return RuntimeFloat(repr(value), lambda numbers: value)
 
 
 def _binary(name: str, first: Any, second: Any) -> Any:
@@ -247,21 +237,24 @@ def _binary(name: str, first: Any, second: Any) -> Any:
 
     if name in _COMPARISONS:
         return recorder.ask(text, compute)
+    # A tensor would give infinity where Python raises.
     if name in _DIVISIONS and recorder.ask(f"{b} is zero", lambda numbers: b.compute(numbers) == 0):
         raise ZeroDivisionError("float division by zero")
     left, right = (v.tensor if type(v) is Float else float(v) for v in (first, second))
     tensor = None
     if name in _EXACT_OPERATORS and left is not None and right is not None:
         tensor = function(left, right)
+    # torch computes a square as a product, too; other powers differ in the last bit.
     elif name == "pow" and left is not None and type(second) in (int, float) and second == 2:
         tensor = left * left
+    # A negative number to a fractional power is complex in Python.
     elif type(function(_known(first), _known(second))) is not float:  # a complex power
         return NotImplemented
-    return Float(tensor, Formula(text, compute), recorder)
+    return Float(tensor, RuntimeFloat(text, compute), recorder)
 
 
 def _known(value: Any) -> Any:
-    """The value of this call, which is not taken for granted."""
+    """The value in this call, without a guard."""
     return value._formula.compute(value._recorder.numbers) if type(value) is Float else value
 
 

@@ -25,11 +25,11 @@ WHICH = 'loss="losses.total" (a key, attribute or index in the output, or a path
 
 @dataclass(frozen=True)
 class Total:
-    """A loss that is no result of the model, but made of some.
+    """A loss that the user's function computes from results of the model.
 
     Attributes:
         function: of the output.
-        parts: indices of the scalars that it is made of.
+        parts: indices of the scalars that it is computed from.
     """
 
     function: Callable[[Any], Any]
@@ -38,15 +38,15 @@ class Total:
 
 @dataclass(frozen=True)
 class Results:
-    """Results of a graph.
+    """Results of a call, as a graph returns them.
 
     Attributes:
-        tensors: in order, and behind them the loss where it is made of some; those that carry no gradients in the graph
-            are detached.
+        tensors: in order, then the loss where a function computes it; those that carry no gradients in the graph are
+            detached.
         skeleton: of the output, see `autopar.ir.signature.pytree`.
         loss: index of the only result that carries gradients; None if several do, or none is a scalar.
         withheld: indices of results that carry gradients in the model and do not in the graph.
-        total: how the loss is made.
+        total: how the loss is computed, if a function does.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -64,7 +64,7 @@ def results_of(
     required: bool = True,
     more: Callable[[list[torch.Tensor]], None] | None = None,
 ) -> Results:
-    """Take an output apart.
+    """Flatten an output, and find the loss in it.
 
     Of one floating scalar that requires a gradient, that is the loss. Of several all carry gradients, unless ``loss``
     says which one does, and if none is in the output all tensors do. Caches of keys and values are dropped.
@@ -74,7 +74,7 @@ def results_of(
         loss: which scalar is the loss.
         training: there is a backward pass.
         required: the loss that is named must be there.
-        more: appends tensors that the call leaves elsewhere.
+        more: appends tensors that the call writes to the model's state.
 
     Raises:
         CaptureError: the output holds something that cannot be carried, or there is no such loss.
@@ -86,6 +86,7 @@ def results_of(
         logger.info("dropped %s from the output of the parallelized model; set use_cache=False to be explicit", names)
     if not tensors:
         raise CaptureError("the model returns no tensor")
+    # Counted before tensors of the state are added: a scalar buffer is no loss.
     own = sum(_is_scalar(t) and t.requires_grad for t in tensors)
     if more is not None:
         more(tensors)
@@ -93,17 +94,21 @@ def results_of(
         return Results(tuple(tensors), skeleton, None, frozenset())
     scalars = [i for i, t in enumerate(tensors) if _is_scalar(t) and t.requires_grad]
     named = None if loss is None else _named(output, tensors, loss, required)
+    # A tensor that is none of the output's: the function has computed it.
     if isinstance(named, torch.Tensor):
         assert callable(loss)
         return _with_total(tensors, skeleton, loss, scalars)
+    # One scalar in the output, and none in the state: there is nothing else that it could be.
     chosen = scalars[0] if named is None and own == len(scalars) == 1 else named
-    carry = set(range(len(tensors)))
+    differentiable = set(range(len(tensors)))
     if chosen is not None:
-        carry = {chosen}
+        differentiable = {chosen}
     elif own:
-        carry = set(scalars)
-    withheld = frozenset(i for i, t in enumerate(tensors) if t.requires_grad and i not in carry)
-    return Results(tuple(t if i in carry else t.detach() for i, t in enumerate(tensors)), skeleton, chosen, withheld)
+        differentiable = set(scalars)
+    withheld = frozenset(i for i, t in enumerate(tensors) if t.requires_grad and i not in differentiable)
+    return Results(
+        tuple(t if i in differentiable else t.detach() for i, t in enumerate(tensors)), skeleton, chosen, withheld
+    )
 
 
 def _is_scalar(value: Any) -> bool:
@@ -114,6 +119,7 @@ def _with_total(
     tensors: list[torch.Tensor], skeleton: Any, function: Callable[[Any], Any], scalars: list[int]
 ) -> Results:
     """Results and the loss that a function makes of the scalars among them."""
+    # Others are detached: only scalars carry gradients then.
     total = function(pytree.unflatten(skeleton, [t if i in scalars else t.detach() for i, t in enumerate(tensors)]))
     if not total.requires_grad:
         raise CaptureError(
@@ -146,7 +152,7 @@ def _named(output: Any, tensors: list[torch.Tensor], loss: Loss, required: bool)
 
 
 def at(output: Any, path: Any) -> Any:
-    """What lies at a key, attribute or index, or at a path of them.
+    """The value at a key, attribute or index, or at a path of them.
 
     Raises:
         LookupError, AttributeError: there is nothing.
@@ -159,6 +165,7 @@ def at(output: Any, path: Any) -> Any:
     if isinstance(output, Mapping) and path in output:
         return output[path]
     first, dot, rest = path.partition(".")
+    # Keys may have dots in them.
     while dot and isinstance(output, Mapping) and first not in output and "." in rest:
         more, dot, rest = rest.partition(".")
         first = f"{first}.{more}"
@@ -193,6 +200,7 @@ def _paths(value: Any, path: str) -> list[tuple[str, Any]]:
 
 def _is_dropped(dropped: list[str], value: Any, path: str) -> bool:
     """Caches are: they are for generation, and no gradient flows through them. None is left in their place."""
+    # By name: such caches are plain tuples.
     old = value is not None and path.endswith("['past_key_values']")  # of transformers before 4.36: tuples of tensors
     if not (old or is_cache(value)):
         return False
@@ -207,5 +215,6 @@ def is_cache(value: Any) -> bool:
     kinds = [k for k in type(value).__mro__ if k is not object]
     if any(k.__module__.startswith("transformers.") and "Cache" in k.__name__ for k in kinds):
         return True
+    # A container whose class is called so may hold outputs.
     holds = isinstance(value, Mapping | list | tuple | set) or hasattr(value, "__dataclass_fields__")
     return not holds and any("cache" in f"{k.__module__}.{k.__name__}".lower() for k in kinds)

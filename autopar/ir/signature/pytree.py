@@ -7,6 +7,7 @@ import datetime
 import decimal
 import enum
 import fractions
+import operator
 import pathlib
 import uuid
 from abc import ABC, abstractmethod
@@ -31,36 +32,43 @@ _PLAIN = (
 
 @dataclass(frozen=True)
 class Leaf:
-    """The place of tensor number ``index``."""
+    """In a skeleton, in place of tensor number ``index``."""
 
     index: int
-
-
-class RuntimeFloat(ABC):
-    """The place of a float that is known when a step runs."""
-
-    @abstractmethod
-    def value(self, numbers: Sequence[float]) -> float:
-        """The float, from those of the batch."""
 
 
 @dataclass(frozen=True)
-class FloatLeaf(RuntimeFloat):
-    """The place of float number ``index``."""
+class RuntimeFloat:
+    """In a skeleton, in place of a float that is known when a step runs: a function of the floats of the batch.
 
-    index: int
+    Attributes:
+        text: for people; equal for equal functions.
+        compute: from the floats of the batch.
+    """
+
+    text: str
+    compute: Callable[[Sequence[float]], Any] = field(compare=False)
+
+    @staticmethod
+    def of_batch(index: int) -> RuntimeFloat:
+        """Float number ``index`` of the batch itself."""
+        return RuntimeFloat(f"float {index}", operator.itemgetter(index))
 
     def value(self, numbers: Sequence[float]) -> float:
-        """Its own of these numbers."""
-        return numbers[self.index]
+        """The float, from those of the batch."""
+        found: float = self.compute(numbers)
+        return found
+
+    def __repr__(self) -> str:
+        return self.text
 
 
 class FloatProxy(ABC):
-    """What stands for a float while a model is traced; in the skeleton of an output it leaves its place."""
+    """What stands for a float while a model is traced; in the skeleton of an output a `RuntimeFloat` stands for it."""
 
     @abstractmethod
     def leaf(self) -> RuntimeFloat:
-        """The place."""
+        """What stands for it in a skeleton."""
 
 
 def flatten(
@@ -76,9 +84,9 @@ def flatten(
     Args:
         value: nested sequences, mappings, dataclasses and classes registered with torch's pytrees.
         what: its name, for errors.
-        numbers: floats of the value are put here and have a `FloatLeaf` in the skeleton; default: they are constants.
+        numbers: floats of the value are put here, with a `RuntimeFloat` in the skeleton; default: they are constants.
         shared: a tensor that is there twice is one tensor.
-        drop: whether None takes the place of something, given that and its path.
+        drop: whether a value, given with its path, is replaced by None.
 
     Raises:
         CaptureError: ``value`` holds something else; names its path.
@@ -117,15 +125,18 @@ class _Visitor:
             return None
         if isinstance(v, torch.Tensor):
             return self._tensor(v, path)
+        # Not isinstance: a proxy says that its class is float.
         if issubclass(type(v), FloatProxy):
             return v.leaf()
+        # Exactly floats: a subclass, such as numpy's, may compute otherwise.
         if self.numbers is not None and type(v) is float:
             self.numbers.append(v)
-            return FloatLeaf(len(self.numbers) - 1)
+            return RuntimeFloat.of_batch(len(self.numbers) - 1)
         if isinstance(v, _PLAIN):
             return v
         if isinstance(v, AbstractSet) or _is_numpy_scalar(v):
             return self._constant(v, path)
+        # Ids of the containers around this one: the same list twice side by side is fine.
         if id(v) in self.inside:
             raise CaptureError(f"{path} contains itself; pass or return what has an end")
         self.inside.add(id(v))
@@ -161,6 +172,7 @@ class _Visitor:
     def _container(self, v: Any, path: str) -> Any:
         if isinstance(v, tuple) and hasattr(v, "_fields"):
             return _Sequence(type(v), [self.visit(x, f"{path}.{n}") for n, x in zip(v._fields, v, strict=True)])
+        # Plain ones stay plain in the skeleton, which is then readable as text.
         if type(v) in (list, tuple):
             return type(v)([self.visit(x, f"{path}[{i}]") for i, x in enumerate(v)])
         if isinstance(v, list | tuple):
@@ -169,6 +181,7 @@ class _Visitor:
             return self._mapping(v, path)
         if isinstance(v, UserDict | SimpleNamespace) or (dataclasses.is_dataclass(v) and not isinstance(v, type)):
             return _Record(type(v), {}, self._attributes(v, path))
+        # Last: classes that torch knows, among them containers that are handled above in a more readable way.
         node = pytree_node(type(v))
         if node is not None:
             children, context = node.flatten_fn(v)
@@ -233,6 +246,7 @@ class _Constant:
     value: Any
 
     def __repr__(self) -> str:
+        # The order of a set differs from process to process, and this text is a key.
         inner = sorted(map(repr, self.value)) if isinstance(self.value, AbstractSet) else repr(self.value)
         return f"{_name(type(self.value))}({inner})"
 
@@ -252,9 +266,11 @@ class _Sequence:
             return self.make(items)
         if hasattr(self.kind, "_make"):
             return self.kind._make(items)
+        # Structure sequences of torch (``torch.return_types.max``) and sizes take one sequence.
         if hasattr(self.kind, "n_sequence_fields") or self.kind is torch.Size:
             return self.kind(items)
         if issubclass(self.kind, tuple):
+            # Without __init__ and __new__ of the subclass, whose arguments are not known.
             made: Any = tuple.__new__(self.kind, items)
         else:
             made = self.kind.__new__(self.kind)
@@ -286,6 +302,7 @@ class _Record:
                 made.__dict__ = made
             if isinstance(made, defaultdict):
                 made.default_factory = self.factory
+            # Not the class's own, which may convert or refuse what it is given.
             put = OrderedDict.__setitem__ if isinstance(made, OrderedDict) else dict.__setitem__
             for key, value in items.items():
                 put(made, key, value)

@@ -32,6 +32,7 @@ def isolated(function: Callable[..., Any], *args: Any, seconds: float) -> Any:
     """
     if not hasattr(os, "fork"):
         return function(*args)
+    # A fork, not a spawn: operators that a user registered in this process are not in a fresh one.
     receive, send = os.pipe()
     with warnings.catch_warnings():
         # Python 3.12 warns of forks beside threads, whose locks nobody gives back: should one be needed, time runs out.
@@ -43,6 +44,7 @@ def isolated(function: Callable[..., Any], *args: Any, seconds: float) -> Any:
     os.close(send)
     sent = None
     try:
+        # Read to the end before waiting: a child whose pipe is full would never exit.
         sent = _read(receive, time.monotonic() + seconds)
     finally:
         os.close(receive)
@@ -76,6 +78,7 @@ def _run(send: int, function: Callable[..., Any], args: tuple[Any, ...]) -> NoRe
             answer = pickle.dumps((True, e))
         with os.fdopen(send, "wb") as stream:
             stream.write(answer)
+        # Without handlers: they would flush the parent's buffers and close its connections a second time.
         os._exit(0)
     finally:
         os.kill(os.getpid(), signal.SIGABRT)

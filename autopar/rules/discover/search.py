@@ -1,7 +1,7 @@
 """Discovery: the rule of an operator that has none, found by running it on small random tensors.
 
 Every dim, and every choice of equally long dims of several tensors, is cut in two; the shapes of what the operator
-gives on one half say where the cut shows in the outputs. What looks like a letter must pass the oracle on several
+gives on one half say where the outputs are cut. What looks like a letter must pass the oracle on several
 draws, at two sizes and at the real ones, both in consecutive and in alternating parts. What cannot be run is
 replicated, which is always right.
 """
@@ -24,7 +24,6 @@ from autopar.rules.discover.trials import (
     LARGEST_RATIO,
     LEAST,
     DiscoveryCall,
-    Mode,
     Sizes,
     Tree,
     Trial,
@@ -34,7 +33,7 @@ from autopar.rules.discover.trials import (
     size_pairs,
     trials,
 )
-from autopar.rules.discover.write import Findings, JointDims, Place, write_rule
+from autopar.rules.discover.write import Findings, JointDims, TensorDim, write_rule
 from autopar.rules.oracle.sharding import check_rule
 from autopar.rules.rule import Rule, Spec
 
@@ -72,6 +71,8 @@ def discover(call: DiscoveryCall) -> Rule:
     Raises:
         MissingRuleError: it is random or writes to its arguments.
     """
+    # Two caches: of rules by the very call, and of what was found by the pattern of its sizes, so that a longer
+    # sequence is not searched again.
     exact = _key(call, {})
     if exact not in _discovered:
         _refuse(call.target)
@@ -110,6 +111,7 @@ def _refuse(target: Any) -> None:
     """Replicating is right only for what every device computes alike, from its arguments alone."""
     if not isinstance(target, OpOverload):
         raise MissingRuleError(f"no rule for {target}, which is no operator overload")
+    # Every device would draw its own numbers, and a replicated result would not be one.
     if torch.Tag.nondeterministic_seeded in target.tags:
         raise MissingRuleError(f"no rule for {target}; it is random, and rules of such operators are not discovered")
     if target._schema.is_mutable:
@@ -122,7 +124,7 @@ def _findings(call: DiscoveryCall, known: Findings | None) -> tuple[Findings, Fi
     """What holds at any size, and what of it holds at the real ones.
 
     Parts of tensors are not what a kernel was written for: those of the CPU run in a process of their own, since some
-    read and write behind the end. What only runs where the model is runs in this one.
+    read and write past the end. What only runs where the model is runs in this one.
     """
     try:
         found: tuple[Findings, Findings] = isolated(_on, "cpu", call, known, seconds=SECONDS)
@@ -135,6 +137,7 @@ def _findings(call: DiscoveryCall, known: Findings | None) -> tuple[Findings, Fi
 
 
 def _on(device: str, call: DiscoveryCall, known: Findings | None) -> tuple[Findings, Findings]:
+    # An operator may draw without saying so; the user's stream of numbers must not change.
     with torch.random.fork_rng(devices=[]):
         found = known or _find(device, call)
         return found, _confirm(device, call, found)
@@ -147,17 +150,19 @@ def _find(device: str, call: DiscoveryCall) -> Findings:
         return Findings(reason=f"it cannot be run on small random tensors ({errors[-1] if errors else 'too large'})")
     _check_pure(call.target, made[0])
     shapes = _shape_arguments(call)
+    # A constant output passes every check by accident: a clamp that saturates, say.
     floating = [j for j, t in enumerate(made[0].outputs) if t is not None and t.is_floating_point()]
     if any(_constant(made, j) for j in floating):
         return Findings(shapes=shapes, reason="it gives the same number for all random arguments")
     found = Findings(shapes=shapes, exact=all(t.real for t in made))
-    for places in _choices([t.shape for t in call.inputs]):
-        taken = {p for letter in found.letters for p in letter.inputs}
+    for joint in _choices([t.shape for t in call.inputs]):
+        used = {p for letter in found.letters for p in letter.inputs}
         # What no trial can cut in two would pass every check.
-        even = all(t.inputs[i].shape[d] % 2 == 0 for t in made for i, d in places)
-        if even and taken.isdisjoint(places):
-            letter = _letter(call, made, found, places)
+        even = all(t.inputs[i].shape[d] % 2 == 0 for t in made for i, d in joint)
+        if even and used.isdisjoint(joint):
+            letter = _letter(call, made, found, joint)
             found = replace(found, letters=(*found.letters, letter)) if letter else found
+    # Without letters: linear sets are checked by themselves.
     sets = _operand_sets(call.inputs)
     found = replace(found, linear=tuple(s for s in sets if _holds(call, made, replace(found, letters=(), linear=(s,)))))
     found = _jointly(call, made, found)
@@ -170,13 +175,17 @@ _UNSPLIT = "no way to split it was found"
 def _trials(device: str, call: DiscoveryCall, errors: list[str]) -> list[Trial]:
     """Calls at two sizes; those whose outputs have the sizes expected of them are preferred."""
     second: list[Trial] = []
+    # Double precision first, for the narrow tolerance; some kernels have none.
     for floating in (torch.float64, torch.float32):
         for pair, follow in itertools.product(size_pairs(call), (False, True)):
-            mode = Mode(device, floating, follow)
-            each = [trials(call, sizes, mode, i, errors) for i, sizes in enumerate(pair)]
+            each = [
+                trials(call, sizes, i, errors, device=device, floating=floating, follow=follow)
+                for i, sizes in enumerate(pair)
+            ]
             made = [t for ts in each for t in ts]
             if min(map(len, each)) < LEAST or any(len(t.outputs) != len(call.outputs) for t in made):
                 continue
+            # A size that came out otherwise means that a number among the arguments should have followed, or not.
             if all(_expected(call, t) for t in made):
                 return made
             second = second or made
@@ -196,10 +205,10 @@ def _expected(call: DiscoveryCall, trial: Trial) -> bool:
 def _check_pure(target: Any, trial: Trial) -> None:
     """The same arguments give the same result, and are left as they are."""
     before = [t.clone() for t in trial.inputs]
-    again = run(target, trial.arguments, [])
+    second = run(target, trial.arguments, [])
     if any(not torch.equal(a, b) for a, b in zip(before, trial.inputs, strict=True)):
         raise MissingRuleError(f"no rule for {target}; it writes to its arguments, such operators are not discovered")
-    pairs = zip(trial.outputs, again or (), strict=False)
+    pairs = zip(trial.outputs, second or (), strict=False)
     if any(a is not None and b is not None and not torch.equal(a, b) for a, b in pairs):
         raise MissingRuleError(f"no rule for {target}; it is random, and rules of such operators are not discovered")
 
@@ -214,42 +223,48 @@ def _is_shape(argument: Any, shape: tuple[int, ...]) -> bool:
     return isinstance(argument, list | tuple) and tuple(argument) == tuple(shape)
 
 
-def _choices(shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[Place, ...]]:
+def _choices(shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[TensorDim, ...]]:
     """Dims to cut together, one of a tensor at most: equally long ones first, and of many tensors first."""
     sizes = dict.fromkeys(n for shape in shapes for n in shape if n > 1)
     for ratio in (1, LARGEST_RATIO):
-        found: list[tuple[Place, ...]] = []
-        for size in sizes:
-            options = [
-                [None, *((i, d) for d, n in enumerate(shape) if n % size == 0 and 0 < n // size <= ratio)]
-                for i, shape in enumerate(shapes)
-            ]
-            for choice in itertools.islice(itertools.product(*reversed(options)), MOST_CHOICES):
-                places = tuple(p for p in reversed(choice) if p is not None)
-                if any(shapes[i][d] == size for i, d in places):
-                    found.append(places)
-        yield from sorted(dict.fromkeys(found), key=lambda places: -len(places))
+        found = dict.fromkeys(joint for size in sizes for joint in _joint_dims(shapes, size, ratio))
+        yield from sorted(found, key=lambda joint: -len(joint))
 
 
-def _letter(call: DiscoveryCall, made: list[Trial], found: Findings, places: tuple[Place, ...]) -> JointDims | None:
+def _joint_dims(shapes: Sequence[tuple[int, ...]], size: int, ratio: int) -> Iterator[tuple[TensorDim, ...]]:
+    """Choices of dims that are as long as ``size``, at least one of them, or up to ``ratio`` times as long."""
+    options = [
+        [None, *((i, d) for d, n in enumerate(shape) if n % size == 0 and 0 < n // size <= ratio)]
+        for i, shape in enumerate(shapes)
+    ]
+    # The first tensors vary fastest: should there be more choices than are tried, these are the operands.
+    for choice in itertools.islice(itertools.product(*reversed(options)), MOST_CHOICES):
+        joint = tuple(p for p in reversed(choice) if p is not None)
+        if any(shapes[i][d] == size for i, d in joint):
+            yield joint
+
+
+def _letter(call: DiscoveryCall, made: list[Trial], found: Findings, joint: tuple[TensorDim, ...]) -> JointDims | None:
     """The letter of dims that are cut together, if there is one."""
-    taken = {p for letter in found.letters for p in letter.outputs}
-    for scaled, arguments in _halves(made[0], found, places):
+    used = {p for letter in found.letters for p in letter.outputs}
+    # One half suffices to see where outputs are cut; whether both halves make the whole, the oracle checks.
+    for scaled, arguments in _halves(made[0], found, joint):
         outputs = run(call.target, arguments, [])
         cut = None if outputs is None else _cut_dims(outputs, made[0].outputs)
-        if cut is None or not taken.isdisjoint(cut):
+        if cut is None or not used.isdisjoint(cut):
             continue
+        # Outputs without the cut are sums over it, or do not depend on it.
         complete = len(cut) == sum(t is not None for t in made[0].outputs)
         for absent in ("",) if complete else ("reduce", "keep"):
-            letter = JointDims(places, cut, absent, scaled)
+            letter = JointDims(joint, cut, absent, scaled)
             if _informative(made, letter) and _holds(call, made, replace(found, letters=(letter,))):
                 return letter
     return None
 
 
-def _halves(trial: Trial, found: Findings, places: tuple[Place, ...]) -> Iterator[tuple[int | str | None, Tree]]:
+def _halves(trial: Trial, found: Findings, joint: tuple[TensorDim, ...]) -> Iterator[tuple[int | str | None, Tree]]:
     """The first half along some dims; number arguments that may count elements along them are halved in turn."""
-    dims_of = dict(places)
+    dims_of = dict(joint)
     numbers = iter(range(len(trial.inputs)))
 
     def half(a: Any) -> Any:
@@ -259,8 +274,9 @@ def _halves(trial: Trial, found: Findings, places: tuple[Place, ...]) -> Iterato
         return a.chunk(2, dims_of[i])[0].clone() if i in dims_of else a
 
     args, kwargs = map_aggregate(trial.arguments, half)
-    size = min(trial.inputs[i].shape[d] for i, d in places)
+    size = min(trial.inputs[i].shape[d] for i, d in joint)
     first = trial.outputs[0]
+    # An argument that is the output's shape must be halved along with it, and it is not known in which dim.
     for position in found.shapes:
         whole = list(first.shape) if first is not None else []
         for d in range(len(whole)):
@@ -275,7 +291,9 @@ def _halves(trial: Trial, found: Findings, places: tuple[Place, ...]) -> Iterato
             yield name, (args, {**kwargs, name: value // 2})
 
 
-def _cut_dims(halves: Sequence[torch.Tensor | None], whole: Sequence[torch.Tensor | None]) -> tuple[Place, ...] | None:
+def _cut_dims(
+    halves: Sequence[torch.Tensor | None], whole: Sequence[torch.Tensor | None]
+) -> tuple[TensorDim, ...] | None:
     """The one dim of each output that is half as long; None if a shape changed in another way."""
     found = []
     for j, (a, b) in enumerate(zip(halves, whole, strict=True)):
@@ -307,12 +325,15 @@ def _informative(made: Sequence[Trial], letter: JointDims) -> bool:
 def _operand_sets(inputs: Sequence[Spec]) -> list[tuple[int, ...]]:
     """Floating operands in which an operator may be linear: each, each two, and all."""
     floating = [i for i, t in enumerate(inputs) if t.dtype.is_floating_point or t.dtype.is_complex]
+    # Not all subsets: their number is exponential, and sums, products and concatenations are these.
     counts = dict.fromkeys((1, 2, len(floating)))
     return [s for count in counts for s in itertools.combinations(floating, count) if s]
 
 
 def _holds(call: DiscoveryCall, made: Sequence[Trial], found: Findings, pairs: bool = False) -> bool:
     """Whether the oracle proves the findings on every trial, in consecutive and in alternating parts."""
+    # Alternating elements tell a dim that is computed along (a sort, a scan) from one that is free: halves of it may
+    # pass.
     for trial, alternating in itertools.product(made, (False, True) if found.letters else (False,)):
         outputs = [None if t is None else tuple(t.shape) for t in trial.outputs]
         try:
@@ -327,16 +348,17 @@ def _holds(call: DiscoveryCall, made: Sequence[Trial], found: Findings, pairs: b
 def _jointly(call: DiscoveryCall, made: Sequence[Trial], found: Findings) -> Findings:
     """The findings that also hold together, two at a time on a mesh of two axes."""
     few = made[:1]
+    # Letters that are right one at a time need not be together: the mesh splits along several at once.
     if _holds(call, few, found, pairs=True):
         return found
-    kept = replace(found, letters=(), linear=())
+    proven = replace(found, letters=(), linear=())
     for letter in found.letters:
-        more = replace(kept, letters=(*kept.letters, letter))
-        kept = more if _holds(call, few, more, pairs=True) else kept
+        more = replace(proven, letters=(*proven.letters, letter))
+        proven = more if _holds(call, few, more, pairs=True) else proven
     for operands in found.linear:
-        more = replace(kept, linear=(*kept.linear, operands))
-        kept = more if _holds(call, few, more, pairs=True) else kept
-    return kept
+        more = replace(proven, linear=(*proven.linear, operands))
+        proven = more if _holds(call, few, more, pairs=True) else proven
+    return proven
 
 
 def _confirm(device: str, call: DiscoveryCall, found: Findings) -> Findings:
@@ -346,16 +368,16 @@ def _confirm(device: str, call: DiscoveryCall, found: Findings) -> Findings:
     sizes = capped(call)
     real = all(n == m for n, m in sizes.items())  # numbers among the arguments are then right as they are
     for floating, follow in itertools.product((torch.float64, torch.float32), (False, True)):
-        made = trials(call, sizes, Mode(device, floating, follow and not real), 2, [])
+        made = trials(call, sizes, 2, [], device=device, floating=floating, follow=follow and not real)
         if made and all(len(t.outputs) == len(call.outputs) for t in made):
             break
     else:
         return found
     if not _holds(call, made, found):
         alone = replace(found, letters=(), linear=())
-        kept = tuple(c for c in found.letters if _holds(call, made, replace(alone, letters=(c,))))
+        letters = tuple(c for c in found.letters if _holds(call, made, replace(alone, letters=(c,))))
         linear = tuple(s for s in found.linear if _holds(call, made, replace(alone, linear=(s,))))
-        found = replace(found, letters=kept, linear=linear)
+        found = replace(found, letters=letters, linear=linear)
     reason = "" if found.letters or found.linear else _UNSPLIT
     return replace(found, samples=found.samples + len(made), reason=reason)
 

@@ -92,32 +92,30 @@ class Trial:
         return found
 
 
-@dataclass(frozen=True)
-class Mode:
-    """How calls are made: on which device and in which precision, and whether numbers that are sizes follow them."""
-
-    device: str
-    floating: torch.dtype
-    follow: bool
-
-
-def shrunk(sizes: Sequence[int], pool: Sequence[int], kept: int = 1) -> dict[int, int]:
+def shrunk(sizes: Sequence[int], pool: Sequence[int], unchanged: int = 1) -> dict[int, int]:
     """Small even sizes, distinct for distinct ones, in the same order; small multiples stay multiples.
+
+    Args:
+        sizes: of the real call, ascending.
+        pool: to choose from.
+        unchanged: sizes up to this stay as they are.
 
     >>> shrunk([32, 64, 100], (4, 12, 20))
     {32: 4, 64: 8, 100: 12}
     """
-    found = {n: n for n in sizes if n <= kept}
+    found = {n: n for n in sizes if n <= unchanged}
     for n in sizes:
         if n in found:
             continue
-        ratios = [(found[m], n // m) for m in found if m > kept and n % m == 0 and n // m <= LARGEST_RATIO]
+        ratios = [(found[m], n // m) for m in found if m > unchanged and n % m == 0 and n // m <= LARGEST_RATIO]
+        # Largest base first: a size that is a multiple of several follows the nearest.
         scaled = [base * ratio for base, ratio in reversed(ratios) if base * ratio not in found.values()]
         least = max(found.values(), default=0)
         found[n] = scaled[0] if scaled else next((p for p in pool if p > least), 2 * least + 2)
     return found
 
 
+# Two pools: what holds by accident at one choice of sizes must not be taken for a rule.
 FOURS = (4, 12, 20, 28, 44, 52, 68, 76)  # can be cut twice
 TWOS = (6, 10, 14, 22, 26, 34, 38, 46)  # share no other factor
 
@@ -125,8 +123,8 @@ TWOS = (6, 10, 14, 22, 26, 34, 38, 46)  # share no other factor
 def size_pairs(call: DiscoveryCall) -> Iterator[tuple[Sizes, Sizes]]:
     """Two ways at a time to choose sizes: small ones, small ones that leave the smallest alone, real ones last."""
     sizes = call.sizes
-    for kept in (1, 4):
-        yield shrunk(sizes, FOURS, kept), shrunk(sizes, TWOS, kept)
+    for unchanged in (1, 4):
+        yield shrunk(sizes, FOURS, unchanged), shrunk(sizes, TWOS, unchanged)
     real = {n: n for n in sizes}
     yield real, {n: 2 * n for n in sizes}
     yield real, real
@@ -134,12 +132,13 @@ def size_pairs(call: DiscoveryCall) -> Iterator[tuple[Sizes, Sizes]]:
 
 def pattern(call: DiscoveryCall) -> Sizes:
     """The same for calls whose sizes are alike: which are equal, small, and small multiples of others."""
-    return shrunk(call.sizes, FOURS, kept=4)
+    return shrunk(call.sizes, FOURS, unchanged=4)
 
 
 def capped(call: DiscoveryCall) -> Sizes:
     """The real sizes, the largest halved until the call is small enough to run."""
     found = {n: n for n in call.sizes}
+    # Even ones first: halves of odd sizes would change what divides what.
     while _elements(call, found) > MOST_ELEMENTS:
         largest = max(found, key=lambda n: (found[n] % 2 == 0, found[n]))
         if found[largest] <= 2:
@@ -148,14 +147,27 @@ def capped(call: DiscoveryCall) -> Sizes:
     return found
 
 
-def trials(call: DiscoveryCall, sizes: Sizes, mode: Mode, seed: int, errors: list[str]) -> list[Trial]:
-    """A few calls; values with which it fails, or gives numbers that are not finite, are left out."""
+def trials(
+    call: DiscoveryCall, sizes: Sizes, seed: int, errors: list[str], *, device: str, floating: torch.dtype, follow: bool
+) -> list[Trial]:
+    """A few calls; values with which it fails, or gives numbers that are not finite, are left out.
+
+    Args:
+        call: the real one.
+        sizes: what each of its sizes becomes.
+        seed: of the values.
+        errors: reasons for failures are added to it.
+        device: to run on.
+        floating: dtype of floating tensors.
+        follow: numbers among the arguments that are sizes change with them.
+    """
     found: list[Trial] = []
     for i, kind in enumerate(KINDS):
         if len(found) == DRAWS:
             break
+        # A generator of its own: the rule must be the same in every process.
         generator = torch.Generator().manual_seed(1000 * seed + i)
-        arguments = _draw(call, sizes, mode, kind, generator)
+        arguments = _draw(call, sizes, kind, generator, device, floating, follow)
         outputs = None if arguments is None else run(call.target, arguments, errors)
         if arguments is None or outputs is None:
             continue
@@ -184,7 +196,15 @@ def _elements(call: DiscoveryCall, sizes: Sizes) -> int:
     return sum(math.prod(sizes.get(n, n) for n in shape) for shape in shapes)
 
 
-def _draw(call: DiscoveryCall, sizes: Sizes, mode: Mode, kind: str, generator: torch.Generator) -> Tree | None:
+def _draw(
+    call: DiscoveryCall,
+    sizes: Sizes,
+    kind: str,
+    generator: torch.Generator,
+    device: str,
+    floating: torch.dtype,
+    follow: bool,
+) -> Tree | None:
     """Random arguments; None if they would be too large."""
     if _elements(call, sizes) > MOST_ELEMENTS:
         return None
@@ -193,8 +213,8 @@ def _draw(call: DiscoveryCall, sizes: Sizes, mode: Mode, kind: str, generator: t
     def made(a: Any) -> Any:
         if isinstance(a, Spec):
             shape = tuple(sizes.get(n, n) for n in a.shape)
-            return _random(shape, a.dtype, mode, kind, indices, generator)
-        number = mode.follow and isinstance(a, int) and not isinstance(a, bool)
+            return _random(shape, a.dtype, floating, kind, indices, generator).to(device)
+        number = follow and isinstance(a, int) and not isinstance(a, bool)
         return sizes.get(a, a) if number else a
 
     args, kwargs = map_aggregate(call.arguments, made)
@@ -202,22 +222,29 @@ def _draw(call: DiscoveryCall, sizes: Sizes, mode: Mode, kind: str, generator: t
 
 
 def _random(
-    shape: tuple[int, ...], dtype: torch.dtype, mode: Mode, kind: str, indices: int, generator: torch.Generator
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    floating: torch.dtype,
+    kind: str,
+    indices: int,
+    generator: torch.Generator,
 ) -> torch.Tensor:
+    """A random tensor on the CPU, where draws are the same on every machine."""
     if dtype == torch.bool:
-        return torch.randint(2, shape, generator=generator).bool().to(mode.device)
+        return torch.randint(2, shape, generator=generator).bool()
     if not (dtype.is_floating_point or dtype.is_complex):
-        return torch.randint(indices, shape, generator=generator).to(dtype).to(mode.device)
+        return torch.randint(indices, shape, generator=generator).to(dtype)
     if dtype.is_complex:
         parts = [torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(2)]
-        return torch.complex(*parts).to(mode.floating.to_complex()).to(mode.device)
+        return torch.complex(*parts).to(floating.to_complex())
     if kind in ("normal", "sparse", *SCALES):
         values = torch.randn(shape, dtype=torch.float64, generator=generator) * SCALES.get(kind, 1.0)
         if kind == "sparse":
+            # Only a tenth of the elements stay: what an operator may look for is then rare.
             values *= torch.rand(shape, dtype=torch.float64, generator=generator) < 0.1
     elif kind in ("positive", "above one"):
         lowest = 0.1 if kind == "positive" else 1.1
         values = torch.rand(shape, dtype=torch.float64, generator=generator) * 0.8 + lowest
     else:
         values = torch.randint(-1, 2, shape, generator=generator).double()
-    return values.to(mode.floating).to(mode.device)
+    return values.to(floating)

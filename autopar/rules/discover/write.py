@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from autopar.errors import InvalidRuleError
 from autopar.rules.rule import Rule, dims, letters
 
-Place = tuple[int, int]
+TensorDim = tuple[int, int]
 """Number of a tensor, dim."""
 
 Shapes = Sequence[tuple[int, ...] | None]
@@ -26,8 +26,8 @@ class JointDims:
         scaled: argument (position, or name) that counts elements along the letter.
     """
 
-    inputs: tuple[Place, ...]
-    outputs: tuple[Place, ...]
+    inputs: tuple[TensorDim, ...]
+    outputs: tuple[TensorDim, ...]
     absent: str = ""
     scaled: int | str | None = None
 
@@ -65,11 +65,12 @@ def write_rule(found: Findings, inputs: Shapes, outputs: Shapes, alternating: bo
     Raises:
         InvalidRuleError: a dim is not divided by the letter that it should have.
     """
-    page = _Page([*inputs, *outputs])
-    named = [(letter, page.put(_all_places(letter, len(inputs)), alternating)) for letter in found.letters]
-    free = len(page.sizes)
-    page.fill()
-    names = page.names()
+    equation = _Equation([*inputs, *outputs])
+    named = [(letter, equation.put(_all_dims(letter, len(inputs)), alternating)) for letter in found.letters]
+    # Letters from here on are of dims that nothing was found about: blocked.
+    free = len(equation.sizes)
+    equation.fill()
+    names = equation.names()
 
     def text(numbers: Sequence[int]) -> str:
         return "".join(names[k] for k in numbers)
@@ -77,9 +78,10 @@ def write_rule(found: Findings, inputs: Shapes, outputs: Shapes, alternating: bo
     def absent(kind: str) -> str:
         return "".join(text(numbers) for letter, numbers in named if letter.absent == kind)
 
-    tensors = [None if cells is None else dims([text(cell) for cell in cells]) or "." for cells in page.cells]
+    tensors = [None if cells is None else dims([text(cell) for cell in cells]) or "." for cells in equation.cells]
     left, right = tensors[: len(inputs)], tensors[len(inputs) :]
-    grouped = any(len(cell) > 1 for cells in page.cells for cell in cells or ())
+    # Of two letters in one dim the sizes do not follow from shapes.
+    grouped = any(len(cell) > 1 for cells in equation.cells for cell in cells or ())
     return Rule(
         f"{','.join(t or '.' for t in left)}->{','.join(t or '_' for t in right)}",
         reduce=absent("reduce"),
@@ -88,16 +90,16 @@ def write_rule(found: Findings, inputs: Shapes, outputs: Shapes, alternating: bo
         linear=found.linear,
         shapes=found.shapes,
         scaled={letter.scaled: text(numbers) for letter, numbers in named if letter.scaled is not None},
-        sizes={name: page.sizes[k] for k, name in names.items()} if grouped else {},
+        sizes={name: equation.sizes[k] for k, name in names.items()} if grouped else {},
     )
 
 
-def _all_places(letter: JointDims, inputs: int) -> list[Place]:
+def _all_dims(letter: JointDims, inputs: int) -> list[TensorDim]:
     """Inputs and outputs, numbered through."""
     return [*letter.inputs, *((inputs + j, d) for j, d in letter.outputs)]
 
 
-class _Page:
+class _Equation:
     """An equation being written: each dim's letters, as numbers until all are known."""
 
     def __init__(self, shapes: Shapes) -> None:
@@ -105,14 +107,15 @@ class _Page:
         self.sizes: list[int] = []
         self.cells: list[list[list[int]] | None] = [None if s is None else [[] for _ in s] for s in shapes]
 
-    def put(self, places: Sequence[Place], alternating: bool) -> list[int]:
+    def put(self, joint: Sequence[TensorDim], alternating: bool) -> list[int]:
         """Give dims one letter, as long as the shortest of them, or two."""
-        lengths = [(self.shapes[i] or ())[d] for i, d in places]
+        lengths = [(self.shapes[i] or ())[d] for i, d in joint]
+        # A dim that is longer is a multiple: the letter, and another one for the rest.
         size = min(lengths)
         if size < 2 or any(n % size for n in lengths):
             raise InvalidRuleError(f"dims of {lengths} have no letter in common")
         numbers = self._new(*((size // 2, 2) if alternating and size % 2 == 0 else (size,)))
-        for i, d in places:
+        for i, d in joint:
             cells = self.cells[i]
             assert cells is not None
             cells[d] = list(numbers)
@@ -131,8 +134,10 @@ class _Page:
                 rest = length // math.prod(self.sizes[k] for k in cell)
                 if rest < 2:
                     continue
+                # Not in one tensor twice: that would say that it is a diagonal.
                 spare = [k for k in shared.get(rest, []) if k not in used]
                 k = spare[0] if spare and not cell else self._new(rest)[0]
+                # Only a whole dim offers its letter to others; the rest of a dim beside a found letter is its own.
                 if not spare and not cell:
                     shared.setdefault(rest, []).append(k)
                 used.add(k)

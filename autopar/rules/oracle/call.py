@@ -64,6 +64,7 @@ class RuleCall:
     @property
     def has_values(self) -> bool:
         """Whether outputs hold anything; what is not initialized has a shape only."""
+        # By the operator's name: torch has no tag for it.
         return "empty" not in str(self.target)
 
 
@@ -74,6 +75,7 @@ def map_tensors(tree: Tree, function: Callable[[torch.Tensor], Any]) -> Tree:
 
 def outputs_of(rule: Rule, value: Any) -> Tensors:
     """The outputs that the rule speaks about; ``_`` is None whatever the operator gives."""
+    # Some operators return a list, most a tuple or one tensor.
     values = list(value) if isinstance(value, (tuple, list)) else [value]
     if len(values) != len(rule.outputs):
         raise InvalidRuleError(f"{rule.equation}: {len(rule.outputs)} outputs for {len(values)}")
@@ -91,9 +93,11 @@ def compare(actual: torch.Tensor, expected: torch.Tensor, where: str, *, rtol: f
     Raises:
         InvalidRuleError: says where, and the largest difference.
     """
+    # Counts, indices and booleans are right or wrong.
     if not (expected.dtype.is_floating_point or expected.dtype.is_complex):
         rtol = atol = 0.0
     a, b = wide(actual), wide(expected)
     if not torch.allclose(a, b, rtol=rtol, atol=atol, equal_nan=True):
+        # NaN on one side only is the largest difference of all.
         largest = (a - b).abs().nan_to_num(math.inf).max().item()
         raise InvalidRuleError(f"{where}: the largest difference is {largest:.3g}")

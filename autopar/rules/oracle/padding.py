@@ -47,8 +47,10 @@ def check_padding(
         padding = padding_of(call.rule, letter)
         if padding is None or call.is_grouped(letter):
             continue
+        # Not-a-numbers spread: an operator that reads free padding shows it everywhere.
         call.check(letter, padding, math.nan, padding.output, rtol)
         if vanishes(call.rule, letter):
+            # `pad_dims` counts on zeros that stay zeros, and then fills nothing in.
             call.check(letter, padding, 0.0, 0.0, rtol)
         proven.append(letter)
     return proven
@@ -95,6 +97,7 @@ class _PaddedCall(RuleCall):
         )
         args, kwargs = map_tensors(self.arguments, lambda _: next(longer))
         size = self.sizes[letter]
+        # Only output 0 can have its shape among the arguments.
         first, dims = self.outputs[0], self.rule.outputs[0]
         shape = () if first is None or dims is None else zip(first.shape, dims, strict=True)
         wanted = [size + EXTRA if dim == (letter,) else n for n, dim in shape]
@@ -119,8 +122,9 @@ def _unpadded(
 
 
 def _pad(tensor: torch.Tensor, dims: Dims, letter: str, fill: float) -> torch.Tensor:
-    """The tensor with more elements along a letter; numbers of places are zero there."""
+    """The tensor with more elements along a letter; indices are zero there."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
+        # Integers have no NaN, and an index must name an element that exists.
         fill = 1 if tensor.dtype == torch.bool else 0
     for d, dim in enumerate(dims):
         if dim == (letter,):

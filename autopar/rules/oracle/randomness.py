@@ -41,6 +41,7 @@ def check_random(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *,
     sizes = letter_sizes(rule, inputs, [tuple(whole.shape)] + [None] * (len(rule.outputs) - 1))
     free = [c for c in rule.letters if c not in rule.blocked]
     checked = []
+    # Replicated, on one axis, and on two.
     for count in (0, 1, 2):
         for chosen in itertools.product(free, repeat=count):
             split = {c: parts ** chosen.count(c) for c in chosen}
@@ -78,14 +79,17 @@ def _check(
         raise InvalidRuleError(f"{where}: the default generator is disturbed")
     if any(list(b.shape) != shape or b.dtype != whole.dtype for b in blocks):
         raise InvalidRuleError(f"{where}: local output is {blocks[0].shape}, expected {shape}")
+    # Replicas draw the same block from the same seed.
     if not all(torch.equal(b, block(1, i)) for i, b in enumerate(blocks)):
         raise InvalidRuleError(f"{where}: two devices make the same block from other numbers")
     others = [*blocks, block(2, 0)]
+    # Small blocks of few possible values may well be equal by chance.
     if blocks[0].numel() >= ENOUGH and any(torch.equal(a, b) for a, b in itertools.combinations(others, 2)):
         raise InvalidRuleError(f"{where}: two blocks, or two steps, have the same numbers")
     drawn, expected = torch.stack(blocks).double(), whole.double()
     if whole.numel() < ENOUGH:
         return
+    # Of the difference of two means of this many numbers; six of these are no accident.
     deviation = max(float(expected.std()), float(drawn.std())) * math.sqrt(2 / whole.numel())
     if abs(float(drawn.mean() - expected.mean())) > 6 * deviation:
         raise InvalidRuleError(

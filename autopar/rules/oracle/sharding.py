@@ -11,7 +11,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,18 +21,15 @@ from autopar.rules.oracle.call import RuleCall, Tensors, Tree, compare, map_tens
 from autopar.rules.rule import Dims, Rule
 
 Rank = tuple[int, ...]
+
+TIMEOUT = 60.0
+"""Seconds that a rank waits for the others in a lowering's reduction."""
+
 _Tolerance = tuple[str, float]
 
 
-@dataclass(frozen=True)
-class AxisStrategy:
-    """What one mesh axis does: split ``letter``, or pass ``Partial`` through in the inputs ``partial``."""
-
-    letter: str = ""
-    partial: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        return self.letter or f"linear{list(self.partial)}"
+AxisStrategy = str | tuple[int, ...]
+"""What one mesh axis does: the letter that it splits, or the inputs in which `Partial` passes through."""
 
 
 def check_rule(
@@ -64,6 +61,7 @@ def check_rule(
     call = _SplitCall.make(target, args, kwargs, rule, run)
     proven = []
     for count in (1, 2) if pairs else (1,):
+        # With replacement: one letter over both axes of the mesh, too, whose blocks nest.
         for chosen in itertools.combinations_with_replacement(_strategies(call.rule), count):
             if not call.exists(chosen, parts):
                 continue
@@ -79,43 +77,42 @@ def check_rule(
 
 
 def _join(chosen: Sequence[AxisStrategy]) -> str:
-    return " x ".join(map(str, chosen))
+    return " x ".join(s if isinstance(s, str) else f"linear{list(s)}" for s in chosen)
 
 
 def _split(chosen: Sequence[AxisStrategy], parts: int) -> dict[str, int]:
     """Into how many parts each letter is cut."""
-    letters = [s.letter for s in chosen if s.letter]
+    letters = [s for s in chosen if isinstance(s, str)]
     return {c: parts ** letters.count(c) for c in letters}
 
 
 def _strategies(rule: Rule) -> list[AxisStrategy]:
-    free = [AxisStrategy(letter=c) for c in rule.letters if c not in rule.blocked]
-    return free + [AxisStrategy(partial=s) for s in rule.linear]
+    return [*(c for c in rule.letters if c not in rule.blocked), *rule.linear]
 
 
 class _SplitCall(RuleCall):
     """A call, split over mesh axes."""
 
     def placement(self, strategy: AxisStrategy, output: int) -> str | None:
-        """``S``, ``P`` or ``R``: how an output lies along an axis; None if the strategy does not exist."""
+        """``S``, ``P`` or ``R``: how an output is placed along an axis; None if the strategy does not exist."""
         dims = self.rule.outputs[output]
-        if strategy.partial:
+        if not isinstance(strategy, str):
             return "P"
-        if any(strategy.letter in dim for dim in dims or ()):
+        if any(strategy in dim for dim in dims or ()):
             return "S"
-        return "P" if strategy.letter in self.rule.reduce else "R" if strategy.letter in self.rule.keep else None
+        return "P" if strategy in self.rule.reduce else "R" if strategy in self.rule.keep else None
 
     def input_placement(self, strategy: AxisStrategy, i: int) -> str:
-        """``S``, ``P`` or ``R``: how an input lies along an axis."""
-        if i in strategy.partial:
-            return "P"
-        return "S" if any(strategy.letter in dim for dim in self.rule.inputs[i]) and strategy.letter else "R"
+        """``S``, ``P`` or ``R``: how an input is placed along an axis."""
+        if not isinstance(strategy, str):
+            return "P" if i in strategy else "R"
+        return "S" if any(strategy in dim for dim in self.rule.inputs[i]) else "R"
 
     def exists(self, chosen: Sequence[AxisStrategy], parts: int) -> bool:
         """Whether sizes divide, every output has a layout, and one lowering at most is needed."""
         present = [j for j, t in enumerate(self.outputs) if t is not None]
         divided = all(self.sizes[c] % n == 0 for c, n in _split(chosen, parts).items())
-        lowerings = {id(self.rule.lower[s.letter]) for s in chosen if s.letter in self.rule.lower}
+        lowerings = {id(self.rule.lower[s]) for s in chosen if isinstance(s, str) and s in self.rule.lower}
         return divided and len(lowerings) <= 1 and all(self.placement(s, j) for s in chosen for j in present)
 
     def describe(self, chosen: Sequence[AxisStrategy]) -> str:
@@ -140,6 +137,7 @@ class _SplitCall(RuleCall):
             actual = self._gather(j, chosen, parts, pieces, (where, rtol), ())
             if self.has_values:
                 summed = any(self.placement(s, j) == "P" for s in chosen)
+                # Large terms that cancel: their rounding errors are as large as theirs, not as the sum's.
                 rounded = max(0.0 if t is None else _largest(t) for t in pieces.values()) if summed else 0.0
                 _compare(actual.reshape(expected.shape), expected, rtol, where, rounded)
 
@@ -149,7 +147,9 @@ class _SplitCall(RuleCall):
     def _scatter(self, i: int, chosen: Sequence[AxisStrategy], parts: int) -> dict[Rank, torch.Tensor]:
         """The local tensor of input ``i`` on every rank."""
         dims, x = self.rule.inputs[i], self.inputs[i]
+        # The same terms in every run, others for each input.
         generator = torch.Generator().manual_seed(0x5EED + i)
+        # A dim for each letter: cutting one is then cutting a dim, whatever its position in a group.
         blocks: dict[Rank, torch.Tensor] = {(): x.reshape(_fine(dims, self.sizes, tuple(x.shape)))}
         for strategy in chosen:
             kind = self.input_placement(strategy, i)
@@ -157,16 +157,19 @@ class _SplitCall(RuleCall):
             for rank, block in whole.items():
                 cut: Sequence[torch.Tensor] = (block,) * parts
                 if kind == "S":
-                    cut = block.chunk(parts, _position(dims, strategy.letter))
+                    cut = block.chunk(parts, _position(dims, str(strategy)))
                 if kind == "P":
+                    # Random terms, not equal shares: a nonlinear operator must not pass by symmetry.
                     cut = _terms(block, parts, generator)
                 blocks |= {(*rank, k): piece for k, piece in enumerate(cut)}
+        # Back to one dim for each group, as the operator knows them.
         shape = _coarse(dims, self.sizes, _split(chosen, parts), tuple(x.shape))
         return {rank: _alone(block.reshape(shape)) for rank, block in blocks.items()}
 
     def _arguments(self, tensors: Sequence[torch.Tensor], split: Mapping[str, int]) -> Tree:
         """The call's arguments on one rank: local tensors, local sizes."""
         remaining = iter(tensors)
+        # In order, as the rule's equation names them.
         args, kwargs = map_tensors(self.arguments, lambda _: next(remaining))
         values: dict[int | str, Any] = dict([*enumerate(args), *kwargs.items()])
         for key, letters in self.rule.scaled.items():
@@ -180,21 +183,24 @@ class _SplitCall(RuleCall):
 
     def _run(self, chosen: Sequence[AxisStrategy], parts: int, local: Mapping[Rank, Tree]) -> dict[Rank, Tensors]:
         """Each rank's outputs; with a lowering all ranks run in lock step, one thread each."""
-        lowered = [k for k, s in enumerate(chosen) if s.letter in self.rule.lower]
+        lowered = [k for k, s in enumerate(chosen) if isinstance(s, str) and s in self.rule.lower]
         if not lowered:
             return {r: outputs_of(self.rule, self.run(*a, **k)) for r, (a, k) in local.items()}
-        build = self.rule.lower[chosen[lowered[0]].letter].build
+        build = self.rule.lower[str(chosen[lowered[0]])].build
         local_sizes = self._local_sizes(_split(chosen, parts))
-        meetings: dict[Rank, _Meeting] = {}
+        count = parts ** len(lowered)
+        # Ranks that differ only along the lowered axes reduce with one another.
+        groups: dict[Rank, tuple[threading.Barrier, dict[int, torch.Tensor]]] = {}
         contexts = {}
         for r in local:
             others = tuple(i for k, i in enumerate(r) if k not in lowered)
-            meeting = meetings.setdefault(others, _Meeting(parts ** len(lowered)))
+            if others not in groups:
+                groups[others] = threading.Barrier(count, timeout=TIMEOUT), {}
             index = 0
             for k in lowered:
                 index = index * parts + r[k]
-            contexts[r] = OracleContext(index, meeting.parts, meeting, local_sizes, self.sizes)
-        return {r: outputs_of(self.rule, y) for r, y in _lock_step(build, contexts, local, meetings.values()).items()}
+            contexts[r] = OracleContext(index, count, *groups[others], local_sizes, self.sizes)
+        return {r: outputs_of(self.rule, y) for r, y in _lock_step(build, contexts, local).items()}
 
     def _gather(
         self,
@@ -209,6 +215,7 @@ class _SplitCall(RuleCall):
         dims, expected = self.rule.outputs[j], self.outputs[j]
         assert dims is not None and expected is not None
         where, rtol = tolerance
+        # One rank's output: its shape must be what the layout says.
         if len(rank) == len(chosen):
             piece: torch.Tensor | None = pieces[rank]
             split = _split(chosen, parts)
@@ -221,7 +228,8 @@ class _SplitCall(RuleCall):
         blocks = [self._gather(j, chosen, parts, pieces, tolerance, (*rank, k)) for k in range(parts)]
         kind = self.placement(strategy, j)
         if kind == "S":
-            return torch.cat(blocks, _position(dims, strategy.letter))
+            return torch.cat(blocks, _position(dims, str(strategy)))
+        # Replicas: complete on every device, so all must be equal.
         if kind == "R":
             for other in blocks[1:]:
                 if self.has_values:
@@ -232,25 +240,23 @@ class _SplitCall(RuleCall):
         return torch.stack(blocks).sum(0)
 
 
-@dataclass
-class _Meeting:
-    """Where the ranks of one split meet to reduce."""
-
-    parts: int
-    slots: dict[int, torch.Tensor] = field(default_factory=dict)
-    barrier: threading.Barrier = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.barrier = threading.Barrier(self.parts, timeout=60)
-
-
 @dataclass(frozen=True)
 class OracleContext:
-    """What a `Lowering` sees of its device, for ranks that are threads."""
+    """What a `Lowering` sees of its device, for ranks that are threads.
+
+    Attributes:
+        index: this device's number along the split.
+        parts: how many devices share it.
+        barrier: at which these wait for one another.
+        slots: what each of them reduces, by its number; they share one dict.
+        local: sizes of letters on this device.
+        whole: sizes of letters in the whole.
+    """
 
     index: int
     parts: int
-    meeting: _Meeting
+    barrier: threading.Barrier
+    slots: dict[int, torch.Tensor]
     local: Mapping[str, int]
     whole: Mapping[str, int]
 
@@ -268,19 +274,18 @@ class OracleContext:
 
     def all_reduce(self, x: torch.Tensor, op: str) -> torch.Tensor:
         """Sum or maximum over the devices of the split."""
-        self.meeting.slots[self.index] = x
-        self.meeting.barrier.wait()
-        stacked = torch.stack([self.meeting.slots[i] for i in range(self.parts)])
-        self.meeting.barrier.wait()
+        self.slots[self.index] = x
+        self.barrier.wait()
+        stacked = torch.stack([self.slots[i] for i in range(self.parts)])
+        # Nobody writes the next term before all have read this one.
+        self.barrier.wait()
         return {"sum": lambda: stacked.sum(0), "max": lambda: stacked.amax(0)}[op]()
 
 
 def _lock_step(
-    build: Callable[..., Any],
-    contexts: Mapping[Rank, OracleContext],
-    local: Mapping[Rank, Tree],
-    meetings: Any,
+    build: Callable[..., Any], contexts: Mapping[Rank, OracleContext], local: Mapping[Rank, Tree]
 ) -> dict[Rank, Any]:
+    """Run a lowering on all ranks at once, one thread each; raises the first error of any."""
     results: dict[Rank, Any] = {}
     errors: list[Exception] = []
 
@@ -290,8 +295,9 @@ def _lock_step(
             results[rank] = build(contexts[rank], *args, **kwargs)
         except Exception as error:
             errors.append(error)
-            for meeting in meetings:
-                meeting.barrier.abort()
+            # The others wait for this rank, and would do so until the timeout.
+            for context in contexts.values():
+                context.barrier.abort()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in contexts]
     for thread in threads:
@@ -299,6 +305,7 @@ def _lock_step(
     for thread in threads:
         thread.join()
     if errors:
+        # The others' broken barriers follow from the first error.
         raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
     return results
 
@@ -327,7 +334,7 @@ def _position(dims: Dims, letter: str) -> int:
 
 
 def _alone(block: torch.Tensor) -> torch.Tensor:
-    """A copy that shares no storage with other parts; what a kernel reads behind its end is not a number."""
+    """A copy that shares no storage with other parts; what a kernel reads past its end is not a number."""
     if not (block.is_floating_point() or block.is_complex()):
         return block.clone(memory_format=torch.contiguous_format)
     room = block.new_full((2 * block.numel() + 1,), math.nan)
@@ -340,6 +347,7 @@ def _terms(x: torch.Tensor, parts: int, generator: torch.Generator) -> list[torc
     if x.dtype == torch.bool:
         raise InvalidRuleError("a boolean input cannot be partial; leave it out of linear")
     kind = x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.float64
+    # Larger than the tensor's own entries: whoever adds only some of them is seen.
     terms = [(9 * torch.randn(x.shape, dtype=kind, generator=generator)).to(x.dtype) for _ in range(parts - 1)]
     return [*terms, x - sum(terms)]
 
@@ -366,5 +374,6 @@ def _compare(actual: torch.Tensor, expected: torch.Tensor, rtol: float, where: s
     ``rounded``: the largest of the terms, which may be larger than their sum.
     """
     if expected.dtype.is_floating_point or expected.dtype.is_complex:
+        # Results in half precision cannot be closer than its spacing.
         rtol = max(rtol, 16 * torch.finfo(expected.dtype).eps)
     compare(actual, expected, where, rtol=0.0, atol=rtol * max(1.0, rounded, _largest(expected)))

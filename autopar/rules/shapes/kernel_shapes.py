@@ -25,19 +25,22 @@ def called(node: fx.Node) -> Any:
 
 
 def make(target: OpOverload, args: Any, kwargs: Any) -> Any:
-    """What an operator makes of its arguments; not computed again where all of it is new memory.
+    """What an operator makes of its arguments; remembered where all of it is new memory.
 
     A search rewrites the graph for many plans, and most nodes are the same each time.
     """
     key = (target, _described(args), _described(kwargs))
+    # Blank tensors of the known shapes: even on the meta device an operator takes tens of microseconds.
     known = _made.get(key)
     if known is not None:
         return known[0](map(_blank, known[1])) if known[0] else _blank(known[1][0])
     result = _shapes_of(target, args, kwargs)
+    # Emptied as a whole: bookkeeping of which are used would cost more than computing them again.
     if len(_made) >= MOST_KNOWN:
         _made.clear()
     several = type(result) if isinstance(result, list | tuple) else None
     made = list(result) if several else [result]
+    # A view must be made anew: it shares memory with its argument, which liveness counts by.
     if several in (None, list, tuple) and _all_new(_tensors([args, kwargs]), made):
         _made[key] = (several, tuple(map(_described, made)))
     return result
@@ -47,18 +50,19 @@ def _shapes_of(target: OpOverload, args: Any, kwargs: Any) -> Any:
     """What a call returns, also of batch norm of one value a channel.
 
     That has no unbiased variance, and the operator refuses it. A device may hold one value of many: what is emitted in
-    the operator's place takes the variance of the whole batch.
+    the operator's place computes the variance of the whole batch.
     """
     try:
         return target(*args, **kwargs)
     except ZeroDivisionError:
         x = args[0]
+        # Twice the batch: the shapes of statistics do not depend on it.
         result = target(torch.cat([x, x]), *args[1:], **kwargs)
         return (torch.empty_like(x), *result[1:])
 
 
 def with_required_strides(target: Any, rule: Rule, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A call's arguments as its kernel asks for them, copied where they lie otherwise.
+    """A call's arguments as its kernel asks for them, copied where they have other strides.
 
     Args:
         target: the operator overload.
@@ -69,8 +73,9 @@ def with_required_strides(target: Any, rule: Rule, args: Any, kwargs: Mapping[st
     needs = required_strides(target, rule)
     if not any(needs):
         return args, dict(kwargs)
-    waiting = list(needs)
-    before = len(_tensors([args, dict(kwargs)])) - len(waiting)
+    remaining = list(needs)
+    # A draw that is replayed takes the generator's state before its own arguments.
+    before = len(_tensors([args, dict(kwargs)])) - len(remaining)
 
     def met(value: Any) -> Any:
         nonlocal before
@@ -79,7 +84,7 @@ def with_required_strides(target: Any, rule: Rule, args: Any, kwargs: Mapping[st
         if before > 0:
             before -= 1
             return value
-        return meet(value, waiting.pop(0))
+        return meet(value, remaining.pop(0))
 
     found, named = fx.node.map_aggregate((tuple(args), dict(kwargs)), met)
     return found, named
@@ -110,10 +115,10 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else []
 
 
-def _all_new(taken: list[torch.Tensor], made: list[Any]) -> bool:
-    """Whether all results are tensors in memory of their own, of which they take all."""
+def _all_new(arguments: list[torch.Tensor], made: list[Any]) -> bool:
+    """Whether all results are tensors with storages of their own, which they fill."""
     if not all(isinstance(x, torch.Tensor) and x.is_meta for x in made):
         return False
     own = {storage_id(x) for x in made}
     whole = all(_blank(_described(x)).untyped_storage().nbytes() == x.untyped_storage().nbytes() for x in made)
-    return whole and len(own) == len(made) and not own & {storage_id(x) for x in taken}
+    return whole and len(own) == len(made) and not own & {storage_id(x) for x in arguments}

@@ -2,8 +2,8 @@
 
 Strides in ``meta["val"]`` are what shape propagation thinks. They are known to be right of what certain operators
 make: those that always lay out new memory row-major, whatever they are given; views of known tensors; and elementwise
-operators on known ones, whose results lie as their arguments do. Inputs are not known: a batch, a parameter that is
-part of another, or one in channels-last order.
+operators on known ones, whose results have the strides of their arguments. Inputs are not known: a batch, a parameter
+that is part of another, or one in channels-last order.
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ VIEWS = frozenset({
 """Operators that show their argument's memory, or copy what cannot be shown, which its strides decide."""
 
 ELEMENTWISE = frozenset({aten.clone.default, aten._to_copy.default})
-"""Operators that lie as their arguments do, besides those with torch's tag."""
+"""Operators whose results have the strides of their arguments, besides those with torch's tag."""
 
 OTHERWISE = frozenset({
     aten.native_dropout_backward.default, aten.div.Tensor_mode, aten.pow.Scalar, aten.copysign.Tensor,
     aten.logit_backward.default, aten.rrelu_with_noise_backward.default,
 })  # fmt: skip
-"""Elementwise operators whose results lie otherwise than propagation thinks, seen by running them."""
+"""Elementwise operators whose results have other strides than propagation says, seen by running them."""
 
 LAST_RESULTS = frozenset({
     aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default,
 })  # fmt: skip
-"""Attention, whose output has its heads' elements together, whatever the rest."""
+"""Attention, in whose output the last dim is contiguous, whatever the others."""
 
 _FREE = VIEWS | {aten.contiguous.default, aten.as_strided.default, aten.as_strided_scatter.default}
-"""What takes any strides although it may have no rule; of raw captures, what looks at memory as it is."""
+"""What takes any strides although it may have no rule; of raw captures, what reads memory as it is."""
 
 
 def needs_of(node: fx.Node) -> tuple[str, ...]:
@@ -76,6 +76,7 @@ def needs_of(node: fx.Node) -> tuple[str, ...]:
     target = called(node)
     if not isinstance(target, OpOverload) or target.namespace in ("_c10d_functional", "autopar"):
         return ()
+    # What a pass inserted has no rule of the plan; its local call has one in the table.
     rule = info(node).operator.rule if info(node).operator is not None else _local_rule(node, target)
     if rule is None and target in _FREE:
         return ()
@@ -119,6 +120,7 @@ def known_strides(graph: fx.GraphModule) -> frozenset[fx.Node]:
     for node in graph.graph.nodes:
         if node.op == "get_attr":
             constant = getattr(graph, str(node.target))
+            # Other constants count as unknown.
             known = isinstance(constant, torch.Tensor) and constant.is_contiguous()
         else:
             known = node.op == "call_function" and _is_known(node, found)
@@ -131,6 +133,7 @@ def _is_known(node: fx.Node, known: Collection[fx.Node]) -> bool:
     if node.target in ROW_MAJOR_RESULTS:
         return _row_major(node)
     arguments = tensors_of(node)
+    # Row-major values stay so on their way to host memory and back; of other strides nothing is promised.
     if node.target in (to_host, to_device):
         return arguments[0] in known and _row_major(arguments[0])
     if any(_crosses(a, node) and not _row_major(a) for a in arguments):
@@ -153,14 +156,15 @@ def _crosses(value: fx.Node, user: fx.Node) -> bool:
 
 
 def _is_line(node: fx.Node) -> bool:
-    """Whether a tensor has one dim at most: how it lies does not decide how what is computed from it does."""
+    """Whether a tensor has one dim at most: its stride does not decide those of what is computed from it."""
     return all(v is None or sum(n != 1 for n in v.shape) <= 1 for v in values_of(node))
 
 
 def has_strides(node: fx.Node, need: str, known: Collection[fx.Node] | None) -> bool:
-    """Whether a value is known to lie in memory as a kernel asks; of none is where ``known`` is None."""
+    """Whether a value is known to have the strides that a kernel asks for; none is where ``known`` is None."""
     if known is None:
         return False
+    # Of outputs with heads in any order the last dim is known all the same.
     if need == LAST and node.target is operator.getitem:
         source, index = node.args
         if index == 0 and getattr(source, "target", None) in LAST_RESULTS:
@@ -175,8 +179,9 @@ def copied_arguments(program: Program) -> Mapping[fx.Node, tuple[int, ...]]:
     Inputs are taken to be row-major.
 
     Args:
-        program: canonical program; its strides in ``meta["val"]`` are not looked at, as they are those of the capture.
+        program: canonical program; its strides in ``meta["val"]`` are not used, as they are those of the capture.
     """
+    # Remembered: every candidate plan asks, and a program does not change.
     key = "copied_arguments"
     if key not in program.memo:
         program.memo[key] = _copied_arguments(program)
@@ -195,6 +200,7 @@ def _copied_arguments(program: Program) -> dict[fx.Node, tuple[int, ...]]:
             continue
         if node in needs:
             pairs = zip(tensors_of(node), needs[node], strict=False)
+            # Most likely: this is judged on whole tensors, while the graph runs on shards.
             copied = tuple(i for i, (a, need) in enumerate(pairs) if not meets(values[a], need))
             if copied:
                 found[node] = copied

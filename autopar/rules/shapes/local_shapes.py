@@ -22,6 +22,7 @@ def propagate(program: Program, plan: Plan, *, everything: bool = False) -> None
     Raises:
         RuntimeError: a node does not accept its local arguments; names the node.
     """
+    # Nothing here is differentiated, and meta tensors with history would hold the whole graph.
     with torch.no_grad():
         for node in program.graph.graph.nodes:
             if node.op != "output" and (everything or "val" not in node.meta):
@@ -31,15 +32,18 @@ def propagate(program: Program, plan: Plan, *, everything: bool = False) -> None
 def _run(module: fx.GraphModule, node: fx.Node, plan: Plan) -> Any:
     if node.op == "placeholder":
         shape = local_shape(info(node).type(), info(node).layout(), plan.axis_sizes)
+        # The layout decides, not the traced value, which is global.
         return torch.empty(shape, dtype=node.meta["val"].dtype, device="meta")
     if node.op == "get_attr":
         constant = getattr(module, str(node.target))
         return torch.empty(constant.shape, dtype=constant.dtype, device="meta")
     args, kwargs = map_nodes((node.args, node.kwargs), lambda n: n.meta["val"])
+    # Creation operators name the real device; shapes are computed on meta.
     if "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("meta")}
     target: Any = node.target
     if info(node).operator is not None:
+        # As it will be when the graph runs: outputs of a kernel depend on its arguments' strides.
         args, kwargs = with_required_strides(called(node), info(node).operator.rule, args, kwargs)
     try:
         return make(target, args, kwargs) if isinstance(target, OpOverload) else target(*args, **kwargs)

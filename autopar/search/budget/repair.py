@@ -273,18 +273,18 @@ class _Repair:
         """
         seen: set[frozenset[Entry]] = set()
         live = [(t, *self.by_name[t.name]) for t in now.tensors if t.name in self.by_name]
-        saved = {node for tensor, node, _ in live if not tensor.again and not tensor.moved}
+        saved = {node for tensor, node, _ in live if not tensor.recomputed and not tensor.moved}
         for tensor, node, _ in sorted(live, key=lambda t: -t[0].size):
             if tensor.size < SMALL * now.totals[0]:
                 break
             several = self.program.repeat is None and self.classes.count[self.classes.key[node]] > 1
             for one in (False, True) if several else (False,):
-                per_use = self._per_use(node, plan, one) if tensor.again and tensor.moved else frozenset[Entry]()
-                if tensor.again:
+                per_use = self._per_use(node, plan, one) if tensor.recomputed and tensor.moved else frozenset[Entry]()
+                if tensor.recomputed:
                     entries = self._saved_instead(node, plan, one)
                 else:
                     entries = self._recomputed_instead(node, plan, saved, one)
-                for found, recompute in ((per_use, True), (entries, not tensor.again)):
+                for found, recompute in ((per_use, True), (entries, not tensor.recomputed)):
                     if found and found not in seen:
                         seen.add(found)
                         yield tensor.size, _changed(plan, found, recompute, self.classes.count)

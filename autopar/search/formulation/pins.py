@@ -22,7 +22,7 @@ from autopar.ir.layout import (
     is_uneven,
     parse_placement,
 )
-from autopar.ir.module_outputs import as_lies, find_module_outputs, module_outputs
+from autopar.ir.module_outputs import find_module_outputs, module_outputs, placement_in
 from autopar.ir.program import Program
 from autopar.sharding.dims import Dims
 from autopar.sharding.layer_classes import LayerClasses
@@ -156,7 +156,7 @@ def _of_values(program: Program, dims: Dims, name: str, pinned: Pinned, axes: Ma
         type_ = dims.types[value]
         try:
             # The module may return the value in another shape, or for the whole batch: the pin speaks of that.
-            own = tuple(as_lies(p, type_, mark, program.microbatches) for p in pinned)
+            own = tuple(placement_in(p, type_, mark, program.microbatches) for p in pinned)
         except ValueError as e:
             reason = e
             continue

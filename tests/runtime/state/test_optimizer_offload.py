@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autopar.compiler import program_of, rewrite, solve
 from autopar.ir.plan import EVERY, Plan
-from autopar.memory.liveness import moments, peak_memory
+from autopar.memory.liveness import memory_points, peak_memory
 from autopar.parallelize import parallelize
 from autopar.runtime.state.optimizer_offload import OffloadedStates, offload_states
 from autopar.search.predict import predict
@@ -141,7 +141,7 @@ def test_the_peak_is_that_of_the_pass_or_of_the_optimizers_step() -> None:
     assert peaks[0] - peaks[1] == state == away.predicted.host_bytes
     assert here.predicted.memory_bytes["optimizer"] - away.predicted.memory_bytes["optimizer"] == state
     assert away.predicted.step_seconds - here.predicted.step_seconds == pytest.approx(away.predicted.host_seconds)
-    last, before = moments(local, away)[-1], moments(local, away)[-2]
+    last, before = memory_points(local, away)[-1], memory_points(local, away)[-2]
     assert last.held["optimizer"] == before.held["optimizer"] + state  # for the optimizer's step all is there
     small = planned(*zoo.mlp(batch=8), "up.weight", "down.weight")
     held = peak_memory(rewrite(program_of(*zoo.mlp(batch=8)), small), small)

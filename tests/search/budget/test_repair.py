@@ -13,7 +13,7 @@ from autopar.errors import InfeasibleError
 from autopar.ir.graph import is_backward
 from autopar.ir.plan import EVERY, Plan
 from autopar.ir.program import Program
-from autopar.memory.liveness import moments, peak_snapshot
+from autopar.memory.liveness import memory_points, peak_snapshot
 from autopar.memory.recompute import class_of
 from autopar.search.budget.budget_problem import BudgetProblem, missing
 from autopar.search.budget.min_peak import min_peak_recomputation
@@ -65,12 +65,12 @@ def test_the_crowd_is_what_is_held_at_the_heaviest_moment() -> None:
     program, _, _ = captured()
     plan = solve(program, LINE, "h100")
     local = rewrite(program, plan)
-    found, every = peak_snapshot(local, plan), moments(local, plan)
+    found, every = peak_snapshot(local, plan), memory_points(local, plan)
     assert found.totals[0] == sum(found.held.values()) == max(m.total for m in every)
     assert list(found.totals) == sorted(found.totals, reverse=True)
     inputs = ("parameters", "optimizer", "buffers", "batch")
     assert sum(t.size for t in found.tensors) == sum(v for k, v in found.held.items() if k not in inputs)
-    assert not any(t.again for t in found.tensors)
+    assert not any(t.recomputed for t in found.tensors)
 
 
 def test_what_is_made_again_is_told_apart() -> None:
@@ -82,7 +82,7 @@ def test_what_is_made_again_is_told_apart() -> None:
         *(f"consumer {r}" for r in plan.consumer_layouts if class_of(f"consumer {r}") not in kept),
     ]
     found = peak_snapshot_of(program, replace(plan, recompute=dict.fromkeys(names, EVERY)), classes)
-    again = {t.name for t in found.tensors if t.again}
+    again = {t.name for t in found.tensors if t.recomputed}
     assert again
     assert again <= {n.name for n in program.sources}
 

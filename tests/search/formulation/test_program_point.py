@@ -18,8 +18,8 @@ from autopar.ir.graph import is_backward, module_path
 from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.plan import Certificate
 from autopar.ir.program import Program
-from autopar.memory.liveness import Moment as Held
-from autopar.memory.liveness import moments
+from autopar.memory.liveness import MemoryPoint as Held
+from autopar.memory.liveness import memory_points
 from autopar.search.formulation.build import Formulation, build
 from autopar.search.formulation.memory_model import MemoryModel
 from autopar.search.formulation.pins import Restrictions
@@ -103,7 +103,7 @@ class Rows:
             self.program, self.dims, self.classes, built, mix, CERTIFICATE, Job(self.axes, CLUSTER), self.tables
         )
         plan = replace(plan, fingerprint=self.whole.fingerprint, microbatches=self.program.microbatches)
-        return moments(rewrite(self.whole, plan), plan)
+        return memory_points(rewrite(self.whole, plan), plan)
 
 
 def drawn(built: Formulation, seed: int) -> Ints:

@@ -1,0 +1,101 @@
+"""Containers of Python state (modules, scopes, lists, dicts, objects, closures): read, compared, restored, written.
+
+A `Path` leads from a module to a value through containers, a `Step` from a container to one of its items.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from autopar.capture.state.scope import Scope
+from autopar.capture.state.slots import OWN, SCOPES, Path, Step, attributes_of, children, set_attribute, slots_of
+
+
+def contents(container: Any) -> dict[Step, Any]:
+    """What a container holds now; of a module the user's attributes only."""
+    if isinstance(container, nn.Module):
+        return {("attr", n): v for n, v in vars(container).items() if n not in OWN}
+    return dict(children(container) or ())
+
+
+def differs(before: Mapping[Step, Any], now: Mapping[Step, Any]) -> bool:
+    """Whether a container holds other objects than before; equal ones count as others."""
+    return len(before) != len(now) or any(s not in now or now[s] is not v for s, v in before.items())
+
+
+def restore(container: Any, before: Mapping[Step, Any]) -> None:
+    """Make a container hold just what it held."""
+    # In place: others may refer to the same list.
+    if isinstance(container, list | deque):
+        container.clear()
+        container.extend(before.values())
+    elif isinstance(container, set):
+        container.clear()
+        container.update(before.values())
+    else:
+        now = contents(container)
+        for step in now:
+            if step not in before:
+                delete(container, step)
+        # Only what has changed: an assignment may run the user's __setitem__.
+        for step, value in before.items():
+            if step not in now or now[step] is not value:
+                put(container, step, value)
+
+
+def put(container: Any, step: Step, value: Any) -> None:
+    """Set an item of a container."""
+    kind, key = step
+    if isinstance(container, Scope):
+        container.owner[key] = value
+    elif kind == "item":
+        container[key] = value
+    elif kind == "value":
+        container.set(value)  # a ContextVar
+    elif kind == "cell":
+        cells = dict(zip(container.__code__.co_freevars, container.__closure__, strict=True))
+        cells[key].cell_contents = value
+    else:
+        set_attribute(container, key, value)
+
+
+def delete(container: Any, step: Step) -> None:
+    """Delete an item of a container."""
+    kind, key = step
+    if isinstance(container, Scope):
+        del container.owner[key]
+    elif kind == "item":
+        del container[key]
+    elif key in slots_of(type(container)):
+        object.__delattr__(container, key)
+    else:
+        vars(container).pop(key, None)
+
+
+def find(model: nn.Module, module: str, path: Path) -> Any:
+    """The value at a path in a module of the model."""
+    value: Any = model.get_submodule(module) if module and module != SCOPES else model
+    for kind, key in path:
+        if kind == "scope":
+            value = key  # an `Owner`, which the path itself holds
+        elif kind == "item":
+            value = value[key]
+        elif kind == "cell":
+            value = dict(zip(value.__code__.co_freevars, value.__closure__, strict=True))[key].cell_contents
+        elif kind == "default":
+            value = value.__defaults__[key]
+        elif kind == "value":
+            value = value.get(None)
+        elif kind == "target":
+            value = value()  # a weak reference
+        elif isinstance(value, nn.Module | types.MethodType):
+            value = getattr(value, key)
+        else:
+            # Not getattr: a property or __getattr__ of the user's class would run.
+            value = dict(attributes_of(value))[kind, key]
+    return value

@@ -1,0 +1,301 @@
+"""`Record`: the Python state of a model before a call; what differs afterwards becomes `Write`s, and is undone.
+
+A call is traced, not run: what it writes to attributes must not stay. `Record.writes` reads it off, with tensors as
+further results of the graph, `Record.restore` gives the model its state as it was, and `autopar.capture.state.writes`
+applies the writes after every step.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+import weakref
+from array import array
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import nn
+
+from autopar._torch_compat import is_traced
+from autopar.capture.state.containers import contents, differs, put, restore
+from autopar.capture.state.driven import Driven, is_driven
+from autopar.capture.state.scope import scopes_of
+from autopar.capture.state.skeleton import Existing, NewObject, Skeleton, has_leaf, kind_of
+from autopar.capture.state.slots import (
+    BUFFERS,
+    DEEPEST,
+    HOOK_TABLES,
+    SCOPES,
+    SIMPLE,
+    Path,
+    Step,
+    children,
+    name_of,
+    own_attributes,
+)
+from autopar.capture.state.tracked import Tracked, is_tracked, operations_of, value_of
+from autopar.capture.state.writes import DELETED, Replay, Write
+from autopar.errors import CaptureError
+from autopar.ir.signature.pytree import Leaf
+
+LARGEST_ARRAY = 2**26
+"""Bytes of an array whose elements are copied; one that is larger is data, and not looked at."""
+
+Array: TypeAlias = "np.ndarray[Any, Any] | bytearray | memoryview | array[Any]"
+
+
+_FIXED = (tuple, set, frozenset, weakref.ref)
+"""Containers whose items cannot be replaced one by one."""
+
+
+class Record:
+    """The state of a model at one point in time."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """The state now."""
+        self._containers: list[tuple[str, Path, Any, dict[Step, Any]]] = []
+        # With the object itself: while it is alive, no other one can have its id.
+        self._existing: dict[int, tuple[Existing, Any]] = {}
+        self._arrays: list[tuple[str, Array, Any]] = []
+        for scope in scopes_of(model):
+            self._visit(SCOPES, (("scope", scope.owner),), scope, 0)
+        for name, module in model.named_modules():
+            own = {("attr", n): v for n, v in own_attributes(module).items()}
+            self._containers.append((name, (), module, own))
+            for step, value in own.items():
+                self._visit(name, (step,), value, 0)
+            for table in HOOK_TABLES:  # some models register hooks in forward
+                hooks = getattr(module, table)
+                self._containers.append((name, (("attr", table),), hooks, contents(hooks)))
+
+    @classmethod
+    def of(cls, value: Any) -> Record:
+        """The state that a function, or any other value, refers to; modules and what is in them are left out."""
+        record = cls.__new__(cls)
+        record._containers, record._existing, record._arrays = [], {}, []
+        record._visit("", (), value, 0)
+        if isinstance(value, types.FunctionType):
+            # A hook often records into a global list, which is neither in its closure nor among its defaults.
+            for name in value.__code__.co_names:
+                found = value.__globals__.get(name)
+                if isinstance(found, list | dict | set | deque):
+                    record._visit("", (("global", name),), found, 0)
+        return record
+
+    def _visit(self, module: str, path: Path, value: Any, depth: int) -> None:
+        if id(value) in self._existing or isinstance(value, SIMPLE):
+            return
+        self._existing[id(value)] = (Existing(module, path), value)
+        if isinstance(value, (np.ndarray, *BUFFERS)) and _bytes(value) <= LARGEST_ARRAY:
+            self._arrays.append((name_of(module, path), value, _elements(value)))
+        inner = children(value) if depth < DEEPEST and not isinstance(value, nn.Module) else None
+        if inner is None:
+            return
+        self._containers.append((module, path, value, dict(inner)))
+        for step, v in inner:
+            self._visit(module, (*path, step), v, depth + 1)
+
+    def has_changed(self) -> bool:
+        """Whether any container differs."""
+        return any(differs(before, contents(container)) for _, _, container, before in self._containers)
+
+    def restore(self) -> None:
+        """Give every container what it held, and every array the elements that it had."""
+        for _, _, container, before in self._containers:
+            if differs(before, contents(container)):
+                restore(container, before)
+        for _, values, elements in self._arrays:
+            if not _same_elements(values, elements):
+                values[:] = elements
+
+    def guard_iterators(self) -> None:
+        """Put a `Driven` in place of iterators: how far a call takes them cannot be undone."""
+        for module, path, container, before in self._containers:
+            for step, value in before.items() if not isinstance(container, _FIXED) else ():
+                if is_driven(value):
+                    put(container, step, Driven(name_of(module, (*path, step))))
+
+    def changed_numbers(self) -> list[tuple[str, Path]]:
+        """Paths of plain numbers that have changed since, to plain numbers."""
+        found = []
+        for module, path, container, before in self._containers:
+            now = contents(container)
+            for step, old in before.items():
+                if _is_number(old) and _is_number(now.get(step)) and now[step] != old:
+                    found.append((module, (*path, step)))
+        return found
+
+    def track(self, paths: Collection[tuple[str, Path]]) -> None:
+        """Put a `Tracked` number at some paths."""
+        wanted = set(paths)
+        for module, path, container, before in self._containers:
+            for step, old in before.items():
+                if (module, (*path, step)) in wanted:
+                    put(container, step, Tracked(old))
+
+    def writes(self, leaf: Callable[[torch.Tensor], Leaf], lines: Mapping[tuple[str, str], str]) -> list[Write]:
+        """What has changed since.
+
+        Args:
+            leaf: makes a tensor that the call computed a result of the graph.
+            lines: where in the user's code an attribute of a module was assigned last.
+
+        Raises:
+            CaptureError: something has changed that cannot be written after a call.
+        """
+        self._require_arrays_unchanged()
+        found: list[Write] = []
+        for module, path, container, step, before, now in self._changes():
+            at = (*path, step)
+            # Only assignments to attributes are seen; of an item it is where its attribute was assigned.
+            line = lines.get((module, str(at[0][1])), "")
+            where = f"{name_of(module, at)}{f', assigned at {line}' if line else ''}"
+            if isinstance(container, set | frozenset):
+                # Of a scope it is which warnings have been given, say: the next call has a graph of its own.
+                if module == SCOPES:
+                    continue
+                raise _cannot_change(where, container)
+            if isinstance(container, types.FunctionType | tuple | weakref.ref):
+                raise _cannot_change(where, container)
+            value = DELETED if step not in now else self.skeleton(now[step], leaf, where, ())
+            if step in before and is_same_value(value, before[step]):
+                continue
+            found.append(Write(module, at, value))
+        return [w for w in found if not self._holds_same_parameters(w)]
+
+    def _changes(self) -> Iterator[tuple[str, Path, Any, Step, Mapping[Step, Any], Mapping[Step, Any]]]:
+        """Every item that is another object now: module, path, container, step, and the container before and now."""
+        for module, path, container, before in self._containers:
+            now = contents(container)
+            if not differs(before, now):
+                continue
+            for step in [*before, *(s for s in now if s not in before)]:
+                both = step in now and step in before
+                # What `guard_iterators` put there is no write of the call.
+                if not both or not (now[step] is before[step] or type(now[step]) is Driven):
+                    yield module, path, container, step, before, now
+
+    def _require_arrays_unchanged(self) -> None:
+        for name, values, elements in self._arrays:
+            if not _same_elements(values, elements):
+                kind = "numpy array" if isinstance(values, np.ndarray) else type(values).__name__
+                raise CaptureError(
+                    f"a call of the model writes to the elements of the {kind} {name}, which a graph cannot do again; "
+                    "keep a tensor (register_buffer), or set the attribute to a new array"
+                )
+
+    def _holds_same_parameters(self, write: Write) -> bool:
+        """Whether a new list holds the very parameters that the old one held, as `nn.LSTM` makes it at every call."""
+        before = next(b for m, p, _, b in self._containers if (m, p) == (write.module, write.path[:-1]))
+        old = before.get(write.path[-1])
+        if not isinstance(write.value, NewObject) or not isinstance(old, list) or write.value.kind is not list:
+            return False
+        items = [v for _, v in write.value.items]
+        return len(items) == len(old) and all(isinstance(item, Existing) and item.tensor for item in items)
+
+    def skeleton(
+        self, value: Any, leaf: Callable[[torch.Tensor], Leaf], where: str, above: tuple[int, ...] = ()
+    ) -> Skeleton:
+        """A value in which tensors of the call are leaves.
+
+        Args:
+            value: of the model's state after the call.
+            leaf: makes a tensor that the call computed a result of the graph.
+            where: what the value is, for errors.
+            above: ids of the containers that it is in.
+
+        Raises:
+            CaptureError: it holds something that cannot be rebuilt.
+        """
+        if is_tracked(value):
+            operations = operations_of(value)
+            return value_of(value) if operations is None else Replay(operations)
+        # Before `is_traced`: while a model is traced, its parameters are traced tensors, too.
+        tensor = self._own_tensor(value)
+        if tensor is not None:
+            return tensor
+        if isinstance(value, torch.Tensor) and is_traced(value):
+            return leaf(value)
+        if id(value) in self._existing and self._existing[id(value)][1] is value:
+            return self._existing[id(value)][0]
+        if isinstance(value, (*SIMPLE, type, types.ModuleType, torch.Tensor)):
+            return value
+        inner = children(value)
+        endless = id(value) in above or len(above) > DEEPEST
+        if inner is None or isinstance(value, nn.Module | types.MethodType) or endless:
+            return _opaque(value, inner is None, where)
+        items = tuple((step, self.skeleton(v, leaf, where, (*above, id(value)))) for step, v in inner)
+        if not isinstance(value, types.FunctionType):
+            return NewObject(kind_of(value), items)
+        if any(has_leaf(v) for _, v in items):
+            raise CaptureError(
+                f"a call of the model sets {where} to a function that refers to a tensor of the call; keep the "
+                "tensor in an attribute instead"
+            )
+        return value
+
+    def _own_tensor(self, value: Any) -> Existing | None:
+        """What stands for a parameter or buffer, or for a weak reference to one."""
+        weak = isinstance(value, weakref.ref)
+        target = value() if weak else value
+        if not isinstance(target, torch.Tensor):
+            return None
+        for module, _, container, _ in self._containers:
+            if not isinstance(container, nn.Module):
+                continue
+            for table in (container._parameters, container._buffers):
+                name = next((n for n, t in table.items() if t is target), None)
+                if name is not None:
+                    # From the model on: a module may be called as `SCOPES` is.
+                    parts = (*module.split("."), name) if module else (name,)
+                    return Existing("", tuple(("attr", part) for part in parts), tensor=True, weak=weak)
+        return None
+
+
+def _opaque(value: Any, is_leaf: bool, where: str) -> Any:
+    """A value that stands for itself in a skeleton, if it can."""
+    if isinstance(value, np.ndarray | np.generic):
+        return copy.deepcopy(value)
+    if callable(value) and not isinstance(value, nn.Module) and is_leaf:
+        return value
+    raise CaptureError(
+        f"a call of the model sets {where} to a {type(value).__name__}, which cannot be done again after a "
+        "step; keep tensors, numbers, strings, lists, tuples, dicts or plain objects of these"
+    )
+
+
+def _cannot_change(where: str, container: Any) -> CaptureError:
+    return CaptureError(
+        f"a call of the model changes {where}, in a {type(container).__name__}, which cannot be done "
+        "again after a step; keep it in an attribute, a list or a dict of a module"
+    )
+
+
+def is_same_value(value: Skeleton, before: Any) -> bool:
+    """Whether a skeleton is a plain value that equals what was there; NaN equals itself."""
+    if not isinstance(value, SIMPLE) or type(value) is not type(before):
+        return False
+    return bool(value == before) or (value != value and before != before)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)  # no bool, whose arithmetic is another; nor a tracked number
+
+
+def _bytes(values: Array) -> int:
+    return values.nbytes if isinstance(values, np.ndarray | memoryview) else len(values) * memoryview(values).itemsize
+
+
+def _elements(values: Array) -> Any:
+    if isinstance(values, np.ndarray):
+        return values.copy()
+    return bytes(values) if isinstance(values, memoryview) else values[:]
+
+
+def _same_elements(a: Array, b: Any) -> bool:
+    if isinstance(a, np.ndarray):
+        return bool(a.shape == b.shape) and bool(a.tobytes() == b.tobytes())
+    return bytes(a) == bytes(b)
