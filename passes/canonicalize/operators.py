@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from autopar.ir.graph import copy_graph, is_operator, static_arguments, tensor_arguments
+from autopar.ir.graph import copy_graph, is_backward, is_operator, static_arguments, tensor_arguments
 from autopar.ir.module_outputs import mark_viewed, pass_on
 from autopar.ir.program import Program
 
@@ -293,6 +293,34 @@ def _as_conjugate(graph: fx.Graph, node: fx.Node) -> bool:
     return _become(node, aten.full.default, ([], complex(node.args[0]).conjugate()), options)  # type: ignore[arg-type]
 
 
+def _as_masked_fill(graph: fx.Graph, node: fx.Node) -> bool:
+    """The gradient of ``where``, which is zero elsewhere, is linear in what comes in; ``where`` itself is not.
+
+    So sums over samples may be made after it, as the gradient of a position bias needs in microbatches.
+    """
+    if node.target is not aten.where.self or not is_backward(node):
+        return False
+    mask, first, second = node.args
+    for source, other, selects in ((first, second, True), (second, first, False)):
+        if not (isinstance(source, fx.Node) and _is_zero(other) and _has_type_of(node, source)):
+            continue
+        if _value(mask).dtype is not torch.bool:
+            return False
+        if selects:  # `masked_fill` fills where the mask is true
+            with graph.inserting_before(node):
+                mask = graph.call_function(aten.logical_not.default, (mask,))
+            mask.meta = {**node.meta, "val": _value(node.args[0]).logical_not()}
+        return _become(node, aten.masked_fill.Scalar, (source, mask, 0))
+    return False
+
+
+def _is_zero(value: Any) -> bool:
+    if not isinstance(value, fx.Node) or value.target not in (aten.scalar_tensor.default, aten.full.default):
+        return False
+    fill = value.args[0 if value.target is aten.scalar_tensor.default else 1]
+    return isinstance(fill, int | float) and fill == 0
+
+
 def _without_saved(graph: fx.Graph, node: fx.Node) -> bool:
     """Batch norm's backward in evaluation takes no saved statistics, whose shape depends on the device."""
     if node.target is not aten.native_batch_norm_backward.default or node.args[7]:
@@ -304,7 +332,7 @@ def _without_saved(graph: fx.Graph, node: fx.Node) -> bool:
 
 _FORMS = (
     _identity, _as_view, _as_permute, _as_sum, _as_full, _as_slice, _as_cat, _as_repeat, _as_copy, _as_conjugate,
-    _without_saved,
+    _as_masked_fill, _without_saved,
 )  # fmt: skip
 
 

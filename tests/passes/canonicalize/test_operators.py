@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+import autopar
 from autopar.capture import capture
+from autopar.compiler import program_of
 from autopar.ir.graph import is_operator
 from autopar.passes.canonicalize.operators import canonicalize
+from autopar.search.options import Search
 from autopar.verify.emulate import run_whole
 from tests import models
 from tests.models import X, raw
@@ -120,3 +124,30 @@ def test_the_captured_program_is_not_changed() -> None:
 def test_idempotent() -> None:
     once = canonicalize(capture(*models.encoder(seq=4)))
     assert show(canonicalize(once)) == show(once)
+
+
+class Biased(nn.Module):
+    """A bias of positions that all samples share, hidden by a mask, as T5 has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.first = nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.ones(4, 4, dtype=torch.bool).tril()
+        scores = self.first(x) + torch.where(hidden, self.bias, -1e4)[None]
+        return scores.softmax(-1).square().mean()
+
+
+def test_the_gradient_of_a_choice_is_linear() -> None:
+    """So the sum over samples may come after it, from microbatch to microbatch."""
+    torch.manual_seed(0)
+    model, batch = Biased().double(), (torch.randn(8, 4, 4, dtype=torch.float64),)
+    targets = [n.target for n in program_of(model, batch).graph.graph.nodes]
+    assert targets.count(torch.ops.aten.where.self) == 1
+    assert torch.ops.aten.masked_fill.Scalar in targets
+    for kind in (None, "random"):
+        search = Search(recipe=kind, pins={"microbatches": 4})
+        plan = autopar.plan(model, batch, cluster="cpu", axes={"a": 2}, search=search)
+        report = autopar.verify(model, batch, {"a": 2}, plan=plan)
+        assert (plan.microbatches, report.max_error < 1e-10) == (4, True)
