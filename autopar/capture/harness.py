@@ -20,7 +20,8 @@ from autopar.capture.outside import refused
 from autopar.capture.state.hooks import Hooks, Observation, observations
 from autopar.capture.state.record import Record
 from autopar.capture.state.scope import uncached
-from autopar.capture.state.slots import Path, tensor_attributes
+from autopar.capture.state.slots import tensor_attributes
+from autopar.capture.state.values import Path
 from autopar.capture.state.writes import Write
 from autopar.capture.swap import Reference, put_reference
 from autopar.errors import CaptureError

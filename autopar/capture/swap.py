@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.state.slots import DEEPEST, Step, children, own_attributes, promoted, tensor_attributes
+from autopar.capture.state.slots import own_attributes, promoted, tensor_attributes
+from autopar.capture.state.values import DEEPEST, Step, children
 from autopar.errors import CaptureError
 
 Reference = tuple[Any, Step, torch.Tensor, str]

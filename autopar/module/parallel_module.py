@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.capture.state.slots import OWN as TORCHS
+from autopar.capture.state.values import OWN as TORCHS
 from autopar.compiler import rewrite
 from autopar.ir.plan import Plan
 from autopar.module.copies import RESIZING, SAVING, deep_copy, on_a_mesh, refuse_pickling, shallow_copy

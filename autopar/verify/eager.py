@@ -20,7 +20,8 @@ from autopar.capture import Batch, Harness, LossFunction
 from autopar.capture.intercepts import branches_taken
 from autopar.capture.state.hooks import hooks_undone
 from autopar.capture.state.record import Record
-from autopar.capture.state.slots import children, state_tensors, tensor_attributes
+from autopar.capture.state.slots import state_tensors, tensor_attributes
+from autopar.capture.state.values import children
 from autopar.capture.state.writes import written_tensors
 from autopar.ir.ops.random import generator_states, same_numbers
 from autopar.ir.program import Program

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.state.slots import attributes_of, own_attributes, slots_of
+from autopar.capture.state.slots import own_attributes
+from autopar.capture.state.values import attributes_of, slots_of
 from autopar.ir.shards import largest_difference
 
 DEPTH = 6

@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.capture.state.record import Record
 from autopar.capture.state.skeleton import Skeleton, build
-from autopar.capture.state.slots import HOOK_TABLES, HOOKS, Path, children, own_attributes
+from autopar.capture.state.slots import HOOK_TABLES, HOOKS, own_attributes
+from autopar.capture.state.values import Path, children
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.signature.pytree import Leaf
 

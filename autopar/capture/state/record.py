@@ -24,19 +24,9 @@ from autopar.capture.state.containers import contents, differs, put, restore
 from autopar.capture.state.driven import Driven, is_driven
 from autopar.capture.state.scope import scopes_of
 from autopar.capture.state.skeleton import Existing, NewObject, Skeleton, has_leaf, kind_of
-from autopar.capture.state.slots import (
-    BUFFERS,
-    DEEPEST,
-    HOOK_TABLES,
-    SCOPES,
-    SIMPLE,
-    Path,
-    Step,
-    children,
-    name_of,
-    own_attributes,
-)
+from autopar.capture.state.slots import HOOK_TABLES, SCOPES, name_of, own_attributes
 from autopar.capture.state.tracked import Tracked, is_tracked, operations_of, value_of
+from autopar.capture.state.values import BUFFERS, DEEPEST, SIMPLE, Path, Step, children
 from autopar.capture.state.writes import DELETED, Replay, Write
 from autopar.errors import CaptureError
 from autopar.ir.signature.pytree import Leaf

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from autopar.capture.state.containers import find
-from autopar.capture.state.slots import Path, Step, set_attribute
+from autopar.capture.state.values import Path, Step, set_attribute
 from autopar.ir.signature.pytree import Leaf
 
 Skeleton = Any

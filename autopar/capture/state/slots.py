@@ -6,131 +6,21 @@ every call, cheaply: what has not been assigned since is not described anew.
 
 from __future__ import annotations
 
-import array
-import contextvars
-import enum
-import functools
-import hashlib
 import operator
 import random
-import sys
-import types
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from autopar.capture.state.scope import Scope, is_library, scopes_of_classes
-
-OWN = frozenset(vars(nn.Module()))
-"""Attributes that torch's modules have of their own."""
+from autopar.capture.state.scope import Scope, scopes_of_classes
+from autopar.capture.state.values import BUFFERS, OWN, Path, Same, children, describe, walk
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 HOOK_TABLES = (*HOOKS, "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
-
-SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, slice,
-          range, type(Ellipsis))  # fmt: skip
-
-BUFFERS = (bytearray, memoryview, array.array)
-"""Numbers in memory that can be written one by one."""
-
-DEEPEST = 12
-"""Levels of containers in one another that are described."""
-
-Step = tuple[str, Any]
-"""``("attr", name)`` or ``("item", key)``."""
-
-Path = tuple[Step, ...]
-
-
-def children(value: Any) -> list[tuple[Step, Any]] | None:
-    """What a container holds, by the step that leads there; None: it is no container."""
-    if isinstance(value, Scope):
-        return [(("item", n), v) for n, v in value.items()]
-    if isinstance(value, Mapping):
-        inner = [(("item", k), v) for k, v in value.items()]
-        return inner + attributes_of(value) if type(value) is not dict else inner
-    if isinstance(value, list | tuple | deque):
-        return [(("item", i), v) for i, v in enumerate(value)]
-    if isinstance(value, set | frozenset):
-        # Sorted by text: the order of a set differs from process to process.
-        return [(("item", repr(v)), v) for v in sorted(value, key=repr)]
-    if isinstance(value, nn.Module):  # one that is no submodule
-        tables = [(("attr", n), t) for table in (value._parameters, value._buffers, value._modules)
-                  for n, t in table.items()]  # fmt: skip
-        return tables + [(("attr", n), v) for n, v in vars(value).items() if n not in OWN or n == "training"]
-    if isinstance(value, types.FunctionType):
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        inner = [(("cell", n), c.cell_contents) for n, c in cells if _is_filled(c)]
-        return inner + [(("default", i), d) for i, d in enumerate(value.__defaults__ or ())]
-    # A bound method is its object's state; a module's own is described with the module.
-    if isinstance(value, types.MethodType):
-        return [] if isinstance(value.__self__, nn.Module) else [(("attr", "__self__"), value.__self__)]
-    if isinstance(value, functools.partial):
-        return [(("attr", "func"), value.func), (("attr", "args"), value.args), (("attr", "keywords"), value.keywords)]
-    if isinstance(value, SIMPLE) or isinstance(value, torch.Tensor | type | types.ModuleType | np.ndarray):
-        return None
-    if isinstance(value, weakref.ref):
-        target = value()
-        return [] if isinstance(target, torch.Tensor | nn.Module) else [(("target", ""), target)]
-    if isinstance(value, contextvars.ContextVar):
-        return [(("value", ""), value.get(None))]
-    # Other callables, torch's own for example, are leaves, told apart by identity.
-    is_object = hasattr(value, "__dict__") or bool(slots_of(type(value)))
-    return attributes_of(value) if is_object and (not callable(value) or _is_users(type(value))) else None
-
-
-_called: dict[type, bool] = {}
-
-
-def _is_users(kind: type) -> bool:
-    """Whether the objects of a class that are called have state of the user's: torch's own keep caches there."""
-    if kind not in _called:
-        is_python = any(isinstance(vars(c).get("__call__"), types.FunctionType) for c in kind.__mro__)
-        _called[kind] = is_python and not is_library(kind.__module__)
-    return _called[kind]
-
-
-def attributes_of(value: Any) -> list[tuple[Step, Any]]:
-    """Attributes of an object: those in its ``__dict__``, and those in slots."""
-    found = [(("attr", n), v) for n, v in vars(value).items()] if hasattr(value, "__dict__") else []
-    return found + [(("attr", n), getattr(value, n)) for n in slots_of(type(value)) if hasattr(value, n)]
-
-
-_slots: dict[type, tuple[str, ...]] = {}
-
-
-def slots_of(kind: type) -> tuple[str, ...]:
-    """Names of a class's slots; none of Python's own classes, which keep caches there."""
-    if kind not in _slots:
-        _slots[kind] = _find_slots(kind)
-    return _slots[kind]
-
-
-def _find_slots(kind: type) -> tuple[str, ...]:
-    found: list[str] = []
-    for c in kind.__mro__:
-        names = vars(c).get("__slots__", ())
-        if c.__module__.partition(".")[0] in sys.stdlib_module_names:
-            continue
-        # Private names are stored mangled, as Python does it.
-        for name in (names,) if isinstance(names, str) else names:
-            private = name.startswith("__") and not name.endswith("__")
-            found.append(f"_{c.__name__.lstrip('_')}{name}" if private else name)
-    return tuple(n for n in found if n not in ("__dict__", "__weakref__"))
-
-
-def set_attribute(value: Any, name: str, new: Any) -> None:
-    """Give an object an attribute, whatever its class does about that."""
-    if name in slots_of(type(value)):
-        object.__setattr__(value, name, new)
-    else:
-        vars(value)[name] = new
 
 
 def tensor_attributes(tensor: torch.Tensor) -> dict[str, Any]:
@@ -143,81 +33,6 @@ _TENSORS_OWN = frozenset(
     "pytype dispatch_keys real_tensor".split()
 )
 """Attributes that torch and autopar set."""
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018  raises where nothing has been assigned yet
-    except ValueError:
-        return False
-    return True
-
-
-def describe(value: Any) -> Any:
-    """A leaf in a form that is equal for equal state."""
-    if isinstance(value, SIMPLE):
-        # By text: NaN does not equal itself, and 0.0 equals -0.0.
-        return type(value), repr(value) if isinstance(value, float | complex) else value
-    if isinstance(value, torch.Tensor):
-        return "tensor", Same(value), tuple(value.shape), value.dtype, _version(value), value.requires_grad
-    if isinstance(value, BUFFERS):
-        return type(value), bytes(value)
-    if isinstance(value, np.ndarray):
-        # No version counts writes to an array, so its elements are hashed at every call.
-        return "array", value.shape, str(value.dtype), hashlib.sha256(np.ascontiguousarray(value).data).hexdigest()
-    if isinstance(value, random.Random):
-        return "random", hash(value.getstate())
-    if isinstance(value, np.random.Generator):
-        return "random", repr(value.bit_generator.state)
-    return type(value), Same(value)
-
-
-class Same:
-    """Equal for the same object alone, as long as that is there: an `id` is given to others afterwards."""
-
-    __slots__ = ("_hash", "_of")
-
-    def __init__(self, value: Any) -> None:
-        """Tensors, and whatever else can be referred to weakly, are not kept alive."""
-        self._hash = id(value)
-        try:
-            self._of: Any = weakref.ref(value)
-        except TypeError:
-            self._of = lambda: value
-
-    def __eq__(self, other: object) -> bool:
-        """Whether both are of one object."""
-        return isinstance(other, Same) and (mine := self._of()) is not None and mine is other._of()
-
-    def __hash__(self) -> int:
-        """Of the identity."""
-        return self._hash
-
-
-def _version(tensor: torch.Tensor) -> int:
-    try:
-        return tensor._version
-    except RuntimeError:  # a tensor of inference mode has none
-        return -1
-
-
-def walk(value: Any, path: Path, seen: set[int], depth: int = 0) -> Iterator[tuple[Path, Any, Any]]:
-    """Every container and leaf in a value, each once: its path, itself, and what describes it."""
-    inner = children(value) if depth < DEEPEST else None
-    if inner is None:
-        yield path, value, describe(value)
-        return
-    # Cycles, and what several attributes share, are described once.
-    if id(value) in seen:
-        yield path, None, "above"
-        return
-    seen.add(id(value))
-    # Two functions of one closure are different code; two lists of equal items are the same state.
-    kind: Any = Same(value) if isinstance(value, types.FunctionType) else len(inner)
-    kind = (value.__func__, Same(value.__self__)) if isinstance(value, types.MethodType) else kind
-    yield path, value, (type(value), kind)
-    for step, v in inner:
-        yield from walk(v, (*path, step), seen, depth + 1)
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from torch import nn
 
 from autopar.capture.state.containers import delete, find, put
 from autopar.capture.state.skeleton import NewObject, Skeleton, build
-from autopar.capture.state.slots import Path, name_of
+from autopar.capture.state.slots import name_of
 from autopar.capture.state.tracked import Operation, replayed
+from autopar.capture.state.values import Path
 from autopar.ir.signature.pytree import Leaf
 
 DELETED = object()
