@@ -15,7 +15,7 @@ def test_every_rule_is_listed_once() -> None:
 
 def test_equations_of_a_model() -> None:
     model, batch = models.mlp()
-    rows = {row["operator"]: row for row in list_rules((model, batch, None))}
+    rows = {row["operator"]: row for row in list_rules((model, batch, None, None))}
     assert rows["aten.mm.default"]["equations"] == ["mk,kn->mn"]
     assert rows["aten.bmm.default"]["equations"] == []
 
