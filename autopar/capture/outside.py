@@ -31,14 +31,8 @@ from autopar.errors import CaptureError
 _CLOCK = "reads the clock", "measure time outside of the model"
 _BYTES = "draws random bytes", "draw with torch (torch.rand), or outside and pass what was drawn as an argument"
 _FILE = "reads a file", "read it before the call, and keep what it says in an attribute or a buffer"
-_SEED = (
-    "seeds torch's generator",
-    ("seed it before the call, or draw the numbers outside and pass them, or register them as a buffer"),
-)
-_STATE = (
-    "handles the state of torch's generator",
-    ("do that outside of the model, or draw the numbers there and pass them as an argument"),
-)
+_SEED = "seeds torch's generator", "seed it before the call, or draw the numbers outside and pass them"
+_STATE = "handles the state of torch's generator", "do that outside of the model, or draw there and pass what was drawn"
 
 _SOURCES: tuple[tuple[ModuleType, tuple[str, ...], tuple[str, str]], ...] = (
     (time, ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time",
@@ -86,8 +80,9 @@ def _refuse(name: str, why: tuple[str, str], function: Callable[..., Any], *args
     if why is _FILE and name.endswith("open") and not _is_read(*args, **kwargs):
         return function(*args, **kwargs)
     frame = sys._getframe(1)
-    # Python's own code asks on behalf of its caller; torch, and every installed library, for itself.
-    while frame.f_back is not None and is_standard(frame.f_code.co_filename):
+    # Python's own code asks on behalf of its caller, but for the time: of a record of `logging`, say. Torch, and every
+    # installed library, asks for itself.
+    while why is not _CLOCK and frame.f_back is not None and is_standard(frame.f_code.co_filename):
         frame = frame.f_back
     if not is_users_file(frame.f_code.co_filename) or is_installed(frame.f_code.co_filename):
         return function(*args, **kwargs)

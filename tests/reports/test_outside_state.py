@@ -7,6 +7,7 @@ import contextvars
 import functools
 import importlib
 import io
+import logging
 import os
 import random
 import sys
@@ -260,6 +261,18 @@ def test_what_differs_each_time_is_refused(name: str) -> None:
     with pytest.raises(CaptureError, match=f"the model {text.replace('(', '.')}.*test_outside_state.py:|{text}"):
         autopar.parallelize(kind().double(), None)(X)
     assert functions == (time.time, os.urandom, io.open, torch.manual_seed, globals()["perf_counter"])
+
+
+def test_lines_may_be_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """A record has the time, which `logging` asks for itself."""
+
+    class Logs(Scaled):
+        def scale(self) -> Any:
+            logging.getLogger("a model").warning("a call")
+            return 1.0
+
+    assert autopar.parallelize(Logs().double(), None)(X).item() == pytest.approx(Logs().double()(X).item())
+    assert "a call" in caplog.text
 
 
 def test_files_may_be_written(tmp_path: Path) -> None:

@@ -220,7 +220,7 @@ class _Search:
             self._objects[id(function)] = function, function.__qualname__
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # nothing has been assigned yet
-                self._follow(cell.cell_contents, cell.cell_contents.__class__.__name__)
+                self._follow(cell.cell_contents, function.__qualname__)
         space = self._globals[id(function.__globals__)] = function.__globals__
         for name in names.globals:
             if name in space:
@@ -237,10 +237,12 @@ class _Search:
         """What a function imports when it runs."""
         with contextlib.suppress(ImportError):  # a relative one outside of a package: the code will say so itself
             module = importlib.util.resolve_name(module, package)
-        if is_library(module) or _is_installed(module):
+        if is_library(module):
             return
-        if module not in sys.modules:
+        if module not in sys.modules:  # before asking where it is installed, which is known from then on only
             self.not_imported.add(module)
+            return
+        if _is_installed(module):
             return
         for name in {module, module.partition(".")[0]}:
             self._follow(sys.modules[name], name)

@@ -1,0 +1,97 @@
+"""State outside of modules, deferred checks and averages over all batches, under random plans on four ranks."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.distributed.launch import WAIT, Ranks, mesh_of
+from tests.distributed.steps import TOLERANCE, adamw, step_apart
+
+pytestmark = pytest.mark.distributed
+
+NAME = "AUTOPAR_TEST_RANKS"
+
+
+class Gain:
+    """An object that is called, and counts."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, h: Tensor) -> Tensor:
+        self.calls += 1
+        return h * self.calls
+
+
+class Normed(nn.Module):
+    """Batch norm over all batches so far, a distribution, the environment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # No bias: batch norm takes it out again, and AdamW makes steps of the rounding that its gradient is.
+        self.first, self.last = nn.Linear(8, 8, bias=False), nn.Linear(8, 4)
+        self.norm, self.gain = nn.BatchNorm1d(8, momentum=None), Gain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.gain(self.norm(self.first(x))).tanh() * float(os.environ.get(NAME, "1"))
+        mean, scale = self.last(h).chunk(2, -1)
+        return -torch.distributions.Normal(mean, scale.exp()).log_prob(x[:, :2]).mean()
+
+
+class Biased(nn.Module):
+    """A bias of positions behind a mask, whose gradient is summed over microbatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.first = nn.Parameter(torch.randn(8, 8)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.ones(8, 8, dtype=torch.bool).tril()
+        scores = self.first(x)[:, None] + torch.where(hidden, self.bias, -1e4)
+        return scores.softmax(-1).square().mean() * float(os.environ.get(NAME, "1"))
+
+
+CASES: tuple[tuple[type[nn.Module], dict[str, Any]], ...] = (
+    (Normed, {"microbatches": 1}),
+    (Biased, {"microbatches": 2}),
+)
+
+
+def train(rank: int, seed: int) -> tuple[float, bool]:
+    """The largest difference of any loss, gradient, parameter or buffer, and whether invalid values are refused."""
+    from autopar.parallelize import parallelize
+    from autopar.search.options import Search
+
+    worst, refused = 0.0, False
+    for kind, pins in CASES:
+        torch.manual_seed(0)
+        plain = kind().double()
+        torch.manual_seed(0)
+        search = Search(recipe="random", seed=seed, pins=pins)
+        parallel: Any = parallelize(kind().double(), mesh_of(2, 2), search=search, timeout=WAIT)
+        optimizers = [adamw(m) for m in (parallel, plain)]
+        for step in range(3):
+            os.environ[NAME] = str(1 + step)
+            x = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            worst = max(worst, step_apart(parallel, plain, optimizers, {"x": x}))
+        state = parallel.full_state_dict()
+        worst = max([worst, *(float((state[n] - b).abs().max()) for n, b in plain.named_buffers())])
+        if kind is Normed:
+            try:
+                parallel(x=x.fill_(float("nan")))
+            except ValueError as e:
+                refused = "constraints refuse" in str(e)
+    del os.environ[NAME]
+    return worst, refused
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.deep) for n in (2, 3))])
+def test_training_equals_one_device(ranks: Ranks, seed: int) -> None:
+    for worst, refused in ranks.run(train, seed):
+        assert worst < TOLERANCE
+        assert refused
