@@ -46,6 +46,9 @@ BY_STRING = frozenset(
 )
 """Code that names one of these may name attributes and globals by strings."""
 
+ENVIRONMENT = frozenset(("environ", "getenv"))
+"""Code that names one of these reads the environment's variables."""
+
 
 class Owner:
     """A module's globals, a class or a function; one object for each, so that paths through it are equal."""
@@ -283,9 +286,6 @@ class _Search:
     def _note(self, space: Any, label: str, name: str) -> None:
         owner = _owners.setdefault(id(space), Owner(space, label))
         self._names.setdefault(owner, set()).add(name)
-
-
-ENVIRONMENT = frozenset(("environ", "getenv"))
 
 
 def _is_users_object(value: Any) -> bool:
