@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from autopar._torch_compat import get_decompositions
+from autopar.errors import CaptureError
 
 aten = torch.ops.aten
 
@@ -138,7 +139,46 @@ def _bag_weights_backward(
     return products * (indices != padding_idx)  # type: ignore[no-any-return]
 
 
+def _by_storage(like: torch.Tensor, fill: Callable[[list[int], list[int]], torch.Tensor]) -> torch.Tensor:
+    """What fills a tensor in the order of its elements in memory: ``fill(shape, order)`` does, of a row-major one."""
+    order = sorted(range(like.ndim), key=like.stride().__getitem__, reverse=True)  # stable
+    made = fill([like.shape[d] for d in order], order)
+    return made.permute(sorted(range(like.ndim), key=order.__getitem__))
+
+
+def _bernoulli(x: torch.Tensor, p: float = 0.5, *, generator: Any = None) -> Any:
+    """``x.bernoulli_(p)``, which draws in the order of storage; the functional operator's result is row-major.
+
+    `Intercepts` sees to it that a model's own ``torch.bernoulli(x, p)`` comes here with a row-major ``x``.
+    """
+    if list(x.stride()) == sorted(x.stride(), reverse=True):
+        return NotImplemented
+    return _by_storage(x, lambda _, order: aten.bernoulli.p(x.permute(order), p, generator=generator))
+
+
+def _bernoulli_of_each(x: torch.Tensor, p: torch.Tensor, *, generator: Any = None) -> torch.Tensor:
+    """``x.bernoulli_(p)`` with a tensor of chances."""
+    chances = p.expand(x.shape)
+    drawn = _by_storage(x, lambda _, order: aten.bernoulli.default(chances.permute(order), generator=generator))
+    return drawn.to(x.dtype)
+
+
+def _random_from(x: torch.Tensor, low: int, high: int | None, *, generator: Any = None) -> Any:
+    """``x.random_(low, high)``; the name of its operator, ``from``, is no attribute that generated code can read."""
+    if high is None:
+        raise CaptureError("random_(from, None) draws up to the largest number of the dtype; give `to`, too")
+    options: dict[str, Any] = {"dtype": x.dtype, "device": x.device}
+    if generator is not None:
+        return _by_storage(
+            x, lambda shape, _: aten.randint.low_generator(low, high, shape, generator=generator, **options)
+        )
+    return _by_storage(x, lambda shape, _: aten.randint.low(low, high, shape, **options))
+
+
 _OWN_DECOMPOSITIONS = {
+    aten.bernoulli.p: _bernoulli,
+    aten.bernoulli.Tensor: _bernoulli_of_each,
+    getattr(aten.random, "from"): _random_from,
     aten.addmm.default: _with_addend(aten.mm),
     aten.baddbmm.default: _with_addend(aten.bmm),
     aten.addmv.default: _with_addend(aten.mv),

@@ -63,8 +63,15 @@ Strides decide in which order `torch.empty_like` and dropout draw. Found by comp
 permuted arguments; what else differs there are elementwise operators on arguments with different strides.
 """
 
-_ROW_MAJOR = frozenset({functional.unfold})
-"""Functions whose CPU kernels give a row-major result whatever their argument; fake tensors say otherwise."""
+_ROW_MAJOR = frozenset(
+    {functional.unfold, torch.poisson, torch.rrelu, functional.rrelu, torch._standard_gamma, torch.normal}
+)
+"""Functions whose CPU kernels give a row-major result whatever their argument; fake tensors say otherwise.
+
+Not so ``torch.normal`` of a tensor of means.
+"""
+
+_BERNOULLI = frozenset({torch.bernoulli, torch.Tensor.bernoulli})
 
 
 Check = Callable[[Any], None]
@@ -143,8 +150,12 @@ class Intercepts(TorchFunctionMode):
         # Without gradients nothing can be lost.
         if torch.is_grad_enabled():
             _refuse_foreign_tensors(args)
+        if func in _BERNOULLI:
+            return _bernoulli(func, *args, **(kwargs or {}))
+        if func is torch.normal and "out" in (kwargs or {}):
+            return _normal_into(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
-        if func in _ROW_MAJOR:
+        if func in _ROW_MAJOR and not _keeps_strides(func, args, kwargs or {}):
             return result.contiguous()
         return _in_suggested_format(args[0], result) if func in _BY_FORMAT else result
 
@@ -152,6 +163,38 @@ class Intercepts(TorchFunctionMode):
         """What is to be checked after a step."""
         matrices = [functools.partial(_check_matrices, leaf(info), name, single) for info, name, single in self.checked]
         return (*matrices, *(functools.partial(_check_arguments, leaf(n), line) for n, line in self.validated))
+
+
+def _keeps_strides(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether the kernel gives its argument's strides in spite of `_ROW_MAJOR`."""
+    if func is torch.normal:
+        return isinstance(args[0] if args else kwargs.get("mean"), torch.Tensor)
+    return func is functional.rrelu and bool(kwargs.get("inplace") or args[4:5] == (True,))
+
+
+def _bernoulli(func: Any, x: torch.Tensor, p: Any = None, *, out: torch.Tensor | None = None, **rest: Any) -> Any:
+    """``torch.bernoulli`` in place of a tensor with the strides of its result, in whose order it draws.
+
+    Functionalization cannot tell it from ``bernoulli_``, which draws in the order of the tensor that it fills.
+    """
+    if p is not None and out is None:
+        return torch.empty_like(x, memory_format=torch.contiguous_format).bernoulli_(p, **rest)
+    if out is not None and out.shape == x.shape:
+        return out.bernoulli_(x if p is None else p, **rest)
+    return func(x, **({} if p is None else {"p": p}), **({} if out is None else {"out": out}), **rest)
+
+
+def _normal_into(mean: Any, std: Any = 1.0, size: Any = None, *, out: torch.Tensor, generator: Any = None) -> Any:
+    """``torch.normal(..., out=)``, which draws in the order of that tensor."""
+    shapes = [t.shape for t in (mean, std) if isinstance(t, torch.Tensor)]
+    shape = size or torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+    if out.shape != shape:
+        file, line = user_frame()
+        raise CaptureError(
+            f"torch.normal(out=) resizes a tensor of shape {list(out.shape)} to {list(shape)}, at {file}:{line}: leave "
+            "out= out, or give it a tensor of that shape"
+        )
+    return out.normal_(0, 1, generator=generator).mul_(std).add_(mean)
 
 
 def _in_suggested_format(argument: torch.Tensor, result: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,9 @@ def forward_nodes(program: Program) -> set[fx.Node]:
         if any(a in backward for a in node.all_input_nodes):
             backward.add(node)
     nodes = program.graph.graph.nodes
-    tagged = [n for n in nodes if n.meta.get("partitioner_tag") == "is_forward" and n not in backward]
+    # Graphs without gradients are not tagged: an unused draw of random numbers must stay before the next one.
+    early = (lambda n: n.meta.get("partitioner_tag") == "is_forward") if program.training else (lambda n: True)
+    tagged = [n for n in nodes if n not in backward and early(n)]
     pending = [*tagged, *(v for v in program.output_values[: program.forward_outputs] if v is not None)]
     found: set[fx.Node] = set()
     while pending:

@@ -28,6 +28,7 @@ from autopar.errors import CaptureError
 from autopar.ir.graph import copy_graph, user_line
 from autopar.ir.module_outputs import pass_on
 from autopar.ir.node_info import info, set_info
+from autopar.ir.ops.random import SCATTERED_NORMAL
 from autopar.ir.program import Program
 
 aten = torch.ops.aten
@@ -97,6 +98,9 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
         distribution, parameters = _FILLS[node.target]
         named = _arguments(node)
         numbers = [named[p] if isinstance(p, str) else p for p in parameters]
+        # The functional form of `normal_`: its result has no gaps where the tensor that a model fills has some.
+        if node.target is aten.normal_functional.default and _has_gaps(named["self"].meta["val"]):
+            distribution = SCATTERED_NORMAL
         _replace(node, _draw(graph, node, distribution, numbers, node.meta["val"]))
     elif node.target is aten.native_dropout.default:
         _dropout(graph, node)
@@ -104,6 +108,12 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
         _coins(graph, node)
     elif node.target in (aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor):
         _scaled_normal(graph, node)
+
+
+def _has_gaps(value: torch.Tensor) -> bool:
+    """Whether there is memory of others between a tensor's elements."""
+    span = 1 + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
+    return value.numel() < span
 
 
 def _draw(

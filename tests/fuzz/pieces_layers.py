@@ -105,6 +105,9 @@ OTHERS = (
     Piece("channel dropout", "h = self.PPd(h)", "self.PPd = <<nn.Dropout1d(0.5)|nn.AlphaDropout(0.5)>>"),
     Piece("noise", "if self.training:\n    h = h + <<torch.randn_like(h)|torch.rand(h.shape, dtype=h.dtype)|"
           "torch.empty_like(h).normal_(0, 0.1)|torch.bernoulli(torch.full_like(h, 0.5))>>"),
+    Piece("noise of a permuted view", "if self.training:\n    PPt = h.transpose(1, 2)\n    h = h + (<<"
+          "torch.empty_like(PPt).bernoulli_(0.5)|F.alpha_dropout(PPt, 0.5, True)|torch.zeros_like(PPt).normal_()|"
+          "torch.rand_like(torch.poisson(PPt.detach().abs()))|torch.bernoulli(PPt.detach().sigmoid())>>).transpose(1, 2)"),
     Piece("lstm", "h, PPs = self.PPr(h)", "self.PPr = nn.<<LSTM|GRU|RNN>>(CC, CC, batch_first=True)",
           when=lambda at: at.length < 4),
     Piece("gru cell", "PPs = h.new_zeros(h.shape[0], CC)\nfor PPt in h.unbind(1):\n    PPs = self.PPr(PPt, PPs)\n"

@@ -23,6 +23,9 @@ _library.define(
     tags=(torch.Tag.nondeterministic_seeded,),
 )
 
+SCATTERED_NORMAL = "scattered_normal"
+"""Normal numbers as kernels draw them into a tensor with gaps in memory: others than into one without."""
+
 _step_seed: ContextVar[int] = ContextVar("autopar_step_seed", default=0)  # 0 outside of a step: shape propagation
 
 
@@ -44,7 +47,11 @@ def _draw(
         shuffled: torch.Tensor = torch.randperm(size[0], dtype=dtype, device=device, generator=generator)
         return shuffled
     # Filled row by row, then permuted: kernels fill in the order of storage.
-    inner = torch.empty([size[d] for d in order], dtype=dtype, device=device)
+    shape = [size[d] for d in order]
+    if distribution == SCATTERED_NORMAL:
+        distribution, inner = "normal", torch.empty([*shape, 2], dtype=dtype, device=device)[..., 0]
+    else:
+        inner = torch.empty(shape, dtype=dtype, device=device)
     result = inner.permute(sorted(range(len(order)), key=order.__getitem__))
     if device.type == "meta":
         return result
