@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -236,11 +237,17 @@ def _tensor_state(model: nn.Module) -> dict[Key, torch.Tensor]:
     return state
 
 
+LOCKS = (type(threading.Lock()), type(threading.RLock()))
+
+
 def copied(model: nn.Module, dtype: torch.dtype | None, *, buffers: bool = True) -> nn.Module:
     """A copy of a model in another dtype: parameters, and buffers and other tensors if they are to follow.
 
     Tied parameters stay tied, and hooks on parameters stay. Python copies no functions: hooks and methods that refer to
     a module in a closure or a default argument are made anew, or the copy would compute with the original.
+
+    Raises:
+        ValueError: Python cannot copy an attribute.
     """
     # deepcopy takes what is in its memo for copied: so tensors change their dtype, and functions their closures.
     memo: dict[int, Any] = {}
@@ -256,7 +263,16 @@ def copied(model: nn.Module, dtype: torch.dtype | None, *, buffers: bool = True)
     modules = set(model.modules())
     functions = {id(f): (f, _blank(f)) for m in modules for f in _functions(vars(m), modules)}
     memo.update({key: new for key, (_, new) in functions.items()})
-    new_model = copy.deepcopy(model, memo)
+    for lock in (v for m in modules for v in vars(m).values() if isinstance(v, LOCKS)):
+        memo[id(lock)] = lock  # nothing in it would differ in a copy
+    known = dict(memo)
+    try:
+        new_model = copy.deepcopy(model, memo)
+    except Exception as e:
+        raise ValueError(
+            f"verification runs on copies of the model, and copy.deepcopy cannot copy {_uncopyable(model, known)} "
+            f"({type(e).__name__}: {e}); set it to None for the time, or give its class __deepcopy__"
+        ) from e
     # Filled when all modules are in the memo: what closures refer to is then the copies.
     for old, blank in functions.values():
         filled = {name: v for (kind, name), v in children(old) or () if kind == "cell"}
@@ -266,6 +282,19 @@ def copied(model: nn.Module, dtype: torch.dtype | None, *, buffers: bool = True)
         blank.__defaults__ = copy.deepcopy(old.__defaults__, memo)
         blank.__kwdefaults__ = copy.deepcopy(old.__kwdefaults__, memo)
     return new_model
+
+
+def _uncopyable(model: nn.Module, memo: dict[int, Any]) -> str:
+    """The attribute that cannot be copied, for people."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            try:
+                copy.deepcopy(value, dict(memo))
+            except Exception:
+                # Submodules come later, and have attributes of their own.
+                if name != "_modules":
+                    return f"the {type(value).__name__} in {name!r} of {path or 'the root'} ({type(module).__name__})"
+    return f"the {type(model).__name__}"
 
 
 def _functions(value: Any, modules: set[nn.Module], depth: int = 4) -> Iterator[types.FunctionType]:

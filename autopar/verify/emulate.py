@@ -17,6 +17,7 @@ from autopar.ir.ops.collectives import GROUP_ARGUMENT, axis_index, c10d
 from autopar.ir.ops.random import generator_states, restore_generators
 from autopar.ir.program import Program, is_hoisted
 from autopar.ir.shards import coordinates
+from autopar.passes.canonicalize.strides import canonicalize_strides
 from autopar.passes.insert_contiguous import with_contiguous
 from autopar.rules.strides import random_strides, with_strides
 
@@ -96,7 +97,9 @@ def run_whole(
     program: Program, inputs: Sequence[torch.Tensor], observe: Observer | None = None
 ) -> list[torch.Tensor | None]:
     """Run a program on global tensors, as one device would, whatever their strides."""
-    return [v[0] for v in emulate(with_contiguous(program), (), (), [[x] for x in inputs], observe=observe)]
+    # A captured graph may have as_strided, which reads storage: copies for strides would change what it finds there.
+    program = with_contiguous(canonicalize_strides(program))
+    return [v[0] for v in emulate(program, (), (), [[x] for x in inputs], observe=observe)]
 
 
 def _groups(ranks: list[tuple[int, ...]], axis: int) -> list[Group]:

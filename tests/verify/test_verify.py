@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import autopar
 from autopar.compiler import rewrite, solve
@@ -159,3 +160,26 @@ def test_error_measure() -> None:
     assert tensor_error(one * 1e-12, one * 0, 1.0) == pytest.approx(1e-7)  # analytically zero: relative to the model
     assert tensor_error(one, one, 1.0, replicas=0.5) == 0.5
     assert tensor_error(one * float("nan"), one, 1.0) == float("inf")
+
+
+class Holding(nn.Module):
+    """A linear layer beside an attribute."""
+
+    def __init__(self, value: object) -> None:
+        super().__init__()
+        self.linear, self.value = nn.Linear(4, 4), value
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A scalar."""
+        return self.linear(x).sum()
+
+
+def test_models_with_a_lock_are_copied() -> None:
+    report = autopar.verify(Holding(threading.Lock()), (torch.ones(2, 4),), {"data": 2}, plan="random")
+    assert report.max_error < 1e-10
+
+
+@pytest.mark.parametrize("value", [memoryview(b"1"), {"inner": [(i for i in range(2))]}])
+def test_attributes_that_cannot_be_copied_are_named(value: object) -> None:
+    with pytest.raises(ValueError, match=r"cannot copy the \w+ in 'value' of the root \(Holding\)"):
+        autopar.verify(Holding(value), (torch.ones(2, 4),), {"data": 2}, plan="random")
