@@ -63,9 +63,7 @@ Strides decide in which order `torch.empty_like` and dropout draw. Found by comp
 permuted arguments; what else differs there are elementwise operators on arguments with different strides.
 """
 
-_ROW_MAJOR = frozenset(
-    {functional.unfold, torch.poisson, torch.rrelu, functional.rrelu, torch._standard_gamma, torch.normal}
-)
+_ROW_MAJOR = frozenset({functional.unfold, torch.poisson, torch.rrelu, functional.rrelu, torch.normal})
 """Functions whose CPU kernels give a row-major result whatever their argument; fake tensors say otherwise.
 
 Not so ``torch.normal`` of a tensor of means.

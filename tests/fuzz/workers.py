@@ -67,7 +67,7 @@ class Worker:
         self.process = context.Process(target=serve, args=(theirs, self.mode), daemon=True)
         self.process.start()
         theirs.close()
-        if not self.pipe.poll(120) or self.pipe.recv() != "ready":
+        if not self.pipe.poll(600) or self.pipe.recv() != "ready":
             raise RuntimeError("a worker did not start")
         self.left = LIFE
 
