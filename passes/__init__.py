@@ -23,6 +23,7 @@ from autopar.passes.insert_offload import insert_offload
 from autopar.passes.insert_recompute import insert_recompute
 from autopar.passes.localize_shapes import localize_shapes
 from autopar.passes.lower_operators import lower_operators
+from autopar.passes.overlap_collectives import overlap_collectives
 from autopar.passes.pad_dims import pad_dims
 from autopar.passes.pipeline.assign_stages import assign_stages
 from autopar.passes.pipeline.scatter_sends import scatter_sends
@@ -33,7 +34,8 @@ from autopar.passes.rng.replicate import replicate_random
 Pass = Callable[[Program, Plan], Program]
 
 # Layouts before the moves between them, moves before local shapes, and lowerings on local shapes; buckets join
-# collectives of any of these; strides come last, since every pass before may change them.
+# collectives of any of these, and all are ordered when they are there; strides come last, since every pass before may
+# change them.
 PASSES: tuple[Pass, ...] = (
     pad_dims,
     annotate_layouts,
@@ -48,6 +50,7 @@ PASSES: tuple[Pass, ...] = (
     bucket_collectives,
     eliminate_dead_code,
     scatter_sends,
+    overlap_collectives,
     insert_contiguous,
 )
 
@@ -66,6 +69,7 @@ DETERMINISTIC_PASSES: tuple[Pass, ...] = (
     bucket_collectives,
     eliminate_dead_code,
     scatter_sends,
+    overlap_collectives,
     insert_contiguous,
 )
 """Instead of `PASSES` where the ranks together draw the very numbers that one device would."""

@@ -1,31 +1,39 @@
-"""bucket_collectives: gradients are reduced many at a time, as DDP does.
+"""bucket_collectives: gradients are reduced many at a time, as DDP does, and a block's parameters gathered together.
 
 Before::
 
     r1 = all_reduce(g1, "sum", "data"); w1 = wait(r1); ...; r2 = all_reduce(g2, "sum", "data"); w2 = wait(r2)
+    a = all_gather(p, 8, "data"); p1 = wait(a); h = mm(x, p1); b = all_gather(q, 8, "data"); q1 = wait(b); ...
 
 After::
 
     flat = cat([reshape(g1, [-1]), reshape(g2, [-1])]); r = all_reduce(flat, "sum", "data"); w = wait(r)
     w1 = reshape(narrow(w, 0, 0, n1), shape1); w2 = reshape(narrow(w, 0, n1, n2), shape2)
+    a, b = all_gather_coalesced([p, q], 8, "data"); p1 = wait(a); h = mm(x, p1); q1 = wait(b); ...
 
-A bucket starts when its last gradient is known and is waited for at the end of the graph, so that it runs beside the
-rest of the backward pass. Only reductions whose result is nothing but a gradient, reshaped perhaps, are joined.
+Without `Plan.overlap` only all-reduces of gradients are joined: they are waited for at the end of the graph, so that
+they run beside the rest of the backward pass. With it every collective that does nothing but bring a gradient into its
+parameter's layout, or a parameter into another one, travels with those of its block; `overlap_collectives` puts them
+where they are hidden. Gathers take the library's coalesced form, which copies nothing. Reductions are packed: Gloo
+sends the members of a coalesced one on their own.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar.ir.graph import inherit_origin
+from autopar.ir.graph import block_of, inherit_origin, is_backward, module_path
 from autopar.ir.node_info import info, set_info
 from autopar.ir.ops.collectives import Collective, c10d
+from autopar.ir.order import gradient_moves, parameter_only, reorder
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program
+from autopar.ir.program import Program, is_hoisted
 from autopar.rules.shapes.local_shapes import propagate
 from autopar.sharding.assignment import machine_of
 from autopar.sharding.redistribute import Machine
@@ -40,27 +48,27 @@ LATENCY_SHARE = 0.1
 
 
 def bucket_collectives(program: Program, plan: Plan) -> Program:
-    """Join gradient all-reduces of one axis, dtype and stage into buckets, level by level where axes follow."""
+    """Join collectives of one kind, axis, dtype and stage into buckets, level by level where axes follow."""
     graph = program.graph.graph
     machine = machine_of(plan)
-    ends = {v for o, v in zip(program.outputs, program.output_values, strict=True) if o.kind == "gradient"}
-    pending = [n for n in graph.nodes if _is_gradient_reduction(n, ends)]
+    gathers = _parameter_gathers(program) if plan.overlap else []
+    moves = [n for n in gradient_moves(program) if n.target is not c10d.all_reduce.default or n.args[1] == "sum"]
+    members = [*gathers, *(moves if plan.overlap else _gradient_sums(program))]
+    levels = _levels(graph, members)
+    positions = {n: float(i) for i, n in enumerate(graph.nodes) if n.op not in ("placeholder", "output")}
     joined = False
     # Level by level: a gradient that is reduced over two axes is in a bucket of the first, then in one of the second.
-    while pending:
-        ready = [n for n in pending if not _depends(n, pending)]
-        position = {n: i for i, n in enumerate(graph.nodes)}
-        groups: dict[tuple[str, torch.dtype, int], list[fx.Node]] = {}
-        # The order of availability: a bucket starts when its last member is known.
-        for node in sorted(ready, key=lambda n: position[n.all_input_nodes[0]]):  # as they become available
-            key = (str(node.args[2]), node.meta["val"].dtype, info(node).stage or 0)
-            groups.setdefault(key, []).append(node)
-        for (axis, *_), members in groups.items():
-            for bucket in _buckets(members, bucket_bytes(machine, axis)):
-                _join(graph, bucket)
-                joined = True
-        pending = [n for n in pending if n not in ready]
+    for level in sorted({levels[m] for m in members}):
+        here = [m for m in members if levels[m] == level]
+        for bucket in _buckets(program, here, set(gathers), machine, plan.overlap):
+            if bucket[0].target is c10d.all_gather_into_tensor.default:
+                if len(bucket) > 1:
+                    _join_gathers(graph, bucket, positions, early=bucket[0] in gathers)
+            elif len(bucket) > 1 or not plan.overlap:
+                _join_reductions(graph, bucket, positions, late=not plan.overlap)
+            joined = True
     if joined:
+        reorder(graph, positions)
         propagate(program, plan)
     return program
 
@@ -72,11 +80,16 @@ def bucket_bytes(machine: Machine, axis: str) -> float:
     return min(LARGEST, max(SMALLEST, machine.sizes[i] * link.latency * link.bandwidth / LATENCY_SHARE))
 
 
-def _is_gradient_reduction(node: fx.Node, ends: set[fx.Node | None]) -> bool:
-    """Whether the reduced value goes into a gradient only, through reshapes and reductions on other axes.
+def _gradient_sums(program: Program) -> list[fx.Node]:
+    """All-reduces whose value goes into a gradient only, through reshapes and reductions on other axes.
 
     One that is cut down afterwards does not wait: until it is, the device would hold the whole of it.
     """
+    ends = {v for o, v in zip(program.outputs, program.output_values, strict=True) if o.kind == "gradient"}
+    return [n for n in program.graph.graph.nodes if _is_gradient_sum(n, ends)]
+
+
+def _is_gradient_sum(node: fx.Node, ends: set[fx.Node | None]) -> bool:
     if info(node).collective is None:
         return False
     if node.target is not c10d.all_reduce.default or node.args[1] != "sum":
@@ -90,74 +103,127 @@ def _is_gradient_reduction(node: fx.Node, ends: set[fx.Node | None]) -> bool:
     return value in ends and len(value.users) == 1
 
 
-def _depends(node: fx.Node, others: list[fx.Node]) -> bool:
-    """Whether a reduction over another axis comes first: its result is this one's argument."""
-    source: Any = node.args[0]
-    while isinstance(source, fx.Node) and source.target is aten.reshape.default:
-        source = source.args[0]
-    return isinstance(source, fx.Node) and source.target is c10d.wait_tensor.default and source.args[0] in others
+def _parameter_gathers(program: Program) -> list[fx.Node]:
+    """All-gathers of what is computed from parameters alone; those that run once for all microbatches stay alone."""
+    found = parameter_only(program)
+    return [n for n in found if n.target is c10d.all_gather_into_tensor.default and not is_hoisted(n)]
 
 
-def _buckets(members: list[fx.Node], limit: float) -> list[list[fx.Node]]:
-    # Filled in order, not packed: a bucket of gradients from far apart would start late.
+def _levels(graph: fx.Graph, members: Iterable[fx.Node]) -> dict[fx.Node, int]:
+    """By node: how many members it is behind, one after the other, itself included."""
+    counted, levels = set(members), dict[fx.Node, int]()
+    for node in graph.nodes:
+        levels[node] = max((levels[a] for a in node.all_input_nodes), default=0) + (node in counted)
+    return levels
+
+
+def _buckets(
+    program: Program, members: list[fx.Node], gathers: set[fx.Node], machine: Machine, by_block: bool
+) -> Iterator[list[fx.Node]]:
+    """Members that travel together, in the order of the graph; a bucket of gradients starts with its last member.
+
+    Buckets are filled in order, not packed: a bucket of gradients from far apart would start late. A block's members
+    are in one bucket, whatever their size.
+    """
+    position = {n: i for i, n in enumerate(program.graph.graph.nodes)}
+    groups: dict[tuple[Any, ...], dict[object, list[fx.Node]]] = {}
+    # The order of availability, or of the first use.
+    for node in sorted(members, key=lambda n: position[n if n in gathers else n.all_input_nodes[0]]):
+        block = block_of(module_path(node), program.blocks) if by_block else None
+        dtype, stage = node.meta["val"].dtype, info(node).stage or 0
+        key = (node.target, _collective([node]).axis, dtype, stage, is_backward(node), node in gathers)
+        groups.setdefault(key, {}).setdefault(block or node, []).append(node)
+    for (_, axis, *_), units in groups.items():
+        yield from _filled(units.values(), bucket_bytes(machine, axis))
+
+
+def _filled(units: Iterable[list[fx.Node]], limit: float) -> list[list[fx.Node]]:
     buckets: list[list[fx.Node]] = [[]]
     size = 0
-    for node in members:
-        value = node.meta["val"]
-        if buckets[-1] and size + value.nbytes > limit:
+    for unit in units:
+        more = sum(n.meta["val"].nbytes for n in unit)
+        if buckets[-1] and size + more > limit:
             buckets.append([])
             size = 0
-        buckets[-1].append(node)
-        size += value.nbytes
+        buckets[-1] += unit
+        size += more
     return buckets
 
 
-def _join(graph: fx.Graph, members: list[fx.Node]) -> None:
-    """Start one reduction when the last member is known; wait for it at the end, where only outputs follow."""
-    output = graph.output_node()
-    waits = [next(iter(m.users)) for m in members]
+def _collective(members: list[fx.Node]) -> Collective:
     joined = [c for m in members if (c := info(m).collective) is not None]
-    # The latest member: all others are known where it is.
-    with graph.inserting_before(members[-1].all_input_nodes[0].next):
-        flat = members[0].args[0]
+    return replace(joined[0], bytes=sum(c.bytes for c in joined), members=sum(c.members for c in joined))
+
+
+def _join_gathers(graph: fx.Graph, members: list[fx.Node], positions: dict[fx.Node, float], *, early: bool) -> None:
+    """One coalesced gather: of parameters where the first is used (``early``), of gradients when the last is known."""
+    at = min(positions[m] for m in members) if early else max(positions[m] for m in members)
+    with graph.inserting_before(members[0] if early else members[-1]):
+        together = _call(graph, members[0], c10d.all_gather_into_tensor_coalesced.default, [m.args[0] for m in members])
+        together.args = (*together.args, *members[0].args[1:])
+        set_info(together, replace(info(together), collective=_collective(members)))
+        parts = [_call(graph, m, operator.getitem, together, i) for i, m in enumerate(members)]
+    positions.update(dict.fromkeys((together, *parts), at))
+    for member, part in zip(members, parts, strict=True):
+        member.replace_all_uses_with(part)
+        graph.erase_node(member)
+        del positions[member]
+    if early:
+        bring_forward(together, at, positions)
+
+
+def bring_forward(node: fx.Node, at: float, positions: dict[fx.Node, float]) -> None:
+    """Let everything that a node is computed from stand before a position, too."""
+    pending = [node]
+    while pending:
+        for argument in pending.pop().all_input_nodes:
+            if positions.get(argument, at) > at:
+                positions[argument] = at
+                pending.append(argument)
+
+
+def _join_reductions(graph: fx.Graph, members: list[fx.Node], positions: dict[fx.Node, float], *, late: bool) -> None:
+    """One reduction when the last member is known; ``late``: waited for at the end, where only outputs follow."""
+    first, scatters = members[0], members[0].target is c10d.reduce_scatter_tensor.default
+    parts = int(first.args[2]) if scatters else 1  # type: ignore[arg-type]
+    start, last = max(positions[m] for m in members), max(positions.values()) + 1
+    waits = [next(iter(m.users)) for m in members]
+    made: list[fx.Node] = []
+
+    def call(like: fx.Node, target: Any, *args: Any) -> fx.Node:
+        made.append(_call(graph, like, target, *args))
+        return made[-1]
+
+    with graph.inserting_before(members[-1]):
+        flat: Any = first.args[0]
         if len(members) > 1:
-            pieces = [_call(graph, members[0], aten.reshape.default, m.args[0], [-1]) for m in members]
-            flat = _call(graph, members[0], aten.cat.default, pieces)
-        reduced = _call(graph, members[0], c10d.all_reduce.default, flat, *members[0].args[1:])
-        collective = Collective(
-            "all_reduce", joined[0].axis, sum(c.bytes for c in joined), sum(c.members for c in joined), True
-        )
-        set_info(reduced, replace(info(reduced), collective=collective))
-    with graph.inserting_before(output):
-        whole = _call(graph, members[0], c10d.wait_tensor.default, reduced)
-        start = 0
+            # One row for each device that the sum is scattered over.
+            pieces = [call(m, aten.reshape.default, m.args[0], [parts, -1]) for m in members]
+            flat = call(first, aten.cat.default, pieces, 1)
+        reduced = call(first, first.target, flat, *first.args[1:])
+        set_info(reduced, replace(info(reduced), collective=_collective(members)))
+    positions.update(dict.fromkeys(made, start))
+    made.clear()
+    with graph.inserting_before(graph.output_node()):
+        whole, at = call(first, c10d.wait_tensor.default, reduced), 0
         for member, wait in zip(members, waits, strict=True):
-            value = member.meta["val"]
-            result = whole
+            value, result = member.meta["val"], whole
             if len(members) > 1:
-                part = _call(graph, member, aten.narrow.default, whole, 0, start, value.numel())
-                result = _call(graph, member, aten.reshape.default, part, list(value.shape))
-            start += value.numel()
-            known = replace(info(result), types=info(wait).types, layouts=info(wait).layouts, internal=False)
+                part = call(member, aten.narrow.default, whole, 1, at, value.numel())
+                result = call(member, aten.reshape.default, part, list(value.shape))
+            at += value.numel()
+            known = replace(
+                info(result), types=info(wait).types, layouts=info(wait).layouts, internal=info(wait).internal
+            )
             set_info(result, replace(known, consumer_layouts=info(wait).consumer_layouts))
             wait.replace_all_uses_with(result)
-    for member, wait in zip(members, waits, strict=True):
-        graph.erase_node(wait)
-        graph.erase_node(member)
-    _move_users_behind(graph, output)
+    positions.update(dict.fromkeys(made, last if late else start))
+    for node in (*waits, *members):
+        graph.erase_node(node)
+        del positions[node]
 
 
 def _call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
     node = graph.call_function(target, args)
     inherit_origin(node, like)
     return node
-
-
-def _move_users_behind(graph: fx.Graph, output: fx.Node) -> None:
-    """Reductions over further axes, and what reshapes around them, follow the bucket that they use."""
-    position = {n: i for i, n in enumerate(graph.nodes)}
-    for node in list(graph.nodes):
-        # A user of the bucket's result must follow it; what it feeds follows in turn, as the loop goes on.
-        if node is not output and any(position[a] > position[node] for a in node.all_input_nodes):
-            output.prepend(node)
-            position[node] = len(position) + position[node]

@@ -181,6 +181,8 @@ class Plan:
             one stage, see `autopar.ir.layout.At`, and everything else has the same layout in all stages.
         scatter: after which stages shards are sent; None: whole tensors are.
         padding: padded shape of each parameter with dims that do not divide, see `autopar.passes.pad_dims`.
+        overlap: whether collectives are joined and put where kernels hide them, see
+            `autopar.passes.overlap_collectives`: what is in flight takes memory.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -204,6 +206,7 @@ class Plan:
     pipeline: Pipeline | None = None
     scatter: Scatter | None = None
     forced_consumer_layouts: tuple[str, ...] = ()
+    overlap: bool = False
 
     @property
     def inner(self) -> Plan:
@@ -253,6 +256,7 @@ class Plan:
         data["modules"] = [asdict(m) for m in self.modules]
         data["stages"] = [list(s.modules) for s in self.stages]
         data["pipeline"] = None if self.pipeline is None else asdict(self.pipeline)
+        data["overlap"] = self.overlap
         data["scatter"] = None if self.scatter is None else asdict(self.scatter)
         data["forced_consumer_layouts"] = list(self.forced_consumer_layouts)
         data["padding"] = {name: list(shape) for name, shape in self.padding.items()}
@@ -381,6 +385,7 @@ def _parse(data: dict[str, Any]) -> Plan:
         fingerprint=str(data["fingerprint"]),
         torch=str(data["torch"]),
         microbatches=microbatches,
+        overlap=bool(data.get("overlap", False)),
         certificate=Certificate(**certificate),
         predicted=Predicted(**data["predicted"]),
         modules=tuple(ModuleRow(**m) for m in data["modules"]),

@@ -13,10 +13,10 @@ from torch import fx
 from autopar._torch_compat import storage_id
 from autopar.costs.memory import convolution_copies, optimizer_state_bytes
 from autopar.errors import PlanError
-from autopar.ir.graph import block_of, is_backward, module_path, tensor_arguments, values_of
+from autopar.ir.graph import block_of, is_backward, module_path, producer, tensor_arguments, values_of
 from autopar.ir.node_info import graph_info, info, set_graph_info
 from autopar.ir.ops.accumulate import accumulate
-from autopar.ir.ops.collectives import c10d
+from autopar.ir.ops.collectives import c10d, waits_for
 from autopar.ir.ops.host import to_device, to_host
 from autopar.ir.plan import Plan
 from autopar.ir.program import GRADIENTS, Program, is_hoisted
@@ -155,7 +155,10 @@ class _Liveness:
             for value in values_of(node):
                 if value is not None:
                     first.setdefault(self._storage(value), (node, value))
-            for argument in tensor_arguments(node):
+            # The library reads what it gathers and scatters until it is waited for; it reduces a copy.
+            collective = producer(node.all_input_nodes[0])[0] if node.target is c10d.wait_tensor.default else None
+            held = collective is not None and collective.target is not c10d.all_reduce.default
+            for argument in [*tensor_arguments(node), *(tensor_arguments(collective) if held and collective else ())]:
                 storages = {self._storage(value) for value in values_of(argument) if value is not None}
                 last.update(dict.fromkeys(storages, node))
                 # The next microbatch reads it, too: it is not freed after this user.
@@ -173,8 +176,9 @@ class _Liveness:
             # What a library copies is measured for each link; it copies for these two kinds only.
             if made is None or made.kind not in _COPIED or made.axis not in self.copies:
                 continue
-            whole = max(v.nbytes for n in (node, node.all_input_nodes[0]) for v in values_of(n) if v is not None)
-            waits = [u for u in node.users if u.target is c10d.wait_tensor.default]
+            sides = ((node,), node.all_input_nodes)
+            whole = max(sum(v.nbytes for n in side for v in values_of(n) if v is not None) for side in sides)
+            waits = waits_for(node)
             yield Change(node, True, "communication", self.copies[made.axis] * whole)
             yield Change(waits[0] if waits else node, False, "communication", -self.copies[made.axis] * whole)
 

@@ -14,11 +14,8 @@ from typing import Any
 
 from torch import fx
 
-from autopar._torch_compat import storage_id
-from autopar.costs.collectives import COLLECTIVES
 from autopar.costs.host_copies import copy_seconds
-from autopar.costs.kernels import Work, kernel_seconds, stream
-from autopar.ir.graph import tensor_arguments, values_of
+from autopar.ir.graph import tensor_arguments
 from autopar.ir.node_info import info
 from autopar.ir.ops.collectives import c10d
 from autopar.ir.ops.host import to_device, to_host
@@ -26,8 +23,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.memory.liveness import Change, liveness
 from autopar.sharding.assignment import machine_of
-from autopar.sharding.candidates import candidates
-from autopar.sharding.operator_cost import arithmetic_dtype, operator_work
+from autopar.sharding.node_seconds import NodeSeconds
 from autopar.sharding.redistribute import Machine
 from autopar.simulate.tasks import COMMUNICATION, COMPUTE, Task
 from autopar.simulate.timeline import Timeline
@@ -69,7 +65,7 @@ class _Emitted:
         self.tasks: list[Task] = []
         self.made_by: dict[fx.Node, int] = {}  # the task that computes a node's value, or the storage that it is in
         self.kernel = 0  # the last task of the compute stream
-        self.known: dict[tuple[object, tuple[str, ...]], tuple[float, bool]] = {}
+        self.seconds = NodeSeconds(self.machine)
 
     def begin(self) -> list[fx.Node]:
         """What the device computes, when its inputs are there."""
@@ -100,15 +96,14 @@ class _Emitted:
         device = self.machine.device
         collective = info(node).collective
         if collective is not None:
-            axis = self.machine.names.index(collective.axis)
-            ring = COLLECTIVES[collective.kind](collective.bytes, self.machine.sizes[axis], self.machine.links[axis])
-            self._append(node, collective.axis, float(ring) + device.launch, COMMUNICATION, (self.kernel,), device.host)
+            seconds = self.seconds.collective(collective)
+            self._append(node, collective.axis, seconds, COMMUNICATION, (self.kernel,), device.host)
         elif node.target is c10d.wait_tensor.default:
             self._append(node, COMPUTE, 0.0, WAIT, tuple(sources), 0.0)
         elif node.target in (to_host, to_device):
             self._append(node, COMPUTE, float(copy_seconds(node.meta["val"].nbytes, device)), COPY, (), device.host)
         else:
-            seconds, launched = self._kernel(node)
+            seconds, launched = self.seconds.kernel(node)
             if launched:
                 self._append(node, COMPUTE, seconds, COMPUTE, (), device.host)
             else:
@@ -121,30 +116,6 @@ class _Emitted:
         if stream_ == COMPUTE:
             self.kernel = len(self.tasks)
         self.tasks.append(Task(node.name, 0, stream_, seconds, after, category, host))
-
-    def _kernel(self, node: fx.Node) -> tuple[float, bool]:
-        """Seconds of a node's kernel, and whether it has one."""
-        device = self.machine.device
-        if info(node).operator is None:
-            # What passes have inserted, such as slices and casts: no rule says what it costs. It streams its memory,
-            # unless its results are views.
-            inputs = [v for a in tensor_arguments(node) for v in values_of(a)]
-            results = [v for v in values_of(node) if v is not None]
-            input_storages = {storage_id(v) for v in inputs if v is not None}
-            if not results or all(storage_id(v) in input_storages for v in results):
-                return 0.0, False
-            work = stream(sum(v.nbytes for v in (*inputs, *results) if v is not None))
-            dtype = str(results[0].dtype).removeprefix("torch.")
-            return float(kernel_seconds(work, dtype if dtype in device.flops else "float32", device)[0]), True
-        operator, names = info(node).operator, info(node).strategy
-        # By value: repeated layers have equal operators, and a cost is worked out once.
-        if (operator, names) not in self.known:
-            chosen = candidates(operator, self.machine.sizes, allowed=[[n] for n in names])
-            # Copies of its inputs have nodes of their own.
-            kernel: Work = operator_work(operator, chosen, self.machine.sizes, with_copies=False)
-            seconds = float(kernel_seconds(kernel, arithmetic_dtype(operator, device), device)[0])
-            self.known[operator, names] = seconds, bool(kernel.launches[0])
-        return self.known[operator, names]
 
 
 def step_facts(timeline: Timeline, plan: Plan) -> dict[str, Any]:

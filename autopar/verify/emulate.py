@@ -141,7 +141,8 @@ def _run_node(
         return environment[argument]
     if target in GROUP_ARGUMENT:
         axis_name = str(node.args[GROUP_ARGUMENT[target]])
-        return _COLLECTIVES[target](node, environment[argument], groups[axis_name])
+        given = environment[argument] if isinstance(argument, fx.Node) else _together(environment, argument)
+        return _COLLECTIVES[target](node, given, groups[axis_name])
     results = []
     states = generator_states() if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) else {}
     for rank in range(len(ranks)):
@@ -153,6 +154,11 @@ def _run_node(
         except Exception as e:
             raise RuntimeError(f"node {node.name} ({target}) failed on rank {rank}: {e}") from e
     return results
+
+
+def _together(environment: dict[fx.Node, list[Any]], nodes: Sequence[fx.Node]) -> list[Sequence[Any]]:
+    """The values of several nodes, by rank."""
+    return list(zip(*(environment[n] for n in nodes), strict=True))
 
 
 _OF_VALUES: dict[Any, Any] = {
@@ -185,6 +191,13 @@ def _all_gather(node: fx.Node, values: list[torch.Tensor], groups: list[Group]) 
     return results
 
 
+def _all_gather_coalesced(
+    node: fx.Node, values: list[Sequence[torch.Tensor]], groups: list[Group]
+) -> list[Sequence[torch.Tensor]]:
+    gathered = [_all_gather(node, list(tensors), groups) for tensors in zip(*values, strict=True)]
+    return list(zip(*gathered, strict=True))
+
+
 def _reduce_scatter(node: fx.Node, values: list[torch.Tensor], groups: list[Group]) -> list[torch.Tensor]:
     results = list(values)
     for group in groups:
@@ -203,9 +216,10 @@ def _all_to_all(node: fx.Node, values: list[torch.Tensor], groups: list[Group]) 
     return results
 
 
-_COLLECTIVES: dict[Any, Callable[[fx.Node, list[torch.Tensor], list[Group]], list[torch.Tensor]]] = {
+_COLLECTIVES: dict[Any, Callable[[fx.Node, list[Any], list[Group]], list[Any]]] = {
     c10d.all_reduce.default: _all_reduce,
     c10d.all_gather_into_tensor.default: _all_gather,
+    c10d.all_gather_into_tensor_coalesced.default: _all_gather_coalesced,
     c10d.reduce_scatter_tensor.default: _reduce_scatter,
     c10d.all_to_all_single.default: _all_to_all,
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import fx
 
 c10d = torch.ops._c10d_functional
 
@@ -44,7 +45,17 @@ class Collective:
 GROUP_ARGUMENT = {
     c10d.all_reduce.default: 2,
     c10d.all_gather_into_tensor.default: 2,
+    c10d.all_gather_into_tensor_coalesced.default: 2,
     c10d.reduce_scatter_tensor.default: 3,
     c10d.all_to_all_single.default: 3,
 }
 """Position of the group's name (here: the axis's) among the arguments of each collective."""
+
+
+def waits_for(node: fx.Node) -> list[fx.Node]:
+    """The waits for a collective, one for each tensor that it makes."""
+    found: list[fx.Node] = []
+    for user in node.users:
+        # A getitem, of a coalesced collective.
+        found += [user] if user.target is c10d.wait_tensor.default else waits_for(user)
+    return found

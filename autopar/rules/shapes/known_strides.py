@@ -39,7 +39,7 @@ ROW_MAJOR_RESULTS = frozenset({
     aten.stack.default, aten.topk.default, aten.tril.default, aten.triu.default, aten.full.default, aten.zeros.default,
     aten.ones.default, aten.arange.default, aten.arange.start, aten.arange.start_step, aten.scalar_tensor.default,
     aten.eye.default, c10d.all_reduce.default, c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default,
-    c10d.all_to_all_single.default,
+    c10d.all_gather_into_tensor_coalesced.default, c10d.all_to_all_single.default,
 })  # fmt: skip
 """Operators that make new memory, row-major, whatever the strides of their arguments; the oracle's tests show it."""
 

@@ -1,0 +1,224 @@
+"""overlap_collectives: collectives run beside kernels that do not need them.
+
+Before, in the forward pass of FSDP, and in the backward pass of a matrix that is split over ``gpu``::
+
+    a = all_gather(p1, 8, "data"); w1 = wait(a); h1 = mm(x, w1); b = all_gather(p2, 8, "data"); w2 = wait(b); ...
+    dw = mm(x_t, g); dx = mm(g, w_t); r = all_reduce(dx, "sum", "gpu"); y = wait(r); ...
+
+After::
+
+    a = all_gather(p1, 8, "data"); b = all_gather(p2, 8, "data"); w1 = wait(a); h1 = mm(x, w1); w2 = wait(b); ...
+    dx = mm(g, w_t); r = all_reduce(dx, "sum", "gpu"); dw = mm(x_t, g); y = wait(r); ...
+
+Parameters are gathered ahead of their use, for as long as the gather takes, but no further than a block of the model.
+Gradients are waited for when their reduction is over by the cost model, or when the next but one of its kind begins;
+reductions over a further axis follow there. Gradients of weights are computed while a value that the next kernel needs
+is communicated. Only the order of the nodes changes, for all ranks alike. `Plan.overlap` says whether it does: what is
+in flight takes memory, which `autopar.memory.liveness` counts.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from itertools import accumulate
+
+import torch
+from torch import fx
+
+from autopar.ir.graph import block_of, is_backward, module_path
+from autopar.ir.node_info import info
+from autopar.ir.ops.collectives import Collective, c10d, waits_for
+from autopar.ir.order import gradient_moves, parameter_only, reorder
+from autopar.ir.plan import Plan
+from autopar.ir.program import GRADIENTS, Program, is_hoisted
+from autopar.sharding.assignment import machine_of
+from autopar.sharding.node_seconds import NodeSeconds
+
+aten = torch.ops.aten
+
+ISSUE, WAIT, FILL = -0.5, -0.25, 0.25
+"""Where a node goes beside the one that it is put at: issues before waits, what fills a wait behind the issue."""
+
+
+def overlap_collectives(program: Program, plan: Plan) -> Program:
+    """Put collectives ahead of, and waits behind, the kernels that hide them."""
+    if plan.overlap and any(info(n).collective for n in program.graph.graph.nodes):
+        reorder(program.graph.graph, _Schedule(program, plan).positions())
+    return program
+
+
+class _Schedule:
+    """Positions of nodes, in units of the order in which they are now."""
+
+    def __init__(self, program: Program, plan: Plan) -> None:
+        self.program = program
+        self.nodes = [n for n in program.graph.graph.nodes if n.op not in ("placeholder", "output")]
+        self.position = {n: float(i) for i, n in enumerate(self.nodes)}
+        self.static = set(parameter_only(program))
+        self.moves = gradient_moves(program)
+        self.seconds = NodeSeconds(machine_of(plan))
+        # Seconds that the compute stream has worked before each node, if it waits for nothing.
+        kernels = (0.0 if info(n).collective else self.seconds.kernel(n)[0] for n in self.nodes)
+        self.clock = list(accumulate(kernels, initial=0.0))
+
+    def positions(self) -> dict[fx.Node, float]:
+        """Where each node should be."""
+        self._fill_waits()
+        self._sink_waits()
+        self._prefetch()
+        self._wait_for_gradients()
+        return self.position
+
+    def _fill_waits(self) -> None:
+        """Gradients of weights go behind the issue of a collective whose result the next kernel needs."""
+        only, moves = self._gradient_only(), set(self.moves)
+        window: list[fx.Node] = []
+        for node in self.nodes:
+            made = info(node).collective
+            if made is None:
+                if node in only:
+                    window.append(node)
+            elif node not in self.static and node not in moves:
+                for waiting in window if is_backward(node) else ():
+                    self.position[waiting] = self.position[node] + FILL
+                window = []
+
+    def _gradient_only(self) -> set[fx.Node]:
+        """What is computed for gradients of parameters, and for nothing else."""
+        outputs = zip(self.program.outputs, self.program.output_values, strict=True)
+        ends = {v for o, v in outputs if o.kind in GRADIENTS}
+        found: set[fx.Node] = set()
+        for node in reversed(self.nodes):
+            output = self.program.output_node in node.users
+            if (node.users or node in ends) and all(u in found for u in node.users if u.op != "output"):
+                if not output or node in ends:
+                    found.add(node)
+        return found & {n for n in self.nodes if is_backward(n)}
+
+    def _sink_waits(self) -> None:
+        """A wait, and what only reshapes its result, goes in front of the first that uses it."""
+        waits = {n for n in self.nodes if n.target is c10d.wait_tensor.default}
+        behind = set(waits)
+        for node in self.nodes:
+            if node.target in _RESHAPES and all(a in behind for a in node.all_input_nodes):
+                behind.add(node)
+        for node in reversed(self.nodes):
+            if node in behind and not is_hoisted(node):
+                first = min((self.position[u] for u in node.users if u in self.position), default=None)
+                if first is not None:
+                    self.position[node] = max(self.position[node], first if first % 1 else first + WAIT)
+
+    def _prefetch(self) -> None:
+        """Gathers of parameters go in front of a kernel that is as far ahead as they take, or a block ahead."""
+        gathers = [n for n in self.nodes if n in self.static and info(n).collective and not is_hoisted(n)]
+        uses, hops = self._uses(), self._hops()
+        for backward in (False, True):
+            here = [n for n in gathers if is_backward(n) is backward]
+            units = sorted({uses[n] for n in here})
+            start = min((self.position[n] for n in self.nodes if is_backward(n) is backward and n not in self.static),
+                        default=0.0)  # fmt: skip
+            for node in here:
+                at = bisect_left(units, uses[node])
+                for _ in range(hops[node]):
+                    at = self._ahead(units, at, node)
+                self._issue(node, (units[at] if at >= 0 else start) + ISSUE)
+
+    def _ahead(self, units: list[int], at: int, node: fx.Node) -> int:
+        """The use in front of which a gather is issued that is to be there at ``units[at]``; -1: at the start."""
+        if at < 0:
+            return -1
+        made, needed, own = info(node).collective, self.clock[units[at]], self._block(units[at])
+        took = self.seconds.collective(made) if made is not None else 0.0
+        while at > 0:
+            at -= 1
+            block = self._block(units[at])
+            if block is not None and block != own:
+                # All of the block before has begun by then.
+                return next(i for i in range(at + 1) if self._block(units[i]) == block)
+            if needed - self.clock[units[at]] >= took:
+                return at
+        return -1
+
+    def _block(self, index: int) -> str | None:
+        return block_of(module_path(self.nodes[index]), self.program.blocks)
+
+    def _issue(self, node: fx.Node, at: float) -> None:
+        """Put a gather somewhere, with what it is computed from."""
+        at = min(at, self.position[node])
+        pending = [node]
+        while pending:
+            current = pending.pop()
+            if self.position.get(current, -1.0) >= at:
+                self.position[current] = at
+                # Waits of gathers over another axis have a position of their own.
+                pending += [a for a in current.all_input_nodes if info(a).collective is None]
+
+    def _uses(self) -> dict[fx.Node, int]:
+        """By parameter-only node: index of the first node that uses what comes of it and is not one itself."""
+        index = {n: i for i, n in enumerate(self.nodes)}
+        uses: dict[fx.Node, int] = {}
+        for node in reversed(self.nodes):
+            if node in self.static:
+                users = (uses[u] if u in self.static else index.get(u, len(index) - 1) for u in node.users)
+                uses[node] = min(users, default=index[node])
+        return uses
+
+    def _hops(self) -> dict[fx.Node, int]:
+        """By parameter-only node: gathers from it to its use, itself included."""
+        hops: dict[fx.Node, int] = {}
+        for node in reversed(self.nodes):
+            if node in self.static:
+                after = max((hops[u] for u in node.users if u in self.static), default=0)
+                hops[node] = after + (info(node).collective is not None)
+        return hops
+
+    def _wait_for_gradients(self) -> None:
+        """Waits of gradients go where their collective is over, and with them what follows, as on other axes."""
+        free: dict[str, float] = {}
+        issued: dict[tuple[object, str], list[float]] = {}
+        for node in self.moves:
+            made = _collective(node)
+            sources = [self.position[a] for a in node.all_input_nodes if a in self.position]
+            at = max([self.position[node], *sources])
+            self.position[node] = at
+            over = max(self._time(at), free.get(made.axis, 0.0)) + self.seconds.collective(made)
+            free[made.axis] = over
+            earlier = issued.setdefault((node.target, made.axis), [])
+            earlier.append(at)
+            # By the clock, but no later than when the next but one of its kind is issued.
+            done = max(bisect_right(self.clock, over), int(at) + 1) + WAIT
+            for wait in waits_for(node):
+                self._put_behind(wait, min(done, float(len(self.nodes))))
+        self._limit(issued)
+
+    def _time(self, at: float) -> float:
+        return self.clock[min(max(int(at) + 1, 0), len(self.clock) - 1)]
+
+    def _limit(self, issued: dict[tuple[object, str], list[float]]) -> None:
+        """No reduction is waited for later than the next but one of its kind is issued."""
+        for node in self.moves:
+            later = sorted(issued[node.target, _collective(node).axis])
+            at = bisect_right(later, self.position[node])
+            if at + 1 < len(later):
+                for wait in waits_for(node):
+                    if self.position[wait] > later[at + 1]:
+                        self._put_behind(wait, later[at + 1] + ISSUE)
+
+    def _put_behind(self, wait: fx.Node, at: float) -> None:
+        """Put a wait somewhere, and what only gradients are computed from it no earlier."""
+        self.position[wait] = at
+        for user in wait.users:
+            if user in self.position and self.position[user] < at:
+                self._put_behind(user, at)
+
+
+_RESHAPES = (
+    aten.reshape.default, aten.permute.default, aten.contiguous.default, aten.narrow.default, aten.unflatten.int,
+    aten.view_as_complex.default,
+)  # fmt: skip
+
+
+def _collective(node: fx.Node) -> Collective:
+    made = info(node).collective
+    assert made is not None
+    return made
