@@ -51,7 +51,7 @@ def bucket_collectives(program: Program, plan: Plan) -> Program:
     """Join collectives of one kind, axis, dtype and stage into buckets, level by level where axes follow."""
     graph = program.graph.graph
     machine = machine_of(plan)
-    gathers = _parameter_gathers(program) if plan.overlap else []
+    gathers = _parameter_moves(program) if plan.overlap else []
     moves = [n for n in gradient_moves(program) if n.target is not c10d.all_reduce.default or n.args[1] == "sum"]
     members = [*gathers, *(moves if plan.overlap else _gradient_sums(program))]
     levels = _levels(graph, members)
@@ -61,11 +61,13 @@ def bucket_collectives(program: Program, plan: Plan) -> Program:
     for level in sorted({levels[m] for m in members}):
         here = [m for m in members if levels[m] == level]
         for bucket in _buckets(program, here, set(gathers), machine, plan.overlap):
+            if len(bucket) == 1 and plan.overlap:
+                continue
+            early = bucket[0] in gathers
             if bucket[0].target is c10d.all_gather_into_tensor.default:
-                if len(bucket) > 1:
-                    _join_gathers(graph, bucket, positions, early=bucket[0] in gathers)
-            elif len(bucket) > 1 or not plan.overlap:
-                _join_reductions(graph, bucket, positions, late=not plan.overlap)
+                _join_gathers(graph, bucket, positions, early=early)
+            else:
+                _join_packed(graph, bucket, positions, early=early, late=not plan.overlap)
             joined = True
     if joined:
         reorder(graph, positions)
@@ -103,10 +105,10 @@ def _is_gradient_sum(node: fx.Node, ends: set[fx.Node | None]) -> bool:
     return value in ends and len(value.users) == 1
 
 
-def _parameter_gathers(program: Program) -> list[fx.Node]:
-    """All-gathers of what is computed from parameters alone; those that run once for all microbatches stay alone."""
-    found = parameter_only(program)
-    return [n for n in found if n.target is c10d.all_gather_into_tensor.default and not is_hoisted(n)]
+def _parameter_moves(program: Program) -> list[fx.Node]:
+    """All-gathers and exchanges of what is computed from parameters alone; what runs once a step stays alone."""
+    kinds = (c10d.all_gather_into_tensor.default, c10d.all_to_all_single.default)
+    return [n for n in parameter_only(program) if n.target in kinds and not is_hoisted(n)]
 
 
 def _levels(graph: fx.Graph, members: Iterable[fx.Node]) -> dict[fx.Node, int]:
@@ -139,12 +141,12 @@ def _buckets(
 
 def _filled(units: Iterable[list[fx.Node]], limit: float) -> list[list[fx.Node]]:
     buckets: list[list[fx.Node]] = [[]]
-    size = 0
+    size = 0.0
     for unit in units:
-        more = sum(n.meta["val"].nbytes for n in unit)
+        more = _collective(unit).bytes
         if buckets[-1] and size + more > limit:
             buckets.append([])
-            size = 0
+            size = 0.0
         buckets[-1] += unit
         size += more
     return buckets
@@ -182,11 +184,17 @@ def bring_forward(node: fx.Node, at: float, positions: dict[fx.Node, float]) -> 
                 pending.append(argument)
 
 
-def _join_reductions(graph: fx.Graph, members: list[fx.Node], positions: dict[fx.Node, float], *, late: bool) -> None:
-    """One reduction when the last member is known; ``late``: waited for at the end, where only outputs follow."""
-    first, scatters = members[0], members[0].target is c10d.reduce_scatter_tensor.default
-    parts = int(first.args[2]) if scatters else 1  # type: ignore[arg-type]
-    start, last = max(positions[m] for m in members), max(positions.values()) + 1
+def _join_packed(
+    graph: fx.Graph, members: list[fx.Node], positions: dict[fx.Node, float], *, early: bool, late: bool
+) -> None:
+    """One collective where the first is used (``early``) or the last is known; ``late``: waited for at the end.
+
+    It takes one row of all members for each device that rows are sent to, and makes one for each that they are from.
+    """
+    first, kind = members[0], members[0].target
+    sent = 1 if kind is c10d.all_reduce.default else _devices(first)
+    received = sent if kind is c10d.all_to_all_single.default else 1
+    start, last = (min if early else max)(positions[m] for m in members), max(positions.values()) + 1
     waits = [next(iter(m.users)) for m in members]
     made: list[fx.Node] = []
 
@@ -195,32 +203,39 @@ def _join_reductions(graph: fx.Graph, members: list[fx.Node], positions: dict[fx
         return made[-1]
 
     with graph.inserting_before(members[-1]):
-        flat: Any = first.args[0]
+        flat, rest = first.args[0], first.args[1:]
         if len(members) > 1:
-            # One row for each device that the sum is scattered over.
-            pieces = [call(m, aten.reshape.default, m.args[0], [parts, -1]) for m in members]
+            pieces = [call(m, aten.reshape.default, m.args[0], [sent, -1]) for m in members]
             flat = call(first, aten.cat.default, pieces, 1)
-        reduced = call(first, first.target, flat, *first.args[1:])
-        set_info(reduced, replace(info(reduced), collective=_collective(members)))
+            rest = ([1] * sent, [1] * sent, *rest[2:]) if received > 1 else rest
+        together = call(first, kind, flat, *rest)
+        set_info(together, replace(info(together), collective=_collective(members)))
     positions.update(dict.fromkeys(made, start))
+    if early:
+        bring_forward(together, start, positions)
     made.clear()
     with graph.inserting_before(graph.output_node()):
-        whole, at = call(first, c10d.wait_tensor.default, reduced), 0
+        whole, at = call(first, c10d.wait_tensor.default, together), 0
         for member, wait in zip(members, waits, strict=True):
             value, result = member.meta["val"], whole
             if len(members) > 1:
-                part = call(member, aten.narrow.default, whole, 1, at, value.numel())
+                part = call(member, aten.narrow.default, whole, 1, at, value.numel() // received)
                 result = call(member, aten.reshape.default, part, list(value.shape))
-            at += value.numel()
-            known = replace(
-                info(result), types=info(wait).types, layouts=info(wait).layouts, internal=info(wait).internal
-            )
-            set_info(result, replace(known, consumer_layouts=info(wait).consumer_layouts))
+            at += value.numel() // received
+            was = info(wait)
+            known = replace(info(result), types=was.types, layouts=was.layouts, internal=was.internal)
+            set_info(result, replace(known, consumer_layouts=was.consumer_layouts))
             wait.replace_all_uses_with(result)
     positions.update(dict.fromkeys(made, last if late else start))
     for node in (*waits, *members):
         graph.erase_node(node)
         del positions[node]
+
+
+def _devices(node: fx.Node) -> int:
+    """How many devices a scatter or an exchange is among."""
+    told: Any = node.args[1] if node.target is c10d.all_to_all_single.default else node.args[2]
+    return len(told) if isinstance(told, list) else int(told)
 
 
 def _call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:

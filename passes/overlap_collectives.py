@@ -110,34 +110,34 @@ class _Schedule:
 
     def _prefetch(self) -> None:
         """Gathers of parameters go in front of a kernel that is as far ahead as they take, or a block ahead."""
+        index = {n: i for i, n in enumerate(self.nodes)}
         gathers = [n for n in self.nodes if n in self.static and info(n).collective and not is_hoisted(n)]
-        uses, hops = self._uses(), self._hops()
+        uses = self._uses(index)
         for backward in (False, True):
-            here = [n for n in gathers if is_backward(n) is backward]
-            units = sorted({uses[n] for n in here})
-            start = min((self.position[n] for n in self.nodes if is_backward(n) is backward and n not in self.static),
-                        default=0.0)  # fmt: skip
-            for node in here:
-                at = bisect_left(units, uses[node])
-                for _ in range(hops[node]):
-                    at = self._ahead(units, at, node)
-                self._issue(node, (units[at] if at >= 0 else start) + ISSUE)
+            kernels = (i for n, i in index.items() if is_backward(n) is backward and n not in self.static)
+            units = sorted({uses[n] for n in gathers if is_backward(n) is backward})
+            start = min(kernels, default=0)
+            # Backwards: a gather over a first axis is ahead of that over the second.
+            wanted: dict[fx.Node, int] = {}
+            for node in reversed(self.nodes):
+                if node in self.static:
+                    wanted[node] = min((wanted.get(u, index.get(u, start)) for u in node.users), default=index[node])
+                    if node in gathers and is_backward(node) is backward:
+                        wanted[node] = self._ahead(units, wanted[node], start, node)
+                        self._issue(node, wanted[node] + ISSUE)
 
-    def _ahead(self, units: list[int], at: int, node: fx.Node) -> int:
-        """The use in front of which a gather is issued that is to be there at ``units[at]``; -1: at the start."""
-        if at < 0:
-            return -1
-        made, needed, own = info(node).collective, self.clock[units[at]], self._block(units[at])
-        took = self.seconds.collective(made) if made is not None else 0.0
-        while at > 0:
-            at -= 1
-            block = self._block(units[at])
+    def _ahead(self, units: list[int], at: int, start: int, node: fx.Node) -> int:
+        """The use of others in front of which a gather is issued that is to be there at a position."""
+        own, needed = self._block(at), self.clock[at]
+        took = self.seconds.collective(_collective(node))
+        for unit in reversed(units[: bisect_left(units, at)]):
+            block = self._block(unit)
             if block is not None and block != own:
                 # All of the block before has begun by then.
-                return next(i for i in range(at + 1) if self._block(units[i]) == block)
-            if needed - self.clock[units[at]] >= took:
-                return at
-        return -1
+                return next(u for u in units if self._block(u) == block)
+            if block is None and needed - self.clock[unit] >= took:
+                return unit
+        return start
 
     def _block(self, index: int) -> str | None:
         return block_of(module_path(self.nodes[index]), self.program.blocks)
@@ -153,24 +153,15 @@ class _Schedule:
                 # Waits of gathers over another axis have a position of their own.
                 pending += [a for a in current.all_input_nodes if info(a).collective is None]
 
-    def _uses(self) -> dict[fx.Node, int]:
+    def _uses(self, index: dict[fx.Node, int]) -> dict[fx.Node, int]:
         """By parameter-only node: index of the first node that uses what comes of it and is not one itself."""
-        index = {n: i for i, n in enumerate(self.nodes)}
         uses: dict[fx.Node, int] = {}
         for node in reversed(self.nodes):
             if node in self.static:
+                # The output is in no order; only unused results have no user.
                 users = (uses[u] if u in self.static else index.get(u, len(index) - 1) for u in node.users)
                 uses[node] = min(users, default=index[node])
         return uses
-
-    def _hops(self) -> dict[fx.Node, int]:
-        """By parameter-only node: gathers from it to its use, itself included."""
-        hops: dict[fx.Node, int] = {}
-        for node in reversed(self.nodes):
-            if node in self.static:
-                after = max((hops[u] for u in node.users if u in self.static), default=0)
-                hops[node] = after + (info(node).collective is not None)
-        return hops
 
     def _wait_for_gradients(self) -> None:
         """Waits of gradients go where their collective is over, and with them what follows, as on other axes."""

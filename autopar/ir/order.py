@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Mapping
 
 import torch
@@ -18,8 +19,9 @@ aten = torch.ops.aten
 
 _KEEPS_VALUES = frozenset({
     aten.reshape.default, aten.permute.default, aten.contiguous.default, aten.clone.default, aten._to_copy.default,
-    aten.narrow.default, aten.select.int, c10d.wait_tensor.default, c10d.all_reduce.default,
-    c10d.reduce_scatter_tensor.default, c10d.all_gather_into_tensor.default, accumulate,
+    aten.narrow.default, aten.select.int, aten.cat.default, operator.getitem, accumulate, c10d.wait_tensor.default,
+    c10d.all_reduce.default, c10d.reduce_scatter_tensor.default, c10d.all_to_all_single.default,
+    c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_coalesced.default,
 })  # fmt: skip
 """What a gradient passes on its way into its parameter's layout."""
 
