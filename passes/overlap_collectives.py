@@ -30,7 +30,7 @@ from autopar.ir.node_info import info
 from autopar.ir.ops.collectives import Collective, c10d, waits_for
 from autopar.ir.order import gradient_moves, parameter_only, reorder
 from autopar.ir.plan import Plan
-from autopar.ir.program import GRADIENTS, Program, is_hoisted
+from autopar.ir.program import Program, draws, is_hoisted
 from autopar.sharding.assignment import machine_of
 from autopar.sharding.node_seconds import NodeSeconds
 
@@ -71,29 +71,20 @@ class _Schedule:
 
     def _fill_waits(self) -> None:
         """Gradients of weights go behind the issue of a collective whose result the next kernel needs."""
-        only, moves = self._gradient_only(), set(self.moves)
+        moves = set(self.moves)
+        blocking = {n for n in self.nodes if info(n).collective and n not in self.static and n not in moves}
+        ahead: set[fx.Node] = set()  # of a collective that blocks
+        for node in reversed(self.nodes):
+            if node in blocking or any(u in ahead for u in node.users):
+                ahead.add(node)
         window: list[fx.Node] = []
         for node in self.nodes:
-            made = info(node).collective
-            if made is None:
-                if node in only:
-                    window.append(node)
-            elif node not in self.static and node not in moves:
-                for waiting in window if is_backward(node) else ():
+            if node in blocking:
+                for waiting in window:
                     self.position[waiting] = self.position[node] + FILL
                 window = []
-
-    def _gradient_only(self) -> set[fx.Node]:
-        """What is computed for gradients of parameters, and for nothing else."""
-        outputs = zip(self.program.outputs, self.program.output_values, strict=True)
-        ends = {v for o, v in outputs if o.kind in GRADIENTS}
-        found: set[fx.Node] = set()
-        for node in reversed(self.nodes):
-            output = self.program.output_node in node.users
-            if (node.users or node in ends) and all(u in found for u in node.users if u.op != "output"):
-                if not output or node in ends:
-                    found.add(node)
-        return found & {n for n in self.nodes if is_backward(n)}
+            elif is_backward(node) and node not in ahead and not info(node).collective and not draws(node):
+                window.append(node)
 
     def _sink_waits(self) -> None:
         """A wait, and what only reshapes its result, goes in front of the first that uses it."""

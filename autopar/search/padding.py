@@ -15,7 +15,7 @@ from autopar.search.budget.budget_problem import BudgetProblem
 from autopar.search.budget.cutoff import Cutoff, PrunedError
 from autopar.search.budget.repair import costed, repaired
 from autopar.search.find import EXACT_AXES, find_plan, require_splits
-from autopar.search.finished_plan import Shapes, finished_plan, joint_certificate
+from autopar.search.finished_plan import Shapes, finished_plan, joint_certificate, with_overlap
 from autopar.search.formulation.axis_roles import DATA, by_roles
 from autopar.search.formulation.pins import Pinned, Restrictions, complete, pin_modules, read_pins
 from autopar.search.formulation.recipes import roles_of
@@ -73,6 +73,8 @@ def best_padded(program: Program, part: Program, job: Job) -> Plan:
     certificate = best.certificate
     if len(options) > 1:  # a random plan has one
         certificate = _of_all_options(certificate, [plan.certificate for plan, _ in found], pruned)
+    if search.recipe != "random":  # a random plan has drawn whether it overlaps
+        best = with_overlap(best, pad(part, shapes), job)
     return finished_plan(best, program, part, shapes, certificate)
 
 

@@ -82,12 +82,14 @@ def random_plan(
         drawing.draw_consumer_layouts(node, pins.get(node))
     # Last, so that a seed draws all else as it did before there was offloading.
     offloaded = drawing.draw_offload() if offload else {}
+    overlap = bool(choose(2))
     certificate = Certificate(0.0, 0.0, "one random plan, nothing was searched", "random")
     return Plan(
         axes=tuple(axes.items()), cluster=cluster, parameters=drawing.parameters, batch=drawing.batch,
         results=drawing.results, choices=drawing.choices, consumer_layouts=drawing.consumer_layouts,
         optimizer=optimizer, fingerprint=program.fingerprint, torch=str(torch.__version__), certificate=certificate,
         recompute=drawing.recomputed, offload=offloaded, forced_consumer_layouts=tuple(drawing.forced),
+        overlap=overlap,
     )  # fmt: skip
 
 
