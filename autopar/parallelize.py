@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from autopar.capture import Batch, LossFunction
 from autopar.capture.swap import refuse_scripted
 from autopar.costs.cluster import Cluster
+from autopar.costs.known_devices import preset_for, with_node_of
 from autopar.costs.memory import parse_bytes
 from autopar.errors import PlanError
 from autopar.ir.plan import Plan
@@ -72,7 +73,8 @@ def parallelize(
         deterministic: dropout and other random operators draw the same numbers as one device would, from the default
             generator, which must be in the same state on every rank; each rank draws whole tensors for that. Otherwise
             each rank draws its own shard, with seeds from rank 0's generator. No difference on one device.
-        cluster: a `Cluster`, a preset's name or a TOML file; default: the preset of this machine's devices.
+        cluster: a `Cluster`, a preset's name or a TOML file; default: the preset of this machine's devices, by the name
+            and memory that they report; devices of no preset are an error.
         plan: a `Plan` or a file to use instead of searching; a new batch shape is planned under its parameter layouts.
         search: limits and pins.
         timeout: seconds that a rank waits for the others, in every wait.
@@ -171,12 +173,19 @@ def _check_devices(model: nn.Module, context: MeshContext) -> None:
 
 
 def _cluster(context: MeshContext) -> Cluster:
-    """The preset of this machine's devices."""
+    """The preset of this machine's devices, with as many of them a node as there are.
+
+    Raises:
+        ValueError: none is of these devices.
+    """
     if context.device.type != "cuda":
         return Cluster.preset("cpu")
-    # Any other GPU counts as an H100; cluster= describes it exactly.
-    name = torch.cuda.get_device_name(context.device).lower()
-    return Cluster.preset("a100-80gb" if "a100" in name else "h200" if "h200" in name else "h100")
+    found = torch.cuda.get_device_properties(context.device)
+    # torchrun tells how many processes a node has; each has a device of its own.
+    devices = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
+    # Together: a device of no preset on one rank is an error on all.
+    known = context.together(lambda: preset_for(found.name, found.total_memory), "choosing a preset")
+    return with_node_of(known, devices)
 
 
 def _budget(context: MeshContext) -> float:

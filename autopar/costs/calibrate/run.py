@@ -24,6 +24,7 @@ from autopar.costs.calibrate.kernels import ENOUGH, Kernels, Tick, measure_kerne
 from autopar.costs.calibrate.sample import Sample
 from autopar.costs.cluster import Cluster
 from autopar.costs.collectives import COLLECTIVES
+from autopar.costs.known_devices import preset_for
 from autopar.errors import RankError
 
 
@@ -63,7 +64,7 @@ def calibrate(
     Args:
         settings: what is measured.
         ranks: processes to start.
-        base: a preset or a file that gives what is not measured.
+        base: a preset or a file that gives what is not measured; default: the preset of the device.
         name: of the cluster.
         tick: called with ``(done, total, name)``.
 
@@ -71,7 +72,7 @@ def calibrate(
         The cluster and its samples; None on all ranks of torchrun but the first.
 
     Raises:
-        ValueError: scipy is missing, or there is no such base.
+        ValueError: scipy is missing, there is no such base, or no preset is of the device and no base is given.
         RankError: a process failed, or the time ran out.
     """
     require_scipy()
@@ -79,14 +80,16 @@ def calibrate(
     cuda, launched = torch.cuda.is_available(), "RANK" in os.environ
     rank = int(os.environ.get("LOCAL_RANK", 0))
     groups = settings.groups or (int(os.environ.get("LOCAL_WORLD_SIZE", ranks)),)
-    known = Cluster.resolve(base or ("h100" if cuda else "cpu"))
     device, units = torch.device("cpu"), 1
     if cuda:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
         found = torch.cuda.get_device_properties(device)
         units = found.multi_processor_count  # tiles of a product are spread over streaming multiprocessors
+        known = Cluster.resolve(base) if base else preset_for(found.name, found.total_memory)
         known = replace(known, device=replace(known.device, name=found.name, memory=float(found.total_memory)))
+    else:
+        known = Cluster.resolve(base or "cpu")
     # One process alone would have the whole memory bandwidth, which ranks share in training.
     if not launched and not cuda and ranks > 1:
         samples = measure_over_processes(ranks, settings, tick)

@@ -13,6 +13,7 @@ import torch.distributed
 from rich.console import RenderableType
 
 from autopar.costs.cluster import PRESETS, Cluster
+from autopar.costs.known_devices import preset_for
 from autopar.costs.memory import format_bytes
 from autopar.ir.plan_table import figures, render
 
@@ -41,7 +42,10 @@ def examine() -> dict[str, Any]:
 def doctor_table(facts: dict[str, Any], width: int = 100) -> str:
     """The facts as plain text."""
     packages = ", ".join(f"{name} {version or 'missing'}" for name, version in facts["packages"].items())
-    devices = [f"{d['name']}, {format_bytes(d['memory'])}" for d in facts["devices"]]
+    devices = [
+        f"{d['name']}, {format_bytes(d['memory'])}, {'preset ' + d['preset'] if d['preset'] else 'of no preset'}"
+        for d in facts["devices"]
+    ]
     rows = [
         ("autopar", facts["autopar"]),
         ("python", f"{facts['python']} on {facts['platform']}"),
@@ -69,7 +73,14 @@ def _devices() -> list[dict[str, Any]]:
     if not torch.cuda.is_available():
         return []
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return [{"name": p.name, "memory": p.total_memory} for p in found]
+    return [{"name": p.name, "memory": p.total_memory, "preset": _preset_of(p.name, p.total_memory)} for p in found]
+
+
+def _preset_of(name: str, memory: float) -> str | None:
+    try:
+        return preset_for(name, memory).name
+    except ValueError:
+        return None
 
 
 def _backends() -> list[str]:
@@ -112,6 +123,8 @@ def _missing(facts: dict[str, Any]) -> list[str]:
         found.append("torch.distributed: install a build of torch that has it, such as those on pytorch.org")
     if facts["devices"] and "nccl" not in facts["backends"]:
         found.append("NCCL, for GPUs: install a CUDA build of torch, see pytorch.org")
+    for name in dict.fromkeys(d["name"] for d in facts["devices"] if d["preset"] is None):
+        found.append(f"a preset of {name}: cluster= a preset or a TOML file, or autopar calibrate --base PRESET")
     if not facts["devices"]:
         found.append("a GPU: not needed to plan, to verify or for the demo")
     return found
