@@ -15,14 +15,15 @@ from torch.nn.parameter import is_lazy
 
 from autopar.capture import Batch, LossFunction
 from autopar.capture.swap import refuse_scripted
+from autopar.costs.budget import DefaultBudget
 from autopar.costs.cluster import Cluster
-from autopar.costs.known_devices import preset_for, with_node_of
 from autopar.costs.memory import parse_bytes
 from autopar.errors import PlanError
 from autopar.ir.plan import Plan
 from autopar.ir.precision import Precision
 from autopar.ir.signature.outputs import Loss
 from autopar.module.parallel_module import ParallelModule, parallel_module
+from autopar.runtime.devices import cluster_of_device, reserve_of_device
 from autopar.runtime.mesh import MeshContext, axes_of, mesh_context, one_device, with_axes
 from autopar.runtime.state.materialize import Init
 from autopar.runtime.state.parameters import distribute_parameters
@@ -66,7 +67,8 @@ def parallelize(
             Default: the only scalar that requires a gradient; of several, each has its gradient.
         inputs: ``"global"``: each rank passes the whole batch, and its part is sliced; ``"local"``: its own rows,
             see ``data_rank`` and ``data_world_size``. DTensors carry their own layout.
-        memory: budget per device, such as ``"70GiB"``; default: what the device has, less a margin.
+        memory: budget per device, such as ``"70GiB"``; default: what the device has, less what
+            `autopar.costs.budget` sets aside for the context, communicators, workspaces and fragments.
         optimizer: whose state the budget counts: adamw, adam, sgd, sgd-momentum, adagrad.
         precision: a `Precision`, or the dtype to compute in, such as ``"bf16"``: parameters are then stored, reduced
             and updated in float32; default: the model's own dtypes.
@@ -173,29 +175,22 @@ def _check_devices(model: nn.Module, context: MeshContext) -> None:
 
 
 def _cluster(context: MeshContext) -> Cluster:
-    """The preset of this machine's devices, with as many of them a node as there are.
+    """The preset of this machine's devices.
 
     Raises:
         ValueError: none is of these devices.
     """
     if context.device.type != "cuda":
-        return Cluster.preset("cpu")
-    found = torch.cuda.get_device_properties(context.device)
-    # torchrun tells how many processes a node has; each has a device of its own.
-    devices = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
+        return cluster_of_device(context.device)
     # Together: a device of no preset on one rank is an error on all.
-    known = context.together(lambda: preset_for(found.name, found.total_memory), "choosing a preset")
-    return with_node_of(known, devices)
+    return context.together(lambda: cluster_of_device(context.device), "choosing a preset")
 
 
-def _budget(context: MeshContext) -> float:
-    """Bytes that a device may use: nine tenths of a GPU, or this rank's share of half of the machine's memory."""
-    # Of all memory, not of what is free: the model's own parameters, which the plan counts, may take some already.
-    if context.device.type == "cuda":
-        return 0.9 * float(torch.cuda.get_device_properties(context.device).total_memory)
-    physical = float(os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PHYS_PAGES")
+def _budget(context: MeshContext) -> DefaultBudget:
+    """Bytes that a device may use by default."""
     world = dist.get_world_size() if context.mesh is not None else 1
-    return physical / 2 / int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    return DefaultBudget(reserve_of_device(context.device, dict(context.axes), processes))
 
 
 def _mesh_context(mesh: DeviceMesh, plan: Plan | None, search: Search, timeout: float) -> MeshContext:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from autopar.parallelize import _cluster
+from autopar.parallelize import _budget, _cluster
 from autopar.runtime.mesh import MeshContext, one_device
 
 GIB = 2**30
@@ -37,3 +38,15 @@ def test_a_device_of_no_preset_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
         ValueError, match=r"device NVIDIA GeForce RTX 4090 with 23\.5 GiB: name one .*`autopar calibrate"
     ):
         _cluster(context)
+
+
+def test_the_default_budget_is_of_the_device_and_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = context_of(monkeypatch, "NVIDIA H100 80GB HBM3", 79.1 * GIB)
+    budget = _budget(context)
+    assert [t.name for t in budget.reserve.terms()] == ["process", "communicators", "workspace", "fragments"]
+    assert budget.reserve.groups == 1 and 0.9 < budget / (79.1 * GIB) < 0.95
+    # A process of a machine without GPUs has its share, and leaves half of that to everything else.
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    share = _budget(one_device(torch.device("cpu")))
+    assert [t.name for t in share.reserve.terms()] == ["others"]
+    assert share * 8 == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

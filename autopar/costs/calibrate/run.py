@@ -87,7 +87,10 @@ def calibrate(
         found = torch.cuda.get_device_properties(device)
         units = found.multi_processor_count  # tiles of a product are spread over streaming multiprocessors
         known = Cluster.resolve(base) if base else preset_for(found.name, found.total_memory)
-        known = replace(known, device=replace(known.device, name=found.name, memory=float(found.total_memory)))
+        # A base of another kind gives its costs, and not what lies on its devices.
+        kind = "rocm" if torch.version.hip else "cuda"
+        own = replace(known.device, name=found.name, memory=float(found.total_memory), kind=kind)
+        known = replace(known, device=own)
     else:
         known = Cluster.resolve(base or "cpu")
     # One process alone would have the whole memory bandwidth, which ranks share in training.
@@ -201,7 +204,9 @@ def cluster_of(
     alone = [s for s in samples if s.kind not in COLLECTIVES]
     fitted = fit_device(alone, name=base.device.name, memory=base.device.memory, units=units)
     reached = base.device.host_bandwidth * base.device.streaming  # fitted figures are what is reached
-    device = replace(fitted, host=base.device.host, host_bandwidth=reached, copies=base.device.copies)
+    device = replace(
+        fitted, host=base.device.host, host_bandwidth=reached, copies=base.device.copies, kind=base.device.kind
+    )
     links, levels = list(base.links), sorted({s.level for s in on_links})
     for level in levels:
         # Names, algorithms and copies cannot be measured: they come from the base's link of that level.

@@ -12,10 +12,12 @@ import torch
 import torch.distributed
 from rich.console import RenderableType
 
+from autopar.costs.budget import KINDS
 from autopar.costs.cluster import PRESETS, Cluster
 from autopar.costs.known_devices import preset_for
 from autopar.costs.memory import format_bytes
 from autopar.ir.plan_table import figures, render
+from autopar.runtime.devices import reserve_of_device
 
 REQUIRED = ("torch", "highspy", "networkx", "numpy", "rich", "safetensors", "sympy", "typer")
 OPTIONAL = {"scipy": "`autopar calibrate`", "transformers": "the demo and the benchmarks"}
@@ -35,6 +37,7 @@ def examine() -> dict[str, Any]:
         "usable_cores": _usable_cores(),
         "threads": torch.get_num_threads(),
         "presets": list(PRESETS),
+        "default_budget": _default_budget(),
     }
     return {**facts, "missing": _missing(facts)}
 
@@ -53,6 +56,7 @@ def doctor_table(facts: dict[str, Any], width: int = 100) -> str:
         ("GPUs", "; ".join(devices) or "none: models run on the CPU"),
         ("backends", ", ".join(facts["backends"]) or "none: models run in one process"),
         ("cores", f"{facts['usable_cores']} of {facts['cores']} usable; {facts['threads']} intra-op threads"),
+        *_budget_rows(facts["default_budget"]),
         *((f"preset {name}", _preset(name)) for name in facts["presets"]),
     ]
     parts: list[RenderableType] = [figures(rows), ""]
@@ -81,6 +85,28 @@ def _preset_of(name: str, memory: float) -> str | None:
         return preset_for(name, memory).name
     except ValueError:
         return None
+
+
+def _default_budget() -> dict[str, Any]:
+    """What `autopar.parallelize` would take for ``memory=None``, and what it sets aside; sizes in bytes."""
+    cuda = torch.cuda.is_available()
+    count = torch.cuda.device_count() if cuda else 1
+    reserve = reserve_of_device(torch.device("cuda", 0) if cuda else torch.device("cpu"), {"device": count}, count)
+    return {
+        "of": f"each of {count} on a mesh of one axis" if cuda else "one process; n processes have an n-th each",
+        "memory": reserve.memory,
+        "set_aside": [term._asdict() for term in reserve.terms()],
+        "budget": max(0.0, reserve.memory - reserve.total),
+        "each_further_communicator": KINDS[reserve.kind].communicator,
+    }
+
+
+def _budget_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [("memory", f"{format_bytes(found['memory'])}, {found['of']}")]
+    rows += [(f"- {t['name']}", f"{format_bytes(t['size'])}: {t['reason']}") for t in found["set_aside"]]
+    further = found["each_further_communicator"]
+    less = f"; {format_bytes(further)} less for each further communicator (axes, and all devices)" if further else ""
+    return [*rows, ("default budget", f"{format_bytes(found['budget'])}{less}")]
 
 
 def _backends() -> list[str]:
