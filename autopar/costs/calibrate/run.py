@@ -19,9 +19,10 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from autopar.costs.calibrate import collectives
-from autopar.costs.calibrate.fit import fit_contention, fit_device, fit_link, require_scipy
+from autopar.costs.calibrate.fit import fit_contention, fit_device, fit_link
 from autopar.costs.calibrate.kernels import ENOUGH, Kernels, Tick, measure_kernels
 from autopar.costs.calibrate.sample import Sample
+from autopar.costs.calibrate.several_starts import require_scipy
 from autopar.costs.cluster import Cluster
 from autopar.costs.collectives import COLLECTIVES
 from autopar.costs.known_devices import preset_for
