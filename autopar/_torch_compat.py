@@ -58,6 +58,7 @@ __all__ = [
     "set_group_timeout",
     "storage_id",
     "suggest_memory_format",
+    "take_in_foreach",
     "torch_schedule",
     "traced_graph",
     "traced_node",
@@ -259,6 +260,21 @@ def reduce_found_inf_over_every_gradient() -> None:
             found.copy_(own.full_tensor())
 
     handlers[unscale] = every_gradient
+
+
+def take_in_foreach(kind: type[torch.Tensor]) -> None:
+    """Let ``torch.optim`` and `torch.nn.utils.clip_grad_norm_` take a class of tensors in lists, as they do DTensors.
+
+    They go by the exact class: one that is in none of torch's lists gets a loop over single tensors, and no fused step.
+    Once: a later call changes nothing.
+    """
+    from torch.optim.optimizer import _foreach_supported_types as of_optimizers
+    from torch.utils._foreach_utils import _foreach_supported_types as of_norms
+
+    lists: tuple[list[Any], ...] = (of_optimizers, of_norms)
+    for known in lists:
+        if kind not in known:
+            known.append(kind)
 
 
 def convert_assigned(convert: Callable[[Any, torch.Tensor, str], torch.Tensor | None]) -> None:

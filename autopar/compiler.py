@@ -14,6 +14,7 @@ from torch import nn
 import autopar.strategies  # noqa: F401  registers every rule
 from autopar.capture import Batch, LossFunction, capture
 from autopar.capture.repeat import abridge
+from autopar.costs.budget import DefaultBudget, naming_default, reserve_of
 from autopar.costs.cluster import Cluster
 from autopar.costs.memory import parse_bytes
 from autopar.errors import PlanError
@@ -136,7 +137,7 @@ def solve(
         deterministic=deterministic,
     )  # fmt: skip
     # Graphs are full of cycles that stay alive: Python's collector would walk all of them again and again.
-    with collector_paused():
+    with naming_default(memory), collector_paused():
         dims, kind = analyze(program), f"random numbers {'at once' if deterministic else 'apart'}, factored {factored}"
         file = cache.file_of(program, dims, job, kind)
         if file is not None and (known := cache.load(file, program)) is not None:
@@ -204,7 +205,8 @@ def plan(
         axes: name and size of each mesh axis, outermost first; default: one axis over one innermost group.
         loss_fn: ``loss_fn(output, batch)`` for a model that does not return its loss.
         loss: which scalar of the output is the loss, as for `autopar.parallelize`.
-        memory: budget per device, such as ``"70GiB"``; default: the device's memory less a tenth.
+        memory: budget per device, such as ``"70GiB"``; default: the device's memory less what
+            `autopar.costs.budget` sets aside.
         optimizer: whose state the budget counts: adamw, adam, sgd, sgd-momentum, adagrad.
         precision: a `Precision`, or the dtype to compute in, such as ``"bf16"``; default: the model's own.
         search: limits and pins.
@@ -219,14 +221,17 @@ def plan(
     program = program_to_plan(
         model, batch, loss_fn=loss_fn, loss=loss, precision=policy, search=search, progress=progress
     )
-    budget = default_memory(machine) if memory is None else memory
+    budget = default_memory(machine, axes) if memory is None else memory
     # Factored: there is no mesh yet, so a plan may ask for one with an axis more.
     return solve(
         program, axes, machine, memory=budget, optimizer=optimizer, search=search, progress=progress, factored=True
     )
 
 
-def default_memory(machine: Cluster) -> float:
-    """Bytes of a device that a plan may use by default: nine tenths."""
-    # The rest is for what the plan does not count: the CUDA context, NCCL's buffers, fragments of the allocator.
-    return 0.9 * machine.device.memory
+def default_memory(machine: Cluster, axes: Mapping[str, int]) -> DefaultBudget:
+    """Bytes of a device that a plan may use by default: all but what `autopar.costs.budget` sets aside.
+
+    Raises:
+        ValueError: nothing is left.
+    """
+    return DefaultBudget(reserve_of(machine.device.kind, machine.device.memory, axes))

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from autopar.capture import Batch, LossFunction
 from autopar.capture.swap import refuse_scripted
+from autopar.costs.budget import DefaultBudget
 from autopar.costs.cluster import Cluster
 from autopar.costs.memory import parse_bytes
 from autopar.errors import PlanError
@@ -22,6 +23,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.precision import Precision
 from autopar.ir.signature.outputs import Loss
 from autopar.module.parallel_module import ParallelModule, parallel_module
+from autopar.runtime.devices import cluster_of_device, reserve_of_device
 from autopar.runtime.mesh import MeshContext, axes_of, mesh_context, one_device, with_axes
 from autopar.runtime.state.materialize import Init
 from autopar.runtime.state.parameters import distribute_parameters
@@ -65,14 +67,16 @@ def parallelize(
             Default: the only scalar that requires a gradient; of several, each has its gradient.
         inputs: ``"global"``: each rank passes the whole batch, and its part is sliced; ``"local"``: its own rows,
             see ``data_rank`` and ``data_world_size``. DTensors carry their own layout.
-        memory: budget per device, such as ``"70GiB"``; default: what the device has, less a margin.
+        memory: budget per device, such as ``"70GiB"``; default: what the device has, less what
+            `autopar.costs.budget` sets aside for the context, communicators, workspaces and fragments.
         optimizer: whose state the budget counts: adamw, adam, sgd, sgd-momentum, adagrad.
         precision: a `Precision`, or the dtype to compute in, such as ``"bf16"``: parameters are then stored, reduced
             and updated in float32; default: the model's own dtypes.
         deterministic: dropout and other random operators draw the same numbers as one device would, from the default
             generator, which must be in the same state on every rank; each rank draws whole tensors for that. Otherwise
             each rank draws its own shard, with seeds from rank 0's generator. No difference on one device.
-        cluster: a `Cluster`, a preset's name or a TOML file; default: the preset of this machine's devices.
+        cluster: a `Cluster`, a preset's name or a TOML file; default: the preset of this machine's devices, by the name
+            and memory that they report; devices of no preset are an error.
         plan: a `Plan` or a file to use instead of searching; a new batch shape is planned under its parameter layouts.
         search: limits and pins.
         timeout: seconds that a rank waits for the others, in every wait.
@@ -171,22 +175,22 @@ def _check_devices(model: nn.Module, context: MeshContext) -> None:
 
 
 def _cluster(context: MeshContext) -> Cluster:
-    """The preset of this machine's devices."""
+    """The preset of this machine's devices.
+
+    Raises:
+        ValueError: none is of these devices.
+    """
     if context.device.type != "cuda":
-        return Cluster.preset("cpu")
-    # Any other GPU counts as an H100; cluster= describes it exactly.
-    name = torch.cuda.get_device_name(context.device).lower()
-    return Cluster.preset("a100-80gb" if "a100" in name else "h200" if "h200" in name else "h100")
+        return cluster_of_device(context.device)
+    # Together: a device of no preset on one rank is an error on all.
+    return context.together(lambda: cluster_of_device(context.device), "choosing a preset")
 
 
-def _budget(context: MeshContext) -> float:
-    """Bytes that a device may use: nine tenths of a GPU, or this rank's share of half of the machine's memory."""
-    # Of all memory, not of what is free: the model's own parameters, which the plan counts, may take some already.
-    if context.device.type == "cuda":
-        return 0.9 * float(torch.cuda.get_device_properties(context.device).total_memory)
-    physical = float(os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PHYS_PAGES")
+def _budget(context: MeshContext) -> DefaultBudget:
+    """Bytes that a device may use by default."""
     world = dist.get_world_size() if context.mesh is not None else 1
-    return physical / 2 / int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    return DefaultBudget(reserve_of_device(context.device, dict(context.axes), processes))
 
 
 def _mesh_context(mesh: DeviceMesh, plan: Plan | None, search: Search, timeout: float) -> MeshContext:

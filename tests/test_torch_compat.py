@@ -39,7 +39,8 @@ def test_every_name_has_a_contract() -> None:
         "pipeline_runtime",
         "put_around_collectives", "pytree_node", "reduce_found_inf_over_every_gradient",
         "refuse_items_of_unreduced", "selective_policy", "set_group_timeout",
-        "storage_id", "suggest_memory_format", "torch_schedule", "traced_graph", "traced_node", "traced_root",
+        "storage_id", "suggest_memory_format", "take_in_foreach", "torch_schedule", "traced_graph", "traced_node",
+        "traced_root",
         "tracing", "without_modes", "without_ordered_effects",
     }  # fmt: skip
     assert set(compat.__all__) == tested
@@ -402,6 +403,27 @@ def test_overflow_is_looked_for_in_gradients_of_every_layout(fake_group: object)
         unscale(gradients, found, torch.full((1,), 0.5))
         assert float(found) == expected
     assert gradients[0].to_local().tolist() == [0.25, 0.25]
+
+
+def test_classes_of_tensors_in_foreach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch has two lists of exact classes: of parameters that optimizers take in lists, and of what norms are of."""
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    for module in (optimizer, _foreach_utils):
+        monkeypatch.setattr(module, "_foreach_supported_types", [*module._foreach_supported_types])
+    monkeypatch.setattr(optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
+
+    class Held(torch.Tensor):
+        pass
+
+    held = [torch.ones(2).as_subclass(Held), nn.Parameter(torch.ones(2))]
+    for known in (False, True, True):
+        assert optimizer._default_to_fused_or_foreach(held, False) == (False, known)
+        assert optimizer._default_to_fused_or_foreach(held, False, use_fused=True) == (known, False)
+        assert _foreach_utils._has_foreach_support(held[:1], torch.device("cpu")) == known
+        compat.take_in_foreach(Held)
+    assert _foreach_utils._foreach_supported_types.count(Held) == 1
 
 
 def test_what_is_assigned_to_a_dtensor_is_converted(fake_group: object, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,7 @@ def _explained(
     # A wrong placement is refused before the model is captured.
     wanted = parse_wanted(why_not, target.axes) if why_not else None
     machine, policy = Cluster.resolve(target.cluster), Precision.resolve(target.precision)
-    budget = default_memory(machine) if target.memory is None else target.memory
+    budget = default_memory(machine, target.axes) if target.memory is None else target.memory
     with SearchProgress() as progress:
         program = program_to_plan(task.model, task.batch, **task.losses, precision=policy, search=search)
         compares = wanted is not None or has_layout(program, name)

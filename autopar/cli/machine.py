@@ -32,7 +32,7 @@ def calibrate_command(
     dtypes: Annotated[str, typer.Option(metavar="NAME,...", help="To measure: float32, bfloat16, ...")] = "float32",
     base: Annotated[
         str | None,
-        typer.Option(metavar="NAME|FILE.toml", help="Source of what is not measured; default: cpu or h100."),
+        typer.Option(metavar="NAME|FILE.toml", help="Source of what is not measured; default: the device's preset."),
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw measured against fitted times.")] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Time limit.", min=1)] = 600.0,

@@ -24,7 +24,7 @@ Model = Annotated[
 ]
 Machine = Annotated[str, typer.Option("--cluster", metavar="NAME|FILE.toml", help="A preset (see doctor) or a file.")]
 Axes = Annotated[str, typer.Option(metavar="NAME=SIZE,...", help="Mesh axes, outermost first: node=32,gpu=8.")]
-Memory = Annotated[str | None, typer.Option(help="Budget per device, such as 70GiB; default: 0.9 of its memory.")]
+Memory = Annotated[str | None, typer.Option(help="Budget per device, such as 70GiB; default: see doctor.")]
 Optimizer = Annotated[str, typer.Option(help="Optimizer whose state counts: adamw, adam, sgd, sgd-momentum, adagrad.")]
 Policy = Annotated[
     str | None,
@@ -73,7 +73,7 @@ class Target:
     Attributes:
         cluster: preset or file.
         axes: sizes of the mesh axes by name.
-        memory: budget per device; None: nine tenths of the device.
+        memory: budget per device; None: the device less what is set aside.
         optimizer: whose state counts.
         precision: dtype to compute in, by name.
     """

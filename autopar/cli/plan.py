@@ -217,7 +217,7 @@ def _write_report(
     from autopar.ir.precision import Precision
 
     # The budget of the search, from which the what-ifs scale.
-    budget = default_memory(plan.cluster) if target.memory is None else parse_bytes(target.memory)
+    budget = default_memory(plan.cluster, target.axes) if target.memory is None else parse_bytes(target.memory)
     with counted("what if: searched") as tick:
         page = report_page(
             task.model,

@@ -194,7 +194,7 @@ class Cluster:
         """The cluster as TOML text; equal clusters give equal text."""
         device = self.device
         lines = [f"name = {_quote(self.name)}", f"group_sizes = {list(self.group_sizes)}", "", "[device]"]
-        lines += [f"name = {_quote(device.name)}"]
+        lines += [f"name = {_quote(device.name)}", f"kind = {_quote(device.kind)}"]
         lines += [f"{key} = {getattr(device, key)!r}" for key in _FIGURES]
         lines += ["", "[device.flops]", *(f"{dtype} = {rate!r}" for dtype, rate in device.flops.items())]
         tables = [("[[links]]", link) for link in self.links]
@@ -254,7 +254,7 @@ def _named(where: str, build: type[_T], table: dict[str, Any]) -> _T:
 def _parse_cluster(document: dict[str, Any]) -> Cluster:
     table = _table(document, "", ("name", "device", "links"), ("group_sizes", "axis_links"))
     keys = ("name", "flops", "memory", "bandwidth", "launch")
-    device = _named("device.", Device, _table(table["device"], "device.", keys, _OPTIONAL))
+    device = _named("device.", Device, _table(table["device"], "device.", keys, (*_OPTIONAL, "kind")))
     if not isinstance(table["links"], list):
         raise ValueError("links must be [[links]] tables, one per level, innermost first")
     links = tuple(_parse_link(link, f"links[{i}].") for i, link in enumerate(table["links"]))

@@ -13,6 +13,9 @@ ALGORITHMS = ("ring", "tree", "pat")
 FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 """The dtypes whose peak a device may state."""
 
+KIND_NAMES = ("cuda", "rocm", "cpu")
+"""Kinds of devices: what a process has on one besides tensors depends on it, see `autopar.costs.budget`."""
+
 _SHARES = ("efficiency", "streaming")
 
 # Work in other dtypes counts at the rate of one that is stated: integers and booleans run on the float32 units.
@@ -40,9 +43,10 @@ class Device:
             share ``streaming``; 0: nothing can be sent there.
         copies: of what a convolution takes and makes, the share that its library copies into another order of memory,
             see `autopar.costs.memory.convolution_copies`: 1 for oneDNN; 0 counts nothing.
+        kind: of `KIND_NAMES`; it decides what the default budget leaves out, and no cost.
 
     Raises:
-        ValueError: a figure is not a positive number, or a dtype is unknown.
+        ValueError: a figure is not a positive number, or a dtype or the kind is unknown.
     """
 
     name: str
@@ -57,9 +61,12 @@ class Device:
     host: float = 0.0
     host_bandwidth: float = 0.0
     copies: float = 0.0
+    kind: str = "cuda"
 
     def __post_init__(self) -> None:
         check_name(self.name)
+        if self.kind not in KIND_NAMES:
+            raise ValueError(f"kind {self.kind!r} is not known{suggest(str(self.kind), KIND_NAMES)}")
         if not isinstance(self.flops, Mapping) or not self.flops:
             raise ValueError(f"flops must give operations per second by dtype, e.g. float32 = 1e12, got {self.flops!r}")
         for dtype in self.flops:

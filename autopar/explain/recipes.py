@@ -74,7 +74,7 @@ def plan_and_compare(
         model, batch, loss_fn=loss_fn, loss=loss, precision=precision, search=search, progress=progress
     )
     # One capture and one budget for all: what differs is the recipe alone.
-    budget = default_memory(machine) if memory is None else memory
+    budget = default_memory(machine, axes) if memory is None else memory
 
     def say() -> None:
         if progress:

@@ -162,7 +162,14 @@ def test_presets_state_the_datasheets() -> None:
     assert (mi300x.peak("bfloat16"), mi300x.memory, mi300x.bandwidth) == (1307.4e12, 192e9, 5.3e12)
     assert (l4.peak("bfloat16"), l4.memory, l4.bandwidth) == (121e12, 24e9, 300e9)
     assert (a100_40.flops, a100_40.memory, a100_40.bandwidth) == (a100.device.flops, 40e9, 1555e9)
-    assert PRESETS == ("a100-40gb", "a100-80gb", "b200", "cpu", "h100", "h200", "l4", "mi300x")
+    pcie = (Cluster.preset(name).device for name in ("a100-40gb-pcie", "a100-80gb-pcie", "h100-pcie", "h100-nvl"))
+    assert [(d.peak("bfloat16"), d.memory, d.bandwidth) for d in pcie] == [
+        (312e12, 40e9, 1555e9),
+        (312e12, 80e9, 1935e9),
+        (756e12, 80e9, 2e12),
+        (835e12, 94e9, 3.9e12),
+    ]
+    assert len(PRESETS) == 12
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -246,7 +253,7 @@ def test_resolve(tmp_path: Path) -> None:
         Cluster.resolve("h10")
     with pytest.raises(
         ValueError,
-        match=r"no cluster preset 'abacus' \(known: a100-40gb, a100-80gb, b200, cpu, h100, h200, l4, mi300x\)",
+        match=r"no cluster preset 'abacus' \(known: a100-40gb, a100-40gb-pcie, .*, mi300x\)",
     ):
         Cluster.preset("abacus")
 

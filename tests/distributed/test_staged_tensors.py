@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar._torch_compat import TorchDispatchMode
 from autopar.errors import AutoparError
 from tests.distributed.launch import WAIT, Ranks, mesh_of
 
@@ -96,6 +98,8 @@ def test_what_is_read(ranks: Ranks, sizes: tuple[int, ...]) -> None:
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=True),
+    "adamw fused": lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
+    "sgd fused": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9, nesterov=True, fused=True),
     "sgd": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9, nesterov=True),
     "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-2),
 }
@@ -127,6 +131,65 @@ def steps(rank: int, name: str) -> float:
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "adamw" else pytest.mark.deep) for n in OPTIMIZERS])
 def test_optimizers_clipping_and_penalties(ranks: Ranks, name: str) -> None:
     assert max(ranks.run(steps, name)) < 1e-10
+
+
+WAYS: dict[str, dict[str, bool]] = {"loop": {"foreach": False}, "lists": {"foreach": True}, "fused": {"fused": True}}
+
+
+def by_lists(rank: int, sizes: tuple[int, ...]) -> tuple[dict[str, list[torch.Tensor]], dict[str, set[str]], bool]:
+    """This rank's parameters after two scaled and clipped steps, and the operators of each way; and what is skipped."""
+    parallel, _, _ = pair(sizes)
+    parameters = [*parallel.parameters()]
+    before = [(p.to_local().detach().clone(), p.grad.to_local().clone()) for p in parameters]
+    after, operators, skipped = {}, {}, True
+    for way, options in WAYS.items():
+        optimizer = torch.optim.AdamW(parameters, lr=1e-2, **options)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        # The last step has an overflow, on one rank of one stage.
+        for step in range(3):
+            for p, (value, gradient) in zip(parameters, before, strict=True):
+                if step == 0:
+                    p._local_tensor.copy_(value)
+                p.grad._local_tensor.copy_(gradient * 4)
+            if step == 2 and rank == 1:
+                next(g for g in (p.grad._local_tensor for p in parameters) if g.numel()).view(-1)[0] = float("inf")
+            scaler.scale(torch.ones(()))
+            with operators_called() as called:
+                scaler.unscale_(optimizer)
+                if step < 2:
+                    torch.nn.utils.clip_grad_norm_(parameters, 0.05, foreach=options.get("foreach"))
+                scaler.step(optimizer)
+            operators[way] = operators.get(way, set()) | called
+            scaler.update()
+            if step == 1:
+                after[way] = [p._local_tensor.clone() for p in parameters]
+        skipped &= all(torch.equal(p._local_tensor, q) for p, q in zip(parameters, after[way], strict=True))
+        skipped &= scaler.get_scale() == 2
+    return after, operators, skipped
+
+
+@contextlib.contextmanager
+def operators_called() -> Iterator[set[str]]:
+    found: set[str] = set()
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found.add(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        yield found
+
+
+@pytest.mark.parametrize("sizes", [pytest.param((4,), marks=pytest.mark.deep), (2, 2)])
+def test_lists_and_fused_steps_are_the_loop(ranks: Ranks, sizes: tuple[int, ...]) -> None:
+    for after, operators, skipped in ranks.run(by_lists, sizes):
+        assert all(map(torch.equal, after["lists"], after["loop"]))
+        torch.testing.assert_close(after["fused"], after["loop"], rtol=1e-12, atol=1e-14)
+        assert {"_foreach_lerp_", "_foreach_norm", "_foreach_mul_"} <= operators["lists"]
+        assert not {"_foreach_lerp_", "_foreach_norm"} & operators["loop"]
+        assert {"_fused_adamw_", "_foreach_norm"} <= operators["fused"]
+        assert skipped
 
 
 def kept(rank: int) -> tuple[list[str], list[bool]]:

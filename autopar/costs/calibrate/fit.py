@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from autopar.costs.calibrate.sample import Sample
+from autopar.costs.calibrate.several_starts import Floats, fit_within, require_scipy, scattered
 from autopar.costs.cluster import Cluster, Device, Link
 from autopar.costs.collectives import COLLECTIVES
 from autopar.costs.flops import attention_flops
 from autopar.costs.kernels import Work, kernel_seconds, product, stream
 
-Floats = NDArray[np.float64]
+STARTS = 4
+"""From what the samples show, and from up to five times and a fifth of it."""
 
 
 def fit_device(samples: Sequence[Sample], *, name: str, memory: float, units: int = 1) -> Device:
@@ -25,7 +25,7 @@ def fit_device(samples: Sequence[Sample], *, name: str, memory: float, units: in
 
     Rates, bandwidth and launch are fitted as they are reached, so that efficiency and streaming are 1; on a device of
     several units the depth of the ramp is fitted, too. What counts is the ratio of predicted to measured seconds;
-    outliers count less (least squares with a soft absolute loss, from the fastest of each kind).
+    outliers count less (least squares with a soft absolute loss, from the fastest of each kind and from around it).
 
     Args:
         samples: kernels; a dtype without matrix products gets no rate.
@@ -179,22 +179,14 @@ def _ratios(samples: Sequence[Sample], seconds: Floats) -> Floats:
     return np.asarray(np.log(seconds) - np.log([s.seconds for s in samples]), dtype=np.float64)
 
 
-def require_scipy() -> None:
-    """Complain before anything is measured, not after it.
-
-    Raises:
-        ValueError: scipy is missing.
-    """
-    if importlib.util.find_spec("scipy") is None:
-        raise ValueError("fitting needs scipy: pip install 'autopar[calibrate]'")
-
-
 def _least_squares(residuals: Callable[[Floats], Floats], first: Sequence[float]) -> Any:
-    """Logarithms of the parameters that make the residuals least."""
+    """Logarithms of the parameters that make the residuals least, of fits from around ``first``."""
     require_scipy()
-    from scipy.optimize import least_squares
-
-    start = np.log(np.array(first))
+    middle = np.log(np.array(first))
     # Within a factor of 1000: a figure that no sample depends on must not run away.
-    bounds = (start - np.log(1e3), start + np.log(1e3))
-    return least_squares(residuals, start, bounds=bounds, loss="soft_l1", f_scale=0.1, diff_step=1e-3).x
+    limit = np.full(len(first), np.log(1e3))
+    fits = [
+        fit_within(lambda z: residuals(middle + z), z, -limit, limit, loss="soft_l1", scale=0.1, difference=1e-3)
+        for z in scattered(len(first), STARTS, limit, spread=np.log(5.0))
+    ]
+    return middle + min(fits, key=lambda fit: fit.cost).x

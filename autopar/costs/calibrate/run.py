@@ -19,11 +19,13 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from autopar.costs.calibrate import collectives
-from autopar.costs.calibrate.fit import fit_contention, fit_device, fit_link, require_scipy
+from autopar.costs.calibrate.fit import fit_contention, fit_device, fit_link
 from autopar.costs.calibrate.kernels import ENOUGH, Kernels, Tick, measure_kernels
 from autopar.costs.calibrate.sample import Sample
+from autopar.costs.calibrate.several_starts import require_scipy
 from autopar.costs.cluster import Cluster
 from autopar.costs.collectives import COLLECTIVES
+from autopar.costs.known_devices import preset_for
 from autopar.errors import RankError
 
 
@@ -63,7 +65,7 @@ def calibrate(
     Args:
         settings: what is measured.
         ranks: processes to start.
-        base: a preset or a file that gives what is not measured.
+        base: a preset or a file that gives what is not measured; default: the preset of the device.
         name: of the cluster.
         tick: called with ``(done, total, name)``.
 
@@ -71,7 +73,7 @@ def calibrate(
         The cluster and its samples; None on all ranks of torchrun but the first.
 
     Raises:
-        ValueError: scipy is missing, or there is no such base.
+        ValueError: scipy is missing, there is no such base, or no preset is of the device and no base is given.
         RankError: a process failed, or the time ran out.
     """
     require_scipy()
@@ -79,14 +81,19 @@ def calibrate(
     cuda, launched = torch.cuda.is_available(), "RANK" in os.environ
     rank = int(os.environ.get("LOCAL_RANK", 0))
     groups = settings.groups or (int(os.environ.get("LOCAL_WORLD_SIZE", ranks)),)
-    known = Cluster.resolve(base or ("h100" if cuda else "cpu"))
     device, units = torch.device("cpu"), 1
     if cuda:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
         found = torch.cuda.get_device_properties(device)
         units = found.multi_processor_count  # tiles of a product are spread over streaming multiprocessors
-        known = replace(known, device=replace(known.device, name=found.name, memory=float(found.total_memory)))
+        known = Cluster.resolve(base) if base else preset_for(found.name, found.total_memory)
+        # A base of another kind gives its costs, and not what lies on its devices.
+        kind = "rocm" if torch.version.hip else "cuda"
+        own = replace(known.device, name=found.name, memory=float(found.total_memory), kind=kind)
+        known = replace(known, device=own)
+    else:
+        known = Cluster.resolve(base or "cpu")
     # One process alone would have the whole memory bandwidth, which ranks share in training.
     if not launched and not cuda and ranks > 1:
         samples = measure_over_processes(ranks, settings, tick)
@@ -198,7 +205,9 @@ def cluster_of(
     alone = [s for s in samples if s.kind not in COLLECTIVES]
     fitted = fit_device(alone, name=base.device.name, memory=base.device.memory, units=units)
     reached = base.device.host_bandwidth * base.device.streaming  # fitted figures are what is reached
-    device = replace(fitted, host=base.device.host, host_bandwidth=reached, copies=base.device.copies)
+    device = replace(
+        fitted, host=base.device.host, host_bandwidth=reached, copies=base.device.copies, kind=base.device.kind
+    )
     links, levels = list(base.links), sorted({s.level for s in on_links})
     for level in levels:
         # Names, algorithms and copies cannot be measured: they come from the base's link of that level.

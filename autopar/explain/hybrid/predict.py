@@ -18,6 +18,7 @@ from torch import nn
 from autopar.capture import Batch, LossFunction
 from autopar.capture.fewer_layers import shorten
 from autopar.compiler import default_memory, program_of, solve
+from autopar.costs.budget import naming_default
 from autopar.costs.cluster import Cluster
 from autopar.costs.memory import format_bytes, optimizer_state_bytes, parse_bytes
 from autopar.errors import CaptureError, InfeasibleError
@@ -104,7 +105,7 @@ def predict_hybrid(
         recompute: ``"none"``, ``"selective"`` or ``"full"``, see `autopar.explain.hybrid.training_step.Training`.
         virtual: runs of blocks on each stage, for ``schedule="interleaved"``.
         recipe: of the tensor axis, one of `RECIPES`.
-        memory: budget per device; default: the device's memory less a tenth.
+        memory: budget per device; default: the device's memory less what `autopar.costs.budget` sets aside.
         loss_fn: ``loss_fn(output, batch)`` for a model that does not return its loss.
         loss: which scalar of the output is the loss.
         optimizer: whose state is stored and updated.
@@ -130,7 +131,9 @@ def predict_hybrid(
     found = _simulated_step(
         step_of(program, analyze(program), plan), machine_cluster, machine_of(plan), training, schedule
     )
-    _check_budget(found.memory_bytes, machine_cluster, memory, recompute)
+    budget = default_memory(machine_cluster, axes) if memory is None else float(parse_bytes(memory))
+    with naming_default(budget):
+        _check_budget(found.memory_bytes, budget, recompute)
     return found
 
 
@@ -180,8 +183,7 @@ def _captured(
     return program_of(model, batch, loss_fn=loss_fn, loss=loss, precision=precision), None
 
 
-def _check_budget(needed: Mapping[str, float], cluster: Cluster, memory: str | float | None, recompute: str) -> None:
-    budget = default_memory(cluster) if memory is None else float(parse_bytes(memory))
+def _check_budget(needed: Mapping[str, float], budget: float, recompute: str) -> None:
     total = sum(needed.values())
     if total > budget:
         # The remedy depends on what takes most: states need more ranks, activations may be recomputed.

@@ -12,9 +12,12 @@ import torch
 import torch.distributed
 from rich.console import RenderableType
 
+from autopar.costs.budget import KINDS
 from autopar.costs.cluster import PRESETS, Cluster
+from autopar.costs.known_devices import preset_for
 from autopar.costs.memory import format_bytes
 from autopar.ir.plan_table import figures, render
+from autopar.runtime.devices import reserve_of_device
 
 REQUIRED = ("torch", "highspy", "networkx", "numpy", "rich", "safetensors", "sympy", "typer")
 OPTIONAL = {"scipy": "`autopar calibrate`", "transformers": "the demo and the benchmarks"}
@@ -34,6 +37,7 @@ def examine() -> dict[str, Any]:
         "usable_cores": _usable_cores(),
         "threads": torch.get_num_threads(),
         "presets": list(PRESETS),
+        "default_budget": _default_budget(),
     }
     return {**facts, "missing": _missing(facts)}
 
@@ -41,7 +45,10 @@ def examine() -> dict[str, Any]:
 def doctor_table(facts: dict[str, Any], width: int = 100) -> str:
     """The facts as plain text."""
     packages = ", ".join(f"{name} {version or 'missing'}" for name, version in facts["packages"].items())
-    devices = [f"{d['name']}, {format_bytes(d['memory'])}" for d in facts["devices"]]
+    devices = [
+        f"{d['name']}, {format_bytes(d['memory'])}, {'preset ' + d['preset'] if d['preset'] else 'of no preset'}"
+        for d in facts["devices"]
+    ]
     rows = [
         ("autopar", facts["autopar"]),
         ("python", f"{facts['python']} on {facts['platform']}"),
@@ -49,6 +56,7 @@ def doctor_table(facts: dict[str, Any], width: int = 100) -> str:
         ("GPUs", "; ".join(devices) or "none: models run on the CPU"),
         ("backends", ", ".join(facts["backends"]) or "none: models run in one process"),
         ("cores", f"{facts['usable_cores']} of {facts['cores']} usable; {facts['threads']} intra-op threads"),
+        *_budget_rows(facts["default_budget"]),
         *((f"preset {name}", _preset(name)) for name in facts["presets"]),
     ]
     parts: list[RenderableType] = [figures(rows), ""]
@@ -69,7 +77,36 @@ def _devices() -> list[dict[str, Any]]:
     if not torch.cuda.is_available():
         return []
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return [{"name": p.name, "memory": p.total_memory} for p in found]
+    return [{"name": p.name, "memory": p.total_memory, "preset": _preset_of(p.name, p.total_memory)} for p in found]
+
+
+def _preset_of(name: str, memory: float) -> str | None:
+    try:
+        return preset_for(name, memory).name
+    except ValueError:
+        return None
+
+
+def _default_budget() -> dict[str, Any]:
+    """What `autopar.parallelize` would take for ``memory=None``, and what it sets aside; sizes in bytes."""
+    cuda = torch.cuda.is_available()
+    count = torch.cuda.device_count() if cuda else 1
+    reserve = reserve_of_device(torch.device("cuda", 0) if cuda else torch.device("cpu"), {"device": count}, count)
+    return {
+        "of": f"each of {count} on a mesh of one axis" if cuda else "one process; n processes have an n-th each",
+        "memory": reserve.memory,
+        "set_aside": [term._asdict() for term in reserve.terms()],
+        "budget": max(0.0, reserve.memory - reserve.total),
+        "each_further_communicator": KINDS[reserve.kind].communicator,
+    }
+
+
+def _budget_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [("memory", f"{format_bytes(found['memory'])}, {found['of']}")]
+    rows += [(f"- {t['name']}", f"{format_bytes(t['size'])}: {t['reason']}") for t in found["set_aside"]]
+    further = found["each_further_communicator"]
+    less = f"; {format_bytes(further)} less for each further communicator (axes, and all devices)" if further else ""
+    return [*rows, ("default budget", f"{format_bytes(found['budget'])}{less}")]
 
 
 def _backends() -> list[str]:
@@ -112,6 +149,8 @@ def _missing(facts: dict[str, Any]) -> list[str]:
         found.append("torch.distributed: install a build of torch that has it, such as those on pytorch.org")
     if facts["devices"] and "nccl" not in facts["backends"]:
         found.append("NCCL, for GPUs: install a CUDA build of torch, see pytorch.org")
+    for name in dict.fromkeys(d["name"] for d in facts["devices"] if d["preset"] is None):
+        found.append(f"a preset of {name}: cluster= a preset or a TOML file, or autopar calibrate --base PRESET")
     if not facts["devices"]:
         found.append("a GPU: not needed to plan, to verify or for the demo")
     return found

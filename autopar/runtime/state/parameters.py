@@ -16,6 +16,7 @@ from autopar._torch_compat import (
     put_around_collectives,
     reduce_found_inf_over_every_gradient,
     refuse_items_of_unreduced,
+    take_in_foreach,
 )
 from autopar.capture.state.slots import tensor_attributes
 from autopar.capture.swap import put_reference, references_of
@@ -35,7 +36,7 @@ from autopar.runtime.dtensor import (
 )
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.state.optimizer_layouts import install_hook
-from autopar.runtime.state.stage_tensor import owner_of, with_owner
+from autopar.runtime.state.stage_tensor import StageTensor, owner_of, with_owner
 from autopar.runtime.state.storage import install_assignments, set_storage
 
 ParameterLayouts = Mapping[str, tuple[TensorType, Layout]]
@@ -53,6 +54,7 @@ def distribute_parameters(model: nn.Module, context: MeshContext) -> None:
     reduce_found_inf_over_every_gradient()
     refuse_items_of_unreduced()
     put_around_collectives(during_any)
+    take_in_foreach(StageTensor)
     install_assignments()
     install_hook()
     placements = (Replicate(),) * len(context.axes)

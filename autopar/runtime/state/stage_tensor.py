@@ -29,11 +29,13 @@ _ELEMENTWISE = frozenset(
     (
         "alias", "clone", "copy_", "detach", "detach_", "fill_", "lift_fresh", "zero_", "_to_copy", "empty_like",
         "full_like", "ones_like", "rand_like", "randn_like", "zeros_like", "bernoulli_", "normal_", "uniform_",
-        "is_pinned", "is_same_size", "_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_",
-        "_amp_foreach_non_finite_check_and_unscale_",
+        "is_pinned", "is_same_size", "_amp_foreach_non_finite_check_and_unscale_",
     )
 )  # fmt: skip
 """Elementwise operators that lack torch's tag ``pointwise``."""
+
+_FUSED = frozenset(("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"))
+"""Steps of optimizers in one kernel: elementwise in each parameter, its gradient and its state."""
 
 _FOREACH_REDUCTIONS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
 
@@ -70,9 +72,8 @@ class StageTensor(DTensor):
         owners = _owners(func, args, kwargs) if _schema(func).elementwise else None
         # In place, as optimizers write: DTensor's dispatch costs far more than a small kernel, so it is left out where
         # local tensors suffice.
-        if owners is not None and _schema(func).in_place and all(o is not None for o in owners):
-            if _ran_locally(func, args, kwargs):
-                return _written_argument(func, args, kwargs)
+        if owners is not None and _schema(func).in_place and _ran_locally(func, args, kwargs):
+            return _written_argument(func, args, kwargs)
         if owners is not None:
             return _elementwise(func, args, kwargs, owners)
         _refuse_writes(func, args, kwargs)
@@ -202,7 +203,7 @@ class _Schema(NamedTuple):
 def _schema(func: Any) -> _Schema:
     name, arguments = func.overloadpacket.__name__, func._schema.arguments
     foreach = name.startswith("_foreach_") and name not in _FOREACH_REDUCTIONS
-    pointwise = foreach or torch.Tag.pointwise in func.tags
+    pointwise = foreach or name in _FUSED or torch.Tag.pointwise in func.tags
     return _Schema(
         pointwise or name in _ELEMENTWISE,
         # DTensor coordinates random numbers among ranks: on local tensors they would be drawn otherwise.
@@ -290,22 +291,33 @@ def _elementwise(func: Any, args: Any, kwargs: Any, owners: list[StageTensor | N
 
 def _ran_locally(func: Any, args: Any, kwargs: Any) -> bool:
     """Run an in-place operator on local tensors, if each operand has one that suffices; whether it has run."""
+    written = args[0] if isinstance(args[0], list | tuple) else (args[0],)
 
     def local(value: Any) -> Any:
         if isinstance(value, list | tuple):
-            rows = [local(v) for v in value]
+            rows = [_local_beside(v, w) for v, w in zip(value, written, strict=False)]
             return NotImplemented if any(r is NotImplemented for r in rows) else rows
-        if isinstance(value, StageTensor):
-            return value._local_tensor
-        if isinstance(value, DTensor):
-            return value._local_tensor if all(p.is_replicate() for p in value.placements) else NotImplemented
-        return value
+        return _local_beside(value, written[0])
 
     positional, named = [local(v) for v in args], {k: local(v) for k, v in kwargs.items()}
     if any(v is NotImplemented for v in (*positional, *named.values())):
         return False
     func(*positional, **named)
     return True
+
+
+def _local_beside(value: Any, written: torch.Tensor) -> Any:
+    """The local tensor of an operand, if it meets that of ``written`` element by element; else NotImplemented."""
+    if isinstance(value, StageTensor):
+        return value._local_tensor
+    if not isinstance(value, DTensor):
+        return value
+    if value.numel() == 1:
+        return value._local_tensor if all(p.is_replicate() for p in value.placements) else NotImplemented
+    # A parameter that every stage holds, in a list with those of one stage.
+    like = isinstance(written, DTensor) and (value._spec is written._spec or value._spec == written._spec)
+    apart = isinstance(written, StageTensor) or any(p.is_partial() for p in value.placements)
+    return value._local_tensor if like and not apart else NotImplemented
 
 
 def _written_argument(func: Any, args: Any, kwargs: Any) -> Any:

@@ -109,3 +109,13 @@ def test_the_picture_has_equal_times_on_its_diagonal() -> None:
     side = float(picture.find(f"{space}g/{space}rect").get("width"))  # type: ignore[union-attr,arg-type]
     assert all(float(c.get("cx", 0)) + float(c.get("cy", 0)) == pytest.approx(side, abs=0.2) for c in dots)
     assert all(0 <= float(c.get("cx", 0)) <= side for c in dots)
+
+
+def test_a_device_is_found_again_from_subsets_of_the_samples() -> None:
+    """Whichever samples there are; the fit's start is as far off as the fastest of them is from the peak."""
+    samples = kernels(GPU, LARGE)
+    products = [s for s in samples if s.kind == "matmul"]
+    for own in (samples, [s for s in samples if s.kind != "attention"], [*products[::2], *samples[len(products) :]]):
+        found = fit_device(own, name="subset", memory=GPU.memory, units=GPU.units)
+        assert (found.bandwidth, found.launch) == pytest.approx((GPU.bandwidth, GPU.launch), rel=0.05)
+        assert found.flops == pytest.approx(GPU.flops, rel=0.05)

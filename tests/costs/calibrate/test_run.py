@@ -1,6 +1,7 @@
 """Measuring on this machine: a process alone, and two with Gloo."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,3 +63,14 @@ def test_levels_of_links_and_groups_that_share_them() -> None:
 def test_processes_that_take_too_long_are_ended() -> None:
     with pytest.raises(RankError, match="not measured within 0 s"):
         measure_over_processes(2, Settings(timeout=0.01))
+
+
+def test_a_gpu_of_no_preset_needs_a_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not measured would be another device's."""
+    pytest.importorskip("scipy")
+    reported = SimpleNamespace(name="NVIDIA GeForce RTX 4090", total_memory=24 << 30, multi_processor_count=128)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: reported)
+    with pytest.raises(ValueError, match=r"GeForce RTX 4090 with 24\.0 GiB: name one .* calibrate --base PRESET"):
+        calibrate(FEW, ranks=1, base=None, name="here")
