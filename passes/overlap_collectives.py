@@ -57,8 +57,14 @@ class _Schedule:
         self.static = set(parameter_only(program))
         self.moves = gradient_moves(program)
         self.seconds = NodeSeconds(machine_of(plan))
+        # What is computed from a gradient that has been sent hides nothing: it waits for it, too.
+        behind = set(self.moves)
+        for node in self.nodes:
+            if any(a in behind for a in node.all_input_nodes):
+                behind.add(node)
         # Seconds that the compute stream has worked before each node, if it waits for nothing.
-        kernels = (0.0 if info(n).collective else self.seconds.kernel(n)[0] for n in self.nodes)
+        silent = (info(n).collective is not None or n in behind for n in self.nodes)
+        kernels = (0.0 if s else self.seconds.kernel(n)[0] for n, s in zip(self.nodes, silent, strict=True))
         self.clock = list(accumulate(kernels, initial=0.0))
 
     def positions(self) -> dict[fx.Node, float]:
