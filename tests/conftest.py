@@ -1,12 +1,13 @@
 """Settings of the whole suite: one intra-op thread, the two hypothesis profiles, and what runs in one process."""
 
-import gc
 import os
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests.garbage import collect_now_and_then, freeze
 
 torch.set_num_threads(1)
 
@@ -31,16 +32,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: the garbage collector need not look at its millions of objects again and again."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
+    """What was imported stays."""
+    freeze()
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Traces leave cycles behind: they are collected after some tests, not while one runs."""
-    if len(item.nodeid) % 8 == 0:
-        gc.collect()
+    """Traces leave cycles behind: they are collected between tests, not while one runs."""
+    collect_now_and_then()
 
 
 @pytest.hookimpl(optionalhook=True)
