@@ -1,5 +1,6 @@
 """Settings of the whole suite: one intra-op thread, the two hypothesis profiles, and what runs in one process."""
 
+import gc
 import os
 from typing import Any
 
@@ -10,6 +11,9 @@ from hypothesis import HealthCheck, settings
 from tests.garbage import collect_now_and_then, freeze
 
 torch.set_num_threads(1)
+
+# Until all is imported and collected: see tests/garbage.py for what comes then.
+gc.disable()
 
 # Tests search: no plan of an earlier run may answer for them, and nothing is written into anybody's home.
 os.environ["AUTOPAR_CACHE"] = "0"
