@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_time
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils import _pytree
@@ -87,14 +88,18 @@ def aot_export_joint_with_descriptors(*arguments: Any, **options: Any) -> Any:
     """Torch's function of this name, imported on its first use: that takes longer than all of autopar and torch."""
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors as export
 
-    return export(*arguments, **options)
+    # The graph is rewritten before anything runs: no Python code is made of it.
+    with _use_lazy_graph_module(True):
+        return export(*arguments, **options)
 
 
 def default_partition(*arguments: Any, **options: Any) -> Any:
     """Torch's function of this name, imported on its first use as well."""
     from torch._functorch.partitioners import default_partition as partition
 
-    return partition(*arguments, **options)
+    # Python code is made of what it returns, once, when that runs first; not of every graph in between.
+    with _use_lazy_graph_module(True):
+        return partition(*arguments, **options)
 
 
 def budget_partition(joint: Any, outputs: int, budget: float, solver: str) -> Any:

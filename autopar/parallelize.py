@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from itertools import compress
 from pathlib import Path
 
 import torch
@@ -26,6 +24,7 @@ from autopar.module.parallel_module import ParallelModule, parallel_module
 from autopar.runtime.devices import cluster_of_device, reserve_of_device
 from autopar.runtime.mesh import MeshContext, axes_of, mesh_context, one_device, with_axes
 from autopar.runtime.state.materialize import Init
+from autopar.runtime.state.optimizer_layouts import optimizers_of
 from autopar.runtime.state.parameters import distribute_parameters
 from autopar.search.options import Search
 from autopar.search.pipeline.space import is_split_for_stages, split_for_stages
@@ -143,18 +142,12 @@ def _check_optimizers(model: nn.Module) -> None:
     Raises:
         ValueError: there is one.
     """
-    own, objects = {id(p) for p in model.parameters()}, gc.get_objects()
-    kinds = {torch.optim.Optimizer}
-    while more := {k for kind in kinds for k in type.__subclasses__(kind)} - kinds:
-        kinds |= more
-    # torch keeps no list of optimizers, and a mistake here would show only in a loss that stays as it is. A process
-    # holds some million objects: they are looked through without a Python call for each.
-    for optimizer in compress(objects, map({id(k) for k in kinds}.__contains__, map(id, map(type, objects)))):
-        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            raise ValueError(
-                f"an optimizer ({type(optimizer).__name__}) holds the model's parameters, which parallelize() "
-                "replaces: make the optimizer after parallelize(), from the module that it returns"
-            )
+    # A mistake here would show only in a loss that stays as it is.
+    for optimizer in optimizers_of(model.parameters()):
+        raise ValueError(
+            f"an optimizer ({type(optimizer).__name__}) holds the model's parameters, which parallelize() "
+            "replaces: make the optimizer after parallelize(), from the module that it returns"
+        )
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar._torch_compat import LazyGraphModule
 from autopar.errors import PlanError
 from autopar.ir.graph import Value, inherit_origin, is_operator, producer, replace_tensor_arguments, tensor_arguments
 from autopar.ir.layout import Factor, TensorType
@@ -136,7 +137,7 @@ class _Padding:
                 self.copy(node, {})
         finals = self.outputs({i.name: n for n, i in specs.items() if i.kind == "parameter"}, used)
         self.graph.output(finals).meta = dict(self.program.output_node.meta)
-        module = fx.GraphModule(self.program.graph, self.graph)
+        module = LazyGraphModule(self.program.graph, self.graph)
         module.meta = dict(self.program.graph.meta)
         module.graph.lint()
         return replace(self.program, graph=module, used=used)

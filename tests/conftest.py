@@ -8,7 +8,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.garbage import collect_now_and_then, freeze
+
 torch.set_num_threads(1)
+
+# Until all is imported and collected: see tests/garbage.py for what comes then.
+gc.disable()
 
 # Tests search: no plan of an earlier run may answer for them, and nothing is written into anybody's home.
 os.environ["AUTOPAR_CACHE"] = "0"
@@ -31,16 +36,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: the garbage collector need not look at its millions of objects again and again."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
+    """What was imported stays."""
+    freeze()
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Traces leave cycles behind: they are collected after some tests, not while one runs."""
-    if len(item.nodeid) % 8 == 0:
-        gc.collect()
+    """Traces leave cycles behind: they are collected between tests, not while one runs."""
+    collect_now_and_then()
 
 
 @pytest.hookimpl(optionalhook=True)

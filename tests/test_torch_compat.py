@@ -120,6 +120,7 @@ def joint() -> fx.GraphModule:
 
 def test_joint_export() -> None:
     graph = joint()
+    assert isinstance(graph, compat.LazyGraphModule) and graph._needs_recompile()
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     kinds = [type(n.meta["desc"]).__name__ for n in placeholders]
     assert kinds == ["ParamAOTInput"] * 2 + ["BufferAOTInput", "PlainAOTInput", "TangentAOTInput"]
@@ -273,6 +274,7 @@ def test_partition() -> None:
     module, mode = exponential()
     with compat.tracing(compat.TracingContext(mode)):
         forward, backward = compat.default_partition(module, (), num_fwd_outputs=1)
+    assert all(isinstance(g, compat.LazyGraphModule) and g._needs_recompile() for g in (forward, backward))
     saved = forward(torch.zeros(2))
     assert len(saved) == 2
     assert torch.equal(backward(saved[1], torch.ones(2))[0], torch.ones(2))

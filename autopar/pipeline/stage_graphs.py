@@ -14,7 +14,7 @@ from functools import cached_property
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from autopar._torch_compat import BoxedCodeGen
+from autopar._torch_compat import BoxedCodeGen, LazyGraphModule
 from autopar.ir.node_info import info
 from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.program import Output, Program, is_hoisted
@@ -55,7 +55,7 @@ class StageGraph:
         names = {old.name: new for old, new in known.items()}
         graph.output([names[name] for name in self.gives])
         graph.set_codegen(BoxedCodeGen())
-        return fx.GraphModule(self.root, graph)
+        return LazyGraphModule(self.root, graph)
 
 
 Transfer = tuple[str, int, int]

@@ -80,6 +80,14 @@ def analyze(program: Program) -> Dims:
         MissingRuleError: an operator has no rule.
         InvalidRuleError: a rule does not fit its operator's shapes.
     """
+    # Remembered: the search asks at each of its steps, and a program does not change.
+    if "dims" not in program.memo:
+        program.memo["dims"] = _analyze(program)
+    found: Dims = program.memo["dims"]
+    return found
+
+
+def _analyze(program: Program) -> Dims:
     factors = FactorClasses()
     values = _boundary_dims(program, factors)
     # First: nothing contradicts it yet, and a layout must mean the same for a parameter and its gradient.

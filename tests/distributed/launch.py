@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DeviceMesh, init_device_mesh
 
+from tests.garbage import collect_now_and_then, freeze
+
 WAIT = 60
 """Seconds that a rank waits for the others: many times what a fast machine needs."""
 
@@ -29,6 +31,20 @@ JOB = 1200
 
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
 """Signals of memory that is broken."""
+
+
+PRELOADED = [
+    "autopar",
+    "pytest",
+    "tests.distributed.models",
+    "torch._functorch.aot_autograd",  # and the next: what a capture and a cut import when they come first
+    "torch._functorch.partitioners",
+    "torch.distributed.checkpoint",
+    "torch.distributed.pipelining",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+]
+"""What a rank would import sooner or later."""
 
 
 class RanksError(Exception):
@@ -47,8 +63,8 @@ class Ranks:
         self.folder = tempfile.TemporaryDirectory()
         store = str(Path(self.folder.name) / "store")
         context = multiprocessing.get_context("forkserver")
-        # Imported once, not by every rank; the last one is what the first capture imports.
-        context.set_forkserver_preload(["autopar", "tests.distributed.models", "torch._functorch.aot_autograd"])
+        # Imported once, not by every rank.
+        context.set_forkserver_preload(PRELOADED)
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(count):
@@ -121,6 +137,7 @@ def _serve(rank: int, count: int, store: str, pipe: Connection) -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     os.environ["LOCAL_WORLD_SIZE"] = str(count)
     dist.init_process_group("gloo", rank=rank, world_size=count, store=dist.FileStore(store, count))
+    freeze()
     while True:
         try:
             work, args = pipe.recv()
@@ -130,6 +147,8 @@ def _serve(rank: int, count: int, store: str, pipe: Connection) -> None:
             pipe.send(("", work(rank, *args)))
         except BaseException:
             pipe.send((traceback.format_exc(), None))
+        del work, args
+        collect_now_and_then()
 
 
 _MESHES: dict[tuple[int, ...], DeviceMesh] = {}

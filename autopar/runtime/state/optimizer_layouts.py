@@ -9,7 +9,8 @@ parameter: when layouts are decided, and before every step.
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from itertools import compress
 from typing import Any
 
 import torch
@@ -49,9 +50,17 @@ def _lay_out(parameter: torch.Tensor, state: dict[str, Any], storage: ParameterS
 
 def lay_out_states_of(parameters: Collection[torch.Tensor]) -> None:
     """Bring the state of these parameters, in whichever optimizer, into their layouts."""
-    own = set(map(id, parameters))
-    # torch keeps no list of optimizers. type() and not isinstance(), which would ask objects for their __class__, and
-    # proxies run code for that.
-    for optimizer in [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]:
-        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            lay_out_state(optimizer)
+    for optimizer in optimizers_of(parameters):
+        lay_out_state(optimizer)
+
+
+def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[Optimizer]:
+    """All optimizers of this process that have one of the parameters."""
+    own, objects = set(map(id, parameters)), gc.get_objects()
+    kinds = {Optimizer}
+    while more := {k for kind in kinds for k in type.__subclasses__(kind)} - kinds:
+        kinds |= more
+    # torch keeps no list of optimizers. A process holds some million objects: they are looked through without a Python
+    # call for each, and by type(), since isinstance() asks them for their __class__, and proxies run code for that.
+    found = compress(objects, map({id(k) for k in kinds}.__contains__, map(id, map(type, objects))))
+    return [o for o in found if any(id(p) in own for group in o.param_groups for p in group["params"])]

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from autopar._torch_compat import LazyGraphModule
 from autopar.ir.ops.collectives import GROUP_ARGUMENT, axis_index
 
 
@@ -39,7 +40,7 @@ def bind(graph: fx.GraphModule, groups: Mapping[str, str], coordinates: Mapping[
         position = GROUP_ARGUMENT.get(node.target)
         if position is not None:
             copy.update_arg(position, groups[args[position]])
-    return fx.GraphModule(graph, bound)
+    return LazyGraphModule(graph, bound)
 
 
 def _is_arithmetic(node: fx.Node) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar._torch_compat import LazyGraphModule
 from autopar.ir.layout import Factor, Layout, TensorType
 from autopar.ir.node_info import info
 from autopar.ir.ops.accumulate import GradientAccumulator
@@ -71,7 +72,7 @@ def cut_microbatches(program: Program) -> ForwardBackward:
     graphs[HOISTED].output([known[HOISTED][n] for n in shared])
     graphs[MICROBATCH].output([known[MICROBATCH][n] for n in boundary])
     graphs[LAST].output([None if v is None else known[LAST][v] for v in program.output_values])
-    modules = {name: fx.GraphModule(program.graph, graph) for name, graph in graphs.items()}
+    modules = {name: LazyGraphModule(program.graph, graph) for name, graph in graphs.items()}
     first = program.forward_outputs
     return ForwardBackward(
         modules[MICROBATCH], modules[LAST], program.inputs, program.outputs[:first], tuple(n.name for n in boundary),

@@ -19,7 +19,7 @@ from torch import fx, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autopar._torch_compat import BoxedCodeGen
+from autopar._torch_compat import BoxedCodeGen, LazyGraphModule
 from autopar.errors import AutoparError
 from autopar.ir.node_info import info
 
@@ -255,4 +255,4 @@ def _subgraph(
     graph.output([known[v] if isinstance(v, fx.Node) else None for v in outputs])
     # Boxed: the graph takes one list and empties it, so that each argument can be freed after its last use.
     graph.set_codegen(BoxedCodeGen())
-    return fx.GraphModule(backward, graph)
+    return LazyGraphModule(backward, graph)

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar._torch_compat import BoxedCodeGen, FakeTensor, FakeTensorMode, TracingContext, default_partition, tracing
+from autopar._torch_compat import (
+    BoxedCodeGen,
+    FakeTensor,
+    FakeTensorMode,
+    LazyGraphModule,
+    TracingContext,
+    default_partition,
+    tracing,
+)
 from autopar.ir.program import GRADIENTS, Input, Output, Program
 from autopar.pipeline.forward_order import forward_nodes
 
@@ -106,7 +114,7 @@ def _renamed(program: Program) -> Program:
         known[node].meta["partitioner_tag"] = "is_forward" if node in early else "is_backward"
         if isinstance(node.meta.get("val"), torch.Tensor):
             known[node].meta["tensor_meta"] = node.meta["val"]  # or it takes a meta tensor for no tensor
-    return replace(program, graph=fx.GraphModule(program.graph, graph))
+    return replace(program, graph=LazyGraphModule(program.graph, graph))
 
 
 def _forward_only(program: Program) -> fx.GraphModule:
@@ -125,7 +133,7 @@ def _forward_only(program: Program) -> fx.GraphModule:
         known[node] = graph.node_copy(node, known.__getitem__)
         known[node].meta = dict(node.meta)
     graph.eliminate_dead_code(is_impure_node=lambda n: n.is_impure() or n.op in ("placeholder", "output"))
-    return fx.GraphModule(program.graph, graph)
+    return LazyGraphModule(program.graph, graph)
 
 
 def saved_bytes(step: ForwardBackward) -> int:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from autopar._torch_compat import FakeTensor
+from autopar._torch_compat import FakeTensor, LazyGraphModule
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import inherit_origin, user_line, values_of
 from autopar.ir.layout import Layout, Replicate, Split
@@ -253,4 +253,4 @@ def _program_of(program: Program, values: list[fx.Node]) -> Program:
     graph.output([known[v] for v in values])
     outputs = tuple(Output("result", str(i)) for i in range(len(values)))
     own_inputs = tuple(i for n, i in inputs.items() if n in known)
-    return Program(fx.GraphModule(program.graph, graph), own_inputs, outputs, len(outputs), None, training=False)
+    return Program(LazyGraphModule(program.graph, graph), own_inputs, outputs, len(outputs), None, training=False)
