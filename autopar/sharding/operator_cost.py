@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from autopar.costs.cluster import Device
 from autopar.costs.collectives import collective_seconds
 from autopar.costs.kernels import Work, kernel_seconds, stream
-from autopar.ir.layout import Split, TensorType, item_bytes
+from autopar.ir.layout import Split, TensorType
 from autopar.sharding.candidates import Candidates, lowered_bytes
 from autopar.sharding.dims import Operator
 from autopar.sharding.redistribute import Machine
@@ -136,7 +136,7 @@ def _bytes(type_: TensorType, side: str, i: int, chosen: Candidates, sizes: tupl
     """Bytes of a tensor of an operator on one device, under each candidate."""
     split = np.array([isinstance(getattr(s, side)[i], Split) for s in chosen.strategies])
     parts = np.where(split[chosen.choice], np.array(sizes), 1).prod(axis=1)
-    return np.asarray(type_.numel * item_bytes(type_.dtype) / parts, dtype=np.float64)
+    return np.asarray(type_.bytes / parts, dtype=np.float64)
 
 
 def operator_seconds(operator: Operator, chosen: Candidates, machine: Machine) -> Floats:

@@ -17,7 +17,7 @@ from autopar.verify.verify import compare, global_values, verify
 from tests import models
 
 ROWS, TOKENS, HEADS, HEAD = 4, 8, 4, 8
-FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+FORWARD = torch.ops.autopar.attention.default
 BOUND = 1e-10
 
 Mask = Callable[[torch.Tensor, nn.Module], torch.Tensor | None]
@@ -110,8 +110,7 @@ OTHERS: dict[str, Mask] = {
 @pytest.mark.parametrize("name", CAUSAL)
 def test_a_causal_mask_is_told(name: str) -> None:
     node = kernel(Attention(CAUSAL[name]))
-    assert node.args[3:] == (0.0, True)
-    assert "attn_mask" not in node.kwargs
+    assert node.args[3:] == (None, None, 0.0, True, None)
 
 
 @pytest.mark.parametrize(
@@ -123,16 +122,14 @@ def test_a_causal_mask_is_told(name: str) -> None:
     ],
 )
 def test_a_mask_that_hides_nothing_goes(mask: Mask) -> None:
-    node = kernel(Attention(mask))
-    assert len(node.args) == 3
-    assert "attn_mask" not in node.kwargs
+    assert kernel(Attention(mask)).args[3:] == (None, None, 0.0, False, None)
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_masks_stay(name: str) -> None:
     node = kernel(Attention(OTHERS[name]))
-    assert isinstance(node.kwargs["attn_mask"], fx.Node)
-    assert node.args[3:] in ((), (0.0, False))
+    assert isinstance(node.args[3], fx.Node)
+    assert node.args[4:] == (None, 0.0, False, None)
 
 
 def test_what_a_mask_hides() -> None:
@@ -180,9 +177,8 @@ def test_other_repetitions_stay() -> None:
     assert node.args[1].meta["val"].shape == (ROWS, 4, 2 * TOKENS, HEAD)  # type: ignore[union-attr]
 
 
-def test_repeated_heads_stay_beside_a_mask() -> None:
-    """Kernels that take a mask want as many keys as queries."""
-    assert kernel(Attention(OTHERS["a window"], expanded, heads=2)).args[1].meta["val"].shape[1] == 4  # type: ignore[union-attr]
+def test_heads_are_not_repeated_beside_a_mask() -> None:
+    assert kernel(Attention(OTHERS["a window"], expanded, heads=2)).args[1].meta["val"].shape[1] == 2  # type: ignore[union-attr]
 
 
 def test_a_llama_has_neither() -> None:
@@ -191,8 +187,7 @@ def test_a_llama_has_neither() -> None:
     nodes = [n for n in program.graph.graph.nodes if n.target is FORWARD]
     assert nodes
     for node in nodes:
-        assert node.args[4] is True
-        assert not node.kwargs.get("attn_mask")
+        assert node.args[3:7] == (None, None, 0.0, True)
         assert node.args[1].meta["val"].shape[1] == model.config.num_key_value_heads  # type: ignore[union-attr]
 
 
@@ -214,7 +209,7 @@ def test_queries_are_split() -> None:
         local = rewrite(program, plan)
         node = next(n for n in local.graph.graph.nodes if n.target is FORWARD)
         whole = node.args[0].meta["val"].shape[2] == TOKENS  # type: ignore[union-attr]
-        assert whole == ("attn_mask" not in node.kwargs) == node.args[4]
+        assert whole == (node.args[3] is None) == node.args[6]
         assert compare(program, local, plan, global_values(program, model, tokens), torch.float64).max_error < BOUND
         split.add(not whole)
     assert split == {True, False}
