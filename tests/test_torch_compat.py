@@ -33,7 +33,8 @@ def test_every_name_has_a_contract() -> None:
     tested = {
         "BatchNorm", "BoxedCodeGen", "DTensorSpec", "FakeTensor", "FakeTensorMode", "LazyGraphModule", "OpOverload",
         "StridedShard", "TensorMeta",
-        "TorchDispatchMode", "TracingContext", "aot_export_joint_with_descriptors", "attention_kernel", "budget_partition",
+        "TorchDispatchMode", "TracingContext", "aot_export_joint_with_descriptors", "attention_kernel",
+        "budget_partition",
         "checkpoint_replaced", "compiling", "convert_assigned", "default_partition", "dtensor_overloads",
         "get_decompositions", "interrupt_gloo", "is_all_true", "is_traced", "local_shape_of", "operator_database",
         "pipeline_runtime",
