@@ -21,6 +21,9 @@ BHKE = "bhke"
 BHQE = "b(hg)qe"
 BHQK = "b(hg)qk"
 
+FORWARD_PASSES, BACKWARD_PASSES = 11, 24
+"""How often attention by its formula reads or writes a tensor of its scores' size, see `attention_kernels.math`."""
+
 HEADS_LAST = (LAST,) * 3
 """Kernels read the elements of a query, a key or a value as contiguous."""
 
@@ -126,6 +129,14 @@ def _masked(kernel: Any, bias: int, causal: int, flops: float) -> Lowering:
     return Lowering(build, flops=flops)
 
 
+def _formula(query: Spec, key: Spec, kept: Spec | None, passes: int) -> float:
+    """Bytes that the formula writes and reads in so many passes over all scores; kernels make none."""
+    if kept is None:
+        return 0.0
+    wide = max(getattr(query.dtype, "itemsize", 4), 4)
+    return float(passes * wide * query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2])
+
+
 def _pairs(kept: Spec | None) -> list[str]:
     """Letters of what dropout keeps."""
     return [] if kept is None else [BHQK]
@@ -151,6 +162,7 @@ def attention(
         lower={"q": _masked(ours.attention, 3, 6, _flops(query, key, value, 2.0, False))} if told else {},
         sizes=_sizes(query, key),
         flops=_flops(query, key, value, 2.0, is_causal),
+        between=_formula(query, key, kept, FORWARD_PASSES),
         # The formula, which is what takes an argument of what is kept, reads any strides.
         strides=HEADS_LAST if kept is None else ANY,
     )
@@ -185,6 +197,7 @@ def attention_backward(
         lower={"q": _masked(ours.attention_backward, 4, 9, _flops(query, key, value, 5.0, False))} if told else {},
         sizes=_sizes(query, key),
         flops=_flops(query, key, value, 5.0, is_causal),
+        between=_formula(query, key, kept, BACKWARD_PASSES),
         strides=(LAST, *HEADS_LAST, *[ANY] * len(masks), LAST) if kept is None else ANY,
     )
 

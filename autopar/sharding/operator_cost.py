@@ -37,8 +37,9 @@ def operator_work(operator: Operator, chosen: Candidates, sizes: tuple[int, ...]
     # A view moves nothing itself, but an argument whose strides it cannot show is copied.
     if operator.rule.view:
         return stream(copied)
-    moved = _moved(operator, chosen, sizes) + copied
-    parts = _parts(chosen, sizes)
+    moved, parts = _moved(operator, chosen, sizes) + copied, _parts(chosen, sizes)
+    if operator.rule.between and not any(t.drawn for t in operator.inputs):
+        moved = moved + operator.rule.between / _product_of(parts, operator.rule.letters, count)
     # The work is shared by as many devices as split any letter; along a replicated axis all do the same.
     flops = _flops(operator, parts, count) / _product_of(parts, operator.rule.letters, count)
     # Kernels of small or thin products are slower than their operations say: the cost model wants their shape.
