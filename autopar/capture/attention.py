@@ -28,6 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from autopar._torch_compat import FakeTensor, OpOverload, traced_graph, traced_node, traced_root, without_modes
+from autopar.capture.intercepts import refuse_foreign_tensors
 from autopar.ir.graph import map_nodes
 from autopar.ir.ops.attention import scaled_dot_product
 
@@ -69,6 +70,8 @@ class Attention(TorchFunctionMode):
         """Run the function, attention with what its arguments are known to be."""
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
+            if torch.is_grad_enabled():
+                refuse_foreign_tensors(args)
             found = self._attention(*args, **kwargs)
             return func(*args, **kwargs) if found is None else found
         if func in _REPEATING and args and (node := traced_node(args[0])) is not None:
@@ -100,7 +103,8 @@ class Attention(TorchFunctionMode):
         # Of three dims: those of the one head.
         heads = [t.unsqueeze(1) if query.ndim == 3 else t for t in tensors]
         out = scaled_dot_product(heads[0], heads[1], heads[2], bias, float(dropout_p), is_causal, scale)
-        return out.squeeze(1) if query.ndim == 3 else out
+        # Torch computes the formula then, whose result is row-major.
+        return out.squeeze(1).contiguous() if query.ndim == 3 else out
 
     def _hides(self, mask: torch.Tensor, queries: int, keys: int) -> str | None:
         node = traced_node(mask)

@@ -7,6 +7,7 @@
 * A tensor that requires a gradient, but is no parameter of the model, is refused: its gradient would be lost.
 * Batch norm with ``momentum=None`` counts with a tensor, not with the number in it.
 * Copies of parameters are refused: they would be strangers.
+* RMS norm is its parts, as on a CPU, where GPUs have one operator.
 * Results whose strides fake tensors get wrong get those of the kernels.
 * The user's first line that reads strides is noted: the graph is traced with those of a contiguous batch.
 """
@@ -62,6 +63,8 @@ _BY_FORMAT = frozenset({functional.batch_norm, torch.batch_norm, torch.roll, tor
 Strides decide in which order `torch.empty_like` and dropout draw. Found by comparing torch's operator database on
 permuted arguments; what else differs there are elementwise operators on arguments with different strides.
 """
+
+_RMS_NORM = frozenset({functional.rms_norm, torch.rms_norm})
 
 _ROW_MAJOR = frozenset({functional.unfold})
 """Functions whose CPU kernels give a row-major result whatever their argument; fake tensors say otherwise."""
@@ -142,7 +145,9 @@ class Intercepts(TorchFunctionMode):
             _refuse_copy(args[0])
         # Without gradients nothing can be lost.
         if torch.is_grad_enabled():
-            _refuse_foreign_tensors(args)
+            refuse_foreign_tensors(args)
+        if func in _RMS_NORM:
+            return _rms_norm(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if func in _ROW_MAJOR:
             return result.contiguous()
@@ -152,6 +157,18 @@ class Intercepts(TorchFunctionMode):
         """What is to be checked after a step."""
         matrices = [functools.partial(_check_matrices, leaf(info), name, single) for info, name, single in self.checked]
         return (*matrices, *(functools.partial(_check_arguments, leaf(n), line) for n, line in self.validated))
+
+
+def _rms_norm(
+    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    """RMS norm as torch computes it on a CPU (``rms_norm_composite``)."""
+    half = input.dtype in (torch.float16, torch.bfloat16)
+    wide = input.to(torch.float32 if half else input.dtype)
+    dims = list(range(-1, -1 - len(normalized_shape), -1))
+    mean = wide.pow(2).mean(dims, keepdim=True)
+    scaled = wide * mean.add(torch.finfo(wide.dtype).eps if eps is None else eps).rsqrt()
+    return (scaled if weight is None else scaled * weight).type_as(input)
 
 
 def _in_suggested_format(argument: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
@@ -228,10 +245,11 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.detach().copy_(value.detach())
 
 
-def _refuse_foreign_tensors(args: Sequence[Any]) -> None:
+def refuse_foreign_tensors(args: Sequence[Any]) -> None:
+    """Refuse tensors among the arguments of a call whose gradients would be lost."""
     for value in args:
         if isinstance(value, list | tuple):
-            _refuse_foreign_tensors(value)
+            refuse_foreign_tensors(value)
         elif isinstance(value, torch.Tensor) and not is_traced(value) and value.requires_grad:
             file, line = user_frame()
             raise CaptureError(

@@ -144,15 +144,20 @@ def scaled_dot_product(
     """Attention as a model calls it: with dropout, what it keeps is drawn first, in the order in which torch draws."""
     kept = _kept(query, key, dropout_p) if dropout_p else None
     out: Tensor = attention(query, key, value, bias, kept, dropout_p, is_causal, scale)[0]
-    return out
+    # Where torch computes the formula, its result is row-major.
+    return out.contiguous() if bias is not None and bias.requires_grad else out
 
 
-def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    batch, heads, queries, _ = query.shape
+def _fake(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, kept: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor]:
+    batch, heads, queries = query.shape[:3]
     wide = kernels.wide_dtype(query)
-    # Heads are next to their elements in memory, as kernels leave them.
-    out = query.new_empty((batch, queries, heads, value.shape[3])).transpose(1, 2)
-    return out, query.new_empty((batch, queries, heads), dtype=wide).transpose(1, 2)
+    # Strides as on a CPU: whoever draws numbers in the order of the result draws as eager PyTorch there.
+    if kept is not None or value.shape[3] != query.shape[3] or query.stride(3) != 1:
+        out = query.new_empty((batch, heads, queries, value.shape[3]))
+        return out, query.new_empty((batch, heads, queries), dtype=wide)
+    return torch.empty_like(query), query.new_empty((batch, queries, heads), dtype=wide).transpose(1, 2)
 
 
 def _fake_backward(
@@ -162,9 +167,9 @@ def _fake_backward(
     return *gradients, torch.empty_like(bias) if bias is not None and rest[-1] else query.new_empty(0)
 
 
-def _fake_drawing(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _fake_drawing(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
     state = query.new_empty(2, dtype=torch.uint64), query.new_empty((), dtype=torch.uint64)  # as of flash attention
-    return *_fake(query, key, value, *rest), *state
+    return *_fake(query, key, value, bias, None), *state
 
 
 def _setup(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:

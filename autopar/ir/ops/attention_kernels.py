@@ -71,7 +71,7 @@ def math(
     if kept is not None:
         weights = weights * kept / (1.0 - dropout_p)
     out = (_rows(weights, key.shape[1]) @ value.to(weights.dtype)).reshape(*query.shape[:3], value.shape[3])
-    return _laid_out(out.to(query.dtype)), _laid_out(total)
+    return out.to(query.dtype), total
 
 
 def math_backward(
@@ -139,8 +139,8 @@ def forward(
     name, repeats = choose(query, key, value, bias, dropout_p, is_causal)
     if repeats:
         key, value = _repeated(query, key), _repeated(query, value)
-    out, *rest = FORWARD[name](query, key, value, bias, dropout_p, is_causal, _scale(query, scale))
-    return _laid_out(out), *rest
+    made: tuple[Any, ...] = FORWARD[name](query, key, value, bias, dropout_p, is_causal, _scale(query, scale))
+    return made
 
 
 def backward(
