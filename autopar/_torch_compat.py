@@ -49,6 +49,7 @@ __all__ = [
     "interrupt_gloo",
     "is_all_true",
     "is_traced",
+    "is_transformed",
     "local_shape_of",
     "operator_database",
     "pipeline_runtime",
@@ -172,6 +173,11 @@ def is_traced(tensor: torch.Tensor) -> bool:
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     return isinstance(tensor, FunctionalTensor | FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of the user's code is one of a function that `torch.func` transforms."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def traced_node(tensor: torch.Tensor) -> Any:

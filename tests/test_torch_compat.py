@@ -36,8 +36,8 @@ def test_every_name_has_a_contract() -> None:
         "TorchDispatchMode", "TracingContext", "aot_export_joint_with_descriptors", "attention_kernel",
         "budget_partition",
         "checkpoint_replaced", "compiling", "convert_assigned", "default_partition", "dtensor_overloads",
-        "get_decompositions", "interrupt_gloo", "is_all_true", "is_traced", "local_shape_of", "operator_database",
-        "pipeline_runtime",
+        "get_decompositions", "interrupt_gloo", "is_all_true", "is_traced", "is_transformed", "local_shape_of",
+        "operator_database", "pipeline_runtime",
         "put_around_collectives", "pytree_node", "reduce_found_inf_over_every_gradient",
         "refuse_items_of_unreduced", "selective_policy", "set_group_timeout",
         "storage_id", "suggest_memory_format", "torch_schedule", "traced_graph", "traced_node", "traced_root",
@@ -52,6 +52,19 @@ def test_storage_id() -> None:
         assert {compat.storage_id(v) for v in (x, x[1:], x.t(), x.reshape(-1))} == {compat.storage_id(x)}
         others = [x.clone(), x.t().reshape(-1), torch.empty(4, 4, device=device)]
         assert len({compat.storage_id(v) for v in (x, *others)}) == 4
+
+
+def test_tensors_of_transformed_functions() -> None:
+    found: list[bool] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        found.append(compat.is_transformed(x))
+        return x.sum()
+
+    torch.func.vmap(function)(torch.ones(2, 3))
+    torch.func.grad(function)(torch.ones(3))
+    make_fx(function)(torch.ones(3))
+    assert found == [True, True, False]
 
 
 def test_the_kernel_that_torch_takes_for_attention() -> None:

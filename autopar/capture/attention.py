@@ -27,7 +27,15 @@ from torch import fx
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from autopar._torch_compat import FakeTensor, OpOverload, traced_graph, traced_node, traced_root, without_modes
+from autopar._torch_compat import (
+    FakeTensor,
+    OpOverload,
+    is_transformed,
+    traced_graph,
+    traced_node,
+    traced_root,
+    without_modes,
+)
 from autopar.capture.intercepts import refuse_foreign_tensors
 from autopar.ir.graph import map_nodes
 from autopar.ir.ops.attention import scaled_dot_product
@@ -143,6 +151,9 @@ def _is_taken(
     """Whether our operator takes what torch's is called with; what is an error in torch is left to it."""
     tensors = (query, key, value)
     if not all(isinstance(t, torch.Tensor) and t.is_floating_point() and t.ndim == query.ndim for t in tensors):
+        return False
+    # Torch's operators know what `torch.func` does to them.
+    if any(is_transformed(t) for t in (*tensors, mask) if t is not None):
         return False
     alike = len({(t.dtype, t.device, t.shape[0]) for t in tensors}) == 1
     if query.ndim not in (3, 4) or not alike or not all(t.numel() for t in tensors) or not 0 <= dropout_p < 1:

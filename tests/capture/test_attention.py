@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import fx, nn
+from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
 from autopar.capture import capture
@@ -197,6 +198,59 @@ def test_the_graph_computes_what_the_model_does(mask: str, repeat: RepeatedLayer
     model = Attention({**CAUSAL, **OTHERS}[mask], repeat, heads=2).double()
     report = verify(model, {"x": batch()["x"].double()}, {"a": 1})
     assert max(report.max_error, report.capture_error) < BOUND
+
+
+def test_what_torch_transforms_is_torchs() -> None:
+    """Its operators have rules for batches of `vmap` and for dual numbers; ours has none."""
+
+    class Mapped(Attention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (f(x).unflatten(-1, (HEADS, HEAD)).transpose(1, 2) for f in (self.q, self.k, self.v))
+            return torch.func.vmap(scaled_dot_product_attention)(q[:, None], k[:, None], v[:, None]).square().mean()
+
+    model = Mapped(CAUSAL["bool"]).double()
+    report = verify(model, {"x": batch()["x"].double()}, {"a": 2}, plan="random")
+    assert max(report.max_error, report.capture_error) < BOUND
+
+
+def test_dims_and_heads_of_every_kind() -> None:
+    """Of one head without a dim for it, of two leading dims, with a mask of one row, and with dropout."""
+
+    class Kinds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.f, self.bias = nn.Linear(8, 24), nn.Parameter(torch.randn(4, 6, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.f(x).chunk(3, -1)
+            of_heads = [t.unflatten(-1, (2, 4)).transpose(1, 2) for t in (q, k, v)]
+            found = [
+                scaled_dot_product_attention(q, k, v, is_causal=True),
+                scaled_dot_product_attention(q, k, v, torch.ones(6).cumsum(0) < 4),
+                scaled_dot_product_attention(q, k, v, self.bias.expand(-1, -1, 6), dropout_p=0.2),
+                scaled_dot_product_attention(*(t[None] for t in of_heads)).flatten(0, 1).transpose(1, 2).flatten(2),
+                scaled_dot_product_attention(*of_heads, self.bias[:1], 0.3, scale=2.0).transpose(1, 2).flatten(2),
+            ]
+            return functional.dropout(torch.stack(found), 0.1).square().mean()
+
+    model, x = Kinds().double(), torch.randn(4, 6, 8, dtype=torch.float64)
+    for axes in ({"a": 1}, {"a": 2}):
+        report = verify(model, {"x": x}, axes, plan="random")
+        assert max(report.max_error, report.capture_error) < BOUND
+    targets = [n.target for n in report.program.graph.graph.nodes]
+    assert targets.count(FORWARD) == 4  # of five dims torch's own parts
+
+
+def test_autocast() -> None:
+    """Attention computes in the lower precision, as torch's does."""
+
+    class Lower(Attention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(x)
+
+    assert kernel(Lower(CAUSAL["bool"])).meta["val"][0].dtype == torch.bfloat16
 
 
 def test_queries_are_split() -> None:
