@@ -14,9 +14,10 @@ import autopar
 from autopar.compiler import for_devices, program_of, rewrite, solve
 from autopar.costs.cluster import Cluster
 from autopar.ir.ops.random import step_seed
-from autopar.ir.plan import Plan
+from autopar.ir.plan import EVERY, Plan
 from autopar.ir.program import Program, draws
 from autopar.passes import DETERMINISTIC_PASSES, PASSES, Pass
+from autopar.passes.rng.draw_in_attention import draw_in_attention
 from autopar.rules.shapes.kernel_shapes import called
 from autopar.search.options import Search
 from autopar.search.peak import saved_for_backward
@@ -130,6 +131,28 @@ def test_forward_and_backward_drop_the_same_elements(split: str, kv_heads: int) 
         ]
         found = (sides[0] - sides[1]) / 2e-5
         torch.testing.assert_close(found, (gradient * direction).sum(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "pins", [{"stages": 2, "microbatches": 2}, {"microbatches": 2}, {}], ids=lambda p: " ".join(p) or "recomputed"
+)
+def test_kernels_draw_what_masks_would_be(pins: dict[str, Any]) -> None:
+    """From the same seeds: in stages, in microbatches, and where the backward pass draws once more."""
+    model, tokens = zoo.gpt2(16, layers=2, heads=2, batch=4, seq=4, attn_pdrop=0.3)
+    model = model.double()
+    program = program_of(model, tokens)
+    plan = solve(program, AXES, "h100", search=Search(pins=pins))
+    if not pins:
+        drawn = [name for name in plan.choices if "forward autopar." in name]
+        plan = replace(plan, recompute=dict.fromkeys(drawn, EVERY))
+    values, found = global_values(program, model, tokens), []
+    for passes in (PASSES, tuple(p for p in PASSES if p is not draw_in_attention)):
+        local = rewrite(program, plan, passes=passes)
+        assert (OURS.attention_drawing.default in targets(local)) == (passes is PASSES)
+        with step_seed(1):
+            found.append(compare(program, local, plan, values, torch.float64).gradients)
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(gradient, found[1][name], rtol=1e-10, atol=1e-12)
 
 
 def test_what_is_kept_counts_nothing_where_kernels_draw_it() -> None:
