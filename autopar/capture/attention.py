@@ -110,7 +110,8 @@ class Attention(TorchFunctionMode):
         bias = None if attn_mask is None else _bias(_as_autocast(attn_mask), tensors[0])
         # Of three dims: those of the one head.
         heads = [t.unsqueeze(1) if query.ndim == 3 else t for t in tensors]
-        out = scaled_dot_product(heads[0], heads[1], heads[2], bias, float(dropout_p), is_causal, scale)
+        number = None if scale is None else float(scale)
+        out = scaled_dot_product(heads[0], heads[1], heads[2], bias, float(dropout_p), is_causal, number)
         # Torch computes the formula then, whose result is row-major.
         return out.squeeze(1).contiguous() if query.ndim == 3 else out
 

@@ -21,7 +21,10 @@ from autopar.passes.rng.draw_in_attention import draw_in_attention
 from autopar.rules.shapes.kernel_shapes import called
 from autopar.search.options import Search
 from autopar.search.peak import saved_for_backward
+from autopar.sharding.candidates import candidates
 from autopar.sharding.dims import analyze
+from autopar.sharding.operator_cost import operator_work
+from autopar.strategies.attention import FORWARD_PASSES
 from autopar.verify.verify import compare, global_values
 from tests import models as zoo
 from tests.plans import hand_plan, show
@@ -163,11 +166,20 @@ def test_what_is_kept_counts_nothing_where_kernels_draw_it() -> None:
         (node,) = (n for n in program.graph.graph.nodes if n.target is OURS.draw.default)
         bytes_of[name] = analyze(counted).types[node, 0].bytes
     assert bytes_of == {"cpu": 4 * 4 * 16 * 16, "h100": 0}
+    moved = {}
+    for name in ("cpu", "h100"):
+        counted = for_devices(program, Cluster.preset(name).device, AXES, deterministic=False)
+        operator = next(o for n, o in analyze(counted).operators.items() if n.target is OURS.attention.default)
+        moved[name] = float(operator_work(operator, candidates(operator, ()), ()).moved[0])
+    assert moved["h100"] == 4 * (4 * 4 * 16 * (4 * 4 + 1))  # queries, keys, values, results, and logarithms
+    scores = 4 * 4 * 16 * 16
+    assert moved["cpu"] == moved["h100"] + scores + FORWARD_PASSES * 4 * scores
     deterministic = for_devices(program, H100.device, AXES, deterministic=True)
     assert not deterministic.drawn_in_kernels
     plans = [planned(program, {}, Cluster.preset(name)) for name in ("cpu", "h100")]
     saved = [saved_for_backward(rewrite(program, plan), plan) for plan in plans]
-    assert saved[0] - saved[1] == 4 * 4 * 16 * 16 - 24  # but for the random state
+    # No mask, but the random state; and the formula's result is row-major: what is reshaped is a copy of it.
+    assert saved[0] - saved[1] == scores - 24 + 4 * (4 * 16 * 16)
 
 
 def test_a_gpt2_with_its_dropout_splits_attention_on_gpus() -> None:
