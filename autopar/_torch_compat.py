@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
+from torch.nn.attention import SDPBackend
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,6 +39,7 @@ __all__ = [
     "TorchDispatchMode",
     "TracingContext",
     "aot_export_joint_with_descriptors",
+    "attention_kernel",
     "budget_partition",
     "checkpoint_replaced",
     "compiling",
@@ -48,6 +50,7 @@ __all__ = [
     "interrupt_gloo",
     "is_all_true",
     "is_traced",
+    "is_transformed",
     "local_shape_of",
     "operator_database",
     "pipeline_runtime",
@@ -77,6 +80,23 @@ def storage_id(tensor: torch.Tensor) -> int:
     """A number of the memory that a tensor lies in, on the meta device too: views of it have the same."""
     found: int = tensor.untyped_storage()._cdata
     return found
+
+
+def attention_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    shared: bool,
+) -> SDPBackend:
+    """The kernel that torch takes for attention in training; ``shared``: several heads of queries share a key."""
+    with torch.enable_grad():
+        # Kernels may take other sizes where there is nothing to differentiate.
+        q, k, v = (t.detach().requires_grad_() for t in (query, key, value))
+        found: int = torch._fused_sdp_choice(q, k, v, bias, dropout_p, is_causal, enable_gqa=shared)
+    return SDPBackend(found)
 
 
 def pytree_node(kind: type) -> Any:
@@ -159,6 +179,11 @@ def is_traced(tensor: torch.Tensor) -> bool:
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     return isinstance(tensor, FunctionalTensor | FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of the user's code is one of a function that `torch.func` transforms."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def traced_node(tensor: torch.Tensor) -> Any:

@@ -16,6 +16,7 @@ from autopar.capture import Batch, LossFunction, capture
 from autopar.capture.repeat import abridge
 from autopar.costs.budget import DefaultBudget, naming_default, reserve_of
 from autopar.costs.cluster import Cluster
+from autopar.costs.device import Device
 from autopar.costs.memory import parse_bytes
 from autopar.errors import PlanError
 from autopar.ir.plan import INTERRUPTED, TIME_LIMIT, Plan
@@ -131,6 +132,7 @@ def solve(
         factored: a pipeline's stages may take a factor of an axis; the plan is then for a mesh with one axis more.
     """
     search, machine = _with_table(search or Search()), Cluster.resolve(cluster)
+    program = for_devices(program, machine.device, axes, deterministic=deterministic)
     budget = None if memory is None else parse_bytes(memory)
     job = Job(
         axes, machine, budget, optimizer, search, restrictions or Restrictions(), progress or silent,
@@ -148,6 +150,21 @@ def solve(
         if file is not None and plan.certificate.method not in (TIME_LIMIT, INTERRUPTED):
             cache.store(file, plan)
         return plan
+
+
+def for_devices(program: Program, device: Device, axes: Mapping[str, int], *, deterministic: bool) -> Program:
+    """The program as its cost is counted on these devices: kernels of GPUs draw their dropout."""
+    # Where all devices draw the numbers of one, these are drawn for all.
+    draws = device.draws_dropout and (not deterministic or math.prod(axes.values()) == 1)
+    if draws == program.draws_in_kernels:
+        return program
+    # Cached with the program: its microbatches are cached with what this gives.
+    found = replace(program, draws_in_kernels=draws)
+    if program.repeat is not None:
+        shorter = replace(program.repeat.shorter, draws_in_kernels=draws)
+        found = replace(found, repeat=replace(program.repeat, shorter=shorter))
+    known: Program = program.memo.setdefault(("draws in kernels", draws), found)
+    return known
 
 
 def _with_table(search: Search) -> Search:

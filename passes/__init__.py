@@ -27,6 +27,7 @@ from autopar.passes.overlap_collectives import overlap_collectives
 from autopar.passes.pad_dims import pad_dims
 from autopar.passes.pipeline.assign_stages import assign_stages
 from autopar.passes.pipeline.scatter_sends import scatter_sends
+from autopar.passes.rng.draw_in_attention import draw_in_attention
 from autopar.passes.rng.localize import localize_random
 from autopar.passes.rng.replay import replay_random
 from autopar.passes.rng.replicate import replicate_random
@@ -45,6 +46,7 @@ PASSES: tuple[Pass, ...] = (
     localize_shapes,
     localize_random,
     lower_operators,
+    draw_in_attention,
     assign_stages,
     insert_offload,
     bucket_collectives,
@@ -64,6 +66,7 @@ DETERMINISTIC_PASSES: tuple[Pass, ...] = (
     localize_shapes,
     replay_random,
     lower_operators,
+    draw_in_attention,
     assign_stages,
     insert_offload,
     bucket_collectives,

@@ -1,7 +1,8 @@
-"""Scaled dot-product attention, one rule for the variants of each device.
+"""Scaled dot-product attention: our operator, and those of single devices, where a graph has one that stays.
 
 Batch and heads are free. So are queries, where the kernel takes any mask: a causal one must know which queries a device
-has. The gradients of keys and values are sums over them. Keys are tied together by the softmax.
+has. The gradients of keys and values are sums over them. Keys are tied together by the softmax. With dropout it is as
+free, since what is kept is an argument of our operator; kernels that draw themselves cannot be split.
 """
 
 import math
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from autopar.ir.ops import attention as ours
 from autopar.rules.rule import ANY, LAST, ROW_MAJOR, Lowering, Rule, Spec, dims, rule
 
 aten = torch.ops.aten
@@ -17,6 +19,10 @@ BHQD = "b(hg)qd"
 BHKD = "bhkd"
 BHKE = "bhke"
 BHQE = "b(hg)qe"
+BHQK = "b(hg)qk"
+
+FORWARD_PASSES, BACKWARD_PASSES = 11, 24
+"""How often attention by its formula reads or writes a tensor of its scores' size, see `attention_kernels.math`."""
 
 HEADS_LAST = (LAST,) * 3
 """Kernels read the elements of a query, a key or a value as contiguous."""
@@ -57,13 +63,17 @@ def _masking(kernel: Any, flops: float) -> Lowering:
 
     def build(context: Any, *args: Any, scale: float | None = None) -> Any:
         *tensors, dropout_p, _ = args
-        queries, keys = context.local_size("q"), context.global_size("k")
-        # Row r of this device is query ``index * queries + r``, which sees the keys up to itself.
-        hidden = aten.new_full.default(tensors[0], [queries, keys], -math.inf)
-        mask = aten.triu.default(hidden, context.axis_index() * queries + 1)
-        return kernel(*tensors, dropout_p, False, attn_mask=mask, scale=scale)
+        return kernel(*tensors, dropout_p, False, attn_mask=_hidden(context, tensors[0]), scale=scale)
 
     return Lowering(build, flops=flops)
+
+
+def _hidden(context: Any, like: Any) -> Any:
+    """What is added to the scores of this device's queries, so that they do not see later keys."""
+    queries, keys = context.local_size("q"), context.global_size("k")
+    # Row r of this device is query ``index * queries + r``, which sees the keys up to itself.
+    hidden = aten.new_full.default(like, [queries, keys], -math.inf)
+    return aten.triu.default(hidden, context.axis_index() * queries + 1)
 
 
 def _forward(
@@ -104,6 +114,114 @@ def _backward(
         flops=_flops(query, key, value, 5.0, causal),
         strides=strides,
     )
+
+
+def _masked(kernel: Any, bias: int, causal: int, flops: float) -> Lowering:
+    """Our causal operator on some of the queries: a bias tells which keys these do not see, and none is skipped.
+
+    ``bias`` and ``causal`` are positions of arguments.
+    """
+
+    def build(context: Any, *args: Any) -> Any:
+        mask = _hidden(context, args[0])
+        return kernel(*({bias: mask, causal: False}.get(i, a) for i, a in enumerate(args)))
+
+    return Lowering(build, flops=flops)
+
+
+def _formula(query: Spec, key: Spec, kept: Spec | None, passes: int) -> float:
+    """Bytes that the formula writes and reads in so many passes over all scores; kernels make none."""
+    if kept is None:
+        return 0.0
+    wide = max(getattr(query.dtype, "itemsize", 4), 4)
+    return float(passes * wide * query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2])
+
+
+def _pairs(kept: Spec | None) -> list[str]:
+    """Letters of what dropout keeps."""
+    return [] if kept is None else [BHQK]
+
+
+@rule(ours.attention)
+def attention(
+    query: Spec,
+    key: Spec,
+    value: Spec,
+    bias: Spec | None,
+    kept: Spec | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Rule:
+    """Attention, with dropout or without."""
+    told = bias is None and is_causal
+    extra = [*([] if bias is None else [_mask(bias)]), *_pairs(kept)]
+    return Rule(
+        f"{','.join([BHQD, BHKD, BHKE, *extra])}->{BHQE},b(hg)q",
+        blocked=_blocked(0.0, is_causal and not told),
+        lower={"q": _masked(ours.attention, 3, 6, _flops(query, key, value, 2.0, False))} if told else {},
+        sizes=_sizes(query, key),
+        flops=_flops(query, key, value, 2.0, is_causal),
+        between=_formula(query, key, kept, FORWARD_PASSES),
+        # The formula, which is what takes an argument of what is kept, reads any strides.
+        strides=HEADS_LAST if kept is None else ANY,
+    )
+
+
+@rule(ours.attention_backward)
+def attention_backward(
+    grad: Spec,
+    query: Spec,
+    key: Spec,
+    value: Spec,
+    bias: Spec | None,
+    kept: Spec | None,
+    out: Spec,
+    logsumexp: Spec,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    bias_gradient: bool,
+) -> Rule:
+    """Its gradients; of the bias, if it has one and it is wanted, the sum over what it is the same for."""
+    told = bias is None and is_causal
+    masks = [] if bias is None else [_mask(bias)]
+    inputs = [BHQE, BHQD, BHKD, BHKE, *masks, *_pairs(kept), BHQE, "b(hg)q"]
+    made = masks[0] if masks and bias_gradient else "_"
+    return Rule(
+        f"{','.join(inputs)}->{BHQD},{BHKD},{BHKE},{made}",
+        blocked=_blocked(0.0, is_causal and not told),
+        reduce="bhgq",
+        # Linear in the gradient of the output, all that was saved being fixed.
+        linear=((0,),),
+        lower={"q": _masked(ours.attention_backward, 4, 9, _flops(query, key, value, 5.0, False))} if told else {},
+        sizes=_sizes(query, key),
+        flops=_flops(query, key, value, 5.0, is_causal),
+        between=_formula(query, key, kept, BACKWARD_PASSES),
+        strides=(LAST, *HEADS_LAST, *[ANY] * len(masks), LAST) if kept is None else ANY,
+    )
+
+
+@rule(ours.attention_drawing)
+def attention_drawing(query: Spec, key: Spec, value: Spec, bias: Spec | None, *_: Any) -> Rule:
+    """Attention that draws what dropout keeps: a pass makes it of blocks, which cannot be cut further."""
+    extra = [] if bias is None else [_mask(bias)]
+    equation, sizes = f"{','.join([BHQD, BHKD, BHKE, *extra])}->{BHQE},b(hg)q,_,_", _sizes(query, key)
+    return Rule(equation, blocked="bhgqkde", random=True, sizes=sizes, strides=HEADS_LAST)
+
+
+@rule(ours.attention_drawing_backward)
+def attention_drawing_backward(
+    grad: Spec, query: Spec, key: Spec, value: Spec, bias: Spec | None, out: Spec, logsumexp: Spec, seed: Spec,
+    offset: Spec, *rest: Any,
+) -> Rule:  # fmt: skip
+    """Its gradients."""
+    masks = [] if bias is None else [_mask(bias)]
+    state = [text for t in (seed, offset) for text in _plain(t)]
+    inputs, made = [BHQE, BHQD, BHKD, BHKE, *masks, BHQE, "b(hg)q", *state], masks[0] if masks and rest[-1] else "_"
+    equation, sizes = f"{','.join(inputs)}->{BHQD},{BHKD},{BHKE},{made}", _sizes(query, key)
+    strides = (LAST, *HEADS_LAST, *[ANY] * len(masks), LAST)
+    return Rule(equation, blocked="bhgqkde", sizes=sizes, strides=strides)
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu.default)

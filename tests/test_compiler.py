@@ -23,6 +23,7 @@ from autopar.ir.program import Program
 from autopar.passes import DETERMINISTIC_PASSES, PASSES
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.bucket_collectives import bucket_collectives
+from autopar.passes.canonicalize.attention import canonicalize_attention
 from autopar.passes.canonicalize.operators import canonicalize
 from autopar.passes.canonicalize.rng import canonicalize_random
 from autopar.passes.insert_collectives import insert_collectives
@@ -45,15 +46,20 @@ EAGER = Cluster("eager to split", SLOW, (Link("fast", 1e9, 1e-9),))
 def test_passes_in_order() -> None:
     assert [p.__name__ for p in PASSES] == [
         "pad_dims", "annotate_layouts", "insert_recompute", "hoist_invariants", "insert_collectives", "localize_shapes",
-        "localize_random", "lower_operators", "assign_stages", "insert_offload", "bucket_collectives",
-        "eliminate_dead_code", "scatter_sends", "insert_contiguous",
+        "localize_random", "lower_operators", "draw_in_attention", "assign_stages", "insert_offload",
+        "bucket_collectives", "eliminate_dead_code", "scatter_sends", "insert_contiguous",
     ]  # fmt: skip
 
 
 def test_every_pass_shows_its_rewrite() -> None:
     import sys
 
-    for step in (canonicalize, canonicalize_random, *dict.fromkeys((*PASSES, *DETERMINISTIC_PASSES))):
+    for step in (
+        canonicalize,
+        canonicalize_attention,
+        canonicalize_random,
+        *dict.fromkeys((*PASSES, *DETERMINISTIC_PASSES)),
+    ):
         text = sys.modules[step.__module__].__doc__ or ""
         assert text.startswith(f"{step.__name__}: ")
         assert "Before::" in text or "Before (" in text

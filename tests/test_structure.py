@@ -210,6 +210,7 @@ def test_strategies_import_only_the_rule_language(path: Path) -> None:
             (
                 "autopar.rules.rule",
                 "autopar.ir.layout",
+                "autopar.ir.ops.attention",
                 "autopar.ir.ops.random",
                 "autopar.ir.ops.accumulate",
                 "torch",

@@ -33,10 +33,11 @@ def test_every_name_has_a_contract() -> None:
     tested = {
         "BatchNorm", "BoxedCodeGen", "DTensorSpec", "FakeTensor", "FakeTensorMode", "LazyGraphModule", "OpOverload",
         "StridedShard", "TensorMeta",
-        "TorchDispatchMode", "TracingContext", "aot_export_joint_with_descriptors", "budget_partition",
+        "TorchDispatchMode", "TracingContext", "aot_export_joint_with_descriptors", "attention_kernel",
+        "budget_partition",
         "checkpoint_replaced", "compiling", "convert_assigned", "default_partition", "dtensor_overloads",
-        "get_decompositions", "interrupt_gloo", "is_all_true", "is_traced", "local_shape_of", "operator_database",
-        "pipeline_runtime",
+        "get_decompositions", "interrupt_gloo", "is_all_true", "is_traced", "is_transformed", "local_shape_of",
+        "operator_database", "pipeline_runtime",
         "put_around_collectives", "pytree_node", "reduce_found_inf_over_every_gradient",
         "refuse_items_of_unreduced", "selective_policy", "set_group_timeout",
         "storage_id", "suggest_memory_format", "take_in_foreach", "torch_schedule", "traced_graph", "traced_node",
@@ -52,6 +53,30 @@ def test_storage_id() -> None:
         assert {compat.storage_id(v) for v in (x, x[1:], x.t(), x.reshape(-1))} == {compat.storage_id(x)}
         others = [x.clone(), x.t().reshape(-1), torch.empty(4, 4, device=device)]
         assert len({compat.storage_id(v) for v in (x, *others)}) == 4
+
+
+def test_tensors_of_transformed_functions() -> None:
+    found: list[bool] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        found.append(compat.is_transformed(x))
+        return x.sum()
+
+    torch.func.vmap(function)(torch.ones(2, 3))
+    torch.func.grad(function)(torch.ones(3))
+    make_fx(function)(torch.ones(3))
+    assert found == [True, True, False]
+
+
+def test_the_kernel_that_torch_takes_for_attention() -> None:
+    q, shared = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8)
+    flash, formula = compat.SDPBackend.FLASH_ATTENTION, compat.SDPBackend.MATH
+    with torch.no_grad():
+        assert compat.attention_kernel(q, q, q, None, 0.0, True, False) == flash
+        assert compat.attention_kernel(q, shared, shared, torch.zeros(3, 3), 0.0, False, True) == flash
+        assert compat.attention_kernel(q, q, q[..., :4], None, 0.0, False, False) == formula
+        assert compat.attention_kernel(q, q, q, None, 0.5, False, False) == formula
+    assert not q.requires_grad
 
 
 def test_batch_norm_has_one_forward_for_all_dims() -> None:

@@ -1,8 +1,9 @@
-"""Attention as a model means it: masks that are known, and heads that are repeated, become arguments of the operator.
+"""Attention as a model means it: one operator, with masks that are known and heads that are repeated as its arguments.
 
-Frameworks build causal masks and repeat the heads of keys and values by hand; Hugging Face's do so whenever they are
-exported, whatever they do otherwise. An attention kernel that is told needs no memory for either, and skips half of
-the work.
+Torch takes another operator on each device, and its parts where there is dropout or a mask that needs a gradient; here
+it is `autopar.ir.ops.attention` always. Frameworks build causal masks and repeat the heads of keys and values by hand;
+Hugging Face's do so whenever they are exported, whatever they do otherwise. An attention kernel that is told needs no
+memory for either, and skips half of the work.
 
 Before::
 
@@ -11,7 +12,7 @@ Before::
 
 After::
 
-    scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    autopar.attention(q, k, v, None, None, 0.0, True, None)
 """
 
 from __future__ import annotations
@@ -26,8 +27,18 @@ from torch import fx
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from autopar._torch_compat import FakeTensor, OpOverload, traced_graph, traced_node, traced_root, without_modes
+from autopar._torch_compat import (
+    FakeTensor,
+    OpOverload,
+    is_transformed,
+    traced_graph,
+    traced_node,
+    traced_root,
+    without_modes,
+)
+from autopar.capture.intercepts import refuse_foreign_tensors
 from autopar.ir.graph import map_nodes
+from autopar.ir.ops.attention import scaled_dot_product
 
 aten = torch.ops.aten
 
@@ -52,10 +63,10 @@ _RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 
 class Attention(TorchFunctionMode):
-    """Rewrites calls of `scaled_dot_product_attention` that allow it, while a model is traced.
+    """Makes our operator of calls of `scaled_dot_product_attention`, while a model is traced.
 
     A mask goes if nothing but constants makes it and computing it shows that it hides nothing, or what a causal mask
-    hides. Repeated heads of keys and values go if there is no mask then, as in Hugging Face's models outside export.
+    hides. Repeated heads of keys and values go. What the operator does not take, such as tensors of five dims, stays.
     """
 
     def __init__(self) -> None:
@@ -67,12 +78,15 @@ class Attention(TorchFunctionMode):
         """Run the function, attention with what its arguments are known to be."""
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
-            args, kwargs = self._simplified(*args, **kwargs)
-        elif func in _REPEATING and args and (node := traced_node(args[0])) is not None:
+            if torch.is_grad_enabled():
+                refuse_foreign_tensors(args)
+            found = self._attention(*args, **kwargs)
+            return func(*args, **kwargs) if found is None else found
+        if func in _REPEATING and args and (node := traced_node(args[0])) is not None:
             self._tensors[node] = args[0]
         return func(*args, **kwargs)
 
-    def _simplified(
+    def _attention(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -80,19 +94,26 @@ class Attention(TorchFunctionMode):
         attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
-        **rest: Any,
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        graph = traced_graph()
-        if graph is not None and attn_mask is not None and not is_causal:
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor | None:
+        """Our operator on the same arguments; None if it does not take them."""
+        if not _is_taken(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
+            return None
+        if traced_graph() is not None and attn_mask is not None:
             hides = self._hides(attn_mask, query.shape[-2], key.shape[-2])
             if hides is not None:
                 attn_mask, is_causal = None, hides == "later"
-        # Not with dropout: another kernel would draw other numbers.
-        if graph is not None and attn_mask is None and not dropout_p and not rest.get("enable_gqa"):
-            apart = self._unrepeated(query, key, value)
-            if apart is not None:
-                (key, value), rest = apart, {**rest, "enable_gqa": True}
-        return (query, key, value), {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, **rest}
+        if traced_graph() is not None and query.ndim == 4:
+            key, value = self._unrepeated(query, key, value) or (key, value)
+        tensors = [_as_autocast(t) for t in (query, key, value)]
+        bias = None if attn_mask is None else _bias(_as_autocast(attn_mask), tensors[0])
+        # Of three dims: those of the one head.
+        heads = [t.unsqueeze(1) if query.ndim == 3 else t for t in tensors]
+        number = None if scale is None else float(scale)
+        out = scaled_dot_product(heads[0], heads[1], heads[2], bias, float(dropout_p), is_causal, number)
+        # Torch computes the formula then, whose result is row-major.
+        return out.squeeze(1).contiguous() if query.ndim == 3 else out
 
     def _hides(self, mask: torch.Tensor, queries: int, keys: int) -> str | None:
         node = traced_node(mask)
@@ -117,6 +138,57 @@ class Attention(TorchFunctionMode):
             whole = self._tensors[source[0]]
             found.append(whole.transpose(1, 2) if source[1] else whole)
         return (found[0], found[1]) if found[0].shape == found[1].shape else None
+
+
+def _is_taken(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    shared: bool,
+) -> bool:
+    """Whether our operator takes what torch's is called with; what is an error in torch is left to it."""
+    tensors = (query, key, value)
+    if not all(isinstance(t, torch.Tensor) and t.is_floating_point() and t.ndim == query.ndim for t in tensors):
+        return False
+    # Torch's operators know what `torch.func` does to them.
+    if any(is_transformed(t) for t in (*tensors, mask) if t is not None):
+        return False
+    alike = len({(t.dtype, t.device, t.shape[0]) for t in tensors}) == 1
+    if query.ndim not in (3, 4) or not alike or not all(t.numel() for t in tensors) or not 0 <= dropout_p < 1:
+        return False
+    fits = key.shape[:-1] == value.shape[:-1] and query.shape[-1] == key.shape[-1]
+    if query.ndim == 4:
+        a, b = query.shape[1], key.shape[1]
+        fits = fits and (a % b == 0 if shared else a == b)
+    return fits and (mask is None or (not is_causal and _fits(mask, query, key)))
+
+
+def _fits(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> bool:
+    scores = (*query.shape[:-1], key.shape[-2])
+    if mask.ndim > len(scores) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        return False
+    return all(n in (1, m) for n, m in zip(mask.shape[::-1], scores[::-1], strict=False))
+
+
+def _as_autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in the dtype in which attention computes under autocast."""
+    kind = tensor.device.type
+    plain = not tensor.is_floating_point() or tensor.dtype == torch.float64
+    return tensor if plain or not torch.is_autocast_enabled(kind) else tensor.to(torch.get_autocast_dtype(kind))
+
+
+def _bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """A mask of torch's as what is added to scores, of two dims or four."""
+    if query.ndim == 3 and mask.ndim == 3:
+        mask = mask.unsqueeze(1)
+    mask = mask.reshape((1,) * ((2, 1, 0, 1, 0)[mask.ndim]) + tuple(mask.shape))
+    if mask.dtype != torch.bool:
+        return mask
+    seen, hidden_ = (torch.full((), n, dtype=query.dtype, device=query.device) for n in (0.0, -math.inf))
+    return torch.where(mask, seen, hidden_)
 
 
 def hidden(mask: torch.Tensor, queries: int, keys: int) -> str | None:

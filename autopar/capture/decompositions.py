@@ -28,6 +28,8 @@ _DECOMPOSED += [aten.soft_margin_loss, aten.soft_margin_loss_backward, aten._wei
 _DECOMPOSED += [aten.multilabel_margin_loss_forward, aten.dist, aten.trace, aten.block_diag, aten.take, aten.zero]
 _DECOMPOSED += [aten.split_with_sizes_copy, aten.unfold_copy, aten.unbind_copy, aten.unsafe_split]
 _DECOMPOSED += [aten._unsafe_masked_index, aten._unsafe_masked_index_put_accumulate, aten._batch_norm_no_update]
+_DECOMPOSED += [aten._fused_rms_norm, aten._fused_rms_norm_backward]
+_DECOMPOSED += [aten.cudnn_batch_norm, aten.cudnn_batch_norm_backward, aten.miopen_batch_norm_backward]
 _DECOMPOSED += [aten._batch_norm_with_update, aten._batch_norm_with_update_functional, aten.batch_norm_backward]
 
 

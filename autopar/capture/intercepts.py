@@ -7,6 +7,7 @@
 * A tensor that requires a gradient, but is no parameter of the model, is refused: its gradient would be lost.
 * Batch norm with ``momentum=None`` counts with a tensor, not with the number in it.
 * Copies of parameters are refused: they would be strangers.
+* RMS norm is its parts, as on a CPU, where GPUs have one operator.
 * Results whose strides fake tensors get wrong get those of the kernels.
 * The user's first line that reads strides is noted: the graph is traced with those of a contiguous batch.
 """
@@ -32,6 +33,7 @@ from autopar._torch_compat import (
     suggest_memory_format,
     without_ordered_effects,
 )
+from autopar.capture.drawing import DRAWING, drawn
 from autopar.capture.origins import user_frame
 from autopar.errors import CaptureError
 from autopar.ir.signature import pytree
@@ -63,13 +65,10 @@ Strides decide in which order `torch.empty_like` and dropout draw. Found by comp
 permuted arguments; what else differs there are elementwise operators on arguments with different strides.
 """
 
-_ROW_MAJOR = frozenset({functional.unfold, torch.poisson, torch.rrelu, functional.rrelu, torch.normal})
-"""Functions whose CPU kernels give a row-major result whatever their argument; fake tensors say otherwise.
+_RMS_NORM = frozenset({functional.rms_norm, torch.rms_norm})
 
-Not so ``torch.normal`` of a tensor of means.
-"""
-
-_BERNOULLI = frozenset({torch.bernoulli, torch.Tensor.bernoulli})
+_ROW_MAJOR = frozenset({functional.unfold})
+"""Functions whose CPU kernels give a row-major result whatever their argument; fake tensors say otherwise."""
 
 
 Check = Callable[[Any], None]
@@ -147,13 +146,13 @@ class Intercepts(TorchFunctionMode):
             _refuse_copy(args[0])
         # Without gradients nothing can be lost.
         if torch.is_grad_enabled():
-            _refuse_foreign_tensors(args)
-        if func in _BERNOULLI:
-            return _bernoulli(func, *args, **(kwargs or {}))
-        if func is torch.normal and "out" in (kwargs or {}):
-            return _normal_into(*args, **(kwargs or {}))
+            refuse_foreign_tensors(args)
+        if func in _RMS_NORM:
+            return _rms_norm(*args, **(kwargs or {}))
+        if func in DRAWING:
+            return drawn(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
-        if func in _ROW_MAJOR and not _keeps_strides(func, args, kwargs or {}):
+        if func in _ROW_MAJOR:
             return result.contiguous()
         return _in_suggested_format(args[0], result) if func in _BY_FORMAT else result
 
@@ -163,36 +162,16 @@ class Intercepts(TorchFunctionMode):
         return (*matrices, *(functools.partial(_check_arguments, leaf(n), line) for n, line in self.validated))
 
 
-def _keeps_strides(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether the kernel gives its argument's strides in spite of `_ROW_MAJOR`."""
-    if func is torch.normal:
-        return isinstance(args[0] if args else kwargs.get("mean"), torch.Tensor)
-    return func is functional.rrelu and bool(kwargs.get("inplace") or args[4:5] == (True,))
-
-
-def _bernoulli(func: Any, x: torch.Tensor, p: Any = None, *, out: torch.Tensor | None = None, **rest: Any) -> Any:
-    """``torch.bernoulli`` in place of a tensor with the strides of its result, in whose order it draws.
-
-    Functionalization cannot tell it from ``bernoulli_``, which draws in the order of the tensor that it fills.
-    """
-    if p is not None and out is None:
-        return torch.empty_like(x, memory_format=torch.contiguous_format).bernoulli_(p, **rest)
-    if out is not None and out.shape == x.shape:
-        return out.bernoulli_(x if p is None else p, **rest)
-    return func(x, **({} if p is None else {"p": p}), **({} if out is None else {"out": out}), **rest)
-
-
-def _normal_into(mean: Any, std: Any = 1.0, size: Any = None, *, out: torch.Tensor, generator: Any = None) -> Any:
-    """``torch.normal(..., out=)``, which draws in the order of that tensor."""
-    shapes = [t.shape for t in (mean, std) if isinstance(t, torch.Tensor)]
-    shape = size or torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
-    if out.shape != shape:
-        file, line = user_frame()
-        raise CaptureError(
-            f"torch.normal(out=) resizes a tensor of shape {list(out.shape)} to {list(shape)}, at {file}:{line}: leave "
-            "out= out, or give it a tensor of that shape"
-        )
-    return out.normal_(0, 1, generator=generator).mul_(std).add_(mean)
+def _rms_norm(
+    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    """RMS norm as torch computes it on a CPU (``rms_norm_composite``)."""
+    half = input.dtype in (torch.float16, torch.bfloat16)
+    wide = input.to(torch.float32 if half else input.dtype)
+    dims = list(range(-1, -1 - len(normalized_shape), -1))
+    mean = wide.pow(2).mean(dims, keepdim=True)
+    scaled = wide * mean.add(torch.finfo(wide.dtype).eps if eps is None else eps).rsqrt()
+    return (scaled if weight is None else scaled * weight).type_as(input)
 
 
 def _in_suggested_format(argument: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
@@ -269,10 +248,11 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.detach().copy_(value.detach())
 
 
-def _refuse_foreign_tensors(args: Sequence[Any]) -> None:
+def refuse_foreign_tensors(args: Sequence[Any]) -> None:
+    """Refuse tensors among the arguments of a call whose gradients would be lost."""
     for value in args:
         if isinstance(value, list | tuple):
-            _refuse_foreign_tensors(value)
+            refuse_foreign_tensors(value)
         elif isinstance(value, torch.Tensor) and not is_traced(value) and value.requires_grad:
             file, line = user_frame()
             raise CaptureError(

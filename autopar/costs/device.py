@@ -87,6 +87,11 @@ class Device:
         if isinstance(self.units, bool) or not isinstance(self.units, int) or self.units < 1:
             raise ValueError(f"units must be a positive integer, got {self.units!r}")
 
+    @property
+    def draws_dropout(self) -> bool:
+        """Whether kernels of attention draw what dropout keeps by themselves: those of GPUs do."""
+        return self.units > 1
+
     def peak(self, dtype: str) -> float:
         """Operations per second of this dtype; integers count at float32's rate, complex numbers at their parts'.
 

@@ -233,7 +233,7 @@ class ActivationStates:
 
     def _bytes(self, value: Value, layout: Layout) -> float:
         type_ = self.dims.types[value]
-        return type_.numel * item_bytes(type_.dtype) / split_parts(layout, self._tables.machine.sizes)
+        return type_.bytes / split_parts(layout, self._tables.machine.sizes)
 
     def _move_seconds(self, value: Value, source: Layout, target: Layout) -> float:
         table = self._tables.of(self.dims.types[value])

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from autopar.compiler import for_devices
 from autopar.explain.activation_states import GATHERED, OPERATOR, REDISTRIBUTED, ActivationStates, Form
 from autopar.ir.graph import is_backward, module_path, producer, without_indices
 from autopar.ir.plan import Certificate, Plan
@@ -80,7 +81,7 @@ def activations(program: Program, plan: Plan, name: str) -> list[Activation]:
     Raises:
         ValueError: nothing has that name; lists some names that exist.
     """
-    program = pad(program, plan.padding)
+    program = pad(for_devices(program, plan.cluster.device, dict(plan.axes), deterministic=False), plan.padding)
     dims = analyze(program)
     classes = layer_classes(program, dims)
     # Names are looked up in the padded program, whose nodes are those that the plan speaks of.

@@ -23,6 +23,7 @@ from autopar._torch_compat import TorchDispatchMode, checkpoint_replaced, select
 from autopar.errors import CaptureError
 from autopar.ir.graph import is_backward
 from autopar.ir.node_info import info, set_info
+from autopar.ir.ops.attention import attention
 
 aten = torch.ops.aten
 logger = logging.getLogger("autopar")
@@ -42,7 +43,7 @@ _ATTENTION = tuple(
     getattr(aten, f"_scaled_dot_product_{kind}").default
     for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 )
-"""One operator under names that depend on the device: a policy that saves one of them saves what is there instead."""
+"""What attention is in eager mode, depending on the device: a policy that saves one of them saves our operator."""
 
 
 class Regions:
@@ -175,7 +176,7 @@ def _asked(policy: Policy, func: Any, out: Any, args: Any, kwargs: Any) -> Check
     """What a policy says of an operator; of attention, whether it saves that under any name."""
     answers: list[CheckpointPolicy] = []
     # A policy names the kernel of the machine that it was written on; the plan's may be another.
-    for each in _ATTENTION if func in _ATTENTION else (func,):
+    for each in (*_ATTENTION, func) if func is attention else (func,):
         said = policy(SelectiveCheckpointContext(is_recompute=False, op_output=out), each, *args, **kwargs)
         if isinstance(said, bool):
             said = CheckpointPolicy.MUST_SAVE if said else CheckpointPolicy.PREFER_RECOMPUTE

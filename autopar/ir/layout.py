@@ -45,12 +45,14 @@ class TensorType:
         dims: factors of each dim.
         reduce: name of the dtype in which ``Partial`` terms are added up; empty for its own.
         used: sizes of a parameter or result without its padding, see `autopar.passes.pad_dims`; empty: not padded.
+        drawn: the kernels that read it draw it by themselves, see `autopar.passes.rng.draw_in_attention`.
     """
 
     dtype: str
     dims: tuple[tuple[Factor, ...], ...]
     reduce: str = ""
     used: tuple[int, ...] = ()
+    drawn: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,6 +68,11 @@ class TensorType:
     def numel(self) -> int:
         """Global number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Of all elements; none of what kernels draw by themselves."""
+        return 0 if self.drawn else self.numel * item_bytes(self.dtype)
 
     @property
     def positions(self) -> tuple[tuple[int, int], ...]:

@@ -25,6 +25,8 @@ from autopar.ir.graph import (
 )
 from autopar.ir.node_info import info
 from autopar.ir.ops.accumulate import accumulate
+from autopar.ir.ops.attention import attention_drawing, is_kept_only
+from autopar.ir.ops.random import replayed, seeded
 from autopar.ir.signature.floats import Guard
 from autopar.ir.signature.outputs import Total
 from autopar.ir.structure import output_types, structure_of
@@ -193,6 +195,7 @@ class Program:
         withheld: results that carry gradients in the model, and not here: only the loss, or only scalars do.
         total: how the loss is made, where it is a result of the graph and none of the model.
         guards: what must hold of a call's floats for the graph to serve it.
+        draws_in_kernels: what dropout in attention keeps takes no memory, as on GPUs.
     """
 
     graph: fx.GraphModule
@@ -211,6 +214,7 @@ class Program:
     withheld: frozenset[int] = frozenset()
     total: Total | None = None
     guards: tuple[Guard, ...] = ()
+    draws_in_kernels: bool = False
 
     @property
     def microbatches(self) -> int:
@@ -321,6 +325,13 @@ class Program:
         return block_prefixes(i.name for i in self.inputs if i.kind == "parameter")
 
     @cached_property
+    def drawn_in_kernels(self) -> frozenset[fx.Node]:
+        """Draws that the attention kernels which read them make by themselves."""
+        if not self.draws_in_kernels:
+            return frozenset()
+        return frozenset(n for n in self.graph.graph.nodes if is_kept_only(n))
+
+    @cached_property
     def structure(self) -> Counter[str]:
         """How often each input, operator call and output occurs, see `autopar.ir.structure`."""
         return structure_of(self)
@@ -343,4 +354,7 @@ def is_hoisted(node: fx.Node) -> bool:
 def draws(node: fx.Node) -> bool:
     """Whether the node, which has been annotated, takes numbers from a random generator."""
     operator_ = info(node).operator
-    return operator_ is not None and bool(operator_.rule.random)
+    if operator_ is not None:
+        return bool(operator_.rule.random)
+    target: Any = node.args[0] if node.target in (seeded, replayed) else node.target
+    return target is attention_drawing

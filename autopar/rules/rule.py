@@ -95,6 +95,8 @@ class Rule:
         scaled: argument (position, or name) that is a number of elements along some letters: ``{1: "r"}``.
         lower: letters whose split needs other code.
         flops: floating point operations of the whole operator; None counts memory traffic only.
+        between: bytes that the operator writes and reads between its arguments and results, where these are all in
+            memory: not where its kernels draw an argument by themselves.
         view: the operator moves no data.
         random: the outputs are random; the operator takes numbers from a generator.
         sizes: sizes of letters that shapes alone do not give (two unknown letters in one group).
@@ -116,6 +118,7 @@ class Rule:
     scaled: Mapping[int | str, str] = field(default_factory=lambda: MappingProxyType({}))
     lower: Mapping[str, Lowering] = field(default_factory=lambda: MappingProxyType({}))
     flops: float = 0.0
+    between: float = 0.0
     view: bool = False
     random: bool = False
     sizes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))

@@ -184,7 +184,7 @@ def _count_copies(program: Program, dims: Dims, assignment: Assignment, account:
     ]
     for (node, out), layout in offloaded:
         type_ = dims.types[node, out]
-        size = type_.numel * item_bytes(type_.dtype) / split_parts(layout, machine.sizes)
+        size = type_.bytes / split_parts(layout, machine.sizes)
         account.copy(node, size, 2 * float(copy_seconds(size, machine.device)) * program.runs(node))
 
 
@@ -235,7 +235,7 @@ def _rows(program: Program, dims: Dims, plan: Plan, assignment: Assignment, acco
         row = joined(owner)
         instances[row].add(owner)
         layouts[row].setdefault(name, describe(type_, layout, plan.axis_names))
-        memory[row] += type_.numel * item_bytes(type_.dtype) / split_parts(layout, plan.axis_sizes)
+        memory[row] += type_.bytes / split_parts(layout, plan.axis_sizes)
     final: dict[str, tuple[TensorType, Layout]] = {}
     for node in assignment.strategies:
         path, type_or_none = joined(module_path(node)), dims.types.get((node, 0))

@@ -105,7 +105,8 @@ def _analyze(program: Program) -> Dims:
     operators = {}
     for node, call in program.calls.items():
         # Calls whose factors coincide in the same way share an operator, so that its candidates are found once.
-        key = (call, _pattern(program.sources[node], node, expanded, factors.size), copied.get(node, ()))
+        drawn = any(types[v].drawn for v in (*program.sources[node], (node, 0)) if v in types)
+        key = (call, _pattern(program.sources[node], node, expanded, factors.size), copied.get(node, ()), drawn)
         if key not in shared:
             found = _operator(node, equations[call], program.sources[node], expanded, factors.size, types)
             shared[key] = replace(found, copied=copied.get(node, ()))
@@ -137,6 +138,8 @@ def _types(
     }
     for padded, shape in _used(program):
         types[padded] = replace(types[padded], used=shape)
+    for node in program.drawn_in_kernels:
+        types[node, 0] = replace(types[node, 0], drawn=True)
     return types
 
 

@@ -13,7 +13,7 @@ from autopar.ir.program import Program
 
 aten = torch.ops.aten
 
-_ATTENTION = ("scaled_dot_product",)
+_ATTENTION = ("scaled_dot_product", "autopar.attention")
 
 
 def factor_names(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from autopar.costs.cluster import Device
 from autopar.costs.collectives import collective_seconds
 from autopar.costs.kernels import Work, kernel_seconds, stream
-from autopar.ir.layout import Split, TensorType, item_bytes
+from autopar.ir.layout import Split, TensorType
 from autopar.sharding.candidates import Candidates, lowered_bytes
 from autopar.sharding.dims import Operator
 from autopar.sharding.redistribute import Machine
@@ -37,8 +37,9 @@ def operator_work(operator: Operator, chosen: Candidates, sizes: tuple[int, ...]
     # A view moves nothing itself, but an argument whose strides it cannot show is copied.
     if operator.rule.view:
         return stream(copied)
-    moved = _moved(operator, chosen, sizes) + copied
-    parts = _parts(chosen, sizes)
+    moved, parts = _moved(operator, chosen, sizes) + copied, _parts(chosen, sizes)
+    if operator.rule.between and not any(t.drawn for t in operator.inputs):
+        moved = moved + operator.rule.between / _product_of(parts, operator.rule.letters, count)
     # The work is shared by as many devices as split any letter; along a replicated axis all do the same.
     flops = _flops(operator, parts, count) / _product_of(parts, operator.rule.letters, count)
     # Kernels of small or thin products are slower than their operations say: the cost model wants their shape.
@@ -136,7 +137,7 @@ def _bytes(type_: TensorType, side: str, i: int, chosen: Candidates, sizes: tupl
     """Bytes of a tensor of an operator on one device, under each candidate."""
     split = np.array([isinstance(getattr(s, side)[i], Split) for s in chosen.strategies])
     parts = np.where(split[chosen.choice], np.array(sizes), 1).prod(axis=1)
-    return np.asarray(type_.numel * item_bytes(type_.dtype) / parts, dtype=np.float64)
+    return np.asarray(type_.bytes / parts, dtype=np.float64)
 
 
 def operator_seconds(operator: Operator, chosen: Candidates, machine: Machine) -> Floats:

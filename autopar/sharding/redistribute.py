@@ -194,7 +194,7 @@ class Tables:
         """The table of a type; types that differ in names or padding only share one."""
         # Names and padding change no cost. With them left out, thousands of tensors need a few tables.
         plain = tuple(tuple(Factor("", f.size) for f in dim) for dim in type_.dims)
-        return _table(replace(type_, dims=plain, used=()), self.machine)
+        return _table(replace(type_, dims=plain, used=(), drawn=False), self.machine)
 
 
 @lru_cache(maxsize=256)

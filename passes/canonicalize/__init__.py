@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autopar.ir.program import Program
+from autopar.passes.canonicalize.attention import canonicalize_attention
 from autopar.passes.canonicalize.operators import canonicalize
 from autopar.passes.canonicalize.rng import canonicalize_random
 from autopar.passes.canonicalize.strides import canonicalize_strides
@@ -13,4 +14,4 @@ def canonical(program: Program) -> Program:
 
     Strides come first: they are those of the captured graph.
     """
-    return canonicalize(canonicalize_random(canonicalize_strides(program)))
+    return canonicalize(canonicalize_random(canonicalize_attention(canonicalize_strides(program))))

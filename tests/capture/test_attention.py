@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import fx, nn
+from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
 from autopar.capture import capture
@@ -17,7 +18,7 @@ from autopar.verify.verify import compare, global_values, verify
 from tests import models
 
 ROWS, TOKENS, HEADS, HEAD = 4, 8, 4, 8
-FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+FORWARD = torch.ops.autopar.attention.default
 BOUND = 1e-10
 
 Mask = Callable[[torch.Tensor, nn.Module], torch.Tensor | None]
@@ -110,8 +111,7 @@ OTHERS: dict[str, Mask] = {
 @pytest.mark.parametrize("name", CAUSAL)
 def test_a_causal_mask_is_told(name: str) -> None:
     node = kernel(Attention(CAUSAL[name]))
-    assert node.args[3:] == (0.0, True)
-    assert "attn_mask" not in node.kwargs
+    assert node.args[3:] == (None, None, 0.0, True, None)
 
 
 @pytest.mark.parametrize(
@@ -123,16 +123,14 @@ def test_a_causal_mask_is_told(name: str) -> None:
     ],
 )
 def test_a_mask_that_hides_nothing_goes(mask: Mask) -> None:
-    node = kernel(Attention(mask))
-    assert len(node.args) == 3
-    assert "attn_mask" not in node.kwargs
+    assert kernel(Attention(mask)).args[3:] == (None, None, 0.0, False, None)
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_masks_stay(name: str) -> None:
     node = kernel(Attention(OTHERS[name]))
-    assert isinstance(node.kwargs["attn_mask"], fx.Node)
-    assert node.args[3:] in ((), (0.0, False))
+    assert isinstance(node.args[3], fx.Node)
+    assert node.args[4:] == (None, 0.0, False, None)
 
 
 def test_what_a_mask_hides() -> None:
@@ -180,9 +178,8 @@ def test_other_repetitions_stay() -> None:
     assert node.args[1].meta["val"].shape == (ROWS, 4, 2 * TOKENS, HEAD)  # type: ignore[union-attr]
 
 
-def test_repeated_heads_stay_beside_a_mask() -> None:
-    """Kernels that take a mask want as many keys as queries."""
-    assert kernel(Attention(OTHERS["a window"], expanded, heads=2)).args[1].meta["val"].shape[1] == 4  # type: ignore[union-attr]
+def test_heads_are_not_repeated_beside_a_mask() -> None:
+    assert kernel(Attention(OTHERS["a window"], expanded, heads=2)).args[1].meta["val"].shape[1] == 2  # type: ignore[union-attr]
 
 
 def test_a_llama_has_neither() -> None:
@@ -191,8 +188,7 @@ def test_a_llama_has_neither() -> None:
     nodes = [n for n in program.graph.graph.nodes if n.target is FORWARD]
     assert nodes
     for node in nodes:
-        assert node.args[4] is True
-        assert not node.kwargs.get("attn_mask")
+        assert node.args[3:7] == (None, None, 0.0, True)
         assert node.args[1].meta["val"].shape[1] == model.config.num_key_value_heads  # type: ignore[union-attr]
 
 
@@ -202,6 +198,59 @@ def test_the_graph_computes_what_the_model_does(mask: str, repeat: RepeatedLayer
     model = Attention({**CAUSAL, **OTHERS}[mask], repeat, heads=2).double()
     report = verify(model, {"x": batch()["x"].double()}, {"a": 1})
     assert max(report.max_error, report.capture_error) < BOUND
+
+
+def test_what_torch_transforms_is_torchs() -> None:
+    """Its operators have rules for batches of `vmap` and for dual numbers; ours has none."""
+
+    class Mapped(Attention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (f(x).unflatten(-1, (HEADS, HEAD)).transpose(1, 2) for f in (self.q, self.k, self.v))
+            return torch.func.vmap(scaled_dot_product_attention)(q[:, None], k[:, None], v[:, None]).square().mean()
+
+    model = Mapped(CAUSAL["bool"]).double()
+    report = verify(model, {"x": batch()["x"].double()}, {"a": 2}, plan="random")
+    assert max(report.max_error, report.capture_error) < BOUND
+
+
+def test_dims_and_heads_of_every_kind() -> None:
+    """Of one head without a dim for it, of two leading dims, with a mask of one row, and with dropout."""
+
+    class Kinds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.f, self.bias = nn.Linear(8, 24), nn.Parameter(torch.randn(4, 6, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.f(x).chunk(3, -1)
+            of_heads = [t.unflatten(-1, (2, 4)).transpose(1, 2) for t in (q, k, v)]
+            found = [
+                scaled_dot_product_attention(q, k, v, is_causal=True),
+                scaled_dot_product_attention(q, k, v, torch.ones(6).cumsum(0) < 4),
+                scaled_dot_product_attention(q, k, v, self.bias.expand(-1, -1, 6), dropout_p=0.2),
+                scaled_dot_product_attention(*(t[None] for t in of_heads)).flatten(0, 1).transpose(1, 2).flatten(2),
+                scaled_dot_product_attention(*of_heads, self.bias[:1], 0.3, scale=2.0).transpose(1, 2).flatten(2),
+            ]
+            return functional.dropout(torch.stack(found), 0.1).square().mean()
+
+    model, x = Kinds().double(), torch.randn(4, 6, 8, dtype=torch.float64)
+    for axes in ({"a": 1}, {"a": 2}):
+        report = verify(model, {"x": x}, axes, plan="random")
+        assert max(report.max_error, report.capture_error) < BOUND
+    targets = [n.target for n in report.program.graph.graph.nodes]
+    assert targets.count(FORWARD) == 4  # of five dims torch's own parts
+
+
+def test_autocast() -> None:
+    """Attention computes in the lower precision, as torch's does."""
+
+    class Lower(Attention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(x)
+
+    assert kernel(Lower(CAUSAL["bool"])).meta["val"][0].dtype == torch.bfloat16
 
 
 def test_queries_are_split() -> None:
@@ -214,7 +263,7 @@ def test_queries_are_split() -> None:
         local = rewrite(program, plan)
         node = next(n for n in local.graph.graph.nodes if n.target is FORWARD)
         whole = node.args[0].meta["val"].shape[2] == TOKENS  # type: ignore[union-attr]
-        assert whole == ("attn_mask" not in node.kwargs) == node.args[4]
+        assert whole == (node.args[3] is None) == node.args[6]
         assert compare(program, local, plan, global_values(program, model, tokens), torch.float64).max_error < BOUND
         split.add(not whole)
     assert split == {True, False}

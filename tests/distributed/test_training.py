@@ -63,6 +63,7 @@ def pins_on(pins: dict[str, str], axes: int) -> dict[str, Any]:
 
 def train(rank: int, name: str, plans: Any) -> dict[str, Any]:
     from autopar.ir.node_info import info
+    from autopar.ir.ops.attention import attention
     from autopar.parallelize import parallelize
     from autopar.search.options import Search
 
@@ -76,7 +77,7 @@ def train(rank: int, name: str, plans: Any) -> dict[str, Any]:
             worst = follow(parallel, plain, [batch(step) for step in range(STEPS)], clip=0.5)
             nodes = [*parallel.forward_graph.graph.nodes, *parallel.backward_graph.graph.nodes]
             if label == "queries":  # of a causal attention are split: a mask says which they are
-                assert any("attn_mask" in n.kwargs for n in nodes)
+                assert any(n.target is attention and n.args[3] is not None for n in nodes)
             found[f"{label} {sizes}"] = (
                 worst,
                 sorted({info(n).collective.kind for n in nodes if info(n).collective is not None}),

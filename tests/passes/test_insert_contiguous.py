@@ -146,4 +146,4 @@ def test_everywhere_means_everywhere() -> None:
     program = zoo.captured("gpt2")[0]
     passes = tuple(insert_contiguous_everywhere if p is insert_contiguous else p for p in DETERMINISTIC_PASSES)
     found = copies(rewritten(program, passes=passes)[0])
-    assert found.count("aten._scaled_dot_product_flash_attention_for_cpu.default") == 3
+    assert found.count("autopar.attention.default") == 3

@@ -59,6 +59,56 @@ def batch_norm() -> Iterator[Sample]:
 
 
 def attention() -> Iterator[Sample]:
+    forward, backward = torch.ops.autopar.attention.default, torch.ops.autopar.attention_backward.default
+    for heads, causal, bias, dropout in (
+        (4, False, None, 0.0),
+        (4, True, None, 0.0),
+        (4, False, x(4, 6), 0.0),
+        (4, False, x(2, 1, 4, 6), 0.0),
+        (2, False, x(2, 4, 1, 6), 0.0),
+        (2, False, None, 0.25),
+        (4, True, None, 0.25),
+        (4, False, x(1, 4, 4, 6), 0.25),
+    ):
+        keys = 4 if causal else 6
+        q, k, v = x(2, 4, 4, 8), x(2, heads, keys, 8), x(2, heads, keys, 8)
+        kept = boolean(2, 4, 4, keys) if dropout else None
+        numbers = (dropout, causal, None)
+        yield call(forward, q, k, v, bias, kept, *numbers)
+        saved = forward(q, k, v, bias, kept, *numbers)
+        for wanted in (False, True) if bias is not None else (False,):
+            yield call(backward, x(2, 4, 4, 8), q, k, v, bias, kept, *saved, *numbers, wanted)
+    # Values of another size than keys, which no kernel on a CPU takes, and groups of four.
+    q, k, v = x(2, 8, 4, 8), x(2, 2, 6, 8), x(2, 2, 6, 4)
+    yield call(forward, q, k, v, None, None, 0.0, False, 0.5)
+    yield call(
+        backward,
+        x(2, 8, 4, 4),
+        q,
+        k,
+        v,
+        None,
+        None,
+        *forward(q, k, v, None, None, 0.0, False, 0.5),
+        0.0,
+        False,
+        0.5,
+        False,
+    )
+
+
+def attention_that_draws() -> Iterator[Sample]:
+    forward = torch.ops.autopar.attention_drawing.default
+    for bias in (None, x(4, 6)):
+        tensors = (x(2, 4, 4, 8), x(2, 2, 6, 8), x(2, 2, 6, 8), bias)
+        yield call(forward, *tensors, 0.5, False, None)
+        saved = forward(*tensors, 0.5, False, None)
+        backward = torch.ops.autopar.attention_drawing_backward.default
+        for wanted in (False, True) if bias is not None else (False,):
+            yield call(backward, x(2, 4, 4, 8), *tensors, *saved, 0.5, False, None, wanted)
+
+
+def attention_of_cpus() -> Iterator[Sample]:
     forward = aten._scaled_dot_product_flash_attention_for_cpu.default
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     for heads, causal, mask in (
@@ -257,6 +307,16 @@ def experts() -> Iterator[Sample]:
 
 FAMILIES = (
     *(padding, fourier, experts),
-    *(normalization, batch_norm, attention, attention_elsewhere, convolution, pooling, softmax),
+    *(
+        normalization,
+        batch_norm,
+        attention,
+        attention_that_draws,
+        attention_of_cpus,
+        attention_elsewhere,
+        convolution,
+        pooling,
+        softmax,
+    ),
     *(embedding, gather_scatter, index, random),
 )

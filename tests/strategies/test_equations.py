@@ -141,6 +141,13 @@ def test_dropout_blocks_attention():
     assert set(found.blocked) >= set(found.letters)
 
 
+def test_dropout_does_not_block_our_attention():
+    q, kept = Spec((2, 4, 4, 8), torch.float32), Spec((2, 4, 4, 4), torch.bool)
+    found = attention.attention(q, q, q, None, kept, 0.5, False, None)
+    assert set(found.letters) - set(found.blocked) == set("bhgq")
+    assert not found.random
+
+
 def test_attention_counts_products():
     q = Spec((2, 4, 16, 8))
     assert attention.cpu(q, q, q).flops == 4 * 2 * 4 * 16 * 16 * 8

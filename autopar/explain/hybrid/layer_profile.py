@@ -246,7 +246,7 @@ class _ProfileBuilder:
 
     def _bytes(self, value: Value) -> float:
         type_ = self.dims.types[value]
-        return type_.numel * item_bytes(type_.dtype) / split_parts(self.assignment.outputs[value], self.machine.sizes)
+        return type_.bytes / split_parts(self.assignment.outputs[value], self.machine.sizes)
 
     def _parameters(self) -> dict[str, dict[int, float]]:
         found: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))

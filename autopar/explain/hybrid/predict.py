@@ -17,7 +17,7 @@ from torch import nn
 
 from autopar.capture import Batch, LossFunction
 from autopar.capture.fewer_layers import shorten
-from autopar.compiler import default_memory, program_of, solve
+from autopar.compiler import default_memory, for_devices, program_of, solve
 from autopar.costs.budget import naming_default
 from autopar.costs.cluster import Cluster
 from autopar.costs.memory import format_bytes, optimizer_state_bytes, parse_bytes
@@ -128,6 +128,7 @@ def predict_hybrid(
     search = Search(recipe=recipe if sizes["tensor"] > 1 else None, padding=False, time_limit=time_limit)
     tensor = {"tensor": sizes["tensor"]}
     plan = solve(program, tensor, machine_cluster, optimizer=optimizer, search=search, progress=progress)
+    program = for_devices(program, machine_cluster.device, tensor, deterministic=False)
     found = _simulated_step(
         step_of(program, analyze(program), plan), machine_cluster, machine_of(plan), training, schedule
     )

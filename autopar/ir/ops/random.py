@@ -61,11 +61,13 @@ def _draw(
 
 _library.impl("draw", _draw, "CompositeExplicitAutograd")
 
+draw = torch.ops.autopar.draw.default
+
 
 # An unused call still changes what the next one draws, and the partitioner would drop it: within a tracing context
 # torch counts random operators among the pure ones. Draws are what is left of most, these three stay as they are.
 for _stays in (
-    torch.ops.autopar.draw.default,
+    draw,
     torch.ops.aten.multinomial.default,
     torch.ops.aten.poisson.default,
     torch.ops.aten.rrelu_with_noise_functional.default,

@@ -19,8 +19,10 @@ from autopar._torch_compat import OpOverload
 from autopar.errors import InvalidRuleError
 from autopar.ir.graph import map_nodes, producer, tensor_arguments, values_of
 from autopar.ir.node_info import info
+from autopar.ir.ops import attention
 from autopar.ir.ops.collectives import c10d
 from autopar.ir.ops.host import to_device, to_host
+from autopar.ir.ops.random import replayed, seeded
 from autopar.ir.program import Program
 from autopar.rules.rule import ANY, LAST, ROW_MAJOR, Rule, Spec, find_rule, required_strides
 from autopar.rules.shapes.kernel_shapes import called, make, with_required_strides
@@ -64,8 +66,14 @@ OTHERWISE = frozenset({
 LAST_RESULTS = frozenset({
     aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default,
+    attention.attention, attention.attention_drawing,
 })  # fmt: skip
 """Attention, in whose output the last dim is contiguous, whatever the others."""
+
+_ATTENTION = frozenset({
+    attention.attention, attention.attention_backward, attention.attention_drawing, attention.attention_drawing_backward
+})  # fmt: skip
+"""Our operators whose kernels ask for strides."""
 
 _FREE = VIEWS | {aten.contiguous.default, aten.as_strided.default, aten.as_strided_scatter.default}
 """What takes any strides although it may have no rule; of raw captures, what reads memory as it is."""
@@ -74,7 +82,9 @@ _FREE = VIEWS | {aten.contiguous.default, aten.as_strided.default, aten.as_strid
 def needs_of(node: fx.Node) -> tuple[str, ...]:
     """What a node's kernel asks of the strides of each of its tensor arguments."""
     target = called(node)
-    if not isinstance(target, OpOverload) or target.namespace in ("_c10d_functional", "autopar"):
+    if not isinstance(target, OpOverload) or target.namespace == "_c10d_functional":
+        return ()
+    if target.namespace == "autopar" and target not in _ATTENTION:
         return ()
     # What a pass inserted has no rule of the plan; its local call has one in the table.
     rule = info(node).operator.rule if info(node).operator is not None else _local_rule(node, target)
@@ -102,7 +112,9 @@ def _local_rule(node: fx.Node, target: OpOverload) -> Rule | None:
     function = find_rule(target)
     if function is None:
         return None
-    args, kwargs = map_nodes((node.args, node.kwargs), _spec)
+    # After the operator, a draw from a seed names it by two numbers, and one from a state takes that.
+    before = 3 if node.target is seeded else 2 if node.target is replayed else 0
+    args, kwargs = map_nodes((node.args[before:], node.kwargs), _spec)
     try:
         return function(*args, **kwargs)
     except (InvalidRuleError, TypeError, ValueError, IndexError, ArithmeticError):
@@ -167,7 +179,7 @@ def has_strides(node: fx.Node, need: str, known: Collection[fx.Node] | None) -> 
     # Of outputs with heads in any order the last dim is known all the same.
     if need == LAST and node.target is operator.getitem:
         source, index = node.args
-        if index == 0 and getattr(source, "target", None) in LAST_RESULTS:
+        if index == 0 and isinstance(source, fx.Node) and called(source) in LAST_RESULTS:
             return True
     value = node.meta["val"]
     return node in known and isinstance(value, torch.Tensor) and meets(value, need)

@@ -18,7 +18,6 @@ import numpy as np
 from torch import fx
 
 from autopar.ir.graph import Value, is_backward, producer, values_of
-from autopar.ir.layout import item_bytes
 from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.program import Program
 from autopar.search.formulation.variables.variable import Floats, Ints, Variable
@@ -242,7 +241,7 @@ class LiveRangeTable:
                 # A captured layer's gradient stands for those of all layers like it.
                 type_, repeat = self.dims.types[value], self.program.repeat
                 times = len(repeat.names(output.name)) if repeat else 1
-                found[output.name] = self._position[value[0]], times * type_.numel * item_bytes(type_.dtype), values
+                found[output.name] = self._position[value[0]], times * type_.bytes, values
         return found
 
     def _with_bases(self, value: Value) -> list[Value]:

@@ -11,7 +11,6 @@ import numpy as np
 from torch import fx
 
 from autopar.ir.graph import Value, is_backward, producer
-from autopar.ir.layout import item_bytes
 from autopar.ir.program import Program
 from autopar.search.formulation.memory_model import MemoryModel, block_boundary_activations, saved_for_backward
 from autopar.search.formulation.pins import Restrictions
@@ -115,7 +114,7 @@ class BuildContext:
         """Bytes of a tensor under each label, all members together."""
         type_ = variable.types[port, i]
         parts = self.tables.of(type_).parts[variable.ports[port, i]]
-        return type_.numel * item_bytes(type_.dtype) * variable.count / parts
+        return type_.bytes * variable.count / parts
 
     def most_saved(self, key: str, out: int, *, consumer: bool = False) -> float:
         """An upper limit to the bytes that a class counts for what it saves, at the program point of the constraint.
@@ -129,7 +128,7 @@ class BuildContext:
         if substitutes is None:
             return 0.0
         types = [self.dims.types[value] for value in substitutes]
-        least = (t.numel * item_bytes(t.dtype) / self.tables.of(t).parts.max() for t in types)
+        least = (t.bytes / self.tables.of(t).parts.max() for t in types)
         # By the smallest substitute of any member, so that this limit holds for all of them.
         return self.classes.count[key] * min(least, default=np.inf)
 
