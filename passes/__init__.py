@@ -14,7 +14,8 @@ from autopar.ir.node_info import info, set_info
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes.annotate_layouts import annotate_layouts
-from autopar.passes.bucket_collectives import bucket_collectives
+from autopar.passes.collectives.bucket_collectives import bucket_collectives
+from autopar.passes.collectives.overlap_collectives import overlap_collectives
 from autopar.passes.eliminate_dead_code import eliminate_dead_code
 from autopar.passes.hoist_invariants import hoist_invariants
 from autopar.passes.insert_collectives import insert_collectives
@@ -23,7 +24,6 @@ from autopar.passes.insert_offload import insert_offload
 from autopar.passes.insert_recompute import insert_recompute
 from autopar.passes.localize_shapes import localize_shapes
 from autopar.passes.lower_operators import lower_operators
-from autopar.passes.overlap_collectives import overlap_collectives
 from autopar.passes.pad_dims import pad_dims
 from autopar.passes.pipeline.assign_stages import assign_stages
 from autopar.passes.pipeline.scatter_sends import scatter_sends

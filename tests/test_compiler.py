@@ -22,10 +22,10 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes import DETERMINISTIC_PASSES, PASSES
 from autopar.passes.annotate_layouts import annotate_layouts
-from autopar.passes.bucket_collectives import bucket_collectives
 from autopar.passes.canonicalize.attention import canonicalize_attention
 from autopar.passes.canonicalize.operators import canonicalize
 from autopar.passes.canonicalize.rng import canonicalize_random
+from autopar.passes.collectives.bucket_collectives import bucket_collectives
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.localize_shapes import localize_shapes
 from autopar.search.predict import predict

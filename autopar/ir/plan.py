@@ -182,7 +182,7 @@ class Plan:
         scatter: after which stages shards are sent; None: whole tensors are.
         padding: padded shape of each parameter with dims that do not divide, see `autopar.passes.pad_dims`.
         overlap: whether collectives are joined and put where kernels hide them, see
-            `autopar.passes.overlap_collectives`: what is in flight takes memory.
+            `autopar.passes.collectives.overlap_collectives`: what is in flight takes memory.
     """
 
     axes: tuple[tuple[str, int], ...]

@@ -18,7 +18,7 @@ from autopar.simulate import COMMUNICATION, COMPUTE, Timeline, simulate
 from autopar.simulate.graph_tasks import WAIT, emitted, step_facts
 from tests import models
 
-bucket_collectives = import_module("autopar.passes.bucket_collectives")
+bucket_collectives = import_module("autopar.passes.collectives.bucket_collectives")
 
 CPU = Cluster.preset("cpu")
 SLOW_LINK = replace(CPU, links=tuple(replace(link, latency=1e-12, bandwidth=1e6) for link in CPU.links))

@@ -28,10 +28,10 @@ from torch import fx
 from autopar.ir.graph import block_of, is_backward, module_path
 from autopar.ir.node_info import info
 from autopar.ir.ops.collectives import Collective, c10d, waits_for
-from autopar.ir.order import gradient_moves, parameter_only, reorder
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, draws, is_hoisted
 from autopar.sharding.assignment import machine_of
+from autopar.sharding.graph_order import gradient_moves, parameter_only, reorder
 from autopar.sharding.node_seconds import NodeSeconds
 
 aten = torch.ops.aten

@@ -31,11 +31,11 @@ from torch import fx
 from autopar.ir.graph import block_of, inherit_origin, is_backward, module_path
 from autopar.ir.node_info import info, set_info
 from autopar.ir.ops.collectives import Collective, c10d
-from autopar.ir.order import gradient_moves, parameter_only, reorder
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, is_hoisted
 from autopar.rules.shapes.local_shapes import propagate
 from autopar.sharding.assignment import machine_of
+from autopar.sharding.graph_order import gradient_moves, parameter_only, reorder
 from autopar.sharding.redistribute import Machine
 
 aten = torch.ops.aten

@@ -15,7 +15,7 @@ from autopar.ir.ops.collectives import Collective, c10d
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes import PASSES
-from autopar.passes.bucket_collectives import bucket_collectives
+from autopar.passes.collectives.bucket_collectives import bucket_collectives
 from autopar.search.predict import predict
 from autopar.sharding.dims import Dims
 from autopar.sharding.redistribute import Machine
@@ -24,7 +24,7 @@ from autopar.verify.verify import compare
 from tests import models
 from tests.plans import follow_plan, show, tiny
 
-bucketing = import_module("autopar.passes.bucket_collectives")  # whose name its function has in the package
+bucketing = import_module("autopar.passes.collectives.bucket_collectives")  # whose name its function has in the package
 
 SLOW = Device("slow", {"float32": 1e6}, 1e9, 1e6, 1e-9)
 AT = PASSES.index(bucket_collectives)

@@ -24,7 +24,7 @@ from autopar.simulate.graph_tasks import emitted
 from autopar.verify.verify import compare
 from tests import models
 
-bucketing = import_module("autopar.passes.bucket_collectives")  # whose name its function has in the package
+bucketing = import_module("autopar.passes.collectives.bucket_collectives")  # whose name its function has in the package
 
 LAYERS = 3
 AXES = ({"data": 4}, {"node": 2, "gpu": 2})

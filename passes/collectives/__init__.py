@@ -1,0 +1,1 @@
+"""Passes that join collectives and put them beside kernels."""
