@@ -293,7 +293,10 @@ class _Known:
 
     def _computed(self, node: fx.Node) -> torch.Tensor | None:
         if node.op == "get_attr":
-            found = reduce(getattr, str(node.target).split("."), traced_root())
+            root = traced_root()
+            if root is None:  # constants have no place yet: the mask is one that a model writes to
+                return None
+            found = reduce(getattr, str(node.target).split("."), root)
             constant = isinstance(found, torch.Tensor) and not isinstance(found, FakeTensor | torch.nn.Parameter)
             return _narrowed(found) if constant and found.device.type == "cpu" else None
         if not self._is_function(node) or any(self._values[a] is None for a in node.all_input_nodes):

@@ -159,6 +159,8 @@ def _totals(plan: Plan) -> RenderableType:
         counts = predicted.collectives.get(name, {})
         kinds = ", ".join(f"{count} {kind.replace('_', '-')}" for kind, count in counts.items() if count)
         rows.append((f"axis {name} ({size})", f"{sent} sent per device; {kinds or 'no collectives'}"))
+    if plan.overlap:
+        rows.append(("overlap", "collectives of a block together, ahead of and beside kernels; not in the prediction"))
     memory = predicted.memory_bytes
     # Known categories first, in a fixed order.
     order = [name for name in CATEGORIES if name in memory] + [name for name in memory if name not in CATEGORIES]

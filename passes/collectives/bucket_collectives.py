@@ -154,7 +154,11 @@ def _filled(units: Iterable[list[fx.Node]], limit: float) -> list[list[fx.Node]]
 
 def _collective(members: list[fx.Node]) -> Collective:
     joined = [c for m in members if (c := info(m).collective) is not None]
-    return replace(joined[0], bytes=sum(c.bytes for c in joined), members=sum(c.members for c in joined))
+    # Gradients that a reshape follows are not marked as such; sums of them wait as well as the others in `no_sync`.
+    return replace(
+        joined[0], bytes=sum(c.bytes for c in joined), members=sum(c.members for c in joined),
+        gradient=any(c.gradient for c in joined),
+    )  # fmt: skip
 
 
 def _join_gathers(graph: fx.Graph, members: list[fx.Node], positions: dict[fx.Node, float], *, early: bool) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
+import autopar
 from autopar.capture import capture
 from autopar.capture.attention import hidden
 from autopar.compiler import program_of, rewrite, solve
@@ -267,3 +268,24 @@ def test_queries_are_split() -> None:
         assert compare(program, local, plan, global_values(program, model, tokens), torch.float64).max_error < BOUND
         split.add(not whole)
     assert split == {True, False}
+
+
+class WritesMask(nn.Module):
+    """Attention under a mask that is built by writing to it; its first query sees nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attention of two heads."""
+        heads = self.linear(x).reshape(2, 6, 2, 4).transpose(1, 2)
+        mask = torch.ones(6, 6, dtype=torch.bool).tril()
+        mask[0] = False
+        return scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
+
+
+def test_masks_that_are_written_to() -> None:
+    model, x = WritesMask().double(), torch.randn(2, 6, 8, dtype=torch.float64)
+    expected = model(x)
+    torch.testing.assert_close(autopar.parallelize(model, None)(x), expected)

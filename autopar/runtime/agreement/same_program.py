@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from autopar.errors import RankError
+from autopar.ir.graph import values_of
 from autopar.ir.ops.collectives import GROUP_ARGUMENT
 from autopar.ir.program import Program
 from autopar.runtime.mesh import MeshContext
@@ -66,7 +67,6 @@ def collective_order(program: Program) -> str:
     digest = hashlib.sha256()
     for node in program.graph.graph.nodes:
         if node.target in GROUP_ARGUMENT:
-            value = node.meta.get("val")
-            shape = (tuple(value.shape), str(value.dtype)) if isinstance(value, torch.Tensor) else ()
+            shape = [(tuple(v.shape), str(v.dtype)) for v in values_of(node) if v is not None]
             digest.update(f"{node.target} {node.args[GROUP_ARGUMENT[node.target]]} {shape}\n".encode())
     return digest.hexdigest()[:16]
