@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 import autopar
 from autopar import Precision, Search
 from autopar.compiler import peak_of, program_of, rewrite, solve
+from autopar.ir.graph import values_of
 from autopar.ir.node_info import info
 from autopar.ir.program import Program
 from autopar.sharding.dims import analyze
@@ -92,8 +94,8 @@ def test_the_search_gathers_parameters_in_the_dtype_of_computing_and_reduces_aft
     plan = solve(program, {"a": 4}, "cpu", search=Search(pins=pins))
     local = rewrite(program, plan)
     gathers = [n for n in local.graph.graph.nodes if info(n).collective and info(n).collective.kind == "all_gather"]
-    large = [n for n in gathers if n.meta["val"].numel() == 64 * 256]
-    assert large and {n.meta["val"].dtype for n in large} == {torch.bfloat16}
+    large = [v for n in gathers for v in values_of(n) if v is not None and v.numel() == 64 * 256]
+    assert large and {v.dtype for v in large} == {torch.bfloat16}
     assert {d for _, d in reductions(local) if d != torch.bfloat16} == {torch.float32}
 
 
@@ -141,6 +143,7 @@ def test_whole_gradients_of_layers_are_not_there_at_once() -> None:
         model = nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(64, 64, bias=False), nn.Tanh())))
         batch, loss_fn = (torch.randn(8, 64),), lambda y, batch: y.float().square().mean()
         program = program_of(model, batch, loss_fn=loss_fn, precision=BF16)
-        return peak_of(program, solve(program, {"a": 4}, "h100", search=Search(recipe="fsdp")))["transient"]
+        plan = solve(program, {"a": 4}, "h100", search=Search(recipe="fsdp"))
+        return peak_of(program, replace(plan, overlap=False))["transient"]  # in buckets some are
 
     assert transient(12) == transient(4)
