@@ -1,6 +1,6 @@
 """overlap_collectives: collectives run beside kernels that do not need them.
 
-Before, in the forward pass of FSDP, and in the backward pass of a matrix that is split over ``gpu``::
+Before (in the forward pass of FSDP, and in the backward pass of a matrix that is split over ``gpu``)::
 
     a = all_gather(p1, 8, "data"); w1 = wait(a); h1 = mm(x, w1); b = all_gather(p2, 8, "data"); w2 = wait(b); ...
     dw = mm(x_t, g); dx = mm(g, w_t); r = all_reduce(dx, "sum", "gpu"); y = wait(r); ...

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,6 +50,7 @@ CALLS = {
     "gather": (c10d.all_gather_into_tensor.default, (2,)),
     "scatter": (c10d.reduce_scatter_tensor.default, ("sum", 2)),
     "all_to_all": (c10d.all_to_all_single.default, ([2, 2], [2, 2])),
+    "gather of several": (c10d.all_gather_into_tensor_coalesced.default, (2,)),
 }
 
 
@@ -59,18 +62,21 @@ def test_collectives_do_what_torch_does(mesh: DeviceMesh, name: str, axis: str) 
     target, arguments = CALLS[name]
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randint(-9, 9, (4, 3), generator=generator).double() for _ in range(4)]
+    several = name == "gather of several"
     with LocalTensorMode(4):
-        local: Any = c10d.wait_tensor(
-            target(LocalTensor(dict(enumerate(parts))), *arguments, mesh.get_group(axis).group_name)
-        )
-        expected = [local._local_tensors[r] for r in range(4)]
+        given = LocalTensor(dict(enumerate(parts)))
+        made: Any = target([given, given[:, :2]] if several else given, *arguments, mesh.get_group(axis).group_name)
+        waited: list[Any] = [c10d.wait_tensor(t) for t in (made if several else [made])]
+        expected = [[local._local_tensors[r] for r in range(4)] for local in waited]
 
     def build(graph: fx.Graph, x: fx.Node) -> list[fx.Node]:
-        called = graph.call_function(target, (x, *arguments, axis))
-        return [graph.call_function(c10d.wait_tensor.default, (called,))]
+        narrow = graph.call_function(torch.ops.aten.narrow.default, (x, 1, 0, 2))
+        called = graph.call_function(target, ([x, narrow] if several else x, *arguments, axis))
+        tensors = [graph.call_function(operator.getitem, (called, i)) for i in range(2)] if several else [called]
+        return [graph.call_function(c10d.wait_tensor.default, (t,)) for t in tensors]
 
-    (found,) = emulate(program_of(build), NAMES, SIZES, [parts])
-    for one, other in zip(found, expected, strict=True):
+    found = emulate(program_of(build), NAMES, SIZES, [parts])
+    for one, other in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
         assert one is not None
         assert torch.equal(one, other)
 

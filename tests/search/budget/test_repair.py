@@ -40,11 +40,12 @@ def captured() -> tuple[Program, LayerClasses, list[torch.Tensor]]:
 
 
 def needs(program: Program, plan: Plan) -> float:
-    return sum(peak_of(program, plan).values())
+    return sum(peak_of(program, replace(plan, overlap=False)).values())  # as plans are while they are searched
 
 
 def made_lean(program: Program, classes: LayerClasses, plan: Plan, budget: float, again: str = "search") -> Plan:
     """What becomes of a plan that does not fit."""
+    plan = replace(plan, overlap=False)
     search = Search(pins={"recompute": again}, time_limit=1200)  # ranks must not stop at different plans
     held = replace(plan.predicted, peak_bytes=peak_of(program, plan, classes))
     error = missing(budget, replace(plan, predicted=held))
@@ -193,7 +194,8 @@ def test_what_would_be_enough_is_enough_and_the_same_for_each_budget(
     assert bound <= enough <= above * bound
     found = lean(program, axes, enough)
     assert needs(program, found) <= enough
-    assert 0 < found.certificate.lower_bound < found.certificate.objective == found.predicted.step_seconds
+    assert 0 < found.certificate.lower_bound < found.certificate.objective
+    assert found.certificate.objective == pytest.approx(found.predicted.step_seconds, rel=1e-12)
     values = global_values(program, model, batch)
     report = compare(program, rewrite(program, found), found, values, torch.float64)
     assert report.gradients.keys() == report.reference_gradients.keys() != set()

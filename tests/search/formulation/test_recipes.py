@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,10 +45,10 @@ def error_of(name: str, plan: Plan) -> float:
 
 
 def census(name: str, plan: Plan) -> dict[str, Counter[tuple[str, int]]]:
-    """Kinds of collectives with how many dims they move, forward and backward; but those of scalars."""
+    """Kinds of collectives with how many dims they move, each on its own, by pass; but those of scalars."""
     program, _, _ = zoo.captured(name, **SIZES.get(name, {}))
     found: dict[str, Counter[tuple[str, int]]] = {"forward": Counter(), "backward": Counter()}
-    for node in rewrite(program, plan).graph.graph.nodes:
+    for node in rewrite(program, replace(plan, overlap=False)).graph.graph.nodes:
         if info(node).collective is not None and node.meta["val"].ndim:
             pass_ = "backward" if is_backward(node) else "forward"
             found[pass_][info(node).collective.kind, node.meta["val"].numel()] += 1
@@ -135,7 +136,7 @@ def test_fsdp_gathers_again_where_zero2_does_not_fit() -> None:
 
 def peak(name: str, plan: Plan) -> dict[str, float]:
     program, _, _ = zoo.captured(name, **SIZES.get(name, {}))
-    return peak_of(program, plan)
+    return peak_of(program, replace(plan, overlap=False))
 
 
 def test_zeros_stages_need_less_and_less() -> None:
