@@ -157,7 +157,7 @@ class _Liveness:
                     first.setdefault(self._storage(value), (node, value))
             # The library reads what it gathers and scatters until it is waited for; it reduces a copy.
             collective = producer(node.all_input_nodes[0])[0] if node.target is c10d.wait_tensor.default else None
-            held = collective is not None and collective.target is not c10d.all_reduce.default
+            held = collective is not None and collective.target not in _SUMS
             for argument in [*tensor_arguments(node), *(tensor_arguments(collective) if held and collective else ())]:
                 storages = {self._storage(value) for value in values_of(argument) if value is not None}
                 last.update(dict.fromkeys(storages, node))
@@ -187,6 +187,7 @@ class _Liveness:
         return self.received.get(found, found)
 
 
+_SUMS = (c10d.all_reduce.default, c10d.all_reduce_coalesced.default)
 _COPIED = ("all_gather", "reduce_scatter")
 _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 

@@ -13,7 +13,7 @@ from torch import fx
 from autopar.costs.collectives import wire_bytes
 from autopar.ir.graph import map_nodes
 from autopar.ir.node_info import graph_info, info
-from autopar.ir.ops.collectives import GROUP_ARGUMENT, axis_index, c10d
+from autopar.ir.ops.collectives import COALESCED, GROUP_ARGUMENT, axis_index, c10d
 from autopar.ir.ops.random import generator_states, restore_generators
 from autopar.ir.program import Program, is_hoisted
 from autopar.ir.shards import coordinates
@@ -191,13 +191,6 @@ def _all_gather(node: fx.Node, values: list[torch.Tensor], groups: list[Group]) 
     return results
 
 
-def _all_gather_coalesced(
-    node: fx.Node, values: list[Sequence[torch.Tensor]], groups: list[Group]
-) -> list[Sequence[torch.Tensor]]:
-    gathered = [_all_gather(node, list(tensors), groups) for tensors in zip(*values, strict=True)]
-    return list(zip(*gathered, strict=True))
-
-
 def _reduce_scatter(node: fx.Node, values: list[torch.Tensor], groups: list[Group]) -> list[torch.Tensor]:
     results = list(values)
     for group in groups:
@@ -219,10 +212,22 @@ def _all_to_all(node: fx.Node, values: list[torch.Tensor], groups: list[Group]) 
 _COLLECTIVES: dict[Any, Callable[[fx.Node, list[Any], list[Group]], list[Any]]] = {
     c10d.all_reduce.default: _all_reduce,
     c10d.all_gather_into_tensor.default: _all_gather,
-    c10d.all_gather_into_tensor_coalesced.default: _all_gather_coalesced,
     c10d.reduce_scatter_tensor.default: _reduce_scatter,
     c10d.all_to_all_single.default: _all_to_all,
 }
+
+
+def _coalesced(single: Any) -> Any:
+    """A collective of each tensor of a list."""
+
+    def run(node: fx.Node, values: list[Any], groups: list[Group]) -> list[Any]:
+        made = [single(node, list(tensors), groups) for tensors in zip(*values, strict=True)]
+        return list(zip(*made, strict=True))
+
+    return run
+
+
+_COLLECTIVES |= {together: _coalesced(_COLLECTIVES[single]) for single, together in COALESCED.items()}
 
 
 def census(program: Program) -> dict[str, dict[str, tuple[int, float]]]:

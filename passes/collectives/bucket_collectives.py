@@ -14,8 +14,8 @@ After::
 Without `Plan.overlap` only all-reduces of gradients are joined: they are waited for at the end of the graph, so that
 they run beside the rest of the backward pass. With it every collective that does nothing but bring a gradient into its
 parameter's layout, or a parameter into another one, travels with those of its block; `overlap_collectives` puts them
-where they are hidden. Gathers take the library's coalesced form, which copies nothing. Reductions are packed: Gloo
-sends the members of a coalesced one on their own.
+where they are hidden. They take the library's coalesced form, which copies nothing, but for exchanges, which have none,
+and reductions on CPUs: Gloo sends the members of a coalesced one on their own. These are packed, as above.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import fx
 
 from autopar.ir.graph import block_of, inherit_origin, is_backward, module_path
 from autopar.ir.node_info import info, set_info
-from autopar.ir.ops.collectives import Collective, c10d
+from autopar.ir.ops.collectives import COALESCED, Collective, c10d
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, is_hoisted
 from autopar.rules.shapes.local_shapes import propagate
@@ -63,9 +63,11 @@ def bucket_collectives(program: Program, plan: Plan) -> Program:
         for bucket in _buckets(program, here, set(gathers), machine, plan.overlap):
             if len(bucket) == 1 and plan.overlap:
                 continue
-            early = bucket[0] in gathers
-            if bucket[0].target is c10d.all_gather_into_tensor.default:
-                _join_gathers(graph, bucket, positions, early=early)
+            early, kind = bucket[0] in gathers, bucket[0].target
+            # Gloo sends the members of a coalesced reduction on their own.
+            packs = machine.device.kind == "cpu" and kind is not c10d.all_gather_into_tensor.default
+            if kind in COALESCED and not packs and plan.overlap:
+                _join_coalesced(graph, bucket, positions, early=early)
             else:
                 _join_packed(graph, bucket, positions, early=early, late=not plan.overlap)
             joined = True
@@ -161,12 +163,12 @@ def _collective(members: list[fx.Node]) -> Collective:
     )  # fmt: skip
 
 
-def _join_gathers(graph: fx.Graph, members: list[fx.Node], positions: dict[fx.Node, float], *, early: bool) -> None:
-    """One coalesced gather: of parameters where the first is used (``early``), of gradients when the last is known."""
+def _join_coalesced(graph: fx.Graph, members: list[fx.Node], positions: dict[fx.Node, float], *, early: bool) -> None:
+    """One collective of a list: of parameters where the first is used (``early``), of gradients when all are known."""
     at = min(positions[m] for m in members) if early else max(positions[m] for m in members)
     with graph.inserting_before(members[0] if early else members[-1]):
-        together = _call(graph, members[0], c10d.all_gather_into_tensor_coalesced.default, [m.args[0] for m in members])
-        together.args = (*together.args, *members[0].args[1:])
+        tensors = [m.args[0] for m in members]
+        together = _call(graph, members[0], COALESCED[members[0].target], tensors, *members[0].args[1:])
         set_info(together, replace(info(together), collective=_collective(members)))
         parts = [_call(graph, m, operator.getitem, together, i) for i, m in enumerate(members)]
     positions.update(dict.fromkeys((together, *parts), at))

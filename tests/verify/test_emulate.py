@@ -51,6 +51,8 @@ CALLS = {
     "scatter": (c10d.reduce_scatter_tensor.default, ("sum", 2)),
     "all_to_all": (c10d.all_to_all_single.default, ([2, 2], [2, 2])),
     "gather of several": (c10d.all_gather_into_tensor_coalesced.default, (2,)),
+    "sum of several": (c10d.all_reduce_coalesced.default, ("sum",)),
+    "scatter of several": (c10d.reduce_scatter_tensor_coalesced.default, ("sum", 2)),
 }
 
 
@@ -62,7 +64,7 @@ def test_collectives_do_what_torch_does(mesh: DeviceMesh, name: str, axis: str) 
     target, arguments = CALLS[name]
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randint(-9, 9, (4, 3), generator=generator).double() for _ in range(4)]
-    several = name == "gather of several"
+    several = name.endswith("several")
     with LocalTensorMode(4):
         given = LocalTensor(dict(enumerate(parts)))
         made: Any = target([given, given[:, :2]] if several else given, *arguments, mesh.get_group(axis).group_name)

@@ -8,6 +8,7 @@ ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -46,10 +47,20 @@ GROUP_ARGUMENT = {
     c10d.all_reduce.default: 2,
     c10d.all_gather_into_tensor.default: 2,
     c10d.all_gather_into_tensor_coalesced.default: 2,
+    c10d.all_reduce_coalesced.default: 2,
     c10d.reduce_scatter_tensor.default: 3,
+    c10d.reduce_scatter_tensor_coalesced.default: 3,
     c10d.all_to_all_single.default: 3,
 }
 """Position of the group's name (here: the axis's) among the arguments of each collective."""
+
+
+COALESCED: dict[Any, Any] = {
+    c10d.all_reduce.default: c10d.all_reduce_coalesced.default,
+    c10d.all_gather_into_tensor.default: c10d.all_gather_into_tensor_coalesced.default,
+    c10d.reduce_scatter_tensor.default: c10d.reduce_scatter_tensor_coalesced.default,
+}
+"""Of collectives, those that take a list of tensors, and make one."""
 
 
 def waits_for(node: fx.Node) -> list[fx.Node]:
