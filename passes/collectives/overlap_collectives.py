@@ -57,6 +57,7 @@ class _Schedule:
         self.static = set(parameter_only(program))
         self.moves = gradient_moves(program)
         self.seconds = NodeSeconds(machine_of(plan))
+        self.blocks: dict[int, str | None] = {}
         # What is computed from a gradient that has been sent hides nothing: it waits for it, too.
         behind = set(self.moves)
         for node in self.nodes:
@@ -108,7 +109,7 @@ class _Schedule:
     def _prefetch(self) -> None:
         """Gathers of parameters go in front of a kernel that is as far ahead as they take, or a block ahead."""
         index = {n: i for i, n in enumerate(self.nodes)}
-        gathers = [n for n in self.nodes if n in self.static and info(n).collective and not is_hoisted(n)]
+        gathers = {n for n in self.static if info(n).collective and not is_hoisted(n)}
         uses = self._uses(index)
         for backward in (False, True):
             kernels = (i for n, i in index.items() if is_backward(n) is backward and n not in self.static)
@@ -137,7 +138,9 @@ class _Schedule:
         return start
 
     def _block(self, index: int) -> str | None:
-        return block_of(module_path(self.nodes[index]), self.program.blocks)
+        if index not in self.blocks:
+            self.blocks[index] = block_of(module_path(self.nodes[index]), self.program.blocks)
+        return self.blocks[index]
 
     def _issue(self, node: fx.Node, at: float) -> None:
         """Put a gather somewhere, with what it is computed from."""
