@@ -172,11 +172,25 @@ class Harness(nn.Module):
                 intercepts.entered(),
                 Attention(),
                 hooks.watched(),
+                self._plain_attributes(),
             ):
                 yield
         finally:
             for container, step, original, _ in parameters:
                 put_reference(container, step, original)
+
+    @contextlib.contextmanager
+    def _plain_attributes(self) -> Iterator[None]:
+        """While it lasts, plain tensors that have become buffers are none: a model may ask for its buffers."""
+        plain = [(self.model.get_submodule(path), name) for path, _, name in (n.rpartition(".") for n in self.promoted)]
+        for module, name in plain:
+            vars(module)[name] = module._buffers.pop(name)
+        try:
+            yield
+        finally:
+            for module, name in plain:
+                if name in vars(module):  # or the model has deleted it
+                    module._buffers[name] = vars(module).pop(name)
 
     def _call(self, given: binding.Passed) -> Any:
         """The model's output, or the loss that the function makes of it."""

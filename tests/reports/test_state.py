@@ -299,3 +299,29 @@ def test_methods_are_the_models_own() -> None:
         m.train()
         m.loss_of(inputs(1))
     assert_same(model, plain)
+
+
+class Iterates(nn.Module):
+    """Asks for its buffers, beside plain tensors: one of its own, and the weight that spectral norm computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.ones(4))
+        self.normed = nn.utils.spectral_norm(nn.Linear(4, 4))
+        self.plain = torch.full((4,), 7.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A sum over buffers by three ways of asking."""
+        named = sum(b.sum() for _, b in self.named_buffers())
+        state = sum(v.sum() for v in self.state_dict().values()) * len(list(self.buffers()))
+        return (self.normed(x) * self.plain).sum() + named + state
+
+
+def test_plain_tensors_are_no_buffers_while_a_model_is_traced() -> None:
+    torch.manual_seed(0)
+    model = Iterates().double()
+    parallel, x = parallelize(copy.deepcopy(model), None), torch.randn(3, 4, dtype=torch.float64)
+    for _ in range(3):
+        expected = model(x)
+        torch.testing.assert_close(parallel(x), expected)
+    torch.testing.assert_close(parallel.full_state_dict(), dict(model.state_dict()))
