@@ -49,21 +49,20 @@ LATENCY_SHARE = 0.1
 
 def bucket_collectives(program: Program, plan: Plan) -> Program:
     """Join collectives of one kind, axis, dtype and stage into buckets, level by level where axes follow."""
-    graph = program.graph.graph
-    machine = machine_of(plan)
     gathers = _parameter_moves(program) if plan.overlap else []
-    moves = [n for n in gradient_moves(program) if n.target is not c10d.all_reduce.default or n.args[1] == "sum"]
-    members = [*gathers, *(moves if plan.overlap else _gradient_sums(program))]
+    members = [*gathers, *(_gradient_moves(program) if plan.overlap else _gradient_sums(program))]
+    if not members:
+        return program
+    graph, machine, joined, early_ones = program.graph.graph, machine_of(plan), False, set(gathers)
     levels = _levels(graph, members)
     positions = {n: float(i) for i, n in enumerate(graph.nodes) if n.op not in ("placeholder", "output")}
-    joined = False
     # Level by level: a gradient that is reduced over two axes is in a bucket of the first, then in one of the second.
     for level in sorted({levels[m] for m in members}):
         here = [m for m in members if levels[m] == level]
-        for bucket in _buckets(program, here, set(gathers), machine, plan.overlap):
+        for bucket in _buckets(program, here, early_ones, machine, plan.overlap):
             if len(bucket) == 1 and plan.overlap:
                 continue
-            early, kind = bucket[0] in gathers, bucket[0].target
+            early, kind = bucket[0] in early_ones, bucket[0].target
             # Gloo sends the members of a coalesced reduction on their own.
             packs = machine.device.kind == "cpu" and kind is not c10d.all_gather_into_tensor.default
             if kind in COALESCED and not packs and plan.overlap:
@@ -105,6 +104,11 @@ def _is_gradient_sum(node: fx.Node, ends: set[fx.Node | None]) -> bool:
         if value.target not in (aten.reshape.default, c10d.all_reduce.default, c10d.wait_tensor.default):
             return False
     return value in ends and len(value.users) == 1
+
+
+def _gradient_moves(program: Program) -> list[fx.Node]:
+    """Collectives that do nothing but bring gradients into their parameters' layouts; maxima among them stay alone."""
+    return [n for n in gradient_moves(program) if n.target is not c10d.all_reduce.default or n.args[1] == "sum"]
 
 
 def _parameter_moves(program: Program) -> list[fx.Node]:

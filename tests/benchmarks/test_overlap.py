@@ -1,0 +1,21 @@
+"""The benchmark of overlap: what it measures of a plan, with and without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.compiler import solve
+from autopar.search.options import Search
+from benchmarks import overlap
+from tests import models
+
+
+def test_a_row_with_and_without() -> None:
+    program, _, _ = models.captured("llama", layers=2)
+    axes = {"node": 2, "gpu": 2}
+    plan = solve(program, axes, "h100", search=Search(recipe="fsdp"))
+    before, after = (overlap.measured(program, replace(plan, overlap=on), axes, "fsdp") for on in (False, True))
+    assert set(before) == set(overlap.COLUMNS)
+    assert (before["overlap"], after["overlap"]) == ("no", "yes")
+    assert after["collectives"] < before["collectives"]
+    assert 1.0 <= after["ratio"] < before["ratio"]
