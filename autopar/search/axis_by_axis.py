@@ -24,6 +24,7 @@ from autopar.search.budget.lagrangian import solve
 from autopar.search.formulation.build import Formulation, build
 from autopar.search.formulation.memory_model import MemoryModel
 from autopar.search.formulation.pins import Restrictions
+from autopar.search.overlap.weights import Weights
 from autopar.search.solver.certify import Claim
 from autopar.search.solver.minimize import Limits
 from autopar.search.solver.problem import Node, Problem, Solution
@@ -100,7 +101,12 @@ def placements(built: Formulation, solution: Solution, tables: Tables) -> dict[s
 
 
 def bound_by_axes(
-    program: Program, dims: Dims, classes: LayerClasses, machine: Machine, restrictions: Restrictions
+    program: Program,
+    dims: Dims,
+    classes: LayerClasses,
+    machine: Machine,
+    restrictions: Restrictions,
+    weights: Weights | None = None,
 ) -> tuple[float, list[Claim]]:
     """Seconds that no plan on any of the axes can undercut; memory is not counted, so it holds for every budget.
 
@@ -120,8 +126,9 @@ def bound_by_axes(
             placements=_project(restrictions.placements, axis),
             strategies=_project(restrictions.strategies, axis),
         )
-        built = build(program, dims, classes, Tables(single), MemoryModel(defaultdict(float)), limits)
-        problem, share = _share(built, dims, classes, machine, n)
+        own = weights and weights.of_axis(axis)
+        built = build(program, dims, classes, Tables(single), MemoryModel(defaultdict(float)), limits, own)
+        problem, share = _share(built, dims, classes, machine, n, own)
         claims.append(Claim(problem, solve(problem, gap=1e-4).lower_bound))
         fixed = share  # the same for every axis
     return fixed, claims
@@ -131,7 +138,9 @@ def _project(decided: Mapping[Any, Sequence[Any]], axis: int) -> dict[Any, tuple
     return {key: (of_axes[axis],) for key, of_axes in decided.items()}
 
 
-def _share(built: Formulation, dims: Dims, classes: LayerClasses, machine: Machine, n: int) -> tuple[Problem, float]:
+def _share(
+    built: Formulation, dims: Dims, classes: LayerClasses, machine: Machine, n: int, weights: Weights | None
+) -> tuple[Problem, float]:
     """The axis's part of the compute bound in place of the operators' costs, and the part that no plan avoids."""
     nodes = []
     devices = math.prod(machine.sizes)
@@ -143,8 +152,9 @@ def _share(built: Formulation, dims: Dims, classes: LayerClasses, machine: Machi
         operator = dims.operators[classes.members[variable.key][0]]
         whole = candidates(operator, (1,), allowed=[["R"]])
         alone = Machine(("one",), (1,), machine.links[:1], replace(machine.device, launch=1e-30))
-        ideal = variable.count * float(operator_seconds(operator, whole, alone)[0]) / devices
-        launch = variable.count * machine.device.launch if ideal > 0 else 0.0
+        price = 1.0 if weights is None else weights.of_kernels(classes.members[variable.key][0])[0]
+        ideal = price * variable.count * float(operator_seconds(operator, whole, alone)[0]) / devices
+        launch = price * variable.count * machine.device.launch if ideal > 0 else 0.0
         base += ideal + launch
         splits = np.array([s.splits for s in variable.choices.strategies])[variable.choices.choice[:, 0]]
         nodes.append(Node(node.name, np.where(splits, 0.0, ideal * (n - 1)), node.memory))

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError
-from autopar.ir.plan import INTERRUPTED, TIME_LIMIT, Plan
+from autopar.ir.plan import INTERRUPTED, TIME_LIMIT, Certificate, Plan
 from autopar.ir.program import Program
 from autopar.search.axis_by_axis import bound_by_axes
 from autopar.search.budget.budget_problem import BudgetProblem
+from autopar.search.budget.cutoff import PrunedError
 from autopar.search.budget.within_budget import plan_by_axes, plan_within
 from autopar.search.formulation.recipes import roles_of
 from autopar.search.options import Job
+from autopar.search.overlap.regions import regions_of
+from autopar.search.overlap.step_time import StepTime
+from autopar.search.overlap.weights import Weights
+from autopar.search.predict import predict, step_features
+from autopar.search.solver.certify import Claim
 from autopar.search.solver.duals import examine
 from autopar.search.solver.interrupt import requested
 from autopar.sharding.candidates import strategies
@@ -23,8 +30,15 @@ EXACT_AXES = 2
 """Meshes of up to this many axes are solved as one problem; larger ones axis by axis, with the gap stated."""
 
 
+ROUNDS = 4
+"""At most so many weights of kernels and communication are tried."""
+
+CLOSE = 3e-3
+"""A plan is good enough if it takes at most this share longer than the bound of any weights."""
+
+
 def find_plan(program: Program, dims: Dims, job: Job, classes: LayerClasses | None = None) -> Plan:
-    """The fastest plan that fits, whose peak is measured on the graph that would be emitted.
+    """The fastest plan that fits, whose peak is measured on the graph that would be emitted, and what it costs.
 
     Args:
         program: canonical program.
@@ -36,27 +50,103 @@ def find_plan(program: Program, dims: Dims, job: Job, classes: LayerClasses | No
         InfeasibleError: nothing fits; says how much is missing.
         CertificateError: the check refutes what the search claims.
     """
-    axes, search, restrictions = job.axes, job.search, job.restrictions
-    classes = classes or layer_classes(program, dims, tie=search.tie_layers)
-    # Roles of all axes leave so little open that any number of them is one problem.
-    decided = all(roles_of(search.recipe, axes, search.roles)) and bool(restrictions.strategies)
-    exact = decided or len(axes) <= EXACT_AXES
-    problem = BudgetProblem.of(program, dims, classes, job)
-    if exact:
-        plan, fixed, claims = plan_within(problem), 0.0, problem.claims
-    else:
-        fixed, claims = bound_by_axes(program, dims, classes, problem.tables.machine, restrictions)
-        plan = plan_by_axes(problem, fixed + sum(claim.bound for claim in claims))
-    certificate = plan.certificate
-    if problem.limits.expired():
-        certificate = replace(certificate, method=INTERRUPTED if requested() else TIME_LIMIT)
-    if search.check and not requested():
-        if exact:
-            claims = [max(claims, key=lambda claim: claim.bound)]  # each is about all plans
+    classes = classes or layer_classes(program, dims, tie=job.search.tie_layers)
+    if not job.overlaps:
+        return _plain(program, dims, job, classes)
+    try:
+        return _overlapping(program, dims, job, classes)
+    except PrunedError:
+        raise
+    except InfeasibleError:
+        if job.memory is None:
+            raise
+    # What is in flight takes memory, too: perhaps collectives that are waited for one by one fit.
+    return _plain(program, dims, job, classes)
+
+
+def _plain(program: Program, dims: Dims, job: Job, classes: LayerClasses) -> Plan:
+    """The best plan whose collectives are waited for one by one."""
+    found = _search(BudgetProblem.of(program, dims, classes, job))
+    plan = predict(program, dims, found.plan, classes)
+    return replace(plan, certificate=found.checked(job, plan.certificate))
+
+
+def _overlapping(program: Program, dims: Dims, job: Job, classes: LayerClasses) -> Plan:
+    """The best plan whose collectives run beside kernels.
+
+    Its time is a maximum of sums. Under any weights of these, the best plan bounds the time of all; it is searched
+    under the weights at which the rows count that are the longest of the plan before.
+    """
+    regions, repeat = regions_of(program), program.repeat
+    units = regions.units if repeat is None else repeat.extrapolate(regions.units, regions_of(repeat.shorter).units)
+    weights = Weights(StepTime(regions, len(job.axes), program.part.count, units))
+    deadline = time.monotonic() + job.search.time_limit / 2
+    best: Plan | None = None
+    tried: list[Weights] = []
+    rounds: list[_Found] = []
+    while len(rounds) < ROUNDS:
+        tried.append(weights)
+        try:
+            found = _search(BudgetProblem.of(program, dims, classes, job, weights))
+        except InfeasibleError:
+            if best is None:
+                raise
+            break
+        rounds.append(found)
+        plan = predict(program, dims, found.plan, classes)
+        if best is None or plan.predicted.step_seconds < best.predicted.step_seconds:
+            best = plan
+        bound = max(each.plan.certificate.lower_bound for each in rounds)
+        seconds = best.predicted.step_seconds
+        job.progress("communication behind kernels", seconds, bound)
+        weights = weights.towards(step_features(program, dims, plan, classes))
+        if any(weights.same(other) for other in tried):
+            weights = weights.between(tried[-1])
+        if seconds - bound <= CLOSE * seconds or weights.same(tried[-1]) or time.monotonic() > deadline:
+            break
+    assert best is not None
+    proof = max(rounds, key=lambda each: each.plan.certificate.lower_bound)
+    seconds = best.predicted.step_seconds
+    bound = min(proof.plan.certificate.lower_bound, seconds)
+    certificate = replace(best.certificate, objective=seconds, lower_bound=bound)
+    return replace(best, certificate=proof.checked(job, certificate))
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A plan, and what proves its bound: claims whose bounds add up, besides seconds that no plan avoids."""
+
+    plan: Plan
+    claims: Sequence[Claim]
+    fixed: float
+
+    def checked(self, job: Job, certificate: Certificate) -> Certificate:
+        """The certificate with a bound that was verified apart from the search, if that is asked for."""
+        if not job.search.check or requested():
+            return certificate
         job.progress("checking the bound", certificate.objective, certificate.lower_bound)
-        checked = fixed + sum(examine(claim, search.time_limit / len(claims)) for claim in claims)
-        certificate = replace(certificate, checked=max(checked, 0.0))
-    return replace(plan, certificate=certificate)
+        seconds = job.search.time_limit / len(self.claims)
+        proved = self.fixed + sum(examine(claim, seconds) for claim in self.claims)
+        return replace(certificate, checked=max(proved, 0.0))
+
+
+def _search(problem: BudgetProblem) -> _Found:
+    """The cheapest plan of one problem."""
+    job, program, dims, classes = problem.job, problem.program, problem.dims, problem.classes
+    # Roles of all axes leave so little open that any number of them is one problem.
+    decided = all(roles_of(job.search.recipe, job.axes, job.search.roles)) and bool(job.restrictions.strategies)
+    claims: Sequence[Claim]
+    if decided or len(job.axes) <= EXACT_AXES:
+        plan, fixed = plan_within(problem), 0.0
+        claims = [max(problem.claims, key=lambda claim: claim.bound)]  # each is about all plans
+    else:
+        machine, restrictions = problem.tables.machine, job.restrictions
+        fixed, claims = bound_by_axes(program, dims, classes, machine, restrictions, problem.weights)
+        plan = plan_by_axes(problem, fixed + sum(claim.bound for claim in claims))
+    if problem.limits.expired():
+        method = INTERRUPTED if requested() else TIME_LIMIT
+        plan = replace(plan, certificate=replace(plan.certificate, method=method))
+    return _Found(plan, claims, fixed)
 
 
 def require_splits(dims: Dims, axes: Mapping[str, int]) -> None:

@@ -12,9 +12,6 @@ from typing import TypeVar
 
 from autopar.ir.plan import Certificate, Plan
 from autopar.ir.program import Program
-from autopar.search.budget.lagrangian import fits
-from autopar.search.options import Job
-from autopar.search.peak import peak_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Padded shape of each parameter that has one."""
@@ -45,26 +42,6 @@ def finished_plan(plan: Plan, program: Program, part: Program, padding: Shapes, 
         microbatches=part.microbatches,
         certificate=certificate,
     )
-
-
-def with_overlap(plan: Plan, part: Program, job: Job) -> Plan:
-    """The plan with its collectives beside kernels, unless what is in flight then does not fit.
-
-    Args:
-        plan: for ``part``, as it was searched: without overlap.
-        part: of one microbatch, padded.
-        job: whose memory it has to fit into.
-    """
-    # A plan of one stage of a pipeline is cut into stages first; among no devices nothing is sent.
-    if job.stages is not None or all(size == 1 for size in job.axes.values()):
-        return plan
-    ahead = replace(plan, overlap=True)
-    if job.memory is None:
-        return ahead
-    held = peak_of(part, ahead)
-    if not fits(sum(held.values()), job.memory):
-        return plan
-    return replace(ahead, predicted=replace(ahead.predicted, peak_bytes=held))
 
 
 def joint_certificate(

@@ -182,6 +182,7 @@ class Job:
             pass begins, whatever is live besides.
         stages: the pipeline whose devices the plan is for; None: the devices have the whole model.
         deterministic: random numbers are those of one device.
+        overlap: whether collectives may run beside kernels, so that what these hide costs nothing.
     """
 
     axes: Mapping[str, int]
@@ -195,6 +196,13 @@ class Job:
     all_points: bool = True
     stages: ScheduledStages | None = None
     deterministic: bool = False
+    overlap: bool = True
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether there is something to overlap: the stages of a pipeline are planned as if nothing did."""
+        sends = any(size > 1 for size in self.axes.values())
+        return self.overlap and self.stages is None and self.all_points and sends
 
     @property
     def state_share(self) -> float:

@@ -15,7 +15,7 @@ from autopar.search.budget.budget_problem import BudgetProblem
 from autopar.search.budget.cutoff import Cutoff, PrunedError
 from autopar.search.budget.repair import costed, repaired
 from autopar.search.find import EXACT_AXES, find_plan, require_splits
-from autopar.search.finished_plan import Shapes, finished_plan, joint_certificate, with_overlap
+from autopar.search.finished_plan import Shapes, finished_plan, joint_certificate
 from autopar.search.formulation.axis_roles import DATA, by_roles
 from autopar.search.formulation.pins import Pinned, Restrictions, complete, pin_modules, read_pins
 from autopar.search.formulation.recipes import roles_of
@@ -73,8 +73,6 @@ def best_padded(program: Program, part: Program, job: Job) -> Plan:
     certificate = best.certificate
     if len(options) > 1:  # a random plan has one
         certificate = _of_all_options(certificate, [plan.certificate for plan, _ in found], pruned)
-    if search.recipe != "random":  # a random plan has drawn whether it overlaps
-        best = with_overlap(best, pad(part, shapes), job)
     return finished_plan(best, program, part, shapes, certificate)
 
 
@@ -96,7 +94,7 @@ def _best(program: Program, dims: Dims, job: Job) -> Plan:
     limits = by_roles(program, dims, classes, axes, roles_of(search.recipe, axes, search.roles), limits)
     job = replace(job, restrictions=limits)
     try:
-        return predict(program, dims, find_plan(program, dims, job, classes), classes)
+        return find_plan(program, dims, job, classes)
     except InfeasibleError as e:
         if job.stages is not None:  # pipelines are many, of which some fit sooner
             raise

@@ -17,7 +17,9 @@ from autopar.ir.layout import Layout, TensorType, describe, item_bytes
 from autopar.ir.plan import ModuleRow, Plan, Predicted
 from autopar.ir.program import Program
 from autopar.memory.recompute import uniform, weighted
-from autopar.sharding.assignment import Assignment, all_moves, assign, machine_of
+from autopar.search.overlap.regions import BEFORE, Regions, regions_of
+from autopar.search.overlap.step_time import FILLING, KERNELS, Floats, StepTime, feature, no_features
+from autopar.sharding.assignment import AGAIN, HOISTED, Assignment, all_moves, assign, machine_of
 from autopar.sharding.candidates import candidates, letter_parts, lowered_bytes, split_parts
 from autopar.sharding.dims import Dims, analyze
 from autopar.sharding.layer_classes import LayerClasses, layer_classes
@@ -73,14 +75,11 @@ def _extrapolated(program: Program, dims: Dims, plan: Plan, classes: LayerClasse
 
 def _predict(program: Program, dims: Dims, plan: Plan, classes: LayerClasses | None) -> Prediction:
     """The prediction of the program as it is."""
-    classes = classes or layer_classes(program, dims)
-    assignment = assign(program, dims, plan, classes)
-    account = _Account(machine_of(plan))
-    _count_operators(program, dims, assignment, classes, account)
-    _count_moves(program, dims, assignment, account)
-    _count_copies(program, dims, assignment, account, plan.optimizer)
+    account = _account(program, dims, plan, classes or layer_classes(program, dims))
+    assignment, regions = account.assignment, account.regions
+    step = StepTime(regions, len(plan.axes), program.part.count, regions.units)
     predicted = Predicted(
-        step_seconds=sum(account.seconds.values()),
+        step_seconds=step.seconds(account.features) if plan.overlap else sum(account.seconds.values()),
         compute_seconds=account.compute,
         memory_bytes=_memory(program, plan, assignment),
         communication_bytes={a: account.sent[a] for a in plan.axis_names},
@@ -92,14 +91,34 @@ def _predict(program: Program, dims: Dims, plan: Plan, classes: LayerClasses | N
     return predicted, _rows(program, dims, plan, assignment, account)
 
 
+def step_features(program: Program, dims: Dims, plan: Plan, classes: LayerClasses) -> dict[str, Floats]:
+    """Seconds in each region of a step of the whole model, see `autopar.search.overlap.step_time`."""
+
+    def of(program: Program, dims: Dims, classes: LayerClasses) -> dict[str, Floats]:
+        return _account(program, dims, plan, classes).features
+
+    found = of(program, dims, classes)
+    if program.repeat is None:
+        return found
+    shorter = program.repeat.shorter
+    dims = analyze(shorter)
+    less = of(shorter, dims, layer_classes(shorter, dims))
+    return program.repeat.extrapolate(found, less)
+
+
 def node_seconds(program: Program, dims: Dims, plan: Plan) -> dict[fx.Node, float]:
     """Seconds of each operator in a step, with moves and host copies of its results; all microbatches together."""
-    assignment = assign(program, dims, plan, layer_classes(program, dims))
-    account = _Account(machine_of(plan))
-    _count_operators(program, dims, assignment, layer_classes(program, dims), account)
-    _count_moves(program, dims, assignment, account)
+    return _account(program, dims, plan, layer_classes(program, dims)).seconds
+
+
+def _account(program: Program, dims: Dims, plan: Plan, classes: LayerClasses) -> _Account:
+    """All that a plan costs, of the program as it is."""
+    assignment = assign(program, dims, plan, classes)
+    account = _Account(machine_of(plan), regions_of(program), assignment)
+    _count_operators(program, dims, assignment, classes, account)
+    _count_moves(program, dims, assignment, classes, account)
     _count_copies(program, dims, assignment, account, plan.optimizer)
-    return account.seconds
+    return account
 
 
 @dataclass
@@ -107,6 +126,8 @@ class _Account:
     """Totals, by node, module and axis."""
 
     machine: Machine
+    regions: Regions
+    assignment: Assignment
     compute: float = 0.0
     host_seconds: float = 0.0
     host_bytes: float = 0.0
@@ -114,9 +135,25 @@ class _Account:
     sent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     module_sent: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
     collectives: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(int)))
+    features: dict[str, Floats] = field(default_factory=dict)
 
-    def copy(self, node: fx.Node, size: float, seconds: float) -> None:
+    def kernels(self, node: fx.Node, seconds: float, again: float, *, hoisted: bool) -> None:
+        """Add the seconds of an operator's kernels, and those of them in which it is recomputed."""
+        region = BEFORE if hoisted else self.regions.names[node]
+        self.add(region, FILLING if node in self.regions.filling else KERNELS, seconds)
+        if again:
+            self.add(self.regions.again(node), KERNELS, again)
+        self.compute += seconds + again
+        self.seconds[node] += seconds + again
+
+    def add(self, region: str, which: int, seconds: float) -> None:
+        """Add to a feature of a region, see `autopar.search.overlap.step_time`."""
+        if seconds:
+            self.features.setdefault(region, no_features(len(self.machine.names)))[which] += seconds
+
+    def copy(self, node: fx.Node, size: float, seconds: float, region: str) -> None:
         """Add what a device has in host memory, and the seconds to copy it there and back in a step."""
+        self.add(region, KERNELS, seconds)
         self.seconds[node] += seconds
         self.host_seconds += seconds
         self.host_bytes += size
@@ -150,23 +187,33 @@ def _count_operators(
         # An invariant that is saved runs once per step; a recomputed operator runs in the backward pass, too, and one
         # that only recomputed operators read runs there alone.
         first = 1 if node in assignment.hoisted else runs * (node not in recompute.backward_only)
-        times = first + runs * recompute.times(node)
-        account.compute += known[key] * times
-        account.seconds[node] += known[key] * times
-        _count_lowering(node, dims, names, account, times)
+        again = runs * recompute.times(node)
+        account.kernels(node, known[key] * first, known[key] * again, hoisted=node in assignment.hoisted)
+        _count_lowering(node, dims, names, account, first + again)
 
 
-def _count_moves(program: Program, dims: Dims, assignment: Assignment, account: _Account) -> None:
+def _count_moves(
+    program: Program, dims: Dims, assignment: Assignment, classes: LayerClasses, account: _Account
+) -> None:
     tables = Tables(account.machine)
-    known: dict[tuple[Redistributions, tuple[Move, ...]], list[tuple[Move, float, float]]] = {}
-    for (node, out), counted in all_moves(program, dims, assignment, tables).items():
-        table, moves = tables.of(dims.types[node, out]), [move for move, _ in counted]
+    known: dict[tuple[Redistributions, tuple[Move, ...]], list[tuple[float, float, float]]] = {}
+    regions, axes = account.regions, len(account.machine.names)
+    for value, counted in all_moves(program, dims, assignment, tables).items():
+        table, moves, node = tables.of(dims.types[value]), [move for move, _, _ in counted], value[0]
         key = (table, tuple(moves))
         if key not in known:
             sizes = [moved_bytes(table.type, move, account.machine.sizes) for move in moves]
-            known[key] = list(zip(moves, sizes, table.move_seconds(moves).tolist(), strict=True))
-        for (move, size, seconds), (_, times) in zip(known[key], counted, strict=True):
-            account.move(node, move.kind, move.axis, size, seconds, times)
+            known[key] = list(zip(sizes, *table.seconds_apart(moves).tolist(), strict=True))
+        # As the search counts them: to its consumer layout each member of a class is moved where the first is.
+        first = (classes.members[classes.key[node]][0], value[1])
+        consumer = assignment.consumer_layouts.get(value)
+        shared = () if consumer is None else table.path(assignment.outputs[value], consumer)
+        for (size, kernels, sent), (move, times, at) in zip(known[key], counted, strict=True):
+            account.move(node, move.kind, move.axis, size, kernels + sent, times)
+            like = first if move in shared else value
+            region, kind = regions.of_move(like, backward=at == AGAIN, hoisted=at == HOISTED)
+            account.add(region, KERNELS, kernels * times)
+            account.add(region, feature(kind, move.axis, axes), sent * times)
 
 
 def _count_copies(program: Program, dims: Dims, assignment: Assignment, account: _Account, optimizer: str) -> None:
@@ -177,7 +224,7 @@ def _count_copies(program: Program, dims: Dims, assignment: Assignment, account:
             value = node.meta["val"]
             local = value.numel() // split_parts(assignment.outputs[node, 0], machine.sizes)
             size = float(optimizer_state_bytes(optimizer, local, value.element_size()))
-            account.copy(next(iter(node.users)), size, 2 * float(copy_seconds(size, machine.device)))
+            account.copy(next(iter(node.users)), size, 2 * float(copy_seconds(size, machine.device)), BEFORE)
     offloaded = [(value, layout) for value, layout in assignment.outputs.items() if value in assignment.offload.made]
     offloaded += [
         (value, layout) for value, layout in assignment.consumer_layouts.items() if value in assignment.offload.moved
@@ -185,7 +232,8 @@ def _count_copies(program: Program, dims: Dims, assignment: Assignment, account:
     for (node, out), layout in offloaded:
         type_ = dims.types[node, out]
         size = type_.bytes / split_parts(layout, machine.sizes)
-        account.copy(node, size, 2 * float(copy_seconds(size, machine.device)) * program.runs(node))
+        seconds = 2 * float(copy_seconds(size, machine.device)) * program.runs(node)
+        account.copy(node, size, seconds, account.regions.names[node])
 
 
 def _count_lowering(node: fx.Node, dims: Dims, names: tuple[str, ...], account: _Account, times: int) -> None:

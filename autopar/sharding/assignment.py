@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from torch import fx
 
@@ -246,11 +247,21 @@ def value_moves(
     return list(found)
 
 
-def all_moves(
-    program: Program, dims: Dims, assignment: Assignment, tables: Tables
-) -> dict[Value, list[tuple[Move, int]]]:
-    """Every move of a step and how often it is made, by the value moved, in program order."""
-    found: dict[Value, list[tuple[Move, int]]] = defaultdict(list)
+HOISTED, FIRST, AGAIN = 0, 1, 2
+"""When a move is made: before the first microbatch, when the value is first read, or once more in the backward pass."""
+
+
+class CountedMove(NamedTuple):
+    """A move, how often a step makes it, and when: `HOISTED`, `FIRST` or `AGAIN`."""
+
+    move: Move
+    times: int
+    at: int
+
+
+def all_moves(program: Program, dims: Dims, assignment: Assignment, tables: Tables) -> dict[Value, list[CountedMove]]:
+    """Every move of a step, by the value moved, in program order."""
+    found: dict[Value, list[CountedMove]] = defaultdict(list)
     # Values of repeated layers have the same layouts and uses: their moves are found once.
     known: dict[tuple[Redistributions, Layout, Layout | None, tuple[Layout, ...], bool], list[Move]] = {}
     before, first, second = uses(program, assignment)
@@ -266,12 +277,14 @@ def all_moves(
                 moves = known[key] if key in known else known.setdefault(key, value_moves(*key))
                 once = len(value_moves(*key[:3], early, forced)) if early else 0  # hoisted users come first
                 times = program.moves(value[0])
-                found[value] += [(move, 1 if i < once else times) for i, move in enumerate(moves)]
+                for i, move in enumerate(moves):
+                    at = HOISTED if i < once else AGAIN if wanted is second else FIRST
+                    found[value].append(CountedMove(move, 1 if i < once else times, at))
     for value, layouts, users in _per_use_moves(program, assignment):
         if value in dims.types:
             consumer, table = assignment.consumer_layouts.get(value), tables.of(dims.types[value])
             moves = value_moves(table, assignment.outputs[value], consumer, layouts, value in assignment.forced)
-            found[value] += [(move, users * program.moves(value[0])) for move in moves]
+            found[value] += [CountedMove(move, users * program.moves(value[0]), AGAIN) for move in moves]
     return {value: moves for value, moves in found.items() if moves}
 
 

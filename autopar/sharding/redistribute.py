@@ -122,6 +122,11 @@ class Redistributions:
 
     def move_seconds(self, moves: Sequence[Move]) -> NDArray[np.float64]:
         """Time of each move: the collective, a launch and a pass over the local tensor; casts around it, if any."""
+        found: NDArray[np.float64] = self.seconds_apart(moves).sum(axis=0)
+        return found
+
+    def seconds_apart(self, moves: Sequence[Move]) -> NDArray[np.float64]:
+        """``[2, moves]``: time of each move's kernels, and of its collective."""
         device = self.machine.device
         cast = np.array([reduces(m.kind) and sum_dtype(self.type) != self.type.dtype for m in moves], dtype=bool)
         item = np.where(cast, item_bytes(sum_dtype(self.type)), item_bytes(self.type.dtype))
@@ -129,7 +134,8 @@ class Redistributions:
         size = self.type.numel * item / self.parts[ends].min(axis=1)
         # Casts to and from the dtype of the sum are a pass each, besides the copy into the collective's order.
         passes = np.where(cast, 3, 1)
-        seconds = np.asarray(passes * (device.launch + size / (device.bandwidth * device.streaming)), dtype=np.float64)
+        kernels = np.asarray(passes * (device.launch + size / (device.bandwidth * device.streaming)), dtype=np.float64)
+        sent = np.zeros_like(kernels)
         groups: dict[tuple[str, int], list[int]] = {}
         for i, move in enumerate(moves):
             groups.setdefault((move.kind, move.axis), []).append(i)
@@ -137,8 +143,8 @@ class Redistributions:
             # A slice communicates nothing; its launch and pass are counted above.
             if kind != "slice":
                 collective = COLLECTIVES[kind]
-                seconds[members] += collective(size[members], self.machine.sizes[axis], self.machine.links[axis])
-        return seconds
+                sent[members] = collective(size[members], self.machine.sizes[axis], self.machine.links[axis])
+        return np.array([kernels, sent])
 
     @cached_property
     def _solved(self) -> tuple[NDArray[np.float64], NDArray[np.int64], dict[tuple[int, int], Move]]:
@@ -164,6 +170,41 @@ class Redistributions:
     def seconds(self) -> NDArray[np.float64]:
         """``[layouts, layouts]``: time from row to column; inf where there is none (nothing becomes Partial)."""
         return self._solved[0]
+
+    @cached_property
+    def _apart(self) -> NDArray[np.float64]:
+        """``[1 + axes, layouts, layouts]``: seconds of kernels, and of collectives on each axis, along each path."""
+        distance, step, arcs = self._solved
+        count, axes = len(self.layouts), len(self.machine.sizes)
+        hops = np.zeros((1 + axes, count, count))
+        moves = list(arcs.values())
+        for (a, b), move, (kernels, sent) in zip(arcs, moves, self.seconds_apart(moves).T, strict=True):
+            hops[0, a, b], hops[1 + move.axis, a, b] = kernels, sent
+        found = np.zeros_like(hops)
+        target = np.tile(np.arange(count), (count, 1))
+        at = np.where(np.isfinite(distance), target.T, target)
+        while (at != target).any():
+            following = step[at, target]
+            found += np.where(at == target, 0.0, hops[:, at, following])
+            at = np.where(at == target, at, following)
+        return found
+
+    def priced(
+        self, rows: NDArray[np.int64], columns: NDArray[np.int64], prices: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Seconds from some layouts to others, each kind at a price; inf where there is no way.
+
+        Args:
+            rows: numbers of layouts, [A].
+            columns: numbers of layouts, [B].
+            prices: of kernels, and of collectives on each axis, for each column, [B, 1 + axes].
+        """
+        chosen = np.ix_(rows, columns)
+        seconds: NDArray[np.float64] = self.seconds[chosen]
+        if (prices == prices[:, :1]).all():
+            return seconds * prices[:, 0]
+        apart = self._apart[:, chosen[0], chosen[1]]
+        return np.where(np.isfinite(seconds), np.einsum("kab,bk->ab", apart, prices), np.inf)
 
     def path(self, source: Layout, target: Layout) -> tuple[Move, ...]:
         """The cheapest moves from ``source`` to ``target``.

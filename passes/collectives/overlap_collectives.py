@@ -19,7 +19,9 @@ in flight takes memory, which `autopar.memory.liveness` counts.
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from itertools import accumulate
 
 import torch
@@ -77,7 +79,7 @@ class _Schedule:
         return self.position
 
     def _fill_waits(self) -> None:
-        """Gradients of weights go behind the issue of a collective whose result the next kernel needs."""
+        """Gradients of weights go behind the issue of a collective whose result the next kernel needs, to fill it."""
         moves = set(self.moves)
         blocking = {n for n in self.nodes if info(n).collective and n not in self.static and n not in moves}
         ahead: set[fx.Node] = set()  # of a collective that blocks
@@ -87,8 +89,11 @@ class _Schedule:
         window: list[fx.Node] = []
         for node in self.nodes:
             if node in blocking:
-                for waiting in window:
-                    self.position[waiting] = self.position[node] + FILL
+                left = self.seconds.collective(_collective(node))
+                # The last of them, and no more than it takes: gradients that are late are sent late.
+                while window and left > 0:
+                    self.position[window[-1]] = self.position[node] + FILL
+                    left -= self.seconds.kernel(window.pop())[0]
                 window = []
             elif is_backward(node) and node not in ahead and not info(node).collective and not draws(node):
                 window.append(node)
@@ -167,7 +172,13 @@ class _Schedule:
         """Waits of gradients go where their collective is over, and with them what follows, as on other axes."""
         free: dict[str, float] = {}
         issued: dict[tuple[object, str], list[float]] = {}
-        for node in self.moves:
+        behind = self._moves_behind()
+        missing = Counter(move for moves in behind.values() for move in moves)
+        ready = [(self.position[n], i, n) for i, n in enumerate(self.moves) if not missing[n]]
+        number = {n: i for i, n in enumerate(self.moves)}
+        # In the order of their issue: a link takes what comes first, whatever axis it came from.
+        while ready:
+            _, _, node = heapq.heappop(ready)
             made = _collective(node)
             sources = [self.position[a] for a in node.all_input_nodes if a in self.position]
             at = max([self.position[node], *sources])
@@ -180,7 +191,22 @@ class _Schedule:
             done = max(bisect_right(self.clock, over), int(at) + 1) + WAIT
             for wait in waits_for(node):
                 self._put_behind(wait, min(done, float(len(self.nodes))))
+            for later in behind[node]:
+                missing[later] -= 1
+                if not missing[later]:
+                    heapq.heappush(ready, (self.position[later], number[later], later))
         self._limit(issued)
+
+    def _moves_behind(self) -> dict[fx.Node, set[fx.Node]]:
+        """By reduction of gradients: those over further axes that take its result."""
+        moves, behind = set(self.moves), {n: set[fx.Node]() for n in self.moves}
+        sources: dict[fx.Node, set[fx.Node]] = {}
+        for node in self.nodes:
+            above = {m for a in node.all_input_nodes for m in sources.get(a, ())}
+            for move in above if node in moves else ():
+                behind[move].add(node)
+            sources[node] = {node} if node in moves else above
+        return behind
 
     def _time(self, at: float) -> float:
         return self.clock[min(max(int(at) + 1, 0), len(self.clock) - 1)]

@@ -227,7 +227,7 @@ class _ProfileBuilder:
         tables = Tables(self.machine)
         moves = all_moves(self.program, self.dims, self.assignment, tables)
         for (node, out), steps in moves.items():
-            for move, _ in steps:
+            for move, _, _ in steps:
                 size = moved_bytes(self.dims.types[node, out], move, self.machine.sizes)
                 if move.kind != "slice":  # a slice is local: a view of what is there
                     found[node].append(ChargedCollective(move.kind, move.axis, size))

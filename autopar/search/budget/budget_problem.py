@@ -21,6 +21,7 @@ from autopar.search.formulation.build import Formulation, build
 from autopar.search.formulation.memory_model import MemoryModel
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.options import Job, Search
+from autopar.search.overlap.weights import Weights
 from autopar.search.peak import optimizer_bytes, peak_of, saved_for_backward, state_bytes, unverified
 from autopar.search.pipeline.stage_peak import peak_in_stages
 from autopar.search.read_plan import plan_of
@@ -45,6 +46,7 @@ class BudgetProblem:
         limits: relative gap and deadline.
         job: what it is for.
         claims: grows by each bound of all plans that is proved.
+        weights: prices of seconds, where collectives overlap kernels.
     """
 
     program: Program
@@ -54,14 +56,17 @@ class BudgetProblem:
     limits: Limits
     job: Job
     claims: list[Claim] = field(default_factory=list)
+    weights: Weights | None = None
 
     @staticmethod
-    def of(program: Program, dims: Dims, classes: LayerClasses, job: Job) -> BudgetProblem:
+    def of(
+        program: Program, dims: Dims, classes: LayerClasses, job: Job, weights: Weights | None = None
+    ) -> BudgetProblem:
         """The problem of a job, whose time limit begins now."""
         axes, search = job.axes, job.search
         machine = Machine(tuple(axes), tuple(axes.values()), job.cluster.link_for(dict(axes)), job.cluster.device)
         limits = Limits(search.gap, time.monotonic() + search.time_limit)
-        return BudgetProblem(program, dims, classes, Tables(machine), limits, job)
+        return BudgetProblem(program, dims, classes, Tables(machine), limits, job, weights=weights)
 
     @property
     def whole(self) -> bool:
@@ -115,7 +120,7 @@ class BudgetProblem:
 
     def formulation(self, restrictions: Restrictions, memory: MemoryModel) -> Formulation:
         """The problem under restrictions, with memory counted in some way."""
-        return build(self.program, self.dims, self.classes, self.tables, memory, restrictions)
+        return build(self.program, self.dims, self.classes, self.tables, memory, restrictions, self.weights)
 
     def plan(self, built: Formulation, mix: LayerMix, bound: float, method: str) -> Plan:
         """The plan of a choice of labels, its certificate included.
@@ -134,7 +139,8 @@ class BudgetProblem:
         # Rounding may put the bound above the plan's own cost, or below zero.
         bound = min(max(bound, 0.0), mix.cost)
         certificate = Certificate(mix.cost, bound, self.space, method, mix.price)
-        return plan_of(self.program, self.dims, self.classes, built, mix, certificate, self.job, self.tables)
+        plan = plan_of(self.program, self.dims, self.classes, built, mix, certificate, self.job, self.tables)
+        return replace(plan, overlap=self.weights is not None)
 
     def measured(self, plan: Plan) -> tuple[Plan, bool]:
         """The plan with its peak, and whether that is within the budget."""
@@ -160,7 +166,8 @@ class BudgetProblem:
     @property
     def space(self) -> str:
         """The plans that the certificate's bound is about, in words."""
-        return _space(self.job.search, self.job.cluster.name, self.regions, self.offload)
+        hidden = ", hidden behind the kernels of their blocks where these take longer" if self.weights else ""
+        return _space(self.job.search, f"{hidden}, on {self.job.cluster.name}", self.regions, self.offload)
 
 
 def peak_bytes(plan: Plan) -> float:
@@ -187,7 +194,7 @@ def missing(memory: float, least: Plan | None) -> InfeasibleError:
     )
 
 
-def _space(search: Search, cluster: str, regions: bool, offload: bool) -> str:
+def _space(search: Search, machine: str, regions: bool, offload: bool) -> str:
     tied = ", repeated layers alike in layout" if search.tie_layers else ""
     recipe = f"what recipe {search.recipe} leaves open; " if search.recipe else ""
     roles = ", ".join(f"{axis} for {role}" for axis, role in search.roles.items())
@@ -202,6 +209,6 @@ def _space(search: Search, cluster: str, regions: bool, offload: bool) -> str:
     saved += ", or offloaded where that takes less time than recomputation, as optimizer state may" if offload else ""
     return (
         f"{recipe}one layout per tensor on every axis{tied}; a value has one layout besides its own for all its users; "
-        f"no pipelines, {saved}; costs: kernels by tiles and traffic, collectives by ring or tree, "
-        f"on {cluster}"
+        f"no pipelines, {saved}; costs: kernels by tiles and traffic, collectives by ring or "
+        f"tree{machine}"
     )

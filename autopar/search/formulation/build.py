@@ -23,6 +23,7 @@ from autopar.search.formulation.variables.tensors import (
     tensor_variable,
 )
 from autopar.search.formulation.variables.variable import IN_BOTH, READABLE, Floats, Ints, Port, Variable
+from autopar.search.overlap.weights import Weights
 from autopar.search.solver.problem import Edge, Node, Problem
 from autopar.sharding.dims import Dims
 from autopar.sharding.layer_classes import LayerClasses
@@ -51,6 +52,7 @@ def build(
     tables: Tables,
     memory: MemoryModel,
     restrictions: Restrictions,
+    weights: Weights | None = None,
 ) -> Formulation:
     """The layout problem of a program on a machine.
 
@@ -61,8 +63,9 @@ def build(
         tables: redistribution costs.
         memory: what counts as memory.
         restrictions: what is decided already.
+        weights: prices of seconds by where they are spent; default: nothing overlaps, and all cost the same.
     """
-    context = BuildContext(program, dims, classes, tables, memory, restrictions)
+    context = BuildContext(program, dims, classes, tables, memory, restrictions, weights)
     variables = tuple(_variables(context))
     nodes = tuple(Node(v.key, v.cost, v.memory) for v in variables)
     edges = tuple(_edges(context, variables))
@@ -107,10 +110,10 @@ def _edges(context: BuildContext, variables: Sequence[Variable]) -> list[Edge]:
     number = {v.key: i for i, v in enumerate(variables)}
     found = []
 
-    def connect(source: str, out: int, target: str, into: int, weight: int, moves: int) -> None:
+    def connect(source: str, out: int, target: str, into: int, weight: int, moves: int, prices: Floats) -> None:
         i, j = number[source], number[target]
         u, v = variables[i], variables[j]
-        table, u_group, v_group = _edge_table(u, v, ("out", out), ("in", into), weight, moves, context.tables)
+        table, u_group, v_group = _edge_table(u, v, ("out", out), ("in", into), weight, moves, context.tables, prices)
         found.append(Edge(i, j, u_group, v_group, table))
 
     for (key, out), users in context.classes.uses.items():
@@ -118,12 +121,12 @@ def _edges(context: BuildContext, variables: Sequence[Variable]) -> list[Edge]:
         source, moves = _source(context, key), context.program.moves(context.classes.members[key][0])
         consumer = f"consumer {key} {out}"
         if consumer in number:
-            connect(source, out, consumer, 0, context.classes.count[key], moves)
+            connect(source, out, consumer, 0, context.classes.count[key], moves, context.move_prices(key, out))
         for (target, into), weight in users.items():
             if consumer in number:
-                connect(consumer, 0, target, into, weight, moves)
+                connect(consumer, 0, target, into, weight, moves, context.move_prices(key, out, target))
             else:
-                connect(source, out, target, into, weight, moves)
+                connect(source, out, target, into, weight, moves, context.move_prices(key, out, target))
     return found
 
 
@@ -136,7 +139,7 @@ def _source(context: BuildContext, key: str) -> str:
 
 
 def _edge_table(
-    u: Variable, v: Variable, out: Port, into: Port, weight: int, moves: int, tables: Tables
+    u: Variable, v: Variable, out: Port, into: Port, weight: int, moves: int, tables: Tables, prices: Floats
 ) -> tuple[Floats, Ints, Ints]:
     """Seconds to move what one variable produces to where another reads it.
 
@@ -150,6 +153,7 @@ def _edge_table(
         weight: how many edges of the program it stands for.
         moves: how often per step each of these moves is made if each microbatch makes it.
         tables: redistribution costs.
+        prices: ``[4, 1 + axes]``, see `BuildContext.move_prices`.
 
     Returns:
         The table, the row of each label of the producer, and the column of each label of the reader.
@@ -159,8 +163,8 @@ def _edge_table(
     columns, v_group = np.unique(4 * v.ports[into] + v.reads, return_inverse=True)
     reads = columns % 4
     # By `Variable.reads`: both passes move the value, and before the microbatches it is moved once per step.
-    times = weight * np.array([moves, moves, 2 * moves, 1])[reads]
-    table = tables.of(u.types[out]).seconds[np.ix_(rows // 4, columns // 4)] * times
+    times = (weight * np.array([moves, moves, moves, 1])[:, None] * prices)[reads]
+    table = tables.of(u.types[out]).priced(rows // 4, columns // 4, times)
     table[~READABLE[np.ix_(rows % 4, reads)]] = np.inf
     if v.alias_only:
         table[(table > 0) & (reads == IN_BOTH)] = np.inf

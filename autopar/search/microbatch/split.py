@@ -124,7 +124,8 @@ def _in_microbatches(program: Program, count: int, deterministic: bool, *, tie: 
         limits = along_samples(program, dims, classes, count)
         # Exact: a collective that the best plan avoids would make the cut impossible.
         search = Search(gap=0.0, padding=False, pins={"recompute": "none"})
-        plan = find_plan(program, dims, Job(axes, _slow_clock(), search=search, restrictions=limits), classes)
+        job = Job(axes, _slow_clock(), search=search, restrictions=limits, overlap=False)
+        plan = find_plan(program, dims, job, classes)
         return cut_microbatches(program, run_passes(program, plan, steps), count)
 
 

@@ -185,7 +185,7 @@ def _plan_stage_devices(tree: SearchTree, numbers: Counts, i: int) -> None:
             return
         part = microbatch_program(tree.program, count, deterministic=tree.job.deterministic)
         # Stages are cut out of the graph in its own order: what another order hides is not known there.
-        free = replace(best_padded(tree.program, part, tree.job_inside(first)), overlap=False)
+        free = best_padded(tree.program, part, tree.job_inside(first))
         tree.free[first.mesh, count] = free
         own, seconds = free.certificate, free.predicted.step_seconds / first.devices
         checked = None if own.checked is None else own.checked / first.devices

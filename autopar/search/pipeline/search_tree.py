@@ -113,7 +113,8 @@ class SearchTree:
         """What is searched for the devices of a stage, if they had the whole model and any memory."""
         limits = restrictions_inside(self.job.restrictions, self.job.axes, shape.axis)
         search, machine = inside_stage(self.search, shape), self._machine(shape)
-        return replace(self.job, axes=shape.inside, cluster=machine, memory=None, search=search, restrictions=limits)
+        job = replace(self.job, axes=shape.inside, cluster=machine, memory=None, search=search, restrictions=limits)
+        return replace(job, overlap=False)
 
     def link(self, shape: PipelineShape) -> Link:
         """The link between stages."""

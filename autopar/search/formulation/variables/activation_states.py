@@ -65,16 +65,23 @@ def with_states(context: BuildContext, variable: Variable, node: fx.Node) -> Var
     """An operator's variable with its states, and with the memory that its results need."""
     memory = context.memory
     if node.target is accumulate and memory.activations:  # the sum over microbatches is held throughout the step
-        return replace(variable, memory=context.bytes(variable, "out", 0) * memory.state_share)
+        return replace(
+            variable,
+            cost=context.kernel_prices(node)[0] * variable.cost,
+            memory=context.bytes(variable, "out", 0) * memory.state_share,
+        )
+    prices = context.kernel_prices(node)
+    # Whatever has no states is not hoisted, nor recomputed.
+    priced = replace(variable, cost=prices[0] * variable.cost)
     if is_backward(node) or not (memory.activations or memory.decides_saving):
-        return variable
+        return priced
     reads = context.reads[variable.key]
     # Where the backward pass reads some outputs, others, which only recomputation reads, are left out: the constraint
     # must not count more than an emitted graph holds.
     used = {out for out, backward in reads.items() if backward} or reads.keys()
     size, saved, tensors = _saved_bytes(context, variable, node, used)
     if not has_states(context, variable):
-        return replace(variable, memory=variable.memory + saved)
+        return replace(priced, memory=variable.memory + saved)
     states = states_of(context, node)
     copies = host_copy_seconds(context, node, size, tensors * variable.count)
     if RECOMPUTED in states:
@@ -83,7 +90,8 @@ def with_states(context: BuildContext, variable: Variable, node: fx.Node) -> Var
     alone = any(not context.has_consumer_layout(variable.key, out) for out in used)  # else that is offloaded
     offloads = (RECOMPUTED in states or alone) and may_offload(context, variable, node, states)
     runs = context.program.runs(node) if variable.invariant else 1
-    found = variable.in_states(states, runs, saved, copies if offloads and np.isfinite(copies).any() else None)
+    copies_or_none = copies if offloads and np.isfinite(copies).any() else None
+    found = variable.in_states(states, runs, saved, copies_or_none, prices)
     others = [i for port, i in variable.types if port == "out" and i not in used]
     uncounted = _uncounted(context, variable, node, others)
     if uncounted is None:

@@ -45,4 +45,6 @@ def consumer_layout(context: BuildContext, key: str, out: int, users: Mapping[tu
     saved = np.minimum(size, context.most_saved(key, out, consumer=True)) * context.share_of(found)
     if any(backward) and RECOMPUTED not in states:
         found, states = replace(found, alias_only=True), [*states, RECOMPUTED]
-    return found.in_states(states, 1, saved, copies)
+    # A consumer layout costs nothing but the moves to it, and copies.
+    prices = context.kernel_prices(node) if copies is not None else (1.0, 1.0, 1.0)
+    return found.in_states(states, 1, saved, copies, prices)

@@ -15,6 +15,7 @@ from autopar.ir.program import Program
 from autopar.search.formulation.memory_model import MemoryModel, block_boundary_activations, saved_for_backward
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.formulation.variables.variable import Floats, Variable
+from autopar.search.overlap.weights import Weights
 from autopar.sharding.dims import Dims
 from autopar.sharding.factor_kinds import from_parameters
 from autopar.sharding.layer_classes import LayerClasses
@@ -32,6 +33,7 @@ class BuildContext:
         tables: redistribution costs.
         memory: what counts as memory.
         restrictions: what is decided already.
+        weights: prices of seconds by where they are spent, if collectives overlap kernels.
     """
 
     program: Program
@@ -40,6 +42,28 @@ class BuildContext:
     tables: Tables
     memory: MemoryModel
     restrictions: Restrictions
+    weights: Weights | None = None
+
+    def kernel_prices(self, node: fx.Node) -> tuple[float, float, float]:
+        """Price of a second of an operator's kernels where it first runs, is recomputed, or is hoisted."""
+        return (1.0, 1.0, 1.0) if self.weights is None else self.weights.of_kernels(node)
+
+    def move_prices(self, key: str, out: int, reader: str = "") -> Floats:
+        """``[4, 1 + axes]``: price of a second of a move's kernels, and of its collectives on each axis.
+
+        Rows: by when it is made, as `Variable.reads`.
+
+        Args:
+            key: of the class whose values are moved.
+            out: which of its outputs.
+            reader: the class that reads them, if it is the only one.
+        """
+        axes = len(self.sizes)
+        if self.weights is None:
+            return np.array([[1.0], [1.0], [2.0], [1.0]]) * np.ones(1 + axes)
+        readers = self.classes.members.get(reader, (None,))
+        first, again, once = self.weights.of_moves((self.classes.members[key][0], out), axes, readers[0])
+        return np.array([first, again, first + again, once])
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -126,7 +126,14 @@ class Variable:
         """The layout of a tensor under a label."""
         return tables.of(self.types["in", 0]).layouts[int(self.ports["in", 0][label])]
 
-    def in_states(self, states: Sequence[int], runs: int, saved: Floats, copies: Floats | None = None) -> Variable:
+    def in_states(
+        self,
+        states: Sequence[int],
+        runs: int,
+        saved: Floats,
+        copies: Floats | None = None,
+        prices: tuple[float, float, float] = (1.0, 1.0, 1.0),
+    ) -> Variable:
         """The variable with each of its labels once per state.
 
         Args:
@@ -134,14 +141,16 @@ class Variable:
             runs: how often a label that is not saved runs in the forward pass, as a multiple of its cost.
             saved: additional bytes of each label where it is saved.
             copies: additional seconds of each label where it is offloaded; None: it cannot be.
+            prices: of a second where a label first runs, is recomputed, or runs once a step.
         """
         # Offloaded last: among equally good labels the solvers prefer the first.
         states = states if copies is None else (*states, OFFLOADED)
         n, times = len(self.cost), len(states)
         state = np.repeat(np.array(states, dtype=np.int64), n)
         # By state: a saved invariant runs once per step, and what is recomputed runs twice.
-        repeats = np.array([runs, 1 if self.invariant else runs, 2 * runs, 1, runs])[state]
-        copy_seconds = 0.0 if copies is None else np.where(state == OFFLOADED, np.tile(copies, times), 0.0)
+        first, again, once = prices[0] * runs, prices[1] * runs, prices[2]
+        repeats = np.array([first, once if self.invariant else first, first + again, once, first])[state]
+        copy_seconds = 0.0 if copies is None else np.where(state == OFFLOADED, prices[0] * np.tile(copies, times), 0.0)
         return replace(
             self,
             ports={port: np.tile(numbers, times) for port, numbers in self.ports.items()},

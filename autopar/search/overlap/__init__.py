@@ -1,0 +1,1 @@
+"""What a step takes whose collectives run beside kernels."""
