@@ -16,7 +16,7 @@ from autopar.search.budget.within_budget import plan_by_axes, plan_within
 from autopar.search.formulation.recipes import roles_of
 from autopar.search.options import Job
 from autopar.search.overlap.regions import regions_of
-from autopar.search.overlap.step_time import StepTime
+from autopar.search.overlap.step_time import Floats, StepTime
 from autopar.search.overlap.weights import Weights
 from autopar.search.predict import predict, step_features
 from autopar.search.solver.certify import Claim
@@ -74,41 +74,37 @@ def _plain(program: Program, dims: Dims, job: Job, classes: LayerClasses) -> Pla
 def _overlapping(program: Program, dims: Dims, job: Job, classes: LayerClasses) -> Plan:
     """The best plan whose collectives run beside kernels.
 
-    Its time is a maximum of sums. Under any weights of these, the best plan bounds the time of all; it is searched
-    under the weights at which the rows count that are the longest of the plan before.
+    Its time is a maximum of sums. Under any weights of these, the cheapest plan bounds the time of all; weights are
+    chosen under which all plans that are known cost much.
     """
     regions, repeat = regions_of(program), program.repeat
     units = regions.units if repeat is None else repeat.extrapolate(regions.units, regions_of(repeat.shorter).units)
     weights = Weights(StepTime(regions, len(job.axes), program.part.count, units))
     deadline = time.monotonic() + job.search.time_limit / 2
     best: Plan | None = None
-    tried: list[Weights] = []
-    rounds: list[_Found] = []
+    rounds: list[tuple[_Found, Weights]] = []
+    cuts: list[Mapping[str, Floats]] = []
     while len(rounds) < ROUNDS:
-        tried.append(weights)
         try:
             found = _search(BudgetProblem.of(program, dims, classes, job, weights))
         except InfeasibleError:
             if best is None:
                 raise
             break
-        rounds.append(found)
+        rounds.append((found, weights))
         plan = predict(program, dims, found.plan, classes)
         if best is None or plan.predicted.step_seconds < best.predicted.step_seconds:
             best = plan
-        bound = max(each.plan.certificate.lower_bound for each in rounds)
-        seconds = best.predicted.step_seconds
+        proof, strongest = max(rounds, key=lambda each: each[0].bound)
+        seconds, bound = best.predicted.step_seconds, proof.bound
         job.progress("communication behind kernels", seconds, bound)
-        weights = weights.towards(step_features(program, dims, plan, classes))
-        if any(weights.same(other) for other in tried):
-            weights = weights.between(tried[-1])
-        if seconds - bound <= CLOSE * seconds or weights.same(tried[-1]) or time.monotonic() > deadline:
+        if seconds - bound <= CLOSE * seconds or time.monotonic() > deadline:
             break
+        cuts.append(step_features(program, dims, plan, classes))
+        # Half way from the best so far: cuts are few, and say little of what is far away.
+        weights = strongest.between(weights.best(cuts))
     assert best is not None
-    proof = max(rounds, key=lambda each: each.plan.certificate.lower_bound)
-    seconds = best.predicted.step_seconds
-    bound = min(proof.plan.certificate.lower_bound, seconds)
-    certificate = replace(best.certificate, objective=seconds, lower_bound=bound)
+    certificate = replace(best.certificate, objective=seconds, lower_bound=min(bound, seconds))
     return replace(best, certificate=proof.checked(job, certificate))
 
 
@@ -119,6 +115,11 @@ class _Found:
     plan: Plan
     claims: Sequence[Claim]
     fixed: float
+
+    @property
+    def bound(self) -> float:
+        """Seconds that no plan falls below."""
+        return self.plan.certificate.lower_bound
 
     def checked(self, job: Job, certificate: Certificate) -> Certificate:
         """The certificate with a bound that was verified apart from the search, if that is asked for."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import highspy
 import numpy as np
 from torch import fx
 
 from autopar.ir.graph import Value, is_backward
 from autopar.search.overlap.regions import BEFORE
-from autopar.search.overlap.step_time import FILLING, KERNELS, Floats, StepTime, feature
+from autopar.search.overlap.step_time import FILLING, KERNELS, Floats, StepTime, feature, no_features
 
 LEAST = 1e-3
 """Weight of each link where kernels hide what it sends: of two plans that take the same time, one sends less."""
@@ -33,7 +35,7 @@ class Weights:
     def prices(self, region: str) -> Floats:
         """The price of each feature of a region, in seconds a second; without regions that axis has all features."""
         rows = self.step.rows(region)
-        found: Floats = self._rows(region, len(rows)) @ rows
+        found: Floats = self._rows(region) @ rows
         if self.axis is not None:
             found = np.concatenate([found[:2], found[2 + self.axis :: self.step.axes]])
         return found
@@ -67,35 +69,53 @@ class Weights:
         """The same prices for a problem that has one of the axes alone."""
         return replace(self, axis=axis)
 
-    def _rows(self, region: str, count: int) -> Floats:
-        found = self.rows.get(region)
-        if found is None:
-            found = np.zeros(count)
-            if region != BEFORE:
-                found[2 : 2 + self.step.axes] = LEAST
-            found[0] = 1 - found.sum()
-        return found
-
-    def towards(self, features: Mapping[str, Floats]) -> Weights:
-        """Weights at which the rows count that are the longest of a plan, from the features of its regions."""
-        rows = {}
-        for region, own in features.items():
-            seconds = self.step.rows(region) @ own
-            found = np.zeros(len(seconds))
-            found[2 : 2 + self.step.axes] = LEAST * (region != BEFORE)
-            found[int(seconds.argmax())] += 1 - found.sum()
-            rows[region] = found
-        return replace(self, rows=rows)
-
     def between(self, other: Weights) -> Weights:
         """The mean of two."""
         regions = dict.fromkeys((*self.rows, *other.rows))
-        count = {region: len(self.step.rows(region)) for region in regions}
-        rows = {r: (self._rows(r, count[r]) + other._rows(r, count[r])) / 2 for r in regions}
+        return replace(self, rows={r: (self._rows(r) + other._rows(r)) / 2 for r in regions})
+
+    def best(self, plans: Sequence[Mapping[str, Floats]]) -> Weights:
+        """The weights under which the cheapest of some plans costs the most: no plan has to be cheaper.
+
+        J. E. Kelley, "The cutting-plane method for solving convex programs", 1960: each plan is a cut.
+
+        Args:
+            plans: features of their regions.
+        """
+        regions = list(dict.fromkeys(region for features in plans for region in features))
+        none = no_features(self.step.axes)
+        seconds = [[self.step.rows(r) @ features.get(r, none) for r in regions] for features in plans]
+        counts = [len(rows) for rows in seconds[0]]
+        solver = highspy.Highs()  # type: ignore[no-untyped-call]
+        solver.setOptionValue("output_flag", False)
+        # One column for the least cost, then one for each row of each region.
+        least = np.concatenate([[-np.inf], *(self._floor(r, n) for r, n in zip(regions, counts, strict=True))])
+        cost = np.where(np.arange(len(least)) == 0, -1.0, 0.0)
+        solver.addVars(len(least), least, np.full(len(least), np.inf))
+        solver.changeColsCost(len(least), np.arange(len(least), dtype=np.int32), cost)
+        # In units of a plan's time: HiGHS's tolerances are absolute.
+        unit = max(self.step.seconds(plans[0]), 1e-30)
+        for rows in seconds:
+            values = np.concatenate([[1.0], *(-row / unit for row in rows)])
+            solver.addRow(-np.inf, 0.0, len(least), np.arange(len(least), dtype=np.int32), values)
+        ends = np.cumsum([1, *counts])
+        for start, stop in itertools.pairwise(ends):
+            columns = np.arange(start, stop, dtype=np.int32)
+            solver.addRow(1.0, 1.0, len(columns), columns, np.ones(len(columns)))
+        solver.run()
+        found = np.maximum(np.array(solver.getSolution().col_value), least)
+        rows = {r: found[a:b] / found[a:b].sum() for r, (a, b) in zip(regions, itertools.pairwise(ends), strict=True)}
         return replace(self, rows=rows)
 
-    def same(self, other: Weights) -> bool:
-        """Whether both are equal in each region."""
-        regions = dict.fromkeys((*self.rows, *other.rows))
-        count = {region: len(self.step.rows(region)) for region in regions}
-        return all(np.array_equal(self._rows(r, count[r]), other._rows(r, count[r])) for r in regions)
+    def _floor(self, region: str, count: int) -> Floats:
+        """The least weight of each row."""
+        found = np.zeros(count)
+        found[2 : 2 + self.step.axes] = LEAST * (region != BEFORE)
+        return found
+
+    def _rows(self, region: str) -> Floats:
+        found = self.rows.get(region)
+        if found is None:
+            found = self._floor(region, len(self.step.rows(region)))
+            found[0] = 1 - found.sum()
+        return found
