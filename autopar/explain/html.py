@@ -152,9 +152,10 @@ def _facts(plan: Plan, step: Timeline | SimulatedPipeline, budget: float) -> lis
     peaks = step.peaks if isinstance(step, SimulatedPipeline) else [step.peak_memory(0)]
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.axes)
     splits = f"{plan.microbatches} microbatches" + (f", {len(plan.stages)} stages" if staged else "")
+    predicted = "step, predicted" if plan.overlap else "step, nothing overlapped"
     return [
         ("devices", f"{math.prod(plan.axis_sizes)}: {mesh}"),
-        ("step, nothing overlapped", format_seconds(plan.predicted.step_seconds)),
+        (predicted, format_seconds(plan.predicted.step_seconds)),
         ("step, simulated, without the optimizer's", format_seconds(timeline.step_seconds)),
         *([("the step is split into", splits)] if plan.microbatches > 1 or staged else []),
         ("parameters, gradients, optimizer", f"{format_bytes(memory_of(plan))} of {format_bytes(budget)}"),

@@ -74,13 +74,15 @@ class Predicted:
     """What one step costs on each device.
 
     Attributes:
-        step_seconds: compute, communication and copies to host memory and back, without any overlap.
+        step_seconds: compute, copies to host memory and back, and communication: that which kernels do not hide if the
+            plan overlaps, and else all of it.
         compute_seconds: the part that is compute.
         memory_bytes: by category: parameters, gradients, optimizer, buffers.
         peak_bytes: by category, at the peak of the rewritten graph, see `autopar.memory.liveness`; empty where no
             budget was set.
         communication_bytes: bytes that a device sends, by axis.
         collectives: how many, by axis and kind.
+        communication_seconds: all collectives, hidden or not, with the kernels that copy for them.
         host_seconds: copies to host memory and back.
         host_bytes: the most that a device has in host memory.
     """
@@ -93,6 +95,7 @@ class Predicted:
     peak_bytes: Mapping[str, float] = field(default_factory=dict)
     host_seconds: float = 0.0
     host_bytes: float = 0.0
+    communication_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -150,17 +150,20 @@ def _traffic(by_axis: Mapping[str, float], axes: Sequence[str]) -> str:
 def _totals(plan: Plan) -> RenderableType:
     """Figures of a whole step on one device: seconds, traffic by axis, and memory by category."""
     predicted = plan.predicted
-    communication = max(0.0, predicted.step_seconds - predicted.compute_seconds - predicted.host_seconds)
-    split = f"compute {format_seconds(predicted.compute_seconds)}, communication {format_seconds(communication)}"
+    exposed = format_seconds(max(0.0, predicted.step_seconds - predicted.compute_seconds - predicted.host_seconds))
+    if plan.overlap:
+        exposed = f"{format_seconds(predicted.communication_seconds)}, {exposed} of it not hidden"
+    split = f"compute {format_seconds(predicted.compute_seconds)}, communication {exposed}"
     split += f", copies to the host and back {format_seconds(predicted.host_seconds)}" if predicted.host_seconds else ""
-    rows = [("predicted step", f"{format_seconds(predicted.step_seconds)}: {split}, nothing overlapped")]
+    apart = "" if plan.overlap else ", nothing overlapped"
+    rows = [("predicted step", f"{format_seconds(predicted.step_seconds)}: {split}{apart}")]
     for name, size in plan.axes:
         sent = format_bytes(predicted.communication_bytes.get(name, 0.0))
         counts = predicted.collectives.get(name, {})
         kinds = ", ".join(f"{count} {kind.replace('_', '-')}" for kind, count in counts.items() if count)
         rows.append((f"axis {name} ({size})", f"{sent} sent per device; {kinds or 'no collectives'}"))
     if plan.overlap:
-        rows.append(("overlap", "collectives of a block together, ahead of and beside kernels; not in the prediction"))
+        rows.append(("overlap", "collectives of a block together, ahead of and beside kernels"))
     memory = predicted.memory_bytes
     # Known categories first, in a fixed order.
     order = [name for name in CATEGORIES if name in memory] + [name for name in memory if name not in CATEGORIES]

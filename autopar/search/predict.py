@@ -87,6 +87,7 @@ def _predict(program: Program, dims: Dims, plan: Plan, classes: LayerClasses | N
         peak_bytes=plan.predicted.peak_bytes,  # measured on the graph: a prediction has none of its own
         host_seconds=account.host_seconds,
         host_bytes=account.host_bytes,
+        communication_seconds=account.communication,
     )
     return predicted, _rows(program, dims, plan, assignment, account)
 
@@ -129,6 +130,7 @@ class _Account:
     regions: Regions
     assignment: Assignment
     compute: float = 0.0
+    communication: float = 0.0
     host_seconds: float = 0.0
     host_bytes: float = 0.0
     seconds: dict[fx.Node, float] = field(default_factory=lambda: defaultdict(float))
@@ -161,6 +163,7 @@ class _Account:
     def move(self, node: fx.Node, kind: str, axis: int, size: float, seconds: float, times: int) -> None:
         """Add one redistribution step, or one all-reduce of a lowering, that runs so many times."""
         self.seconds[node] += seconds * times
+        self.communication += seconds * times
         name, n = self.machine.names[axis], self.machine.sizes[axis]
         # Nothing is sent: a slice is local.
         if kind == "slice" or n == 1:

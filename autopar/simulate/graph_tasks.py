@@ -132,6 +132,7 @@ def step_facts(timeline: Timeline, plan: Plan) -> dict[str, Any]:
     return {
         "step_seconds": timeline.step_seconds,
         "predicted_step_seconds": plan.predicted.step_seconds,
+        "overlap": plan.overlap,
         "busy_seconds": timeline.busy[0],
         "communication_seconds": communication,
         "exposed_communication_seconds": timeline.exposed_communication[0],

@@ -53,10 +53,10 @@ def step_table(facts: Mapping[str, Any], width: int = 100) -> str:
         width: columns.
     """
     sums = ", ".join(f"{format_seconds(s)} on {axis}" for axis, s in facts["communication_seconds"].items())
-    peak = facts["peak_memory_bytes"]
+    peak, apart = facts["peak_memory_bytes"], "" if facts["overlap"] else ", nothing overlapped"
     rows = [
         ("step", f"{format_seconds(facts['step_seconds'])}, without the optimizer's"),
-        ("planned as", f"{format_seconds(facts['predicted_step_seconds'])}, nothing overlapped"),
+        ("planned as", f"{format_seconds(facts['predicted_step_seconds'])}{apart}"),
         ("computes", format_seconds(facts["busy_seconds"])),
         ("communicates", sums or "never"),
         ("exposed", f"{format_seconds(facts['exposed_communication_seconds'])} of it, not overlapped with compute"),
