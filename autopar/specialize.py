@@ -33,7 +33,7 @@ from autopar.runtime.step.build import build_step
 from autopar.runtime.step.step import Step
 from autopar.search.formulation.pins import Restrictions
 from autopar.search.microbatch.split import microbatch_program
-from autopar.search.options import OFFLOAD, RECOMPUTE, STAGE_AXIS, Search
+from autopar.search.options import OFFLOAD, OVERLAP, RECOMPUTE, STAGE_AXIS, Search
 from autopar.search.pipeline.space import samples, with_count
 from autopar.sharding.dims import analyze
 
@@ -280,7 +280,7 @@ def _for_further_shape(search: Search, program: Program) -> Search:
     Pinned layouts have no more to decide once parameters are laid out; neither one of the batch nor a number of
     microbatches must stop a short last batch.
     """
-    pins = {name: value for name, value in search.pins.items() if name in (RECOMPUTE, OFFLOAD)}
+    pins = {name: value for name, value in search.pins.items() if name in (RECOMPUTE, OFFLOAD, OVERLAP)}
     most = search.microbatches or 1
     rows = samples(program) if program.training else 1
     count = max(n for n in range(1, most + 1) if rows % n == 0)

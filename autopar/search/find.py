@@ -74,38 +74,94 @@ def _plain(program: Program, dims: Dims, job: Job, classes: LayerClasses) -> Pla
 def _overlapping(program: Program, dims: Dims, job: Job, classes: LayerClasses) -> Plan:
     """The best plan whose collectives run beside kernels.
 
-    Its time is a maximum of sums. Under any weights of these, the cheapest plan bounds the time of all; weights are
-    chosen under which all plans that are known cost much.
+    Its time is a maximum of sums. Under any weights of these, the cheapest plan bounds the time of all: first under
+    weights by which all is hidden that can be, then under those by which all plans that are known cost much.
     """
-    regions, repeat = regions_of(program), program.repeat
-    units = regions.units if repeat is None else repeat.extrapolate(regions.units, regions_of(repeat.shorter).units)
-    weights = Weights(StepTime(regions, len(job.axes), program.part.count, units))
-    deadline = time.monotonic() + job.search.time_limit / 2
-    best: Plan | None = None
-    rounds: list[tuple[_Found, Weights]] = []
-    cuts: list[Mapping[str, Floats]] = []
-    while len(rounds) < ROUNDS:
+    rounds = _Rounds(program, dims, job, classes)
+    rounds.search(rounds.all_hidden)
+    if rounds.go_on():
+        rounds.apart()
+    while rounds.go_on() and len(rounds.found) < ROUNDS:
+        # Half way from the best so far: plans are few, and say little of weights that are far from theirs.
+        weights = rounds.strongest.between(rounds.strongest.best(rounds.features))
         try:
-            found = _search(BudgetProblem.of(program, dims, classes, job, weights))
+            rounds.search(weights)
         except InfeasibleError:
-            if best is None:
-                raise
             break
-        rounds.append((found, weights))
-        plan = predict(program, dims, found.plan, classes)
-        if best is None or plan.predicted.step_seconds < best.predicted.step_seconds:
-            best = plan
-        proof, strongest = max(rounds, key=lambda each: each[0].bound)
-        seconds, bound = best.predicted.step_seconds, proof.bound
-        job.progress("communication behind kernels", seconds, bound)
-        if seconds - bound <= CLOSE * seconds or time.monotonic() > deadline:
-            break
-        cuts.append(step_features(program, dims, plan, classes))
-        # Half way from the best so far: cuts are few, and say little of what is far away.
-        weights = strongest.between(weights.best(cuts))
-    assert best is not None
-    certificate = replace(best.certificate, objective=seconds, lower_bound=min(bound, seconds))
-    return replace(best, certificate=proof.checked(job, certificate))
+    return rounds.result()
+
+
+class _Rounds:
+    """Searches under several weights, and the best plan of all."""
+
+    def __init__(self, program: Program, dims: Dims, job: Job, classes: LayerClasses) -> None:
+        self.program, self.dims, self.job, self.classes = program, dims, job, classes
+        self.deadline = time.monotonic() + job.search.time_limit / 2
+        self.plans: list[Plan] = []
+        self.found: list[tuple[_Found, Weights]] = []
+        self.features: list[Mapping[str, Floats]] = []
+
+    @property
+    def all_hidden(self) -> Weights:
+        """Weights that price communication only where nothing can hide it."""
+        regions, repeat = regions_of(self.program), self.program.repeat
+        units = regions.units if repeat is None else repeat.extrapolate(regions.units, regions_of(repeat.shorter).units)
+        return Weights(StepTime(regions, len(self.job.axes), self.program.part.count, units))
+
+    @property
+    def proof(self) -> _Found:
+        """The search with the highest bound."""
+        return max(self.found, key=lambda each: each[0].bound)[0]
+
+    @property
+    def strongest(self) -> Weights:
+        """The weights with the highest bound."""
+        return max(self.found, key=lambda each: each[0].bound)[1]
+
+    @property
+    def best(self) -> Plan:
+        """The fastest plan."""
+        return min(self.plans, key=lambda plan: plan.predicted.step_seconds)
+
+    def search(self, weights: Weights) -> None:
+        """Search under some weights.
+
+        Raises:
+            InfeasibleError: nothing fits.
+        """
+        found = _search(self._problem(weights))
+        self.found.append((found, weights))
+        self._add(found.plan)
+
+    def apart(self) -> None:
+        """Search as if nothing was hidden: the plan that sends least may be the best of all."""
+        problem = self._problem(None)
+        try:
+            plan = _search(problem).plan
+        except InfeasibleError:
+            return
+        ahead, enough = problem.measured(replace(plan, overlap=True))
+        self._add(ahead if enough else plan)
+
+    def go_on(self) -> bool:
+        """Whether the best plan may be far from the best there is, and there is time."""
+        seconds = self.best.predicted.step_seconds
+        self.job.progress("communication behind kernels", seconds, self.proof.bound)
+        return seconds - self.proof.bound > CLOSE * seconds and time.monotonic() < self.deadline
+
+    def result(self) -> Plan:
+        """The best plan, with the highest bound."""
+        best, proof = self.best, self.proof
+        seconds = best.predicted.step_seconds
+        certificate = replace(best.certificate, objective=seconds, lower_bound=min(proof.bound, seconds))
+        return replace(best, certificate=proof.checked(self.job, certificate))
+
+    def _problem(self, weights: Weights | None) -> BudgetProblem:
+        return BudgetProblem.of(self.program, self.dims, self.classes, self.job, weights)
+
+    def _add(self, plan: Plan) -> None:
+        self.plans.append(predict(self.program, self.dims, plan, self.classes))
+        self.features.append(step_features(self.program, self.dims, plan, self.classes))
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,15 @@ from autopar.search.pipeline.shape import ScheduledStages
 Progress = Callable[[str, float, float], None]
 """``(phase, incumbent, bound)``, in seconds."""
 
-RECOMPUTE, OFFLOAD, MICROBATCHES, STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS = (
-    "recompute", "offload", "microbatches", "stages", "schedule", "virtual", "stage_axis"
+RECOMPUTE, OFFLOAD, OVERLAP, MICROBATCHES, STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS = (
+    "recompute", "offload", "overlap", "microbatches", "stages", "schedule", "virtual", "stage_axis"
 )  # fmt: skip
 """Pins that name no tensor."""
 
 REGATHER, FORMER_REGATHER = "regather", ("gathers",)
 """The value of the pin ``recompute`` that re-gathers parameters only, and what it was called before."""
 
-NO_TENSORS = (RECOMPUTE, OFFLOAD, MICROBATCHES, STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS)
+NO_TENSORS = (RECOMPUTE, OFFLOAD, OVERLAP, MICROBATCHES, STAGES, SCHEDULE, VIRTUAL, STAGE_AXIS)
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,9 @@ class Search:
             ``offload``: ``"search"`` decides which saved activations and optimizer state to offload to host memory,
             ``"none"`` (the default of recipes and pipelines) offloads nothing. Without the pin, offloading is searched
             where nothing fits otherwise and the device has a link to its host.
+
+            ``overlap``: ``"none"`` waits for each collective where it is issued, which takes the least memory;
+            ``"search"``, the default, lets collectives run beside kernels unless that does not fit.
 
             ``microbatches``: how many microbatches a step accumulates gradients over; without it, as many as short
             memory asks for.
@@ -87,8 +90,9 @@ class Search:
         check_recipe(self.recipe, self.roles)
         if self.pins.get(RECOMPUTE, "search") not in ("search", REGATHER, "none", *FORMER_REGATHER):
             raise ValueError(f"pin {RECOMPUTE!r} must be 'search', 'regather' or 'none', got {self.pins[RECOMPUTE]!r}")
-        if self.pins.get(OFFLOAD, "search") not in ("search", "none"):
-            raise ValueError(f"pin {OFFLOAD!r} must be 'search' or 'none', got {self.pins[OFFLOAD]!r}")
+        for name in (OFFLOAD, OVERLAP):
+            if self.pins.get(name, "search") not in ("search", "none"):
+                raise ValueError(f"pin {name!r} must be 'search' or 'none', got {self.pins[name]!r}")
         count = self.pins.get(MICROBATCHES, "search")
         if count != "search" and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             raise ValueError(f"pin {MICROBATCHES!r} must be a positive whole number or 'search', got {count!r}")
@@ -127,6 +131,11 @@ class Search:
     def offload_at_last(self) -> bool:
         """Whether they may where nothing fits otherwise; recipes and roles say what is done without it."""
         return OFFLOAD not in self.pins and not (self.recipe or self.roles or self.pipelines)
+
+    @property
+    def overlap(self) -> bool:
+        """Whether collectives may run beside kernels: the pin ``overlap``."""
+        return bool(self.pins.get(OVERLAP, "search") == "search")
 
     @property
     def regions(self) -> bool:
@@ -202,7 +211,7 @@ class Job:
     def overlaps(self) -> bool:
         """Whether there is something to overlap: the stages of a pipeline are planned as if nothing did."""
         sends = any(size > 1 for size in self.axes.values())
-        return self.overlap and self.stages is None and self.all_points and sends
+        return self.overlap and self.search.overlap and self.stages is None and self.all_points and sends
 
     @property
     def state_share(self) -> float:
