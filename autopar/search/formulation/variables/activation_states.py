@@ -71,8 +71,8 @@ def with_states(context: BuildContext, variable: Variable, node: fx.Node) -> Var
             memory=context.bytes(variable, "out", 0) * memory.state_share,
         )
     prices = context.kernel_prices(node)
-    # Whatever has no states is not hoisted, nor recomputed.
-    priced = replace(variable, cost=prices[0] * variable.cost)
+    # An invariant without states is hoisted; whatever else has none runs where it is.
+    priced = replace(variable, cost=prices[2 if variable.invariant else 0] * variable.cost)
     if is_backward(node) or not (memory.activations or memory.decides_saving):
         return priced
     reads = context.reads[variable.key]

@@ -1,0 +1,74 @@
+"""Weights of kernels and links: the cost that is minimized is what the plan's own regions say, and bounds its time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autopar.costs.cluster import Cluster
+from autopar.ir.program import Program
+from autopar.search.budget.budget_problem import BudgetProblem
+from autopar.search.budget.within_budget import plan_within
+from autopar.search.microbatch.split import microbatch_program
+from autopar.search.options import Job, Search
+from autopar.search.overlap.regions import BEFORE, regions_of
+from autopar.search.overlap.step_time import StepTime
+from autopar.search.overlap.weights import Weights
+from autopar.search.predict import predict, step_features
+from autopar.search.random_plan import random_plan
+from autopar.sharding.dims import Dims, analyze
+from autopar.sharding.layer_classes import LayerClasses, layer_classes
+from tests import models
+
+AXES = {"node": 2, "gpu": 2}
+
+
+def drawn(program: Program, seed: int) -> Weights:
+    """Weights of all regions at random."""
+    regions, random = regions_of(program), np.random.default_rng(seed)
+    step = StepTime(regions, len(AXES), program.part.count, regions.units)
+    rows = {region: random.dirichlet(np.ones(len(step.rows(region)))) for region in {*regions.names.values()}}
+    return Weights(step, {**rows, BEFORE: np.eye(len(step.rows(BEFORE)))[0]})
+
+
+def parts(name: str, microbatches: int) -> tuple[Program, Dims, LayerClasses]:
+    whole, _, _ = models.captured(name)
+    program = microbatch_program(whole, microbatches)
+    dims = analyze(program)
+    return program, dims, layer_classes(program, dims)
+
+
+@pytest.mark.parametrize(("name", "microbatches", "memory"), [
+    ("llama", 1, None), ("llama", 2, None), ("gpt2", 1, None), ("llama", 1, 0.7), ("llama", 2, 0.8),
+])  # fmt: skip
+def test_what_is_minimized_is_what_the_plan_costs_under_these_weights(
+    name: str, microbatches: int, memory: float | None
+) -> None:
+    program, dims, classes = parts(name, microbatches)
+    job = Job(AXES, Cluster.preset("h100"), search=Search(pins={"recompute": "search"}))
+    if memory is not None:
+        ample = plan_within(BudgetProblem.of(program, dims, classes, replace(job, memory=1e12)))
+        job = replace(job, memory=memory * sum(ample.predicted.peak_bytes.values()))
+    for seed in range(3):
+        weights = drawn(program, seed)
+        plan = plan_within(BudgetProblem.of(program, dims, classes, job, weights))
+        features = step_features(program, dims, plan, classes)
+        cost = sum(float(weights.prices(region) @ own) for region, own in features.items())
+        assert cost == pytest.approx(plan.certificate.objective, rel=1e-9)
+        # A weighted mean of rows is at most their maximum.
+        assert cost <= predict(program, dims, plan, classes).predicted.step_seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_no_plan_is_faster_than_the_bound_of_any_weights(name: str) -> None:
+    program, dims, classes = parts(name, 1)
+    cluster = Cluster.preset("h100")
+    job = Job(AXES, cluster)
+    plans = [replace(random_plan(program, dims, AXES, cluster, seed), overlap=True) for seed in range(8)]
+    plans += [replace(plan_within(BudgetProblem.of(program, dims, classes, job)), overlap=True)]
+    seconds = [predict(program, dims, plan, classes).predicted.step_seconds for plan in plans]
+    for seed in range(3):
+        found = plan_within(BudgetProblem.of(program, dims, classes, job, drawn(program, seed)))
+        assert found.certificate.lower_bound <= min(seconds) * (1 + 1e-9)
