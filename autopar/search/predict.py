@@ -19,7 +19,7 @@ from autopar.ir.program import Program
 from autopar.memory.recompute import uniform, weighted
 from autopar.search.overlap.regions import BEFORE, Regions, regions_of
 from autopar.search.overlap.step_time import FILLING, KERNELS, Floats, StepTime, feature, no_features
-from autopar.sharding.assignment import AGAIN, HOISTED, Assignment, all_moves, assign, machine_of
+from autopar.sharding.assignment import HOISTED, IN_BACKWARD, Assignment, all_moves, assign, machine_of
 from autopar.sharding.candidates import candidates, letter_parts, lowered_bytes, split_parts
 from autopar.sharding.dims import Dims, analyze
 from autopar.sharding.layer_classes import LayerClasses, layer_classes
@@ -214,7 +214,7 @@ def _count_moves(
         for (size, kernels, sent), (move, times, at) in zip(known[key], counted, strict=True):
             account.move(node, move.kind, move.axis, size, kernels + sent, times)
             like = first if move in shared else value
-            region, kind = regions.of_move(like, backward=at == AGAIN, hoisted=at == HOISTED)
+            region, kind = regions.of_move(like, backward=at == IN_BACKWARD, hoisted=at == HOISTED)
             account.add(region, KERNELS, kernels * times)
             account.add(region, feature(kind, move.axis, axes), sent * times)
 

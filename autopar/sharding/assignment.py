@@ -223,6 +223,19 @@ def uses(program: Program, assignment: Assignment) -> tuple[Uses, Uses, Uses]:
     return before, first, second
 
 
+def _forward_uses(program: Program, assignment: Assignment) -> Mapping[Value, Sequence[Layout]]:
+    """The layouts in which the forward pass wants each value of its own, the model's results included."""
+    found: dict[Value, list[Layout]] = defaultdict(list)
+    for node, sources in program.sources.items():
+        if not is_backward(node) and node not in assignment.recompute.backward_only:
+            for source, layout in zip(sources, assignment.inputs[node], strict=True):
+                found[source].append(layout)
+    for value, layout in zip(program.output_values, assignment.finals[: program.forward_outputs], strict=False):
+        if value is not None:
+            found[producer(value)].append(layout)
+    return found
+
+
 def value_moves(
     table: Redistributions, made: Layout, consumer: Layout | None, wanted: Sequence[Layout], forced: bool = False
 ) -> list[Move]:
@@ -247,12 +260,12 @@ def value_moves(
     return list(found)
 
 
-HOISTED, FIRST, AGAIN = 0, 1, 2
-"""When a move is made: before the first microbatch, when the value is first read, or once more in the backward pass."""
+HOISTED, IN_FORWARD, IN_BACKWARD = 0, 1, 2
+"""When a move is made: before the first microbatch, or in one of the passes."""
 
 
 class CountedMove(NamedTuple):
-    """A move, how often a step makes it, and when: `HOISTED`, `FIRST` or `AGAIN`."""
+    """A move, how often a step makes it, and when: `HOISTED`, `IN_FORWARD` or `IN_BACKWARD`."""
 
     move: Move
     times: int
@@ -265,6 +278,7 @@ def all_moves(program: Program, dims: Dims, assignment: Assignment, tables: Tabl
     # Values of repeated layers have the same layouts and uses: their moves are found once.
     known: dict[tuple[Redistributions, Layout, Layout | None, tuple[Layout, ...], bool], list[Move]] = {}
     before, first, second = uses(program, assignment)
+    forward = _forward_uses(program, assignment)
     for wanted in (first, second):
         for value, made in assignment.outputs.items():
             early = before.get(value, ()) if wanted is first else ()
@@ -277,14 +291,17 @@ def all_moves(program: Program, dims: Dims, assignment: Assignment, tables: Tabl
                 moves = known[key] if key in known else known.setdefault(key, value_moves(*key))
                 once = len(value_moves(*key[:3], early, forced)) if early else 0  # hoisted users come first
                 times = program.moves(value[0])
+                now = (*early, *(() if wanted is second else forward.get(value, ())))
+                # The backward pass makes by itself what it alone needs.
+                in_forward = moves if now == targets else value_moves(*key[:3], now, forced)
                 for i, move in enumerate(moves):
-                    at = HOISTED if i < once else AGAIN if wanted is second else FIRST
+                    at = HOISTED if i < once else IN_FORWARD if move in in_forward else IN_BACKWARD
                     found[value].append(CountedMove(move, 1 if i < once else times, at))
     for value, layouts, users in _per_use_moves(program, assignment):
         if value in dims.types:
             consumer, table = assignment.consumer_layouts.get(value), tables.of(dims.types[value])
             moves = value_moves(table, assignment.outputs[value], consumer, layouts, value in assignment.forced)
-            found[value] += [CountedMove(move, users * program.moves(value[0]), AGAIN) for move in moves]
+            found[value] += [CountedMove(move, users * program.moves(value[0]), IN_BACKWARD) for move in moves]
     return {value: moves for value, moves in found.items() if moves}
 
 

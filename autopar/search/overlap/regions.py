@@ -39,7 +39,7 @@ class Regions:
         from_parameters: inputs, and operators that compute from parameters, buffers and constants alone.
         filling: operators of the backward pass from which one gradient of a parameter is computed, and nothing else.
         gradients: those of them whose values are the gradient, in whatever form.
-        readers: by value, the regions in which the forward and the backward pass first read it.
+        readers: by value, the operators by which the forward and the backward pass first read it.
     """
 
     program: Program
@@ -50,7 +50,7 @@ class Regions:
     from_parameters: frozenset[fx.Node]
     filling: frozenset[fx.Node]
     gradients: frozenset[fx.Node]
-    readers: Mapping[tuple[Value, bool], str]
+    readers: Mapping[tuple[Value, bool], fx.Node]
 
     def again(self, node: fx.Node) -> str:
         """The region in which an operator of the forward pass is recomputed."""
@@ -75,12 +75,14 @@ class Regions:
             return own, GRADIENT
         # What the forward pass does not read is moved in the backward pass the first time, too.
         late = backward or ((value, False) not in self.readers and (value, True) in self.readers) or is_backward(node)
-        region = self.readers.get((value, late), own)
+        first = self.readers.get((value, late))
         if reader in self.names and reader not in self.from_parameters:
-            region = self.names[reader]
+            first = reader
+        region = own if first is None else self.names[first]
         if node in self.from_parameters:
             return region, GATHER
-        return region, WAITED if late else BLOCKING
+        # What a gradient of a weight waits for cannot be filled with it.
+        return region, WAITED if late and first not in self.filling else BLOCKING
 
 
 def regions_of(program: Program) -> Regions:
@@ -100,7 +102,7 @@ def _regions(program: Program) -> Regions:
     filling, gradients = _towards_gradients(program)
     own = [n for n in forward if n not in static] or ordered
     closing = [n for n in ordered if is_backward(n)] or ordered
-    readers = _readers(program, names, static)
+    readers = _readers(program, static)
     return Regions(
         program, names, _units(program, names, readers), names[own[0]], names[closing[-1]], static, filling,
         gradients, readers,
@@ -161,11 +163,9 @@ def _towards_gradients(program: Program) -> tuple[frozenset[fx.Node], frozenset[
     return frozenset(filling), frozenset(kept)
 
 
-def _readers(
-    program: Program, names: Mapping[fx.Node, str], static: Iterable[fx.Node]
-) -> dict[tuple[Value, bool], str]:
+def _readers(program: Program, static: Iterable[fx.Node]) -> dict[tuple[Value, bool], fx.Node]:
     """What computes from parameters alone reads where its own result is read first."""
-    first: dict[tuple[Value, bool], str] = {}
+    first: dict[tuple[Value, bool], fx.Node] = {}
     for node in reversed(program.sources):
         for source in program.sources[node]:
             if node in static:
@@ -174,11 +174,13 @@ def _readers(
                     if later is not None:
                         first[source, backward] = later
             else:
-                first[source, is_backward(node)] = names[node]
+                first[source, is_backward(node)] = node
     return first
 
 
-def _units(program: Program, names: Mapping[fx.Node, str], readers: Mapping[tuple[Value, bool], str]) -> dict[str, int]:
+def _units(
+    program: Program, names: Mapping[fx.Node, str], readers: Mapping[tuple[Value, bool], fx.Node]
+) -> dict[str, int]:
     blocks: dict[str, set[str]] = defaultdict(set)
     for node, region in names.items():
         block = block_of(module_path(node), program.blocks)
@@ -187,7 +189,7 @@ def _units(program: Program, names: Mapping[fx.Node, str], readers: Mapping[tupl
     parameters: dict[str, int] = defaultdict(int)
     for node, spec in zip(program.placeholders, program.inputs, strict=True):
         for backward in (False, True):
-            region = readers.get(((node, 0), backward))
-            if spec.kind == "parameter" and region is not None:
-                parameters[region] += 1
+            reader = readers.get(((node, 0), backward))
+            if spec.kind == "parameter" and reader is not None:
+                parameters[names[reader]] += 1
     return {region: len(blocks[region]) or max(parameters[region], 1) for region in set(names.values())}
