@@ -179,7 +179,7 @@ class _Found:
 
     def checked(self, job: Job, certificate: Certificate) -> Certificate:
         """The certificate with a bound that was verified apart from the search, if that is asked for."""
-        if not job.search.check or requested():
+        if not (job.search.check and self.claims) or requested():
             return certificate
         job.progress("checking the bound", certificate.objective, certificate.lower_bound)
         seconds = job.search.time_limit / len(self.claims)
@@ -195,7 +195,8 @@ def _search(problem: BudgetProblem) -> _Found:
     claims: Sequence[Claim]
     if decided or len(job.axes) <= EXACT_AXES:
         plan, fixed = plan_within(problem), 0.0
-        claims = [max(problem.claims, key=lambda claim: claim.bound)]  # each is about all plans
+        # Each is about all plans; of the plans for a stage's devices nothing is claimed.
+        claims = [max(problem.claims, key=lambda claim: claim.bound)] if problem.claims else []
     else:
         machine, restrictions = problem.tables.machine, job.restrictions
         fixed, claims = bound_by_axes(program, dims, classes, machine, restrictions, problem.weights)

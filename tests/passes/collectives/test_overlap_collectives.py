@@ -127,7 +127,8 @@ def test_what_is_in_flight_must_fit() -> None:
     assert needed[0] > needed[1]
     search = Search(recipe="fsdp", pins={"recompute": "regather", "microbatches": 1})
     tight = solve(program, {"data": 4}, "h100", memory=needed[1] + 1, search=search)
-    assert not tight.overlap
+    # It may overlap if it re-gathers more; in less memory than any such plan takes, nothing does.
+    assert sum(peak_memory(rewrite(program, tight), tight).values()) <= needed[1] + 1
     roomy = solve(program, {"data": 4}, "h100", memory=needed[0] + 1, search=search)
     assert roomy.overlap
     assert sum(roomy.predicted.peak_bytes.values()) == needed[0]

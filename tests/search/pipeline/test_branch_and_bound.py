@@ -155,7 +155,8 @@ def test_within_a_budget_nothing_beats_what_is_found_or_its_bound(schedules: tup
     search = Search(pins={"stages": "search", **pins})
     plan = solve(program, AXES, slow, memory=budget, search=search)
     assert sum(plan.predicted.peak_bytes.values()) <= budget
-    assert ample.predicted.step_seconds < plan.predicted.step_seconds
+    # The search of pipelines ends where none can be faster by half a per cent.
+    assert 0.995 * ample.predicted.step_seconds < plan.predicted.step_seconds
     assert plan.certificate.space.startswith("no pipeline, or stages cut anywhere")
     others = [solve(program, AXES, slow, memory=budget, search=Search(pins={"microbatches": 8}))]
     for schedule in schedules:
