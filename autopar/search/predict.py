@@ -158,14 +158,16 @@ def _count_operators(
 
 def _count_moves(program: Program, dims: Dims, assignment: Assignment, account: _Account) -> None:
     tables = Tables(account.machine)
-    known: dict[tuple[Redistributions, tuple[Move, ...]], list[tuple[Move, float, float]]] = {}
+    known: dict[tuple[Redistributions, tuple[Move, ...]], list[tuple[Move, float, float, float]]] = {}
     for (node, out), counted in all_moves(program, dims, assignment, tables).items():
         table, moves = tables.of(dims.types[node, out]), [move for move, _ in counted]
         key = (table, tuple(moves))
         if key not in known:
             sizes = [moved_bytes(table.type, move, account.machine.sizes) for move in moves]
-            known[key] = list(zip(moves, sizes, table.move_seconds(moves).tolist(), strict=True))
-        for (move, size, seconds), (_, times) in zip(known[key], counted, strict=True):
+            seconds_of_moves, local = table.move_seconds(moves).tolist(), table.local_seconds(moves).tolist()
+            known[key] = list(zip(moves, sizes, seconds_of_moves, local, strict=True))
+        for (move, size, seconds, kernels), (_, times) in zip(known[key], counted, strict=True):
+            account.compute += kernels * times
             account.move(node, move.kind, move.axis, size, seconds, times)
 
 

@@ -20,6 +20,10 @@ from autopar.ir.layout import Factor, Layout, Partial, Placement, Replicate, Spl
 from autopar.sharding.candidates import layouts, split_parts
 
 
+WIRE = {"bool": "uint8", "int16": "int32"}
+"""What dtypes are sent as that Gloo does not support; complex ones are sent as pairs."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """A mesh on a cluster: everything that a cost depends on.
@@ -121,24 +125,86 @@ class Redistributions:
         return np.array([split_parts(layout, self.machine.sizes) for layout in self.layouts], dtype=np.int64)
 
     def move_seconds(self, moves: Sequence[Move]) -> NDArray[np.float64]:
-        """Time of each move: the collective, a launch and a pass over the local tensor; casts around it, if any."""
-        device = self.machine.device
-        cast = np.array([reduces(m.kind) and sum_dtype(self.type) != self.type.dtype for m in moves], dtype=bool)
-        item = np.where(cast, item_bytes(sum_dtype(self.type)), item_bytes(self.type.dtype))
-        ends = np.array([(self.index[m.source], self.index[m.target]) for m in moves], dtype=np.int64).reshape(-1, 2)
-        size = self.type.numel * item / self.parts[ends].min(axis=1)
-        # Casts to and from the dtype of the sum are a pass each, besides the copy into the collective's order.
-        passes = np.where(cast, 3, 1)
-        seconds = np.asarray(passes * (device.launch + size / (device.bandwidth * device.streaming)), dtype=np.float64)
+        """Time of each move: what `autopar.sharding.emit.MoveEmitter` emits, collective and kernels, with launches."""
+        device, seconds = self.machine.device, self.local_seconds(moves)
         groups: dict[tuple[str, int], list[int]] = {}
         for i, move in enumerate(moves):
             groups.setdefault((move.kind, move.axis), []).append(i)
+        size = np.array([moved_bytes(self.type, m, self.machine.sizes) for m in moves])
         for (kind, axis), members in groups.items():
-            # A slice communicates nothing; its launch and pass are counted above.
-            if kind != "slice":
-                collective = COLLECTIVES[kind]
-                seconds[members] += collective(size[members], self.machine.sizes[axis], self.machine.links[axis])
+            # Along an axis of one device nothing is emitted; no move is free, or plans could make it at will.
+            if self.machine.sizes[axis] == 1:
+                seconds[members] += device.launch
+            elif kind != "slice":
+                ring = COLLECTIVES[kind](size[members], self.machine.sizes[axis], self.machine.links[axis])
+                seconds[members] += ring + device.launch
         return seconds
+
+    def local_seconds(self, moves: Sequence[Move]) -> NDArray[np.float64]:
+        """The part of each move that kernels on its own device take: casts, and copies to and from a collective's order.
+
+        Arguments are taken to be row-major. Collectives exchange blocks of the first dim: a factor that has others
+        before it is brought there, or back from there, by a copy. A slice is always one.
+        """
+        widened = np.array([reduces(m.kind) and sum_dtype(self.type) != self.type.dtype for m in moves], dtype=bool)
+        wire = np.array([not reduces(m.kind) and m.kind != "slice" for m in moves], dtype=bool)
+        own = item_bytes(self.type.dtype)
+        sent = np.where(widened, item_bytes(sum_dtype(self.type)), own)
+        wire_item = item_bytes(WIRE.get(self.type.dtype, self.type.dtype))
+        cast = np.where(widened, own + sent, np.where(wire & (self.type.dtype in WIRE), own + wire_item, 0))
+        to_front, from_front, slices = (
+            np.array([count(m) for m in moves], dtype=np.float64)
+            for count in (self._copied_before, self._copied_after, self._sliced)
+        )
+        emitted = np.array([self.machine.sizes[m.axis] > 1 for m in moves], dtype=bool)
+        ends = np.array([(self.index[m.source], self.index[m.target]) for m in moves], dtype=np.int64).reshape(-1, 2)
+        local = self.type.numel / self.parts[ends]
+        bytes_moved = local[:, 0] * (cast + 2 * sent * to_front) + local[:, 1] * (cast + 2 * own * (from_front + slices))
+        launches = 2 * (cast > 0) + to_front + from_front + slices
+        device = self.machine.device
+        seconds = bytes_moved / (device.bandwidth * device.streaming) + launches * device.launch
+        return np.asarray(np.where(emitted, seconds, 0.0), dtype=np.float64)
+
+    def _copied_before(self, move: Move) -> bool:
+        """Whether a copy brings the factor that is split to the front, before it is sent."""
+        into = move.target[move.axis]
+        return move.kind in ("reduce_scatter", "all_to_all") and self._outer(move.source, into) > 1
+
+    def _copied_after(self, move: Move) -> bool:
+        """Whether a copy brings the factor that was split back from the front, once it is received."""
+        out = move.source[move.axis]
+        if move.kind == "all_gather":
+            return self._outer(move.source, out) > 1
+        return move.kind == "all_to_all" and self._outer(move.target, out) > 1
+
+    def _sliced(self, move: Move) -> int:
+        """Copies of a slice: its own, and one before it where a dim begins with another factor."""
+        if move.kind != "slice":
+            return 0
+        into = move.target[move.axis]
+        assert isinstance(into, Split)
+        return 1 + (self._outer(move.source, into) > self._outer(move.source, Split(into.dim, 0)))
+
+    def _outer(self, layout: Layout, position: Placement) -> int:
+        """Local elements of the dims and factors before the one at a position."""
+        assert isinstance(position, Split)
+        return int(self._before[self.index[layout], self._column[position.dim, position.factor]])
+
+    @cached_property
+    def _column(self) -> dict[tuple[int, int], int]:
+        every = ((d, j) for d, dim in enumerate(self.type.dims) for j in range(max(1, len(dim))))
+        return {position: i for i, position in enumerate(every)}
+
+    @cached_property
+    def _before(self) -> NDArray[np.int64]:
+        """``[layouts, factors]``: local elements of all factors before each."""
+        sizes = [f.size for dim in self.type.dims for f in (dim or (Factor("", 1),))]
+        local = np.tile(np.array(sizes, dtype=np.int64), (len(self.layouts), 1))
+        for i, layout in enumerate(self.layouts):
+            for placement, n in zip(layout, self.machine.sizes, strict=True):
+                if isinstance(placement, Split):
+                    local[i, self._column[placement.dim, placement.factor]] //= n
+        return np.cumprod(np.concatenate([np.ones((len(local), 1), dtype=np.int64), local], axis=1), axis=1)[:, :-1]
 
     @cached_property
     def _solved(self) -> tuple[NDArray[np.float64], NDArray[np.int64], dict[tuple[int, int], Move]]:
