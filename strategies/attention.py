@@ -203,11 +203,12 @@ def attention_backward(
 
 
 @rule(ours.attention_drawing)
-def attention_drawing(query: Spec, key: Spec, value: Spec, bias: Spec | None, *_: Any) -> Rule:
+def attention_drawing(query: Spec, key: Spec, value: Spec, bias: Spec | None, *rest: Any) -> Rule:
     """Attention that draws what dropout keeps: a pass makes it of blocks, which cannot be cut further."""
     extra = [] if bias is None else [_mask(bias)]
     equation, sizes = f"{','.join([BHQD, BHKD, BHKE, *extra])}->{BHQE},b(hg)q,_,_", _sizes(query, key)
-    return Rule(equation, blocked="bhgqkde", random=True, sizes=sizes, strides=HEADS_LAST)
+    flops = _flops(query, key, value, 2.0, rest[1])
+    return Rule(equation, blocked="bhgqkde", random=True, sizes=sizes, flops=flops, strides=HEADS_LAST)
 
 
 @rule(ours.attention_drawing_backward)
@@ -221,7 +222,8 @@ def attention_drawing_backward(
     inputs, made = [BHQE, BHQD, BHKD, BHKE, *masks, BHQE, "b(hg)q", *state], masks[0] if masks and rest[-1] else "_"
     equation, sizes = f"{','.join(inputs)}->{BHQD},{BHKD},{BHKE},{made}", _sizes(query, key)
     strides = (LAST, *HEADS_LAST, *[ANY] * len(masks), LAST)
-    return Rule(equation, blocked="bhgqkde", sizes=sizes, strides=strides)
+    flops = _flops(query, key, value, 5.0, rest[1])
+    return Rule(equation, blocked="bhgqkde", sizes=sizes, flops=flops, strides=strides)
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu.default)

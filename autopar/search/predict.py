@@ -18,9 +18,10 @@ from autopar.ir.plan import ModuleRow, Plan, Predicted
 from autopar.ir.program import Program
 from autopar.memory.recompute import uniform, weighted
 from autopar.sharding.assignment import Assignment, all_moves, assign, machine_of
-from autopar.sharding.candidates import candidates, letter_parts, lowered_bytes, split_parts
+from autopar.sharding.candidates import candidates, split_parts
 from autopar.sharding.dims import Dims, analyze
 from autopar.sharding.layer_classes import LayerClasses, layer_classes
+from autopar.sharding.lowered.cost import lowered_cost
 from autopar.sharding.operator_cost import operator_seconds
 from autopar.sharding.redistribute import Machine, Move, Redistributions, Tables, moved_bytes
 
@@ -151,9 +152,8 @@ def _count_operators(
         # that only recomputed operators read runs there alone.
         first = 1 if node in assignment.hoisted else runs * (node not in recompute.backward_only)
         times = first + runs * recompute.times(node)
-        account.compute += known[key] * times
+        account.compute += (known[key] - _count_lowering(node, dims, names, account, times)) * times
         account.seconds[node] += known[key] * times
-        _count_lowering(node, dims, names, account, times)
 
 
 def _count_moves(program: Program, dims: Dims, assignment: Assignment, account: _Account) -> None:
@@ -190,15 +190,13 @@ def _count_copies(program: Program, dims: Dims, assignment: Assignment, account:
         account.copy(node, size, 2 * float(copy_seconds(size, machine.device)) * program.runs(node))
 
 
-def _count_lowering(node: fx.Node, dims: Dims, names: tuple[str, ...], account: _Account, times: int) -> None:
-    operator = dims.operators[node]
-    if not operator.rule.lower:
-        return
-    for axis, name in enumerate(names):
-        letter = name.partition(".")[0]
-        for letters, size in lowered_bytes(operator, letter) if letter in operator.rule.lower else ():
-            local = size / letter_parts(names, letters, account.machine.sizes)
-            account.move(node, "all_reduce", axis, local, 0.0, times)  # its time is the operator's
+def _count_lowering(node: fx.Node, dims: Dims, names: tuple[str, ...], account: _Account, times: int) -> float:
+    """Count the collectives of a lowering; their seconds, which are the operator's, in one run."""
+    operator, machine = dims.operators[node], account.machine
+    found = lowered_cost(operator, names, machine) if operator.rule.lower else None
+    for made in found.collectives if found is not None else ():
+        account.move(node, made.kind, machine.names.index(made.axis), made.bytes, 0.0, times)
+    return sum(machine.seconds(made) for made in found.collectives) if found is not None else 0.0
 
 
 def _memory(program: Program, plan: Plan, assignment: Assignment) -> dict[str, float]:

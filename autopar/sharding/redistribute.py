@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from autopar.costs.cluster import Device, Link
 from autopar.costs.collectives import COLLECTIVES
 from autopar.ir.layout import Factor, Layout, Partial, Placement, Replicate, Split, TensorType, item_bytes
+from autopar.ir.ops.collectives import Collective
 from autopar.sharding.candidates import layouts, split_parts
-
 
 WIRE = {"bool": "uint8", "int16": "int32"}
 """What dtypes are sent as that Gloo does not support; complex ones are sent as pairs."""
@@ -39,6 +39,11 @@ class Machine:
     sizes: tuple[int, ...]
     links: tuple[Link, ...]
     device: Device
+
+    def seconds(self, made: Collective) -> float:
+        """Seconds of a collective, its launch included."""
+        axis = self.names.index(made.axis)
+        return float(COLLECTIVES[made.kind](made.bytes, self.sizes[axis], self.links[axis])) + self.device.launch
 
 
 @dataclass(frozen=True)
@@ -141,49 +146,51 @@ class Redistributions:
         return seconds
 
     def local_seconds(self, moves: Sequence[Move]) -> NDArray[np.float64]:
-        """The part of each move that kernels on its own device take: casts, and copies to and from a collective's order.
+        """The part of each move that the device's own kernels take: casts, and copies to and from a collective's order.
 
-        Arguments are taken to be row-major. Collectives exchange blocks of the first dim: a factor that has others
-        before it is brought there, or back from there, by a copy. A slice is always one.
+        Collectives exchange blocks of the first dim: a factor that has others before it is brought there, or back from
+        there, by a copy. A slice is always one. What is not row-major is copied besides, see `TensorType.relaid`.
         """
-        widened = np.array([reduces(m.kind) and sum_dtype(self.type) != self.type.dtype for m in moves], dtype=bool)
-        wire = np.array([not reduces(m.kind) and m.kind != "slice" for m in moves], dtype=bool)
-        own = item_bytes(self.type.dtype)
-        sent = np.where(widened, item_bytes(sum_dtype(self.type)), own)
-        wire_item = item_bytes(WIRE.get(self.type.dtype, self.type.dtype))
-        cast = np.where(widened, own + sent, np.where(wire & (self.type.dtype in WIRE), own + wire_item, 0))
-        to_front, from_front, slices = (
-            np.array([count(m) for m in moves], dtype=np.float64)
-            for count in (self._copied_before, self._copied_after, self._sliced)
+        if not moves:
+            return np.zeros(0)
+        device, own = self.machine.device, item_bytes(self.type.dtype)
+        sent, cast = (np.array(column, dtype=np.float64) for column in zip(*map(self._items, moves), strict=True))
+        before, after = (
+            np.array([count(m) for m in moves], dtype=np.float64) for count in (self._copies_before, self._copies_after)
         )
-        emitted = np.array([self.machine.sizes[m.axis] > 1 for m in moves], dtype=bool)
-        ends = np.array([(self.index[m.source], self.index[m.target]) for m in moves], dtype=np.int64).reshape(-1, 2)
-        local = self.type.numel / self.parts[ends]
-        bytes_moved = local[:, 0] * (cast + 2 * sent * to_front) + local[:, 1] * (cast + 2 * own * (from_front + slices))
-        launches = 2 * (cast > 0) + to_front + from_front + slices
-        device = self.machine.device
-        seconds = bytes_moved / (device.bandwidth * device.streaming) + launches * device.launch
-        return np.asarray(np.where(emitted, seconds, 0.0), dtype=np.float64)
+        ends = np.array([(self.index[m.source], self.index[m.target]) for m in moves], dtype=np.int64)
+        source, target = (self.type.numel / self.parts[ends]).T
+        moved = source * (cast + 2 * sent * before) + target * (cast + 2 * own * after)
+        seconds = moved / (device.bandwidth * device.streaming) + (2 * (cast > 0) + before + after) * device.launch
+        # Along an axis of one device nothing is emitted.
+        return np.asarray(np.where([self.machine.sizes[m.axis] > 1 for m in moves], seconds, 0.0), dtype=np.float64)
 
-    def _copied_before(self, move: Move) -> bool:
-        """Whether a copy brings the factor that is split to the front, before it is sent."""
+    def _items(self, move: Move) -> tuple[int, int]:
+        """Bytes of an element as it is copied before a move, and as it is read and written by a cast; 0 for no cast."""
+        own, sent = self.type.dtype, sum_dtype(self.type) if reduces(move.kind) else self.type.dtype
+        if sent != own:
+            return item_bytes(sent), item_bytes(own) + item_bytes(sent)
+        wired = own in WIRE and not reduces(move.kind) and move.kind != "slice"
+        return item_bytes(own), item_bytes(own) + item_bytes(WIRE[own]) if wired else 0
+
+    def _copies_before(self, move: Move) -> int:
+        """Copies of what is moved: the factor that is split comes first, and all is row-major."""
         into = move.target[move.axis]
-        return move.kind in ("reduce_scatter", "all_to_all") and self._outer(move.source, into) > 1
+        if move.kind in ("reduce_scatter", "all_to_all") and self._outer(move.source, into) > 1:
+            return 1
+        return int(self.type.relaid > 0 and move.kind != "all_reduce")
 
-    def _copied_after(self, move: Move) -> bool:
-        """Whether a copy brings the factor that was split back from the front, once it is received."""
-        out = move.source[move.axis]
-        if move.kind == "all_gather":
-            return self._outer(move.source, out) > 1
-        return move.kind == "all_to_all" and self._outer(move.target, out) > 1
-
-    def _sliced(self, move: Move) -> int:
-        """Copies of a slice: its own, and one before it where a dim begins with another factor."""
-        if move.kind != "slice":
-            return 0
-        into = move.target[move.axis]
-        assert isinstance(into, Split)
-        return 1 + (self._outer(move.source, into) > self._outer(move.source, Split(into.dim, 0)))
+    def _copies_after(self, move: Move) -> int:
+        """Copies of the result: the factor that was split comes back to its place; a slice is one, or two."""
+        kind, out, into = move.kind, move.source[move.axis], move.target[move.axis]
+        count = int(self.type.relaid > 1)
+        if kind in ("all_gather", "all_to_all"):
+            count += self._outer(move.source if kind == "all_gather" else move.target, out) > 1
+        if kind == "slice":
+            assert isinstance(into, Split)
+            # Before its own there is another one where its dim begins with another factor.
+            count += 1 + (self._outer(move.source, into) > self._outer(move.source, Split(into.dim, 0)))
+        return count
 
     def _outer(self, layout: Layout, position: Placement) -> int:
         """Local elements of the dims and factors before the one at a position."""
