@@ -56,7 +56,7 @@ def copies_work(operator: Operator, chosen: Candidates, sizes: tuple[int, ...]) 
 
 
 def emitted_kernels(operator: Operator, strategy: tuple[str, ...], machine: Machine) -> Work:
-    """All kernels that are emitted for an operator under one strategy name an axis: its own, or those of its lowering."""
+    """All kernels that are emitted for an operator under one strategy name an axis: its own, or its lowering's."""
     one = candidates(operator, machine.sizes, allowed=[[n] for n in strategy])
     lowered = lowered_cost(operator, strategy, machine)
     own = operator_work(operator, one, machine.sizes) if lowered is None else lowered.kernels

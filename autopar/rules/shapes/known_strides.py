@@ -20,7 +20,7 @@ from autopar._torch_compat import OpOverload, storage_id
 from autopar.errors import InvalidRuleError
 from autopar.ir.graph import Value, map_nodes, producer, tensor_arguments, values_of
 from autopar.ir.node_info import info
-from autopar.ir.ops import attention
+from autopar.ir.ops import attention, cross_entropy
 from autopar.ir.ops.collectives import COALESCED, c10d
 from autopar.ir.ops.host import to_device, to_host
 from autopar.ir.ops.random import replayed, seeded
@@ -41,7 +41,8 @@ ROW_MAJOR_RESULTS = frozenset({
     aten.select_backward.default, aten.slice_backward.default, aten.masked_fill.Scalar, aten.masked_fill.Tensor,
     aten.stack.default, aten.topk.default, aten.tril.default, aten.triu.default, aten.full.default, aten.zeros.default,
     aten.ones.default, aten.arange.default, aten.arange.start, aten.arange.start_step, aten.scalar_tensor.default,
-    aten.eye.default, c10d.all_reduce.default, c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default,
+    aten.eye.default, cross_entropy.cross_entropy, cross_entropy.cross_entropy_backward,
+    c10d.all_reduce.default, c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default,
     c10d.all_to_all_single.default, *COALESCED.values(),
 })  # fmt: skip
 """Operators that make new memory, row-major, whatever the strides of their arguments; the oracle's tests show it."""

@@ -7,7 +7,7 @@ are. Strategies of operators are many, but only few have lowerings, and each of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +19,7 @@ from autopar._torch_compat import storage_id
 from autopar.costs.kernels import Work, stream
 from autopar.ir.graph import tensor_arguments, values_of
 from autopar.ir.layout import Layout, local_shape
-from autopar.ir.node_info import info
+from autopar.ir.node_info import info, set_info
 from autopar.ir.ops.collectives import Collective, c10d
 from autopar.rules.shapes.kernel_shapes import called
 from autopar.rules.shapes.known_strides import local_rule
@@ -51,13 +51,20 @@ def emitted_work(node: fx.Node) -> Work | None:
     if node.target is c10d.wait_tensor.default or info(node).collective is not None:
         return None
     results = [v for v in values_of(node) if v is not None]
-    inputs = [v for a in tensor_arguments(node) for v in values_of(a) if v is not None]
+    sources = [a for a in tensor_arguments(node) if not _drawn(a)]
+    inputs = [v for a in sources for v in values_of(a) if v is not None]
     storages = {storage_id(v) for v in inputs}
     if not results or all(storage_id(v) in storages for v in results):
         return None
-    work = stream(sum(v.nbytes for v in (*inputs, *results)))
     rule = local_rule(node, called(node))
+    between = rule.between if rule is not None and len(sources) == len(tensor_arguments(node)) else 0.0
+    work = stream(sum(v.nbytes for v in (*inputs, *results)) + between)
     return work if rule is None or not rule.flops else work.computing(rule.flops)
+
+
+def _drawn(node: fx.Node) -> bool:
+    """Whether a tensor is not in memory: the kernel that reads it draws it by itself."""
+    return any(t is not None and t.drawn for t in info(node).types)
 
 
 @lru_cache(maxsize=4096)
@@ -87,5 +94,6 @@ def _local_arguments(
 def _placeholder(graph: fx.Graph, operator: Operator, i: int, layout: Layout, sizes: Sequence[int]) -> fx.Node:
     node = graph.placeholder(f"t{i}")
     type_ = operator.inputs[i]
+    set_info(node, replace(info(node), types=(type_,)))
     node.meta["val"] = torch.empty(local_shape(type_, layout, sizes), dtype=getattr(torch, type_.dtype), device="meta")
     return node
