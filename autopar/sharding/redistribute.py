@@ -188,8 +188,9 @@ class Redistributions:
             count += self._outer(move.source if kind == "all_gather" else move.target, out) > 1
         if kind == "slice":
             assert isinstance(into, Split)
-            # Before its own there is another one where its dim begins with another factor.
-            count += 1 + (self._outer(move.source, into) > self._outer(move.source, Split(into.dim, 0)))
+            # Before its own there is another one where blocks of other factors of its dim do not follow one another.
+            outer, end = self._outer(move.target, into), self._outer(move.target, Split(into.dim + 1))
+            count += 1 + (end > outer > self._outer(move.target, Split(into.dim)))
         return count
 
     def _outer(self, layout: Layout, position: Placement) -> int:
@@ -199,19 +200,20 @@ class Redistributions:
 
     @cached_property
     def _column(self) -> dict[tuple[int, int], int]:
-        every = ((d, j) for d, dim in enumerate(self.type.dims) for j in range(max(1, len(dim))))
+        every = [(d, j) for d, dim in enumerate(self.type.dims) for j in range(max(1, len(dim)))]
+        every.append((len(self.type.dims), 0))  # after the last dim
         return {position: i for i, position in enumerate(every)}
 
     @cached_property
     def _before(self) -> NDArray[np.int64]:
-        """``[layouts, factors]``: local elements of all factors before each."""
+        """``[layouts, factors + 1]``: local elements of all factors before each, and of all."""
         sizes = [f.size for dim in self.type.dims for f in (dim or (Factor("", 1),))]
         local = np.tile(np.array(sizes, dtype=np.int64), (len(self.layouts), 1))
         for i, layout in enumerate(self.layouts):
             for placement, n in zip(layout, self.machine.sizes, strict=True):
                 if isinstance(placement, Split):
                     local[i, self._column[placement.dim, placement.factor]] //= n
-        return np.cumprod(np.concatenate([np.ones((len(local), 1), dtype=np.int64), local], axis=1), axis=1)[:, :-1]
+        return np.cumprod(np.concatenate([np.ones((len(local), 1), dtype=np.int64), local], axis=1), axis=1)
 
     @cached_property
     def _solved(self) -> tuple[NDArray[np.float64], NDArray[np.int64], dict[tuple[int, int], Move]]:

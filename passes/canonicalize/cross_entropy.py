@@ -83,8 +83,12 @@ def _fuse(graph: fx.Graph, softmax: fx.Node) -> None:
         logits = _logits(graph, softmax)
         made = _call(graph, gather, cross_entropy, logits, gather.args[2], None)
         picked, total = (_call(graph, gather, operator.getitem, made, i) for i in (0, 1))
-    # In place: the node keeps its name, module and line.
-    gather.target, gather.args, gather.kwargs = aten.sub.Tensor, (picked, total), {}
+        found = _call(graph, gather, aten.sub.Tensor, picked, total)
+    # In place: the node keeps its name, module and line. A softmax of 16 bits is rounded to these.
+    gather.target, gather.args, gather.kwargs = aten._to_copy.default, (found,), {"dtype": _value(gather).dtype}
+    if _value(found).dtype == _value(gather).dtype:
+        gather.target, gather.args, gather.kwargs = aten.sub.Tensor, (picked, total), {}
+        graph.erase_node(found)
     for gradient in gradients:
         _fuse_gradient(graph, gradient, logits, total)
 

@@ -238,9 +238,11 @@ def _likely_copies(program: Program) -> LikelyCopies:
 
 def _copies(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
     """Whether a view has to copy."""
-    if node.target not in VIEWS or not isinstance(values[node], torch.Tensor):
+    source = values[node.all_input_nodes[0]] if node.target in VIEWS else None
+    # What one of several outputs is taken from is no tensor.
+    if not isinstance(source, torch.Tensor) or not isinstance(values[node], torch.Tensor):
         return False
-    return storage_id(values[node]) != storage_id(values[node.all_input_nodes[0]])
+    return storage_id(values[node]) != storage_id(source)
 
 
 def _read_otherwise(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
