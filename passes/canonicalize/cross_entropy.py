@@ -107,7 +107,8 @@ def _gradient(node: fx.Node, softmax: fx.Node, last: int) -> _Gradient | None:
     """The backward that a node is; None if it is none, or of another gradient."""
     if node.target is not aten._log_softmax_backward_data.default or node.args[1] is not softmax:
         return None
-    grad, given = node.args[0], None
+    grad: Any = node.args[0]
+    given: Any = None
     if grad.target is aten.mul.Tensor and all(isinstance(a, fx.Node) for a in grad.args):
         grad, given = grad.args if grad.args[0].target is aten.scatter.value else reversed(grad.args)
         shape = _value(given).shape

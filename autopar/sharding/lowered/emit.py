@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir.graph import map_nodes
 from autopar.ir.node_info import info, set_info
 from autopar.ir.ops.collectives import Collective, axis_index, c10d
 from autopar.rules.shapes.local_shapes import value_of_call
@@ -113,5 +114,5 @@ def emit_lowering(
     axes = tuple(a for a, name in enumerate(strategy) if name.partition(".")[0] in letters)
     tracer = _LocalTracer(graph)
     context = Context(tracer, operator, strategy, axes, machine)
-    proxies, named = fx.map_arg((tuple(args), dict(kwargs)), lambda n: fx.Proxy(n, tracer))
+    proxies, named = map_nodes((tuple(args), dict(kwargs)), lambda n: fx.Proxy(n, tracer))
     return operator.rule.lower[letters[0]].build(context, *proxies, **named)
