@@ -58,14 +58,14 @@ def _flops(query: Spec, key: Spec, value: Spec, products: float, causal: bool) -
     return products * b * h * pairs * (d + e)
 
 
-def _masking(kernel: Any, flops: float) -> Lowering:
+def _masking(kernel: Any) -> Lowering:
     """A causal kernel on some of the queries: it must be told which keys these do not see, and skips none of them."""
 
     def build(context: Any, *args: Any, scale: float | None = None) -> Any:
         *tensors, dropout_p, _ = args
         return kernel(*tensors, dropout_p, False, attn_mask=_hidden(context, tensors[0]), scale=scale)
 
-    return Lowering(build, flops=flops)
+    return Lowering(build)
 
 
 def _hidden(context: Any, like: Any) -> Any:
@@ -89,7 +89,7 @@ def _forward(
         # Outputs without these letters are random states, the same on every device.
         keep="bhgq",
         random=dropout_p > 0,
-        lower={"q": _masking(masked, _flops(query, key, value, 2.0, False))} if told else {},
+        lower={"q": _masking(masked)} if told else {},
         sizes=_sizes(query, key),
         flops=_flops(query, key, value, 2.0, causal),
         strides=strides,
@@ -109,14 +109,14 @@ def _backward(
         # Linear in the gradient of the output, all that was saved being fixed.
         linear=((0,),) if dropout_p == 0 else (),
         scaled=dict(scaled),
-        lower={"q": _masking(masked, _flops(query, key, value, 5.0, False))} if told else {},
+        lower={"q": _masking(masked)} if told else {},
         sizes=_sizes(query, key),
         flops=_flops(query, key, value, 5.0, causal),
         strides=strides,
     )
 
 
-def _masked(kernel: Any, bias: int, causal: int, flops: float) -> Lowering:
+def _masked(kernel: Any, bias: int, causal: int) -> Lowering:
     """Our causal operator on some of the queries: a bias tells which keys these do not see, and none is skipped.
 
     ``bias`` and ``causal`` are positions of arguments.
@@ -126,7 +126,7 @@ def _masked(kernel: Any, bias: int, causal: int, flops: float) -> Lowering:
         mask = _hidden(context, args[0])
         return kernel(*({bias: mask, causal: False}.get(i, a) for i, a in enumerate(args)))
 
-    return Lowering(build, flops=flops)
+    return Lowering(build)
 
 
 def _formula(query: Spec, key: Spec, kept: Spec | None, passes: int) -> float:
@@ -159,7 +159,7 @@ def attention(
     return Rule(
         f"{','.join([BHQD, BHKD, BHKE, *extra])}->{BHQE},b(hg)q",
         blocked=_blocked(0.0, is_causal and not told),
-        lower={"q": _masked(ours.attention, 3, 6, _flops(query, key, value, 2.0, False))} if told else {},
+        lower={"q": _masked(ours.attention, 3, 6)} if told else {},
         sizes=_sizes(query, key),
         flops=_flops(query, key, value, 2.0, is_causal),
         between=_formula(query, key, kept, FORWARD_PASSES),
@@ -194,7 +194,7 @@ def attention_backward(
         reduce="bhgq",
         # Linear in the gradient of the output, all that was saved being fixed.
         linear=((0,),),
-        lower={"q": _masked(ours.attention_backward, 4, 9, _flops(query, key, value, 5.0, False))} if told else {},
+        lower={"q": _masked(ours.attention_backward, 4, 9)} if told else {},
         sizes=_sizes(query, key),
         flops=_flops(query, key, value, 5.0, is_causal),
         between=_formula(query, key, kept, BACKWARD_PASSES),
@@ -203,11 +203,12 @@ def attention_backward(
 
 
 @rule(ours.attention_drawing)
-def attention_drawing(query: Spec, key: Spec, value: Spec, bias: Spec | None, *_: Any) -> Rule:
+def attention_drawing(query: Spec, key: Spec, value: Spec, bias: Spec | None, *rest: Any) -> Rule:
     """Attention that draws what dropout keeps: a pass makes it of blocks, which cannot be cut further."""
     extra = [] if bias is None else [_mask(bias)]
     equation, sizes = f"{','.join([BHQD, BHKD, BHKE, *extra])}->{BHQE},b(hg)q,_,_", _sizes(query, key)
-    return Rule(equation, blocked="bhgqkde", random=True, sizes=sizes, strides=HEADS_LAST)
+    flops = _flops(query, key, value, 2.0, rest[1])
+    return Rule(equation, blocked="bhgqkde", random=True, sizes=sizes, flops=flops, strides=HEADS_LAST)
 
 
 @rule(ours.attention_drawing_backward)
@@ -221,7 +222,8 @@ def attention_drawing_backward(
     inputs, made = [BHQE, BHQD, BHKD, BHKE, *masks, BHQE, "b(hg)q", *state], masks[0] if masks and rest[-1] else "_"
     equation, sizes = f"{','.join(inputs)}->{BHQD},{BHKD},{BHKE},{made}", _sizes(query, key)
     strides = (LAST, *HEADS_LAST, *[ANY] * len(masks), LAST)
-    return Rule(equation, blocked="bhgqkde", sizes=sizes, strides=strides)
+    flops = _flops(query, key, value, 5.0, rest[1])
+    return Rule(equation, blocked="bhgqkde", sizes=sizes, flops=flops, strides=strides)
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu.default)

@@ -224,7 +224,7 @@ def _build_backward(
 def _lowered(names: str, build: Any) -> dict[str, Lowering]:
     """The same code for every letter but the channel's: they may be split together."""
     # One object for all letters: samples and positions may be split at once, over several axes.
-    lowering = Lowering(build, (CHANNEL, CHANNEL))
+    lowering = Lowering(build)
     return {c: lowering for c in names if c != CHANNEL}
 
 

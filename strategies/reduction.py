@@ -16,7 +16,6 @@ from autopar.rules.rule import (
     Spec,
     dims,
     letters,
-    output_letters,
     rule,
     whole_dims,
     whole_equation,
@@ -137,7 +136,7 @@ def _variance(x: Spec, dim: Dim, correction: float, keepdim: bool, *, root: bool
         return aten._to_copy.default(result, dtype=spec.dtype) if half else result
 
     spec = x
-    return Rule(equation, keep=reduced, lower=dict.fromkeys(reduced, Lowering(build, (output_letters(equation),) * 2)))
+    return Rule(equation, keep=reduced, lower=dict.fromkeys(reduced, Lowering(build)))
 
 
 def _corrected(root: bool) -> Callable[..., Rule]:
@@ -190,8 +189,7 @@ def _norm(target: Any) -> Callable[..., Rule]:
         # A maximum, which the lowering's powers cannot express.
         if math.isinf(power) or not x.ndim:
             return Rule(equation, blocked=reduced)
-        outputs = (output_letters(equation),) * (1 if power == 0 else 2)
-        return Rule(equation, keep=reduced, lower=dict.fromkeys(reduced, Lowering(build, outputs)))
+        return Rule(equation, keep=reduced, lower=dict.fromkeys(reduced, Lowering(build)))
 
     return norm
 
@@ -200,12 +198,12 @@ for _overload in (aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim, aten
     rule(_overload)(_norm(_overload))
 
 
-def _whole_or_lowered(x: Spec, dim: Dim, keepdim: bool, build: Callable[..., Any] | None, reductions: int) -> Rule:
-    """A reduction of ``dim``; ``build``, where it is split, all-reduces ``reductions`` tensors like the output."""
+def _whole_or_lowered(x: Spec, dim: Dim, keepdim: bool, build: Callable[..., Any] | None) -> Rule:
+    """A reduction of ``dim``, with ``build`` where it is split; without it, it cannot be."""
     equation, reduced = whole_equation(x, dim, keepdim)
     if build is None:
         return Rule(equation, blocked=reduced)
-    lowering = Lowering(build, (output_letters(equation),) * reductions)
+    lowering = Lowering(build)
     return Rule(equation, keep=reduced, lower=dict.fromkeys(reduced, lowering))
 
 
@@ -227,7 +225,7 @@ def _extremum(target: Any, x: Spec, dim: Dim, keepdim: bool, *, least: bool) -> 
         lost = context.all_reduce(aten._to_copy.default(aten.isnan.default(found), dtype=x.dtype), "max")
         return aten.masked_fill.Scalar(whole, aten.gt.Scalar(lost, 0), float("nan"))
 
-    return _whole_or_lowered(x, dim, keepdim, None if x.dtype == torch.bool else build, 2 if floating else 1)
+    return _whole_or_lowered(x, dim, keepdim, None if x.dtype == torch.bool else build)
 
 
 rule(aten.amax.default)(lambda x, dim=None, keepdim=False: _extremum(aten.amax.default, x, dim, keepdim, least=False))
@@ -247,7 +245,7 @@ def _vote(target: Any, every: bool) -> Callable[..., Rule]:
         return aten.logical_not.default(some) if every else some
 
     def vote(x: Spec, dim: Dim = None, keepdim: bool = False) -> Rule:
-        return _whole_or_lowered(x, dim, keepdim, None if x.dtype == torch.uint8 else build, 1)  # bytes give bytes
+        return _whole_or_lowered(x, dim, keepdim, None if x.dtype == torch.uint8 else build)  # bytes give bytes
 
     return vote
 
@@ -271,4 +269,4 @@ def logsumexp(x: Spec, dim: Dim, keepdim: bool = False) -> Rule:
         shift = largest if keepdim else aten.sum.dim_IntList(largest, along, False)
         return aten.add.Tensor(aten.log.default(total), shift)
 
-    return _whole_or_lowered(x, dim, keepdim, build if x.dtype.is_floating_point and x.ndim else None, 2)
+    return _whole_or_lowered(x, dim, keepdim, build if x.dtype.is_floating_point and x.ndim else None)

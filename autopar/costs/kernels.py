@@ -8,7 +8,7 @@ start and an end during which its unit multiplies nothing (NVIDIA, "Matrix Multi
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -62,6 +62,10 @@ class Work:
         """The kernels with these numbers."""
         chosen = np.asarray(index)
         return Work(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
+
+    def computing(self, flops: float) -> Work:
+        """The same kernels with so many operations each."""
+        return replace(self, flops=np.full(self.moved.shape, flops))
 
     @staticmethod
     def join(parts: list[Work]) -> Work:

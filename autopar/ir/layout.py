@@ -46,6 +46,8 @@ class TensorType:
         reduce: name of the dtype in which ``Partial`` terms are added up; empty for its own.
         used: sizes of a parameter or result without its padding, see `autopar.passes.pad_dims`; empty: not padded.
         drawn: the kernels that read it draw it by themselves, see `autopar.passes.rng.draw_in_attention`.
+        relaid: copies that a redistribution makes for the strides of what it takes and gives, see
+            `autopar.rules.shapes.known_strides.LikelyCopies`; what is not row-major has one at least.
     """
 
     dtype: str
@@ -53,6 +55,7 @@ class TensorType:
     reduce: str = ""
     used: tuple[int, ...] = ()
     drawn: bool = False
+    relaid: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:

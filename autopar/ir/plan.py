@@ -82,7 +82,7 @@ class Predicted:
             budget was set.
         communication_bytes: bytes that a device sends, by axis.
         collectives: how many, by axis and kind.
-        communication_seconds: all collectives, hidden or not, with the kernels that copy for them.
+        communication_seconds: all collectives, hidden or not.
         host_seconds: copies to host memory and back.
         host_bytes: the most that a device has in host memory.
     """

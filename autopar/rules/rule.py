@@ -54,16 +54,12 @@ class Lowering:
             ``context.axis_index()`` is this device's number along the split, ``context.parts`` how many there are,
             ``context.all_reduce(x, op)`` sums (or takes the maximum) over the devices of the split.
             It returns the output, or a tuple of all outputs with None for one that does not exist, or the result of
-            an operator that has the same outputs.
-        all_reduces: the letters of each tensor that ``build`` all-reduces, for its cost: ``("n", "n")``.
+            an operator that has the same outputs. What it emits is what the strategy costs.
         together: at some point all arguments are live, and at least as many bytes besides as the outputs have.
-        flops: operations of all devices together; None: as many as the operator's own.
     """
 
     build: Callable[..., Any]
-    all_reduces: tuple[str, ...] = ()
     together: bool = False
-    flops: float | None = None
 
 
 @dataclass(frozen=True)
@@ -307,15 +303,6 @@ def whole_equation(x: Spec, dim: Dim, keepdim: bool, outputs: int = 1) -> tuple[
     left = [c if d not in reduced else "" for d, c in enumerate(names) if keepdim or d not in reduced]
     right = ",".join([dims(left) or "."] * outputs)
     return f"{names or '.'}->{right}", "".join(names[d] for d in reduced)
-
-
-def output_letters(equation: str) -> str:
-    """The letters of the one output of a reduction.
-
-    >>> output_letters("abc->a1c")
-    'ac'
-    """
-    return "".join(c for c in equation.partition("->")[2] if c.isalpha())
 
 
 def letter_sizes(

@@ -66,8 +66,7 @@ def file_of(program: Program, dims: Dims, job: Job, kind: str = "") -> Path | No
 
 def _rule_text(rule: Rule) -> str:
     """A rule without the addresses of functions."""
-    lower = {letter: lowering.all_reduces for letter, lowering in rule.lower.items()}
-    return f"{replace(rule, lower={})!r} {lower!r}"
+    return f"{replace(rule, lower={})!r} {list(rule.lower)!r}"
 
 
 @cache

@@ -20,9 +20,10 @@ from autopar.memory.recompute import uniform, weighted
 from autopar.search.overlap.regions import BEFORE, Regions, regions_of
 from autopar.search.overlap.step_time import FILLING, KERNELS, Floats, StepTime, feature, no_features
 from autopar.sharding.assignment import HOISTED, IN_BACKWARD, Assignment, all_moves, assign, machine_of
-from autopar.sharding.candidates import candidates, letter_parts, lowered_bytes, split_parts
+from autopar.sharding.candidates import candidates, split_parts
 from autopar.sharding.dims import Dims, analyze
 from autopar.sharding.layer_classes import LayerClasses, layer_classes
+from autopar.sharding.lowered.cost import lowered_cost
 from autopar.sharding.operator_cost import operator_seconds
 from autopar.sharding.redistribute import Machine, Move, Redistributions, Tables, moved_bytes
 
@@ -160,10 +161,23 @@ class _Account:
         self.host_seconds += seconds
         self.host_bytes += size
 
-    def move(self, node: fx.Node, kind: str, axis: int, size: float, seconds: float, times: int) -> None:
-        """Add one redistribution step, or one all-reduce of a lowering, that runs so many times."""
-        self.seconds[node] += seconds * times
-        self.communication += seconds * times
+    def move(
+        self, node: fx.Node, kind: str, axis: int, size: float, times: int, kernels: float = 0.0, sent: float = 0.0
+    ) -> None:
+        """Add one redistribution step, or one all-reduce of a lowering, that runs so many times.
+
+        Args:
+            node: whose value it is of.
+            kind: of the collective.
+            axis: that it is along.
+            size: bytes.
+            times: that it runs.
+            kernels: seconds of the copies for it.
+            sent: seconds of the collective.
+        """
+        self.seconds[node] += (kernels + sent) * times
+        self.compute += kernels * times
+        self.communication += sent * times
         name, n = self.machine.names[axis], self.machine.sizes[axis]
         # Nothing is sent: a slice is local.
         if kind == "slice" or n == 1:
@@ -206,13 +220,14 @@ def _count_moves(
         key = (table, tuple(moves))
         if key not in known:
             sizes = [moved_bytes(table.type, move, account.machine.sizes) for move in moves]
-            known[key] = list(zip(sizes, *table.seconds_apart(moves).tolist(), strict=True))
+            parts = table.local_seconds(moves).tolist(), table.sent_seconds(moves).tolist()
+            known[key] = list(zip(sizes, *parts, strict=True))
         # As the search counts them: to its consumer layout each member of a class is moved where the first is.
         first = (classes.members[classes.key[node]][0], value[1])
         consumer = assignment.consumer_layouts.get(value)
         shared = () if consumer is None else table.path(assignment.outputs[value], consumer)
         for (size, kernels, sent), (move, times, at) in zip(known[key], counted, strict=True):
-            account.move(node, move.kind, move.axis, size, kernels + sent, times)
+            account.move(node, move.kind, move.axis, size, times, kernels, sent)
             like = first if move in shared else value
             region, kind = regions.of_move(like, backward=at == IN_BACKWARD, hoisted=at == HOISTED)
             account.add(region, KERNELS, kernels * times)
@@ -240,14 +255,13 @@ def _count_copies(program: Program, dims: Dims, assignment: Assignment, account:
 
 
 def _count_lowering(node: fx.Node, dims: Dims, names: tuple[str, ...], account: _Account, times: int) -> None:
-    operator = dims.operators[node]
-    if not operator.rule.lower:
-        return
-    for axis, name in enumerate(names):
-        letter = name.partition(".")[0]
-        for letters, size in lowered_bytes(operator, letter) if letter in operator.rule.lower else ():
-            local = size / letter_parts(names, letters, account.machine.sizes)
-            account.move(node, "all_reduce", axis, local, 0.0, times)  # its time is the operator's
+    """Count the collectives of a lowering, whose seconds are the operator's."""
+    operator, machine = dims.operators[node], account.machine
+    found = lowered_cost(operator, names, machine) if operator.rule.lower else None
+    for made in found.collectives if found is not None else ():
+        account.move(node, made.kind, machine.names.index(made.axis), made.bytes, times)
+        account.compute -= machine.seconds(made) * times
+        account.communication += machine.seconds(made) * times
 
 
 def _memory(program: Program, plan: Plan, assignment: Assignment) -> dict[str, float]:

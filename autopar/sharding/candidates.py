@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.ir.layout import Layout, Partial, Placement, Replicate, Split, TensorType, divides, item_bytes
+from autopar.ir.layout import Layout, Partial, Placement, Replicate, Split, TensorType, divides
 from autopar.sharding.dims import Operator
 
 REPLICATE = "R"
@@ -158,12 +158,3 @@ def split_parts(layout: Layout, sizes: Sequence[int]) -> int:
 def letter_parts(names: Sequence[str], letters: str, sizes: Sequence[int]) -> int:
     """Into how many parts the product of some letters is cut under one strategy name an axis."""
     return math.prod(n for name, n in zip(names, sizes, strict=True) if name.partition(".")[0] in tuple(letters))
-
-
-def lowered_bytes(operator: Operator, letter: str) -> list[tuple[str, float]]:
-    """Letters and global bytes of each tensor that the lowering of a letter all-reduces."""
-    found = []
-    for letters in operator.rule.lower[letter].all_reduces:
-        factors = [f.size for c in letters if c in operator.letters for f in operator.letters[c].factors]
-        found.append((letters, float(item_bytes(operator.inputs[0].dtype) * math.prod(factors))))
-    return found

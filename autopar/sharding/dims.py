@@ -22,9 +22,12 @@ from autopar.ir.program import Call, Input, Output, Program
 from autopar.rules.discover.search import discover
 from autopar.rules.discover.trials import DiscoveryCall
 from autopar.rules.rule import Rule, Spec, find_rule, letter_sizes
-from autopar.rules.shapes.known_strides import copied_arguments
+from autopar.rules.shapes.known_strides import likely_copies
 from autopar.sharding.factor_classes import FactorClasses
 from autopar.sharding.factor_names import factor_names
+
+TENSOR = object()
+"""Stands for a tensor among the arguments of a call; a node would keep its graph alive."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Operator:
         inputs: types of the tensor arguments.
         outputs: types of the outputs, None for one that does not exist.
         copied: numbers of the tensor arguments that have not the strides that the kernel asks for, and are copied.
+        arguments: positional and keyword arguments of the call, `TENSOR` for each tensor.
     """
 
     rule: Rule
@@ -59,6 +63,13 @@ class Operator:
     inputs: tuple[TensorType, ...]
     outputs: tuple[TensorType | None, ...]
     copied: tuple[int, ...] = ()
+    arguments: tuple[Any, Any] = ((), {})
+
+    def call(self, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The call's arguments with these tensors."""
+        remaining = iter(tensors)
+        args, kwargs = fx.node.map_aggregate(self.arguments, lambda x: next(remaining) if x is TENSOR else x)
+        return list(args), dict(kwargs)
 
 
 @dataclass(frozen=True)
@@ -100,7 +111,7 @@ def _analyze(program: Program) -> Dims:
     # Only now are all factors known: the last view may have split a dim of the first operator.
     expanded = {value: [factors.expand(dim) for dim in dims] for value, dims in values.items()}
     types = _types(program, expanded, factors)
-    copied = copied_arguments(program)
+    copied = likely_copies(program).arguments
     shared: dict[Any, Operator] = {}
     operators = {}
     for node, call in program.calls.items():
@@ -138,6 +149,9 @@ def _types(
     }
     for padded, shape in _used(program):
         types[padded] = replace(types[padded], used=shape)
+    for value, count in likely_copies(program).moves.items():
+        if value in types:
+            types[value] = replace(types[value], relaid=count)
     for node in program.drawn_in_kernels:
         types[node, 0] = replace(types[node, 0], drawn=True)
     return types
@@ -300,7 +314,7 @@ def _operator(
     present = rule.outputs[: len(values_of(node))]
     outputs = tuple(types.get((node, i)) if dims is not None else None for i, dims in enumerate(present))
     letters = _letters(_occurrences(node, rule, sources, expanded), sizes, size, inputs, outputs)
-    return Operator(rule, letters, inputs, outputs)
+    return Operator(rule, letters, inputs, outputs, arguments=map_nodes((node.args, node.kwargs), lambda _: TENSOR))
 
 
 def _letters(

@@ -13,13 +13,9 @@ from autopar.ir.graph import inherit_origin
 from autopar.ir.layout import Layout, Split, TensorType, local_dims, local_shape
 from autopar.ir.node_info import info, set_info
 from autopar.ir.ops.collectives import Collective, axis_index, c10d
-from autopar.sharding.redistribute import Machine, Move, moved_bytes, reduces, sum_dtype
+from autopar.sharding.redistribute import WIRE, Machine, Move, moved_bytes, reduces, sum_dtype
 
 aten = torch.ops.aten
-
-
-_WIRE = {"bool": "uint8", "int16": "int32"}
-"""What dtypes are sent as that Gloo does not support; complex ones are sent as pairs."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,7 @@ class MoveEmitter:
     def _communicate(self, target: Any, local: fx.Node, *args: Any) -> fx.Node:
         """A collective of a contiguous tensor of one dim at least, sent as numbers that every backend takes."""
         # Reductions add in the tensor's own dtype, or that of its sum; what is copied may be sent as another.
-        wire = None if reduces(self.move.kind) else _WIRE.get(self.type.dtype)
+        wire = None if reduces(self.move.kind) else WIRE.get(self.type.dtype)
         pairs = self.type.dtype.startswith("complex")
         local = self._cast(local, wire) if wire else self._as_pairs(local) if pairs else local
         node = self._call(target, local, *args, self._axis)

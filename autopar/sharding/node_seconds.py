@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopar._torch_compat import storage_id
-from autopar.costs.collectives import COLLECTIVES
-from autopar.costs.kernels import Work, kernel_seconds, stream
-from autopar.ir.graph import tensor_arguments, values_of
+from autopar.costs.kernels import kernel_seconds
+from autopar.ir.graph import values_of
 from autopar.ir.node_info import info
 from autopar.ir.ops.collectives import Collective
 from autopar.sharding.candidates import candidates
+from autopar.sharding.lowered.cost import emitted_work
 from autopar.sharding.operator_cost import arithmetic_dtype, operator_work
 from autopar.sharding.redistribute import Machine
 
@@ -24,29 +23,24 @@ class NodeSeconds:
 
     def collective(self, made: Collective) -> float:
         """Seconds of a collective, its launch included."""
-        axis = self.machine.names.index(made.axis)
-        ring = COLLECTIVES[made.kind](made.bytes, self.machine.sizes[axis], self.machine.links[axis])
-        return float(ring) + self.machine.device.launch
+        return self.machine.seconds(made)
 
     def kernel(self, node: fx.Node) -> tuple[float, bool]:
         """Seconds of a node's kernel, and whether it has one."""
-        device = self.machine.device
-        if info(node).operator is None:
-            # What passes have inserted, such as slices and casts: no rule says what it costs. It streams its memory,
-            # unless its results are views.
-            inputs = [v for a in tensor_arguments(node) for v in values_of(a)]
-            results = [v for v in values_of(node) if v is not None]
-            input_storages = {storage_id(v) for v in inputs if v is not None}
-            if not results or all(storage_id(v) in input_storages for v in results):
+        device, operator, names = self.machine.device, info(node).operator, info(node).strategy
+        # What passes have inserted, such as slices and casts: no rule of the plan says what it costs. Views copy where
+        # strides do not let them show their argument.
+        if operator is None or operator.rule.view:
+            work = emitted_work(node)
+            if work is None:
                 return 0.0, False
-            work = stream(sum(v.nbytes for v in (*inputs, *results) if v is not None))
-            dtype = str(results[0].dtype).removeprefix("torch.")
-            return float(kernel_seconds(work, dtype if dtype in device.flops else "float32", device)[0]), True
-        operator, names = info(node).operator, info(node).strategy
+            dtypes = (str(v.dtype).removeprefix("torch.") for v in values_of(node) if v is not None)
+            dtype = next((d for d in dtypes if d in device.flops), "float32")
+            return float(kernel_seconds(work, dtype, device)[0]), True
         if (operator, names) not in self._known:
             chosen = candidates(operator, self.machine.sizes, allowed=[[n] for n in names])
             # Copies of its inputs have nodes of their own.
-            kernel: Work = operator_work(operator, chosen, self.machine.sizes, with_copies=False)
+            kernel = operator_work(operator, chosen, self.machine.sizes)
             seconds = float(kernel_seconds(kernel, arithmetic_dtype(operator, device), device)[0])
             self._known[operator, names] = seconds, bool(kernel.launches[0])
         return self._known[operator, names]

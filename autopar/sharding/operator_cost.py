@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.costs.cluster import Device
-from autopar.costs.collectives import collective_seconds
 from autopar.costs.kernels import Work, kernel_seconds, stream
 from autopar.ir.layout import Split, TensorType
-from autopar.sharding.candidates import Candidates, lowered_bytes
+from autopar.sharding.candidates import Candidates, candidates
 from autopar.sharding.dims import Operator
+from autopar.sharding.lowered.cost import lowered_cost
 from autopar.sharding.redistribute import Machine
 
 Floats = NDArray[np.float64]
@@ -23,25 +23,22 @@ Product = tuple[str, str, str, str]
 """Letters of an operator that is a batch of matrix products: rows and columns of the result, depth, batch."""
 
 
-def operator_work(operator: Operator, chosen: Candidates, sizes: tuple[int, ...], *, with_copies: bool = True) -> Work:
-    """Work of each candidate of an operator on one device; all zero for a view.
+def operator_work(operator: Operator, chosen: Candidates, sizes: tuple[int, ...]) -> Work:
+    """Work of the operator's own kernel under each candidate, on one device; all zero for a view.
 
     Args:
         operator: the bound operator.
         chosen: its candidates.
         sizes: of the mesh axes.
-        with_copies: whether arguments that are copied before it count, read and written.
     """
     count = len(chosen.choice)
-    copied = _copied(operator, chosen, sizes) if with_copies else np.zeros(count)
-    # A view moves nothing itself, but an argument whose strides it cannot show is copied.
     if operator.rule.view:
-        return stream(copied)
-    moved, parts = _moved(operator, chosen, sizes) + copied, _parts(chosen, sizes)
+        return stream(np.zeros(count))
+    moved, parts = _moved(operator, chosen, sizes), _parts(chosen, sizes)
     if operator.rule.between and not any(t.drawn for t in operator.inputs):
         moved = moved + operator.rule.between / _product_of(parts, operator.rule.letters, count)
     # The work is shared by as many devices as split any letter; along a replicated axis all do the same.
-    flops = _flops(operator, parts, count) / _product_of(parts, operator.rule.letters, count)
+    flops = operator.rule.flops / _product_of(parts, operator.rule.letters, count)
     # Kernels of small or thin products are slower than their operations say: the cost model wants their shape.
     shape = [np.zeros(count)] * 4
     found = product_letters(operator)
@@ -51,6 +48,19 @@ def operator_work(operator: Operator, chosen: Candidates, sizes: tuple[int, ...]
     rows, columns, depth, batch = shape
     launches = np.where((moved > 0) | (flops > 0), 1.0, 0.0)
     return Work(flops, moved, rows, columns, depth, batch, launches)
+
+
+def copies_work(operator: Operator, chosen: Candidates, sizes: tuple[int, ...]) -> list[Work]:
+    """Copies of arguments that have not the strides that the kernel asks for: read once and written once, each."""
+    return [stream(2 * _bytes(operator.inputs[i], "inputs", i, chosen, sizes)) for i in operator.copied]
+
+
+def emitted_kernels(operator: Operator, strategy: tuple[str, ...], machine: Machine) -> Work:
+    """All kernels that are emitted for an operator under one strategy name an axis: its own, or its lowering's."""
+    one = candidates(operator, machine.sizes, allowed=[[n] for n in strategy])
+    lowered = lowered_cost(operator, strategy, machine)
+    own = operator_work(operator, one, machine.sizes) if lowered is None else lowered.kernels
+    return Work.join([own, *copies_work(operator, one, machine.sizes)])
 
 
 def arithmetic_dtype(operator: Operator, device: Device) -> str:
@@ -101,16 +111,6 @@ def _parts(chosen: Candidates, sizes: tuple[int, ...]) -> dict[str, Floats]:
     return found
 
 
-def _flops(operator: Operator, parts: dict[str, Floats], count: int) -> Floats:
-    """Operations of all devices together, of each candidate."""
-    found = np.full(count, operator.rule.flops)
-    for letter, lowering in operator.rule.lower.items():
-        # A causal mask that is split by queries is no longer causal on each device: no kernel skips half of it.
-        if lowering.flops is not None and letter in parts:
-            found = np.where(parts[letter] > 1, lowering.flops, found)
-    return found
-
-
 def _product_of(parts: dict[str, Floats], letters: str | tuple[str, ...], count: int) -> Floats:
     chosen = [parts[c] for c in letters if c in parts]
     return np.asarray(np.prod(chosen or [np.ones(count)], axis=0), dtype=np.float64)
@@ -125,14 +125,6 @@ def _moved(operator: Operator, chosen: Candidates, sizes: tuple[int, ...]) -> Fl
     return total
 
 
-def _copied(operator: Operator, chosen: Candidates, sizes: tuple[int, ...]) -> Floats:
-    total = np.zeros(len(chosen.choice))
-    for i in operator.copied:
-        # Read once and written once.
-        total += 2 * _bytes(operator.inputs[i], "inputs", i, chosen, sizes)
-    return total
-
-
 def _bytes(type_: TensorType, side: str, i: int, chosen: Candidates, sizes: tuple[int, ...]) -> Floats:
     """Bytes of a tensor of an operator on one device, under each candidate."""
     split = np.array([isinstance(getattr(s, side)[i], Split) for s in chosen.strategies])
@@ -141,22 +133,20 @@ def _bytes(type_: TensorType, side: str, i: int, chosen: Candidates, sizes: tupl
 
 
 def operator_seconds(operator: Operator, chosen: Candidates, machine: Machine) -> Floats:
-    """Seconds of each candidate of one operator: its kernel on what stays local, and a lowering's collectives."""
-    work = operator_work(operator, chosen, machine.sizes)
-    seconds = kernel_seconds(work, arithmetic_dtype(operator, machine.device), machine.device)
-    return seconds + _lowering_seconds(operator, chosen, machine)
+    """Seconds of each candidate of one operator: all that is emitted for it, a lowering's collectives included."""
+    dtype, device = arithmetic_dtype(operator, machine.device), machine.device
+    seconds = kernel_seconds(operator_work(operator, chosen, machine.sizes), dtype, device)
+    for i in _lowered(operator, chosen) if operator.rule.lower else ():
+        found = lowered_cost(operator, chosen.names(i), machine)
+        if found is not None:
+            seconds[i] = kernel_seconds(found.kernels, dtype, device).sum()
+            seconds[i] += sum(machine.seconds(made) for made in found.collectives)
+    for copies in copies_work(operator, chosen, machine.sizes):
+        seconds = seconds + kernel_seconds(copies, dtype, device)
+    return seconds
 
 
-def _lowering_seconds(operator: Operator, chosen: Candidates, machine: Machine) -> Floats:
-    """All-reduces of lowerings, on the tensors that the splits along the other axes leave."""
-    sizes, total = np.array(machine.sizes), np.zeros(len(chosen.choice))
-    letter = [s.factor[0] if s.factor is not None else "" for s in chosen.strategies]
-    for lowered in operator.rule.lower:
-        uses = np.array([c == lowered for c in letter])[chosen.choice]
-        # A lowering reduces over every axis that splits its letter, one all-reduce after the other.
-        for letters, size in lowered_bytes(operator, lowered) if uses.any() else ():
-            split = np.array([c != "" and c in letters for c in letter])
-            local = size / np.where(split[chosen.choice], sizes, 1).prod(axis=1)
-            for axis, (n, link) in enumerate(zip(machine.sizes, machine.links, strict=True)):
-                total += uses[:, axis] * (machine.device.launch + collective_seconds("all_reduce", local, n, link))
-    return total
+def _lowered(operator: Operator, chosen: Candidates) -> list[int]:
+    """Numbers of the candidates that split a letter with a lowering."""
+    lowered = np.array([s.factor is not None and s.factor[0] in operator.rule.lower for s in chosen.strategies])
+    return [int(i) for i in np.flatnonzero(lowered[chosen.choice].any(axis=1))]

@@ -17,7 +17,11 @@ from numpy.typing import NDArray
 from autopar.costs.cluster import Device, Link
 from autopar.costs.collectives import COLLECTIVES
 from autopar.ir.layout import Factor, Layout, Partial, Placement, Replicate, Split, TensorType, item_bytes
+from autopar.ir.ops.collectives import Collective
 from autopar.sharding.candidates import layouts, split_parts
+
+WIRE = {"bool": "uint8", "int16": "int32"}
+"""What dtypes are sent as that Gloo does not support; complex ones are sent as pairs."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,11 @@ class Machine:
     sizes: tuple[int, ...]
     links: tuple[Link, ...]
     device: Device
+
+    def seconds(self, made: Collective) -> float:
+        """Seconds of a collective, its launch included."""
+        axis = self.names.index(made.axis)
+        return float(COLLECTIVES[made.kind](made.bytes, self.sizes[axis], self.links[axis])) + self.device.launch
 
 
 @dataclass(frozen=True)
@@ -121,30 +130,94 @@ class Redistributions:
         return np.array([split_parts(layout, self.machine.sizes) for layout in self.layouts], dtype=np.int64)
 
     def move_seconds(self, moves: Sequence[Move]) -> NDArray[np.float64]:
-        """Time of each move: the collective, a launch and a pass over the local tensor; casts around it, if any."""
-        found: NDArray[np.float64] = self.seconds_apart(moves).sum(axis=0)
-        return found
+        """Time of each move: what `autopar.sharding.emit.MoveEmitter` emits, collective and kernels, with launches."""
+        return self.local_seconds(moves) + self.sent_seconds(moves)
 
-    def seconds_apart(self, moves: Sequence[Move]) -> NDArray[np.float64]:
-        """``[2, moves]``: time of each move's kernels, and of its collective."""
-        device = self.machine.device
-        cast = np.array([reduces(m.kind) and sum_dtype(self.type) != self.type.dtype for m in moves], dtype=bool)
-        item = np.where(cast, item_bytes(sum_dtype(self.type)), item_bytes(self.type.dtype))
-        ends = np.array([(self.index[m.source], self.index[m.target]) for m in moves], dtype=np.int64).reshape(-1, 2)
-        size = self.type.numel * item / self.parts[ends].min(axis=1)
-        # Casts to and from the dtype of the sum are a pass each, besides the copy into the collective's order.
-        passes = np.where(cast, 3, 1)
-        kernels = np.asarray(passes * (device.launch + size / (device.bandwidth * device.streaming)), dtype=np.float64)
-        sent = np.zeros_like(kernels)
+    def sent_seconds(self, moves: Sequence[Move]) -> NDArray[np.float64]:
+        """The part of each move that its collective takes."""
+        device, seconds = self.machine.device, np.zeros(len(moves))
         groups: dict[tuple[str, int], list[int]] = {}
         for i, move in enumerate(moves):
             groups.setdefault((move.kind, move.axis), []).append(i)
+        size = np.array([moved_bytes(self.type, m, self.machine.sizes) for m in moves])
         for (kind, axis), members in groups.items():
-            # A slice communicates nothing; its launch and pass are counted above.
-            if kind != "slice":
-                collective = COLLECTIVES[kind]
-                sent[members] = collective(size[members], self.machine.sizes[axis], self.machine.links[axis])
-        return np.array([kernels, sent])
+            # Along an axis of one device nothing is emitted; no move is free, or plans could make it at will.
+            if self.machine.sizes[axis] == 1:
+                seconds[members] += device.launch
+            elif kind != "slice":
+                ring = COLLECTIVES[kind](size[members], self.machine.sizes[axis], self.machine.links[axis])
+                seconds[members] += ring + device.launch
+        return seconds
+
+    def local_seconds(self, moves: Sequence[Move]) -> NDArray[np.float64]:
+        """The part of each move that the device's own kernels take: casts, and copies to and from a collective's order.
+
+        Collectives exchange blocks of the first dim: a factor that has others before it is brought there, or back from
+        there, by a copy. A slice is always one. What is not row-major is copied besides, see `TensorType.relaid`.
+        """
+        if not moves:
+            return np.zeros(0)
+        device, own = self.machine.device, item_bytes(self.type.dtype)
+        sent, cast = (np.array(column, dtype=np.float64) for column in zip(*map(self._items, moves), strict=True))
+        before, after = (
+            np.array([count(m) for m in moves], dtype=np.float64) for count in (self._copies_before, self._copies_after)
+        )
+        ends = np.array([(self.index[m.source], self.index[m.target]) for m in moves], dtype=np.int64)
+        source, target = (self.type.numel / self.parts[ends]).T
+        moved = source * (cast + 2 * sent * before) + target * (cast + 2 * own * after)
+        seconds = moved / (device.bandwidth * device.streaming) + (2 * (cast > 0) + before + after) * device.launch
+        # Along an axis of one device nothing is emitted.
+        return np.asarray(np.where([self.machine.sizes[m.axis] > 1 for m in moves], seconds, 0.0), dtype=np.float64)
+
+    def _items(self, move: Move) -> tuple[int, int]:
+        """Bytes of an element as it is copied before a move, and as it is read and written by a cast; 0 for no cast."""
+        own, sent = self.type.dtype, sum_dtype(self.type) if reduces(move.kind) else self.type.dtype
+        if sent != own:
+            return item_bytes(sent), item_bytes(own) + item_bytes(sent)
+        wired = own in WIRE and not reduces(move.kind) and move.kind != "slice"
+        return item_bytes(own), item_bytes(own) + item_bytes(WIRE[own]) if wired else 0
+
+    def _copies_before(self, move: Move) -> int:
+        """Copies of what is moved: the factor that is split comes first, and all is row-major."""
+        into = move.target[move.axis]
+        if move.kind in ("reduce_scatter", "all_to_all") and self._outer(move.source, into) > 1:
+            return 1
+        return int(self.type.relaid > 0 and move.kind != "all_reduce")
+
+    def _copies_after(self, move: Move) -> int:
+        """Copies of the result: the factor that was split comes back to its place; a slice is one, or two."""
+        kind, out, into = move.kind, move.source[move.axis], move.target[move.axis]
+        count = int(self.type.relaid > 1)
+        if kind in ("all_gather", "all_to_all"):
+            count += self._outer(move.source if kind == "all_gather" else move.target, out) > 1
+        if kind == "slice":
+            assert isinstance(into, Split)
+            # Before its own there is another one where blocks of other factors of its dim do not follow one another.
+            outer, end = self._outer(move.target, into), self._outer(move.target, Split(into.dim + 1))
+            count += 1 + (end > outer > self._outer(move.target, Split(into.dim)))
+        return count
+
+    def _outer(self, layout: Layout, position: Placement) -> int:
+        """Local elements of the dims and factors before the one at a position."""
+        assert isinstance(position, Split)
+        return int(self._before[self.index[layout], self._column[position.dim, position.factor]])
+
+    @cached_property
+    def _column(self) -> dict[tuple[int, int], int]:
+        every = [(d, j) for d, dim in enumerate(self.type.dims) for j in range(max(1, len(dim)))]
+        every.append((len(self.type.dims), 0))  # after the last dim
+        return {position: i for i, position in enumerate(every)}
+
+    @cached_property
+    def _before(self) -> NDArray[np.int64]:
+        """``[layouts, factors + 1]``: local elements of all factors before each, and of all."""
+        sizes = [f.size for dim in self.type.dims for f in (dim or (Factor("", 1),))]
+        local = np.tile(np.array(sizes, dtype=np.int64), (len(self.layouts), 1))
+        for i, layout in enumerate(self.layouts):
+            for placement, n in zip(layout, self.machine.sizes, strict=True):
+                if isinstance(placement, Split):
+                    local[i, self._column[placement.dim, placement.factor]] //= n
+        return np.cumprod(np.concatenate([np.ones((len(local), 1), dtype=np.int64), local], axis=1), axis=1)
 
     @cached_property
     def _solved(self) -> tuple[NDArray[np.float64], NDArray[np.int64], dict[tuple[int, int], Move]]:
@@ -178,7 +251,8 @@ class Redistributions:
         count, axes = len(self.layouts), len(self.machine.sizes)
         hops = np.zeros((1 + axes, count, count))
         moves = list(arcs.values())
-        for (a, b), move, (kernels, sent) in zip(arcs, moves, self.seconds_apart(moves).T, strict=True):
+        both = zip(self.local_seconds(moves), self.sent_seconds(moves), strict=True)
+        for (a, b), move, (kernels, sent) in zip(arcs, moves, both, strict=True):
             hops[0, a, b], hops[1 + move.axis, a, b] = kernels, sent
         found = np.zeros_like(hops)
         target = np.tile(np.arange(count), (count, 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autopar.ir.program import Program
 from autopar.passes.canonicalize.attention import canonicalize_attention
+from autopar.passes.canonicalize.cross_entropy import fuse_cross_entropy
 from autopar.passes.canonicalize.operators import canonicalize
 from autopar.passes.canonicalize.rng import canonicalize_random
 from autopar.passes.canonicalize.strides import canonicalize_strides
@@ -12,6 +13,7 @@ from autopar.passes.canonicalize.strides import canonicalize_strides
 def canonical(program: Program) -> Program:
     """Bring a program into canonical form; computes the same.
 
-    Strides come first: they are those of the captured graph.
+    Strides come first: they are those of the captured graph. What is fused is found in canonical form.
     """
-    return canonicalize(canonicalize_random(canonicalize_attention(canonicalize_strides(program))))
+    program = canonicalize_attention(canonicalize_strides(program))
+    return fuse_cross_entropy(canonicalize(canonicalize_random(program)))

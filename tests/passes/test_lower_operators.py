@@ -8,8 +8,9 @@ from torch import nn
 
 from autopar.compiler import program_of, rewrite
 from autopar.passes import PASSES
-from autopar.passes.lower_operators import lower_operators, lowered_letters
+from autopar.passes.lower_operators import lower_operators
 from autopar.sharding.dims import analyze
+from autopar.sharding.lowered.emit import lowered_letters
 from autopar.verify.emulate import census
 from autopar.verify.verify import compare, global_values
 from tests.plans import hand_plan, show

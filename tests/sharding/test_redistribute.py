@@ -14,13 +14,16 @@ from hypothesis import strategies as st
 from torch import fx
 
 from autopar.costs.cluster import Cluster
-from autopar.ir.layout import Factor, Layout, Partial, Replicate, Split, TensorType, replicated
+from autopar.ir.layout import Factor, Layout, Partial, Replicate, Split, TensorType, local_shape, replicated
 from autopar.ir.node_info import NodeInfo, info, set_info
 from autopar.ir.plan import Certificate, Plan
 from autopar.ir.program import Input, Output, Program
 from autopar.ir.shards import assemble, block, coordinates
 from autopar.passes.insert_collectives import insert_collectives
+from autopar.rules.shapes.local_shapes import value_of_call
 from autopar.sharding.candidates import layouts
+from autopar.sharding.emit import MoveEmitter
+from autopar.sharding.node_seconds import NodeSeconds
 from autopar.sharding.redistribute import Machine, Move, Tables, innermost, item_bytes, move_kind, moved_bytes
 from autopar.verify.emulate import emulate
 
@@ -148,6 +151,31 @@ def test_paths_add_up(type_: TensorType, sizes: tuple[int, ...], cluster: str) -
         assert [m.source for m in path] == [source, *(m.target for m in path[:-1])] if path else source == target
         assert not path or path[-1].target == target
         assert sum(table.move_seconds(path)) == pytest.approx(table.seconds[i, j])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bool", "bfloat16"])
+@pytest.mark.parametrize(("type_", "sizes"), CASES)
+def test_moves_cost_what_is_emitted(type_: TensorType, sizes: tuple[int, ...], dtype: str) -> None:
+    """Every move, of a row-major tensor: kernels and the collective, each with its launch."""
+    type_ = replace(type_, dtype=dtype, reduce="float32" if dtype == "bfloat16" else "")
+    machine = make_machine(sizes, "h100")
+    table, seconds = Tables(machine).of(type_), NodeSeconds(machine)
+    moves = [m for m in table.moves() if sizes[m.axis] > 1 and not (dtype == "bool" and P in (*m.source, *m.target))]
+    for move, predicted, local in zip(moves, table.move_seconds(moves), table.local_seconds(moves), strict=True):
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        shape = local_shape(type_, move.source, sizes)
+        x.meta["val"] = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        MoveEmitter(graph, x, type_, move, machine).emit(x)
+        kernels, collectives = 0.0, 0.0
+        for node in graph.nodes:
+            if node.op == "call_function":
+                node.meta["val"] = value_of_call(node)
+                made = info(node).collective
+                collectives += seconds.collective(made) if made is not None else 0.0
+                kernels += seconds.kernel(node)[0]
+        assert local == pytest.approx(kernels, rel=1e-9), f"{move} of {type_}"
+        assert predicted == pytest.approx(kernels + collectives, rel=1e-9), f"{move} of {type_}"
 
 
 @st.composite

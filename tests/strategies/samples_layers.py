@@ -200,6 +200,12 @@ def softmax() -> Iterator[Sample]:
             yield call(forward.default, a, dim, False)
             yield call(backward.default, x(2, 4, 6), forward.default(a, dim, False), dim, torch.float64)
         yield call(forward.default, x(), 0, False)
+    for shape in ((4, 6), (2, 4, 8)):
+        logits, target = 3 * x(*shape), integer(shape[-1], *shape[:-1], 1)
+        yield call(torch.ops.autopar.cross_entropy.default, logits, target, None)
+        total = logits.logsumexp(-1, keepdim=True)
+        backward = torch.ops.autopar.cross_entropy_backward.default
+        yield call(backward, x(*shape[:-1], 1), logits, target, total, None, torch.float64)
     yield call(aten._safe_softmax.default, x(2, 4).masked_fill(boolean(2, 1), -torch.inf), 1)
 
 

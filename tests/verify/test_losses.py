@@ -34,9 +34,23 @@ def entropy(**settings: object) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda logits, target: F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-1, **settings)
 
 
+def with_z_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Besides, the square of each row's logarithm of its sum of exponentials."""
+    return entropy()(logits, target) + 0.1 * logits.logsumexp(-1).square().mean()
+
+
+def by_hand(logits: Tensor, target: Tensor) -> Tensor:
+    """Picked with `gather`, whose gradient is a sum of scattered numbers."""
+    picked = F.log_softmax(logits, -1).gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return -(picked * (target >= 0)).sum() / 10
+
+
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "ignored": entropy(),
     "sum": entropy(reduction="sum"),
+    "per row": lambda logits, target: (entropy(reduction="none")(logits, target) * target.flatten()).sum(),
+    "z-loss": with_z_loss,
+    "by hand": by_hand,
     "smoothed": entropy(label_smoothing=0.1),
     "weighted": entropy(weight=WEIGHT),
     "weighted and smoothed": entropy(weight=WEIGHT, label_smoothing=0.2),

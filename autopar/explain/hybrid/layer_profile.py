@@ -24,10 +24,11 @@ from autopar.ir.layout import Replicate, item_bytes
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.sharding.assignment import Assignment, all_moves, assign, machine_of
-from autopar.sharding.candidates import candidates, letter_parts, lowered_bytes, split_parts
+from autopar.sharding.candidates import split_parts
 from autopar.sharding.dims import Dims, Operator
 from autopar.sharding.layer_classes import LayerClasses, layer_classes
-from autopar.sharding.operator_cost import arithmetic_dtype, operator_work
+from autopar.sharding.lowered.cost import lowered_cost
+from autopar.sharding.operator_cost import arithmetic_dtype, emitted_kernels
 from autopar.sharding.redistribute import Machine, Tables, moved_bytes
 
 Floats = NDArray[np.float64]
@@ -215,9 +216,8 @@ class _ProfileBuilder:
             operator = self.dims.operators[node]
             key = (operator, names)
             if key not in known:
-                one = candidates(operator, self.machine.sizes, allowed=[[n] for n in names])
                 # Repeated layers have the same operators: each is costed once.
-                known[key] = operator_work(operator, one, self.machine.sizes).take([0])
+                known[key] = emitted_kernels(operator, names, self.machine)
             found[node] = known[key]
         return found
 
@@ -232,13 +232,11 @@ class _ProfileBuilder:
                 if move.kind != "slice":  # a slice is local: a view of what is there
                     found[node].append(ChargedCollective(move.kind, move.axis, size))
         for node, names in self.assignment.strategies.items():
-            operator = self.dims.operators[node]
-            for axis, name in enumerate(names):
-                letter = name.partition(".")[0]
-                # Lowered code, such as a vocabulary's cross-entropy, all-reduces on its own.
-                for letters, size in lowered_bytes(operator, letter) if letter in operator.rule.lower else ():
-                    local = size / letter_parts(names, letters, self.machine.sizes)
-                    found[node].append(ChargedCollective("all_reduce", axis, local))
+            # Lowered code, such as a vocabulary's cross-entropy, all-reduces on its own.
+            lowered = lowered_cost(self.dims.operators[node], names, self.machine)
+            for made in lowered.collectives if lowered is not None else ():
+                axis = self.machine.names.index(made.axis)
+                found[node].append(ChargedCollective(made.kind, axis, made.bytes))
         return found
 
     def _part_and_pass(self, node: fx.Node) -> tuple[str, bool]:

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar._torch_compat import OpOverload
+from autopar._torch_compat import OpOverload, storage_id
 from autopar.errors import InvalidRuleError
-from autopar.ir.graph import map_nodes, producer, tensor_arguments, values_of
+from autopar.ir.graph import Value, map_nodes, producer, tensor_arguments, values_of
 from autopar.ir.node_info import info
-from autopar.ir.ops import attention
+from autopar.ir.ops import attention, cross_entropy
 from autopar.ir.ops.collectives import COALESCED, c10d
 from autopar.ir.ops.host import to_device, to_host
 from autopar.ir.ops.random import replayed, seeded
@@ -40,7 +41,8 @@ ROW_MAJOR_RESULTS = frozenset({
     aten.select_backward.default, aten.slice_backward.default, aten.masked_fill.Scalar, aten.masked_fill.Tensor,
     aten.stack.default, aten.topk.default, aten.tril.default, aten.triu.default, aten.full.default, aten.zeros.default,
     aten.ones.default, aten.arange.default, aten.arange.start, aten.arange.start_step, aten.scalar_tensor.default,
-    aten.eye.default, c10d.all_reduce.default, c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default,
+    aten.eye.default, cross_entropy.cross_entropy, cross_entropy.cross_entropy_backward,
+    c10d.all_reduce.default, c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default,
     c10d.all_to_all_single.default, *COALESCED.values(),
 })  # fmt: skip
 """Operators that make new memory, row-major, whatever the strides of their arguments; the oracle's tests show it."""
@@ -87,7 +89,7 @@ def needs_of(node: fx.Node) -> tuple[str, ...]:
     if target.namespace == "autopar" and target not in _ATTENTION:
         return ()
     # What a pass inserted has no rule of the plan; its local call has one in the table.
-    rule = info(node).operator.rule if info(node).operator is not None else _local_rule(node, target)
+    rule = info(node).operator.rule if info(node).operator is not None else local_rule(node, target)
     if rule is None and target in _FREE:
         return ()
     count = len(tensors_of(node))
@@ -107,7 +109,7 @@ def _tensor(node: fx.Node) -> torch.Tensor | None:
     return values_of(source)[index]
 
 
-def _local_rule(node: fx.Node, target: OpOverload) -> Rule | None:
+def local_rule(node: fx.Node, target: OpOverload) -> Rule | None:
     """The rule of a call that a pass has made; None if there is none."""
     function = find_rule(target)
     if function is None:
@@ -185,39 +187,76 @@ def has_strides(node: fx.Node, need: str, known: Collection[fx.Node] | None) -> 
     return node in known and isinstance(value, torch.Tensor) and meets(value, need)
 
 
-def copied_arguments(program: Program) -> Mapping[fx.Node, tuple[int, ...]]:
-    """The arguments of each operator that will most likely be copied, by number, on one device.
+@dataclass(frozen=True)
+class LikelyCopies:
+    """What will most likely be copied for its strides: this is judged on whole tensors, while graphs run on shards.
 
-    Inputs are taken to be row-major.
+    Attributes:
+        arguments: numbers of the tensor arguments of an operator that it or a copy before it lays out anew.
+        moves: copies besides its own that a redistribution of a value makes, since collectives want, and make,
+            row-major tensors: one before it where the value is laid out otherwise, and one after it where a view
+            reads it that can show only those other strides.
+    """
+
+    arguments: Mapping[fx.Node, tuple[int, ...]]
+    moves: Mapping[Value, int]
+
+
+def likely_copies(program: Program) -> LikelyCopies:
+    """The copies on one device; inputs are taken to be row-major.
 
     Args:
         program: canonical program; its strides in ``meta["val"]`` are not used, as they are those of the capture.
     """
     # Remembered: every candidate plan asks, and a program does not change.
-    key = "copied_arguments"
+    key = "likely_copies"
     if key not in program.memo:
-        program.memo[key] = _copied_arguments(program)
-    found: Mapping[fx.Node, tuple[int, ...]] = program.memo[key]
+        program.memo[key] = _likely_copies(program)
+    found: LikelyCopies = program.memo[key]
     return found
 
 
-def _copied_arguments(program: Program) -> dict[fx.Node, tuple[int, ...]]:
-    needs = {node: needs_of(node) for node in program.sources}
-    if not any(any(n) for n in needs.values()):
-        return {}
-    found: dict[fx.Node, tuple[int, ...]] = {}
+def _likely_copies(program: Program) -> LikelyCopies:
+    arguments: dict[fx.Node, tuple[int, ...]] = {}
+    moves: dict[Value, int] = {}
     values: dict[fx.Node, Any] = {}
     for node in program.graph.graph.nodes:
         if node.op == "output":
             continue
-        if node in needs:
-            pairs = zip(tensors_of(node), needs[node], strict=False)
-            # Most likely: this is judged on whole tensors, while the graph runs on shards.
-            copied = tuple(i for i, (a, need) in enumerate(pairs) if not meets(values[a], need))
-            if copied:
-                found[node] = copied
         values[node] = _value(node, values)
-    return found
+        if node in program.sources:
+            pairs = zip(tensors_of(node), needs_of(node), strict=False)
+            copied = tuple(i for i, (a, need) in enumerate(pairs) if not meets(values[a], need))
+            copied = (0,) if _copies(node, values) else copied
+            if copied:
+                arguments[node] = copied
+    for node, value in values.items():
+        if isinstance(value, torch.Tensor) and not value.is_contiguous():
+            moves[producer(node)] = 1 + _read_otherwise(node, values)
+    return LikelyCopies(arguments, moves)
+
+
+def _copies(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
+    """Whether a view has to copy."""
+    source = values[node.all_input_nodes[0]] if node.target in VIEWS else None
+    # What one of several outputs is taken from is no tensor.
+    if not isinstance(source, torch.Tensor) or not isinstance(values[node], torch.Tensor):
+        return False
+    return storage_id(values[node]) != storage_id(source)
+
+
+def _read_otherwise(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
+    """Whether a view of a value, or of its views, copies if the value is row-major, and does not as it is."""
+    row_major = {node: torch.empty(values[node].shape, dtype=values[node].dtype, device="meta")}
+    pending = [node]
+    for value in pending:
+        for user in value.users:
+            if user.target in VIEWS and len(user.all_input_nodes) == 1 and not _copies(user, values):
+                row_major[user] = _value(user, row_major)
+                if _copies(user, row_major):
+                    return True
+                pending.append(user)
+    return False
 
 
 def _value(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
@@ -231,7 +270,7 @@ def _value(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         target: Any = node.target
         try:
             with torch.no_grad():
-                rule = _local_rule(node, target)
+                rule = local_rule(node, target)
                 args, kwargs = with_required_strides(target, rule, args, kwargs) if rule else (args, kwargs)
                 return make(target, args, kwargs)
         except Exception:  # a kernel that has no shapes of its own, such as a user's

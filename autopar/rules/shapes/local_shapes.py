@@ -37,6 +37,15 @@ def _run(module: fx.GraphModule, node: fx.Node, plan: Plan) -> Any:
     if node.op == "get_attr":
         constant = getattr(module, str(node.target))
         return torch.empty(constant.shape, dtype=constant.dtype, device="meta")
+    return value_of_call(node)
+
+
+def value_of_call(node: fx.Node) -> Any:
+    """What a call makes of the local tensors of its arguments, on the meta device.
+
+    Raises:
+        RuntimeError: the node does not accept its local arguments.
+    """
     args, kwargs = map_nodes((node.args, node.kwargs), lambda n: n.meta["val"])
     # Creation operators name the real device; shapes are computed on meta.
     if "device" in kwargs:

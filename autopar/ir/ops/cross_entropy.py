@@ -1,0 +1,112 @@
+"""Cross-entropy of rows of logits without their softmax in memory: of each row its logit of the target, and one sum.
+
+``log_softmax(x)[target]`` is ``x[target] - logsumexp(x)``, and its gradient in ``x`` is ``grad * (one_hot(target) -
+exp(x - logsumexp(x)))``. Both are functions of the logits and a number a row, so nothing else of the logits' size is
+saved: the forward reads the logits once, the backward reads them once and writes their gradient. That is the least.
+
+Rows are computed some at a time, in blocks that stay in a device's cache: logits of 16 bits are widened there only, and
+exponentials are never in memory as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.ir.ops.attention_kernels import wide_dtype
+
+# Must stay alive: torch removes the operators with the library object.
+_library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("cross_entropy(Tensor logits, Tensor target, int? start) -> (Tensor, Tensor)")
+_library.define(
+    "cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor logsumexp, int? start, ScalarType dtype) "
+    "-> Tensor"
+)
+
+cross_entropy = torch.ops.autopar.cross_entropy.default
+"""The target's logit and the logarithm of the sum of exponentials of each row.
+
+Args:
+    logits: ``[..., classes]``.
+    target: ``[..., 1]``, number of a class.
+    start: the number of the first of these classes, where there are others on other devices; a target that is none of
+        these has logit 0 then. None: these are all, and a target that is none of them is an error.
+
+Returns:
+    Both ``[..., 1]``, in float32 for logits of 16 bits. Their difference is the logarithm of the softmax there.
+"""
+
+cross_entropy_backward = torch.ops.autopar.cross_entropy_backward.default
+"""The gradient of the logits, given that of the logarithm of the softmax at the targets, ``[..., 1]``."""
+
+BLOCK_BYTES = {"cpu": 2**20, "cuda": 32 * 2**20}
+"""Of a block of rows, in the dtype that it is computed in: what the second level of a device's cache holds, at most."""
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    """The rows of ``[rows, classes]``, some at a time."""
+    row = max(1, logits.shape[1] * wide_dtype(logits).itemsize)
+    step = max(1, BLOCK_BYTES.get(logits.device.type, BLOCK_BYTES["cuda"]) // row)
+    return (slice(i, i + step) for i in range(0, logits.shape[0], step))
+
+
+def _local(target: Tensor, start: int | None, classes: int) -> tuple[Tensor, Tensor | None]:
+    """Numbers among these classes, and which are of none of them."""
+    if start is None:
+        return target, None
+    local = target - start
+    outside = (local < 0) | (local >= classes)
+    return local.masked_fill(outside, 0), outside
+
+
+def _cross_entropy(logits: Tensor, target: Tensor, start: int | None) -> tuple[Tensor, Tensor]:
+    x, wide = logits.reshape(-1, logits.shape[-1]), wide_dtype(logits)
+    local, outside = _local(target.reshape(-1, 1), start, x.shape[1])
+    picked = x.gather(1, local).to(wide)
+    if outside is not None:
+        picked = picked.masked_fill(outside, 0.0)
+    total = x.new_empty((x.shape[0], 1), dtype=wide)
+    for rows in _blocks(x):
+        block = x[rows].to(wide)
+        largest = block.amax(1, keepdim=True)
+        # Of classes that all are minus infinity (such as padding) the sum is zero; other devices may have more.
+        shift = largest if start is None else largest.masked_fill(largest == -torch.inf, 0.0)
+        total[rows] = (block - shift).exp_().sum(1, keepdim=True).log_() + shift
+    return picked.reshape(target.shape), total.reshape(target.shape)
+
+
+def _cross_entropy_backward(
+    grad: Tensor, logits: Tensor, target: Tensor, logsumexp: Tensor, start: int | None, dtype: torch.dtype
+) -> Tensor:
+    x, wide = logits.reshape(-1, logits.shape[-1]), wide_dtype(logits)
+    local, outside = _local(target.reshape(-1, 1), start, x.shape[1])
+    given, total = grad.reshape(-1, 1).to(wide), logsumexp.reshape(-1, 1)
+    at_target = given if outside is None else given.masked_fill(outside, 0.0)
+    found = x.new_empty(x.shape, dtype=dtype)
+    for rows in _blocks(x):
+        block = (x[rows].to(wide) - total[rows]).exp_().mul_(given[rows].neg())
+        found[rows] = block.scatter_add_(1, local[rows], at_target[rows])
+    return found.reshape(logits.shape)
+
+
+def _fake(logits: Tensor, target: Tensor, start: int | None) -> tuple[Tensor, Tensor]:
+    wide = wide_dtype(logits)
+    return logits.new_empty(target.shape, dtype=wide), logits.new_empty(target.shape, dtype=wide)
+
+
+def _fake_backward(
+    grad: Tensor, logits: Tensor, target: Tensor, logsumexp: Tensor, start: int | None, dtype: torch.dtype
+) -> Tensor:
+    return logits.new_empty(logits.shape, dtype=dtype)
+
+
+for _name, _kernel, _shapes in (
+    ("cross_entropy", _cross_entropy, _fake),
+    ("cross_entropy_backward", _cross_entropy_backward, _fake_backward),
+):
+    _library.impl(_name, _kernel, "CPU")
+    _library.impl(_name, _kernel, "CUDA")
+    torch.library.register_fake(f"autopar::{_name}", _shapes, lib=_library)

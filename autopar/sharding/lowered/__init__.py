@@ -1,0 +1,1 @@
+"""Operators in whose place other code is emitted: that code, and what it costs."""

@@ -1,0 +1,99 @@
+"""What emitted code costs that is no operator of the plan: of passes, and of lowerings, which are emitted to be priced.
+
+A lowering is emitted into a graph of its own on meta tensors, and its nodes are priced as those of the rewritten graph
+are. Strategies of operators are many, but only few have lowerings, and each of these is emitted once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from autopar._torch_compat import storage_id
+from autopar.costs.kernels import Work, stream
+from autopar.ir.graph import tensor_arguments, values_of
+from autopar.ir.layout import Layout, local_shape
+from autopar.ir.node_info import info, set_info
+from autopar.ir.ops.collectives import Collective, c10d
+from autopar.rules.shapes.kernel_shapes import called
+from autopar.rules.shapes.known_strides import local_rule
+from autopar.sharding.candidates import combine
+from autopar.sharding.dims import Operator
+from autopar.sharding.lowered.arguments import localized
+from autopar.sharding.lowered.emit import emit_lowering, lowered_letters
+from autopar.sharding.redistribute import Machine
+
+
+@dataclass(frozen=True)
+class LoweredCost:
+    """What a lowering emits.
+
+    Attributes:
+        kernels: all of them.
+        collectives: in order.
+    """
+
+    kernels: Work
+    collectives: tuple[Collective, ...]
+
+
+def emitted_work(node: fx.Node) -> Work | None:
+    """The kernel of a node that is no operator of the plan, or a view that may have to copy; None if it has none.
+
+    It streams its memory, unless its results are views, and computes what the rule of its operator says.
+    """
+    if node.target is c10d.wait_tensor.default or info(node).collective is not None:
+        return None
+    results = [v for v in values_of(node) if v is not None]
+    sources = [a for a in tensor_arguments(node) if not _drawn(a)]
+    inputs = [v for a in sources for v in values_of(a) if v is not None]
+    storages = {storage_id(v) for v in inputs}
+    if not results or all(storage_id(v) in storages for v in results):
+        return None
+    rule = local_rule(node, called(node))
+    between = rule.between if rule is not None and len(sources) == len(tensor_arguments(node)) else 0.0
+    work = stream(sum(v.nbytes for v in (*inputs, *results)) + between)
+    return work if rule is None or not rule.flops else work.computing(rule.flops)
+
+
+def _drawn(node: fx.Node) -> bool:
+    """Whether a tensor is not in memory: the kernel that reads it draws it by itself."""
+    return any(t is not None and t.drawn for t in info(node).types)
+
+
+@lru_cache(maxsize=4096)
+def lowered_cost(operator: Operator, strategy: tuple[str, ...], machine: Machine) -> LoweredCost | None:
+    """What an operator's lowering costs under one strategy name an axis; None if there is none to emit."""
+    letters = lowered_letters(operator, strategy)
+    if not letters or any(operator.rule.lower[c] is not operator.rule.lower[letters[0]] for c in letters):
+        return None
+    graph = fx.Graph()
+    args, kwargs = _local_arguments(graph, operator, strategy, machine.sizes)
+    emit_lowering(graph, operator, strategy, letters, machine, args, kwargs)
+    calls = [n for n in graph.nodes if n.op == "call_function"]
+    kernels = [work for node in calls if (work := emitted_work(node)) is not None]
+    collectives = tuple(made for node in calls if (made := info(node).collective) is not None)
+    return LoweredCost(Work.join(kernels) if kernels else stream(np.zeros(0)), collectives)
+
+
+def _local_arguments(
+    graph: fx.Graph, operator: Operator, strategy: tuple[str, ...], sizes: Sequence[int]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The call's arguments on one device: row-major tensors as placeholders, sizes local."""
+    layouts, made = combine(operator, strategy)
+    tensors = [_placeholder(graph, operator, i, layout, sizes) for i, layout in enumerate(layouts)]
+    return localized(operator, strategy, made[0], sizes, operator.call(tensors))
+
+
+def _placeholder(graph: fx.Graph, operator: Operator, i: int, layout: Layout, sizes: Sequence[int]) -> fx.Node:
+    node = graph.placeholder(f"t{i}")
+    type_ = operator.inputs[i]
+    set_info(node, replace(info(node), types=(type_,)))
+    node.meta["val"] = torch.empty(local_shape(type_, layout, sizes), dtype=getattr(torch, type_.dtype), device="meta")
+    return node

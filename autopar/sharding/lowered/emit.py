@@ -1,0 +1,118 @@
+"""`emit_lowering`: the code of a strategy that needs other code than the operator's own, on local tensors.
+
+The pass that rewrites graphs and the cost of the strategy call it alike: what is predicted is what is emitted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir.graph import map_nodes
+from autopar.ir.node_info import info, set_info
+from autopar.ir.ops.collectives import Collective, axis_index, c10d
+from autopar.rules.shapes.local_shapes import value_of_call
+from autopar.sharding.candidates import letter_parts, strategies
+from autopar.sharding.dims import Operator
+from autopar.sharding.redistribute import Machine
+
+
+def lowered_letters(operator: Operator, names: Sequence[str]) -> list[str]:
+    """Letters with a lowering that are split by one strategy name an axis."""
+    if not operator.rule.lower:
+        return []
+    by_name = {s.name: s for s in strategies(operator)}
+    factors = [by_name[n].factor for n in names]
+    return list(dict.fromkeys(f[0] for f in factors if f is not None and f[0] in operator.rule.lower))
+
+
+class _LocalTracer(fx.proxy.GraphAppendingTracer):
+    """Gives every node that it makes its local tensor at once."""
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().create_node(*args, **kwargs)
+        with torch.no_grad():
+            node.meta["val"] = value_of_call(node)
+        return node
+
+
+@dataclass
+class Context:
+    """A lowering's view of the device that its code runs on, see `autopar.rules.rule.Lowering`."""
+
+    tracer: fx.proxy.GraphAppendingTracer
+    operator: Operator
+    strategy: tuple[str, ...]
+    axes: tuple[int, ...]
+    machine: Machine
+
+    @property
+    def parts(self) -> int:
+        """Devices that share the letter."""
+        return math.prod(self.machine.sizes[a] for a in self.axes)
+
+    def axis_index(self) -> Any:
+        """This device's number among them: the first axis is the outermost."""
+        index: Any = 0
+        for a in self.axes:
+            # A node, not a number: the graph is the same on every rank.
+            here = self._call(axis_index, self.machine.names[a])
+            index = here if a == self.axes[0] else index * self.machine.sizes[a] + here
+        return index
+
+    def global_size(self, letter: str) -> int:
+        """Global size of a letter."""
+        return math.prod(f.size for f in self.operator.letters[letter].factors)
+
+    def local_size(self, letter: str) -> int:
+        """Size of a letter on this device."""
+        return self.global_size(letter) // letter_parts(self.strategy, letter, self.machine.sizes)
+
+    def all_reduce(self, x: Any, op: str) -> Any:
+        """Reduce over the devices that share the letter."""
+        for a in self.axes:
+            if self.machine.sizes[a] == 1:
+                continue
+            reduced = self._call(c10d.all_reduce.default, x.node, op, self.machine.names[a])
+            collective = Collective("all_reduce", self.machine.names[a], float(x.node.meta["val"].nbytes))
+            set_info(reduced.node, replace(info(reduced.node), collective=collective))
+            x = self._call(c10d.wait_tensor.default, reduced.node)
+        return x
+
+    def _call(self, target: Any, *args: Any) -> fx.Proxy:
+        return fx.Proxy(self.tracer.create_node("call_function", target, args, {}), self.tracer)
+
+
+def emit_lowering(
+    graph: fx.Graph,
+    operator: Operator,
+    strategy: tuple[str, ...],
+    letters: Sequence[str],
+    machine: Machine,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Emit the code of a strategy where the graph inserts nodes.
+
+    Args:
+        graph: whose nodes know their local tensors (``meta["val"]``).
+        operator: in whose place the code is.
+        strategy: a name for each axis.
+        letters: those with a lowering that the strategy splits, see `lowered_letters`.
+        machine: the mesh.
+        args: of the call, tensors as nodes, sizes local.
+        kwargs: of the call.
+
+    Returns:
+        What the lowering returns, see `autopar.rules.rule.Lowering`.
+    """
+    axes = tuple(a for a, name in enumerate(strategy) if name.partition(".")[0] in letters)
+    tracer = _LocalTracer(graph)
+    context = Context(tracer, operator, strategy, axes, machine)
+    proxies, named = map_nodes((tuple(args), dict(kwargs)), lambda n: fx.Proxy(n, tracer))
+    return operator.rule.lower[letters[0]].build(context, *proxies, **named)

@@ -1,0 +1,128 @@
+"""Lowerings cost what they emit, and the planned compute of whole models is what the simulated device works."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+import autopar
+from autopar.compiler import program_of, rewrite, solve
+from autopar.costs.cluster import Cluster
+from autopar.costs.kernels import kernel_seconds
+from autopar.ir.node_info import info
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.passes import PASSES
+from autopar.passes.lower_operators import lower_operators
+from autopar.search.predict import predict
+from autopar.search.random_plan import random_plan
+from autopar.sharding.assignment import machine_of
+from autopar.sharding.candidates import candidates
+from autopar.sharding.dims import analyze
+from autopar.sharding.lowered.cost import lowered_cost
+from autopar.sharding.node_seconds import NodeSeconds
+from autopar.sharding.operator_cost import arithmetic_dtype, operator_seconds
+from autopar.simulate import simulate
+from autopar.simulate.graph_tasks import emitted
+from tests import models as zoo
+from tests.plans import hand_plan
+
+H100 = Cluster.preset("h100")
+UNTIL = PASSES[: PASSES.index(lower_operators) + 1]
+
+
+@cache
+def captured(name: str) -> Program:
+    """Models large enough that kernels outlast their launches; nothing is computed."""
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        ViTConfig,
+        ViTForImageClassification,
+    )
+
+    with torch.device("meta"):
+        if name == "vit":
+            model = ViTForImageClassification(ViTConfig(num_hidden_layers=2, num_labels=1000))
+            labels = torch.zeros(8, dtype=torch.long)
+            return program_of(model, {"pixel_values": torch.zeros(8, 3, 224, 224), "labels": labels})
+        ids = torch.zeros(8, 1024, dtype=torch.long)
+        if name == "gpt2":
+            model = GPT2LMHeadModel(GPT2Config(n_layer=2, use_cache=False))
+        else:
+            model = LlamaForCausalLM(LlamaConfig(
+                vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=2,
+                num_attention_heads=32, num_key_value_heads=8, use_cache=False, tie_word_embeddings=False,
+            )).bfloat16()  # fmt: skip
+        return program_of(model, {"input_ids": ids, "labels": ids})
+
+
+def ratio(program: Program, plan: Plan) -> float:
+    """Seconds that the simulated device computes, to those that were predicted."""
+    return simulate(emitted(rewrite(program, plan), plan)).busy[0] / plan.predicted.compute_seconds
+
+
+FLAT, NESTED = {"gpu": 8}, {"node": 2, "gpu": 4}
+PLANS = [
+    *(("llama", recipe, FLAT) for recipe in ("ddp", "fsdp", "megatron", None)),
+    *(("llama", recipe, NESTED) for recipe in ("megatron", None)),
+    *((name, None, axes) for name in ("gpt2", "vit") for axes in (FLAT, NESTED)),
+    *(
+        pytest.param(name, recipe, axes, marks=pytest.mark.deep)
+        for name in ("gpt2", "vit")
+        for recipe, axes in (("ddp", FLAT), ("fsdp", FLAT), ("megatron", FLAT), ("hsdp", NESTED), ("megatron", NESTED))
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "recipe", "axes"), PLANS)
+def test_what_is_emitted_computes_as_long_as_predicted(name: str, recipe: str | None, axes: dict[str, int]) -> None:
+    program = captured(name)
+    plan = solve(program, axes, H100, search=autopar.Search(recipe=recipe))
+    assert 0.97 <= ratio(program, plan) <= 1.03
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.deep) for seed in (1, 2))])
+def test_of_random_plans_too(name: str, seed: int) -> None:
+    """Their values go through several moves: what is copied for strides is copied before the first only."""
+    program, axes = captured(name), {"a": 2, "b": 2}
+    dims = analyze(program)
+    plan = predict(program, dims, random_plan(program, dims, axes, H100, seed, recompute=seed > 1))
+    assert 0.9 <= ratio(program, plan) <= 1.03
+
+
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("bert", marks=pytest.mark.deep)])
+def test_every_lowering_costs_its_nodes(name: str) -> None:
+    """An operator that is split as it likes, all others whole: the kernels and collectives of its nodes."""
+    program = program_of(*zoo.MODELS[name]())
+    dims, axes = analyze(program), {"a": 2, "b": 2}
+    seen, count = set(), 0
+    for node, operator in dims.operators.items():
+        if not operator.rule.lower or operator in seen:
+            continue
+        seen.add(operator)
+        for i in range(len((chosen := candidates(operator, (2, 2))).choice)):
+            names = chosen.names(i)
+            plan = hand_plan(program, axes, {node.name: " ".join(names)})
+            machine = machine_of(plan)
+            found = lowered_cost(operator, names, machine)
+            if found is None or any(n.startswith("P") for n in names):
+                continue
+            before = {n.name for n in rewrite(program, plan, passes=UNTIL[:-1]).graph.graph.nodes}
+            after = rewrite(program, plan, passes=UNTIL).graph.graph.nodes
+            seconds, own = NodeSeconds(machine), [n for n in after if n.name not in before]
+            kernels = sum(seconds.kernel(n)[0] for n in own if info(n).collective is None)
+            made = [info(n).collective for n in own if info(n).collective is not None]
+            dtype = arithmetic_dtype(operator, machine.device)
+            assert kernel_seconds(found.kernels, dtype, machine.device).sum() == pytest.approx(kernels, rel=1e-6)
+            assert list(found.collectives) == made
+            one = candidates(operator, (2, 2), allowed=[[n] for n in names])
+            total = kernels + sum(seconds.collective(c) for c in made if c is not None)
+            assert float(operator_seconds(operator, one, machine)[0]) >= 0.999 * total
+            count += 1
+    assert count > 10
