@@ -16,6 +16,7 @@ from autopar.search.budget.within_budget import plan_by_axes, plan_within
 from autopar.search.formulation.recipes import roles_of
 from autopar.search.options import Job
 from autopar.search.overlap.regions import regions_of
+from autopar.search.overlap.simulated import simulated_seconds
 from autopar.search.overlap.step_time import Floats, StepTime
 from autopar.search.overlap.weights import Weights
 from autopar.search.predict import predict, step_features
@@ -35,6 +36,10 @@ ROUNDS = 4
 
 CLOSE = 3e-3
 """A plan is good enough if it takes at most this share longer than the bound of any weights."""
+
+
+NEAR, SIMULATED = 1.2, 4
+"""Of the plans that take at most this multiple of the best one's time, so many are simulated."""
 
 
 def find_plan(program: Program, dims: Dims, job: Job, classes: LayerClasses | None = None) -> Plan:
@@ -150,8 +155,17 @@ class _Rounds:
         return seconds - self.proof.bound > CLOSE * seconds and time.monotonic() < self.deadline
 
     def result(self) -> Plan:
-        """The best plan, with the highest bound."""
+        """The best plan, with the highest bound; of several that are close, that which the simulator finds fastest."""
         best, proof = self.best, self.proof
+        close = {
+            p.predicted.step_seconds: p
+            for p in self.plans
+            if p.predicted.step_seconds < NEAR * best.predicted.step_seconds
+        }
+        if len(close) > 1:
+            few = [close[seconds] for seconds in sorted(close)[:SIMULATED]]
+            self.job.progress(f"simulating {len(few)} plans", best.predicted.step_seconds, proof.bound)
+            best = min(few, key=lambda plan: simulated_seconds(self.program, plan, self.classes))
         seconds = best.predicted.step_seconds
         certificate = replace(best.certificate, objective=seconds, lower_bound=min(proof.bound, seconds))
         return replace(best, certificate=proof.checked(self.job, certificate))

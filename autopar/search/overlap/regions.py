@@ -8,7 +8,7 @@ block later (`autopar.passes.collectives.overlap_collectives`): so communication
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -102,7 +102,7 @@ def _regions(program: Program) -> Regions:
     filling, gradients = _towards_gradients(program)
     own = [n for n in forward if n not in static] or ordered
     closing = [n for n in ordered if is_backward(n)] or ordered
-    readers = _readers(program, static)
+    readers = _readers(program, names, static)
     return Regions(
         program, names, _units(program, names, readers), names[own[0]], names[closing[-1]], static, filling,
         gradients, readers,
@@ -163,9 +163,12 @@ def _towards_gradients(program: Program) -> tuple[frozenset[fx.Node], frozenset[
     return frozenset(filling), frozenset(kept)
 
 
-def _readers(program: Program, static: Iterable[fx.Node]) -> dict[tuple[Value, bool], fx.Node]:
+def _readers(
+    program: Program, names: Mapping[fx.Node, str], static: Collection[fx.Node]
+) -> dict[tuple[Value, bool], fx.Node]:
     """What computes from parameters alone reads where its own result is read first."""
     first: dict[tuple[Value, bool], fx.Node] = {}
+    last: dict[tuple[Value, bool], fx.Node] = {}
     for node in reversed(program.sources):
         for source in program.sources[node]:
             if node in static:
@@ -175,7 +178,10 @@ def _readers(program: Program, static: Iterable[fx.Node]) -> dict[tuple[Value, b
                         first[source, backward] = later
             else:
                 first[source, is_backward(node)] = node
-    return first
+                last.setdefault((source, is_backward(node)), node)
+    # Of several regions only the last is sure to need an activation in the layout that it is moved to.
+    apart = {k: n for k, n in last.items() if k[0][0] not in static and names[n] != names[first[k]]}
+    return {**first, **apart}
 
 
 def _units(
