@@ -222,7 +222,7 @@ def fit_all(rows: Sequence[Row], steps: Steps, fitted: Sequence[NDArray[np.bool_
         return pool.starmap(fit, [(own, steps) for own in chosen])
 
 
-def fit(rows: Sequence[Row], steps: Steps) -> Cluster:
+def fit(rows: Sequence[Row], steps: Steps, prior: float = PRIOR_WEIGHT) -> Cluster:
     """The preset with what the datasheet does not say fitted to rows: least squares of logarithms, robust."""
     measured = np.array([row.seconds for row in rows])
 
@@ -230,7 +230,7 @@ def fit(rows: Sequence[Row], steps: Steps) -> Cluster:
         return np.log(np.array(predict(rows, steps, cluster_of(value))) / measured)
 
     weights = np.array([SEVERAL_NODES if row.several_nodes else 1.0 for row in rows])
-    return cluster_of(fit_positive(EXPECTED, errors, weights=weights, robust=ROBUST, prior=PRIOR_WEIGHT))
+    return cluster_of(fit_positive(EXPECTED, errors, weights=weights, robust=ROBUST, prior=prior))
 
 
 def cluster_of(value: Mapping[str, float]) -> Cluster:
