@@ -121,7 +121,7 @@ def test_groups_that_share_cards_get_in_each_others_way() -> None:
 
 
 def test_groups_of_other_nodes_get_in_their_way_too() -> None:
-    """A card's time for the bytes, over the groups of a node, for each stage but the first; not where rails are apart."""
+    """A card's time for the bytes, over the groups of a node, for each stage but the first; not if rails are apart."""
     near, far = H100.links
     crowded = replace(H100, links=(near, replace(far, contention=0.5)))
     for inner, groups in ((1, 1), (2, 2), (4, 4), (8, 1)):
