@@ -15,13 +15,12 @@ import argparse
 import csv
 import hashlib
 import json
-import math
 import multiprocessing
 import pickle
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 import numpy as np  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
 
+from autopar.costs.calibrate.several_starts import Expected, fit_positive  # noqa: E402
 from autopar.costs.cluster import Cluster  # noqa: E402
 from autopar.explain.hybrid.layer_profile import Part, Spent, spend_each  # noqa: E402
 from autopar.explain.hybrid.training_step import Stages, Training, simulated_seconds, stages_of, step_seconds  # noqa: E402
@@ -40,19 +40,20 @@ from autopar.sharding.redistribute import Machine  # noqa: E402
 Floats = NDArray[np.float64]
 
 BASE = "a100-80gb"
-PRIORS = {  # what is fitted: where it is expected, and how far off it may be, as a ratio's logarithm
-    "efficiency": (0.9, 0.1),
-    "ramp": (200.0, 0.7),
-    "streaming": (0.9, 0.2),
-    "host": (3e-5, 0.5),
-    "launch": (1e-5, 1.0),
-    "node bandwidth": (230e9, 0.25),
-    "node latency": (5e-6, 0.5),
-    "network bandwidth": (15e9, 0.7),
-    "network latency": (1e-5, 0.7),
-    "contention": (0.5, 0.7),
+EXPECTED = {  # what is fitted: where it is expected, and how far off it may be, as a ratio's logarithm
+    "efficiency": Expected(0.9, 0.1, highest=1.0),
+    "ramp": Expected(200.0, 0.7),
+    "streaming": Expected(0.9, 0.2, highest=1.0),
+    "host": Expected(3e-5, 0.5),
+    "launch": Expected(1e-5, 1.0),
+    "node bandwidth": Expected(230e9, 0.25),
+    "node latency": Expected(5e-6, 0.5),
+    "network bandwidth": Expected(15e9, 0.7),
+    "network latency": Expected(1e-5, 0.7),
+    "contention": Expected(0.5, 0.7),
 }
 PRIOR_WEIGHT = 2.0
+FILES = (("single_node.csv", False), ("multi_node.csv", True), ("multi_node_39b.csv", True))  # and on several nodes?
 SEVERAL_NODES = 8.0  # as many rows a row counts as: there are 18 times as many of one node
 # Relative errors beyond which a row counts as an outlier, the less the further it is: the first fit looks at all rows,
 # each later one starts from it and looks less at those that it could not explain.
@@ -97,6 +98,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder with megatron_measured/")
     parser.add_argument("--steps", type=Path, help="file that keeps what was captured for the next run")
     parser.add_argument("--workers", type=int, default=2, help="processes that capture (default: 2)")
+    parser.add_argument("--without", type=int, help="fit to all rows but those of this hidden size, and report those")
     parser.add_argument("--fixed", action="store_true", help="fit nothing: the preset as it is")
     parser.add_argument("--save", type=Path, help="write the cluster that the first half gives to this TOML file")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -107,25 +109,32 @@ def main() -> None:
         return
     rows = read(folder)
     steps = capture(rows, options.steps, options.workers)
-    first = np.array([half(row) for row in rows])
-    clusters = [Cluster.preset(BASE)] * 2 if options.fixed else fit_both(rows, steps, first, options.workers)
+    if options.without:
+        fitted = [np.array([row.hidden != options.without for row in rows])]
+    else:
+        first = np.array([half(row) for row in rows])
+        fitted = [first, ~first]
+    clusters = [Cluster.preset(BASE)] * len(fitted) if options.fixed else fit_all(rows, steps, fitted, options.workers)
     if options.save:
         clusters[0].save(options.save)
     found = np.array([predict(rows, steps, cluster, simulate=True) for cluster in clusters])
-    figures = {
-        "fit to the first half": report(rows, first, found[0]),
-        "fit to the second half": report(rows, ~first, found[1]),
-        "each row by the fit to the half without it": report(
-            rows, ~(first | ~first), np.where(first, found[1], found[0])
-        ),
-    }
-    print(json.dumps(figures, indent=1) if options.json else table(figures, clusters[0], rows, found[0]))
+    if options.without:
+        figures = {f"fit without hidden {options.without}": report(rows, fitted[0], found[0])}
+    else:
+        figures = {
+            "fit to the first half": report(rows, first, found[0]),
+            "fit to the second half": report(rows, ~first, found[1]),
+            "each row by the fit to the half without it": report(
+                rows, ~(first | ~first), np.where(first, found[1], found[0])
+            ),
+        }
+    print(json.dumps(figures, indent=1) if options.json else table(figures, clusters[0], rows, found[0], fitted[0]))
 
 
 def read(folder: Path) -> list[Row]:
-    """All rows of both files."""
+    """All rows of the files."""
     rows = []
-    for name, several in (("single_node.csv", False), ("multi_node.csv", True)):
+    for name, several in FILES:
         with (folder / name).open(encoding="utf-8") as file:
             lines = list(csv.reader(file))[1:]
         for line in lines:
@@ -206,45 +215,27 @@ def predict(rows: Sequence[Row], steps: Steps, cluster: Cluster, *, simulate: bo
     return found
 
 
-def fit_both(rows: Sequence[Row], steps: Steps, first: NDArray[np.bool_], workers: int) -> list[Cluster]:
-    """The clusters that the first half of the rows gives, and the second."""
-    halves = [[row for row, chosen in zip(rows, own, strict=True) if chosen] for own in (first, ~first)]
-    with multiprocessing.get_context("spawn").Pool(max(1, min(workers, 2))) as pool:
-        return pool.starmap(fit, [(half_of, steps) for half_of in halves])
+def fit_all(rows: Sequence[Row], steps: Steps, fitted: Sequence[NDArray[np.bool_]], workers: int) -> list[Cluster]:
+    """The cluster that each choice of rows gives."""
+    chosen = [[row for row, own in zip(rows, choice, strict=True) if own] for choice in fitted]
+    with multiprocessing.get_context("spawn").Pool(max(1, min(workers, len(fitted)))) as pool:
+        return pool.starmap(fit, [(own, steps) for own in chosen])
 
 
-def fit(rows: Sequence[Row], steps: Steps) -> Cluster:
+def fit(rows: Sequence[Row], steps: Steps, prior: float = PRIOR_WEIGHT) -> Cluster:
     """The preset with what the datasheet does not say fitted to rows: least squares of logarithms, robust."""
-    from scipy.optimize import least_squares
-
-    begin = np.log([value for value, _ in PRIORS.values()])
-    width = np.array([w for _, w in PRIORS.values()])
-    weight = np.array([SEVERAL_NODES if row.several_nodes else 1.0 for row in rows])
     measured = np.array([row.seconds for row in rows])
 
-    def residuals(x: Floats, robust: float) -> Floats:
-        found = np.array(predict(rows, steps, cluster_of(x)))
-        return np.concatenate([np.log(found / measured) / robust, PRIOR_WEIGHT * (x - begin) / width])
+    def errors(value: dict[str, float]) -> Floats:
+        return np.log(np.array(predict(rows, steps, cluster_of(value))) / measured)
 
-    def cauchy(squares: Floats) -> Floats:
-        """The loss of squared residuals, and its two derivatives; of what is expected it stays the square."""
-        loss = np.stack([np.log1p(squares), 1 / (1 + squares), -1 / (1 + squares) ** 2])
-        loss[:, : len(weight)] *= weight
-        expected = squares[len(weight) :]
-        loss[:, len(weight) :] = expected, np.ones_like(expected), np.zeros_like(expected)
-        return loss
-
-    upper = np.log([1.0 if name in ("efficiency", "streaming") else math.inf for name in PRIORS])
-    options = {"bounds": (-np.inf, upper), "x_scale": width, "loss": cauchy, "diff_step": 0.002, "max_nfev": 40}
-    x = begin
-    for robust in ROBUST:
-        x = least_squares(residuals, x, args=(robust,), **options).x
-    return cluster_of(x)
+    weights = np.array([SEVERAL_NODES if row.several_nodes else 1.0 for row in rows])
+    return cluster_of(fit_positive(EXPECTED, errors, weights=weights, robust=ROBUST, prior=prior))
 
 
-def cluster_of(x: Floats) -> Cluster:
-    """The preset with fitted values, in the order of `PRIORS`."""
-    base, value = Cluster.preset(BASE), dict(zip(PRIORS, np.exp(x).tolist(), strict=True))
+def cluster_of(value: Mapping[str, float]) -> Cluster:
+    """The preset with fitted values, by the names of `EXPECTED`."""
+    base = Cluster.preset(BASE)
     own = {name: value[name] for name in ("efficiency", "ramp", "streaming", "host", "launch")}
     near, far = (
         replace(link, bandwidth=value[f"{level} bandwidth"], latency=value[f"{level} latency"])
@@ -281,7 +272,9 @@ def report(rows: Sequence[Row], training: NDArray[np.bool_], found: Floats) -> d
             order = {"rows": len(members), "spearman": float(spearmanr(found[members], measured[members]).statistic)}
             order["ordered pairs"] = ordered(measured[members], found[members])
             figures[f"order of {name}"] = {**order, "regret": regrets[-1]}
-    figures["regret"] = {"groups": len(regrets), "mean": float(np.mean(regrets)), "largest": float(np.max(regrets))}
+    apart = [figures[name]["regret"] for name in figures if name.startswith("order of")]
+    for name, each in (("regret", regrets), ("regret on several nodes", apart)):
+        figures[name] = {"groups": len(each), "mean": float(np.mean(each)), "largest": float(np.max(each))}
     figures["ordered pairs of one node"] = float(np.mean([
         ordered(measured[m], found[m]) for m in groups(rows).values() if not rows[m[0]].several_nodes and len(m) > 2
     ]))  # fmt: skip
@@ -309,7 +302,9 @@ def ordered(measured: Floats, found: Floats, apart: float = 0.03) -> float:
     return float(right.sum() / max(pairs.sum(), 1))
 
 
-def table(figures: dict[str, dict[str, Any]], cluster: Cluster, rows: Sequence[Row], found: Floats) -> str:
+def table(
+    figures: dict[str, dict[str, Any]], cluster: Cluster, rows: Sequence[Row], found: Floats, fitted: NDArray[np.bool_]
+) -> str:
     """For people: all figures, and of the first fit its rows of several nodes and what was fitted."""
     lines = []
     for title, named in figures.items():
@@ -320,10 +315,10 @@ def table(figures: dict[str, dict[str, Any]], cluster: Cluster, rows: Sequence[R
             lines.append(f"  {name:<48} {', '.join(texts)}")
         lines += [""]
     lines += ["several nodes: microbatch, tensor, data, pipeline; measured and predicted seconds"]
-    for row, seconds in zip(rows, found, strict=True):
+    for row, seconds, own in zip(rows, found, fitted, strict=True):
         if row.several_nodes:
             layout = f"{row.hidden:6d} {row.microbatch:4d} {row.tensor:4d} {row.data:4d} {row.pipeline:4d}"
-            seen = "" if half(row) else "  held out"
+            seen = "" if own else "  held out"
             lines.append(f"{layout} {row.seconds:9.3f} {seconds:9.3f} {seconds / row.seconds - 1:+8.1%}{seen}")
     return "\n".join([*lines, "", cluster.to_toml()])
 

@@ -83,7 +83,8 @@ class Cluster:
         group if its size times all inner sizes fits into the group and divides it; it uses the innermost such level,
         or the outermost link if there is none. An entry in ``axis_links`` comes first. The bandwidth of the link
         between nodes is a device's own share of the network cards; an axis with several neighbors in each node has
-        the shares of all of them, since a ring leaves a node only once.
+        the shares of all of them, since a ring leaves a node only once, less what `Link.contention` says that groups
+        lose to others.
 
         Args:
             axis_sizes: name and size of each mesh axis, outermost first: ``{"node": 32, "gpu": 8}``.
@@ -97,17 +98,21 @@ class Cluster:
         >>> [link.name for link in Cluster.preset("h100").link_for({"node": 32, "gpu": 8})]
         ['InfiniBand NDR', 'NVLink 4']
         """
-        chosen: list[Link] = []
-        extent = 1
-        for name, size in reversed(list(axis_sizes.items())):
+        for name, size in axis_sizes.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"mesh axis {name!r} has size {size!r}: it must be a positive integer")
-            chosen.append(self.axis_links.get(name) or self._link_between(extent, size))
+        chosen: list[Link] = []
+        extent, devices = 1, math.prod(axis_sizes.values())
+        for name, size in reversed(list(axis_sizes.items())):
+            times = devices // (extent * size)
+            chosen.append(self.axis_links.get(name) or self._link_between(extent, size, times))
             extent *= size
         return tuple(reversed(chosen))
 
-    def _link_between(self, stride: int, size: int) -> Link:
+    def _link_between(self, stride: int, size: int, times: int) -> Link:
         """The link of ``size`` devices that are ``stride`` apart, with the bandwidth that they have together.
+
+        There are ``times`` sets of such groups, one outside the other: the stages of a pipeline each have theirs.
 
         A ring of them leaves each group of a level once, over the links of all its devices there, and is as fast as the
         slowest level that it crosses; the latencies of its steps are averaged. Parallel aggregated trees are for
@@ -121,8 +126,10 @@ class Cluster:
         # The links of a level are used only if its groups hold more devices of the axis than those inside them.
         used = [i for i in range(level + 1) if i == level or together[i + 1] > together[i]]
         outer, node = self.links[level], together[1] if level else 1
-        # Groups of several devices a node share its network cards, and lose some of them to each other.
-        lost = (groups[0] // node) ** outer.contention if node > 1 else 1.0
+        shared = groups[0] // node if node > 1 else 1
+        # Groups of several devices a node share its network cards, and lose some of them to each other, and to those of
+        # other nodes. One group that has all devices of its nodes does not, nor do groups with one device a node.
+        lost = shared**outer.contention + (outer.contention * (times - 1) * node / shared if shared > 1 else 0.0)
         return replace(
             outer,
             bandwidth=min(together[i] * self.links[i].bandwidth / (lost if i else 1.0) for i in used),

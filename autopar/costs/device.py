@@ -117,8 +117,10 @@ class Link:
         copies: bytes that the library holds besides while it runs, for each byte of what an all-gather makes or a
             reduce-scatter takes: Gloo has a copy of it, NCCL works in place.
         contention: how much groups get in each other's way that share the network cards of a node and have several
-            devices in it: of ``g`` such groups each has its share of the cards over ``g ** contention``. 0: they share
-            without loss. Groups with one device a node have a card each.
+            devices in it. Of ``g`` such groups each has its share of the cards over ``g ** contention``, and for each
+            other set of such groups elsewhere, as every stage of a pipeline has one, it waits besides for ``contention
+            / g`` of the time in which one card would send its bytes. 0: they share without loss. Groups with one
+            device a node have a card each.
         neighbors: how many devices of the group are in each node; what `Cluster.link_for` finds out, not stated.
 
     Raises:

@@ -120,6 +120,17 @@ def test_groups_that_share_cards_get_in_each_others_way() -> None:
     assert "contention" not in H100.to_toml() and Cluster.from_toml(crowded.to_toml()) == crowded
 
 
+def test_groups_of_other_nodes_get_in_their_way_too() -> None:
+    """A card's time for the bytes, over the groups of a node, for each stage but the first; not if rails are apart."""
+    near, far = H100.links
+    crowded = replace(H100, links=(near, replace(far, contention=0.5)))
+    for inner, groups in ((1, 1), (2, 2), (4, 4), (8, 1)):
+        one, three = (crowded.link_for({"stage": s, "data": 16, "inner": inner})[1] for s in (1, 3))
+        added = 0.5 * 2 / groups / far.bandwidth if groups > 1 else 0.0
+        assert 1 / three.bandwidth == pytest.approx(1 / one.bandwidth + added)
+    assert H100.link_for({"stage": 3, "data": 16, "inner": 2})[1] == H100.link_for({"data": 16, "inner": 2})[0]
+
+
 @pytest.mark.parametrize("algorithms", [("bruck",), (), "ring"])
 def test_unknown_algorithms_are_named(algorithms: object) -> None:
     with pytest.raises(ValueError, match="algorithms"):

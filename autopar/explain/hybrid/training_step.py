@@ -168,7 +168,7 @@ def _links(cluster: Cluster, machine: Machine, training: Training) -> tuple[Link
     """The link between data ranks, and the one from a stage to the next: stages are outermost, one device to one."""
     # Extents decide the links: what lies inside an axis pushes its devices apart.
     within = math.prod(machine.sizes)
-    data, _ = cluster.link_for({"data": training.data, "stage": within})
+    _, data, _ = cluster.link_for({"stage": training.stages, "data": training.data, "within": within})
     stage, _ = cluster.link_for({"stage": 2, "rest": training.data * within})
     return data, stage
 

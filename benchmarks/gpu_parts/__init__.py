@@ -1,0 +1,1 @@
+"""Parts of `benchmarks/gpu_check.py`: each looks at one thing on one device, and returns rows."""
