@@ -86,7 +86,7 @@ DETERMINISTIC_PASSES: tuple[Pass, ...] = (
 
 def with_any_strides(passes: Sequence[Pass]) -> tuple[Pass, ...]:
     """The passes for a graph whose operators are made to give what strides one likes: nothing is known of them."""
-    instead = {insert_contiguous: insert_contiguous_everywhere}
+    instead: dict[Pass, Pass] = {insert_contiguous: insert_contiguous_everywhere}
     return tuple(instead.get(p, p) for p in passes if p not in (merge_views, reduce_in_place))
 
 

@@ -97,6 +97,7 @@ class _Merger:
                 break
             self.passed.add(root)
             root = root.args[0]
+        assert isinstance(root, fx.Node)
         return root
 
     def _keeps_order(self, node: fx.Node) -> bool:

@@ -109,8 +109,9 @@ def _shown(node: fx.Node) -> list[fx.Node]:
     """The arguments whose memory a node's result may be in."""
     if node.op != "call_function":
         return []
+    target: Any = node.target
     # Of Python functions nothing is known; a wait gives back what it waits for, though it does not say so.
-    told = isinstance(node.target, OpOverload) and node.target is not c10d.wait_tensor.default
-    if told and not any(r.alias_info for r in node.target._schema.returns):
+    told = isinstance(target, OpOverload) and target is not c10d.wait_tensor.default
+    if told and not any(r.alias_info for r in target._schema.returns):
         return []
     return node.all_input_nodes

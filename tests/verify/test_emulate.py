@@ -14,7 +14,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.ir.node_info import GraphInfo, NodeInfo, set_graph_info, set_info
-from autopar.ir.ops.collectives import GROUP_ARGUMENT, IN_PLACE, axis_index, c10d
+from autopar.ir.ops.collectives import GROUP_ARGUMENT, IN_PLACE, Collective, axis_index, c10d
 from autopar.ir.program import Input, Output, Program
 from autopar.verify.emulate import census, emulate, run_whole
 
