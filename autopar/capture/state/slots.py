@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from autopar.capture.state.inventory import Inventory
+from autopar.capture.state.inventory import Holdings, Inventory
 from autopar.capture.state.scope import Scope, scopes_of_classes
 from autopar.capture.state.values import BUFFERS, OWN, Path, Same, children, describe, walk
 
@@ -129,6 +129,24 @@ class _Description:
         return all(describe(v) == text for v, text in self.leaves)
 
 
+class _Whole:
+    """How all modules were described, to be compared at once."""
+
+    def __init__(self, inventory: Inventory, found: Signature, parts: list[_Description]) -> None:
+        self.inventory, self.found = inventory, found
+        self._holdings = Holdings([c for d in parts for c in d.containers])
+        self._leaves = [leaf for d in parts for leaf in d.leaves]
+        self._buffers = [(m, _buffers_of(m)) for _, m in inventory.modules if m._buffers]
+
+    def holds(self, contents: Contents) -> bool:
+        """Whether what an inventory does not see is as it was."""
+        return (
+            self._holdings.hold(lambda value: _contents(value, contents))
+            and all(describe(v) == text for v, text in self._leaves)
+            and all(_buffers_of(m) == known for m, known in self._buffers)
+        )
+
+
 class Slots:
     """The state of a model, described anew where it has changed."""
 
@@ -140,7 +158,7 @@ class Slots:
         self._inputs: frozenset[int] = frozenset()
         self._settings: dict[Path, Any] = {}
         self._inventory: Inventory | None = None
-        self._whole: dict[bool, tuple[Inventory, Signature, list[_Description]]] = {}
+        self._whole: dict[bool, _Whole] = {}
 
     def inventory(self, compare: bool = True) -> Inventory:
         """What the model consists of now; the same object as long as that has not changed.
@@ -172,12 +190,10 @@ class Slots:
             SETTINGS: self._of_settings(),
         }
         known = self._whole.get(constants)
-        if known is not None and known[0] is inventory and all(d.holds(contents) for d in known[2]):
-            buffers = [(path, m) for path, m in inventory.modules if m._buffers]
-            found = known[1]
-            if all(self._known[path, constants].buffers == _buffers_of(m) for path, m in buffers):
-                same = all(found[name] is own for name, own in rest.items())
-                return found if same else {**found, **rest}
+        if known is not None and known.inventory is inventory and known.holds(contents):
+            if any(known.found[name] is not own for name, own in rest.items()):
+                known.found = {**known.found, **rest}
+            return known.found
         return self._described(inventory, constants, contents, rest)
 
     def _described(self, inventory: Inventory, constants: bool, contents: Contents, rest: Signature) -> Signature:
@@ -187,10 +203,10 @@ class Slots:
         # Other parameters (after a wrapper has replaced them, say): paths to them are described by their ids, so anew.
         if not _same(own, self._parameters):
             buffers = [t for _, m in modules for t in m._buffers.values()]
-            self._parameters, self._inputs, self._known = own, frozenset(map(id, (*own, *buffers))), {}
+            self._parameters, self._inputs = own, frozenset(map(id, (*own, *buffers)))
+            self._known = {key: known for key, known in self._known.items() if key[0] == SCOPES}
         found = {path: self._of(path, module, constants, contents) for path, module in modules} | rest
-        parts = [self._known[path, constants] for path, _ in modules]
-        self._whole[constants] = inventory, found, [d for d in parts if d.containers or d.leaves]
+        self._whole[constants] = _Whole(inventory, found, [self._known[path, constants] for path, _ in modules])
         return found
 
     def _of_settings(self) -> dict[Path, Any]:
