@@ -16,14 +16,16 @@ from autopar.ir.program import Program
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.collectives.bucket_collectives import bucket_collectives
 from autopar.passes.collectives.overlap_collectives import overlap_collectives
+from autopar.passes.collectives.reduce_in_place import reduce_in_place
 from autopar.passes.eliminate_dead_code import eliminate_dead_code
 from autopar.passes.hoist_invariants import hoist_invariants
 from autopar.passes.insert_collectives import insert_collectives
-from autopar.passes.insert_contiguous import insert_contiguous
+from autopar.passes.insert_contiguous import insert_contiguous, insert_contiguous_everywhere
 from autopar.passes.insert_offload import insert_offload
 from autopar.passes.insert_recompute import insert_recompute
 from autopar.passes.localize_shapes import localize_shapes
 from autopar.passes.lower_operators import lower_operators
+from autopar.passes.merge_views import merge_views
 from autopar.passes.pad_dims import pad_dims
 from autopar.passes.pipeline.assign_stages import assign_stages
 from autopar.passes.pipeline.scatter_sends import scatter_sends
@@ -54,6 +56,8 @@ PASSES: tuple[Pass, ...] = (
     scatter_sends,
     overlap_collectives,
     insert_contiguous,
+    merge_views,
+    reduce_in_place,
 )
 
 DETERMINISTIC_PASSES: tuple[Pass, ...] = (
@@ -74,8 +78,16 @@ DETERMINISTIC_PASSES: tuple[Pass, ...] = (
     scatter_sends,
     overlap_collectives,
     insert_contiguous,
+    merge_views,
+    reduce_in_place,
 )
 """Instead of `PASSES` where the ranks together draw the very numbers that one device would."""
+
+
+def with_any_strides(passes: Sequence[Pass]) -> tuple[Pass, ...]:
+    """The passes for a graph whose operators are made to give what strides one likes: nothing is known of them."""
+    instead: dict[Pass, Pass] = {insert_contiguous: insert_contiguous_everywhere}
+    return tuple(instead.get(p, p) for p in passes if p not in (merge_views, reduce_in_place))
 
 
 def run_passes(program: Program, plan: Plan, passes: Sequence[Pass], *, verified: bool = True) -> Program:

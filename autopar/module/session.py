@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar._torch_compat import FakeTensor
 from autopar.capture.state.hooks import replay
-from autopar.capture.state.slots import Slots, state_tensors
+from autopar.capture.state.slots import Slots
 from autopar.capture.state.writes import apply
 from autopar.errors import AutoparError, CaptureError, PlanError
 from autopar.ir.layout import Layout, Replicate, Split, replicated
@@ -98,17 +98,19 @@ class Session:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the original returns: scalars plain, other tensors as DTensors."""
         tensors, skeleton = binding.flatten(self.original, binding.Passed(args, kwargs))
-        refuse_foreign_parameters(self.original, self.context, self.types().get)
+        self.slots.inventory()  # of now: what follows asks for it until the user's code may have run
         request = self._request(tensors, skeleton)
+        key = self._key(request)
+        self._refuse_foreign_parameters()
         # All ranks agree on the call first: one that has no graph for it would wait, in capturing, for those that have.
-        name = self.agreed("forward", request)
-        found = self._specialized(request)
-        self._compare_contents(request, tensors)
+        name, known = self._agreed("forward", key, request)
+        found = self._specialized(request, key, known)
+        self._compare_contents(key, tensors)
         self._check(found, request, tensors)
         step = found.step
-        named = dict(self.original.named_parameters())
+        named = self.slots.inventory(compare=known is None).parameters
         # The step writes into these in place; where the model assigns a new tensor, it replaces the entry.
-        before = {**state_tensors(self.original), **{n: to_local(named[n]) for n in found.written}}
+        before = {**self.slots.state_tensors(), **{n: to_local(named[n]) for n in found.written}}
         buffers = dict(before)
         with self.context.during(f"the batch of {name}"):
             _require_contiguous(found, tensors)
@@ -145,8 +147,10 @@ class Session:
         tensors, skeleton = binding.flatten(self.original, batch)
         shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
         request = Request(skeleton, shapes, {}, differentiable=requiring_gradients(tensors))
-        self.agreed("specialize()", request)
-        self._check(self._specialized(request), request, tensors)
+        self.slots.inventory()
+        key = self._key(request)
+        _, known = self._agreed("specialize()", key, request)
+        self._check(self._specialized(request, key, known), request, tensors)
 
     @property
     def plan(self) -> Plan:
@@ -169,25 +173,33 @@ class Session:
             index = index * n + coordinate if placement == Split(0, 0) else index
         return index
 
-    def agreed(self, what: str, request: Request) -> str:
-        """The name of a call on which all ranks agree, before its first collective.
+    def _refuse_foreign_parameters(self) -> None:
+        """Once for parameters that are the same, and of the same shapes."""
+        inventory = self.slots.inventory(compare=False)
+        # Objects that are new when anything of them is; kept, so that no other can have their identity.
+        known, now = inventory.memo.get("not foreign", (None, None)), (self.first, inventory.memo["of a key"])
+        if known[0] is not now[0] or known[1] is not now[1]:
+            refuse_foreign_parameters(inventory.parameters, self.context, self.types().get)
+            inventory.memo["not foreign"] = now
+
+    def _agreed(self, what: str, key: Any, request: Request) -> tuple[str, Specialization | None]:
+        """The name of a call on which all ranks agree, before its first collective, and the graph that is known for it.
 
         Raises:
             RankError: one is about to make another, or none.
         """
-        control = self.context.control
+        control, found = self.context.control, self.cache.find(key, request.skeleton.numbers, self.slots)
         if control is None:
-            return ""
+            return "", found
         # The number of the call is part of its name: so a rank that has skipped a call is noticed.
         control.calls[self.number] += what == "forward"
         name = f"call {control.calls[self.number]} of {self.name}"
-        key = self._key(request)
         if key not in self.described:
             self.described = {key: described(key)}  # of the latest key alone: texts are long
         window = ((NO_SYNC, str(self.deferred.active)), (WAITING, self.deferred.described()))
-        known = ("what it is captured for", self.cache.which(key, request.skeleton.numbers, self.slots))
-        self.context.meet(f"{what} of {name}", (*self.described[key], known, *window, (FAILURES, control.failures())))
-        return name
+        graph = ("what it is captured for", self.cache.which(found, key, self.slots))
+        self.context.meet(f"{what} of {name}", (*self.described[key], graph, *window, (FAILURES, control.failures())))
+        return name, found
 
     @property
     def name(self) -> str:
@@ -241,9 +253,7 @@ class Session:
             return True
         return any(p == Split(0, 0) for p in layouts[str(index)])
 
-    def _specialized(self, request: Request) -> Specialization:
-        key = self._key(request)
-        known = self.cache.find(key, request.skeleton.numbers, self.slots)
+    def _specialized(self, request: Request, key: Any, known: Specialization | None) -> Specialization:
         if known is not None:
             self.latest = known
             return known
@@ -276,13 +286,10 @@ class Session:
         self.uncompared.add(key)
         return found
 
-    def _compare_contents(self, request: Request, tensors: list[torch.Tensor]) -> None:
+    def _compare_contents(self, key: Any, tensors: list[torch.Tensor]) -> None:
         """Before the first step of a specialization: ranks that take the same part must be given the same batch."""
         # Once, not in every step: it hashes the whole batch, and a mistake of a sampler shows in the first.
-        if not self.uncompared:
-            return
-        key = self._key(request)
-        if key in self.uncompared:
+        if self.uncompared and key in self.uncompared:
             plain = [t for t in tensors if not isinstance(t, DTensor)]
             part = 0 if self.options.inputs == "global" else self.data_rank
             require_same_contents(contents(plain), part, self.context)
@@ -290,9 +297,11 @@ class Session:
 
     def _check(self, found: Specialization, request: Request, tensors: list[torch.Tensor]) -> None:
         """With ``check=True``, before the first step of a mode: the plan must compute what the model does."""
+        if not self.options.check:
+            return
         grads = torch.is_grad_enabled(), request.differentiable
         mode = (tuple(m.training for m in self.original.modules()), grads, repr(request.skeleton))
-        if not self.options.check or mode in self.checked:
+        if mode in self.checked:
             return
         if uninitialized(self.original) or any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
             return  # an example without values: the first call checks
@@ -305,12 +314,15 @@ class Session:
 
     def _key(self, request: Request) -> Any:
         """What the graphs of a call depend on, but for floats and Python state: see `SpecializationCache`."""
-        device = self.context.device.type
-        modes = tuple((type(m), m.training) for m in self.original.modules())  # users may replace modules
-        parameters = tuple((n, p.requires_grad, p.dtype, p.shape) for n, p in self.original.named_parameters())
+        device, inventory = self.context.device.type, self.slots.inventory(compare=False)
+        modes = inventory.modes  # users may replace modules
+        facts = inventory.facts()
+        if inventory.memo.get("facts") != facts:
+            parameters = tuple((n, *own) for n, own in zip(inventory.parameters, facts, strict=True))
+            inventory.memo |= {"facts": facts, "of a key": parameters}
         autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         layouts = tuple(sorted((i, str(p)) for i, p in request.layouts.items()))
-        required = parameters, request.differentiable
+        required = inventory.memo["of a key"], request.differentiable
         return request.shapes, repr(request.skeleton), layouts, modes, torch.is_grad_enabled(), *required, autocast
 
     def _placements(self) -> dict[str, Placements]:

@@ -54,9 +54,9 @@ class SpecializationCache:
                 return found
         return None
 
-    def which(self, key: Any, numbers: Sequence[float], slots: Slots) -> str:
-        """A text that is the same on ranks that find the same specialization."""
-        if self.find(key, numbers, slots) is not None:
+    def which(self, found: Specialization | None, key: Any, slots: Slots) -> str:
+        """A text that is the same on ranks that have found the same specialization just now."""
+        if found is not None:
             return f"graph {next(reversed(self._entries))}"
         changed = self.changed(key, slots)
         return f"new, since {', '.join(changed[:3])} changed" if changed else "new"
@@ -80,7 +80,8 @@ class SpecializationCache:
     def _changes(self, number: int, slots: Slots) -> list[str]:
         """What of the state differs from that of an entry; counters that are only counted up may."""
         program = self._entries[number][1].program.state
-        now = slots.signature(program.constants)
+        # Who looks for a graph has just taken an inventory, which the key is from.
+        now = slots.signature(program.constants, compare=False)
         changed = differences(self._states[number], now, program.counted)
         if not changed:
             # Equal values in new objects: from now on the objects are the same, which is found out sooner.

@@ -159,12 +159,17 @@ def spec_of(context: MeshContext, shape: Sequence[int], dtype: torch.dtype, plac
     """The metadata of a DTensor of this global shape, as if it were contiguous."""
     assert context.mesh is not None
     # Not DTensor.from_local, which takes all shards to be equally long if it is given no shape.
+    return DTensorSpec(context.mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), _row_major(shape), dtype))
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
     stride: list[int] = []
     step = 1
     for n in reversed(shape):
         stride.insert(0, step)
         step *= max(n, 1)
-    return DTensorSpec(context.mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
+    return tuple(stride)
 
 
 def from_local(local: torch.Tensor, context: MeshContext, shape: Sequence[int], placements: Placements) -> torch.Tensor:
@@ -172,6 +177,16 @@ def from_local(local: torch.Tensor, context: MeshContext, shape: Sequence[int], 
     if context.mesh is None:
         return local
     spec = spec_of(context, shape, local.dtype, placements)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def local_like(local: torch.Tensor, like: DTensor) -> DTensor:
+    """A DTensor around a block, of the shape and in the placements of another."""
+    spec = like._spec
+    # A spec says what its tensor's strides are; the other's serves where they are the ones that this one would have.
+    if spec.tensor_meta is None or spec.tensor_meta.dtype != local.dtype or not like.is_contiguous():
+        strides = TensorMeta(like.shape, _row_major(like.shape), local.dtype)
+        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=strides)
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 

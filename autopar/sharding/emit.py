@@ -109,6 +109,11 @@ class MoveEmitter:
     def _contiguous(self, local: fx.Node, shape: list[int]) -> fx.Node:
         return self._call(aten.contiguous.default, self._call(aten.reshape.default, local, shape))
 
+    @staticmethod
+    def _is_leading(position: Split, outer: int) -> bool:
+        """Whether the devices' blocks of a split are blocks of dim 0, which collectives exchange as they are."""
+        return position.dim == 0 and outer == 1
+
     def _to_front(self, local: fx.Node, outer: int, rest: int) -> fx.Node:
         """``[outer, parts, rest] -> [parts * outer, rest]``: one block for each device, contiguous."""
         blocks = self._call(aten.reshape.default, local, [outer, self._parts, rest])
@@ -126,6 +131,9 @@ class MoveEmitter:
         position = self.move.source[self.move.axis]
         assert isinstance(position, Split)
         outer, size, inner = self._sides(self.move.source, position)
+        if self._is_leading(position, outer):
+            ready = self._call(aten.contiguous.default, local)
+            return self._communicate(c10d.all_gather_into_tensor.default, ready, self._parts)
         flat = self._contiguous(local, [outer, size * inner])
         gathered = self._communicate(c10d.all_gather_into_tensor.default, flat, self._parts)
         return self._from_front(gathered, outer, size * inner)
@@ -134,6 +142,9 @@ class MoveEmitter:
         position = self.move.target[self.move.axis]
         assert isinstance(position, Split)
         outer, size, inner = self._sides(self.move.source, position)
+        if self._is_leading(position, outer):
+            ready = self._call(aten.contiguous.default, local)
+            return self._communicate(c10d.reduce_scatter_tensor.default, ready, "sum", self._parts)
         blocks = self._to_front(local, outer, size // self._parts * inner)
         mine = self._communicate(c10d.reduce_scatter_tensor.default, blocks, "sum", self._parts)
         return self._call(aten.reshape.default, mine, self._shape(self.move.target))

@@ -13,7 +13,7 @@ from torch import fx
 from autopar.costs.collectives import wire_bytes
 from autopar.ir.graph import map_nodes
 from autopar.ir.node_info import graph_info, info
-from autopar.ir.ops.collectives import COALESCED, GROUP_ARGUMENT, axis_index, c10d
+from autopar.ir.ops.collectives import COALESCED, GROUP_ARGUMENT, IN_PLACE, axis_index, c10d
 from autopar.ir.ops.random import generator_states, restore_generators
 from autopar.ir.program import Program, is_hoisted
 from autopar.ir.shards import coordinates
@@ -228,6 +228,22 @@ def _coalesced(single: Any) -> Any:
 
 
 _COLLECTIVES |= {together: _coalesced(_COLLECTIVES[single]) for single, together in COALESCED.items()}
+
+
+def _overwriting(copying: Any) -> Any:
+    """A collective after which its arguments hold nothing: who reads one all the same gets a wrong result."""
+
+    def run(node: fx.Node, values: list[Any], groups: list[Group]) -> list[Any]:
+        # New memory for the results: devices may share tensors here that each has to itself on a mesh.
+        made = copying(node, values, groups)
+        for value in (v for given in values for v in (given if isinstance(given, list | tuple) else [given])):
+            value.fill_(torch.nan) if value.is_floating_point() or value.is_complex() else value.bitwise_not_()
+        return list(made)
+
+    return run
+
+
+_COLLECTIVES |= {in_place: _overwriting(_COLLECTIVES[copying]) for copying, in_place in IN_PLACE.items()}
 
 
 def census(program: Program) -> dict[str, dict[str, tuple[int, float]]]:

@@ -23,9 +23,8 @@ from autopar.ir.program import STATELESS, Input, Program, State
 from autopar.ir.signature import binding
 from autopar.ir.signature.outputs import Loss
 from autopar.ir.structure import same_graph
-from autopar.passes import DETERMINISTIC_PASSES
+from autopar.passes import DETERMINISTIC_PASSES, with_any_strides
 from autopar.passes.canonicalize import canonical
-from autopar.passes.insert_contiguous import insert_contiguous, insert_contiguous_everywhere
 from autopar.search.options import MICROBATCHES as COUNT
 from autopar.search.options import OFFLOAD, Search
 from autopar.verify.compare import EquivalenceReport, compare
@@ -80,7 +79,7 @@ def verify(
     # All ranks draw what one device would: with other random numbers nothing could be compared.
     passes = DETERMINISTIC_PASSES
     if random_strides:
-        passes = tuple(insert_contiguous_everywhere if p is insert_contiguous else p for p in passes)
+        passes = with_any_strides(passes)
     local = rewrite(program, plan, passes=passes)
     given = in_one_dtype(program, values, dtype)
     capture = functools.partial(captured, batch=batch, loss_fn=loss_fn, loss=loss, precision=policy)

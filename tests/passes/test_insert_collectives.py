@@ -113,7 +113,7 @@ def test_a_value_is_moved_once_for_all_its_users() -> None:
     after = inserted({"a": 2}, True, choices={"mm": "m.0", "relu": "a.0", "mm_1": "R"}, batch={"0": "S(0)"})
     gathers = [c for c in collectives(after) if c.kind == "all_gather"]
     assert len(gathers) == 2  # relu, and the batch for the weight's gradient
-    gathered = [n for n in after.graph.graph.nodes if n.name.startswith("contiguous") and len(n.users) == 2]
+    gathered = [n for n in after.graph.graph.nodes if n.name.startswith("wait_tensor") and len(n.users) == 2]
     assert gathered
 
 

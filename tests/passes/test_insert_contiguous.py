@@ -15,8 +15,7 @@ from autopar.costs.cluster import Cluster
 from autopar.ir.node_info import info
 from autopar.ir.program import Program
 from autopar.memory.liveness import liveness
-from autopar.passes import DETERMINISTIC_PASSES
-from autopar.passes.insert_contiguous import insert_contiguous, insert_contiguous_everywhere
+from autopar.passes import DETERMINISTIC_PASSES, with_any_strides
 from autopar.rules.shapes.known_strides import known_strides
 from autopar.rules.strides import with_strides
 from autopar.search.random_plan import random_plan
@@ -144,6 +143,6 @@ def test_what_is_known_of_strides_is_so(name: str, monkeypatch: pytest.MonkeyPat
 
 def test_everywhere_means_everywhere() -> None:
     program = zoo.captured("gpt2")[0]
-    passes = tuple(insert_contiguous_everywhere if p is insert_contiguous else p for p in DETERMINISTIC_PASSES)
+    passes = with_any_strides(DETERMINISTIC_PASSES)
     found = copies(rewritten(program, passes=passes)[0])
     assert found.count("autopar.attention.default") == 3

@@ -19,8 +19,7 @@ from autopar.costs.cluster import Cluster
 from autopar.errors import CaptureError
 from autopar.ir.program import Program
 from autopar.parallelize import parallelize
-from autopar.passes import DETERMINISTIC_PASSES
-from autopar.passes.insert_contiguous import insert_contiguous, insert_contiguous_everywhere
+from autopar.passes import DETERMINISTIC_PASSES, with_any_strides
 from autopar.search.random_plan import random_plan
 from autopar.sharding.dims import analyze
 from autopar.verify.verify import compare, global_values, verify
@@ -209,7 +208,7 @@ def check_plan(name: str, axes: dict[str, int], seed: int, strided: bool) -> Non
     plan = replace(plan, fingerprint=program.fingerprint)
     passes = DETERMINISTIC_PASSES
     if strided:
-        passes = tuple(insert_contiguous_everywhere if p is insert_contiguous else p for p in passes)
+        passes = with_any_strides(passes)
     local = rewrite(program, plan, passes=passes)
     report = compare(program, local, plan, values, torch.float64, draw=random.Random(seed) if strided else None)
     assert report.max_error < BOUND, (seed, report.worst)

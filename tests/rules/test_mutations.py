@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from autopar.compiler import program_of, rewrite
 from autopar.errors import InvalidRuleError, PassError
 from autopar.ir.node_info import info
-from autopar.ir.ops.collectives import axis_index, c10d
+from autopar.ir.ops.collectives import ALL_REDUCES, axis_index
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes import PASSES
@@ -47,9 +47,11 @@ def drop_reductions(*, gradient: bool) -> Saboteur:
     def drop(program: Program, plan: Plan) -> Program:
         dropped = 0
         for node in list(program.graph.graph.nodes):
-            if node.target is c10d.all_reduce.default and info(node).collective.gradient == gradient:
+            if node.target in ALL_REDUCES and info(node).collective.gradient == gradient:
                 (wait,) = node.users
                 wait.replace_all_uses_with(node.args[0])
+                for gone in (wait, node):
+                    program.graph.graph.erase_node(gone)
                 dropped += 1
         assert dropped == 1
         return program

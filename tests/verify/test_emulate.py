@@ -14,7 +14,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.ir.node_info import GraphInfo, NodeInfo, set_graph_info, set_info
-from autopar.ir.ops.collectives import GROUP_ARGUMENT, Collective, axis_index, c10d
+from autopar.ir.ops.collectives import GROUP_ARGUMENT, IN_PLACE, Collective, axis_index, c10d
 from autopar.ir.program import Input, Output, Program
 from autopar.verify.emulate import census, emulate, run_whole
 
@@ -84,7 +84,27 @@ def test_collectives_do_what_torch_does(mesh: DeviceMesh, name: str, axis: str) 
 
 
 def test_every_collective_is_covered() -> None:
-    assert {target for target, _ in CALLS.values()} == set(GROUP_ARGUMENT)
+    called = {target for target, _ in CALLS.values()}
+    assert called | {IN_PLACE[target] for target in called & set(IN_PLACE)} == set(GROUP_ARGUMENT)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_what_is_reduced_in_place_holds_nothing_afterwards(several: bool) -> None:
+    copying = c10d.all_reduce_coalesced.default if several else c10d.all_reduce.default
+    parts = [torch.full((2, 2), float(r)) for r in range(4)]
+    results = {}
+    for target in (copying, IN_PLACE[copying]):
+
+        def build(graph: fx.Graph, x: fx.Node, target: Any = target) -> list[fx.Node]:
+            made = graph.call_function(target, ([x] if several else x, "sum", "a"))
+            wait = graph.call_function(operator.getitem, (made, 0)) if several else made
+            return [graph.call_function(c10d.wait_tensor.default, (wait,)), x]
+
+        results[target] = emulate(program_of(build), NAMES, SIZES, [[p.clone() for p in parts]])
+    (copied, kept), (sums, spoiled) = results.values()
+    assert all(torch.equal(a, b) for a, b in zip(copied, sums, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(kept, parts, strict=True))
+    assert all(v.isnan().all() for v in spoiled)
 
 
 def test_collectives_keep_the_dtype() -> None:

@@ -369,10 +369,19 @@ class _Names:
 
 def _own(value: Any) -> dict[str, Any]:
     """Attributes of an object's own, those in slots included."""
-    slots = [n for c in type(value).__mro__ for n in _listed(vars(c).get("__slots__", ()))]
+    slots = _all_slots(type(value))
     # Slots first: `vars` of an object with both has only the rest.
     found = {n: getattr(value, n) for n in slots if hasattr(value, n) and n != "__dict__"}
     return {**found, **vars(value)} if hasattr(value, "__dict__") else found
+
+
+_slots: dict[type, tuple[str, ...]] = {}
+
+
+def _all_slots(kind: type) -> tuple[str, ...]:
+    if kind not in _slots:
+        _slots[kind] = tuple(n for c in kind.__mro__ for n in _listed(vars(c).get("__slots__", ())))
+    return _slots[kind]
 
 
 def _listed(names: Any) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from autopar.capture.state.inventory import Holdings, Inventory
 from autopar.capture.state.scope import Scope, scopes_of_classes
 from autopar.capture.state.values import BUFFERS, OWN, Path, Same, children, describe, walk
 
@@ -33,6 +34,14 @@ _TENSORS_OWN = frozenset(
     "pytype dispatch_keys real_tensor".split()
 )
 """Attributes that torch and autopar set."""
+
+
+_STORAGE = "autopar_storage"
+"""Of the attributes that are not the user's, the one whose change counts."""
+
+
+def _counting(tensor: torch.Tensor) -> list[str]:
+    return [*tensor_attributes(tensor), *([_STORAGE] if _STORAGE in vars(tensor) else ())]
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
@@ -113,6 +122,30 @@ class _Description:
             elif part is not None and children(part) is not None:
                 self.containers.append((part, _contents(part, contents)))
 
+    def holds(self, contents: Contents) -> bool:
+        """Whether containers hold the same objects, and arrays and generators have the same contents."""
+        if not all(_same(held, _contents(container, contents)) for container, held in self.containers):
+            return False
+        return all(describe(v) == text for v, text in self.leaves)
+
+
+class _Whole:
+    """How all modules were described, to be compared at once."""
+
+    def __init__(self, inventory: Inventory, found: Signature, parts: list[_Description]) -> None:
+        self.inventory, self.found = inventory, found
+        self._holdings = Holdings([c for d in parts for c in d.containers])
+        self._leaves = [leaf for d in parts for leaf in d.leaves]
+        self._buffers = [(m, _buffers_of(m)) for _, m in inventory.modules if m._buffers]
+
+    def holds(self, contents: Contents) -> bool:
+        """Whether what an inventory does not see is as it was."""
+        return (
+            self._holdings.hold(lambda value: _contents(value, contents))
+            and all(describe(v) == text for v, text in self._leaves)
+            and all(_buffers_of(m) == known for m, known in self._buffers)
+        )
+
 
 class Slots:
     """The state of a model, described anew where it has changed."""
@@ -124,25 +157,56 @@ class Slots:
         self._parameters: tuple[Any, ...] = ()
         self._inputs: frozenset[int] = frozenset()
         self._settings: dict[Path, Any] = {}
+        self._inventory: Inventory | None = None
+        self._whole: dict[bool, _Whole] = {}
 
-    def signature(self, constants: bool = False) -> Signature:
-        """The state of every module now; entries that have not changed are the same objects.
+    def inventory(self, compare: bool = True) -> Inventory:
+        """What the model consists of now; the same object as long as that has not changed.
+
+        Args:
+            compare: false: as of the last time, where no code of the user has run since.
+        """
+        if self._inventory is None or (compare and not self._inventory.holds()):
+            self._inventory = Inventory(self._model, _counting)
+        return self._inventory
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """As the function of this name, as of the last inventory."""
+        memo = self.inventory(compare=False).memo
+        if "state tensors" not in memo:
+            memo["state tensors"] = state_tensors(self._model)
+        return dict(memo["state tensors"])
+
+    def signature(self, constants: bool = False, compare: bool = True) -> Signature:
+        """The state of every module now; entries that have not changed are the same objects, as are whole signatures.
 
         Args:
             constants: plain tensors count by their identity and version, not by their shape alone.
+            compare: as of `inventory`.
         """
-        found: Signature = {}
-        modules = list(self._model.named_modules())
+        inventory, contents = self.inventory(compare), Contents()
+        rest = {
+            SCOPES: self._of_scopes(scopes_of_classes(tuple([kind for kind, _ in inventory.modes])), contents),
+            SETTINGS: self._of_settings(),
+        }
+        known = self._whole.get(constants)
+        if known is not None and known.inventory is inventory and known.holds(contents):
+            if any(known.found[name] is not own for name, own in rest.items()):
+                known.found = {**known.found, **rest}
+            return known.found
+        return self._described(inventory, constants, contents, rest)
+
+    def _described(self, inventory: Inventory, constants: bool, contents: Contents, rest: Signature) -> Signature:
+        """The state of every module, each described anew where it has changed."""
+        modules = inventory.modules
         own = tuple(t for _, m in modules for t in m._parameters.values())
         # Other parameters (after a wrapper has replaced them, say): paths to them are described by their ids, so anew.
         if not _same(own, self._parameters):
             buffers = [t for _, m in modules for t in m._buffers.values()]
-            self._parameters, self._inputs, self._known = own, frozenset(map(id, (*own, *buffers))), {}
-        contents: Contents = {}
-        for path, module in modules:
-            found[path] = self._of(path, module, constants, contents)
-        found[SCOPES] = self._of_scopes(scopes_of_classes(tuple([type(m) for _, m in modules])), contents)
-        found[SETTINGS] = self._of_settings()
+            self._parameters, self._inputs = own, frozenset(map(id, (*own, *buffers)))
+            self._known = {key: known for key, known in self._known.items() if key[0] == SCOPES}
+        found = {path: self._of(path, module, constants, contents) for path, module in modules} | rest
+        self._whole[constants] = _Whole(inventory, found, [self._known[path, constants] for path, _ in modules])
         return found
 
     def _of_settings(self) -> dict[Path, Any]:
@@ -166,7 +230,7 @@ class Slots:
 
     def _of(self, path: str, module: nn.Module, constants: bool, contents: Contents) -> dict[Path, Any]:
         """The state of one module."""
-        buffers = tuple((n, None if b is None else (b.shape, b.dtype)) for n, b in module._buffers.items())
+        buffers = _buffers_of(module)
         hooks = [v for name in HOOKS for v in getattr(module, name).values()]
         tensors = {n: tensor_attributes(t) for n, t in (*module._parameters.items(), *module._buffers.items())
                    if t is not None and vars(t)}  # fmt: skip
@@ -204,15 +268,24 @@ class Slots:
         known = self._known.get(key)
         if known is None or not _same(known.values, values) or known.buffers != buffers:
             return None
-        if not all(_same(held, _contents(container, contents)) for container, held in known.containers):
-            return None
-        return known.described if all(describe(v) == text for v, text in known.leaves) else None
+        return known.described if known.holds(contents) else None
+
+
+def _buffers_of(module: nn.Module) -> tuple[Any, ...]:
+    """Shapes and dtypes of a module's buffers, which may change in place."""
+    return tuple((n, None if b is None else (b.shape, b.dtype)) for n, b in module._buffers.items())
 
 
 def _contents(value: Any, known: Contents) -> tuple[Any, ...]:
     """What a container holds."""
     if id(value) not in known:
-        known[id(value)] = tuple([v for _, v in children(value) or ()])
+        # The same as below, sooner, for what there is most of.
+        if type(value) is dict:
+            known[id(value)] = tuple(value.values())
+        elif type(value) in (list, tuple) or (type(value) is set and not value):
+            known[id(value)] = tuple(value)
+        else:
+            known[id(value)] = tuple([v for _, v in children(value) or ()])
     return known[id(value)]
 
 
@@ -223,7 +296,9 @@ def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
 
 def differences(a: Signature, b: Signature, ignored: frozenset[tuple[str, Path]] = frozenset()) -> list[str]:
     """Names of the state that differs, but for what is ignored; empty: none does."""
-    found = []
+    found: list[str] = []
+    if a is b:
+        return found
     for module in [*a, *(m for m in b if m not in a)]:
         mine, other = a.get(module, {}), b.get(module, {})
         if mine is other:

@@ -76,6 +76,15 @@ def children(value: Any) -> list[tuple[Step, Any]] | None:
     return attributes_of(value) if is_object and (not callable(value) or _is_users(type(value))) else None
 
 
+def holds_attributes_alone(value: Any) -> bool:
+    """Whether the `children` of an object are what is in its ``__dict__``, and nothing else."""
+    others = (Scope, Mapping, list, tuple, deque, set, frozenset, nn.Module, types.FunctionType, types.MethodType,
+              functools.partial, weakref.ref, contextvars.ContextVar)  # fmt: skip
+    if isinstance(value, others) or slots_of(type(value)) or not hasattr(value, "__dict__"):
+        return False
+    return type(vars(value)) is dict and children(value) is not None
+
+
 _called: dict[type, bool] = {}
 
 

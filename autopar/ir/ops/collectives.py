@@ -48,6 +48,8 @@ GROUP_ARGUMENT = {
     c10d.all_gather_into_tensor.default: 2,
     c10d.all_gather_into_tensor_coalesced.default: 2,
     c10d.all_reduce_coalesced.default: 2,
+    c10d.all_reduce_.default: 2,
+    c10d.all_reduce_coalesced_.default: 2,
     c10d.reduce_scatter_tensor.default: 3,
     c10d.reduce_scatter_tensor_coalesced.default: 3,
     c10d.all_to_all_single.default: 3,
@@ -61,6 +63,16 @@ COALESCED: dict[Any, Any] = {
     c10d.reduce_scatter_tensor.default: c10d.reduce_scatter_tensor_coalesced.default,
 }
 """Of collectives, those that take a list of tensors, and make one."""
+
+
+IN_PLACE: dict[Any, Any] = {
+    c10d.all_reduce.default: c10d.all_reduce_.default,
+    c10d.all_reduce_coalesced.default: c10d.all_reduce_coalesced_.default,
+}
+"""Of collectives that copy their argument first, those that write into it."""
+
+ALL_REDUCES = frozenset({*IN_PLACE, *IN_PLACE.values()})
+"""All-reduces of either kind."""
 
 
 def waits_for(node: fx.Node) -> list[fx.Node]:

@@ -7,9 +7,11 @@ Tensors are numbered in the order of the parameters, and floats come after them.
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import Parameter, Signature
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -156,10 +158,38 @@ def _bound(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 
 
 def _signature(model: nn.Module, follow_wrapped: bool) -> Signature:
+    # Remembered with what it was made from: to ask for it anew takes longer than the rest of binding a call.
+    made_from, known = _made_from(model), _signatures.get((type(model), follow_wrapped))
+    if (
+        made_from
+        and known is not None
+        and len(made_from) == len(known[0])
+        and all(map(operator.is_, made_from, known[0]))
+    ):
+        return known[1]
     try:
-        return inspect.signature(model.forward, follow_wrapped=follow_wrapped)
+        found = inspect.signature(model.forward, follow_wrapped=follow_wrapped)
     except (TypeError, ValueError):  # a scripted module's
         return _ANY
+    if made_from:
+        _signatures[type(model), follow_wrapped] = made_from, found
+    return found
+
+
+_signatures: dict[tuple[type, bool], tuple[list[Any], Signature]] = {}
+"""Of a class of models: what its forward's signature was made from, and the signature."""
+
+
+def _made_from(model: nn.Module) -> list[Any]:
+    """The objects that decide the signature of a model's ``forward``; none, where others may decide, too."""
+    found: list[Any] = []
+    function: Any = getattr(model.forward, "__func__", None)
+    while isinstance(function, FunctionType) and "__signature__" not in vars(function):
+        found += [function, function.__code__, function.__defaults__, function.__kwdefaults__]
+        if "__wrapped__" not in vars(function):
+            return found
+        function = vars(function)["__wrapped__"]
+    return []
 
 
 def _raise_as_python(model: nn.Module, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

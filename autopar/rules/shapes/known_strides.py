@@ -21,7 +21,7 @@ from autopar.errors import InvalidRuleError
 from autopar.ir.graph import Value, map_nodes, producer, tensor_arguments, values_of
 from autopar.ir.node_info import info
 from autopar.ir.ops import attention, cross_entropy
-from autopar.ir.ops.collectives import COALESCED, c10d
+from autopar.ir.ops.collectives import COALESCED, IN_PLACE, c10d
 from autopar.ir.ops.host import to_device, to_host
 from autopar.ir.ops.random import replayed, seeded
 from autopar.ir.program import Program
@@ -52,7 +52,7 @@ VIEWS = frozenset({
     aten.slice.Tensor, aten.narrow.default, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int,
     aten.alias.default, aten.detach.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
     aten.view_as_real.default, aten.view_as_complex.default, aten.diagonal.default, aten.unfold.default,
-    c10d.wait_tensor.default, operator.getitem,
+    c10d.wait_tensor.default, operator.getitem, *IN_PLACE.values(),
 })  # fmt: skip
 """Operators that show their argument's memory, or copy what cannot be shown, which its strides decide."""
 
@@ -71,6 +71,9 @@ LAST_RESULTS = frozenset({
     attention.attention, attention.attention_drawing,
 })  # fmt: skip
 """Attention, in whose output the last dim is contiguous, whatever the others."""
+
+_CHANNELS_LAST = (4, 5)
+"""Numbers of dims with which a tensor may be in channels-last order: of others a concatenation is row-major."""
 
 _ATTENTION = frozenset({
     attention.attention, attention.attention_backward, attention.attention_drawing, attention.attention_drawing_backward
@@ -152,8 +155,10 @@ def _is_known(node: fx.Node, known: Collection[fx.Node]) -> bool:
         return arguments[0] in known and _row_major(arguments[0])
     if any(_crosses(a, node) and not _row_major(a) for a in arguments):
         return False  # what is sent arrives row-major
-    if node.target in VIEWS:
+    if node.target in VIEWS or (node.target is aten.cat.default and node.meta["val"].ndim in _CHANNELS_LAST):
         return all(a in known for a in arguments)
+    if node.target is aten.cat.default:
+        return True
     elementwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in ELEMENTWISE
     if not elementwise or node.target in OTHERWISE:
         return False

@@ -7,7 +7,7 @@ this is the local part, or an error. Here it is the whole tensor, of which each 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,12 +149,14 @@ def _write(parameter: torch.Tensor, part: torch.Tensor) -> None:
 
 
 def refuse_foreign_parameters(
-    model: nn.Module, context: MeshContext, known: Callable[[str], tuple[TensorType, Layout] | None]
+    parameters: Mapping[str, torch.Tensor],
+    context: MeshContext,
+    known: Callable[[str], tuple[TensorType, Layout] | None],
 ) -> None:
     """Refuse parameters that were put into a model on a mesh after `autopar.parallelize`.
 
     Args:
-        model: on the mesh.
+        parameters: of a model, by name.
         context: this rank's mesh context.
         known: type and layout of a parameter by name; None for a name that the model did not have.
 
@@ -163,7 +165,7 @@ def refuse_foreign_parameters(
     """
     if context.mesh is None:
         return
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         storage, own = storage_of(parameter), known(name)
         if storage is not None and (own is None or tuple(parameter.shape) == own[0].stored_shape):
             continue

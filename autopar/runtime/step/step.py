@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.ir.layout import Layout, TensorType
 from autopar.ir.program import GRADIENTS, Output, Program
-from autopar.runtime.dtensor import computed, from_local, part_of, stored, to_local, to_placements
+from autopar.runtime.dtensor import computed, from_local, local_like, part_of, stored, to_local, to_placements
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.state.stage_tensor import owner_of, with_owner
 from autopar.runtime.step.no_sync import DeferredReduction, split_reductions
@@ -32,11 +32,13 @@ class BoundaryLayouts:
     results: Mapping[str, tuple[TensorType, Layout]]
 
 
-def storage_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first element that a tensor covers in its storage, and the one after its last."""
-    first = int(tensor.storage_offset())
+def address_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """The address of the first byte that a tensor covers, and of the one after its last; nothing if it is empty."""
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
     length = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return first, first + (length if tensor.numel() else 0)
+    return start, start + length * tensor.element_size() if tensor.numel() else start
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Step:
     types: BoundaryLayouts
     context: MeshContext
 
-    @property
+    @cached_property
     def parameters(self) -> list[str]:
         """Names of the parameters that go in, in order."""
         return [i.name for i in self.cut.inputs if i.kind == "parameter"]
@@ -93,9 +95,7 @@ class Step:
         """Local results, and what the backward pass needs; buffers get their new values in place."""
         remaining = iter(parameters)
         sources: dict[str, Callable[[str], torch.Tensor]] = {
-            "parameter": lambda name: computed(
-                to_local(next(remaining)), *self.types.parameters[name], self.context.sizes
-            ),
+            "parameter": lambda name: self._computed(name, to_local(next(remaining))),
             "buffer": buffers.__getitem__,
             "batch": lambda name: batch[int(name)],
         }
@@ -111,6 +111,11 @@ class Step:
         for i in self.cut.overwritten:
             saved[i] = saved[i].clone()
         return self._results(outputs, buffers), saved
+
+    def _computed(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        """The local tensor of a parameter as the graphs take it."""
+        type_, layout = self.types.parameters[name]
+        return computed(local, type_, layout, self.context.sizes) if type_.used else local
 
     def _results(
         self, outputs: Sequence[Any], buffers: dict[str, torch.Tensor], instead: Mapping[str, torch.Tensor] = {}
@@ -184,18 +189,15 @@ class Step:
         self, values: Sequence[torch.Tensor | None], described: Sequence[Output] | None = None
     ) -> dict[str, torch.Tensor]:
         """Gradients by name, each with memory of its own: clipping would scale a shared one twice."""
-        gradients: dict[str, torch.Tensor] = {}
-        used_ranges: dict[int, list[tuple[int, int]]] = {}
         described = self.cut.gradients if described is None else described
-        for output, value in zip(described, values, strict=True):
-            if value is None or output.kind not in GRADIENTS:
-                continue
-            # Gradients of one bucket share a storage and do not overlap: cloning all of them would double its memory.
-            ranges = used_ranges.setdefault(value.untyped_storage().data_ptr(), [])
-            start, stop = storage_range(value)
-            shared = any(start < b and a < stop for a, b in ranges)
-            ranges.append((start, stop))
-            gradients[output.name] = value.clone() if shared else value
+        pairs = zip(described, values, strict=True)
+        gradients = {o.name: v for o, v in pairs if v is not None and o.kind in GRADIENTS}
+        # Gradients of one bucket share a storage and do not overlap: cloning all of them would double its memory.
+        end = 0
+        for start, stop, name in sorted((*address_range(v), n) for n, v in gradients.items()):
+            if start < end:
+                gradients[name] = gradients[name].clone()
+            end = max(end, stop)
         return gradients
 
     def wrap(self, index: int, local: torch.Tensor) -> torch.Tensor:
@@ -244,7 +246,9 @@ def as_gradient(
 ) -> torch.Tensor:
     """A local gradient as autograd gets it: of the shape and in the placements of its parameter."""
     type_, layout = known
+    block = stored(local, type_, layout, context.coordinates) if type_.used else local
     # In the parameter's own placements: from others every operator of the optimizer would redistribute it.
-    placements = tuple(like.placements) if isinstance(like, DTensor) else ()
-    gradient = from_local(stored(local, type_, layout, context.coordinates), context, like.shape, placements)
-    return with_owner(gradient, owner_of(layout)) if isinstance(gradient, DTensor) else gradient
+    if not isinstance(like, DTensor):
+        return from_local(block, context, like.shape, ())
+    gradient, owner = local_like(block, like), owner_of(layout)
+    return gradient if owner is None else with_owner(gradient, owner)
