@@ -23,8 +23,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.flop_counter import flop_registry
 
 from autopar._torch_compat import BoxedCodeGen, LazyGraphModule, OpOverload
+from autopar.ir.ops.attention import KERNELS
 from autopar.runtime.compiled.regions import VIEWS, is_function
 from autopar.runtime.step.partition import ForwardBackward
 
@@ -40,7 +42,7 @@ def recompute_cheap(graphs: ForwardBackward) -> ForwardBackward:
     again: dict[fx.Node, None] = {}
     for node in graphs.forward.graph.nodes:
         given = [a in again or a in saved or a in parameters for a in node.all_input_nodes]
-        if given and all(given) and _is_cheap(node):
+        if given and all(given) and _is_cheap(node) and not (node in saved and _is_read_whole(node)):
             again[node] = None
     if saved.isdisjoint(again):
         return graphs
@@ -68,6 +70,15 @@ def _is_cheap(node: fx.Node) -> bool:
     target: Any = node.target
     elementwise = isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
     return is_function(node) and (elementwise or target in VIEWS) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _is_read_whole(node: fx.Node) -> bool:
+    """Whether a kernel that nothing is compiled into, such as a matrix product, reads the value from memory."""
+    return any(
+        _is_read_whole(user) if user.target in VIEWS else getattr(user.target, "overloadpacket", None) in flop_registry
+        or user.target in KERNELS
+        for user in node.users
+    )  # fmt: skip
 
 
 def _needed(saved: Collection[fx.Node], again: Collection[fx.Node]) -> set[fx.Node]:
