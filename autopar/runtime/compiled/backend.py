@@ -43,7 +43,8 @@ def backend_of(compile: Compile, device: torch.device) -> Backend | None:
 
 def by_inductor(graph: fx.GraphModule, values: list[Tensor]) -> Callable[[list[Any]], Any]:
     """Compile a region with inductor."""
-    return inductor(_unboxed(graph), values, KERNELS)
+    compiled: Callable[[list[Any]], Any] = inductor(_unboxed(graph), values, KERNELS)
+    return compiled
 
 
 def _unboxed(graph: fx.GraphModule) -> fx.GraphModule:

@@ -159,10 +159,12 @@ def _name(part: Region) -> str:
 
 def _alone(part: Region) -> tuple[fx.Graph, str]:
     """The graph of a region, which takes a list, and a text that is the same for those that are alike."""
-    graph, known = fx.Graph(), {}
+    graph = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
     lines: list[str] = []
     for node in (*part.inputs, *part.nodes):
-        name, value = f"v{len(known)}", node.meta.get("val")
+        name = f"v{len(known)}"
+        value: Any = node.meta.get("val")
         if node in part.inputs:
             known[node] = graph.placeholder(name)
             lines.append(f"{name}: {tuple(value.shape)} {value.dtype} {value.device}")

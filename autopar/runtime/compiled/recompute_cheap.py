@@ -120,7 +120,7 @@ def _recomputing(backward: fx.GraphModule, saved: list[fx.Node], again: list[fx.
         known[node.name] = graph.placeholder(node.name)
         known[node.name].meta = dict(node.meta)
     for node in backward.graph.nodes:
-        if node.op != "placeholder" or node.name not in known and node.name not in source:
+        if node.op != "placeholder" or not (node.name in known or node.name in source):
             copy(node)
     graph.set_codegen(BoxedCodeGen())
     return LazyGraphModule(backward, graph)

@@ -109,7 +109,7 @@ def regions_of(graph: fx.Graph, blocks: Collection[str]) -> list[fx.Node | Regio
 def _close(found: list[fx.Node | Region], region: Region) -> Region:
     """Add a region to what runs, or its nodes where compiling them is not worth it; the next one, empty."""
     work = sum(n.target not in VIEWS for n in region.nodes)
-    if work >= FEWEST:
+    if work >= FEWEST and region.outputs:
         found.append(region)
     else:
         found += region.nodes
