@@ -127,6 +127,8 @@ class Compiler:
         for number, output in enumerate(part.outputs):
             known[output] = outer.create_node("call_function", operator.getitem, (call, number), name=output.name)
             known[output].meta = dict(output.meta)
+        for view in part.views:
+            known[view] = outer.node_copy(view, known.__getitem__)
 
     def _region(self, part: Region) -> CompiledRegion:
         graph, text = _alone(part)

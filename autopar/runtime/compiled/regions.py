@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from autopar.ir.ops.accumulate import accumulate
 from autopar.ir.ops.attention import KERNELS
 from autopar.ir.ops.random import draw, replayed, seeded
 from autopar.rules.rule import LAST, ROW_MAJOR
-from autopar.rules.strides import with_strides
+from autopar.rules.strides import meets, with_strides
 
 aten = torch.ops.aten
 
@@ -65,9 +66,23 @@ class Region:
 
     @property
     def outputs(self) -> list[fx.Node]:
-        """The nodes that something outside of the region uses."""
-        inside = set(self.nodes)
-        return [n for n in self.nodes if any(u not in inside for u in n.users)]
+        """The nodes that something outside of the region, or one of `views`, needs."""
+        inside, views = set(self.nodes), set(self.views)
+        needed = {a for v in views for a in v.all_input_nodes}
+        return [n for n in self.nodes if n not in views and (n in needed or any(u not in inside for u in n.users))]
+
+    @cached_property
+    def views(self) -> list[fx.Node]:
+        """Views that something outside uses: they are taken of the region's outputs, or inputs, after it has run.
+
+        A region would return each as a tensor of its own, in the same memory, and autograd would not notice that one
+        was written through another.
+        """
+        inside, found = set(self.nodes), set()
+        for node in reversed(self.nodes):
+            if is_view(node) and any(u not in inside or u in found for u in node.users):
+                found.add(node)
+        return [n for n in self.nodes if n in found]
 
     @property
     def inputs(self) -> list[fx.Node]:
@@ -131,6 +146,31 @@ def _in_order(graph: fx.Graph) -> Iterator[fx.Node]:
                     moved.add(user)
                     pending.append(user)
                     yield user
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node of one input shares its memory, going by the strides that are expected of it."""
+    target: Any = node.target
+    source = node.all_input_nodes[0] if node.all_input_nodes else None
+    if target is operator.getitem:
+        return source is not None and is_view(source)
+    if source is None or not isinstance(target, OpOverload) or not any(r.alias_info for r in target._schema.returns):
+        return False
+    value: Any = source.meta["val"]
+    # These copy where they have to.
+    if target is aten.reshape.default:
+        return _is_viewable(value, node.meta["val"].shape)
+    if target is aten.contiguous.default or target is with_strides:
+        return meets(value, ROW_MAJOR if target is aten.contiguous.default else str(node.args[1]))
+    return True
+
+
+def _is_viewable(value: torch.Tensor, shape: tuple[int, ...]) -> bool:
+    try:
+        torch.empty_strided(value.shape, value.stride(), device="meta").view(shape)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _runs_before(node: fx.Node, region: Region) -> bool:
