@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -267,3 +269,41 @@ def test_strides_without_end_are_not_compiled(caplog: pytest.LogCaptureFixture) 
             assert torch.equal(outer(x)[0], x.exp().sin())
     assert len(recorder.graphs) == VARIANTS
     assert "others are not compiled" in caplog.text
+
+
+def test_a_copy_of_the_model_shares_what_is_compiled() -> None:
+    recorder = Recorder()
+    model, batch = dropping()
+    compiled = parallelize(model, None, compile=recorder)
+    steps(compiled, batch, 1)
+    count = len(recorder.graphs)
+    steps(copy.deepcopy(compiled), batch, 1)
+    assert len(recorder.graphs) == count
+    compiled.eval()
+    with torch.no_grad():
+        compiled(**batch)
+    assert len(recorder.graphs) > count  # a mode of its own, without dropout
+
+
+def test_random_generators_stay_as_they_are() -> None:
+    def drawing(graph: fx.GraphModule, values: list[Tensor]) -> Any:
+        torch.rand(3)
+        return graph.forward
+
+    model, batch = dropping()
+    plain = parallelize(copy.deepcopy(model), None)
+    assert torch.equal(steps(parallelize(model, None, compile=drawing), batch, 1)[0], steps(plain, batch, 1)[0])
+
+
+def test_what_takes_long_says_so_on_one_rank(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    clock = itertools.count(step=1.5)  # a compilation takes as long
+    monkeypatch.setattr("autopar.runtime.compiled.compiler.time.monotonic", lambda: next(clock))
+    x = torch.zeros(4, 4)
+    for speaks in (False, True):
+        compiler = Compiler(backend_of(Recorder(), torch.device("cpu")), speaks)  # type: ignore[arg-type]
+        with caplog.at_level(logging.WARNING, "autopar"):
+            for _ in range(4):
+                compiler.compile(fx.GraphModule({}, fx.Graph()), [x])
+    assert [r.message for r in caplog.records] == [
+        "compiling: 0 regions so far, 3 s", "compiling: 0 regions so far, 6 s"
+    ]  # fmt: skip
