@@ -47,8 +47,11 @@ __all__ = [
     "default_partition",
     "dtensor_overloads",
     "get_decompositions",
+    "inductor",
+    "inductor_lacks",
     "interrupt_gloo",
     "is_all_true",
+    "is_boxed",
     "is_traced",
     "is_transformed",
     "local_shape_of",
@@ -92,6 +95,12 @@ def attention_kernel(
     shared: bool,
 ) -> SDPBackend:
     """The kernel that torch takes for attention in training; ``shared``: several heads of queries share a key."""
+    if isinstance(query, FakeTensor):
+        # Torch cannot be asked about tensors that are being traced; it asks for no values.
+        with without_modes():
+            query, key, value = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (query, key, value))
+            bias = None if bias is None else torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
+            return attention_kernel(query, key, value, bias, dropout_p, is_causal, shared)
     with torch.enable_grad():
         # Kernels may take other sizes where there is nothing to differentiate.
         q, k, v = (t.detach().requires_grad_() for t in (query, key, value))
@@ -136,6 +145,53 @@ def budget_partition(joint: Any, outputs: int, budget: float, solver: str) -> An
 
     with config.patch(activation_memory_budget=budget, activation_memory_budget_solver=solver):
         return min_cut_rematerialization_partition(joint, None, num_fwd_outputs=outputs)
+
+
+def inductor(graph: Any, values: Sequence[torch.Tensor], decompositions: dict[Any, Any]) -> Any:
+    """A function from a list, which it empties, to what a graph of operators returns, with the strides of the graph.
+
+    Args:
+        graph: a `GraphModule` on tensors that are not differentiated; it is changed.
+        values: like its inputs; of their strides, too, the function depends.
+        decompositions: of operators, besides inductor's own.
+    """
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+
+    made: list[Any] = []
+
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        made.append(compile_fx_inner(*args, **kwargs))
+        return made[-1]
+
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [mode.from_tensor(v.detach(), static_shapes=True) for v in values]
+    with torch.no_grad():
+        compile_fx(graph, fakes, inner_compile=inner, decompositions={**select_decomp_table(), **decompositions})
+    # What is around it binds views of outputs to their bases, for autograd, in every call.
+    (found,) = made
+    return found
+
+
+def inductor_lacks(device: torch.device) -> str:
+    """What is not installed that inductor needs for a device; empty: nothing."""
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        return "" if has_triton() else "triton (pip install triton)"
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "a C++ compiler (apt-get install g++, or the path of one in CXX)"
+    return ""
+
+
+def is_boxed(graph: Any) -> bool:
+    """Whether the code of an `fx.Graph` takes one list, which it empties."""
+    return isinstance(graph._codegen, BoxedCodeGen)
 
 
 @contextmanager

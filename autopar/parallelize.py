@@ -21,6 +21,8 @@ from autopar.ir.plan import Plan
 from autopar.ir.precision import Precision
 from autopar.ir.signature.outputs import Loss
 from autopar.module.parallel_module import ParallelModule, parallel_module
+from autopar.runtime.compiled.backend import Compile, backend_of
+from autopar.runtime.compiled.compiler import Compiler
 from autopar.runtime.devices import cluster_of_device, reserve_of_device
 from autopar.runtime.mesh import MeshContext, axes_of, mesh_context, one_device, with_axes
 from autopar.runtime.state.materialize import Init
@@ -49,6 +51,7 @@ def parallelize(
     timeout: float = 600,
     init: Init | None = None,
     check: bool = False,
+    compile: Compile = None,
 ) -> ParallelModule:
     """Distribute a model over a mesh; every rank calls it with the same model.
 
@@ -84,6 +87,9 @@ def parallelize(
         check: before the first step of each mode (training or not), rank 0 emulates all devices in its own process, in
             float64, and compares with the eager model over two calls: on ``batch`` if it has values, else on the first
             one; on fewer rows where memory is short. Where not even the model fits, a warning says so.
+        compile: ``True`` or ``"inductor"``: the local graphs are compiled by inductor, when they first run, between
+            collectives, which stay as they are; blocks that are alike are compiled once. Or a backend as
+            `torch.compile` takes them: ``(graph_module, example_inputs) -> callable``. Default: nothing is compiled.
 
     Raises:
         VerifyError: the plan does not compute what the model does; names the first difference.
@@ -102,6 +108,8 @@ def parallelize(
     machine = Cluster.resolve(cluster) if cluster is not None else _cluster(context)
     if given is not None:
         _check_plan(given, context)
+    backend = context.together(lambda: backend_of(compile, context.device), "choosing a compiler")
+    speaks = not any(context.coordinates)
     # After the checks above: their errors leave the model as it was.
     if policy is not None:
         for parameter in model.parameters():
@@ -111,6 +119,7 @@ def parallelize(
         machine, budget, optimizer, search, given, loss_fn, inputs,
         # On one device both ways draw the same, and the default generator needs no seeds.
         deterministic=deterministic or mesh is None, loss=loss, precision=policy, check=check,
+        compiler=None if backend is None else Compiler(backend, speaks),
     )  # fmt: skip
     distribute_parameters(model, context)
     parallel = parallel_module(model, context, options, init)

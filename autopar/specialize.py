@@ -26,6 +26,7 @@ from autopar.ir.signature import binding
 from autopar.ir.structure import same_graph
 from autopar.passes import DETERMINISTIC_PASSES, PASSES, Pass
 from autopar.runtime.agreement.same_program import collective_order, require_same_program
+from autopar.runtime.compiled.compiler import Compiler
 from autopar.runtime.dtensor import Placements, from_placements
 from autopar.runtime.mesh import MeshContext, with_axes
 from autopar.runtime.state.parameters import plain_parameters
@@ -54,6 +55,7 @@ class CompileOptions:
         loss: which scalar of the output is the loss.
         precision: policy of the parameters' and the computation's dtypes; None: the model's own.
         check: a plan is compared with the eager model before its first step.
+        compiler: of local graphs; None: they run as they are.
     """
 
     cluster: Cluster
@@ -67,6 +69,7 @@ class CompileOptions:
     loss: Any = None
     precision: Precision | None = None
     check: bool = False
+    compiler: Compiler | None = None
 
     @property
     def passes(self) -> tuple[Pass, ...]:
@@ -178,7 +181,7 @@ def _build(program: Program, plan: Plan, options: CompileOptions, context: MeshC
             "deterministic=True out, or the pipeline"
         )
     # Of the graph before it is bound: bound graphs name process groups, which have other names on other ranks.
-    return local, build_step(local, plan, context), collective_order(local)
+    return local, build_step(local, plan, context, options.compiler), collective_order(local)
 
 
 def _seed(local: Program, options: CompileOptions, context: MeshContext) -> int | None:

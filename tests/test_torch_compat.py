@@ -36,7 +36,8 @@ def test_every_name_has_a_contract() -> None:
         "TorchDispatchMode", "TracingContext", "aot_export_joint_with_descriptors", "attention_kernel",
         "budget_partition",
         "checkpoint_replaced", "compiling", "convert_assigned", "default_partition", "dtensor_overloads",
-        "get_decompositions", "interrupt_gloo", "is_all_true", "is_traced", "is_transformed", "local_shape_of",
+        "get_decompositions", "inductor", "inductor_lacks", "interrupt_gloo", "is_all_true", "is_boxed",
+        "is_traced", "is_transformed", "local_shape_of",
         "operator_database", "pipeline_runtime",
         "put_around_collectives", "pytree_node", "reduce_found_inf_over_every_gradient",
         "refuse_items_of_unreduced", "selective_policy", "set_group_timeout",
@@ -314,6 +315,46 @@ def test_partition_within_a_budget() -> None:
     assert torch.equal(forward(x)[1], x)
     assert aten.exp.default in {n.target for n in backward.graph.nodes}
     torch.testing.assert_close(backward(x, torch.ones(2))[0], x.exp())
+
+
+@pytest.mark.skipif(bool(compat.inductor_lacks(torch.device("cpu"))), reason="no C++ compiler")
+def test_inductor() -> None:
+    """Strides are those of the graph, views stay views, the list is emptied, and decompositions are asked for."""
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    summed = graph.call_function(aten.add.Tensor, (x, graph.call_function(aten.permute.default, (y, [1, 0]))))
+    turned, cosine = graph.call_function(aten.permute.default, (x, [1, 0])), graph.call_function(aten.cos.default, (y,))
+    graph.output((summed, turned, cosine))
+    given = [torch.randn(3, 4, dtype=torch.float64).t(), torch.randn(3, 4, dtype=torch.float64)]
+    found = compat.inductor(fx.GraphModule({}, graph), given, {aten.cos.default: lambda t: t.sin()})
+    values = list(given)
+    made, view, decomposed = found(values)
+    assert values == []
+    assert torch.equal(made, given[0] + given[1].t())
+    assert made.stride() == (given[0] + given[1].t()).stride()
+    assert view.data_ptr() == given[0].data_ptr()
+    torch.testing.assert_close(decomposed, given[1].sin())
+
+
+def test_what_inductor_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a C++ compiler the answer names one; without triton, it."""
+    from torch._inductor import config
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    get_cpp_compiler.cache_clear() if hasattr(get_cpp_compiler, "cache_clear") else None
+    monkeypatch.setattr(config.cpp, "cxx", ("/nowhere/c++",))
+    assert "C++ compiler" in compat.inductor_lacks(torch.device("cpu"))
+    if not torch.cuda.is_available():
+        assert "triton" in compat.inductor_lacks(torch.device("cuda"))
+
+
+def test_code_of_a_list() -> None:
+    """Whether a graph's code takes a list."""
+    graph = fx.Graph()
+    graph.output((graph.placeholder("x"),))
+    assert not compat.is_boxed(graph)
+    graph.set_codegen(compat.BoxedCodeGen())
+    assert compat.is_boxed(graph)
 
 
 def test_boxed_code() -> None:

@@ -137,6 +137,10 @@ def _kept(query: Tensor, key: Tensor, dropout_p: float) -> Tensor:
     return found
 
 
+KERNELS = {attention: _attention, attention_backward: _attention_backward}
+"""What the operators do, in operators of torch: a compiler that takes those need not know ours."""
+
+
 def scaled_dot_product(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout_p: float, is_causal: bool,
     scale: float | None,

@@ -3,42 +3,48 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from autopar.ir.node_info import info
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.pipeline.schedules import order_of
 from autopar.pipeline.stage_graphs import StageGraphs
+from autopar.runtime.compiled.compiler import Compiler
+from autopar.runtime.compiled.recompute_cheap import recompute_cheap
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.step.bind import bind
 from autopar.runtime.step.microbatch_step import MicrobatchStep, cut_microbatches, whole_type
 from autopar.runtime.step.partition import cut
 from autopar.runtime.step.pipeline_step import PipelineStep, cut_stages, stage_context, stages_on
-from autopar.runtime.step.step import BoundaryLayouts, Step
+from autopar.runtime.step.step import BoundaryLayouts, Compiled, Step
 
 
-def build_step(local: Program, plan: Plan, context: MeshContext) -> Step:
+def build_step(local: Program, plan: Plan, context: MeshContext, compiler: Compiler | None = None) -> Step:
     """Bind a rewritten program to this rank, and cut it into the graphs that run.
 
     Args:
         local: rewritten, on local tensors; it names mesh axes.
         plan: under which it was rewritten.
         context: this rank's mesh context, on the plan's axes.
+        compiler: of the graphs; None: they run as they are.
     """
     names = {name: name for name, _ in context.axes}
     coordinates = dict(zip(names, context.coordinates, strict=True))
     # Without process groups, on one device, axes keep their names: no collective is left to run on them.
     bound = replace(local, graph=bind(local.graph, context.groups or names, coordinates))
     types = boundary_layouts(local, plan)
+    compiled = None if compiler is None else partial(compiler.executable, blocks=local.blocks)
     if plan.pipeline is not None:
-        return _pipeline_step(local, bound, plan, types, context)
+        return _pipeline_step(local, bound, plan, types, context, compiled)
     if local.microbatches == 1:
-        return Step(local, cut(bound), types, context)
-    return MicrobatchStep(local, cut_microbatches(bound), types, context)
+        graphs = cut(bound) if compiler is None else recompute_cheap(cut(bound))
+        return Step(local, graphs, types, context, compiled)
+    return MicrobatchStep(local, cut_microbatches(bound), types, context, compiled)
 
 
 def _pipeline_step(
-    local: Program, bound: Program, plan: Plan, types: BoundaryLayouts, context: MeshContext
+    local: Program, bound: Program, plan: Plan, types: BoundaryLayouts, context: MeshContext, compiled: Compiled | None
 ) -> PipelineStep:
     assert plan.pipeline is not None
     axis = plan.axis_names.index(plan.pipeline.axis)
@@ -50,6 +56,7 @@ def _pipeline_step(
         cut_stages(bound, stage_graphs, stages_on(device, order)),
         types,
         context,
+        compiled,
         stage_graphs=stage_graphs,
         order=order,
         group=None if context.mesh is None else context.mesh.get_group(axis),

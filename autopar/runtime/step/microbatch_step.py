@@ -175,13 +175,13 @@ class MicrobatchStep(Step):
                 arguments = [*(sources[i.kind](i.name, index) for i in self.cut.inputs), *shared]
                 # A seed of its own: with that of the step all microbatches would drop out the same elements.
                 with totals.microbatch(), step_seed(derive_seed(seed, index)):
-                    values += self.cut.forward(*arguments)
+                    values += self.run(self.cut.forward, *arguments)
                 for name, parts in rows.items():
                     parts.append(values[self._row_positions[name]])
             # Gathered parameters are not needed any more: their memory is for the last graph.
             arguments.clear()
             shared.clear()
-            outputs = list(self._reductions[0](values))
+            outputs = self.run(self._reductions[0], values)
         first = len(self.cut.outputs)
         whole = {name: self._joined(name, parts) for name, parts in rows.items()}
         return self._results(outputs[:first], buffers, whole), outputs[first:]
@@ -190,7 +190,7 @@ class MicrobatchStep(Step):
         """What all microbatches take after their inputs."""
         if self.cut.hoisted is None:
             return []
-        return list(self.cut.hoisted(*(value(i) for i in self.cut.inputs if i.kind in INVARIANT_INPUTS)))
+        return self.run(self.cut.hoisted, *(value(i) for i in self.cut.inputs if i.kind in INVARIANT_INPUTS))
 
     def backward(self, saved: list[Any], tangents: list[torch.Tensor], deferred: DeferredReduction) -> Gradients:
         """Local gradients of parameters; none while their reduction is deferred."""
@@ -200,7 +200,7 @@ class MicrobatchStep(Step):
                 # Scaled before they are added up: each backward pass has a scale of its own.
                 deferred.add(self, [saved.pop(0) * scale for _ in range(len(saved))])
                 return {} if deferred.active else self._with_deferred({}, deferred), {}
-            return self._scaled(self._named(self._reductions[1](saved)), scale, deferred), {}
+            return self._scaled(self._named(self.run(self._reductions[1], saved)), scale, deferred), {}
 
     def _scaled(
         self, unscaled: dict[str, torch.Tensor], scale: torch.Tensor, deferred: DeferredReduction

@@ -182,7 +182,7 @@ class PipelineStep(MicrobatchStep):
         def run(graph: StageGraph, microbatch: int, values: list[Any]) -> list[Any]:
             # The same seed in the forward and the backward graph: what is recomputed draws the same numbers.
             with step_seed(derive_seed(seed, microbatch)):
-                return list(graph.graph(values))
+                return self.run(graph.graph, values)
 
         def join(name: str, values: list[Any]) -> Any:
             return self._joined(self._result_rows[name], values)

@@ -22,6 +22,9 @@ from autopar.runtime.step.partition import ForwardBackward
 Gradients = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
 """Local gradients: of parameters by name, and of batch tensors by number."""
 
+Compiled = Callable[[fx.GraphModule], fx.GraphModule]
+"""From a graph to what runs in its place, see `autopar.runtime.compiled`."""
+
 
 @dataclass(frozen=True)
 class BoundaryLayouts:
@@ -50,12 +53,14 @@ class Step:
         cut: the bound forward and backward graphs.
         types: of everything that goes in and comes out.
         context: this rank's mesh context.
+        compiled: gives what runs in the place of a graph; None: the graph itself runs.
     """
 
     program: Program
     cut: ForwardBackward
     types: BoundaryLayouts
     context: MeshContext
+    compiled: Compiled | None = None
 
     @cached_property
     def parameters(self) -> list[str]:
@@ -66,6 +71,10 @@ class Step:
     def differentiable(self) -> list[int]:
         """Indices of the results that carry gradients."""
         return sorted(int(i.name) for i in self.program.inputs if i.kind == "tangent")
+
+    def run(self, graph: fx.GraphModule, *arguments: Any) -> list[Any]:
+        """What a graph returns."""
+        return list((graph if self.compiled is None else self.compiled(graph))(*arguments))
 
     def graphs(self) -> list[fx.GraphModule | None]:
         """The graphs that run, for errors to be located in."""
@@ -102,7 +111,7 @@ class Step:
         arguments = [sources[i.kind](i.name) for i in self.cut.inputs]
         # The graph has the casts of the autocast that it was captured under; the user's own would add others.
         with torch.no_grad(), torch.autocast(self.context.device.type, enabled=False):
-            values = list(self.cut.forward(*arguments))
+            values = self.run(self.cut.forward, *arguments)
         # A model may return an input: the user, who may write to the result, must not change the parameter or batch.
         inputs = {id(a) for a in arguments}
         outputs = [v.clone() if id(v) in inputs else v for v in values[: len(self.cut.outputs)]]
@@ -149,11 +158,11 @@ class Step:
         with torch.no_grad(), torch.autocast(self.context.device.type, enabled=False):
             # Outside of no_sync, too, while sums of this step wait: reduced together they take one reduction.
             if deferred.active or deferred.holds(self):
-                unreduced, count = list(self._reductions[0](values)), self._batch_gradients
+                unreduced, count = self.run(self._reductions[0], values), self._batch_gradients
                 of_batch = self._named(unreduced[:count], self.cut.gradients[:count])
                 deferred.add(self, unreduced[count:])
                 return {} if deferred.active else self._with_deferred({}, deferred), of_batch
-            gradients = self._named(self.cut.backward(values))
+            gradients = self._named(self.run(self.cut.backward, values))
             names = [o.name for o in self.cut.gradients[: self._batch_gradients]]
             of_batch = {name: gradients.pop(name) for name in names if name in gradients}
             return self._with_deferred(gradients, deferred), of_batch
@@ -229,7 +238,7 @@ def reduce_deferred(deferred: DeferredReduction) -> dict[str, torch.Tensor]:
         for pending in deferred.pop_all():
             step = pending.step
             described = step.cut.gradients[step._batch_gradients :]
-            for name, gradient in step._named(step._reductions[1](pending.sums), described).items():
+            for name, gradient in step._named(step.run(step._reductions[1], pending.sums), described).items():
                 if name not in pending.dropped:
                     gradients[name] = gradients[name] + gradient if name in gradients else gradient
     return gradients
