@@ -50,7 +50,7 @@ def _fitting(tree: SearchTree, scheduled: ScheduledStages) -> Plan:
     cutoff = Cutoff(tree.seconds * shape.devices)
     job = replace(job, memory=tree.memory, cutoff=cutoff, search=search, stages=scheduled)
     try:
-        plan = replace(best_padded(tree.program, part, job), overlap=False)
+        plan = best_padded(tree.program, part, job)
     except PrunedError as e:
         raise PrunedError(e.bound / shape.devices) from e
     cut = fastest_stages(part, plan, scheduled, search)
