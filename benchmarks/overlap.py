@@ -26,9 +26,12 @@ from autopar.ir.program import Program
 from autopar.memory.liveness import peak_memory
 from autopar.pipeline.schedules import order_of
 from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, INPUT, WEIGHT, StageGraph, StageGraphs
+from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Search
 from autopar.search.pipeline.stage_memory import memory_of_stages, peaks
 from autopar.search.pipeline.stage_times import StageTime, plan_tasks, step_tasks, times_of_plan
+from autopar.sharding.dims import analyze
+from autopar.sharding.layer_classes import layer_classes
 from autopar.simulate import COMMUNICATION, simulate
 from autopar.simulate.graph_tasks import emitted, node_seconds
 
@@ -142,10 +145,19 @@ def pipelines(layers: int, only: str) -> Iterator[dict[str, Any]]:
         roles = {"gpu": "tensor"} if recipe == "megatron" else {}
         plan = solve(program, STAGE_AXES, "h100", search=Search(recipe=recipe, roles=roles, pins=pins))
         if gathered == "use":
-            # In each microbatch for the forward and again for the backward pass, as where memory is short.
-            plan = replace(plan, recompute={f"consumer {name}": EVERY for name in plan.consumer_layouts})
+            plan = gathered_per_use(program, plan)
         for on in (False, True):
             yield {**measured_pipeline(program, replace(plan, overlap=on)), "recipe": recipe, "gathered": gathered}
+
+
+def gathered_per_use(program: Program, plan: Plan) -> Plan:
+    """A plan that gathers parameters in each microbatch, and again for its backward pass, as where memory is short."""
+    part = microbatch_program(program, plan.microbatches, deterministic=False)
+    classes = layer_classes(part, analyze(part)).key
+    # Nothing that is computed from parameters alone is saved: neither their transposes, nor how these are laid out.
+    own = {name for node, name in classes.items() if node in part.microbatch_invariant}
+    moved = [f"consumer {name}" for name in plan.consumer_layouts if name.rpartition(" ")[0] in own]
+    return replace(plan, recompute=dict.fromkeys([*sorted(own), *moved], EVERY))
 
 
 def measured_pipeline(program: Program, plan: Plan) -> dict[str, Any]:
