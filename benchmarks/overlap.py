@@ -62,6 +62,17 @@ COLUMNS = (
     "peak_GiB",
     "emit_s",
 )
+PIPELINE_COLUMNS = (
+    "recipe",
+    "schedule",
+    "gathered",
+    "overlap",
+    "step_ms",
+    "bound_ms",
+    "ratio",
+    "collectives",
+    "peak_GiB",
+)
 
 
 def main() -> None:
@@ -128,9 +139,6 @@ def measured(program: Program, plan: Plan, axes: Mapping[str, int], recipe: str)
     }
 
 
-PIPELINE_COLUMNS = ("recipe", "schedule", "gathered", "overlap", "step_ms", "bound_ms", "ratio", "collectives", "peak_GiB")
-
-
 def pipelines(layers: int, only: str) -> Iterator[dict[str, Any]]:
     """Rows of the table of pipelines: without overlap, and with it."""
     for recipe, schedule, gathered, virtual in PIPELINES:
@@ -191,8 +199,9 @@ def bound_seconds(local: Program, plan: Plan) -> float:
         return max(streams.values(), default=0.0)
 
     def bounded(stage: int, own: StageTime) -> StageTime:
-        forward, *parts = (of(graphs.microbatch_graph(stage, k)) for k in (FORWARD, *((INPUT, WEIGHT) if split else "B")))
-        last = WEIGHT if split else BACKWARD
+        kinds = (FORWARD, INPUT, WEIGHT) if split else (FORWARD, BACKWARD)
+        forward, *parts = (of(graphs.microbatch_graph(stage, kind)) for kind in kinds)
+        last = kinds[-1]
         after = of(graphs.last_graph(stage, last)) - of(graphs.microbatch_graph(stage, last))
         return replace(own, forward=forward, backward=sum(parts), for_input=parts[0], after=after)
 

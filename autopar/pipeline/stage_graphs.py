@@ -1,9 +1,9 @@
 """The graphs of a stage: for a microbatch, forward and backward, and once a step.
 
-What a stage computes from its own sums over microbatches, such as reduced gradients, it computes with the last of its
-microbatches: reductions run beside the rest of the backward pass, and while other stages still work. What one stage computes and another uses is sent from neighbor to neighbor. What is computed from the batch alone
-(masks) or from parameters alone (views, casts, gathers) is computed in every stage that uses it: such nodes are
-*free* of a stage. What the plan hoists of the latter is computed once a step.
+What a stage computes from its own sums over microbatches, such as reduced gradients, it computes with the last of them:
+reductions run beside the rest of that backward pass. What one stage computes and another uses is sent from neighbor to
+neighbor. What is computed from the batch alone (masks) or from parameters alone (views, casts, gathers) is computed in
+every stage that uses it: such nodes are *free* of a stage. What the plan hoists of the latter is computed once a step.
 """
 
 from __future__ import annotations

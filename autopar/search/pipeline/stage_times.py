@@ -136,8 +136,8 @@ def times_of_stages(
         plan: for the devices of a stage.
         link: between stages.
         split: whether the backward may be in two parts.
-        together: whether collectives run beside kernels, in the order of the graphs; else nodes run one after the other,
-            as the search prices them.
+        together: whether collectives run beside kernels, as the order of the graphs allows; else nodes run one after
+            the other, as the search prices them.
     """
     found = _Seconds(cutting, plan, link, together)
     before, after = found.per_step(WEIGHT if split else BACKWARD)
