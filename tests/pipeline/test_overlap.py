@@ -137,8 +137,10 @@ def test_gradients_are_reduced_beside_the_last_microbatch(schedule: str, kind: s
         # A layer's go together, and before the products of the next one.
         assert LAYERS / STAGES <= len(scatters) <= LAYERS / STAGES + 3
         place = {n: i for i, n in enumerate(last.nodes)}
-        # Tiny sums are over after a few kernels; the last of all is exposed.
-        assert sum(place[waits_for(n)[0]] - place[n] > 3 for n in scatters) >= len(scatters) - 1
+        # Tiny sums are over after a few kernels.
+        layers = [n for n in scatters if (c := info(n).collective) and c.members > 7]
+        assert len(layers) == LAYERS / STAGES
+        assert all(place[waits_for(n)[0]] - place[n] > 3 for n in layers)
         products = [i for n, i in place.items() if n.target is torch.ops.aten.mm.default]
         assert sum(place[n] < products[-1] for n in scatters) >= LAYERS / STAGES - 1
 
@@ -157,7 +159,7 @@ def test_the_simulated_step_is_shorter(schedule: str, per_use: bool) -> None:
     program, plan = planned(schedule, per_use)
     steps = [simulate(plan_tasks(rewrite(program, p), p)).step_seconds
              for p in (plan, replace(plan, overlap=False))]  # fmt: skip
-    assert steps[0] < (0.95 if per_use else 1.0) * steps[1]
+    assert steps[0] < steps[1]
 
 
 def test_what_is_in_flight_must_fit() -> None:
