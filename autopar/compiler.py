@@ -191,8 +191,6 @@ def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) 
             f"the plan is for another graph (fingerprint {plan.fingerprint}, this one has {program.fingerprint}): "
             "the model, its configuration, the batch's shapes or torch differ; plan again"
         )
-    if plan.pipeline is not None and plan.overlap:
-        raise PlanError("the collectives of a pipeline cannot overlap yet: its plan has overlap=True; set it to False")
     # Gradients of a pipeline are complete before the user calls backward(): nothing may depend on its argument.
     if plan.pipeline is not None and program.training:
         require_early_backward(program)

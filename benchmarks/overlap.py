@@ -2,7 +2,8 @@
 
 Each recipe's plan is emitted twice: with collectives where they are needed, one at a time, and with `Plan.overlap`. The
 bound is the larger of what the compute stream works and what the busiest link sends; no order of the same nodes is
-faster. Nothing is measured on a GPU.
+faster. With ``--pipelines``, models in stages instead: the bound is then that of each graph of a stage, in the same
+schedule, so that it has its bubble. Nothing is measured on a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,16 +21,35 @@ import torch
 
 from autopar.compiler import program_of, rewrite, solve
 from autopar.ir.node_info import info
-from autopar.ir.plan import Plan
+from autopar.ir.plan import EVERY, Plan
 from autopar.ir.program import Program
 from autopar.memory.liveness import peak_memory
+from autopar.pipeline.schedules import order_of
+from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, INPUT, WEIGHT, StageGraph, StageGraphs
+from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Search
+from autopar.search.pipeline.stage_memory import memory_of_stages, peaks
+from autopar.search.pipeline.stage_times import StageTime, plan_tasks, step_tasks, times_of_plan
+from autopar.sharding.dims import analyze
+from autopar.sharding.layer_classes import layer_classes
 from autopar.simulate import COMMUNICATION, simulate
-from autopar.simulate.graph_tasks import emitted
+from autopar.simulate.graph_tasks import emitted, node_seconds
 
 TOKENS = 4096
 MESHES: tuple[dict[str, int], ...] = ({"gpu": 8}, {"node": 8, "gpu": 8})
 RECIPES = ("ddp", "fsdp", "hsdp", "megatron")
+PIPELINES: tuple[tuple[str, str, str, int], ...] = (
+    ("ddp", "1f1b", "step", 1),
+    ("fsdp", "1f1b", "step", 1),
+    ("fsdp", "1f1b", "use", 1),
+    ("fsdp", "interleaved", "use", 2),
+    ("fsdp", "zb-h1", "use", 1),
+    ("megatron", "1f1b", "step", 1),
+)
+"""Recipe of a stage's devices, schedule, how often parameters are gathered, and stages on a device."""
+
+STAGE_AXES = {"pipe": 4, "gpu": 8}
+MICROBATCHES = 16
 COLUMNS = (
     "mesh",
     "recipe",
@@ -42,6 +62,17 @@ COLUMNS = (
     "peak_GiB",
     "emit_s",
 )
+PIPELINE_COLUMNS = (
+    "recipe",
+    "schedule",
+    "gathered",
+    "overlap",
+    "step_ms",
+    "bound_ms",
+    "ratio",
+    "collectives",
+    "peak_GiB",
+)
 
 
 def main() -> None:
@@ -49,10 +80,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=32, help="of the model's 32")
     parser.add_argument("--only", metavar="TEXT", default="", help="recipes that contain TEXT")
+    parser.add_argument("--pipelines", action="store_true", help=f"on {STAGE_AXES}, {MICROBATCHES} microbatches")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     rows = []
-    for axes in MESHES:
+    if options.pipelines:
+        for row in pipelines(options.layers, options.only):
+            rows.append(row)
+            if not options.json:
+                print("  ".join(f"{row[c]!s:>11}" for c in PIPELINE_COLUMNS), flush=True)
+    for axes in () if options.pipelines else MESHES:
         program = captured(math.prod(axes.values()), options.layers)
         for recipe in (r for r in RECIPES if options.only in r and (len(axes) > 1 or r in ("ddp", "fsdp"))):
             plan = solve(program, axes, "h100", search=Search(recipe=recipe))
@@ -100,6 +137,76 @@ def measured(program: Program, plan: Plan, axes: Mapping[str, int], recipe: str)
         "peak_GiB": round(sum(peak_memory(local, plan).values()) / 2**30, 1),
         "emit_s": round(emit, 1),
     }
+
+
+def pipelines(layers: int, only: str) -> Iterator[dict[str, Any]]:
+    """Rows of the table of pipelines: without overlap, and with it."""
+    for recipe, schedule, gathered, virtual in PIPELINES:
+        if only not in recipe:
+            continue
+        sequences = MICROBATCHES * (1 if recipe == "megatron" else STAGE_AXES["gpu"])
+        program = captured(sequences, layers)
+        pins = {
+            "stages": STAGE_AXES["pipe"], "stage_axis": "pipe", "microbatches": MICROBATCHES, "schedule": schedule,
+            "virtual": virtual, "recompute": "none",
+        }  # fmt: skip
+        roles = {"gpu": "tensor"} if recipe == "megatron" else {}
+        plan = solve(program, STAGE_AXES, "h100", search=Search(recipe=recipe, roles=roles, pins=pins))
+        if gathered == "use":
+            plan = gathered_per_use(program, plan)
+        for on in (False, True):
+            yield {**measured_pipeline(program, replace(plan, overlap=on)), "recipe": recipe, "gathered": gathered}
+
+
+def gathered_per_use(program: Program, plan: Plan) -> Plan:
+    """A plan that gathers parameters in each microbatch, and again for its backward pass, as where memory is short."""
+    part = microbatch_program(program, plan.microbatches, deterministic=False)
+    classes = layer_classes(part, analyze(part)).key
+    # Nothing that is computed from parameters alone is saved: neither their transposes, nor how these are laid out.
+    own = {name for node, name in classes.items() if node in part.microbatch_invariant}
+    moved = [f"consumer {name}" for name in plan.consumer_layouts if name.rpartition(" ")[0] in own]
+    return replace(plan, recompute=dict.fromkeys([*sorted(own), *moved], EVERY))
+
+
+def measured_pipeline(program: Program, plan: Plan) -> dict[str, Any]:
+    """A row of the table of pipelines."""
+    assert plan.pipeline is not None
+    local, order = rewrite(program, plan), order_of(plan)
+    step, bound = simulate(plan_tasks(local, plan)).step_seconds, bound_seconds(local, plan)
+    graphs, split = StageGraphs(local, len(plan.stages)), any(a.kind == INPUT for row in order for a in row)
+    held = peaks(memory_of_stages(graphs, plan.inner, split), order)
+    return {
+        "schedule": plan.pipeline.schedule,
+        "overlap": "yes" if plan.overlap else "no",
+        "step_ms": round(1e3 * step, 1),
+        "bound_ms": round(1e3 * bound, 1),
+        "ratio": round(step / bound, 3),
+        "collectives": sum(info(n).collective is not None for n in local.graph.graph.nodes),
+        "peak_GiB": round(max(sum(each.values()) for each in held) / 2**30, 1),
+    }
+
+
+def bound_seconds(local: Program, plan: Plan) -> float:
+    """Seconds of a step in which each graph takes as long as its kernels, or as the busiest of its links."""
+    graphs, seconds, order = StageGraphs(local, len(plan.stages)), node_seconds(local, plan.inner), order_of(plan)
+    split = any(a.kind == INPUT for row in order for a in row)
+
+    def of(piece: StageGraph) -> float:
+        streams: Counter[str] = Counter()
+        for node in piece.nodes:
+            made = info(node).collective
+            streams[made.axis if made else ""] += seconds.get(node.name, 0.0)  # type: ignore[assignment]
+        return max(streams.values(), default=0.0)
+
+    def bounded(stage: int, own: StageTime) -> StageTime:
+        kinds = (FORWARD, INPUT, WEIGHT) if split else (FORWARD, BACKWARD)
+        forward, *parts = (of(graphs.microbatch_graph(stage, kind)) for kind in kinds)
+        last = kinds[-1]
+        after = of(graphs.last_graph(stage, last)) - of(graphs.microbatch_graph(stage, last))
+        return replace(own, forward=forward, backward=sum(parts), for_input=parts[0], after=after)
+
+    times = [bounded(stage, own) for stage, own in enumerate(times_of_plan(local, plan))]
+    return simulate(step_tasks(times, order)).step_seconds
 
 
 if __name__ == "__main__":

@@ -155,10 +155,7 @@ class _Liveness:
             for value in values_of(node):
                 if value is not None:
                     first.setdefault(self._storage(value), (node, value))
-            # The library reads what it gathers and scatters until it is waited for; it reduces a copy.
-            collective = producer(node.all_input_nodes[0])[0] if node.target is c10d.wait_tensor.default else None
-            held = collective is not None and collective.target not in _SUMS
-            for argument in [*tensor_arguments(node), *(tensor_arguments(collective) if held and collective else ())]:
+            for argument in read_by(node):
                 storages = {self._storage(value) for value in values_of(argument) if value is not None}
                 last.update(dict.fromkeys(storages, node))
                 # The next microbatch reads it, too: it is not freed after this user.
@@ -185,6 +182,16 @@ class _Liveness:
     def _storage(self, value: torch.Tensor) -> int:
         found = storage_id(value)
         return self.received.get(found, found)
+
+
+def read_by(node: fx.Node) -> list[fx.Node]:
+    """The values that must be there when a node runs."""
+    read = list(tensor_arguments(node))
+    if node.target is c10d.wait_tensor.default:
+        # The library reads what it gathers and scatters until it is waited for; it reduces a copy.
+        collective = producer(node.all_input_nodes[0])[0]
+        read += [] if collective.target in _SUMS else tensor_arguments(collective)
+    return read
 
 
 _SUMS = (c10d.all_reduce.default, c10d.all_reduce_coalesced.default)

@@ -36,6 +36,7 @@ class StageRun:
         values: what outlives a microbatch: parameters of other stages, sums, what came from others at the end.
         rows: results that consist of rows, by name and microbatch.
         split: whether every backward runs in its two parts, since the schedule splits some.
+        last: the microbatch with which the stage's backward passes end, and its sums are complete; None: there is none.
     """
 
     def __init__(
@@ -46,6 +47,8 @@ class StageRun:
         self.values: dict[str, Any] = {}
         self.rows: dict[str, dict[int, Any]] = {name: {} for name in rows}
         self.split = False
+        self.last: int | None = None
+        self._ended = False  # what is computed from the stage's own sums is there
         self._run, self._source, self._join = run, source, join
         self._saved: dict[int, dict[str, Any]] = {}
         self._sent: dict[str, dict[int, list[Any]]] = {FORWARD: {}, BACKWARD: {}}
@@ -98,6 +101,8 @@ class StageRun:
 
     def finish(self, level: int) -> None:
         """Run the graph of the step's end that comes after the transfers of this level."""
+        if level == 0 and self._ended:
+            return
         self._run_once(self.stage_graphs.final_graph(self.stage, level))
 
     def _run_once(self, graph: StageGraph) -> None:
@@ -125,12 +130,14 @@ class StageRun:
 
     def _compute(self, kind: str, microbatch: int) -> None:
         graph, saved = self._graph(kind), self._saved[microbatch]
+        if microbatch == self.last and kind in (BACKWARD, WEIGHT):
+            graph, self._ended = self.stage_graphs.last_graph(self.stage, kind), True
         with self._totals[kind].microbatch():
             results = self._run(graph, microbatch, self._arguments(graph, microbatch, saved))
         for name, value in zip(graph.gives, results, strict=True):
             if name in self.rows:
                 self.rows[name][microbatch] = value
-            elif name in self.stage_graphs.names_needed_at_end:
+            elif name in self.stage_graphs.names_at_end:
                 # A sum up to this microbatch replaces the last one's.
                 self.values[name] = value
             saved[name] = value
@@ -145,10 +152,12 @@ class StageRun:
 
 
 def begin(stage_graphs: StageGraphs, runs: Mapping[int, StageRun], order: Order, exchange: Exchange) -> None:
-    """Prepare a step: see which backwards are split, send parameters to stages that share them, run what is hoisted."""
-    for action in (a for row in order for a in row):
-        if action.stage in runs and action.kind == INPUT:
+    """Prepare a step: see which backwards are split or last, send what stages share, and run what is hoisted."""
+    for action in (a for row in order for a in row if a.stage in runs):
+        if action.kind == INPUT:
             runs[action.stage].split = True
+        if action.kind in (BACKWARD, WEIGHT):
+            runs[action.stage].last = action.microbatch
     transfers = stage_graphs.parameter_transfers()
     for name, source, _ in transfers:
         if source in runs:
@@ -159,7 +168,7 @@ def begin(stage_graphs: StageGraphs, runs: Mapping[int, StageRun], order: Order,
 
 
 def end(stage_graphs: StageGraphs, runs: Mapping[int, StageRun], exchange: Exchange) -> None:
-    """Run what runs once a step, after the last microbatch."""
+    """Run what runs once a step, after the last microbatch, and has not run with it."""
     for level in range(stage_graphs.rounds):
         exchange(stage_graphs.transfers(level), runs)
         for run in runs.values():

@@ -1,12 +1,14 @@
 """The graphs of a stage: for a microbatch, forward and backward, and once a step.
 
-What one stage computes and another uses is sent from neighbor to neighbor. What is computed from the batch alone
-(masks) or from parameters alone (views, casts, gathers) is computed in every stage that uses it: such nodes are
-*free* of a stage. What the plan hoists of the latter is computed once a step.
+What a stage computes from its own sums over microbatches, such as reduced gradients, it computes with the last of them:
+reductions run beside the rest of that backward pass. What one stage computes and another uses is sent from neighbor to
+neighbor. What is computed from the batch alone (masks) or from parameters alone (views, casts, gathers) is computed in
+every stage that uses it: such nodes are *free* of a stage. What the plan hoists of the latter is computed once a step.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -80,6 +82,7 @@ class StageGraphs:
         self.hoisted = {n for n in self.order if n.op == "call_function" and is_hoisted(n)}
         # Identical objects for the same question: `StageGraph.graph` is generated code, and cached on the object.
         self._graphs: dict[tuple[int, str | int], StageGraph] = {}
+        self._last_graphs: dict[tuple[int, str], StageGraph] = {}
         self._hoisted_graphs: dict[int, StageGraph] = {}
 
     @property
@@ -138,7 +141,7 @@ class StageGraphs:
 
     def built(self) -> list[StageGraph]:
         """The graphs that have been asked for."""
-        return list(self._graphs.values())
+        return [*self._graphs.values(), *self._last_graphs.values()]
 
     def received(self, stage: int) -> tuple[str, ...]:
         """What a stage receives from the stage before it, in order."""
@@ -169,9 +172,9 @@ class StageGraphs:
         return {n for n in used if n.op == "call_function" and n not in self.per_step and n not in self.free}
 
     @cached_property
-    def names_needed_at_end(self) -> frozenset[str]:
-        """Names of `needed_at_end`."""
-        return frozenset(n.name for n in self.needed_at_end)
+    def names_at_end(self) -> frozenset[str]:
+        """Names of `needed_at_end`, and of what is computed once a step from it."""
+        return frozenset(n.name for n in self.needed_at_end | self.per_step)
 
     def microbatch_graph(self, stage: int, kind: str) -> StageGraph:
         """The graph that a stage runs for a microbatch, forward, backward, or one of the backward's two parts."""
@@ -179,6 +182,35 @@ class StageGraphs:
             build = self._forward_graph(stage) if kind == FORWARD else self._backward_graph(stage, kind)
             self._graphs[stage, kind] = build
         return self._graphs[stage, kind]
+
+    def last_graph(self, stage: int, kind: str) -> StageGraph:
+        """The graph of a stage's last microbatch, of the backward or its part for the weights, and of its own sums.
+
+        All terms of the sums that need no other stage are there by then.
+        """
+        if (stage, kind) not in self._last_graphs:
+            own, end = self.microbatch_graph(stage, kind), self.final_graph(stage, 0)
+            gives = {self.node(name) for name in (*own.gives, *end.gives)}
+            joined = self._stage_graph({*own.nodes, *end.nodes}, gives) if end.nodes else own
+            self._last_graphs[stage, kind] = joined
+        return self._last_graphs[stage, kind]
+
+    def places(self) -> dict[fx.Node, frozenset[tuple[int, str | int]]]:
+        """By operator: the graphs that run it, each by its stage and kind, or its level at the end of a step.
+
+        Operators of the same graphs may be joined: no value crosses from one graph to another for it.
+        """
+        found: dict[fx.Node, set[tuple[int, str | int]]] = defaultdict(set)
+        for stage in range(self.stages):
+            parts: dict[str | int, StageGraph] = {
+                kind: self.microbatch_graph(stage, kind) for kind in (FORWARD, INPUT, WEIGHT)
+            }
+            parts |= {level: self.final_graph(stage, level) for level in range(self.rounds)}
+            parts["once"] = self.hoisted_graph(stage)
+            for kind, part in parts.items():
+                for node in part.nodes:
+                    found[node].add((stage, kind))
+        return {node: frozenset(own) for node, own in found.items()}
 
     def hoisted_graph(self, stage: int) -> StageGraph:
         """What a stage computes before the first microbatch, for all of them."""

@@ -9,6 +9,7 @@ liveness: a tensor is live from the kernel that computes it to the last that use
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from autopar.memory.liveness import Change, liveness
 from autopar.sharding.assignment import machine_of
 from autopar.sharding.node_seconds import NodeSeconds
 from autopar.sharding.redistribute import Machine
+from autopar.simulate.engine import simulate
 from autopar.simulate.tasks import COMMUNICATION, COMPUTE, Task
 from autopar.simulate.timeline import Timeline
 
@@ -56,6 +58,28 @@ def node_seconds(program: Program, plan: Plan) -> dict[str, float]:
     return {task.name: task.seconds for task in walk.tasks}
 
 
+class GraphSeconds:
+    """Seconds of parts of a rewritten graph, each run by itself: collectives beside kernels, as their order allows.
+
+    The host has launched them by then: it runs ahead while the device works on earlier microbatches.
+    """
+
+    def __init__(self, program: Program, plan: Plan) -> None:
+        """Nothing is known yet of what nodes take."""
+        self._program, self._plan = program, plan
+        self._seconds = NodeSeconds(machine_of(plan))
+
+    def of(self, nodes: Sequence[fx.Node]) -> float:
+        """Of operators in this order; what they take from others is there."""
+        walk = _Emitted(self._program, self._plan, [])
+        walk.seconds, walk.host = self._seconds, 0.0
+        walk.begin()
+        walk.made_by = defaultdict(int, walk.made_by)
+        for node in nodes:
+            walk.add(node)
+        return simulate(walk.tasks).step_seconds
+
+
 class _Emitted:
     """Walks a graph for its tasks."""
 
@@ -66,6 +90,7 @@ class _Emitted:
         self.made_by: dict[fx.Node, int] = {}  # the task that computes a node's value, or the storage that it is in
         self.kernel = 0  # the last task of the compute stream
         self.seconds = NodeSeconds(self.machine)
+        self.host = self.machine.device.host  # seconds of a launch
 
     def begin(self) -> list[fx.Node]:
         """What the device computes, when its inputs are there."""
@@ -97,15 +122,15 @@ class _Emitted:
         collective = info(node).collective
         if collective is not None:
             seconds = self.seconds.collective(collective)
-            self._append(node, collective.axis, seconds, COMMUNICATION, (self.kernel,), device.host)
+            self._append(node, collective.axis, seconds, COMMUNICATION, (self.kernel,), self.host)
         elif node.target is c10d.wait_tensor.default:
             self._append(node, COMPUTE, 0.0, WAIT, tuple(sources), 0.0)
         elif node.target in (to_host, to_device):
-            self._append(node, COMPUTE, float(copy_seconds(node.meta["val"].nbytes, device)), COPY, (), device.host)
+            self._append(node, COMPUTE, float(copy_seconds(node.meta["val"].nbytes, device)), COPY, (), self.host)
         else:
             seconds, launched = self.seconds.kernel(node)
             if launched:
-                self._append(node, COMPUTE, seconds, COMPUTE, (), device.host)
+                self._append(node, COMPUTE, seconds, COMPUTE, (), self.host)
             else:
                 self.made_by[node] = max(sources, default=0)
 

@@ -21,7 +21,7 @@ and reductions on CPUs: Gloo sends the members of a coalesced one on their own. 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from autopar.ir.node_info import info, set_info
 from autopar.ir.ops.collectives import COALESCED, Collective, c10d
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, is_hoisted
+from autopar.pipeline.stage_graphs import StageGraphs
 from autopar.rules.shapes.local_shapes import propagate
 from autopar.sharding.assignment import machine_of
 from autopar.sharding.graph_order import gradient_moves, parameter_only, reorder
@@ -48,18 +49,23 @@ LATENCY_SHARE = 0.1
 
 
 def bucket_collectives(program: Program, plan: Plan) -> Program:
-    """Join collectives of one kind, axis, dtype and stage into buckets, level by level where axes follow."""
+    """Join collectives of one kind, axis, dtype and stage into buckets, level by level where axes follow.
+
+    Those of a pipeline are joined within one graph of a stage: two stages that gather together would each need the
+    parameters of both, and a gather for both parts of a split backward would be held from one to the other.
+    """
     gathers = _parameter_moves(program) if plan.overlap else []
     members = [*gathers, *(_gradient_moves(program) if plan.overlap else _gradient_sums(program))]
     if not members:
         return program
     graph, machine, joined, early_ones = program.graph.graph, machine_of(plan), False, set(gathers)
     levels = _levels(graph, members)
+    places = StageGraphs(program, len(plan.stages)).places() if len(plan.stages) > 1 else {}
     positions = {n: float(i) for i, n in enumerate(graph.nodes) if n.op not in ("placeholder", "output")}
     # Level by level: a gradient that is reduced over two axes is in a bucket of the first, then in one of the second.
     for level in sorted({levels[m] for m in members}):
         here = [m for m in members if levels[m] == level]
-        for bucket in _buckets(program, here, early_ones, machine, plan.overlap):
+        for bucket in _buckets(program, here, early_ones, machine, places, plan.overlap):
             if len(bucket) == 1 and plan.overlap:
                 continue
             early, kind = bucket[0] in early_ones, bucket[0].target
@@ -126,7 +132,12 @@ def _levels(graph: fx.Graph, members: Iterable[fx.Node]) -> dict[fx.Node, int]:
 
 
 def _buckets(
-    program: Program, members: list[fx.Node], gathers: set[fx.Node], machine: Machine, by_block: bool
+    program: Program,
+    members: list[fx.Node],
+    gathers: set[fx.Node],
+    machine: Machine,
+    places: Mapping[fx.Node, object],
+    by_block: bool,
 ) -> Iterator[list[fx.Node]]:
     """Members that travel together, in the order of the graph; a bucket of gradients starts with its last member.
 
@@ -138,8 +149,8 @@ def _buckets(
     # The order of availability, or of the first use.
     for node in sorted(members, key=lambda n: position[n if n in gathers else n.all_input_nodes[0]]):
         block = block_of(module_path(node), program.blocks) if by_block else None
-        dtype, stage = node.meta["val"].dtype, info(node).stage or 0
-        key = (node.target, _collective([node]).axis, dtype, stage, is_backward(node), node in gathers)
+        dtype, place = node.meta["val"].dtype, places.get(node)
+        key = (node.target, _collective([node]).axis, dtype, place, is_backward(node), node in gathers)
         groups.setdefault(key, {}).setdefault(block or node, []).append(node)
     for (_, axis, *_), units in groups.items():
         yield from _filled(units.values(), bucket_bytes(machine, axis))

@@ -1,6 +1,9 @@
-"""Collectives of a block travel together on four ranks: steps of AdamW, one after `no_sync`, equal one device's."""
+"""Collectives of a block travel together on four ranks, in stages too: steps of AdamW equal one device's."""
 
 from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -60,3 +63,59 @@ def test_blocks_travel_together(ranks: Ranks, recipe: str, cluster: str) -> None
         assert worst < TOLERANCE
         assert overlaps
         assert (coalesced > 0) == (cluster == "h100")
+
+
+def steps_in_stages(rank: int, schedule: str, cluster: str) -> tuple[float, bool, list[str]]:
+    """The largest difference, whether the plan overlaps, and the collectives that this rank issues in a step."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from autopar.parallelize import parallelize
+    from autopar.search.options import Search
+    from tests import models
+
+    issued: list[str] = []
+
+    class Issued(TorchDispatchMode):
+        """Writes down what is issued to the devices of the stage."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "_c10d_functional" in str(func) and "wait" not in str(func):
+                tensors = args[0] if isinstance(args[0], list) else [args[0]]
+                issued.append(f"{func} {[tuple(t.shape) for t in tensors]}")
+            return func(*args, **(kwargs or {}))
+
+    (model, batch), (plain, _) = (models.llama(layers=4, batch=8) for _ in range(2))
+    model, plain = model.double(), plain.double()
+    pins = {"stages": 2, "stage_axis": "a", "microbatches": 4, "schedule": schedule}
+    pins["virtual"] = 2 if schedule == "zbv" else 1
+    module = parallelize(model, mesh_of(2, 2), batch, cluster=cluster, search=Search(recipe="fsdp", pins=pins))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=1e-3) for m in (module, plain)]
+    worst = 0.0
+    for step in range(2):
+        with Issued() if step else nullcontext():
+            loss = module(**batch).loss
+        loss.backward()
+        plain(**batch).loss.backward()
+        expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+        worst = max(worst, _difference(module.full_gradients(), expected))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    worst = max(worst, _difference(module.full_state_dict(), plain.state_dict()))
+    return worst, module.plan.overlap, issued
+
+
+@pytest.mark.parametrize(
+    ("schedule", "cluster"),
+    [("zb-h1", "h100"), *(pytest.param(*c, marks=pytest.mark.deep) for c in (("1f1b", "cpu"), ("zbv", "h100")))],
+)
+def test_stages_overlap_in_one_order(ranks: Ranks, schedule: str, cluster: str) -> None:
+    found = ranks.run(steps_in_stages, schedule, cluster)
+    for worst, overlaps, issued in found:
+        assert worst < TOLERANCE
+        assert overlaps
+        assert issued
+    # The devices of a stage, on the last axis, issue the same in the same order; those of the other stage need not.
+    orders = [issued for _, _, issued in found]
+    assert orders[0] == orders[1]
+    assert orders[2] == orders[3]

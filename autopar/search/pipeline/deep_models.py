@@ -84,7 +84,7 @@ class RepeatedStages:
         """The stages of the whole model, cut as `stage_plan.staged` does: as it is, and sent in parts.
 
         Args:
-            shape: of the stages, no more than there are blocks.
+            shape: of the stages, no more than there are blocks; where it names modules, stages begin at these blocks.
             ways: to send in parts.
         """
         found = [_of_whole(self.padded, self.plan, shape, self.whole)]
@@ -109,22 +109,25 @@ def _of_whole(padded: Program, plan: Plan, shape: PipelineShape, ways: Sequence[
     """
     repeat = padded.repeat
     assert repeat is not None
-    blocks = _shared_out(ways, repeat.blocks, shape.stages)
-    ends = list(itertools.accumulate(blocks, initial=0))
+    if shape.modules:
+        ends = [0, *(int(m.removeprefix(f"{repeat.path}.")) for m in shape.modules), repeat.blocks]
+    else:
+        ends = list(itertools.accumulate(_shared_out(ways, repeat.blocks, shape.stages), initial=0))
+    last = len(ends) - 2
     shares = itertools.accumulate((share for share, _ in ways), initial=0.0)
     borders = [round(share * repeat.blocks) for share in shares]
     memory: list[StageMemory] = []
     times: list[StageTime] = []
     for stage, (begin, end) in enumerate(itertools.pairwise(ends)):
         numbers = [max(0, min(end, stop) - max(begin, start)) for start, stop in itertools.pairwise(borders)]
-        position = FIRST if stage == 0 else LAST if stage == len(blocks) - 1 else MIDDLE
+        position = FIRST if stage == 0 else LAST if stage == last else MIDDLE
         known = [(n, cuts) for n, (_, cuts) in zip(numbers, ways, strict=True) if n > 0]
         memory.append(_of_blocks([(n, tuple(cut.memory for cut in cuts)) for n, cuts in known], position))
         times.append(_of_blocks([(n, tuple(cut.times for cut in cuts)) for n, cuts in known], position))
     each = ways[0][1][0]
     plan = replace(plan, stages=_stages(each.plan.stages, ends, repeat))
     holders = _holders(padded, plan, each.holders, ends, repeat)
-    homes = {n: None if s is None else (0, 1, len(blocks) - 1)[s] for n, s in each.homes.items()}
+    homes = {n: None if s is None else (0, 1, last)[s] for n, s in each.homes.items()}
     return StagePlan(plan, memory, times, holders, homes)
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from autopar._torch_compat import storage_id
 from autopar.costs.memory import optimizer_state_bytes
 from autopar.ir.graph import values_of
 from autopar.ir.ops.accumulate import accumulate
+from autopar.ir.ops.collectives import c10d
 from autopar.ir.plan import Plan
-from autopar.memory.liveness import KINDS
+from autopar.memory.liveness import KINDS, read_by
 from autopar.pipeline.schedules import Action, Order
 from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, INPUT, WEIGHT, StageGraph, StageGraphs
 from autopar.rules.shapes.local_shapes import propagate
@@ -30,7 +30,8 @@ class StageMemory:
         whole_step: through the whole step, by category.
         saved: by a microbatch, from its forward to its backward.
         saved_for_weights: by a microbatch, from the part of its backward for the input to that for the weights.
-        transient: what each action allocates and frees, at most, on top of what is saved before it.
+        transient: what each action allocates and frees, at most, on top of what is saved before it; a stage's last
+            backward, with what is computed from its sums, is an action of its own, named by `last`.
     """
 
     whole_step: Mapping[str, float]
@@ -43,6 +44,11 @@ class StageMemory:
         if kind in (FORWARD, BACKWARD):
             return self.saved if kind == FORWARD else -self.saved
         return self.saved_for_weights - self.saved if kind == INPUT else -self.saved_for_weights
+
+
+def last(kind: str) -> str:
+    """What `StageMemory.transient` calls a stage's last action of a kind."""
+    return f"last {kind}"
 
 
 def memory_of_stages(cutting: StageGraphs, plan: Plan, split: bool) -> list[StageMemory]:
@@ -63,10 +69,21 @@ def memory_of_stages(cutting: StageGraphs, plan: Plan, split: bool) -> list[Stag
             _whole_step(cutting, stage, plan.optimizer, shared),
             _saved(cutting, stage, shared),
             _saved_for_weights(cutting, stage, shared) if split else 0.0,
-            {kind: _largest(cutting, cutting.microbatch_graph(stage, kind), shared) for kind in kinds},
+            _transient(cutting, stage, kinds, shared),
         )
         for stage in range(cutting.stages)
     ]
+
+
+def _transient(cutting: StageGraphs, stage: int, kinds: Iterable[str], shared: Set[int]) -> dict[str, float]:
+    """What each kind of action allocates and frees, at most."""
+    found = {kind: _largest(cutting, cutting.microbatch_graph(stage, kind), shared) for kind in kinds}
+    # Gradients are counted for the whole step.
+    counted = shared | {storage_id(v.meta["val"]) for o, v in cutting.described if o.kind == "gradient" and v}
+    for kind in (BACKWARD, WEIGHT):
+        if kind in found:
+            found[last(kind)] = _largest(cutting, cutting.last_graph(stage, kind), counted)
+    return found
 
 
 def peaks(stages: Sequence[StageMemory], order: Order) -> list[dict[str, float]]:
@@ -90,8 +107,10 @@ def _peak(stages: Sequence[StageMemory], row: Sequence[Action]) -> dict[str, flo
             before = found.get(category, 0.0)
             found[category] = max(before, size) if category in SHARED else before + size
     most, activations, transient, saved = 0.0, 0.0, 0.0, 0.0
-    for action in row:
-        now = stages[action.stage].transient[action.kind]
+    ends = {action.stage: i for i, action in enumerate(row) if action.kind in (BACKWARD, WEIGHT)}
+    for i, action in enumerate(row):
+        kind = last(action.kind) if ends.get(action.stage) == i else action.kind
+        now = stages[action.stage].transient[kind]
         if saved + now > most:
             most, activations, transient = saved + now, saved, now
         saved += stages[action.stage].change(action.kind)
@@ -158,23 +177,25 @@ def _bytes(cutting: StageGraphs, names: Iterable[str], shared: Set[int]) -> floa
 
 def _largest(cutting: StageGraphs, piece: StageGraph, shared: Set[int]) -> float:
     """The most bytes that the values which a stage graph itself computes have at a time."""
-    outputs = {storage_id(v) for name in piece.gives for v in values_of(cutting.node(name)) if v is not None}
-    inputs = {storage_id(v) for name in piece.takes for v in values_of(cutting.node(name)) if v is not None}
-    last: dict[int, fx.Node] = {}
+    received = {
+        storage_id(n.meta["val"]): storage_id(n.all_input_nodes[0].meta["val"])
+        for n in piece.nodes if n.target is c10d.wait_tensor.default
+    }  # fmt: skip
+
+    def storages(nodes: Iterable[fx.Node]) -> dict[int, int]:
+        """Bytes of each storage; a wait returns what its collective has received."""
+        sizes = ((storage_id(v), v.untyped_storage().nbytes()) for n in nodes for v in values_of(n) if v is not None)
+        return {received.get(storage, storage): size for storage, size in sizes}
+
+    outputs, inputs = (storages(map(cutting.node, names)) for names in (piece.gives, piece.takes))
+    elsewhere = {*inputs, *(received.get(storage, storage) for storage in shared)}
+    until: dict[int, fx.Node] = {}
     for node in piece.nodes:
-        for value in _values(node, node.all_input_nodes):
-            last[storage_id(value)] = node
+        until.update(dict.fromkeys(storages([node, *read_by(node)]), node))
     live: dict[int, int] = {}
     most = 0
     for node in piece.nodes:
-        for value in _values(node, []):
-            if storage_id(value) not in inputs | shared:
-                live[storage_id(value)] = value.untyped_storage().nbytes()
+        live |= {s: size for s, size in storages([node]).items() if s not in elsewhere}
         most = max(most, sum(live.values()))
-        live = {s: n for s, n in live.items() if s in outputs or last.get(s, node) is not node}
+        live = {s: size for s, size in live.items() if s in outputs or until.get(s, node) is not node}
     return float(most)
-
-
-def _values(node: fx.Node, arguments: Iterable[fx.Node]) -> list[torch.Tensor]:
-    found = [v for n in (node, *arguments) for v in values_of(n)]
-    return [v for v in found if isinstance(v, torch.Tensor)]

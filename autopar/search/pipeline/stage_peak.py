@@ -1,14 +1,16 @@
-"""`peak_in_stages`: what the devices of a pipeline hold under a plan for the devices of one stage."""
+"""What the devices of a pipeline hold: under a plan for those of one stage, and with collectives beside kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from autopar.costs.cluster import Link
 from autopar.ir.plan import Plan, Scatter
 from autopar.ir.program import Program
-from autopar.pipeline.schedules import Order
+from autopar.pipeline.schedules import Order, order_of
 from autopar.pipeline.stage_graphs import INPUT
+from autopar.search.budget.lagrangian import fits
 from autopar.search.options import Search
 from autopar.search.pipeline.deep_models import RepeatedStages
 from autopar.search.pipeline.shape import PipelineShape, ScheduledStages
@@ -49,3 +51,30 @@ def stage_plans(
 def scatters(axis: str, orders: Iterable[Order]) -> list[Scatter]:
     """The ways to send in parts that go with these orders."""
     return [Scatter(axis, after) for after in dict.fromkeys(map(sending_stages, orders))]
+
+
+def with_overlap(plan: Plan, part: Program, link: Link, memory: float | None) -> Plan:
+    """A plan with stages whose collectives run beside kernels, unless what is in flight then does not fit.
+
+    Args:
+        plan: with stages, as it was searched: without overlap.
+        part: of one microbatch.
+        link: between stages.
+        memory: bytes of a device; None for no limit.
+    """
+    if plan.pipeline is None or all(size == 1 for size in plan.inner.axis_sizes):
+        return plan
+    actions, modules = order_of(plan), tuple(stage.modules[0] for stage in plan.stages[1:])
+    virtual, schedules = len(plan.stages) // len(actions), (plan.pipeline.schedule,)
+    shape = PipelineShape(plan.axes, plan.pipeline.axis, len(actions), virtual, schedules, modules)
+    inner, ways = replace(plan.inner, overlap=True, scatter=None), [plan.scatter] if plan.scatter else []
+    split = any(action.kind == INPUT for row in actions for action in row)
+    if part.repeat is None:
+        cuts = staged(part, inner, shape, link, Search(), ways)
+    else:
+        cuts = RepeatedStages(part, inner, shape, link, split).staged(shape, ways)
+    held = cuts[-1].peak(actions)
+    if memory is not None and not fits(sum(held.values()), memory):
+        return plan
+    kept = {category: held.get(category, 0.0) for category in plan.predicted.memory_bytes}
+    return replace(plan, overlap=True, predicted=replace(plan.predicted, peak_bytes=held, memory_bytes=kept))

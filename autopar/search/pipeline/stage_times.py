@@ -16,22 +16,22 @@ from autopar.ir.node_info import info
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.pipeline.schedules import Order, device_of, order_of
-from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, INPUT, StageGraph, StageGraphs
+from autopar.pipeline.stage_graphs import BACKWARD, FORWARD, INPUT, WEIGHT, StageGraph, StageGraphs
 from autopar.simulate import Task, pipeline, simulate
-from autopar.simulate.graph_tasks import node_seconds
+from autopar.simulate.graph_tasks import GraphSeconds, node_seconds
 from autopar.simulate.p2p_order import receives
 
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of one stage, kernels and collectives one after the other, and what it sends.
+    """Seconds of one stage, and what it sends.
 
     Attributes:
         forward: of a microbatch.
         backward: of a microbatch.
         for_input: of that, the part for the gradient of the input; as much where it is not split.
         before: once a step, before the microbatches.
-        after: once a step, after them.
+        after: once a step, after them; what is computed from the stage's own sums runs with the last of them.
         send: from the stage to the next, in the direction in which more is sent.
         to_next: bytes that a microbatch sends to the next stage.
         to_previous: bytes that it sends to the previous one.
@@ -84,20 +84,22 @@ def step_tasks(
 def plan_tasks(local: Program, plan: Plan) -> list[Task]:
     """The tasks of a plan with stages; of ``activations``, each device holds microbatches.
 
+    In the graphs of a plan that overlaps, collectives run beside kernels.
+
     Args:
         local: the program that was rewritten under the plan.
         plan: the plan.
     """
     order = order_of(plan)
-    return step_tasks(times_of_plan(local, plan), order, saved=len(order) / len(plan.stages))
+    return step_tasks(times_of_plan(local, plan, together=plan.overlap), order, saved=len(order) / len(plan.stages))
 
 
-def times_of_plan(local: Program, plan: Plan) -> list[StageTime]:
-    """The times of each stage of a plan; the arguments are those of `plan_tasks`."""
+def times_of_plan(local: Program, plan: Plan, *, together: bool = False) -> list[StageTime]:
+    """The times of each stage of a plan; the arguments are those of `plan_tasks` and `times_of_stages`."""
     assert plan.pipeline is not None
     link = dict(zip(plan.axis_names, plan.cluster.link_for(dict(plan.axes)), strict=True))[plan.pipeline.axis]
     split = any(a.kind == INPUT for row in order_of(plan) for a in row)
-    return times_of_stages(StageGraphs(local, len(plan.stages)), plan.inner, link, split)
+    return times_of_stages(StageGraphs(local, len(plan.stages)), plan.inner, link, split, together=together)
 
 
 def most_sent(stages: Sequence[StageTime], devices: Sequence[int]) -> float:
@@ -124,7 +126,9 @@ def sent_inside(
     return sizes, dict(counts)
 
 
-def times_of_stages(cutting: StageGraphs, plan: Plan, link: Link, split: bool) -> list[StageTime]:
+def times_of_stages(
+    cutting: StageGraphs, plan: Plan, link: Link, split: bool, *, together: bool = False
+) -> list[StageTime]:
     """The times of each stage.
 
     Args:
@@ -132,19 +136,21 @@ def times_of_stages(cutting: StageGraphs, plan: Plan, link: Link, split: bool) -
         plan: for the devices of a stage.
         link: between stages.
         split: whether the backward may be in two parts.
+        together: whether collectives run beside kernels, as the order of the graphs allows; else nodes run one after
+            the other, as the search prices them.
     """
-    found = _Seconds(cutting, plan, link)
-    before, after = found.per_step()
+    found = _Seconds(cutting, plan, link, together)
+    before, after = found.per_step(WEIGHT if split else BACKWARD)
     stages = []
     for s in range(cutting.stages):
         to_next, to_previous = cutting.received(s + 1), cutting.returned(s - 1)
-        backward = found.of(cutting.microbatch_graph(s, BACKWARD))
+        parts = [found.of(cutting.microbatch_graph(s, kind)) for kind in ((INPUT, WEIGHT) if split else (BACKWARD,))]
         inside, collectives = found.sent_inside(s)
         stages.append(
             StageTime(
                 forward=found.of(cutting.microbatch_graph(s, FORWARD)),
-                backward=backward,
-                for_input=found.of(cutting.microbatch_graph(s, INPUT)) if split else backward,
+                backward=sum(parts),
+                for_input=parts[0],
                 before=before[s],
                 after=after[s],
                 send=max(found.send(to_next), found.send(cutting.returned(s))),
@@ -160,13 +166,16 @@ def times_of_stages(cutting: StageGraphs, plan: Plan, link: Link, split: bool) -
 class _Seconds:
     """Seconds of graphs and of what is sent."""
 
-    def __init__(self, cutting: StageGraphs, plan: Plan, link: Link) -> None:
+    def __init__(self, cutting: StageGraphs, plan: Plan, link: Link, together: bool) -> None:
         self.cutting, self.link = cutting, link
-        self.seconds = node_seconds(cutting.program, plan)
+        self.seconds = {} if together else node_seconds(cutting.program, plan)
+        self.together = GraphSeconds(cutting.program, plan) if together else None
         self.sizes = dict(plan.axes)
 
     def of(self, piece: StageGraph) -> float:
         """Of a graph."""
+        if self.together:
+            return self.together.of(piece.nodes)
         return float(sum(self.seconds.get(n.name, 0.0) for n in piece.nodes))
 
     def size(self, names: Sequence[str]) -> float:
@@ -197,8 +206,8 @@ class _Seconds:
                     counts[collective.axis, collective.kind] += times * collective.members
         return sizes, dict(counts)
 
-    def per_step(self) -> tuple[list[float], list[float]]:
-        """Of what each stage does before the microbatches, and after them."""
+    def per_step(self, kind: str) -> tuple[list[float], list[float]]:
+        """Of what each stage does before the microbatches, and after them; their last graph is of this kind."""
         cutting = self.cutting
         before = [self.of(cutting.hoisted_graph(s)) for s in range(cutting.stages)]
         after = [0.0] * cutting.stages
@@ -209,8 +218,13 @@ class _Seconds:
         # Work after the microbatches comes in rounds, with transfers between stages in between.
         for level in range(cutting.rounds):
             for s in range(cutting.stages):
-                after[s] += self.of(cutting.final_graph(s, level))
+                after[s] += self.of(cutting.final_graph(s, level)) if level else self._with_last(s, kind)
             for name, source, target in cutting.transfers(level):
                 for s in (source, target):
                     after[s] += self.send([name])
         return before, after
+
+    def _with_last(self, stage: int, kind: str) -> float:
+        """What the last microbatch takes more than others."""
+        last, other = self.cutting.last_graph(stage, kind), self.cutting.microbatch_graph(stage, kind)
+        return max(0.0, self.of(last) - self.of(other))
