@@ -173,7 +173,7 @@ def test_megatron_reduces_twice_a_layer_forward_and_backward() -> None:
     plan = planned("llama", LINE, recipe="megatron")
     found = census("llama", plan)
     layers, activation = 2, 8 * 16 * 32
-    # Besides: the embedding forward, the head's input backward; and for the vocabulary's loss a number a token, and two.
+    # Besides: the embedding forward, the head's input backward; for the vocabulary's loss a number a token, and two.
     assert found["forward"]["all_reduce", activation] == 2 * layers + 1
     assert found["backward"]["all_reduce", activation] == 2 * layers + 1
     rest = (found["forward"] + found["backward"]).keys() - {("all_reduce", activation)}
