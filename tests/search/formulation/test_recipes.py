@@ -173,11 +173,11 @@ def test_megatron_reduces_twice_a_layer_forward_and_backward() -> None:
     plan = planned("llama", LINE, recipe="megatron")
     found = census("llama", plan)
     layers, activation = 2, 8 * 16 * 32
-    # Besides: the embedding forward, the head's input backward; and a number a token for the vocabulary's loss.
+    # Besides: the embedding forward, the head's input backward; for the vocabulary's loss a number a token, and two.
     assert found["forward"]["all_reduce", activation] == 2 * layers + 1
     assert found["backward"]["all_reduce", activation] == 2 * layers + 1
     rest = (found["forward"] + found["backward"]).keys() - {("all_reduce", activation)}
-    assert rest == {("all_reduce", 8 * 16)}
+    assert rest == {("all_reduce", 8 * 16), ("all_reduce", 2 * 8 * 16)}
     assert plan.parameters["model.layers.1.self_attn.q_proj.weight"] == layout("S(0)")
     assert plan.parameters["model.layers.1.self_attn.o_proj.weight"] == layout("S(1)")
     assert plan.parameters["model.layers.0.mlp.down_proj.weight"] == layout("S(1)")
