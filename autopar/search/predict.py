@@ -105,7 +105,8 @@ def step_features(program: Program, dims: Dims, plan: Plan, classes: LayerClasse
     shorter = program.repeat.shorter
     dims = analyze(shorter)
     less = of(shorter, dims, layer_classes(shorter, dims))
-    return program.repeat.extrapolate(found, less)
+    whole: dict[str, Floats] = program.repeat.extrapolate(found, less)
+    return whole
 
 
 def node_seconds(program: Program, dims: Dims, plan: Plan) -> dict[fx.Node, float]:

@@ -104,8 +104,8 @@ class Weights:
             solver.addRow(1.0, 1.0, len(columns), columns, np.ones(len(columns)))
         solver.run()
         found = np.maximum(np.array(solver.getSolution().col_value), least)
-        rows = {r: found[a:b] / found[a:b].sum() for r, (a, b) in zip(regions, itertools.pairwise(ends), strict=True)}
-        return replace(self, rows=rows)
+        each = zip(regions, itertools.pairwise(ends), strict=True)
+        return replace(self, rows={r: found[a:b] / found[a:b].sum() for r, (a, b) in each})
 
     def _floor(self, region: str, count: int) -> Floats:
         """The least weight of each row."""

@@ -189,8 +189,7 @@ def _plan_stage_devices(tree: SearchTree, numbers: Counts, i: int) -> None:
         if not possible:
             return
         part = microbatch_program(tree.program, count, deterministic=tree.job.deterministic)
-        # Stages are cut out of the graph in its own order, and searched as if nothing overlapped; the best of all is asked
-        # whether it has the memory for it.
+        # Stages are searched as if nothing overlapped; the best of all is asked whether it has the memory for it.
         free = best_padded(tree.program, part, tree.job_inside(first))
         tree.free[first.mesh, count] = free
         own, seconds = free.certificate, free.predicted.step_seconds / first.devices
