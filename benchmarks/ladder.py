@@ -185,6 +185,7 @@ STAND_INS: dict[Any, Any] = {
     axis_index: lambda axis: 0,
     c10d.wait_tensor.default: lambda x: x,
     c10d.all_reduce.default: lambda x, *rest: x.clone(),
+    c10d.all_reduce_.default: lambda x, *rest: x,
     c10d.all_to_all_single.default: lambda x, *rest: x.clone(),
     c10d.all_gather_into_tensor.default: lambda x, n, axis: x.repeat(n, *[1] * (x.dim() - 1)),
     c10d.reduce_scatter_tensor.default: lambda x, op, n, axis: x.chunk(n)[0].clone(),

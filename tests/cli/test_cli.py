@@ -87,7 +87,7 @@ def test_json_is_the_plan_and_nothing_else(model: str) -> None:
     assert result.exit_code == 0, result.output
     loaded = Plan.from_dict(json.loads(result.stdout))
     assert loaded.optimizer == "sgd"
-    assert loaded.certificate.gap <= 1e-3
+    assert loaded.certificate.gap <= 3e-3
     assert 0 < loaded.certificate.checked <= loaded.certificate.objective
 
 
