@@ -1,9 +1,9 @@
 """How much of the communication do kernels hide? Llama-3-8B, 4096 tokens a GPU, by the simulator, on emitted graphs.
 
-Each recipe's plan is emitted twice: with collectives where they are needed, one at a time, and with `Plan.overlap`. The
-bound is the larger of what the compute stream works and what the busiest link sends; no order of the same nodes is
-faster. With ``--pipelines``, models in stages instead: the bound is then that of each graph of a stage, in the same
-schedule, so that it has its bubble. Nothing is measured on a GPU.
+The plan of each recipe, and of the search, is emitted twice: with collectives where they are needed, one at a time, and
+with `Plan.overlap`. The bound is the larger of what the compute stream works and what the busiest link sends; no order
+of the same nodes is faster. With ``--pipelines``, models in stages instead: the bound is then that of each graph of a
+stage, in the same schedule, so that it has its bubble. Nothing is measured on a GPU.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Search
 from autopar.search.pipeline.stage_memory import memory_of_stages, peaks
 from autopar.search.pipeline.stage_times import StageTime, plan_tasks, step_tasks, times_of_plan
+from autopar.search.predict import predict
 from autopar.sharding.dims import analyze
 from autopar.sharding.layer_classes import layer_classes
 from autopar.simulate import COMMUNICATION, simulate
@@ -37,7 +38,7 @@ from autopar.simulate.graph_tasks import emitted, node_seconds
 
 TOKENS = 4096
 MESHES: tuple[dict[str, int], ...] = ({"gpu": 8}, {"node": 8, "gpu": 8})
-RECIPES = ("ddp", "fsdp", "hsdp", "megatron")
+RECIPES = ("ddp", "fsdp", "hsdp", "megatron", "search")
 PIPELINES: tuple[tuple[str, str, str, int], ...] = (
     ("ddp", "1f1b", "step", 1),
     ("fsdp", "1f1b", "step", 1),
@@ -54,6 +55,7 @@ COLUMNS = (
     "mesh",
     "recipe",
     "overlap",
+    "predicted_ms",
     "step_ms",
     "compute_ms",
     "links_ms",
@@ -91,9 +93,11 @@ def main() -> None:
                 print("  ".join(f"{row[c]!s:>11}" for c in PIPELINE_COLUMNS), flush=True)
     for axes in () if options.pipelines else MESHES:
         program = captured(math.prod(axes.values()), options.layers)
-        for recipe in (r for r in RECIPES if options.only in r and (len(axes) > 1 or r in ("ddp", "fsdp"))):
-            plan = solve(program, axes, "h100", search=Search(recipe=recipe))
-            rows += [measured(program, replace(plan, overlap=on), axes, recipe) for on in (False, True)]
+        dims = analyze(program)
+        for recipe in (r for r in RECIPES if options.only in r and (len(axes) > 1 or r not in ("hsdp", "megatron"))):
+            plan = solve(program, axes, "h100", search=Search(recipe=None if recipe == "search" else recipe))
+            both = [predict(program, dims, replace(plan, overlap=on)) for on in (False, True)]
+            rows += [measured(program, each, axes, recipe) for each in both]
             if not options.json:
                 for row in rows[-2:]:
                     print("  ".join(f"{row[c]!s:>11}" for c in COLUMNS), flush=True)
@@ -129,6 +133,7 @@ def measured(program: Program, plan: Plan, axes: Mapping[str, int], recipe: str)
         "mesh": "x".join(map(str, axes.values())),
         "recipe": recipe,
         "overlap": "yes" if plan.overlap else "no",
+        "predicted_ms": round(1e3 * plan.predicted.step_seconds, 1),
         "step_ms": round(1e3 * timeline.step_seconds, 1),
         "compute_ms": round(1e3 * timeline.busy[0], 1),
         "links_ms": "/".join(f"{1e3 * links[a]:.1f}" for a in axes),

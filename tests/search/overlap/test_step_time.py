@@ -1,0 +1,67 @@
+"""The predicted step of a plan that overlaps is about that of the simulator, which walks the emitted graph."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autopar.compiler import program_of, rewrite, solve
+from autopar.search.options import Search
+from autopar.search.overlap.regions import BLOCKING, GATHER, GRADIENT, WAITED, regions_of
+from autopar.search.overlap.step_time import FILLING, KERNELS, StepTime, feature, no_features
+from autopar.simulate import simulate
+from autopar.simulate.graph_tasks import emitted
+from benchmarks.overlap import captured
+from tests import models
+
+
+@pytest.mark.parametrize(("recipe", "axes"), [
+    ("ddp", {"gpu": 8}), ("fsdp", {"node": 8, "gpu": 8}), ("hsdp", {"node": 8, "gpu": 8}),
+    ("megatron", {"node": 8, "gpu": 8}), (None, {"gpu": 8}),
+])  # fmt: skip
+def test_predictions_are_those_of_the_simulator(recipe: str | None, axes: dict[str, int]) -> None:
+    program = captured(int(np.prod(list(axes.values()))), layers=3)
+    plan = solve(program, axes, "h100", search=Search(recipe=recipe, cache=False))
+    simulated = simulate(emitted(rewrite(program, plan), plan)).step_seconds
+    assert plan.predicted.step_seconds == pytest.approx(simulated, rel=0.05)
+    assert plan.certificate.objective == plan.predicted.step_seconds
+
+
+def test_a_region_takes_the_longest_of_its_rows() -> None:
+    program, _, _ = models.captured("llama", layers=2)
+    regions = regions_of(program)
+    middle = next(r for r in regions.units if r not in (regions.opening, regions.closing))
+
+    def seconds(microbatches: int = 1, region: str = middle, **parts: float) -> float:
+        numbers = {"kernels": KERNELS, "filling": FILLING} | {
+            name: feature(kind, 0, 1)
+            for name, kind in (("blocking", BLOCKING), ("waited", WAITED), ("gather", GATHER), ("gradient", GRADIENT))
+        }
+        found = no_features(1)
+        for name, value in parts.items():
+            found[numbers[name]] = value
+        return StepTime(regions, 1, microbatches, dict.fromkeys(regions.units, 2)).seconds({region: found})
+
+    assert seconds(kernels=3, filling=2, gather=4) == 5  # hidden
+    assert seconds(kernels=3, filling=2, gather=6) == 6  # the link is busy for longer
+    assert seconds(kernels=3, filling=2, blocking=1) == 6  # kernels wait
+    assert seconds(kernels=3, filling=2, waited=1) == 5  # gradients of weights are computed meanwhile
+    assert seconds(kernels=3, filling=2, waited=4) == 7  # but no longer than they take
+    assert seconds(kernels=3, region=regions.opening, gather=2) == 4  # the first of two blocks hides behind nothing
+    assert seconds(kernels=3, region=regions.closing, gradient=2) == 4  # nor does the last one
+    assert seconds(kernels=4, gradient=3, microbatches=4) == 6  # beside the last microbatch alone
+
+
+def test_the_pin_overlap() -> None:
+    with pytest.raises(ValueError, match="pin 'overlap' must be 'search' or 'none'"):
+        Search(pins={"overlap": True})
+    model, batch = models.llama()
+    program = program_of(model, batch)
+    apart = solve(program, {"gpu": 2}, "h100", search=Search(recipe="fsdp", pins={"overlap": "none"}))
+    assert not apart.overlap
+    together = solve(program, {"gpu": 2}, "h100", search=Search(recipe="fsdp"))
+    assert together.overlap
+    assert together.predicted.step_seconds < apart.predicted.step_seconds
+    assert replace(together.predicted, step_seconds=0.0).compute_seconds > 0
