@@ -57,7 +57,7 @@ def simulate_pipeline(local: Program, plan: Plan) -> SimulatedPipeline:
         plan: the plan.
     """
     # The times of the search: what the page shows is what the plan was chosen by.
-    order, times = order_of(plan), times_of_plan(local, plan)
+    order, times = order_of(plan), times_of_plan(local, plan, together=plan.overlap)
     # Zero-bubble schedules run a backward pass in two parts, each of which holds something else.
     split_backward = any(action.kind == INPUT for row in order for action in row)
     memory = memory_of_stages(StageGraphs(local, len(plan.stages)), plan.inner, split_backward)

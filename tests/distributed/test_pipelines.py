@@ -217,7 +217,7 @@ def chosen(rank: int, recipe: str | None, seed: int, sizes: tuple[int, ...] = (2
     pins = {"stages": "search" if recipe is None else 2, "recompute": "search"}
     search = Search(pins=pins, recipe=recipe, seed=seed)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("node", "gpu")[: len(sizes)])
-    parallel: Any = parallelize(model, mesh, cluster=machine(6e7), search=search, timeout=WAIT)
+    parallel: Any = parallelize(model, mesh, cluster=machine(4e7), search=search, timeout=WAIT)
     rows = torch.randn(32, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     worst = follow(parallel, plain, [{"x": x} for x in (rows, rows.flip(0), rows[:16])])
     return worst, str(parallel.plan.pipeline)

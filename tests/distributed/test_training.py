@@ -13,8 +13,8 @@ from tests.distributed.steps import TOLERANCE, follow
 pytestmark = pytest.mark.distributed
 
 STEPS = 3
-# transformers' Llama casts to float32 within its norms, in float64 too: plans that split a norm round elsewhere.
-ROUNDS = {("llama", "random (2, 2)"): 1e-4}
+# transformers' Llama casts to float32 within its norms and its loss, in float64 too: plans that split these round elsewhere.
+ROUNDS = {("llama", "random (2, 2)"): 1e-4, ("llama", "sharded (2, 2)"): 1e-5}
 
 # Pins that force a plan (data parallel, fully sharded, tensor parallel), and the meshes on which it is tried.
 DATA = {"batch.*": "S(0)", "*.weight": "R", "*.bias": "R"}

@@ -172,10 +172,15 @@ def test_what_is_in_flight_must_fit() -> None:
     assert ahead > alone
     part = rewrite(program, plan, passes=())
     link = plan.cluster.axis_links["stage"]
-    tight, roomy = (with_overlap(replace(plan, overlap=False), part, link, m + 1) for m in (alone, ahead))
+    slow = replace(plan, overlap=False, predicted=replace(plan.predicted, step_seconds=1.0))
+    tight, roomy = (with_overlap(slow, part, link, m + 1) for m in (alone, ahead))
     assert not tight.overlap
     assert roomy.overlap
     assert sum(roomy.predicted.peak_bytes.values()) == ahead
+    assert roomy.predicted.step_seconds == pytest.approx(
+        simulate(plan_tasks(rewrite(program, roomy), roomy)).step_seconds
+    )
+    assert not with_overlap(replace(roomy, overlap=False), part, link, None).overlap  # it is no faster
 
 
 def test_a_deep_model_keeps_its_stages() -> None:

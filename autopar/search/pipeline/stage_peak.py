@@ -54,7 +54,9 @@ def scatters(axis: str, orders: Iterable[Order]) -> list[Scatter]:
 
 
 def with_overlap(plan: Plan, part: Program, link: Link, memory: float | None) -> Plan:
-    """A plan with stages whose collectives run beside kernels, unless what is in flight then does not fit.
+    """A plan with stages whose collectives run beside kernels, if that is faster and what is in flight then fits.
+
+    Its certificate is still about steps in which nothing overlaps, as is the search.
 
     Args:
         plan: with stages, as it was searched: without overlap.
@@ -73,8 +75,10 @@ def with_overlap(plan: Plan, part: Program, link: Link, memory: float | None) ->
         cuts = staged(part, inner, shape, link, Search(), ways)
     else:
         cuts = RepeatedStages(part, inner, shape, link, split).staged(shape, ways)
-    held = cuts[-1].peak(actions)
-    if memory is not None and not fits(sum(held.values()), memory):
+    held, seconds = cuts[-1].peak(actions), cuts[-1].seconds(actions)
+    faster = seconds < plan.predicted.step_seconds
+    if not faster or (memory is not None and not fits(sum(held.values()), memory)):
         return plan
     kept = {category: held.get(category, 0.0) for category in plan.predicted.memory_bytes}
-    return replace(plan, overlap=True, predicted=replace(plan.predicted, peak_bytes=held, memory_bytes=kept))
+    predicted = replace(plan.predicted, step_seconds=seconds, peak_bytes=held, memory_bytes=kept)
+    return replace(plan, overlap=True, predicted=predicted)

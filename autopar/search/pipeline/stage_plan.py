@@ -160,7 +160,8 @@ def measured(plan: Plan, local: Program, link: Link, split: bool) -> StagePlan:
                for name in plan.parameters}  # fmt: skip
     homes = {o.name: cutting.result_stage(o, v) for o, v in cutting.described if o.kind == "result" and v is not None}
     # In this order: memory needs to know which tensors share storages, and propagates that through the graph.
-    memory, times = memory_of_stages(cutting, plan, split), times_of_stages(cutting, plan, link, split)
+    memory = memory_of_stages(cutting, plan, split)
+    times = times_of_stages(cutting, plan, link, split, together=plan.overlap)
     return StagePlan(plan, memory, times, holders, homes)
 
 
