@@ -13,7 +13,7 @@ from tests.distributed.steps import TOLERANCE, follow
 pytestmark = pytest.mark.distributed
 
 STEPS = 3
-# transformers' Llama casts to float32 within its norms and its loss, in float64 too: plans that split these round elsewhere.
+# transformers' Llama casts to float32 in its norms and its loss, in float64 too: what is split there rounds elsewhere.
 ROUNDS = {("llama", "random (2, 2)"): 1e-4, ("llama", "sharded (2, 2)"): 1e-5}
 
 # Pins that force a plan (data parallel, fully sharded, tensor parallel), and the meshes on which it is tried.
