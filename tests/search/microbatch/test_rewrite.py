@@ -138,7 +138,8 @@ def test_what_cannot_be_cut_is_refused() -> None:
 
 def test_what_is_counted_is_what_runs() -> None:
     program, _, _ = zoo.captured("gpt2")
-    plan = solve(program, {"a": 2}, "h100", search=Search(recipe="fsdp", pins={"microbatches": 4}))
+    pins = {"microbatches": 4, "overlap": "none"}  # else parameters may be gathered again, hidden
+    plan = solve(program, {"a": 2}, "h100", search=Search(recipe="fsdp", pins=pins))
     assert plan.certificate.objective == pytest.approx(plan.predicted.step_seconds)
     local = rewrite(program, plan, passes=tuple(p for p in PASSES if p.__name__ != "bucket_collectives"))
     counts: Counter[str] = Counter()
@@ -146,9 +147,9 @@ def test_what_is_counted_is_what_runs() -> None:
         if info(node).collective is not None:
             counts[info(node).collective.kind] += local.runs(node)
     assert dict(counts) == plan.predicted.collectives["a"]
-    one = solve(program, {"a": 2}, "h100", search=Search(recipe="fsdp"))
-    assert counts["reduce_scatter"] <= one.predicted.collectives["a"]["reduce_scatter"]  # gradients are reduced once
-    assert counts["all_gather"] <= one.predicted.collectives["a"]["all_gather"]  # and parameters gathered
+    # Gradients are reduced once, and parameters gathered.
+    assert 0 < counts["reduce_scatter"] <= len(plan.parameters)
+    assert 0 < counts["all_gather"] <= len(plan.parameters)
 
 
 @pytest.mark.deep

@@ -207,7 +207,7 @@ def test_a_search_that_forgets_labels_is_caught(monkeypatch: pytest.MonkeyPatch)
         return solve(replace(problem, nodes=(*problem.nodes[:heavy], less, *problem.nodes[heavy + 1 :])), **options)
 
     monkeypatch.setattr(budget, "solve", forgetful)
-    assert mlp_plan(check=False).certificate.gap <= 1e-3
+    assert mlp_plan(check=False).certificate.gap <= 3e-3
     with pytest.raises(CertificateError):
         mlp_plan()
 
