@@ -336,14 +336,14 @@ def test_inductor() -> None:
     torch.testing.assert_close(decomposed, given[1].sin())
 
 
-def test_what_inductor_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_inductor_lacks() -> None:
     """Without a C++ compiler the answer names one; without triton, it."""
     from torch._inductor import config
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     get_cpp_compiler.cache_clear() if hasattr(get_cpp_compiler, "cache_clear") else None
-    monkeypatch.setattr(config.cpp, "cxx", ("/nowhere/c++",))
-    assert "C++ compiler" in compat.inductor_lacks(torch.device("cpu"))
+    with config.patch({"cpp.cxx": ("/nowhere/c++",)}):
+        assert "C++ compiler" in compat.inductor_lacks(torch.device("cpu"))
     if not torch.cuda.is_available():
         assert "triton" in compat.inductor_lacks(torch.device("cuda"))
 

@@ -33,12 +33,14 @@ def test_inductor_has_two_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backend_of(True, CPU) is backend_of("inductor", CPU) is by_inductor
 
 
-def test_without_a_compiler_parallelize_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_parallelize_says_what_to_install() -> None:
     from torch._inductor import config
 
-    monkeypatch.setattr(config.cpp, "cxx", ("/nowhere/c++",))
     model = nn.Linear(2, 1)
-    with pytest.raises(ValueError, match=r"compile=True needs a C\+\+ compiler.*: install it.*leave"):
+    with (
+        config.patch({"cpp.cxx": ("/nowhere/c++",)}),
+        pytest.raises(ValueError, match=r"compile=True needs a C\+\+ compiler.*: install it.*leave"),
+    ):
         parallelize(model, None, compile=True)
     parallelize(model, None)  # which is as it was
 
