@@ -34,7 +34,7 @@ from autopar.errors import InfeasibleError  # noqa: E402
 from autopar.ir.graph import map_nodes  # noqa: E402
 from autopar.ir.layout import Replicate  # noqa: E402
 from autopar.ir.node_info import info  # noqa: E402
-from autopar.ir.ops.collectives import axis_index, c10d  # noqa: E402
+from autopar.ir.ops.collectives import COALESCED, axis_index, c10d  # noqa: E402
 from autopar.ir.ops.host import to_device, to_host  # noqa: E402
 from autopar.ir.plan import Plan  # noqa: E402
 from autopar.ir.program import Program  # noqa: E402
@@ -189,6 +189,11 @@ STAND_INS: dict[Any, Any] = {
     c10d.all_to_all_single.default: lambda x, *rest: x.clone(),
     c10d.all_gather_into_tensor.default: lambda x, n, axis: x.repeat(n, *[1] * (x.dim() - 1)),
     c10d.reduce_scatter_tensor.default: lambda x, op, n, axis: x.chunk(n)[0].clone(),
+}
+STAND_INS |= {
+    together: lambda xs, *rest, one=STAND_INS[one]: [one(x, *rest) for x in xs]
+    for one, together in COALESCED.items()
+    if one in STAND_INS
 }
 
 
