@@ -92,7 +92,8 @@ def ladder(model: str, mesh: str, cluster: Cluster, rungs: int, seconds: float) 
     program, axes = program_of(network, batch), MESHES[mesh]
     values = global_values(program, network, batch)
     host = cluster.device.host_bandwidth > 0
-    pins = {"microbatches": 1} | ({"offload": "search"} if host else {})  # parts of the batch would be another ladder
+    # Parts of the batch would be another ladder, and what is in flight is not emulated.
+    pins = {"microbatches": 1, "overlap": "none"} | ({"offload": "search"} if host else {})
     search = Search(time_limit=seconds, pins=pins)
 
     def rung(budget: float) -> dict[str, Any]:
