@@ -7,10 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from autopar.compiler import solve
 from autopar.costs.cluster import Cluster
 from autopar.ir.program import Program
+from autopar.search.axis_by_axis import bound_by_axes
 from autopar.search.budget.budget_problem import BudgetProblem
 from autopar.search.budget.within_budget import plan_within
+from autopar.search.formulation.pins import Restrictions
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Job, Search
 from autopar.search.overlap.regions import BEFORE, regions_of
@@ -20,6 +23,7 @@ from autopar.search.predict import predict, step_features
 from autopar.search.random_plan import random_plan
 from autopar.sharding.dims import Dims, analyze
 from autopar.sharding.layer_classes import LayerClasses, layer_classes
+from autopar.sharding.redistribute import Machine
 from tests import models
 
 AXES = {"node": 2, "gpu": 2}
@@ -73,3 +77,20 @@ def test_no_plan_is_faster_than_the_bound_of_any_weights(name: str) -> None:
     for seed in range(3):
         found = plan_within(BudgetProblem.of(program, dims, classes, job, drawn(program, seed)))
         assert found.certificate.lower_bound <= min(seconds) * (1 + 1e-9)
+
+
+def test_no_plan_is_faster_than_the_bound_of_three_axes() -> None:
+    """Each axis has a problem of its own there, with the prices of that axis."""
+    axes, cluster = {"a": 2, "b": 2, "c": 2}, Cluster.preset("h100")
+    program, dims, classes = parts("llama", 1)
+    regions = regions_of(program)
+    machine = Machine(tuple(axes), tuple(axes.values()), cluster.link_for(axes), cluster.device)
+    plans = [replace(random_plan(program, dims, axes, cluster, seed), overlap=True) for seed in range(4)]
+    plans += [solve(program, axes, cluster, search=Search(recipe=r, cache=False)) for r in ("ddp", "fsdp")]
+    assert all(plan.overlap for plan in plans)
+    least = min(predict(program, dims, plan, classes).predicted.step_seconds for plan in plans)
+    step, random = StepTime(regions, len(axes), 1, regions.units), np.random.default_rng(0)
+    rows = {region: random.dirichlet(np.ones(len(step.rows(region)))) for region in {*regions.names.values()}}
+    for weights in (Weights(step), Weights(step, {**rows, BEFORE: np.eye(len(step.rows(BEFORE)))[0]})):
+        fixed, claims = bound_by_axes(program, dims, classes, machine, Restrictions(), weights)
+        assert 0 < fixed + sum(claim.bound for claim in claims) <= least * (1 + 1e-9)
