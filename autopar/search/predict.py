@@ -141,14 +141,14 @@ class _Account:
     collectives: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(int)))
     features: dict[str, Floats] = field(default_factory=dict)
 
-    def kernels(self, node: fx.Node, seconds: float, again: float, *, hoisted: bool) -> None:
+    def kernels(self, node: fx.Node, seconds: float, recomputed: float, *, hoisted: bool) -> None:
         """Add the seconds of an operator's kernels, and those of them in which it is recomputed."""
         region = BEFORE if hoisted else self.regions.names[node]
         self.add(region, FILLING if node in self.regions.filling else KERNELS, seconds)
-        if again:
-            self.add(self.regions.again(node), KERNELS, again)
-        self.compute += seconds + again
-        self.seconds[node] += seconds + again
+        if recomputed:
+            self.add(self.regions.of_recomputed(node), KERNELS, recomputed)
+        self.compute += seconds + recomputed
+        self.seconds[node] += seconds + recomputed
 
     def add(self, region: str, which: int, seconds: float) -> None:
         """Add to a feature of a region, see `autopar.search.overlap.step_time`."""
@@ -205,9 +205,9 @@ def _count_operators(
         # An invariant that is saved runs once per step; a recomputed operator runs in the backward pass, too, and one
         # that only recomputed operators read runs there alone.
         first = 1 if node in assignment.hoisted else runs * (node not in recompute.backward_only)
-        again = runs * recompute.times(node)
-        account.kernels(node, known[key] * first, known[key] * again, hoisted=node in assignment.hoisted)
-        _count_lowering(node, dims, names, account, first + again)
+        recomputed = runs * recompute.times(node)
+        account.kernels(node, known[key] * first, known[key] * recomputed, hoisted=node in assignment.hoisted)
+        _count_lowering(node, dims, names, account, first + recomputed)
 
 
 def _count_moves(

@@ -52,7 +52,7 @@ class Regions:
     gradients: frozenset[fx.Node]
     readers: Mapping[tuple[Value, bool], fx.Node]
 
-    def again(self, node: fx.Node) -> str:
+    def of_recomputed(self, node: fx.Node) -> str:
         """The region in which an operator of the forward pass is recomputed."""
         return f"{self.names[node].removesuffix(FORWARD)}{BACKWARD}"
 

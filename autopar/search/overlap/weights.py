@@ -45,8 +45,8 @@ class Weights:
         regions = self.step.regions
         filling = node in regions.filling
         first = self.prices(regions.names[node])[FILLING if filling else KERNELS]
-        again = first if is_backward(node) else self.prices(regions.again(node))[KERNELS]
-        return float(first), float(again), float(self.prices(BEFORE)[KERNELS])
+        recomputed = first if is_backward(node) else self.prices(regions.of_recomputed(node))[KERNELS]
+        return float(first), float(recomputed), float(self.prices(BEFORE)[KERNELS])
 
     def of_moves(self, value: Value, axes: int, reader: fx.Node | None) -> tuple[Floats, Floats, Floats]:
         """Prices of a second of a move's kernels, and of its collectives on each axis, [1 + axes] each.

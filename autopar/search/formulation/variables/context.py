@@ -62,8 +62,8 @@ class BuildContext:
         if self.weights is None:
             return np.array([[1.0], [1.0], [2.0], [1.0]]) * np.ones(1 + axes)
         readers = self.classes.members.get(reader, (None,))
-        first, again, once = self.weights.of_moves((self.classes.members[key][0], out), axes, readers[0])
-        return np.array([first, again, first + again, once])
+        first, second, once = self.weights.of_moves((self.classes.members[key][0], out), axes, readers[0])
+        return np.array([first, second, first + second, once])
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -148,8 +148,8 @@ class Variable:
         n, times = len(self.cost), len(states)
         state = np.repeat(np.array(states, dtype=np.int64), n)
         # By state: a saved invariant runs once per step, and what is recomputed runs twice.
-        first, again, once = prices[0] * runs, prices[1] * runs, prices[2]
-        repeats = np.array([first, once if self.invariant else first, first + again, once, first])[state]
+        first, second, once = prices[0] * runs, prices[1] * runs, prices[2]
+        repeats = np.array([first, once if self.invariant else first, first + second, once, first])[state]
         copy_seconds = 0.0 if copies is None else np.where(state == OFFLOADED, prices[0] * np.tile(copies, times), 0.0)
         return replace(
             self,
