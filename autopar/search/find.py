@@ -84,6 +84,9 @@ def _overlapping(program: Program, dims: Dims, job: Job, classes: LayerClasses) 
     """
     rounds = _Rounds(program, dims, job, classes)
     rounds.search(rounds.all_hidden)
+    if rounds.best.certificate.binds:
+        # What the budget costs is far more than what is left to hide, and each round would search it anew.
+        return rounds.result()
     if rounds.go_on():
         rounds.apart()
     while rounds.go_on() and len(rounds.found) < ROUNDS:
