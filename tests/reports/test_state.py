@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import OrderedDict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -147,6 +149,22 @@ CHANGES: dict[str, tuple[nn.Module, Callable[[Any], object]]] = {
         lambda m: setattr(m.b, "momentum", 0.9),
     ),
     "method": (Reading(lambda m, x: m.f(x)), lambda m: setattr(m, "function", lambda m, x: m.f(x) * 2)),
+    # The same objects under other names.
+    "attribute's name": (
+        Reading(lambda m, x: m.f(x) * getattr(m, "a", 10.0), a=2.0), lambda m: (setattr(m, "z", m.a), delattr(m, "a")),
+    ),
+    "key": (
+        Reading(lambda m, x: m.f(x) * m.options.get("a", 10.0), options={"a": 2.0}),
+        lambda m: m.options.update(z=m.options.pop("a")),
+    ),
+    "key of an ordered dict": (
+        Reading(lambda m, x: m.f(x) * m.options.get("a", 10.0), options=OrderedDict(a=2.0)),
+        lambda m: m.options.update(z=m.options.pop("a")),
+    ),
+    "name in a namespace": (
+        Reading(lambda m, x: m.f(x) * getattr(m.config, "a", 10.0), config=SimpleNamespace(a=2.0)),
+        lambda m: vars(m.config).update(z=vars(m.config).pop("a")),
+    ),
 }  # fmt: skip
 
 

@@ -70,9 +70,10 @@ class Inventory:
         """How many attributes and entries of tables there are."""
         return [*map(len, map(vars, self._own)), *map(len, self._tables)]
 
-    def _keys(self) -> list[tuple[str, ...]]:
-        """Names of what is registered, and of what is set on tensors."""
-        return list(map(tuple, chain(self._filled, map(vars, self._tensors))))
+    def _keys(self) -> list[Any]:
+        """Names of attributes, of what is registered, and of what is set on tensors: one object may change its name."""
+        # Of modules all names in a row: how many each has is compared before.
+        return [*chain.from_iterable(map(vars, self._own)), *map(tuple, chain(self._filled, map(vars, self._tensors)))]
 
     def _now(self) -> Iterator[Any]:
         """The objects themselves: those of the last time are alive, so that no other can have their identity."""
@@ -119,7 +120,7 @@ class Holdings:
             and self._keys() == self._names
             and all(map(operator.is_, self._now(), self._held))
             and all(now == then for now, then in self._sets)
-            and all(_same(held, contents(container)) for container, held in self._others)
+            and all(same_objects(held, contents(container)) for container, held in self._others)
         )
 
     def _keys(self) -> list[Any]:
@@ -127,8 +128,9 @@ class Holdings:
         return [*map(len, self._tables), *map(tuple, self._dicts), *map(len, self._lists)]
 
     def _now(self) -> Iterator[Any]:
+        # A dict is iterated for its keys, which need not be texts, nor comparable.
         values = map(dict.values, chain(self._tables, self._dicts))
-        return chain(chain.from_iterable(values), chain.from_iterable(self._lists))
+        return chain(chain.from_iterable(self._tables), chain.from_iterable(values), chain.from_iterable(self._lists))
 
 
 def _dict_of(value: Any) -> Any:
@@ -136,6 +138,6 @@ def _dict_of(value: Any) -> Any:
     return object.__getattribute__(value, "__dict__")
 
 
-def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+def same_objects(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     """Whether two tuples hold the same objects."""
     return len(a) == len(b) and all(map(operator.is_, a, b))

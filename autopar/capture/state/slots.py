@@ -6,8 +6,8 @@ every call, cheaply: what has not been assigned since is not described anew.
 
 from __future__ import annotations
 
-import operator
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from autopar.capture.state.inventory import Holdings, Inventory
+from autopar.capture.state.inventory import Holdings, Inventory, same_objects
 from autopar.capture.state.scope import Scope, scopes_of_classes
 from autopar.capture.state.values import BUFFERS, OWN, Path, Same, children, describe, walk
 
@@ -124,7 +124,7 @@ class _Description:
 
     def holds(self, contents: Contents) -> bool:
         """Whether containers hold the same objects, and arrays and generators have the same contents."""
-        if not all(_same(held, _contents(container, contents)) for container, held in self.containers):
+        if not all(same_objects(held, _contents(container, contents)) for container, held in self.containers):
             return False
         return all(describe(v) == text for v, text in self.leaves)
 
@@ -201,7 +201,7 @@ class Slots:
         modules = inventory.modules
         own = tuple(t for _, m in modules for t in m._parameters.values())
         # Other parameters (after a wrapper has replaced them, say): paths to them are described by their ids, so anew.
-        if not _same(own, self._parameters):
+        if not same_objects(own, self._parameters):
             buffers = [t for _, m in modules for t in m._buffers.values()]
             self._parameters, self._inputs = own, frozenset(map(id, (*own, *buffers)))
             self._known = {key: known for key, known in self._known.items() if key[0] == SCOPES}
@@ -217,7 +217,7 @@ class Slots:
 
     def _of_scopes(self, scopes: Sequence[Scope], contents: Contents) -> dict[Path, Any]:
         """The state in the scopes that the code reads."""
-        values = tuple([v for s in scopes for _, v in s.items()])
+        values = tuple([x for s in scopes for named in s.items() for x in named])
         known = self._unchanged((SCOPES, False), values, (), contents)
         if known is not None:
             return known
@@ -234,7 +234,9 @@ class Slots:
         hooks = [v for name in HOOKS for v in getattr(module, name).values()]
         tensors = {n: tensor_attributes(t) for n, t in (*module._parameters.items(), *module._buffers.items())
                    if t is not None and vars(t)}  # fmt: skip
-        values = (*vars(module).values(), *hooks, *(v for own in tensors.values() for v in own.values()))
+        # With their names: an object may get another one.
+        values = (*vars(module), *vars(module).values(), *hooks)
+        values += tuple([x for own in tensors.values() for x in (*own, *own.values())])
         known = self._unchanged((path, constants), values, buffers, contents)
         if known is not None:
             return known
@@ -266,7 +268,7 @@ class Slots:
         same ones, and whether arrays and generators have the same contents.
         """
         known = self._known.get(key)
-        if known is None or not _same(known.values, values) or known.buffers != buffers:
+        if known is None or not same_objects(known.values, values) or known.buffers != buffers:
             return None
         return known.described if known.holds(contents) else None
 
@@ -277,21 +279,20 @@ def _buffers_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _contents(value: Any, known: Contents) -> tuple[Any, ...]:
-    """What a container holds."""
+    """What a container holds, and under which keys and names."""
     if id(value) not in known:
         # The same as below, sooner, for what there is most of.
         if type(value) is dict:
-            known[id(value)] = tuple(value.values())
+            known[id(value)] = (*value, *value.values())
         elif type(value) in (list, tuple) or (type(value) is set and not value):
             known[id(value)] = tuple(value)
         else:
-            known[id(value)] = tuple([v for _, v in children(value) or ()])
+            # Numbers of positions, and the texts by which a set is sorted, are other objects each time.
+            named = not isinstance(value, set | frozenset | deque | list | tuple)
+            known[id(value)] = tuple(
+                [x for (_, key), v in children(value) or () for x in ((key, v) if named else (v,))]
+            )
     return known[id(value)]
-
-
-def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    """Whether two tuples hold the same objects."""
-    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 def differences(a: Signature, b: Signature, ignored: frozenset[tuple[str, Path]] = frozenset()) -> list[str]:
