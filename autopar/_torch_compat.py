@@ -40,6 +40,7 @@ __all__ = [
     "TracingContext",
     "aot_export_joint_with_descriptors",
     "attention_kernel",
+    "below_autograd",
     "budget_partition",
     "checkpoint_replaced",
     "compiling",
@@ -49,6 +50,9 @@ __all__ = [
     "get_decompositions",
     "inductor",
     "inductor_lacks",
+    "interpreted",
+    "interpreter_takes",
+    "interpreting",
     "interrupt_gloo",
     "is_all_true",
     "is_boxed",
@@ -74,6 +78,9 @@ __all__ = [
     "without_modes",
     "without_ordered_effects",
 ]
+
+below_autograd = torch._C._AutoDispatchBelowAutograd
+"""While one is entered, operators run without the part of torch that would record them for derivatives."""
 
 is_all_true = torch._is_all_true
 """What `torch.distributions` asks of the values that it is given."""
@@ -187,6 +194,163 @@ def inductor_lacks(device: torch.device) -> str:
     except InvalidCxxCompiler:
         return "a C++ compiler (apt-get install g++, or the path of one in CXX)"
     return ""
+
+
+_CONSTANTS: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "SymInt": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "number": (int, float, complex),
+    "ScalarType": (torch.dtype, int),
+    "Layout": (torch.layout, int),
+    "MemoryFormat": (torch.memory_format, int),
+    "Device": (torch.device,),
+    "str": (str,),
+}
+"""Types of constant arguments, as schemas call them, and what they are in Python; numbers of formats in defaults."""
+
+
+def _argument(schema_type: str, value: Any) -> Any:
+    """An argument as torch's interpreter takes it: nodes as they are, constants of the type of the schema.
+
+    Raises:
+        TypeError: it has no such constants.
+    """
+    optional = schema_type.startswith("Optional[")
+    kind = schema_type.removeprefix("Optional[").removesuffix("]") if optional else schema_type
+    if value is None and optional:
+        return None
+    if kind.startswith("List[") and isinstance(value, list | tuple):
+        return [_argument(kind.removeprefix("List[").removesuffix("]"), v) for v in value]
+    if isinstance(value, torch.fx.Node):
+        if kind == "Tensor":
+            return value
+    elif kind in _CONSTANTS and isinstance(value, _CONSTANTS[kind]) and (kind == "bool" or not isinstance(value, bool)):
+        constant: Any = value
+        return float(constant) if kind == "float" else constant
+    raise TypeError(f"{value!r} is no constant of type {schema_type}")
+
+
+def _call(node: Any) -> tuple[OpOverload, list[tuple[str, Any]]]:
+    """The operator that a node calls, and type and value of each argument, defaults included.
+
+    Raises:
+        TypeError: torch's interpreter cannot be given one of them.
+    """
+    operator = node.target
+    numbers = [a for a, s in zip(node.args, operator._schema.arguments, strict=False)
+               if str(s.real_type) == "Tensor" and isinstance(a, int | float | complex)]  # fmt: skip
+    if numbers:  # Python wraps them in a tensor of its own kind; the same operator on numbers does that, too
+        if not hasattr(operator.overloadpacket, "Scalar"):
+            raise TypeError(f"{operator} of the number {numbers[0]}")
+        operator = operator.overloadpacket.Scalar
+    positions = dict(enumerate(node.args))
+    found = []
+    for number, argument in enumerate(operator._schema.arguments):
+        if argument.default_value is None and not (number in positions or argument.name in node.kwargs):
+            value = None
+        else:
+            value = positions.get(number, node.kwargs.get(argument.name, argument.default_value))
+        kind = str(argument.real_type)
+        found.append((kind, _argument(kind, value)))
+    return operator, found
+
+
+def interpreter_takes(node: Any) -> bool:
+    """Whether torch's interpreter can run the operator of an `fx.Node` with its constants."""
+    try:
+        _call(node)
+    except TypeError:
+        return False
+    return True
+
+
+def interpreted(graph: Any, boxed: int) -> Callable[..., tuple[Any, ...]]:
+    """What an `fx.Graph` computes, run by torch's interpreter in C++: the same kernels in the same order.
+
+    Args:
+        graph: of operators that the interpreter takes, and of `operator.getitem` of their results; its placeholders
+            are tensors, and it returns a tuple of tensors.
+        boxed: how many placeholders, the first ones, come in a list, which is emptied: each of these is freed after
+            its last use, as values of the graph are. Others are passed one by one, which takes less time.
+
+    Returns:
+        A function of the list (if ``boxed``) and of the other tensors, to be called while `interpreting`.
+
+    Raises:
+        TypeError: the interpreter would run another operator in the place of one.
+    """
+    made: Any = torch._C.Graph()
+    tensor, number = torch._C.TensorType.get(), torch._C.IntType.get()
+    elements = {"int": number, "SymInt": number, "float": torch._C.FloatType.get(), "bool": torch._C.BoolType.get()}
+    known: dict[Any, Any] = {}
+
+    def insert(name: str, values: list[Any], results: list[Any]) -> list[Any]:
+        node = made.insertNode(made.create(name, values, len(results)))
+        for output, kind in zip(node.outputs(), results, strict=True):
+            output.setType(kind)
+        return list(node.outputs())
+
+    def input_of(kind: Any) -> Any:
+        found = made.addInput("")
+        found.setType(kind)
+        return found
+
+    def value_of(kind: str, argument: Any) -> Any:
+        if isinstance(argument, torch.fx.Node):
+            return known[argument]
+        if not isinstance(argument, list) or (argument and "Tensor" not in kind):
+            return made.insertConstant(argument)
+        inner = kind.removeprefix("Optional[").removeprefix("List[").removesuffix("]")
+        element = torch._C.OptionalType(tensor) if inner.startswith("Optional") else elements.get(inner, tensor)
+        parts = [value_of("Tensor", a) for a in argument]
+        return insert("prim::ListConstruct", parts, [torch._C.ListType(element)])[0]
+
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    if boxed:
+        given, last = input_of(torch._C.ListType(tensor)), made.insertConstant(-1)
+        for node in reversed(inputs[:boxed]):
+            (known[node],) = insert("aten::pop", [given, last], [tensor])
+    known.update({node: input_of(tensor) for node in inputs[boxed:]})
+    for node in graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, OpOverload):
+            operator, arguments = _call(node)
+            returns = [r.type for r in operator._schema.returns]
+            outputs = insert(operator._schema.name, [value_of(*a) for a in arguments], returns)
+            known[node] = outputs[0] if len(outputs) == 1 else outputs
+            chosen = outputs[0].node().schema()
+            if chosen != str(operator._schema):
+                raise TypeError(f"for {operator} the interpreter takes {chosen}")
+        elif node.op == "call_function":
+            source, position = known[node.args[0]], node.args[1]
+            if not isinstance(source, list):  # a list of tensors
+                source = {position: insert("aten::__getitem__", [source, made.insertConstant(position)], [tensor])[0]}
+            known[node] = source[position]
+        elif node.op == "output":
+            values = [known[v] for v in node.args[0]]
+            made.registerOutput(
+                insert("prim::TupleConstruct", values, [torch._C.TupleType([v.type() for v in values])])[0]
+            )
+    run: Callable[..., tuple[Any, ...]] = torch._C._create_function_from_graph("region", made)
+
+    def from_list(values: list[torch.Tensor], *others: torch.Tensor) -> tuple[Any, ...]:
+        given = torch._C.ScriptList(values)
+        values.clear()
+        return run(given, *others)
+
+    return from_list if boxed else run
+
+
+@contextmanager
+def interpreting() -> Iterator[None]:
+    """While it lasts, torch's interpreter runs what it is given as it is: it would profile calls, and compile."""
+    before = torch._C._get_graph_executor_optimize()
+    torch._C._set_graph_executor_optimize(False)
+    try:
+        yield
+    finally:
+        torch._C._set_graph_executor_optimize(before)
 
 
 def is_boxed(graph: Any) -> bool:

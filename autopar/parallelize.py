@@ -23,6 +23,7 @@ from autopar.ir.signature.outputs import Loss
 from autopar.module.parallel_module import ParallelModule, parallel_module
 from autopar.runtime.compiled.backend import Compile, backend_of
 from autopar.runtime.compiled.compiler import Compiler
+from autopar.runtime.compiled.interpreter import Interpreter
 from autopar.runtime.devices import cluster_of_device, reserve_of_device
 from autopar.runtime.mesh import MeshContext, axes_of, mesh_context, one_device, with_axes
 from autopar.runtime.state.materialize import Init
@@ -119,7 +120,7 @@ def parallelize(
         machine, budget, optimizer, search, given, loss_fn, inputs,
         # On one device both ways draw the same, and the default generator needs no seeds.
         deterministic=deterministic or mesh is None, loss=loss, precision=policy, check=check,
-        compiler=None if backend is None else Compiler(backend, speaks),
+        compiler=Interpreter() if backend is None else Compiler(backend, speaks),
     )  # fmt: skip
     distribute_parameters(model, context)
     parallel = parallel_module(model, context, options, init)

@@ -26,7 +26,7 @@ from autopar.ir.signature import binding
 from autopar.ir.structure import same_graph
 from autopar.passes import DETERMINISTIC_PASSES, PASSES, Pass
 from autopar.runtime.agreement.same_program import collective_order, require_same_program
-from autopar.runtime.compiled.compiler import Compiler
+from autopar.runtime.compiled.executable import Executables
 from autopar.runtime.dtensor import Placements, from_placements
 from autopar.runtime.mesh import MeshContext, with_axes
 from autopar.runtime.state.parameters import plain_parameters
@@ -55,7 +55,7 @@ class CompileOptions:
         loss: which scalar of the output is the loss.
         precision: policy of the parameters' and the computation's dtypes; None: the model's own.
         check: a plan is compared with the eager model before its first step.
-        compiler: of local graphs; None: they run as they are.
+        compiler: makes what runs in the place of local graphs; None: they run as they are.
     """
 
     cluster: Cluster
@@ -69,7 +69,7 @@ class CompileOptions:
     loss: Any = None
     precision: Precision | None = None
     check: bool = False
-    compiler: Compiler | None = None
+    compiler: Executables[Any] | None = None
 
     @property
     def passes(self) -> tuple[Pass, ...]:

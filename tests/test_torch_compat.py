@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import multiprocessing
+import operator
 import threading
 from collections.abc import Generator
 from pathlib import Path
@@ -34,9 +35,11 @@ def test_every_name_has_a_contract() -> None:
         "BatchNorm", "BoxedCodeGen", "DTensorSpec", "FakeTensor", "FakeTensorMode", "LazyGraphModule", "OpOverload",
         "StridedShard", "TensorMeta",
         "TorchDispatchMode", "TracingContext", "aot_export_joint_with_descriptors", "attention_kernel",
+        "below_autograd",
         "budget_partition",
         "checkpoint_replaced", "compiling", "convert_assigned", "default_partition", "dtensor_overloads",
-        "get_decompositions", "inductor", "inductor_lacks", "interrupt_gloo", "is_all_true", "is_boxed",
+        "get_decompositions", "inductor", "inductor_lacks", "interpreted", "interpreter_takes", "interpreting",
+        "interrupt_gloo", "is_all_true", "is_boxed",
         "is_traced", "is_transformed", "local_shape_of",
         "operator_database", "pipeline_runtime",
         "put_around_collectives", "pytree_node", "reduce_found_inf_over_every_gradient",
@@ -355,6 +358,47 @@ def test_code_of_a_list() -> None:
     assert not compat.is_boxed(graph)
     graph.set_codegen(compat.BoxedCodeGen())
     assert compat.is_boxed(graph)
+
+
+def test_below_autograd() -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert (x * 2).requires_grad
+    with compat.below_autograd():
+        assert not (x * 2).requires_grad
+    assert (x * 2).requires_grad
+
+
+def test_interpreted() -> None:
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    parts = graph.call_function(aten.split.Tensor, (graph.call_function(aten.mul.Tensor, (x, 0.5)), 2))
+    first, second = (graph.call_function(operator.getitem, (parts, i)) for i in range(2))
+    joined = graph.call_function(aten.cat.default, ([second, first, y],))
+    summed = graph.call_function(aten.sum.dim_IntList, (joined, [0], True), {"dtype": torch.float64})
+    norm = graph.call_function(aten.native_layer_norm.default, (joined, [3], None, None, 1))
+    normed = graph.call_function(operator.getitem, (norm, 0))
+    flat = graph.call_function(aten.view.default, (normed, [-1]))
+    scalar = graph.call_function(aten.reshape.default, (graph.call_function(aten.sum.default, (joined,)), []))
+    graph.output((summed, normed, flat, scalar))
+    calls = [n for n in graph.nodes if isinstance(n.target, compat.OpOverload)]
+    assert all(compat.interpreter_takes(n) for n in calls)
+    values = [torch.randn(4, 3), torch.randn(2, 3)]
+    expected = fx.GraphModule({}, graph)(*values)
+    for boxed in range(3):
+        given = values[:boxed]
+        with compat.interpreting():
+            found = compat.interpreted(graph, boxed)(*([given] if boxed else ()), *values[boxed:])
+        assert given == []
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, expected, strict=True))
+
+
+def test_what_the_interpreter_does_not_take() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    # A bool where a number is asked for, a number where there is no operator on numbers, and a generator.
+    for target, args in ((aten.full_like.default, (x, True)), (aten.atan2.default, (x, 2.0)),
+                         (aten.bernoulli.default, (x, torch.Generator()))):  # fmt: skip
+        assert not compat.interpreter_takes(graph.create_node("call_function", target, args))
 
 
 def test_boxed_code() -> None:

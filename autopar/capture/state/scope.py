@@ -367,9 +367,12 @@ class _Names:
         return cls(tuple(found[0]), tuple(found[1]), tuple(imports.items()))
 
 
-def _own(value: Any) -> dict[str, Any]:
+def _own(value: Any) -> Mapping[str, Any]:
     """Attributes of an object's own, those in slots included."""
     slots = _all_slots(type(value))
+    if not slots and hasattr(value, "__dict__"):
+        own: Mapping[str, Any] = vars(value)
+        return own
     # Slots first: `vars` of an object with both has only the rest.
     found = {n: getattr(value, n) for n in slots if hasattr(value, n) and n != "__dict__"}
     return {**found, **vars(value)} if hasattr(value, "__dict__") else found

@@ -10,7 +10,6 @@ exponentials are never in memory as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -46,11 +45,14 @@ BLOCK_BYTES = {"cpu": 2**20, "cuda": 32 * 2**20}
 """Of a block of rows, in the dtype that it is computed in: what the second level of a device's cache holds, at most."""
 
 
-def _blocks(logits: Tensor) -> Iterator[slice]:
-    """The rows of ``[rows, classes]``, some at a time."""
+def _rows_at_once(logits: Tensor) -> int:
+    """How many rows of ``[rows, classes]`` make a block."""
     row = max(1, logits.shape[1] * wide_dtype(logits).itemsize)
-    step = max(1, BLOCK_BYTES.get(logits.device.type, BLOCK_BYTES["cuda"]) // row)
-    return (slice(i, i + step) for i in range(0, logits.shape[0], step))
+    return max(1, BLOCK_BYTES.get(logits.device.type, BLOCK_BYTES["cuda"]) // row)
+
+
+def _joined(blocks: list[Tensor]) -> Tensor:
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
 def _local(target: Tensor, start: int | None, classes: int) -> tuple[Tensor, Tensor | None]:
@@ -65,17 +67,23 @@ def _local(target: Tensor, start: int | None, classes: int) -> tuple[Tensor, Ten
 def _cross_entropy(logits: Tensor, target: Tensor, start: int | None) -> tuple[Tensor, Tensor]:
     x, wide = logits.reshape(-1, logits.shape[-1]), wide_dtype(logits)
     local, outside = _local(target.reshape(-1, 1), start, x.shape[1])
-    picked = x.gather(1, local).to(wide)
+    try:
+        picked = x.gather(1, local).to(wide)
+    except RuntimeError as e:
+        # As torch's own: on a GPU neither raises here.
+        wrong = [t for t in local.flatten().tolist() if not 0 <= t < x.shape[1]]
+        raise (IndexError(f"Target {wrong[0]} is out of bounds.") if wrong else e) from None
     if outside is not None:
         picked = picked.masked_fill(outside, 0.0)
-    total = x.new_empty((x.shape[0], 1), dtype=wide)
-    for rows in _blocks(x):
-        block = x[rows].to(wide)
-        largest = block.amax(1, keepdim=True)
-        # Of classes that all are minus infinity (such as padding) the sum is zero; other devices may have more.
-        shift = largest if start is None else largest.masked_fill(largest == -torch.inf, 0.0)
-        total[rows] = (block - shift).exp_().sum(1, keepdim=True).log_() + shift
+    total = _joined([_logsumexp(block.to(wide), start is None) for block in torch.split(x, _rows_at_once(x))])
     return picked.reshape(target.shape), total.reshape(target.shape)
+
+
+def _logsumexp(x: Tensor, is_whole: bool) -> Tensor:
+    largest = x.amax(1, keepdim=True)
+    # Of classes that all are minus infinity (such as padding) the sum is zero; other devices may have more.
+    shift = largest if is_whole else largest.masked_fill(largest == -torch.inf, 0.0)
+    return (x - shift).exp_().sum(1, keepdim=True).log_().add_(shift)
 
 
 def _cross_entropy_backward(
@@ -85,11 +93,19 @@ def _cross_entropy_backward(
     local, outside = _local(target.reshape(-1, 1), start, x.shape[1])
     given, total = grad.reshape(-1, 1).to(wide), logsumexp.reshape(-1, 1)
     at_target = given if outside is None else given.masked_fill(outside, 0.0)
+    rows = _rows_at_once(x)
+    if len(x) <= rows:
+        return _gradient(x.to(wide), total, given, local, at_target).to(dtype).reshape(logits.shape)
+    # Block by block into one tensor: a list of them, joined, would take twice the memory.
     found = x.new_empty(x.shape, dtype=dtype)
-    for rows in _blocks(x):
-        block = (x[rows].to(wide) - total[rows]).exp_().mul_(given[rows].neg())
-        found[rows] = block.scatter_add_(1, local[rows], at_target[rows])
+    blocks = zip(*(torch.split(t, rows) for t in (found, x, total, given, local, at_target)), strict=True)
+    for into, block, *rest in blocks:
+        into.copy_(_gradient(block.to(wide), *rest))
     return found.reshape(logits.shape)
+
+
+def _gradient(x: Tensor, total: Tensor, given: Tensor, local: Tensor, at_target: Tensor) -> Tensor:
+    return (x - total).exp_().mul_(given.neg()).scatter_add_(1, local, at_target)
 
 
 def _fake(logits: Tensor, target: Tensor, start: int | None) -> tuple[Tensor, Tensor]:
@@ -110,3 +126,6 @@ for _name, _kernel, _shapes in (
     _library.impl(_name, _kernel, "CPU")
     _library.impl(_name, _kernel, "CUDA")
     torch.library.register_fake(f"autopar::{_name}", _shapes, lib=_library)
+
+KERNELS = {cross_entropy: _cross_entropy, cross_entropy_backward: _cross_entropy_backward}
+"""What the operators do, in operators of torch."""

@@ -115,15 +115,12 @@ def bind(model: nn.Module, batch: Any) -> tuple[list[torch.Tensor], Arguments]:
         CaptureError: an argument cannot be flattened; names its path.
     """
     args, kwargs = passed(batch)
-    signature, values = _bound(model, args, kwargs)
-    kinds = {p.kind: name for name, p in signature.parameters.items()}
-    # Positional arguments fill these in order; the rest goes to ``*args``.
-    order = [n for n, p in signature.parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    rest, more = kinds.get(Parameter.VAR_POSITIONAL, ""), kinds.get(Parameter.VAR_KEYWORD, "")
-    given = range(len(args))
-    positional = tuple((order[i], None) if i < len(order) else (rest, i - len(order)) for i in given)
-    own = {n for n, p in signature.parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    named: dict[str, tuple[str, str | None]] = {k: (k, None) if k in own else (more, k) for k in kwargs}
+    parameters, values = _bound(model, args, kwargs)
+    order, own = parameters.order, parameters.named
+    positional = tuple([
+        (order[i], None) if i < len(order) else (parameters.rest, i - len(order)) for i in range(len(args))
+    ])  # fmt: skip
+    named: dict[str, tuple[str, str | None]] = {k: (k, None) if k in own else (parameters.more, k) for k in kwargs}
     numbers: list[float] = []
     # Bound values in the order of the parameters: how the call passed them makes no difference.
     tensors, skeleton = pytree.flatten(values, "batch", numbers=numbers)
@@ -143,21 +140,55 @@ def as_tensor(number: float) -> torch.Tensor:
     return torch.tensor(number, dtype=torch.float64)
 
 
-def _bound(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, dict[str, Any]]:
-    signature = _signature(model, True)
+class _Parameters:
+    """A signature, and what binding asks of it.
+
+    Attributes:
+        signature: it.
+        order: parameters that positional arguments fill, in order; the rest goes to ``rest``.
+        rest: the name of ``*args``, if there is one.
+        named: parameters that may be passed by name; others go to ``more``.
+        more: the name of ``**kwargs``, if there is one.
+    """
+
+    def __init__(self, signature: Signature) -> None:
+        self.signature = signature
+        every = signature.parameters
+        kinds = {p.kind: name for name, p in every.items()}
+        self.order = [n for n, p in every.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self.rest, self.more = kinds.get(Parameter.VAR_POSITIONAL, ""), kinds.get(Parameter.VAR_KEYWORD, "")
+        self.named = {n for n, p in every.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        self._names = list(every)
+        self._required = {n for n in (*self.order, *self.named) if every[n].default is Parameter.empty}
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments by name, in the order of the parameters.
+
+        Raises:
+            TypeError: they do not fit.
+        """
+        given = {**dict(zip(self.order, args, strict=False)), **kwargs}
+        plain = len(args) <= len(self.order) and self.named.issuperset(kwargs) and self._required <= given.keys()
+        if plain and len(given) == len(args) + len(kwargs):  # what most calls are, in a tenth of the time
+            return {n: given[n] for n in self._names if n in given}
+        return self.signature.bind(*args, **kwargs).arguments
+
+
+def _bound(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Parameters, dict[str, Any]]:
+    parameters = _signature(model, True)
     try:
-        return signature, signature.bind(*args, **kwargs).arguments
+        return parameters, parameters.bind(args, kwargs)
     except TypeError as error:
         # A decorator may take arguments of its own.
         outer = _signature(model, False)
         try:
-            return outer, outer.bind(*args, **kwargs).arguments
+            return outer, outer.bind(args, kwargs)
         except TypeError:
-            _raise_as_python(model, signature, args, kwargs)
+            _raise_as_python(model, parameters.signature, args, kwargs)
             raise error from None
 
 
-def _signature(model: nn.Module, follow_wrapped: bool) -> Signature:
+def _signature(model: nn.Module, follow_wrapped: bool) -> _Parameters:
     # Remembered with what it was made from: to ask for it anew takes longer than the rest of binding a call.
     made_from, known = _made_from(model), _signatures.get((type(model), follow_wrapped))
     if (
@@ -168,15 +199,15 @@ def _signature(model: nn.Module, follow_wrapped: bool) -> Signature:
     ):
         return known[1]
     try:
-        found = inspect.signature(model.forward, follow_wrapped=follow_wrapped)
+        found = _Parameters(inspect.signature(model.forward, follow_wrapped=follow_wrapped))
     except (TypeError, ValueError):  # a scripted module's
-        return _ANY
+        return _Parameters(_ANY)
     if made_from:
         _signatures[type(model), follow_wrapped] = made_from, found
     return found
 
 
-_signatures: dict[tuple[type, bool], tuple[list[Any], Signature]] = {}
+_signatures: dict[tuple[type, bool], tuple[list[Any], _Parameters]] = {}
 """Of a class of models: what its forward's signature was made from, and the signature."""
 
 

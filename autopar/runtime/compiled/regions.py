@@ -98,7 +98,7 @@ def regions_of(graph: fx.Graph, blocks: Collection[str]) -> list[fx.Node | Regio
         graph: on local tensors; its nodes stay as they are.
         blocks: names of the model's repeated modules.
     """
-    nodes = [n for n in _in_order(graph) if n.op not in ("placeholder", "output")]
+    nodes = [n for n in in_order(graph) if n.op not in ("placeholder", "output")]
     compiled = {n for n in nodes if is_function(n)}
     block = _blocks(nodes, compiled, blocks)
     found: list[fx.Node | Region] = []
@@ -132,7 +132,7 @@ def _close(found: list[fx.Node | Region], region: Region) -> Region:
     return Region()
 
 
-def _in_order(graph: fx.Graph) -> Iterator[fx.Node]:
+def in_order(graph: fx.Graph) -> Iterator[fx.Node]:
     """The nodes, getitem nodes right after what they take from: both are in one region, whose outputs are tensors."""
     moved: set[fx.Node] = set()
     for node in graph.nodes:

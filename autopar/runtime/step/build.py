@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from autopar.ir.node_info import info
 from autopar.ir.plan import Plan
@@ -11,6 +12,7 @@ from autopar.ir.program import Program
 from autopar.pipeline.schedules import order_of
 from autopar.pipeline.stage_graphs import StageGraphs
 from autopar.runtime.compiled.compiler import Compiler
+from autopar.runtime.compiled.executable import Executables
 from autopar.runtime.compiled.recompute_cheap import recompute_cheap
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.step.bind import bind
@@ -20,14 +22,14 @@ from autopar.runtime.step.pipeline_step import PipelineStep, cut_stages, stage_c
 from autopar.runtime.step.step import BoundaryLayouts, Compiled, Step
 
 
-def build_step(local: Program, plan: Plan, context: MeshContext, compiler: Compiler | None = None) -> Step:
+def build_step(local: Program, plan: Plan, context: MeshContext, compiler: Executables[Any] | None = None) -> Step:
     """Bind a rewritten program to this rank, and cut it into the graphs that run.
 
     Args:
         local: rewritten, on local tensors; it names mesh axes.
         plan: under which it was rewritten.
         context: this rank's mesh context, on the plan's axes.
-        compiler: of the graphs; None: they run as they are.
+        compiler: makes what runs in the place of the graphs; None: they run as they are.
     """
     names = {name: name for name, _ in context.axes}
     coordinates = dict(zip(names, context.coordinates, strict=True))
@@ -38,7 +40,7 @@ def build_step(local: Program, plan: Plan, context: MeshContext, compiler: Compi
     if plan.pipeline is not None:
         return _pipeline_step(local, bound, plan, types, context, compiled)
     if local.microbatches == 1:
-        graphs = cut(bound) if compiler is None else recompute_cheap(cut(bound))
+        graphs = recompute_cheap(cut(bound)) if isinstance(compiler, Compiler) else cut(bound)
         return Step(local, graphs, types, context, compiled)
     return MicrobatchStep(local, cut_microbatches(bound), types, context, compiled)
 

@@ -27,7 +27,7 @@ from autopar.runtime.dtensor import computed, full_tensor, local_block, to_local
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.step.no_sync import DeferredReduction, split_reductions
 from autopar.runtime.step.partition import ForwardBackward
-from autopar.runtime.step.step import BoundaryLayouts, Gradients, Step
+from autopar.runtime.step.step import BoundaryLayouts, Gradients, Step, without_autocast
 
 HOISTED, MICROBATCH, LAST = "hoisted", "microbatch", "last"
 """The graphs of a step: before the first microbatch, of each microbatch, and after the last, on the sums."""
@@ -138,7 +138,7 @@ class MicrobatchStep(Step):
             value = buffers[spec.name] if spec.kind == "buffer" else batch[int(spec.name)]
             # Batches are large: what the graph does not use is not gathered.
             arguments.append(full_tensor(value).to(self.context.device) if node.users else None)
-        with torch.no_grad(), torch.autocast(self.context.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(self.context.device.type):
             return list(self._whole_batch_graph(*arguments))
 
     def forward(
@@ -167,7 +167,7 @@ class MicrobatchStep(Step):
         rows: dict[str, list[torch.Tensor]] = {name: [] for name in self.part.results}
         values: list[Any] = []
         assert self.cut.backward is not None
-        with torch.no_grad(), torch.autocast(self.context.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(self.context.device.type):
             shared = self._hoisted_values(lambda i: sources[i.kind](i.name, 0))
             for index in range(self.part.count):
                 # Frees what the last microbatch returned, before the next one allocates.
@@ -195,7 +195,7 @@ class MicrobatchStep(Step):
     def backward(self, saved: list[Any], tangents: list[torch.Tensor], deferred: DeferredReduction) -> Gradients:
         """Local gradients of parameters; none while their reduction is deferred."""
         (scale,) = tangents
-        with torch.no_grad(), torch.autocast(self.context.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(self.context.device.type):
             if deferred.active or deferred.holds(self):
                 # Scaled before they are added up: each backward pass has a scale of its own.
                 deferred.add(self, [saved.pop(0) * scale for _ in range(len(saved))])

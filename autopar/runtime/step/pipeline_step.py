@@ -28,7 +28,7 @@ from autopar.runtime.step.microbatch_step import MicrobatchStep, cut_microbatche
 from autopar.runtime.step.no_sync import DeferredReduction
 from autopar.runtime.step.partition import ForwardBackward
 from autopar.runtime.step.point_to_point import Arrival, PointToPoint, RuntimeStage
-from autopar.runtime.step.step import BoundaryLayouts, Gradients
+from autopar.runtime.step.step import BoundaryLayouts, Gradients, without_autocast
 from autopar.simulate.p2p_order import communicate
 
 
@@ -122,7 +122,7 @@ class PipelineStep(MicrobatchStep):
     def _computed_here(self, runs: Mapping[int, StageRun]) -> dict[str, Any]:
         """Run all stages of this device; their values at the end of the step, by name."""
         computed_here: dict[str, Any] = {}
-        with torch.no_grad(), torch.autocast(self.context.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(self.context.device.type):
             begin(self.stage_graphs, runs, self.order, self._exchange)
             self._run_microbatches(runs)
             end(self.stage_graphs, runs, self._exchange)

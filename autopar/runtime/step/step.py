@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,7 +23,7 @@ from autopar.runtime.step.partition import ForwardBackward
 Gradients = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
 """Local gradients: of parameters by name, and of batch tensors by number."""
 
-Compiled = Callable[[fx.GraphModule], fx.GraphModule]
+Compiled = Callable[[fx.GraphModule], Callable[..., Any]]
 """From a graph to what runs in its place, see `autopar.runtime.compiled`."""
 
 
@@ -109,8 +110,7 @@ class Step:
             "batch": lambda name: batch[int(name)],
         }
         arguments = [sources[i.kind](i.name) for i in self.cut.inputs]
-        # The graph has the casts of the autocast that it was captured under; the user's own would add others.
-        with torch.no_grad(), torch.autocast(self.context.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(self.context.device.type):
             values = self.run(self.cut.forward, *arguments)
         # A model may return an input: the user, who may write to the result, must not change the parameter or batch.
         inputs = {id(a) for a in arguments}
@@ -155,7 +155,7 @@ class Step:
         values = [*saved, *tangents]
         saved.clear()
         tangents.clear()
-        with torch.no_grad(), torch.autocast(self.context.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(self.context.device.type):
             # Outside of no_sync, too, while sums of this step wait: reduced together they take one reduction.
             if deferred.active or deferred.holds(self):
                 unreduced, count = self.run(self._reductions[0], values), self._batch_gradients
@@ -229,6 +229,11 @@ class Step:
         )  # fmt: skip
         value = node.meta["val"]
         return torch.zeros(value.shape, dtype=value.dtype, device=self.context.device)
+
+
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Around a graph, which has the casts that it was captured with: the user's autocast would add others."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def reduce_deferred(deferred: DeferredReduction) -> dict[str, torch.Tensor]:
