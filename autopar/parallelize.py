@@ -120,7 +120,7 @@ def parallelize(
         machine, budget, optimizer, search, given, loss_fn, inputs,
         # On one device both ways draw the same, and the default generator needs no seeds.
         deterministic=deterministic or mesh is None, loss=loss, precision=policy, check=check,
-        compiler=Interpreter() if backend is None else Compiler(backend, speaks),
+        compiler=Interpreter(context.device) if backend is None else Compiler(backend, speaks),
     )  # fmt: skip
     distribute_parameters(model, context)
     parallel = parallel_module(model, context, options, init)

@@ -21,6 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,10 @@ class Owner:
 _owners: dict[int, Owner] = {}
 
 
+MISSING = object()
+"""In place of the value of a name that is not there."""
+
+
 @dataclass(frozen=True)
 class Scope:
     """Names of one owner that the code reads, in order."""
@@ -99,6 +104,10 @@ class Scope:
         """Those that are there, with their values."""
         space = self.owner.values()
         return [(n, space[n]) for n in self.names if n in space]
+
+    def now(self) -> Iterator[Any]:
+        """The value of each name, in order, and the same object for each that is not there."""
+        return map(self.owner.values().get, self.names, repeat(MISSING))
 
 
 def scopes_of(model: nn.Module) -> list[Scope]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -217,7 +218,7 @@ class Slots:
 
     def _of_scopes(self, scopes: Sequence[Scope], contents: Contents) -> dict[Path, Any]:
         """The state in the scopes that the code reads."""
-        values = tuple([x for s in scopes for named in s.items() for x in named])
+        values = tuple(chain.from_iterable([s.now() for s in scopes]))
         known = self._unchanged((SCOPES, False), values, (), contents)
         if known is not None:
             return known

@@ -27,6 +27,8 @@ from torch import Tensor, fx
 from autopar.ir.ops import attention_kernels as kernels
 from autopar.ir.ops.random import draw, generator_state, replayed
 
+aten = torch.ops.aten
+
 # Must stay alive: torch removes the operators with the library object.
 _library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? bias"
@@ -139,6 +141,35 @@ def _kept(query: Tensor, key: Tensor, dropout_p: float) -> Tensor:
 
 KERNELS = {attention: _attention, attention_backward: _attention_backward}
 """What the operators do, in operators of torch: a compiler that takes those need not know ours."""
+
+
+CPU_KERNELS = (
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
+"""Torch's own on a CPU, forward and backward; without dropout, which they could draw."""
+
+
+def kernel_call(node: fx.Node, device: torch.device) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
+    """The one operator of torch that computes a node on a CPU, with its arguments; None: there are several, or none."""
+    arguments: Any = node.args
+    grad, saved, bias_gradient = (), (), False
+    if node.target is attention_backward and device.type == "cpu":
+        grad, arguments, saved, bias_gradient = arguments[:1], arguments[1:], arguments[6:8], arguments[11]
+    elif node.target is not attention or device.type != "cpu":
+        return None
+    query, key, value, bias, kept = arguments[:5]
+    is_causal, scale = arguments[8:10] if grad else arguments[6:8]
+    # Graphs have tensors of the meta device, of which torch would choose no kernel.
+    values: list[Any] = [t if t is None else t.meta["val"] for t in (query, key, value, bias)]
+    shown: list[Any] = [t if t is None else torch.empty(t.shape, dtype=t.dtype, device=device) for t in values]
+    of_bias = any(u.args[1] == 3 for u in node.users) if grad else False
+    if kept is not None or bias_gradient or of_bias:
+        return None
+    if kernels.choose(shown[0], shown[1], shown[2], shown[3], 0.0, is_causal) != (kernels.CPU, False):
+        return None
+    tensors, named = (*grad, query, key, value, *saved), {"attn_mask": bias, "scale": kernels.scale_of(shown[0], scale)}
+    return CPU_KERNELS[bool(grad)], (*tensors, 0.0, is_causal), named
 
 
 def scaled_dot_product(

@@ -32,7 +32,8 @@ def wide_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
 
 
-def _scale(query: Tensor, scale: float | None) -> float:
+def scale_of(query: Tensor, scale: float | None) -> float:
+    """What scores are multiplied by."""
     return float(query.shape[-1] ** -0.5) if scale is None else scale
 
 
@@ -48,7 +49,7 @@ def _laid_out(tensor: Tensor) -> Tensor:
 
 def _scores(query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
     wide, heads = wide_dtype(query), key.shape[1]
-    scores = _rows(query.to(wide) * _scale(query, scale), heads) @ key.to(wide).transpose(2, 3)
+    scores = _rows(query.to(wide) * scale_of(query, scale), heads) @ key.to(wide).transpose(2, 3)
     scores = scores.reshape(*query.shape[:3], key.shape[2])
     if bias is not None:
         scores = scores + bias
@@ -88,7 +89,7 @@ def math_backward(
         used, of_weights = (t * kept / (1.0 - dropout_p) for t in (weights, of_weights))
     of_value = _rows(used, heads).transpose(2, 3) @ rows
     of_scores = weights * (of_weights - (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True))
-    scaled = _rows(of_scores, heads) * _scale(query, scale)
+    scaled = _rows(of_scores, heads) * scale_of(query, scale)
     of_query = (scaled @ key.to(wide)).reshape(query.shape)
     of_key = scaled.transpose(2, 3) @ _rows(query.to(wide), heads)
     pairs = ((of_query, query), (of_key, key), (of_value, value))
@@ -139,7 +140,7 @@ def forward(
     name, repeats = choose(query, key, value, bias, dropout_p, is_causal)
     if repeats:
         key, value = _repeated(query, key), _repeated(query, value)
-    made: tuple[Any, ...] = FORWARD[name](query, key, value, bias, dropout_p, is_causal, _scale(query, scale))
+    made: tuple[Any, ...] = FORWARD[name](query, key, value, bias, dropout_p, is_causal, scale_of(query, scale))
     return made
 
 
@@ -153,7 +154,7 @@ def backward(
     whole = (_repeated(query, t) for t in (key, value)) if repeats else (key, value)
     state = (query.new_zeros((), dtype=torch.int64) if t is None else t for t in (seed, offset))
     of_query, of_key, of_value, of_bias = BACKWARD[name](
-        grad, query, *whole, bias, out, logsumexp, *state, dropout_p, is_causal, _scale(query, scale), bias_gradient
+        grad, query, *whole, bias, out, logsumexp, *state, dropout_p, is_causal, scale_of(query, scale), bias_gradient
     )
     if repeats:
         of_key, of_value = (

@@ -9,15 +9,25 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar._torch_compat import OpOverload, below_autograd, interpreted, interpreter_takes, interpreting
+from autopar._torch_compat import (
+    BoxedCodeGen,
+    LazyGraphModule,
+    OpOverload,
+    below_autograd,
+    interpreted,
+    interpreter_takes,
+    interpreting,
+    is_boxed,
+)
 from autopar.ir.ops import attention, cross_entropy
+from autopar.ir.ops.attention import CPU_KERNELS, kernel_call
 from autopar.runtime.compiled.executable import Executables
 from autopar.runtime.compiled.regions import Region, in_order
 
@@ -60,7 +70,14 @@ class Run(Region):
 
 @dataclass
 class Interpreter(Executables[Callable[[list[Any]], Any]]):
-    """Runs local graphs; one for all graphs of a model."""
+    """Runs local graphs on a device; one for all graphs of a model."""
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def outer(self, graph: fx.GraphModule, blocks: Collection[str]) -> fx.GraphModule:
+        """The graph in which runs are single nodes; of attention, torch's kernel is part of them where it is one."""
+        calls = {n: call for n in graph.graph.nodes if (call := kernel_call(n, self.device)) is not None}
+        return super().outer(_with_calls(graph, calls) if calls else graph, blocks)
 
     def parts(self, graph: fx.Graph, blocks: Collection[str]) -> list[fx.Node | Region]:
         """The nodes in their order, runs of operators as one."""
@@ -118,6 +135,20 @@ class Interpreter(Executables[Callable[[list[Any]], Any]]):
         return region
 
 
+def _with_calls(graph: fx.GraphModule, calls: Mapping[fx.Node, tuple[Any, ...]]) -> fx.GraphModule:
+    made = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    for node in graph.graph.nodes:
+        known[node] = made.node_copy(node, known.__getitem__)
+        known[node].meta = dict(node.meta)
+        if node in calls:
+            known[node].target, *arguments = calls[node]
+            known[node].args, known[node].kwargs = fx.map_arg(tuple(arguments), known.__getitem__)
+    if is_boxed(graph.graph):
+        made.set_codegen(BoxedCodeGen())
+    return LazyGraphModule(graph, made)
+
+
 def _is_local(node: fx.Node) -> bool:
     """Whether the interpreter may run a node: nothing of it is Python's."""
     if node.op != "call_function":
@@ -131,7 +162,8 @@ def _is_local(node: fx.Node) -> bool:
     # Of several results, each is taken by a getitem.
     several = isinstance(value, tuple | list) and all(u.target is operator.getitem for u in node.users)
     tensors = all(isinstance(v, torch.Tensor) for v in (*taken, *(() if several else (value,))))
-    return tensors and torch.Tag.nondeterministic_seeded not in target.tags and interpreter_takes(node)
+    draws = torch.Tag.nondeterministic_seeded in target.tags and target not in CPU_KERNELS
+    return tensors and not draws and interpreter_takes(node)
 
 
 def _fails_by_values(target: OpOverload) -> bool:
