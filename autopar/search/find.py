@@ -12,7 +12,7 @@ from autopar.ir.program import Program
 from autopar.search.axis_by_axis import bound_by_axes
 from autopar.search.budget.budget_problem import BudgetProblem
 from autopar.search.budget.cutoff import PrunedError
-from autopar.search.budget.within_budget import plan_by_axes, plan_within
+from autopar.search.budget.within_budget import plan_by_axes, plan_by_products, plan_within
 from autopar.search.formulation.recipes import roles_of
 from autopar.search.options import Job
 from autopar.search.overlap.regions import regions_of
@@ -27,8 +27,11 @@ from autopar.sharding.candidates import strategies
 from autopar.sharding.dims import Dims
 from autopar.sharding.layer_classes import LayerClasses, layer_classes
 
-EXACT_AXES = 2
-"""Meshes of up to this many axes are solved as one problem; larger ones axis by axis, with the gap stated."""
+EXACT_AXES = 3
+"""Layouts on up to this many axes are one problem; those on more are searched axis by axis, with the gap stated."""
+
+WITHIN_AXES = 2
+"""So are, on up to this many axes, layouts and what is saved, where a budget binds."""
 
 
 ROUNDS = 4
@@ -211,7 +214,8 @@ def _search(problem: BudgetProblem) -> _Found:
     decided = all(roles_of(job.search.recipe, job.axes, job.search.roles)) and bool(job.restrictions.strategies)
     claims: Sequence[Claim]
     if decided or len(job.axes) <= EXACT_AXES:
-        plan, fixed = plan_within(problem), 0.0
+        plan = plan_within(problem) if decided or len(job.axes) <= WITHIN_AXES else plan_by_products(problem)
+        fixed = 0.0
         # Each is about all plans; of the plans for a stage's devices nothing is claimed.
         claims = [max(problem.claims, key=lambda claim: claim.bound)] if problem.claims else []
     else:

@@ -61,6 +61,22 @@ def plan_within(searched: BudgetProblem) -> Plan:
     return plan if enough or saved is None else _fitting(searched, saved, solution.lower_bound)
 
 
+def plan_by_products(searched: BudgetProblem) -> Plan:
+    """The best plan of one problem if it fits, and one that is found axis by axis if it does not.
+
+    Raises:
+        InfeasibleError: nothing fits.
+    """
+    job, limits = searched.job, searched.limits
+    built = searched.formulation(job.restrictions, searched.states_alone)
+    solution = solve(built.problem, gap=limits.gap, time_limit=searched.seconds, progress=job.progress)
+    searched.claims.append(Claim(built.problem, solution.lower_bound))
+    job.cutoff.require_less(solution.lower_bound)
+    plan = searched.plan(built, LayerMix.of(solution), solution.lower_bound, solution.method)
+    plan, enough = searched.measured(plan)
+    return plan if enough or job.memory is None else plan_by_axes(searched, solution.lower_bound)
+
+
 def plan_by_axes(searched: BudgetProblem, bound: float) -> Plan:
     """A plan on three axes or more: layouts axis by axis, then what is saved under these layouts.
 

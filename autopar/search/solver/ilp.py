@@ -110,6 +110,11 @@ def integer_program(graph: Workspace, unit: float, budget: float | None) -> high
     return lp
 
 
+def columns_of(graph: Workspace) -> int:
+    """How many columns the program of a workspace has."""
+    return int(_first_columns(graph)[-1]) + sum(int(np.isfinite(f.table).sum()) for f in graph.factors.values())
+
+
 def _first_columns(graph: Workspace) -> Ints:
     """The first column of each live node, and at the end the number of the columns of labels."""
     sizes = np.array([len(graph.alive(n)) for n in graph.live_nodes()], dtype=np.int64)

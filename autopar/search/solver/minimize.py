@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.search.solver.eliminate import fold, unfold
-from autopar.search.solver.ilp import solve_ilp
+from autopar.search.solver.ilp import columns_of, solve_ilp
 from autopar.search.solver.interrupt import requested
 from autopar.search.solver.message_passing import MessagePassing, compact, write_back
 from autopar.search.solver.presolve import presolve
@@ -22,6 +22,12 @@ WORK_PER_ENTRY = 60
 SWEEPS_PER_DECODE = 4
 MAX_SWEEPS = 60
 EXACT = 1e-10  # relative; labels that cannot improve the incumbent by more are dropped even when the gap asked is 0
+
+WINDOWS = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
+"""Shares of the bound, above it, within which labelings are looked for; after the last, up to the incumbent."""
+
+MOST_COLUMNS = 200_000
+"""Of an ILP that is worth being tried: larger ones take minutes, and gigabytes, to say little."""
 
 Value = Callable[[Ints], float]
 
@@ -77,6 +83,10 @@ class Incumbent:
 def minimize(graph: Workspace, value_of: Value, limits: Limits, start: Ints | None = None) -> Minimum:
     """Find a labeling of least value.
 
+    Labelings are looked for just above the bound first, then in wider windows above it. The smaller the window, the
+    more labels reduced costs drop: so even an incumbent that is far off, which alone would drop few, makes the search
+    no larger. Of a window without a labeling, the upper end is the next bound.
+
     Args:
         graph: The workspace; its memory is ignored and it is used up.
         value_of: The true value of a full labeling, equal to the graph's up to float rounding.
@@ -90,34 +100,59 @@ def minimize(graph: Workspace, value_of: Value, limits: Limits, start: Ints | No
     best = Incumbent(value_of, limits.gap)
     if start is not None:
         best.offer(start)
+    for degree, entries in LEVELS[:2]:
+        if not presolve(graph) or not fold(graph, degree, entries, entries * WORK_PER_ENTRY):
+            return _finish(best, np.inf, "elimination")
+    if not graph.live_nodes():
+        best.offer(unfold(graph, np.zeros(len(graph.cost), dtype=np.int64)))
+        return _finish(best, graph.constant, "elimination")
+    bound, method, dropped = ascend(graph, best, limits), "dual ascent", best.applied
+    for window in (*WINDOWS, np.inf):
+        best.cap = np.inf
+        done = bound >= best.cutoff()
+        if done or limits.expired():
+            method = method if done else "time limit"
+            break
+        best.cap = bound + window * abs(bound) if np.isfinite(bound) else np.inf
+        best.applied, whole = np.inf, best.cap >= best.value or best.cap == np.inf
+        found, method = _below_cutoff(graph.copy(), best, limits)
+        bound = max(bound, min(found, best.applied))
+        if whole or method in ("time limit", "size"):
+            break
+    best.applied = dropped  # of labels that are gone from every window
+    return _finish(best, bound, method)
+
+
+def _below_cutoff(graph: Workspace, best: Incumbent, limits: Limits) -> tuple[float, str]:
+    """Search among labelings below the cutoff, and offer the best of them.
+
+    Returns:
+        A bound on labelings below the cutoff, infinite if there are none, and what closed it.
+    """
     # The ILP gets the problem as it was early on, before there were factors of many nodes.
     snapshot: Workspace | None = None
-    bound, level = -np.inf, 0
+    bound, level = -np.inf, 1
     feasible = presolve(graph)
     while feasible and level < len(LEVELS):
-        degree, entries = LEVELS[level]
-        if not fold(graph, degree, entries, entries * WORK_PER_ENTRY):
-            feasible = False
-            break
         if not graph.live_nodes():
             best.offer(unfold(graph, np.zeros(len(graph.cost), dtype=np.int64)))
-            return _finish(best, graph.constant, "elimination")
-        if level == 0:
-            level, snapshot = 1, graph.copy()
-            continue
+            return graph.constant, "elimination"
         before = sum(len(graph.alive(n)) for n in graph.live_nodes())
         bound = max(bound, ascend(graph, best, limits))
         if bound >= best.cutoff():
-            return _finish(best, bound, "dual ascent")
+            return np.inf, "dual ascent"
         if limits.expired():
-            return _finish(best, bound, "time limit")
+            return bound, "time limit"
         feasible = presolve(graph)
         after = sum(len(graph.alive(n)) for n in graph.live_nodes())
         if level == 1:
             snapshot = graph.copy()
         level += after > 0.8 * before
+        if feasible and level < len(LEVELS):
+            degree, entries = LEVELS[level]
+            feasible = fold(graph, degree, entries, entries * WORK_PER_ENTRY)
     if not feasible:
-        return _finish(best, np.inf, "dual ascent")
+        return np.inf, "dual ascent"
     assert snapshot is not None
     _inherit(snapshot, graph)
     return _close(snapshot, best, bound, limits)
@@ -171,20 +206,22 @@ def decode(graph: Workspace, messages: MessagePassing, budget: float = float("in
     return unfold(graph, labels)
 
 
-def _close(graph: Workspace, best: Incumbent, bound: float, limits: Limits) -> Minimum:
+def _close(graph: Workspace, best: Incumbent, bound: float, limits: Limits) -> tuple[float, str]:
     """Solve what is left by an ILP.
 
     It gets the workspace after little elimination: factors of many nodes have a weaker linear program and more columns.
     """
     if not presolve(graph):
-        return _finish(best, np.inf, "dual ascent")
+        return np.inf, "dual ascent"
     bound = max(bound, ascend(graph, best, limits))
     if bound >= best.cutoff() or not presolve(graph):
-        return _finish(best, np.inf, "dual ascent")
+        return np.inf, "dual ascent"
+    if columns_of(graph) > MOST_COLUMNS:
+        return bound, "size"
     seconds = max(limits.deadline - time.monotonic(), 0.0)
     # HiGHS's tolerances are absolute: it needs to know what size the objective has.
     scale = abs(best.value) if np.isfinite(best.value) else 1.0
     labels, proved, method = solve_ilp(graph, scale, limits.gap / 2 * scale, seconds)
     if labels is not None:
         best.offer(unfold(graph, labels))
-    return _finish(best, max(bound, proved), method)
+    return max(bound, proved), method
