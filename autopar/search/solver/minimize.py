@@ -216,7 +216,7 @@ def _close(graph: Workspace, best: Incumbent, bound: float, limits: Limits) -> t
     bound = max(bound, ascend(graph, best, limits))
     if bound >= best.cutoff() or not presolve(graph):
         return np.inf, "dual ascent"
-    if columns_of(graph) > MOST_COLUMNS:
+    if best.labels is not None and columns_of(graph) > MOST_COLUMNS:
         return bound, "size"
     seconds = max(limits.deadline - time.monotonic(), 0.0)
     # HiGHS's tolerances are absolute: it needs to know what size the objective has.

@@ -110,6 +110,24 @@ def test_factors_of_three_nodes_reach_the_ilp(seed: int, monkeypatch: pytest.Mon
     check(problem, 4e10)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_windows_above_the_bound_hold_the_minimum(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Narrow ones are empty, wide ones hold several labelings; of those that are too large the bound holds still."""
+    monkeypatch.setattr(minimize, "LEVELS", ((0, 1), (0, 1), (0, 1)))
+    monkeypatch.setattr(minimize, "WINDOWS", (1e-6, 1e-3, 0.1, 0.5))
+    monkeypatch.setattr(minimize, "MAX_SWEEPS", 4)
+    problem = random_problem(seed, 7, 3.0, 1e-3, 0.05 * (seed % 3), 0.7)
+    best, _ = brute_force(problem, None)
+    if not np.isfinite(best):
+        pytest.skip("every labeling is forbidden")
+    found = solve(problem, gap=0.0)
+    assert found.objective == pytest.approx(best, rel=1e-8)
+    assert found.lower_bound == pytest.approx(best, rel=1e-8)
+    monkeypatch.setattr(minimize, "MOST_COLUMNS", 0)
+    check_certificate(problem, large := solve(problem, gap=0.0), None)
+    assert large.lower_bound <= best * (1 + 1e-9) <= large.objective * (1 + 2e-9)
+
+
 def test_a_time_limit_of_zero_gives_an_incumbent_or_says_it_is_infeasible() -> None:
     """The bound stays valid."""
     problem = random_problem(3, 6, 3.0, 1.0, 0.0, 1.0)
