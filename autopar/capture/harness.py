@@ -113,7 +113,7 @@ class Harness(nn.Module):
         self.record.guard_iterators()
         attributes = self._copy_attributes()
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
-        origins, hooks, intercepts = Origins(self), Hooks(self.model), Intercepts()
+        origins, hooks, intercepts = Origins(self), Hooks(self.model, self.record), Intercepts()
         with self._traced(origins, hooks, intercepts):
             output = without_python_draws(lambda: self._call(self.arguments.fill(tensors, numbers)))
         self._require_same_attributes(attributes)
@@ -157,6 +157,8 @@ class Harness(nn.Module):
     @contextlib.contextmanager
     def _traced(self, origins: Origins, hooks: Hooks, intercepts: Intercepts) -> Iterator[None]:
         """While it lasts, the model is called as a trace needs it."""
+        assert self.record is not None
+        reached = self.record.reached
         parameters = [
             (container, step, original, name)
             for container, step, original, name in self.references
@@ -165,8 +167,8 @@ class Harness(nn.Module):
         ]
         try:
             with (
-                uncached(self.model),
-                refused(self.model),
+                uncached(reached.scopes),
+                refused(reached.globals),
                 Regions().recorded(),
                 origins.recorded(),
                 intercepts.entered(),
@@ -233,8 +235,9 @@ class Harness(nn.Module):
                 results.append(tensor.clone())  # it may be one of the inputs
             return pytree.Leaf(known[id(tensor)][0])
 
-        self.seen.writes = self.record.writes(leaf, lines)
+        # Hooks first: a number that one of them sees is a constant, and not only counted.
         self.seen.observed = observations(hooks, self.record, leaf)
+        self.seen.writes = self.record.writes(leaf, lines)
         self.seen.checks, self.seen.stride_read = intercepts.checks(leaf), intercepts.stride_read
         assigned = {}
         for name, old in before.items():

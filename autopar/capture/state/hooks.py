@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.capture.state.record import Record
 from autopar.capture.state.skeleton import Skeleton, build
-from autopar.capture.state.slots import HOOK_TABLES, HOOKS, own_attributes
+from autopar.capture.state.slots import HOOK_TABLES, HOOKS
 from autopar.capture.state.values import Path, children
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.signature.pytree import Leaf
@@ -30,10 +30,10 @@ Observation = Callable[[nn.Module, Any], None]
 class Hooks(TorchFunctionMode):
     """Watches the hooks of a model while it is entered."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """``model``: whose submodules' hooks are watched."""
+    def __init__(self, model: nn.Module, record: Record) -> None:
+        """``model``: whose submodules' hooks are watched; ``record``: of its state."""
         super().__init__()
-        self._model = model
+        self._model, self._record = model, record
         self._registered = 0
         self.calls: list[tuple[str, Path, tuple[Any, ...], bool]] = []
 
@@ -74,6 +74,7 @@ class Hooks(TorchFunctionMode):
     def _watch_values(self, hook: Callable[..., Any], module: str, at: Path) -> Callable[..., Any]:
         def watching(*args: Any, **kwargs: Any) -> Any:
             state, versions, registered = Record.of(hook), self._fingerprint(args), self._registered
+            own = Record(self._model, self._record.reached)
             try:
                 result = hook(*args, **kwargs)
             except CaptureError:
@@ -82,6 +83,15 @@ class Hooks(TorchFunctionMode):
                 result, failed = None, True
             else:
                 failed = False
+            if own.has_changed() and not failed:
+                # What it writes to the model's state is done again as every other write of the call is.
+                if state.has_changed(outside=own):
+                    raise CaptureError(
+                        f"the hook {_title(hook)} of {module or 'the model'} writes to the model's state and to what "
+                        "is no part of the model, which cannot be done together; keep both in attributes of the model"
+                    )
+                return result
+            own.restore()
             changed = state.has_changed()
             state.restore()
             # In place or not, a hook that computes must be in the graph; only one that does nothing else can be called
@@ -94,12 +104,11 @@ class Hooks(TorchFunctionMode):
         return watching
 
     def _fingerprint(self, args: tuple[Any, ...]) -> list[Any]:
-        """What differs after a hook that computes in place, or sets something in the model."""
+        """What differs after a hook that computes in place."""
         found: list[Any] = _versions(args)
         for module in self._model.modules():
             tables = (module._parameters, module._buffers)
             found += [(id(t), t._version) for table in tables for t in table.values() if t is not None]
-            found += map(id, own_attributes(module).values())
         return found
 
     def _watch_gradients(self, hook: Callable[..., Any], module: str, at: Path) -> Callable[..., Any]:

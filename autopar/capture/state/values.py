@@ -30,6 +30,9 @@ SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.
 BUFFERS = (bytearray, memoryview, array.array)
 """Numbers in memory that can be written one by one."""
 
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+"""Generators of random numbers that are no tensors."""
+
 DEEPEST = 12
 """Levels of containers in one another that are described."""
 
@@ -153,11 +156,26 @@ def describe(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         # No version counts writes to an array, so its elements are hashed at every call.
         return "array", value.shape, str(value.dtype), hashlib.sha256(np.ascontiguousarray(value).data).hexdigest()
-    if isinstance(value, random.Random):
-        return "random", hash(value.getstate())
-    if isinstance(value, np.random.Generator):
-        return "random", repr(value.bit_generator.state)
+    if isinstance(value, GENERATORS):
+        return "random", repr(state_of_generator(value))
     return type(value), Same(value)
+
+
+def state_of_generator(value: Any) -> Any:
+    """What the next numbers of a generator depend on."""
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    return value.getstate() if isinstance(value, random.Random) else value.get_state()
+
+
+def set_generator_state(value: Any, state: Any) -> None:
+    """Wind a generator back to a state that it had."""
+    if isinstance(value, np.random.Generator):
+        value.bit_generator.state = state
+    elif isinstance(value, random.Random):
+        value.setstate(state)
+    else:
+        value.set_state(state)
 
 
 class Same:

@@ -133,7 +133,8 @@ class _Visitor:
             self.numbers.append(v)
             return RuntimeFloat.of_batch(len(self.numbers) - 1)
         if isinstance(v, _PLAIN):
-            return v
+            # Another class than it says: a number of the model's state in disguise, while it is traced.
+            return v if type(v) is v.__class__ else v.__class__(v)
         if isinstance(v, AbstractSet) or _is_numpy_scalar(v):
             return self._constant(v, path)
         # Ids of the containers around this one: the same list twice side by side is fine.
