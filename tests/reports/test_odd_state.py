@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +42,7 @@ def after(*_: Any, value: Any) -> Any:
 
 def text_of(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"tensor({float(value):.12e}, {value.requires_grad})"
+        return f"tensor({value.item():.12e}, {value.requires_grad})"
     if isinstance(value, list):
         return f"[{', '.join(map(text_of, value))}]"
     return repr(value)
@@ -110,6 +111,74 @@ def test_a_hook_that_records_in_the_model(name: str) -> None:
         return model
 
     run(parallelize(make(), None), make(), ("n", "seen"))
+
+
+def takes(y: torch.Tensor, *, seen: list[int] = []) -> torch.Tensor:  # noqa: B006  what is tested
+    seen.append(1)
+    return y * len(seen)
+
+
+def counted(y: torch.Tensor) -> torch.Tensor:
+    counted.calls = getattr(counted, "calls", 0) + 1  # type: ignore[attr-defined]
+    return y * counted.calls  # type: ignore[attr-defined]
+
+
+def counting(y: torch.Tensor) -> torch.Tensor:
+    global calls
+    try:
+        calls += 1
+    except NameError:
+        calls = 1
+    return y * calls
+
+
+class Kind:
+    def count(self, y: torch.Tensor) -> torch.Tensor:
+        type(self).calls = getattr(type(self), "calls", 0) + 1  # type: ignore[attr-defined]
+        return y * self.calls  # type: ignore[attr-defined]
+
+
+def forgotten() -> None:
+    """Nothing has been called yet."""
+    globals().pop("calls", None)
+    vars(counted).clear()
+    if hasattr(Kind, "calls"):
+        del Kind.calls
+    takes.__kwdefaults__["seen"].clear()
+
+
+@pytest.mark.parametrize("function", [takes, counted, counting, Kind().count], ids=lambda f: f.__name__)
+def test_state_that_is_not_there_before_the_first_call(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    found = []
+    for parallel in (True, False):
+        forgotten()
+        model: Any = Model(lambda m, y: function(y))
+        model = parallelize(model, None) if parallel else model
+        found.append([model(torch.ones(2, 4, dtype=D)).item() for _ in range(3)])
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+
+
+def first(values: dict[Any, Any]) -> Any:
+    return next(iter(values.values()))
+
+
+ORDERS: dict[str, Callable[[Any], Any]] = {
+    "moved to the end": lambda m: m.a.move_to_end(next(iter(m.a))),
+    "put in again": lambda m: m.b.update({next(iter(m.b)): m.b.pop(next(iter(m.b)))}),
+    "least recently used": lambda m: (m.a.update({len(m.a) % 3: 5.0}), m.a.popitem(last=False)),
+    "list that moves": lambda m: (first(m.c).append(4.0), m.__dict__.update(c={"z": [1.0], "y": first(m.c)})),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_the_order_of_a_dict(name: str) -> None:
+    state = {"a": OrderedDict(a=1.0, b=2.0, c=3.0), "b": dict(a=1.0, b=2.0, c=3.0), "c": {"y": [2.0]}}
+
+    def function(m: Any, y: torch.Tensor) -> torch.Tensor:
+        ORDERS[name](m)
+        return y * first(m.a) * first(m.b) * first(m.c)[0]
+
+    run(parallelize(Model(function, **state), None), Model(function, **state), ("a", "b", "c"))
 
 
 def test_a_hook_that_records_in_two_places() -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from autopar._torch_compat import is_traced
-from autopar.capture.state.containers import contents, differs, put, restore
+from autopar.capture.state.containers import contents, differs, is_reordered, put, restore
 from autopar.capture.state.driven import Driven, is_driven
 from autopar.capture.state.scope import Search, search
 from autopar.capture.state.skeleton import Existing, NewObject, Skeleton, has_leaf, kind_of
@@ -108,12 +108,14 @@ class Record:
         """Whether any container differs that is none of another record's."""
         others = {id(container) for _, _, container, _ in outside._containers} if outside is not None else set()
         found = (c for c in self._containers if id(c[2]) not in others)
-        return any(differs(before, contents(container)) for _, _, container, before in found)
+        now = ((c, before, contents(c)) for _, _, c, before in found)
+        return any(differs(before, new) or is_reordered(c, before, new) for c, before, new in now)
 
     def restore(self) -> None:
         """Give every container what it held, and every array the elements that it had."""
         for _, _, container, before in self._containers:
-            if differs(before, contents(container)):
+            now = contents(container)
+            if differs(before, now) or is_reordered(container, before, now):
                 restore(container, before)
         for _, values, elements in self._arrays:
             if not _same_elements(values, elements):
@@ -184,10 +186,19 @@ class Record:
         return [w for w in found if not self._holds_same_parameters(w)]
 
     def _changes(self) -> Iterator[tuple[str, Path, Any, Step, Mapping[Step, Any], Mapping[Step, Any]]]:
-        """Every item that is another object now: module, path, container, step, and the container before and now."""
+        """Every item that is another object now: module, path, container, step, and what the container held and holds.
+
+        An item of a dict whose order has changed is one that is gone, and one that is new.
+        """
         for module, path, container, before in self._containers:
             now = contents(container)
-            if not differs(before, now):
+            if is_reordered(container, before, now):
+                # Taken out, and put in again in the new order.
+                for step in before:
+                    yield module, path, container, step, before, {}
+                for step in now:
+                    yield module, path, container, step, {}, now
+            if not differs(before, now) or is_reordered(container, before, now):
                 continue
             for step in [*before, *(s for s in now if s not in before)]:
                 both = step in now and step in before

@@ -156,6 +156,7 @@ class Search:
         self._seen: set[int] = set()
         self._attributes = {"forward", "__call__"}
         self._classes: dict[type, None] = {}
+        self._of_some_class: list[_Names] = []
         self._objects: dict[int, tuple[Any, str]] = {}
         for part in code:
             if isinstance(part, type) and issubclass(part, nn.Module):
@@ -169,6 +170,9 @@ class Search:
                 self._visit_class(c)
             for space, label in list(self._objects.values()):
                 self._visit_object(space, label)
+        for names in self._of_some_class:
+            for c in self._classes:
+                self._note_assigned(c, names)
         for hook in hooks:
             self._visit_hook(hook)
         self.scopes = [Scope(owner, tuple(sorted(names))) for owner, names in self._names.items()]
@@ -235,6 +239,8 @@ class Search:
         names = _Names.of(function.__code__)
         self._attributes.update(names.attributes)
         self._visit_environment(names)
+        if {"type", "__class__"} & {*names.globals, *names.attributes}:
+            self._of_some_class.append(names)
         if vars(function):
             # Attributes of the function itself, such as a counter ``f.calls``.
             self._objects[id(function)] = function, function.__qualname__
@@ -242,11 +248,21 @@ class Search:
             with contextlib.suppress(ValueError):  # nothing has been assigned yet
                 self._follow(cell.cell_contents, function.__qualname__)
         space = self._globals[id(function.__globals__)] = function.__globals__
+        label = str(space.get("__name__", ""))
         for name in names.globals:
             if name in space:
-                self._visit_value(space, str(space.get("__name__", "")), name, space[name])
+                self._visit_value(space, label, name, space[name])
+                if isinstance(space[name], type | types.FunctionType):
+                    self._note_assigned(space[name], names)
+            elif name in names.assigned:
+                self._note(space, label, name)
         for module, imported in names.imports:
             self._visit_import(module, imported, str(space.get("__package__") or ""))
+
+    def _note_assigned(self, owner: Any, names: _Names) -> None:
+        """Attributes of a function or class, such as a counter ``f.calls``, that may not be there yet."""
+        for attribute in names.assigned if not _is_foreign(owner.__module__) else ():
+            self._note(owner, owner.__qualname__, attribute)
 
     def _visit_environment(self, names: _Names) -> None:
         """The environment's variables, all of them: which ones the code asks for is not known."""
@@ -322,7 +338,7 @@ def _parts(value: Any) -> list[Any]:
     if isinstance(value, functools.partial):
         return [value.func]
     if isinstance(value, types.MethodType):
-        return [value.__func__]
+        return [value.__func__, type(value.__self__)]
     return list(value.values() if isinstance(value, dict) else value)
 
 
@@ -363,11 +379,13 @@ class _Names:
         globals: also builtins.
         attributes: apart from globals: ``self.step`` has nothing to do with a loop's variable ``step``.
         imports: modules that it imports, as an import statement says them, each with the names taken from it.
+        assigned: globals and attributes that it assigns.
     """
 
     globals: tuple[str, ...]
     attributes: tuple[str, ...]
     imports: tuple[tuple[str, tuple[str, ...]], ...]
+    assigned: frozenset[str]
 
     @classmethod
     @functools.lru_cache(MOST)
@@ -376,6 +394,7 @@ class _Names:
         found: tuple[dict[str, None], dict[str, None]] = ({}, {})
         strings: dict[str, None] = {}
         imports: dict[str, tuple[str, ...]] = {}
+        assigned: set[str] = set()
         pending = [code]
         while pending:
             part = pending.pop()
@@ -384,6 +403,8 @@ class _Names:
             level, names = 0, ()
             for instruction in dis.get_instructions(part):
                 operation, argument = instruction.opname, instruction.argval
+                if operation in ("STORE_GLOBAL", "STORE_ATTR"):
+                    assigned.add(argument)
                 # By suffix: the opcodes' full names differ between versions of Python.
                 if operation.endswith(("_GLOBAL", "_NAME")) and operation != "IMPORT_NAME":
                     found[0][argument] = None
@@ -397,7 +418,7 @@ class _Names:
         if BY_STRING & {*found[0], *found[1]}:
             found[0].update(strings)
             found[1].update(strings)
-        return cls(tuple(found[0]), tuple(found[1]), tuple(imports.items()))
+        return cls(tuple(found[0]), tuple(found[1]), tuple(imports.items()), frozenset(assigned))
 
 
 def _own(value: Any) -> dict[str, Any]:

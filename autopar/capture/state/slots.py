@@ -93,6 +93,7 @@ def _code_in(value: Any) -> Iterator[type | types.FunctionType]:
         yield value
     elif isinstance(value, types.MethodType):
         yield value.__func__  # type: ignore[misc]
+        yield type(value.__self__)
     elif is_users_object(value) or isinstance(value, nn.Module):
         yield type(value)
 

@@ -61,7 +61,8 @@ def children(value: Any) -> list[tuple[Step, Any]] | None:
     if isinstance(value, types.FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         inner = [(("cell", n), c.cell_contents) for n, c in cells if _is_filled(c)]
-        return inner + [(("default", i), d) for i, d in enumerate(value.__defaults__ or ())]
+        inner += [(("default", i), d) for i, d in enumerate(value.__defaults__ or ())]
+        return inner + [(("kwdefault", n), d) for n, d in (value.__kwdefaults__ or {}).items()]
     # A bound method is its object's state; a module's own is described with the module.
     if isinstance(value, types.MethodType):
         return [] if isinstance(value.__self__, nn.Module) else [(("attr", "__self__"), value.__self__)]
@@ -220,6 +221,7 @@ def walk(value: Any, path: Path, seen: set[int], depth: int = 0) -> Iterator[tup
     seen.add(id(value))
     # Two functions of one closure are different code; two lists of equal items are the same state.
     kind: Any = Same(value) if isinstance(value, types.FunctionType) else len(inner)
+    kind = tuple(map(hash, value)) if isinstance(value, dict) else kind  # their order
     kind = (value.__func__, Same(value.__self__)) if isinstance(value, types.MethodType) else kind
     yield path, value, (type(value), kind)
     for step, v in inner:

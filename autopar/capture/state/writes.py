@@ -56,10 +56,10 @@ def apply(model: nn.Module, writes: Sequence[Write], results: Any) -> None:
         writes: of the call.
         results: for the leaves.
     """
-    # All values before the first is written: they may refer to what others overwrite.
+    # All values and containers before the first is written: they may be in what others overwrite.
     values = [_value(model, w, results) for w in writes]
-    for write, value in zip(writes, values, strict=True):
-        container = find(model, write.module, write.path[:-1])
+    containers = [find(model, w.module, w.path[:-1]) for w in writes]
+    for write, value, container in zip(writes, values, containers, strict=True):
         step = write.path[-1]
         if value is DELETED:
             delete(container, step)
