@@ -47,6 +47,7 @@ __all__ = [
     "default_partition",
     "dtensor_overloads",
     "get_decompositions",
+    "hooks_of_all_modules",
     "inductor",
     "inductor_lacks",
     "interrupt_gloo",
@@ -77,6 +78,15 @@ __all__ = [
 
 is_all_true = torch._is_all_true
 """What `torch.distributions` asks of the values that it is given."""
+
+
+def hooks_of_all_modules() -> list[Callable[..., Any]]:
+    """Hooks that are called at every call of any module, as `register_module_forward_hook` registers them."""
+    from torch.nn.modules import module
+
+    tables = (module._global_forward_hooks, module._global_forward_pre_hooks, module._global_backward_hooks,
+              module._global_backward_pre_hooks)  # fmt: skip
+    return [hook for table in tables for hook in table.values()]
 
 
 def storage_id(tensor: torch.Tensor) -> int:

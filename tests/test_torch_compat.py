@@ -36,7 +36,7 @@ def test_every_name_has_a_contract() -> None:
         "TorchDispatchMode", "TracingContext", "aot_export_joint_with_descriptors", "attention_kernel",
         "budget_partition",
         "checkpoint_replaced", "compiling", "convert_assigned", "default_partition", "dtensor_overloads",
-        "get_decompositions", "inductor", "inductor_lacks", "interrupt_gloo", "is_all_true", "is_boxed",
+        "get_decompositions", "hooks_of_all_modules", "inductor", "inductor_lacks", "interrupt_gloo", "is_all_true", "is_boxed",
         "is_traced", "is_transformed", "local_shape_of",
         "operator_database", "pipeline_runtime",
         "put_around_collectives", "pytree_node", "reduce_found_inf_over_every_gradient",
@@ -594,3 +594,14 @@ def test_classes_registered_with_pytrees() -> None:
     children, context = node.flatten_fn(Pair(1, 2))
     assert (list(children), context) == ([1], 2)
     assert vars(node.unflatten_fn([3], context)) == {"a": 3, "b": 2}
+
+
+def test_hooks_of_all_modules() -> None:
+    def hook(*_: Any) -> None:
+        """Nothing."""
+
+    for name in ("forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"):
+        assert compat.hooks_of_all_modules() == []
+        handle = getattr(torch.nn.modules.module, f"register_module_{name}")(hook)
+        assert compat.hooks_of_all_modules() == [hook]
+        handle.remove()

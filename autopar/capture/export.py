@@ -24,6 +24,7 @@ from autopar.capture.decompositions import decompositions
 from autopar.capture.describe import describe
 from autopar.capture.harness import Harness, LossFunction
 from autopar.capture.origins import record_origins
+from autopar.capture.state.hooks import backward_watched, refuse_hooks_of_all_modules
 from autopar.capture.state.record import Record
 from autopar.capture.state.writes import Replay
 from autopar.capture.swap import refuse_scripted, swapped
@@ -65,6 +66,7 @@ def capture(
         raise ValueError("loss= picks a scalar of the output and loss_fn= makes one: pass one of them")
     if not any(True for _ in model.parameters()):
         raise CaptureError(f"{type(model).__name__} has no parameters: there is nothing to parallelize")
+    refuse_hooks_of_all_modules()
     tensors, arguments = binding.flatten(model, batch)
     refuse_scripted(model)
     # As in eager mode: under no_grad a call builds no graph for a backward pass.
@@ -149,7 +151,7 @@ def _attempt(
         record = Record(model)
         harness = Harness(model, arguments, loss_fn, training, loss, recorder, record, track, inputs, references)
         try:
-            with torch.set_grad_enabled(training), _quiet():
+            with torch.set_grad_enabled(training), _quiet(), backward_watched(model, record):
                 joint = _trace(harness, fakes)
             program = describe(joint, harness, training)
             mark_module_outputs(program)
@@ -160,6 +162,12 @@ def _attempt(
             raise
         finally:
             record.restore()
+    if harness.seen.added_to:
+        raise CaptureError(
+            f"a function under torch.utils.checkpoint writes to {harness.seen.added_to!r}, which torch does a second "
+            "time when it recomputes the function: write to it before or after the function, or leave the checkpoint "
+            "out (the search decides what is recomputed)"
+        )
     counted = frozenset((w.module, w.path) for w in program.state.writes if isinstance(w.value, Replay))
     state = replace(program.state, counted=counted, constants=not promote)
     return replace(program, state=state, guards=recorder.guards)

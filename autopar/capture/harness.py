@@ -43,6 +43,7 @@ class Seen:
         checks: of factorizations.
         stride_read: the user's line that reads strides.
         numbers: paths of numbers that the call changes.
+        added_to: state that a checkpointed function adds to.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,7 @@ class Seen:
         self.writes: list[Write] = []
         self.observed: list[Observation] = []
         self.checks: tuple[Check, ...] = ()
-        self.stride_read = ""
+        self.stride_read = self.added_to = ""
         self.numbers: list[tuple[str, Path]] | None = None
 
 
@@ -169,7 +170,7 @@ class Harness(nn.Module):
             with (
                 uncached(reached.scopes),
                 refused(reached.globals),
-                Regions().recorded(),
+                Regions(self._recomputed).recorded(),
                 origins.recorded(),
                 intercepts.entered(),
                 Attention(),
@@ -180,6 +181,17 @@ class Harness(nn.Module):
         finally:
             for container, step, original, _ in parameters:
                 put_reference(container, step, original)
+
+    @contextlib.contextmanager
+    def _recomputed(self) -> Iterator[None]:
+        """While it lasts, a function runs that torch would call again: what it adds to state is noted."""
+        assert self.record is not None
+        own = Record(self.model, self.record.reached)
+        before = {name: (b, b._version) for name, b in self.model.named_buffers()}
+        yield
+        now = {name: (b, b._version) for name, b in self.model.named_buffers() if name in before}
+        written = [name for name, (b, version) in now.items() if b is not before[name][0] or version != before[name][1]]
+        self.seen.added_to = self.seen.added_to or (written[0] if written else own.grown())
 
     @contextlib.contextmanager
     def _plain_attributes(self) -> Iterator[None]:

@@ -72,6 +72,8 @@ class Record:
                 self._visit(name, (step,), value, 0)
             for table in HOOK_TABLES:  # some models register hooks in forward
                 hooks = getattr(module, table)
+                if id(hooks) in self._existing:  # by a handle, which can remove a hook
+                    continue
                 self._containers.append((name, (("attr", table),), hooks, contents(hooks)))
 
     @classmethod
@@ -110,6 +112,17 @@ class Record:
         found = (c for c in self._containers if id(c[2]) not in others)
         now = ((c, before, contents(c)) for _, _, c, before in found)
         return any(differs(before, new) or is_reordered(c, before, new) for c, before, new in now)
+
+    def grown(self) -> str:
+        """What one more call would change again: a number that is counted, a list that grows; empty: nothing."""
+        for module, path, container, before in self._containers:
+            now = contents(container)
+            if isinstance(container, list | deque) and len(now) > len(before):
+                return name_of(module, path)
+            for step, old in before.items():
+                if is_tracked(old) and is_tracked(now.get(step)) and now[step] is not old:
+                    return name_of(module, (*path, step))
+        return ""
 
     def restore(self) -> None:
         """Give every container what it held, and every array the elements that it had."""
