@@ -60,6 +60,7 @@ __all__ = [
     "pipeline_runtime",
     "put_around_collectives",
     "pytree_node",
+    "recurrent_dropout",
     "reduce_found_inf_over_every_gradient",
     "refuse_items_of_unreduced",
     "selective_policy",
@@ -293,6 +294,36 @@ def without_ordered_effects() -> Iterator[None]:
         yield
     finally:
         entry._effect = before
+
+
+@contextmanager
+def recurrent_dropout() -> Iterator[None]:
+    """While it lasts, recurrent layers are traced with dropout between them, which torch's decomposition forgets."""
+    # It asks for more layers than there are (``num_layers < i - 1``); the kernels that eager mode runs do drop.
+    import torch._decomp.decompositions as module
+
+    of_layers: Any = module._rnn_helper
+
+    def layer_by_layer(
+        input: torch.Tensor, hidden: Any, params: Any, has_biases: bool, num_layers: int, dropout: float, train: bool,
+        bidirectional: bool, batch_first: bool, layer: Any,
+    ) -> Any:  # fmt: skip
+        input, last, each = input.transpose(0, 1) if batch_first else input, [], 1 + bidirectional
+        for i in range(num_layers):
+            own = slice(each * i, each * (i + 1))
+            input, states = of_layers(
+                input, hidden[own], params[own], has_biases, 1, 0.0, train, bidirectional, False, layer
+            )
+            last += states
+            if dropout and train and i < num_layers - 1:
+                input = torch.dropout(input, dropout, train=True)
+        return input.transpose(0, 1) if batch_first else input, last
+
+    module._rnn_helper = layer_by_layer  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module._rnn_helper = of_layers
 
 
 @contextmanager

@@ -36,10 +36,11 @@ def test_every_name_has_a_contract() -> None:
         "TorchDispatchMode", "TracingContext", "aot_export_joint_with_descriptors", "attention_kernel",
         "budget_partition",
         "checkpoint_replaced", "compiling", "convert_assigned", "default_partition", "dtensor_overloads",
-        "get_decompositions", "hooks_of_all_modules", "inductor", "inductor_lacks", "interrupt_gloo", "is_all_true", "is_boxed",
+        "get_decompositions", "hooks_of_all_modules", "inductor", "inductor_lacks", "interrupt_gloo",
+        "is_all_true", "is_boxed",
         "is_traced", "is_transformed", "local_shape_of",
         "operator_database", "pipeline_runtime",
-        "put_around_collectives", "pytree_node", "reduce_found_inf_over_every_gradient",
+        "put_around_collectives", "pytree_node", "recurrent_dropout", "reduce_found_inf_over_every_gradient",
         "refuse_items_of_unreduced", "selective_policy", "set_group_timeout",
         "storage_id", "suggest_memory_format", "take_in_foreach", "torch_schedule", "traced_graph", "traced_node",
         "traced_root",
@@ -605,3 +606,17 @@ def test_hooks_of_all_modules() -> None:
         handle = getattr(torch.nn.modules.module, f"register_module_{name}")(hook)
         assert compat.hooks_of_all_modules() == [hook]
         handle.remove()
+
+
+def test_dropout_between_recurrent_layers() -> None:
+    """That torch's decomposition has none says when ours is not needed any more."""
+
+    def drawn() -> int:
+        model = torch.nn.GRU(2, 2, 3, dropout=0.5)
+        trace = torch.fx.experimental.proxy_tensor.make_fx(lambda x: model(x)[0], tracing_mode="fake")
+        names = [str(n.target) for n in trace(torch.ones(2, 2, 2)).graph.nodes]
+        return sum("dropout" in n or "bernoulli" in n or "rand" in n for n in names)
+
+    assert drawn() == 0
+    with compat.recurrent_dropout():
+        assert drawn() == 2

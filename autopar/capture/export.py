@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar._torch_compat import FakeTensorMode, aot_export_joint_with_descriptors, compiling
+from autopar._torch_compat import FakeTensorMode, aot_export_joint_with_descriptors, compiling, recurrent_dropout
 from autopar.capture.decompositions import decompositions
 from autopar.capture.describe import describe
 from autopar.capture.harness import Harness, LossFunction
@@ -185,7 +185,10 @@ def _fake_tensor(tensor: torch.Tensor, mode: FakeTensorMode, floating: torch.dty
 def _trace(harness: Harness, fakes: tuple[torch.Tensor, ...]) -> fx.GraphModule:
     try:
         # With oneDNN an LSTM on a CPU is one opaque operator; without, it is matrix products, as on every other device.
-        with contextlib.ExitStack() as stack, torch.backends.mkldnn.flags(enabled=False), compiling():
+        with (
+            contextlib.ExitStack() as stack, torch.backends.mkldnn.flags(enabled=False), compiling(),
+            recurrent_dropout(),
+        ):  # fmt: skip
             joint: fx.GraphModule = aot_export_joint_with_descriptors(
                 stack, harness, fakes, decompositions=decompositions()
             ).graph_module
