@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from autopar._torch_compat import (
     TorchDispatchMode,
     is_all_true,
     is_traced,
+    storage_id,
     suggest_memory_format,
     without_ordered_effects,
 )
@@ -111,8 +112,10 @@ def _check_arguments(invalid: Leaf, line: str, results: Any) -> None:
 class Intercepts(TorchFunctionMode):
     """Changes calls of torch while it is entered."""
 
-    def __init__(self) -> None:
+    def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
+        """``named``: the tensors that go into the call."""
         super().__init__()
+        self._memory = {storage_id(t): name for name, t in named.items()}
         self.checked: list[tuple[torch.Tensor, str, bool]] = []
         self.validated: list[tuple[torch.Tensor, str]] = []
         self.stride_read = ""
@@ -135,7 +138,7 @@ class Intercepts(TorchFunctionMode):
         """Write ``.data`` through, refuse foreign tensors."""
         # The name first: this runs at every call of torch, and names compare faster than descriptors.
         if func.__name__ == "__set__" and func == _SET_DATA:
-            return _set_data(*args)
+            return _set_data(*args, self._memory)
         if not self.stride_read and func in _READS_STRIDES:
             self.stride_read = _own_line()
         if func is is_all_true and is_traced(args[0]):
@@ -232,10 +235,25 @@ class _Checks(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+def _set_data(tensor: torch.Tensor, value: torch.Tensor, memory: dict[int, str]) -> None:
+    """Write to a tensor what its ``.data`` is set to.
+
+    Args:
+        tensor: whose.
+        value: what it is set to.
+        memory: what each storage is that is the memory of one tensor already.
+    """
     if not is_traced(tensor):
         _SET_DATA(tensor, value)
         return
+    mine, other = storage_id(tensor), storage_id(value)
+    if other in memory and (other != mine or value.stride() != tensor.stride()):
+        own, (file, line) = memory.get(mine, "a tensor"), user_frame()
+        raise CaptureError(
+            f".data of {own} is set to memory of {memory[other]} in forward, at {file}:{line}: both would share it "
+            "from then on, which a graph cannot do; copy it (tensor.data = value.clone())"
+        )
+    memory[other] = memory.get(mine, "a tensor")
     if tensor.shape != value.shape or tensor.dtype != value.dtype:
         file, line = user_frame()
         raise CaptureError(

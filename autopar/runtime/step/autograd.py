@@ -82,7 +82,12 @@ def run(
     anchor = torch.empty(0, requires_grad=True)
     refuse: Any = _Refusal.apply
     return [
-        outputs[i] if i in outputs else refuse(anchor, [r], i) if i in step.program.withheld else r
+        outputs[i]
+        if i in outputs
+        else refuse(anchor, [r], i)
+        if i in step.program.withheld
+        # One that is also the loss, such as loss.detach(), has its history by now.
+        else (r.detach() if r.requires_grad else r)
         for i, r in enumerate(call.results)
     ]
 
