@@ -33,6 +33,7 @@ from autopar._torch_compat import (
 from autopar.capture.decompositions import decompositions
 from autopar.capture.describe import describe
 from autopar.capture.harness import Harness, LossFunction
+from autopar.capture.intercepts import extent
 from autopar.capture.origins import record_origins
 from autopar.capture.state.hooks import backward_watched, refuse_hooks_of_all_modules
 from autopar.capture.state.record import Record
@@ -207,19 +208,12 @@ def _require_apart(model: nn.Module, program: Program) -> None:
     written = {o.name for o in program.outputs if o.kind in ("buffer", "parameter")}
     for group in by_storage.values():
         for name, other in itertools.product(written & group.keys(), group):
-            (first, last), (start, end) = _extent(group[name]), _extent(group[other])
+            (first, last), (start, end) = extent(group[name]), extent(group[other])
             if group[name] is not group[other] and first < end and start < last:
                 raise CaptureError(
                     f"{name!r} and {other!r} share their memory, and a call of the model writes to {name!r}, which "
                     "would not show in the other; register one of them and take the view in forward"
                 )
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes of a storage that a tensor lies in."""
-    begin = tensor.storage_offset()
-    steps = [(n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    return begin * tensor.itemsize, (begin + sum(steps) + 1) * tensor.itemsize if tensor.numel() else 0
 
 
 def _fake_tensor(tensor: torch.Tensor, mode: FakeTensorMode, floating: torch.dtype | None = None) -> torch.Tensor:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -66,6 +67,15 @@ Strides decide in which order `torch.empty_like` and dropout draw. Found by comp
 permuted arguments; what else differs there are elementwise operators on arguments with different strides.
 """
 
+_IN_PLACE = re.compile(r"(?!requires_grad_)[a-z]\w*[a-z0-9]_")
+"""Names of functions that write to their first argument."""
+
+_ITEMS = frozenset(
+    f"__{name}__"
+    for name in "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split()
+)
+"""Operators that write to their first argument."""
+
 _RMS_NORM = frozenset({functional.rms_norm, torch.rms_norm})
 
 _ROW_MAJOR = frozenset({functional.unfold})
@@ -115,7 +125,9 @@ class Intercepts(TorchFunctionMode):
     def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
         """``named``: the tensors that go into the call."""
         super().__init__()
-        self._memory = {storage_id(t): name for name, t in named.items()}
+        self._memory: Memory = {}
+        for name, t in named.items():
+            self._memory.setdefault(storage_id(t), []).append((*extent(t), name))
         self.checked: list[tuple[torch.Tensor, str, bool]] = []
         self.validated: list[tuple[torch.Tensor, str]] = []
         self.stride_read = ""
@@ -147,6 +159,8 @@ class Intercepts(TorchFunctionMode):
             return True
         if func is torch.Tensor.__deepcopy__:
             _refuse_copy(args[0])
+        if args and (_IN_PLACE.fullmatch(func.__name__) or func.__name__ in _ITEMS):
+            _refuse_constant(args[0])
         # Without gradients nothing can be lost.
         if torch.is_grad_enabled():
             refuse_foreign_tensors(args)
@@ -235,27 +249,33 @@ class _Checks(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _set_data(tensor: torch.Tensor, value: torch.Tensor, memory: dict[int, str]) -> None:
-    """Write to a tensor what its ``.data`` is set to.
+Memory = dict[int, list[tuple[int, int, str]]]
+"""By storages, which bytes of them are whose."""
 
-    Args:
-        tensor: whose.
-        value: what it is set to.
-        memory: what each storage is that is the memory of one tensor already.
-    """
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of a storage that a tensor lies in."""
+    begin = tensor.storage_offset()
+    steps = [(n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return begin * tensor.itemsize, (begin + sum(steps) + 1) * tensor.itemsize if tensor.numel() else 0
+
+
+def _set_data(tensor: torch.Tensor, value: torch.Tensor, memory: Memory) -> None:
+    """Write to a tensor what its ``.data`` is set to."""
     if not is_traced(tensor):
         _SET_DATA(tensor, value)
         return
-    mine, other = storage_id(tensor), storage_id(value)
-    if other in memory and (other != mine or value.stride() != tensor.stride()):
-        own, (file, line) = memory.get(mine, "a tensor"), user_frame()
+    (first, last), (file, line) = extent(value), user_frame()
+    name = next((name for *_, name in memory.get(storage_id(tensor), ())), "a tensor")
+    same = storage_id(tensor) == storage_id(value) and tensor.stride() == value.stride()
+    others = [other for start, end, other in memory.get(storage_id(value), ()) if first < end and start < last]
+    if others and not same:
         raise CaptureError(
-            f".data of {own} is set to memory of {memory[other]} in forward, at {file}:{line}: both would share it "
+            f".data of {name} is set to memory of {others[0]} in forward, at {file}:{line}: both would share it "
             "from then on, which a graph cannot do; copy it (tensor.data = value.clone())"
         )
-    memory[other] = memory.get(mine, "a tensor")
+    memory.setdefault(storage_id(value), []).append((first, last, name))
     if tensor.shape != value.shape or tensor.dtype != value.dtype:
-        file, line = user_frame()
         raise CaptureError(
             f".data of a tensor of shape {list(tensor.shape)} and {tensor.dtype} is set to one of {list(value.shape)} "
             f"and {value.dtype} in forward, at {file}:{line}: shapes and dtypes must stay as they are; do that outside "
@@ -264,6 +284,17 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor, memory: dict[int, str])
     with torch.no_grad():
         # Detached on both sides: `.data` has no part in autograd.
         tensor.detach().copy_(value.detach())
+
+
+def _refuse_constant(value: Any) -> None:
+    """Refuse to write to a tensor of the user's that is no input of the trace."""
+    if isinstance(value, torch.Tensor) and not is_traced(value):
+        file, line = user_frame()
+        raise CaptureError(
+            f"the model writes in place to a tensor of shape {list(value.shape)} at {file}:{line} that is kept in a "
+            "list, a dict, an object, a closure or a global: a graph would lose that; make it a buffer "
+            "(register_buffer) or an attribute of a module"
+        )
 
 
 def refuse_foreign_tensors(args: Sequence[Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from autopar import parallelize
 from autopar.errors import CaptureError
@@ -67,10 +68,23 @@ def calls(name: str, *arguments: Any) -> Callable[[Any, torch.Tensor], None]:
     return function
 
 
+KEPT = torch.zeros(4, dtype=D)
+
+
+def shares_fresh_memory(m: Any, _: Any) -> None:
+    m.f.weight.data = m.g.weight.data = m.g.weight.data * 2
+
+
 REFUSED: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
     "data exchanged": (exchanges, "'f.weight' is set to memory of 'g.weight'"),
     "data of another": (sets("f.weight.data", lambda m, x: m.g.weight.data.t()), "set to memory of 'g.weight'"),
     "data transposed": (sets("f.weight.data", lambda m, x: m.f.weight.data.t()), "set to memory of 'f.weight'"),
+    "data of two": (shares_fresh_memory, "both would share it"),
+    "a global in place": (
+        lambda m, x: KEPT.add_(1),
+        r"writes in place to a tensor .*test_odd_memory.py:\d+ that is kept",
+    ),
+    "an item of a global": (lambda m, x: KEPT.__setitem__(0, 1.0), "writes in place to a tensor"),
     "data of the batch": (sets("whole.data", lambda m, x: x), "set to memory of the batch's tensor 0"),
     "a view in an attribute": (sets("kept", lambda m, x: m.f.weight.detach()), "to memory of parameter 'f.weight'"),
     "a view in a buffer": (sets("other", lambda m, x: m.f.weight.detach()), "to memory of parameter 'f.weight'"),
@@ -106,11 +120,24 @@ def copied(m: Any, x: torch.Tensor) -> None:
     m.other = m.g.weight.detach().clone()
 
 
+def from_a_vector(m: Any, x: torch.Tensor) -> None:
+    vector_to_parameters(parameters_to_vector(m.g.parameters()).detach() * 0.5, m.f.parameters())
+
+
+def registers(m: Any, x: torch.Tensor) -> torch.Tensor:
+    if not hasattr(m, "table"):
+        m.register_buffer("table", torch.arange(4.0, dtype=D), persistent=False)
+        m.kept = m.table
+    return m.f(x) * m.kept
+
+
 doubled = torch.compile(lambda y: y * 2, backend="eager")
 
 SAME: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "profiled": profiled,
     "copied": copied,
+    "from a vector": from_a_vector,
+    "a buffer under two names": registers,
     "compiled": lambda m, x: doubled(m.f(x)),
 }
 

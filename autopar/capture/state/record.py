@@ -62,6 +62,8 @@ class Record:
         self._arrays: list[tuple[str, Array, Any]] = []
         self._generators: list[tuple[str, Any, Any]] = []
         self._tracked: dict[tuple[str, Path], Tracked] = {}
+        # Those that a call registers are not there yet when its writes are made.
+        self._tensors = {(n, t) for n, m in model.named_modules() for t in (*m._parameters, *m._buffers)}
         self.reached = reached or search(code_of(model), hooks_of(model))
         for scope in self.reached.scopes:
             self._visit(SCOPES, (("scope", scope.owner),), scope, 0)
@@ -81,7 +83,7 @@ class Record:
         """The state that a function, or any other value, refers to; modules and what is in them are left out."""
         record = cls.__new__(cls)
         record._containers, record._existing, record._arrays, record._generators = [], {}, [], []
-        record._tracked = {}
+        record._tracked, record._tensors = {}, set()
         record._visit("", (), value, 0)
         if isinstance(value, types.FunctionType):
             # A hook often records into a global list, which is neither in its closure nor among its defaults.
@@ -313,7 +315,7 @@ class Record:
                 continue
             for table in (container._parameters, container._buffers):
                 name = next((n for n, t in table.items() if t is target), None)
-                if name is not None:
+                if name is not None and (module, name) in self._tensors:
                     # From the model on: a module may be called as `SCOPES` is.
                     parts = (*module.split("."), name) if module else (name,)
                     return Existing("", tuple(("attr", part) for part in parts), tensor=True, weak=weak)
