@@ -56,6 +56,7 @@ __all__ = [
     "is_traced",
     "is_transformed",
     "local_shape_of",
+    "masks_as_they_are",
     "operator_database",
     "pipeline_runtime",
     "put_around_collectives",
@@ -294,6 +295,20 @@ def without_ordered_effects() -> Iterator[None]:
         yield
     finally:
         entry._effect = before
+
+
+@contextmanager
+def masks_as_they_are() -> Iterator[None]:
+    """While it lasts, `nn.Transformer` does not look at the values of its masks, for whether they are causal."""
+    import torch.nn.modules.transformer as module
+
+    before = module._detect_is_causal_mask
+    # It only picks a kernel: with False the mask itself is used, which says the same.
+    module._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    try:
+        yield
+    finally:
+        module._detect_is_causal_mask = before
 
 
 @contextmanager

@@ -39,7 +39,7 @@ def test_every_name_has_a_contract() -> None:
         "get_decompositions", "hooks_of_all_modules", "inductor", "inductor_lacks", "interrupt_gloo",
         "is_all_true", "is_boxed",
         "is_traced", "is_transformed", "local_shape_of",
-        "operator_database", "pipeline_runtime",
+        "masks_as_they_are", "operator_database", "pipeline_runtime",
         "put_around_collectives", "pytree_node", "recurrent_dropout", "reduce_found_inf_over_every_gradient",
         "refuse_items_of_unreduced", "selective_policy", "set_group_timeout",
         "storage_id", "suggest_memory_format", "take_in_foreach", "torch_schedule", "traced_graph", "traced_node",
@@ -621,3 +621,14 @@ def test_dropout_between_recurrent_layers() -> None:
     assert not draws()
     with compat.recurrent_dropout():
         assert draws()
+
+
+def test_masks_as_they_are() -> None:
+    causal = torch.nn.Transformer.generate_square_subsequent_mask(3)
+    detect = torch.nn.modules.transformer._detect_is_causal_mask
+    with compat.masks_as_they_are():
+        found = torch.nn.modules.transformer._detect_is_causal_mask
+        assert [found(causal), found(causal, None, 3), found(causal, is_causal=True), found(None)] == [
+            False, False, True, False,
+        ]  # fmt: skip
+    assert torch.nn.modules.transformer._detect_is_causal_mask is detect and detect(causal)

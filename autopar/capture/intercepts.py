@@ -7,6 +7,7 @@
 * A tensor that requires a gradient, but is no parameter of the model, is refused: its gradient would be lost.
 * Batch norm with ``momentum=None`` counts with a tensor, not with the number in it.
 * Copies of parameters are refused: they would be strangers.
+* `nn.Transformer` takes masks as they are, where it would look whether they are causal.
 * RMS norm is its parts, as on a CPU, where GPUs have one operator.
 * Results whose strides fake tensors get wrong get those of the kernels.
 * The user's first line that reads strides is noted: the graph is traced with those of a contiguous batch.
@@ -31,6 +32,7 @@ from autopar._torch_compat import (
     TorchDispatchMode,
     is_all_true,
     is_traced,
+    masks_as_they_are,
     storage_id,
     suggest_memory_format,
     without_ordered_effects,
@@ -140,7 +142,7 @@ class Intercepts(TorchFunctionMode):
         torch.cond = _cond
         BatchNorm.forward = lambda module, x: _batch_norm(batch_norm, module, x)  # type: ignore[method-assign,assignment]
         try:
-            with without_ordered_effects(), _Checks(self.checked), self:
+            with without_ordered_effects(), masks_as_they_are(), _Checks(self.checked), self:
                 yield
         finally:
             torch.cond = cond
