@@ -334,7 +334,7 @@ def recurrent_dropout() -> Iterator[None]:
                 input = torch.dropout(input, dropout, train=True)
         return input.transpose(0, 1) if batch_first else input, last
 
-    module._rnn_helper = layer_by_layer  # type: ignore[assignment]
+    module._rnn_helper = layer_by_layer
     try:
         yield
     finally:

@@ -152,7 +152,7 @@ class Intercepts(TorchFunctionMode):
         """Write ``.data`` through, refuse foreign tensors."""
         # The name first: this runs at every call of torch, and names compare faster than descriptors.
         if func.__name__ == "__set__" and func == _SET_DATA:
-            return _set_data(*args, self._memory)
+            return _set_data(args[0], args[1], self._memory)
         if not self.stride_read and func in _READS_STRIDES:
             self.stride_read = _own_line()
         if func is is_all_true and is_traced(args[0]):
@@ -257,8 +257,8 @@ Memory = dict[int, list[tuple[int, int, str]]]
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """The bytes of a storage that a tensor lies in."""
-    begin = tensor.storage_offset()
-    steps = [(n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    begin = int(tensor.storage_offset())
+    steps = [(int(n) - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return begin * tensor.itemsize, (begin + sum(steps) + 1) * tensor.itemsize if tensor.numel() else 0
 
 

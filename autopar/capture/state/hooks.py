@@ -71,17 +71,19 @@ class Hooks(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Watch what is registered on tensors."""
+        given: list[Any] = [*args, *(kwargs or {}).values()]
         if func is torch.Tensor.register_hook:
             self._registered += 1
-            handle = func(args[0], self._watch_gradients(args[1], "a tensor", ()), *args[2:])
+            register: Any = func
+            handle = register(given[0], self._watch_gradients(given[1], "a tensor", ()))
             # Looked for now: the tracer has traced tensors in place of parameters.
-            name = next((n for n, p in self._model.named_parameters() if p is args[0]), None)
+            name = next((n for n, p in self._model.named_parameters() if p is given[0]), None)
             if name is not None:
-                self._on_parameters.append((name, args[1], handle))
+                self._on_parameters.append((name, given[1], handle))
             return handle
         if func is torch.Tensor.register_post_accumulate_grad_hook:
             raise CaptureError(
-                f"register_post_accumulate_grad_hook in forward ({_title(args[1])}): gradients have no values while "
+                f"register_post_accumulate_grad_hook in forward ({_title(given[1])}): gradients have no values while "
                 "the model is traced; register it after parallelize(), on a parameter of the module that it returns"
             )
         if func is torch.Tensor.retain_grad:
@@ -190,7 +192,7 @@ def backward_watched(model: nn.Module, record: Record) -> Iterator[None]:
         record: of its state at any time.
     """
     # What autograd calls: replaced at torch itself, for functions that no line of the model's may name.
-    kind = torch.autograd.function.BackwardCFunction
+    kind: Any = torch.autograd.function.BackwardCFunction
     before = kind.apply
 
     def apply(self: Any, *gradients: Any) -> Any:
@@ -204,11 +206,11 @@ def backward_watched(model: nn.Module, record: Record) -> Iterator[None]:
             )
         return result
 
-    kind.apply = apply  # type: ignore[method-assign]
+    kind.apply = apply
     try:
         yield
     finally:
-        kind.apply = before  # type: ignore[method-assign]
+        kind.apply = before
 
 
 def observations(hooks: Hooks, record: Record, leaf: Callable[[torch.Tensor], Leaf]) -> list[Observation]:
