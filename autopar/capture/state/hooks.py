@@ -36,6 +36,7 @@ class Hooks(TorchFunctionMode):
         """``model``: whose submodules' hooks are watched; ``record``: of its state."""
         super().__init__()
         self._model, self._record = model, record
+        self._latest: Record | None = None
         self._registered = 0
         self._on_parameters: list[tuple[str, Any, Any]] = []
         self.calls: list[tuple[str, Path, tuple[Any, ...], bool]] = []
@@ -93,10 +94,17 @@ class Hooks(TorchFunctionMode):
             )
         return func(*args, **(kwargs or {}))
 
+    def _own_state(self) -> Record:
+        """The state of the model now."""
+        # Walking through a model takes long, and there may be a hook on every module.
+        if self._latest is None or self._latest.has_changed():
+            self._latest = Record(self._model, self._record.reached)
+        return self._latest
+
     def _watch_values(self, hook: Callable[..., Any], module: str, at: Path) -> Callable[..., Any]:
         def watching(*args: Any, **kwargs: Any) -> Any:
             state, versions, registered = Record.of(hook), self._fingerprint(args), self._registered
-            own = Record(self._model, self._record.reached)
+            own = self._own_state()
             try:
                 result = hook(*args, **kwargs)
             except CaptureError:
@@ -136,7 +144,7 @@ class Hooks(TorchFunctionMode):
     def _watch_gradients(self, hook: Callable[..., Any], module: str, at: Path) -> Callable[..., Any]:
         def watching(*args: Any) -> Any:
             state, versions = Record.of(hook), _versions(args)
-            own = Record(self._model, self._record.reached)
+            own = self._own_state()
             result = hook(*args)
             changed = state.has_changed() or own.has_changed()
             own.restore()

@@ -111,7 +111,9 @@ class Record:
     def has_changed(self, outside: Record | None = None) -> bool:
         """Whether any container differs that is none of another record's."""
         others = {id(container) for _, _, container, _ in outside._containers} if outside is not None else set()
-        found = (c for c in self._containers if id(c[2]) not in others)
+        # Most are tables of hooks, and empty.
+        full = (c for c in self._containers if c[3] or not isinstance(c[2], dict) or c[2])
+        found = (c for c in full if id(c[2]) not in others)
         now = ((c, before, contents(c)) for _, _, c, before in found)
         return any(differs(before, new) or is_reordered(c, before, new) for c, before, new in now)
 
