@@ -272,3 +272,26 @@ def test_the_text_of_a_tensor(text: Callable[[torch.Tensor], Any]) -> None:
     model = parallelize(Model(lambda m, y: after(setattr(m, "log", text(y)), value=y), log=""), None)
     with pytest.raises(CaptureError, match=r"sets log.* to the text of a tensor"):
         model(torch.ones(2, 4, dtype=D))
+
+
+class Doubles(Model):
+    """Makes something else of what is assigned."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value * 2 if name == "n" else value)
+
+    @property
+    def kept(self) -> float:
+        return float(vars(self)["kept"])
+
+    @kept.setter
+    def kept(self, value: float) -> None:
+        vars(self)["kept"] = value / 2
+
+
+def test_assignments_that_make_something_else_of_a_value() -> None:
+    def function(m: Any, y: torch.Tensor) -> torch.Tensor:
+        m.n, m.kept = m.n + 1, m.kept + 8
+        return y * m.n * m.kept
+
+    run(parallelize(Doubles(function, n=1, kept=1.0), None), Doubles(function, n=1, kept=1.0), ("n",))
