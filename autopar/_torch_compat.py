@@ -48,6 +48,7 @@ __all__ = [
     "default_partition",
     "dtensor_overloads",
     "get_decompositions",
+    "hooks_of_all_modules",
     "inductor",
     "inductor_lacks",
     "interpreted",
@@ -59,10 +60,12 @@ __all__ = [
     "is_traced",
     "is_transformed",
     "local_shape_of",
+    "masks_as_they_are",
     "operator_database",
     "pipeline_runtime",
     "put_around_collectives",
     "pytree_node",
+    "recurrent_dropout",
     "reduce_found_inf_over_every_gradient",
     "refuse_items_of_unreduced",
     "selective_policy",
@@ -84,6 +87,15 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 
 is_all_true = torch._is_all_true
 """What `torch.distributions` asks of the values that it is given."""
+
+
+def hooks_of_all_modules() -> list[Callable[..., Any]]:
+    """Hooks that are called at every call of any module, as `register_module_forward_hook` registers them."""
+    from torch.nn.modules import module
+
+    tables = (module._global_forward_hooks, module._global_forward_pre_hooks, module._global_backward_hooks,
+              module._global_backward_pre_hooks)  # fmt: skip
+    return [hook for table in tables for hook in table.values()]
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -447,6 +459,50 @@ def without_ordered_effects() -> Iterator[None]:
         yield
     finally:
         entry._effect = before
+
+
+@contextmanager
+def masks_as_they_are() -> Iterator[None]:
+    """While it lasts, `nn.Transformer` does not look at the values of its masks, for whether they are causal."""
+    import torch.nn.modules.transformer as module
+
+    before = module._detect_is_causal_mask
+    # It only picks a kernel: with False the mask itself is used, which says the same.
+    module._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    try:
+        yield
+    finally:
+        module._detect_is_causal_mask = before
+
+
+@contextmanager
+def recurrent_dropout() -> Iterator[None]:
+    """While it lasts, recurrent layers are traced with dropout between them, which torch's decomposition forgets."""
+    # It asks for more layers than there are (``num_layers < i - 1``); the kernels that eager mode runs do drop.
+    import torch._decomp.decompositions as module
+
+    of_layers: Any = module._rnn_helper
+
+    def layer_by_layer(
+        input: torch.Tensor, hidden: Any, params: Any, has_biases: bool, num_layers: int, dropout: float, train: bool,
+        bidirectional: bool, batch_first: bool, layer: Any,
+    ) -> Any:  # fmt: skip
+        input, last, each = input.transpose(0, 1) if batch_first else input, [], 1 + bidirectional
+        for i in range(num_layers):
+            own = slice(each * i, each * (i + 1))
+            input, states = of_layers(
+                input, hidden[own], params[own], has_biases, 1, 0.0, train, bidirectional, False, layer
+            )
+            last += states
+            if dropout and train and i < num_layers - 1:
+                input = torch.dropout(input, dropout, train=True)
+        return input.transpose(0, 1) if batch_first else input, last
+
+    module._rnn_helper = layer_by_layer
+    try:
+        yield
+    finally:
+        module._rnn_helper = of_layers
 
 
 @contextmanager

@@ -38,11 +38,11 @@ def test_every_name_has_a_contract() -> None:
         "below_autograd",
         "budget_partition",
         "checkpoint_replaced", "compiling", "convert_assigned", "default_partition", "dtensor_overloads",
-        "get_decompositions", "inductor", "inductor_lacks", "interpreted", "interpreter_takes", "interpreting",
-        "interrupt_gloo", "is_all_true", "is_boxed",
+        "get_decompositions", "hooks_of_all_modules", "inductor", "inductor_lacks", "interpreted",
+        "interpreter_takes", "interpreting", "interrupt_gloo", "is_all_true", "is_boxed",
         "is_traced", "is_transformed", "local_shape_of",
-        "operator_database", "pipeline_runtime",
-        "put_around_collectives", "pytree_node", "reduce_found_inf_over_every_gradient",
+        "masks_as_they_are", "operator_database", "pipeline_runtime",
+        "put_around_collectives", "pytree_node", "recurrent_dropout", "reduce_found_inf_over_every_gradient",
         "refuse_items_of_unreduced", "selective_policy", "set_group_timeout",
         "storage_id", "suggest_memory_format", "take_in_foreach", "torch_schedule", "traced_graph", "traced_node",
         "traced_root",
@@ -638,3 +638,40 @@ def test_classes_registered_with_pytrees() -> None:
     children, context = node.flatten_fn(Pair(1, 2))
     assert (list(children), context) == ([1], 2)
     assert vars(node.unflatten_fn([3], context)) == {"a": 3, "b": 2}
+
+
+def test_hooks_of_all_modules() -> None:
+    def hook(*_: Any) -> None:
+        """Nothing."""
+
+    for name in ("forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"):
+        assert compat.hooks_of_all_modules() == []
+        handle = getattr(torch.nn.modules.module, f"register_module_{name}")(hook)
+        assert compat.hooks_of_all_modules() == [hook]
+        handle.remove()
+
+
+def test_dropout_between_recurrent_layers() -> None:
+    """That torch's decomposition has none says when ours is not needed any more."""
+    model, gru = torch.nn.GRU(2, 2, 3, dropout=0.5), aten.gru.input
+    rest = [list(model.parameters()), True, 3, 0.5, True, False, False]
+
+    def draws() -> bool:
+        before = torch.get_rng_state()
+        compat.get_decompositions([gru])[gru](torch.ones(2, 2, 2), torch.zeros(3, 2, 2), *rest)
+        return not torch.equal(before, torch.get_rng_state())
+
+    assert not draws()
+    with compat.recurrent_dropout():
+        assert draws()
+
+
+def test_masks_as_they_are() -> None:
+    causal = torch.nn.Transformer.generate_square_subsequent_mask(3)
+    detect = torch.nn.modules.transformer._detect_is_causal_mask
+    with compat.masks_as_they_are():
+        found = torch.nn.modules.transformer._detect_is_causal_mask
+        assert [found(causal), found(causal, None, 3), found(causal, is_causal=True), found(None)] == [
+            False, False, True, False,
+        ]  # fmt: skip
+    assert torch.nn.modules.transformer._detect_is_causal_mask is detect and detect(causal)

@@ -8,10 +8,14 @@ activations, whatever device they are on.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
+import sys
 import traceback
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,16 +23,26 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar._torch_compat import FakeTensorMode, aot_export_joint_with_descriptors, compiling
+from autopar._torch_compat import (
+    FakeTensorMode,
+    aot_export_joint_with_descriptors,
+    compiling,
+    recurrent_dropout,
+    storage_id,
+)
 from autopar.capture.decompositions import decompositions
 from autopar.capture.describe import describe
 from autopar.capture.harness import Harness, LossFunction
+from autopar.capture.intercepts import extent
 from autopar.capture.origins import record_origins
+from autopar.capture.state.hooks import backward_watched, refuse_hooks_of_all_modules
 from autopar.capture.state.record import Record
+from autopar.capture.state.slots import state_tensors
 from autopar.capture.state.writes import Replay
 from autopar.capture.swap import refuse_scripted, swapped
 from autopar.errors import CaptureError
 from autopar.ir.checkpoint_regions import mark
+from autopar.ir.graph import user_line
 from autopar.ir.module_outputs import mark_module_outputs
 from autopar.ir.program import Program
 from autopar.ir.signature import binding, floats
@@ -65,6 +79,7 @@ def capture(
         raise ValueError("loss= picks a scalar of the output and loss_fn= makes one: pass one of them")
     if not any(True for _ in model.parameters()):
         raise CaptureError(f"{type(model).__name__} has no parameters: there is nothing to parallelize")
+    refuse_hooks_of_all_modules()
     tensors, arguments = binding.flatten(model, batch)
     refuse_scripted(model)
     # As in eager mode: under no_grad a call builds no graph for a backward pass.
@@ -149,9 +164,10 @@ def _attempt(
         record = Record(model)
         harness = Harness(model, arguments, loss_fn, training, loss, recorder, record, track, inputs, references)
         try:
-            with torch.set_grad_enabled(training), _quiet():
+            with torch.set_grad_enabled(training), _quiet(), backward_watched(model, record):
                 joint = _trace(harness, fakes)
             program = describe(joint, harness, training)
+            _require_dense(joint.graph)
             mark_module_outputs(program)
             program = _check_gradients(program, harness, fakes, mode)
         except CaptureError as e:
@@ -160,9 +176,44 @@ def _attempt(
             raise
         finally:
             record.restore()
+    _require_apart(model, program)
+    if harness.seen.added_to:
+        raise CaptureError(
+            f"a function under torch.utils.checkpoint writes to {harness.seen.added_to!r}, which torch does a second "
+            "time when it recomputes the function: write to it before or after the function, or leave the checkpoint "
+            "out (the search decides what is recomputed)"
+        )
     counted = frozenset((w.module, w.path) for w in program.state.writes if isinstance(w.value, Replay))
     state = replace(program.state, counted=counted, constants=not promote)
     return replace(program, state=state, guards=recorder.guards)
+
+
+def _require_dense(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            raise CaptureError(
+                f"a tensor of layout {value.layout} ({user_line(node)}): only dense ones are laid out; compute with "
+                "to_dense() of it, or with index_add, scatter_add or gather in its place"
+            )
+
+
+def _require_apart(model: nn.Module, program: Program) -> None:
+    """Tensors that a call writes in place must share their memory with no others: a graph keeps each by itself."""
+    by_storage: dict[int, dict[str, torch.Tensor]] = defaultdict(dict)
+    for name, tensor in {**dict(model.named_parameters()), **state_tensors(model)}.items():
+        # Of what is a DTensor no other tensor has a view.
+        if not tensor.is_meta and not hasattr(tensor, "placements"):
+            by_storage[storage_id(tensor)][name] = tensor
+    written = {o.name for o in program.outputs if o.kind in ("buffer", "parameter")}
+    for group in by_storage.values():
+        for name, other in itertools.product(written & group.keys(), group):
+            (first, last), (start, end) = extent(group[name]), extent(group[other])
+            if group[name] is not group[other] and first < end and start < last:
+                raise CaptureError(
+                    f"{name!r} and {other!r} share their memory, and a call of the model writes to {name!r}, which "
+                    "would not show in the other; register one of them and take the view in forward"
+                )
 
 
 def _fake_tensor(tensor: torch.Tensor, mode: FakeTensorMode, floating: torch.dtype | None = None) -> torch.Tensor:
@@ -177,10 +228,14 @@ def _fake_tensor(tensor: torch.Tensor, mode: FakeTensorMode, floating: torch.dty
 def _trace(harness: Harness, fakes: tuple[torch.Tensor, ...]) -> fx.GraphModule:
     try:
         # With oneDNN an LSTM on a CPU is one opaque operator; without, it is matrix products, as on every other device.
-        with contextlib.ExitStack() as stack, torch.backends.mkldnn.flags(enabled=False), compiling():
+        with (
+            contextlib.ExitStack() as stack, torch.backends.mkldnn.flags(enabled=False), compiling(),
+            recurrent_dropout(), _uncompiled(),
+        ):  # fmt: skip
             joint: fx.GraphModule = aot_export_joint_with_descriptors(
                 stack, harness, fakes, decompositions=decompositions()
             ).graph_module
+        _remove_profiling(joint.graph)
         # Torch's annotations become what passes carry along: regions, stacks of modules, lines.
         mark(joint.graph)
         record_origins(joint.graph)
@@ -189,6 +244,44 @@ def _trace(harness: Harness, fakes: tuple[torch.Tensor, ...]) -> fx.GraphModule:
         raise
     except Exception as e:
         raise _explain(e) from e
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """While it lasts, what the model has under `torch.compile` runs as it was written."""
+    # Where nothing is compiled, its compiler has not been imported, which takes long.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+
+
+def _remove_profiling(graph: fx.Graph) -> None:
+    """Take `torch.profiler.record_function` out, which computes nothing, and whose handles are no tensors."""
+    for node in reversed([n for n in graph.nodes if getattr(n.target, "namespace", "") == "profiler"]):
+        graph.erase_node(node)
+
+
+_REASONS = (
+    (
+        "requires_grad flags of leaf variables",
+        "it sets requires_grad of a parameter, which is a computed tensor while the model is traced; set it outside of "
+        "the model, between calls, or detach() in forward",
+    ),
+    (
+        "Cannot backprop through mirrored meta",
+        "it calls backward(); take torch.autograd.grad(loss, tensors, create_graph=True) of what the call computes",
+    ),
+    (
+        "mutating a non-functional tensor",
+        "a backward pass writes to a tensor of the model in place; do that in forward, under torch.no_grad()",
+    ),
+    ("set_ on a graph input", "it gives a tensor other memory (set_); assign a new tensor to the attribute"),
+    ("Attempted to resize", "it resizes a tensor (resize_); assign a new tensor to the attribute, of torch.cat, say"),
+    (
+        "cannot assign 'torch.",
+        "it replaces a parameter; do that outside of the model, or write to it under torch.no_grad()",
+    ),
+    (".numpy() is not supported", "it hands a tensor to numpy, whose values are not known; compute with torch"),
+    ("unsupported format string", "it makes a text of a tensor, whose values are not known; keep the tensor itself"),
+)
+"""Texts of torch's errors, and what they mean to the user; texts change between versions, and then its own is shown."""
 
 
 def _explain(error: Exception) -> CaptureError:
@@ -220,6 +313,9 @@ def _explain(error: Exception) -> CaptureError:
             "(functools.lru_cache, a global dict), where a trace cannot undo that: keep it in an attribute or buffer, "
             "or clear the cache and call the model once before parallelize(), so that the cache has it"
         )
+    for part, reason in _REASONS:
+        if part in text:
+            return CaptureError(f"cannot capture the model{line}: {reason}")
     return CaptureError(f"cannot capture the model{line}: {kind}: {text.splitlines()[0] if text else ''}")
 
 
@@ -245,7 +341,7 @@ def _check_gradients(
     for parameter in harness.parameters():  # a backward pass inside the traced one left its gradients here
         parameter.grad = None
     # Run once more, eagerly on fake tensors: what the plain model gives a gradient, the graph must give one, too.
-    with mode, _quiet():
+    with mode, _quiet(), _uncompiled():
         results = harness(*fakes)
         live = [r for r in results if r.requires_grad]
         if live:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from autopar._torch_compat import storage_id
 from autopar.capture.attention import Attention
 from autopar.capture.intercepts import Check, Intercepts
 from autopar.capture.origins import Origins
@@ -43,6 +44,7 @@ class Seen:
         checks: of factorizations.
         stride_read: the user's line that reads strides.
         numbers: paths of numbers that the call changes.
+        added_to: state that a checkpointed function adds to.
     """
 
     def __init__(self) -> None:
@@ -51,7 +53,7 @@ class Seen:
         self.writes: list[Write] = []
         self.observed: list[Observation] = []
         self.checks: tuple[Check, ...] = ()
-        self.stride_read = ""
+        self.stride_read = self.added_to = ""
         self.numbers: list[tuple[str, Path]] | None = None
 
 
@@ -112,11 +114,19 @@ class Harness(nn.Module):
             self.record.track(self.seen.numbers)
         self.record.guard_iterators()
         attributes = self._copy_attributes()
+        entries = [
+            (name, table, dict(table))
+            for name, module in self.model.named_modules()
+            for table in (module._modules, module._parameters)
+        ]
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
-        origins, hooks, intercepts = Origins(self), Hooks(self.model), Intercepts()
+        named = {f"the batch's tensor {i}": t for i, t in enumerate(tensors)}
+        named |= {repr(n): t for n, t in (*self.model.named_parameters(), *self.model.named_buffers())}
+        origins, hooks, intercepts = Origins(self), Hooks(self.model, self.record), Intercepts(named)
         with self._traced(origins, hooks, intercepts):
             output = without_python_draws(lambda: self._call(self.arguments.fill(tensors, numbers)))
         self._require_same_attributes(attributes)
+        self._require_same_entries(entries)
         if self.seen.numbers is None:
             # The tracer calls more than once: the first call finds the numbers, and later ones track them.
             self.seen.numbers = self.record.changed_numbers()
@@ -154,9 +164,26 @@ class Harness(nn.Module):
                     "a graph cannot do again; keep it in an attribute of the module"
                 )
 
+    @staticmethod
+    def _require_same_entries(entries: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> None:
+        """Refuse other submodules and parameters in the place of those of before; submodules may be added."""
+        for path, table, before in entries:
+            changed = [n for n, value in before.items() if table.get(n) is not value]
+            if changed:
+                added = {n: module for n, module in table.items() if n not in before}
+                table.clear()
+                table.update({**before, **added})
+                name = f"{path}.{changed[0]}".lstrip(".")
+                raise CaptureError(
+                    f"a call of the model replaces or deletes {name!r}, which a graph cannot do again; do that "
+                    "outside of the model, or choose by a number or a flag that is an attribute"
+                )
+
     @contextlib.contextmanager
     def _traced(self, origins: Origins, hooks: Hooks, intercepts: Intercepts) -> Iterator[None]:
         """While it lasts, the model is called as a trace needs it."""
+        assert self.record is not None
+        reached = self.record.reached
         parameters = [
             (container, step, original, name)
             for container, step, original, name in self.references
@@ -165,9 +192,9 @@ class Harness(nn.Module):
         ]
         try:
             with (
-                uncached(self.model),
-                refused(self.model),
-                Regions().recorded(),
+                uncached(reached.scopes),
+                refused(reached.globals),
+                Regions(self._recomputed).recorded(),
                 origins.recorded(),
                 intercepts.entered(),
                 Attention(),
@@ -178,6 +205,17 @@ class Harness(nn.Module):
         finally:
             for container, step, original, _ in parameters:
                 put_reference(container, step, original)
+
+    @contextlib.contextmanager
+    def _recomputed(self) -> Iterator[None]:
+        """While it lasts, a function runs that torch would call again: what it adds to state is noted."""
+        assert self.record is not None
+        own = Record(self.model, self.record.reached)
+        before = {name: (b, b._version) for name, b in self.model.named_buffers()}
+        yield
+        now = {name: (b, b._version) for name, b in self.model.named_buffers() if name in before}
+        written = [name for name, (b, version) in now.items() if b is not before[name][0] or version != before[name][1]]
+        self.seen.added_to = self.seen.added_to or (written[0] if written else own.grown())
 
     @contextlib.contextmanager
     def _plain_attributes(self) -> Iterator[None]:
@@ -226,6 +264,7 @@ class Harness(nn.Module):
         assert self.record is not None
         # With the tensor: while it is alive, no other one can have its id.
         known = {id(r): (i, r) for i, r in enumerate(results)}
+        trained = {storage_id(p): name for name, p in self.model.named_parameters() if p.requires_grad}
 
         def leaf(tensor: torch.Tensor) -> pytree.Leaf:
             if id(tensor) not in known:
@@ -233,27 +272,36 @@ class Harness(nn.Module):
                 results.append(tensor.clone())  # it may be one of the inputs
             return pytree.Leaf(known[id(tensor)][0])
 
-        self.seen.writes = self.record.writes(leaf, lines)
+        def kept(tensor: torch.Tensor) -> pytree.Leaf:
+            return leaf(_in_own_memory(tensor, trained))
+
+        # Hooks first: a number that one of them sees is a constant, and not only counted.
         self.seen.observed = observations(hooks, self.record, leaf)
+        self.seen.writes = self.record.writes(kept, lines)
         self.seen.checks, self.seen.stride_read = intercepts.checks(leaf), intercepts.stride_read
         assigned = {}
         for name, old in before.items():
+            if _is_deleted(self.model, name):
+                raise CaptureError(
+                    f"a call of the model deletes buffer {name!r}, which a graph cannot do again; set it to None, or "
+                    "delete it outside of the model"
+                )
             new = _get_tensor(self.model, name)
             if new is old:
                 continue
             # Another shape or dtype would need another graph at the next call: it is an attribute, and no buffer.
             if new is None or not _alike(new, old) or name in self.promoted:
                 path, _, attribute = name.rpartition(".")
-                value = None if new is None else leaf(new)
+                value = None if new is None else kept(new)
                 self.seen.writes.append(Write(path, (("attr", attribute),), value))
             else:
-                assigned[name] = new.clone()
+                assigned[name] = _in_own_memory(new, trained).clone()
         for name, new in self.model.named_buffers(remove_duplicate=False):
             if name not in before:  # registered as None, or in forward
                 path, _, attribute = name.rpartition(".")
                 transient = attribute in self.model.get_submodule(path)._non_persistent_buffers_set
                 step = ("transient buffer" if transient else "buffer", attribute)
-                self.seen.writes.append(Write(path, (step,), leaf(new)))
+                self.seen.writes.append(Write(path, (step,), kept(new)))
         made = {name for name, _ in self.model.named_parameters()} - self.parameter_names
         if made:
             raise CaptureError(
@@ -261,6 +309,17 @@ class Harness(nn.Module):
             )
         self.seen.assigned = dict(enumerate(assigned, len(results)))
         results += assigned.values()
+
+
+def _in_own_memory(tensor: torch.Tensor, trained: Mapping[int, str]) -> torch.Tensor:
+    """A tensor that a call keeps; ``trained``: names of parameters, by their storages."""
+    # One with a history is of this call alone.
+    if storage_id(tensor) in trained and not tensor.requires_grad:
+        raise CaptureError(
+            f"a call of the model sets an attribute to memory of parameter {trained[storage_id(tensor)]!r}, in which "
+            "an optimizer's steps would show later; set it to a copy (detach().clone()), or read the parameter itself"
+        )
+    return tensor
 
 
 def _alike(new: torch.Tensor, old: torch.Tensor) -> bool:
@@ -283,6 +342,11 @@ def _table(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
     return (module._parameters if attribute in module._parameters else module._buffers), attribute
+
+
+def _is_deleted(model: nn.Module, name: str) -> bool:
+    table, attribute = _table(model, name)
+    return attribute not in table
 
 
 def _get_tensor(model: nn.Module, name: str) -> Any:

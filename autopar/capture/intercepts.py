@@ -7,6 +7,7 @@
 * A tensor that requires a gradient, but is no parameter of the model, is refused: its gradient would be lost.
 * Batch norm with ``momentum=None`` counts with a tensor, not with the number in it.
 * Copies of parameters are refused: they would be strangers.
+* `nn.Transformer` takes masks as they are, where it would look whether they are causal.
 * RMS norm is its parts, as on a CPU, where GPUs have one operator.
 * Results whose strides fake tensors get wrong get those of the kernels.
 * The user's first line that reads strides is noted: the graph is traced with those of a contiguous batch.
@@ -16,8 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ from autopar._torch_compat import (
     TorchDispatchMode,
     is_all_true,
     is_traced,
+    masks_as_they_are,
+    storage_id,
     suggest_memory_format,
     without_ordered_effects,
 )
@@ -64,6 +68,15 @@ _BY_FORMAT = frozenset({functional.batch_norm, torch.batch_norm, torch.roll, tor
 Strides decide in which order `torch.empty_like` and dropout draw. Found by comparing torch's operator database on
 permuted arguments; what else differs there are elementwise operators on arguments with different strides.
 """
+
+_IN_PLACE = re.compile(r"(?!requires_grad_)[a-z]\w*[a-z0-9]_")
+"""Names of functions that write to their first argument."""
+
+_ITEMS = frozenset(
+    f"__{name}__"
+    for name in "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split()
+)
+"""Operators that write to their first argument."""
 
 _RMS_NORM = frozenset({functional.rms_norm, torch.rms_norm})
 
@@ -111,8 +124,12 @@ def _check_arguments(invalid: Leaf, line: str, results: Any) -> None:
 class Intercepts(TorchFunctionMode):
     """Changes calls of torch while it is entered."""
 
-    def __init__(self) -> None:
+    def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
+        """``named``: the tensors that go into the call."""
         super().__init__()
+        self._memory: Memory = {}
+        for name, t in named.items():
+            self._memory.setdefault(storage_id(t), []).append((*extent(t), name))
         self.checked: list[tuple[torch.Tensor, str, bool]] = []
         self.validated: list[tuple[torch.Tensor, str]] = []
         self.stride_read = ""
@@ -125,7 +142,7 @@ class Intercepts(TorchFunctionMode):
         torch.cond = _cond
         BatchNorm.forward = lambda module, x: _batch_norm(batch_norm, module, x)  # type: ignore[method-assign,assignment]
         try:
-            with without_ordered_effects(), _Checks(self.checked), self:
+            with without_ordered_effects(), masks_as_they_are(), _Checks(self.checked), self:
                 yield
         finally:
             torch.cond = cond
@@ -135,7 +152,7 @@ class Intercepts(TorchFunctionMode):
         """Write ``.data`` through, refuse foreign tensors."""
         # The name first: this runs at every call of torch, and names compare faster than descriptors.
         if func.__name__ == "__set__" and func == _SET_DATA:
-            return _set_data(*args)
+            return _set_data(args[0], args[1], self._memory)
         if not self.stride_read and func in _READS_STRIDES:
             self.stride_read = _own_line()
         if func is is_all_true and is_traced(args[0]):
@@ -144,6 +161,8 @@ class Intercepts(TorchFunctionMode):
             return True
         if func is torch.Tensor.__deepcopy__:
             _refuse_copy(args[0])
+        if args and (_IN_PLACE.fullmatch(func.__name__) or func.__name__ in _ITEMS):
+            _refuse_constant(args[0])
         # Without gradients nothing can be lost.
         if torch.is_grad_enabled():
             refuse_foreign_tensors(args)
@@ -232,12 +251,33 @@ class _Checks(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+Memory = dict[int, list[tuple[int, int, str]]]
+"""By storages, which bytes of them are whose."""
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of a storage that a tensor lies in."""
+    begin = int(tensor.storage_offset())
+    steps = [(int(n) - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return begin * tensor.itemsize, (begin + sum(steps) + 1) * tensor.itemsize if tensor.numel() else 0
+
+
+def _set_data(tensor: torch.Tensor, value: torch.Tensor, memory: Memory) -> None:
+    """Write to a tensor what its ``.data`` is set to."""
     if not is_traced(tensor):
         _SET_DATA(tensor, value)
         return
+    (first, last), (file, line) = extent(value), user_frame()
+    name = next((name for *_, name in memory.get(storage_id(tensor), ())), "a tensor")
+    same = storage_id(tensor) == storage_id(value) and tensor.stride() == value.stride()
+    others = [other for start, end, other in memory.get(storage_id(value), ()) if first < end and start < last]
+    if others and not same:
+        raise CaptureError(
+            f".data of {name} is set to memory of {others[0]} in forward, at {file}:{line}: both would share it "
+            "from then on, which a graph cannot do; copy it (tensor.data = value.clone())"
+        )
+    memory.setdefault(storage_id(value), []).append((first, last, name))
     if tensor.shape != value.shape or tensor.dtype != value.dtype:
-        file, line = user_frame()
         raise CaptureError(
             f".data of a tensor of shape {list(tensor.shape)} and {tensor.dtype} is set to one of {list(value.shape)} "
             f"and {value.dtype} in forward, at {file}:{line}: shapes and dtypes must stay as they are; do that outside "
@@ -246,6 +286,17 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     with torch.no_grad():
         # Detached on both sides: `.data` has no part in autograd.
         tensor.detach().copy_(value.detach())
+
+
+def _refuse_constant(value: Any) -> None:
+    """Refuse to write to a tensor of the user's that is no input of the trace."""
+    if isinstance(value, torch.Tensor) and not is_traced(value):
+        file, line = user_frame()
+        raise CaptureError(
+            f"the model writes in place to a tensor of shape {list(value.shape)} at {file}:{line} that is kept in a "
+            "list, a dict, an object, a closure or a global: a graph would lose that; make it a buffer "
+            "(register_buffer) or an attribute of a module"
+        )
 
 
 def refuse_foreign_tensors(args: Sequence[Any]) -> None:

@@ -16,16 +16,14 @@ import secrets
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from autopar.capture.origins import is_installed, is_standard, is_users_file
-from autopar.capture.state.scope import globals_of
 from autopar.errors import CaptureError
 
 _CLOCK = "reads the clock", "measure time outside of the model"
@@ -55,8 +53,12 @@ _SOURCES: tuple[tuple[ModuleType, tuple[str, ...], tuple[str, str]], ...] = (
 
 
 @contextlib.contextmanager
-def refused(model: nn.Module) -> Iterator[None]:
-    """While it lasts, the user's code may not ask for what is another value each time."""
+def refused(spaces: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """While it lasts, the user's code may not ask for what is another value each time.
+
+    Args:
+        spaces: globals of that code.
+    """
     refusing: dict[int, Any] = {}
     put: list[tuple[dict[str, Any], str, Any]] = []
     for module, names, why in _SOURCES:
@@ -64,7 +66,7 @@ def refused(model: nn.Module) -> Iterator[None]:
             function = vars(module)[name]
             refusing.setdefault(id(function), functools.partial(_refuse, f"{module.__name__}.{name}", why, function))
             put.append((vars(module), name, function))
-    for space in globals_of(model):  # from time import time
+    for space in spaces:  # from time import time
         put += [(space, n, v) for n, v in space.items() if id(v) in refusing]
     try:
         for space, name, function in put:

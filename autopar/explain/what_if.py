@@ -180,7 +180,7 @@ def _meshes(axes: Sequence[tuple[str, int]]) -> list[dict[str, int]]:
 
 def _batches(batch: Batch) -> list[tuple[int, Batch]]:
     """Batches of half, the same and twice as many samples; only the given one where its tensors disagree."""
-    tensors, skeleton = pytree.flatten(batch, "batch")
+    tensors, skeleton = pytree.flatten(batch, "batch", shared=True)
     lengths = {t.shape[0] if t.ndim else 0 for t in tensors}
     if len(lengths) != 1 or 0 in lengths:
         return [(next(iter(lengths), 0), batch)]

@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -49,7 +50,9 @@ _ATTENTION = tuple(
 class Regions:
     """The regions of a model that is being traced."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext) -> None:
+        """``watch``: entered for each function that is recomputed."""
+        self.watch = watch
         self.count = 0
         self.open: tuple[int, ...] = ()
 
@@ -90,8 +93,9 @@ class Regions:
         outer = self.open
         self.open = (*outer, self.count)
         self.count += 1
+        asking = _Asking(policy) if policy else contextlib.nullcontext()
         try:
-            with annotate({PATH: self.open}), _Asking(policy) if policy else contextlib.nullcontext():
+            with self.watch(), annotate({PATH: self.open}), asking:
                 yield
         finally:
             self.open = outer

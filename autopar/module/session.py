@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar._torch_compat import FakeTensor
-from autopar.capture.state.hooks import replay
+from autopar.capture.state.hooks import refuse_hooks_of_all_modules, replay
 from autopar.capture.state.slots import Slots
 from autopar.capture.state.writes import apply
 from autopar.errors import AutoparError, CaptureError, PlanError
@@ -97,6 +97,7 @@ class Session:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the original returns: scalars plain, other tensors as DTensors."""
+        refuse_hooks_of_all_modules()
         tensors, skeleton = binding.flatten(self.original, binding.Passed(args, kwargs))
         self.slots.inventory()  # of now: what follows asks for it until the user's code may have run
         request = self._request(tensors, skeleton)

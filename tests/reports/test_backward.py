@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from autopar import parallelize, verify
-from autopar.errors import CaptureError
+from autopar.errors import AutoparError, CaptureError
 
 D = torch.float64
 
@@ -181,3 +181,17 @@ def test_kept_gradients_are_an_error() -> None:
 
     with pytest.raises(CaptureError, match="retain_grad"):
         gradients(parallelize(Network(kept), None))
+
+
+@pytest.mark.parametrize("of", ["parameter", "batch"])
+def test_gradients_of_gradients_outside_are_an_error(of: str) -> None:
+    """A penalty on gradients would lose its own, silently: its value is right."""
+    x = torch.ones(2, 4, dtype=D, requires_grad=of == "batch")
+    model = parallelize(
+        nn.Sequential(nn.Linear(4, 4, dtype=D), nn.Tanh()), None, loss_fn=lambda y, b: y.square().mean()
+    )
+    loss = model(x)
+    (gradient,) = torch.autograd.grad(loss, x if of == "batch" else model[0].weight, create_graph=True)
+    assert gradient.requires_grad
+    with pytest.raises(AutoparError, match="a gradient of a gradient"):
+        (loss + gradient.square().sum()).backward()

@@ -29,6 +29,14 @@ def differs(before: Mapping[Step, Any], now: Mapping[Step, Any]) -> bool:
     return len(before) != len(now) or any(s not in now or now[s] is not v for s, v in before.items())
 
 
+def is_reordered(container: Any, before: Mapping[Step, Any], now: Mapping[Step, Any]) -> bool:
+    """Whether items of a dict have changed their order: it is none in which assignments would put new ones."""
+    if not isinstance(container, dict):
+        return False
+    kept = [s for s in before if s in now]
+    return list(map(hash, now)) != list(map(hash, [*kept, *(s for s in now if s not in before)]))
+
+
 def restore(container: Any, before: Mapping[Step, Any]) -> None:
     """Make a container hold just what it held."""
     # In place: others may refer to the same list.
@@ -40,9 +48,12 @@ def restore(container: Any, before: Mapping[Step, Any]) -> None:
         container.update(before.values())
     else:
         now = contents(container)
+        # What a dict does not have any more would come to be its last item.
+        anew = isinstance(container, dict) and list(map(hash, now)) != list(map(hash, before))
         for step in now:
-            if step not in before:
+            if step not in before or (anew and step[0] == "item"):
                 delete(container, step)
+        now = contents(container)
         # Only what has changed: an assignment may run the user's __setitem__.
         for step, value in before.items():
             if step not in now or now[step] is not value:
@@ -56,6 +67,8 @@ def put(container: Any, step: Step, value: Any) -> None:
         container.owner[key] = value
     elif kind == "item":
         container[key] = value
+    elif kind == "kwdefault":
+        container.__kwdefaults__[key] = value
     elif kind == "value":
         container.set(value)  # a ContextVar
     elif kind == "cell":
@@ -90,6 +103,8 @@ def find(model: nn.Module, module: str, path: Path) -> Any:
             value = dict(zip(value.__code__.co_freevars, value.__closure__, strict=True))[key].cell_contents
         elif kind == "default":
             value = value.__defaults__[key]
+        elif kind == "kwdefault":
+            value = value.__kwdefaults__[key]
         elif kind == "value":
             value = value.get(None)
         elif kind == "target":

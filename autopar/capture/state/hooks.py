@@ -16,9 +16,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from autopar._torch_compat import hooks_of_all_modules
 from autopar.capture.state.record import Record
+from autopar.capture.state.scope import is_library
 from autopar.capture.state.skeleton import Skeleton, build
-from autopar.capture.state.slots import HOOK_TABLES, HOOKS, own_attributes
+from autopar.capture.state.slots import HOOK_TABLES, HOOKS
 from autopar.capture.state.values import Path, children
 from autopar.errors import AutoparError, CaptureError
 from autopar.ir.signature.pytree import Leaf
@@ -30,11 +32,13 @@ Observation = Callable[[nn.Module, Any], None]
 class Hooks(TorchFunctionMode):
     """Watches the hooks of a model while it is entered."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """``model``: whose submodules' hooks are watched."""
+    def __init__(self, model: nn.Module, record: Record) -> None:
+        """``model``: whose submodules' hooks are watched; ``record``: of its state."""
         super().__init__()
-        self._model = model
+        self._model, self._record = model, record
+        self._latest: Record | None = None
         self._registered = 0
+        self._on_parameters: list[tuple[str, Any, Any]] = []
         self.calls: list[tuple[str, Path, tuple[Any, ...], bool]] = []
 
     @contextlib.contextmanager
@@ -53,6 +57,13 @@ class Hooks(TorchFunctionMode):
         try:
             with self:
                 yield
+            for name, hook, handle in self._on_parameters:
+                if handle.id in (handle.hooks_dict_ref() or ()):
+                    raise CaptureError(
+                        f"forward registers the hook {_title(hook)} on parameter {name!r} and leaves it there: every "
+                        "call would add one; register it once, after parallelize(), on the module that it returns, or "
+                        "remove it before forward returns"
+                    )
         finally:
             for hooks, number, hook, wrapper in wrapped:
                 # A hook may have removed itself, or another have taken its number.
@@ -61,9 +72,21 @@ class Hooks(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Watch what is registered on tensors."""
+        given: list[Any] = [*args, *(kwargs or {}).values()]
         if func is torch.Tensor.register_hook:
             self._registered += 1
-            args = (args[0], self._watch_gradients(args[1], "a tensor", ()), *args[2:])
+            register: Any = func
+            handle = register(given[0], self._watch_gradients(given[1], "a tensor", ()))
+            # Looked for now: the tracer has traced tensors in place of parameters.
+            name = next((n for n, p in self._model.named_parameters() if p is given[0]), None)
+            if name is not None:
+                self._on_parameters.append((name, given[1], handle))
+            return handle
+        if func is torch.Tensor.register_post_accumulate_grad_hook:
+            raise CaptureError(
+                f"register_post_accumulate_grad_hook in forward ({_title(given[1])}): gradients have no values while "
+                "the model is traced; register it after parallelize(), on a parameter of the module that it returns"
+            )
         if func is torch.Tensor.retain_grad:
             raise CaptureError(
                 "retain_grad() of a tensor in forward: gradients of intermediate tensors are not kept; return the "
@@ -71,9 +94,17 @@ class Hooks(TorchFunctionMode):
             )
         return func(*args, **(kwargs or {}))
 
+    def _own_state(self) -> Record:
+        """The state of the model now."""
+        # Walking through a model takes long, and there may be a hook on every module.
+        if self._latest is None or self._latest.has_changed():
+            self._latest = Record(self._model, self._record.reached)
+        return self._latest
+
     def _watch_values(self, hook: Callable[..., Any], module: str, at: Path) -> Callable[..., Any]:
         def watching(*args: Any, **kwargs: Any) -> Any:
             state, versions, registered = Record.of(hook), self._fingerprint(args), self._registered
+            own = self._own_state()
             try:
                 result = hook(*args, **kwargs)
             except CaptureError:
@@ -82,6 +113,15 @@ class Hooks(TorchFunctionMode):
                 result, failed = None, True
             else:
                 failed = False
+            if own.has_changed() and not failed:
+                # What it writes to the model's state is done again as every other write of the call is.
+                if state.has_changed(outside=own):
+                    raise CaptureError(
+                        f"the hook {_title(hook)} of {module or 'the model'} writes to the model's state and to what "
+                        "is no part of the model, which cannot be done together; keep both in attributes of the model"
+                    )
+                return result
+            own.restore()
             changed = state.has_changed()
             state.restore()
             # In place or not, a hook that computes must be in the graph; only one that does nothing else can be called
@@ -94,19 +134,20 @@ class Hooks(TorchFunctionMode):
         return watching
 
     def _fingerprint(self, args: tuple[Any, ...]) -> list[Any]:
-        """What differs after a hook that computes in place, or sets something in the model."""
+        """What differs after a hook that computes in place."""
         found: list[Any] = _versions(args)
         for module in self._model.modules():
             tables = (module._parameters, module._buffers)
             found += [(id(t), t._version) for table in tables for t in table.values() if t is not None]
-            found += map(id, own_attributes(module).values())
         return found
 
     def _watch_gradients(self, hook: Callable[..., Any], module: str, at: Path) -> Callable[..., Any]:
         def watching(*args: Any) -> Any:
             state, versions = Record.of(hook), _versions(args)
+            own = self._own_state()
             result = hook(*args)
-            changed = state.has_changed()
+            changed = state.has_changed() or own.has_changed()
+            own.restore()
             state.restore()
             if changed or (result is None and _versions(args) == versions):
                 raise CaptureError(
@@ -117,6 +158,22 @@ class Hooks(TorchFunctionMode):
             return result
 
         return watching
+
+
+def refuse_hooks_of_all_modules() -> None:
+    """Refuse the user's hooks on all modules: modules inside a graph are not called.
+
+    Raises:
+        CaptureError: there is one.
+    """
+    for hook in hooks_of_all_modules():
+        # Torch's own, of profilers, see what there is to see.
+        if not is_library(getattr(hook, "__module__", None)):
+            raise CaptureError(
+                f"the hook {_title(hook)} is registered on all modules (torch.nn.modules.module.register_module_...), "
+                "and those in a graph are not called; register it on the modules themselves "
+                "(module.register_forward_hook), or remove it before the call"
+            )
 
 
 def _title(hook: Any) -> str:
@@ -132,6 +189,36 @@ def _versions(value: Any) -> list[int]:
     # A module's tensors are compared by `_fingerprint`.
     inner = None if isinstance(value, nn.Module) else children(value)
     return [v for _, part in inner or () for v in _versions(part)]
+
+
+@contextlib.contextmanager
+def backward_watched(model: nn.Module, record: Record) -> Iterator[None]:
+    """While it lasts, backward passes of the user's autograd functions may not change a model's state.
+
+    Args:
+        model: whose.
+        record: of its state at any time.
+    """
+    # What autograd calls: replaced at torch itself, for functions that no line of the model's may name.
+    kind: Any = torch.autograd.function.BackwardCFunction
+    before = kind.apply
+
+    def apply(self: Any, *gradients: Any) -> Any:
+        own = Record(model, record.reached)
+        result = before(self, *gradients)
+        if own.has_changed():
+            raise CaptureError(
+                f"the backward pass of {type(self).__qualname__.removesuffix('Backward')} changes Python state of the "
+                "model or of its code, such as a counter or a list: a graph would not do that again; do it in forward, "
+                "or in the training loop"
+            )
+        return result
+
+    kind.apply = apply
+    try:
+        yield
+    finally:
+        kind.apply = before
 
 
 def observations(hooks: Hooks, record: Record, leaf: Callable[[torch.Tensor], Leaf]) -> list[Observation]:

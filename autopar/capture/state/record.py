@@ -20,13 +20,23 @@ import torch
 from torch import nn
 
 from autopar._torch_compat import is_traced
-from autopar.capture.state.containers import contents, differs, put, restore
+from autopar.capture.state.containers import contents, differs, is_reordered, put, restore
 from autopar.capture.state.driven import Driven, is_driven
-from autopar.capture.state.scope import scopes_of
+from autopar.capture.state.scope import Search, search
 from autopar.capture.state.skeleton import Existing, NewObject, Skeleton, has_leaf, kind_of
-from autopar.capture.state.slots import HOOK_TABLES, SCOPES, name_of, own_attributes
-from autopar.capture.state.tracked import Tracked, is_tracked, operations_of, value_of
-from autopar.capture.state.values import BUFFERS, DEEPEST, SIMPLE, Path, Step, children
+from autopar.capture.state.slots import HOOK_TABLES, SCOPES, code_of, hooks_of, name_of, own_attributes
+from autopar.capture.state.tracked import Tracked, computed_from, is_tracked, operations_of, plain
+from autopar.capture.state.values import (
+    BUFFERS,
+    DEEPEST,
+    GENERATORS,
+    SIMPLE,
+    Path,
+    Step,
+    children,
+    set_generator_state,
+    state_of_generator,
+)
 from autopar.capture.state.writes import DELETED, Replay, Write
 from autopar.errors import CaptureError
 from autopar.ir.signature.pytree import Leaf
@@ -44,13 +54,18 @@ _FIXED = (tuple, set, frozenset, weakref.ref)
 class Record:
     """The state of a model at one point in time."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """The state now."""
+    def __init__(self, model: nn.Module, reached: Search | None = None) -> None:
+        """The state now; ``reached``: what the model's code reads, where that is known."""
         self._containers: list[tuple[str, Path, Any, dict[Step, Any]]] = []
         # With the object itself: while it is alive, no other one can have its id.
         self._existing: dict[int, tuple[Existing, Any]] = {}
         self._arrays: list[tuple[str, Array, Any]] = []
-        for scope in scopes_of(model):
+        self._generators: list[tuple[str, Any, Any]] = []
+        self._tracked: dict[tuple[str, Path], Tracked] = {}
+        # Those that a call registers are not there yet when its writes are made.
+        self._tensors = {(n, t) for n, m in model.named_modules() for t in (*m._parameters, *m._buffers)}
+        self.reached = reached or search(code_of(model), hooks_of(model))
+        for scope in self.reached.scopes:
             self._visit(SCOPES, (("scope", scope.owner),), scope, 0)
         for name, module in model.named_modules():
             own = {("attr", n): v for n, v in own_attributes(module).items()}
@@ -59,13 +74,16 @@ class Record:
                 self._visit(name, (step,), value, 0)
             for table in HOOK_TABLES:  # some models register hooks in forward
                 hooks = getattr(module, table)
+                if id(hooks) in self._existing:  # by a handle, which can remove a hook
+                    continue
                 self._containers.append((name, (("attr", table),), hooks, contents(hooks)))
 
     @classmethod
     def of(cls, value: Any) -> Record:
         """The state that a function, or any other value, refers to; modules and what is in them are left out."""
         record = cls.__new__(cls)
-        record._containers, record._existing, record._arrays = [], {}, []
+        record._containers, record._existing, record._arrays, record._generators = [], {}, [], []
+        record._tracked, record._tensors = {}, set()
         record._visit("", (), value, 0)
         if isinstance(value, types.FunctionType):
             # A hook often records into a global list, which is neither in its closure nor among its defaults.
@@ -81,6 +99,8 @@ class Record:
         self._existing[id(value)] = (Existing(module, path), value)
         if isinstance(value, (np.ndarray, *BUFFERS)) and _bytes(value) <= LARGEST_ARRAY:
             self._arrays.append((name_of(module, path), value, _elements(value)))
+        if isinstance(value, GENERATORS):
+            self._generators.append((name_of(module, path), value, state_of_generator(value)))
         inner = children(value) if depth < DEEPEST and not isinstance(value, nn.Module) else None
         if inner is None:
             return
@@ -88,18 +108,37 @@ class Record:
         for step, v in inner:
             self._visit(module, (*path, step), v, depth + 1)
 
-    def has_changed(self) -> bool:
-        """Whether any container differs."""
-        return any(differs(before, contents(container)) for _, _, container, before in self._containers)
+    def has_changed(self, outside: Record | None = None) -> bool:
+        """Whether any container differs that is none of another record's."""
+        others = {id(container) for _, _, container, _ in outside._containers} if outside is not None else set()
+        # Most are tables of hooks, and empty.
+        full = (c for c in self._containers if c[3] or not isinstance(c[2], dict) or c[2])
+        found = (c for c in full if id(c[2]) not in others)
+        now = ((c, before, contents(c)) for _, _, c, before in found)
+        return any(differs(before, new) or is_reordered(c, before, new) for c, before, new in now)
+
+    def grown(self) -> str:
+        """What one more call would change again: a number that is counted, a list that grows; empty: nothing."""
+        for module, path, container, before in self._containers:
+            now = contents(container)
+            if isinstance(container, list | deque) and len(now) > len(before):
+                return name_of(module, path)
+            for step, old in before.items():
+                if is_tracked(old) and is_tracked(now.get(step)) and now[step] is not old:
+                    return name_of(module, (*path, step))
+        return ""
 
     def restore(self) -> None:
         """Give every container what it held, and every array the elements that it had."""
         for _, _, container, before in self._containers:
-            if differs(before, contents(container)):
+            now = contents(container)
+            if differs(before, now) or is_reordered(container, before, now):
                 restore(container, before)
         for _, values, elements in self._arrays:
             if not _same_elements(values, elements):
                 values[:] = elements
+        for _, generator, state in self._generators:
+            set_generator_state(generator, state)
 
     def guard_iterators(self) -> None:
         """Put a `Driven` in place of iterators: how far a call takes them cannot be undone."""
@@ -124,7 +163,8 @@ class Record:
         for module, path, container, before in self._containers:
             for step, old in before.items():
                 if (module, (*path, step)) in wanted:
-                    put(container, step, Tracked(old))
+                    number = self._tracked[module, (*path, step)] = Tracked(old)
+                    put(container, step, number)
 
     def writes(self, leaf: Callable[[torch.Tensor], Leaf], lines: Mapping[tuple[str, str], str]) -> list[Write]:
         """What has changed since.
@@ -137,6 +177,8 @@ class Record:
             CaptureError: something has changed that cannot be written after a call.
         """
         self._require_arrays_unchanged()
+        self._require_no_draws()
+        self._read_moved_numbers()
         found: list[Write] = []
         for module, path, container, step, before, now in self._changes():
             at = (*path, step)
@@ -150,17 +192,30 @@ class Record:
                 raise _cannot_change(where, container)
             if isinstance(container, types.FunctionType | tuple | weakref.ref):
                 raise _cannot_change(where, container)
-            value = DELETED if step not in now else self.skeleton(now[step], leaf, where, ())
+            operations = operations_of(now[step]) if self._is_counted(module, at, now.get(step)) else None
+            if step not in now:
+                value = DELETED
+            else:
+                value = self.skeleton(now[step], leaf, where) if operations is None else Replay(operations)
             if step in before and is_same_value(value, before[step]):
                 continue
-            found.append(Write(module, at, value))
+            found.append(Write(module, (*path, _plain_step(step)), value))
         return [w for w in found if not self._holds_same_parameters(w)]
 
     def _changes(self) -> Iterator[tuple[str, Path, Any, Step, Mapping[Step, Any], Mapping[Step, Any]]]:
-        """Every item that is another object now: module, path, container, step, and the container before and now."""
+        """Every item that is another object now: module, path, container, step, and what the container held and holds.
+
+        An item of a dict whose order has changed is one that is gone, and one that is new.
+        """
         for module, path, container, before in self._containers:
             now = contents(container)
-            if not differs(before, now):
+            if is_reordered(container, before, now):
+                # Taken out, and put in again in the new order.
+                for step in before:
+                    yield module, path, container, step, before, {}
+                for step in now:
+                    yield module, path, container, step, {}, now
+            if not differs(before, now) or is_reordered(container, before, now):
                 continue
             for step in [*before, *(s for s in now if s not in before)]:
                 both = step in now and step in before
@@ -176,6 +231,26 @@ class Record:
                     f"a call of the model writes to the elements of the {kind} {name}, which a graph cannot do again; "
                     "keep a tensor (register_buffer), or set the attribute to a new array"
                 )
+
+    def _is_counted(self, module: str, path: Path, value: Any) -> bool:
+        """Whether a value is what the call has computed of the number that was at this very path."""
+        return is_tracked(value) and computed_from(value, self._tracked.get((module, path)))
+
+    def _require_no_draws(self) -> None:
+        for name, generator, state in self._generators:
+            if repr(state_of_generator(generator)) != repr(state):
+                raise CaptureError(
+                    f"the model draws from the random generator {name}: a graph would repeat the first draw for ever; "
+                    "draw with torch (torch.rand, torch.where), or outside and pass what was drawn as an argument"
+                )
+
+    def _read_moved_numbers(self) -> None:
+        """Tracked numbers count as read wherever the call has put them but to their own place."""
+        # All of them before the first write is made: one more reader makes a number a constant.
+        for module, path, _, step, _, now in self._changes():
+            value = now.get(step)
+            if not self._is_counted(module, (*path, step), value):
+                _read_numbers(value)
 
     def _holds_same_parameters(self, write: Write) -> bool:
         """Whether a new list holds the very parameters that the old one held, as `nn.LSTM` makes it at every call."""
@@ -201,8 +276,7 @@ class Record:
             CaptureError: it holds something that cannot be rebuilt.
         """
         if is_tracked(value):
-            operations = operations_of(value)
-            return value_of(value) if operations is None else Replay(operations)
+            return plain(value)
         # Before `is_traced`: while a model is traced, its parameters are traced tensors, too.
         tensor = self._own_tensor(value)
         if tensor is not None:
@@ -211,13 +285,18 @@ class Record:
             return leaf(value)
         if id(value) in self._existing and self._existing[id(value)][1] is value:
             return self._existing[id(value)][0]
+        if isinstance(value, str) and "FakeTensor(" in value:
+            raise CaptureError(
+                f"a call of the model sets {where} to the text of a tensor, whose values are not known while it is "
+                "traced; keep the tensor itself (detach() it), and make the text outside of the model"
+            )
         if isinstance(value, (*SIMPLE, type, types.ModuleType, torch.Tensor)):
             return value
         inner = children(value)
         endless = id(value) in above or len(above) > DEEPEST
         if inner is None or isinstance(value, nn.Module | types.MethodType) or endless:
             return _opaque(value, inner is None, where)
-        items = tuple((step, self.skeleton(v, leaf, where, (*above, id(value)))) for step, v in inner)
+        items = tuple((_plain_step(step), self.skeleton(v, leaf, where, (*above, id(value)))) for step, v in inner)
         if not isinstance(value, types.FunctionType):
             return NewObject(kind_of(value), items)
         if any(has_leaf(v) for _, v in items):
@@ -238,7 +317,7 @@ class Record:
                 continue
             for table in (container._parameters, container._buffers):
                 name = next((n for n, t in table.items() if t is target), None)
-                if name is not None:
+                if name is not None and (module, name) in self._tensors:
                     # From the model on: a module may be called as `SCOPES` is.
                     parts = (*module.split("."), name) if module else (name,)
                     return Existing("", tuple(("attr", part) for part in parts), tensor=True, weak=weak)
@@ -269,6 +348,19 @@ def is_same_value(value: Skeleton, before: Any) -> bool:
     if not isinstance(value, SIMPLE) or type(value) is not type(before):
         return False
     return bool(value == before) or (value != value and before != before)
+
+
+def _plain_step(step: Step) -> Step:
+    """A step whose key may be a tracked number."""
+    return step[0], plain(step[1])
+
+
+def _read_numbers(value: Any, depth: int = 0) -> None:
+    """Let the tracked numbers in a value count as read."""
+    plain(value)
+    inner = None if is_tracked(value) or isinstance(value, nn.Module) or depth > DEEPEST else children(value)
+    for _, v in inner or ():
+        _read_numbers(v, depth + 1)
 
 
 def _is_number(value: Any) -> bool:

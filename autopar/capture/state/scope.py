@@ -14,6 +14,7 @@ import dis
 import functools
 import importlib.util
 import os
+import random
 import sys
 import threading
 import types
@@ -37,7 +38,8 @@ LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "autopar", "b
 
 SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, tuple)
 
-NAMESPACES = (types.SimpleNamespace, argparse.Namespace, threading.local, contextvars.ContextVar, weakref.ref)
+NAMESPACES = (types.SimpleNamespace, argparse.Namespace, threading.local, contextvars.ContextVar, weakref.ref,
+              random.Random, np.random.Generator, np.random.RandomState)  # fmt: skip
 """Classes of libraries whose objects hold what users put in them."""
 
 CONTAINERS = (list, dict, set, deque, np.ndarray, torch.Tensor, bytearray, memoryview, array.array)
@@ -110,26 +112,27 @@ class Scope:
         return map(self.owner.values().get, self.names, repeat(MISSING))
 
 
-def scopes_of(model: nn.Module) -> list[Scope]:
-    """The scopes that the code of a model's modules reads."""
-    return scopes_of_classes(tuple([type(m) for m in model.modules()]))
+Code = tuple[type | types.FunctionType, ...]
+"""Classes of a model's modules and of objects that these hold, and functions that they hold."""
 
 
-def scopes_of_classes(kinds: tuple[type, ...]) -> list[Scope]:
-    """The scopes that the code of some modules' classes reads."""
-    known = _known.get(kinds)
-    # Searching bytecode takes long, and every model of these classes reads the same names. But code that imports a
-    # module when it runs reads names that were not there before.
-    if known is None or any(name in sys.modules for name in known.not_imported):
-        known = _known[kinds] = _Search(tuple(dict.fromkeys(kinds)))
-    return known.scopes
+def search(code: Code, hooks: Sequence[types.FunctionType] = ()) -> Search:
+    """What some code reads and reaches; hooks are looked at for plain values alone."""
+    if hooks or any(isinstance(c, types.FunctionType) for c in code):
+        # Not kept: a function may refer to the model, which would live for ever.
+        return Search(code, hooks)
+    known = _known.get(code)
+    # Searching bytecode takes long, and every model of these classes reads the same names.
+    if known is None or not known.is_current:
+        known = _known[code] = Search(code, ())
+    return known
 
 
 @contextlib.contextmanager
-def uncached(model: nn.Module) -> Iterator[None]:
+def uncached(scopes: Sequence[Scope]) -> Iterator[None]:
     """While it lasts, functions under `functools.lru_cache` are called: caches must not hold what a trace makes."""
     kind = functools._lru_cache_wrapper
-    found = [(s.owner, n, v) for s in scopes_of(model) for n, v in s.items() if isinstance(v, kind)]
+    found = [(s.owner, n, v) for s in scopes for n, v in s.items() if isinstance(v, kind)]
     try:
         for owner, name, cache in found:
             owner[name] = cache.__wrapped__
@@ -139,23 +142,16 @@ def uncached(model: nn.Module) -> Iterator[None]:
             owner[name] = cache
 
 
-def globals_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Globals of the user's functions that a model's code reaches."""
-    kinds = tuple([type(m) for m in model.modules()])
-    scopes_of_classes(kinds)
-    return _known[kinds].globals
+_known: dict[Code, Search] = {}
 
 
-_known: dict[tuple[type, ...], _Search] = {}
-
-
-class _Search:
+class Search:
     """What ``forward`` reaches: by names of attributes, whoever has them, and by globals.
 
     A model's classes have far more code than that (``generate``, say), whose state is none of the graph's.
     """
 
-    def __init__(self, kinds: Sequence[type]) -> None:
+    def __init__(self, code: Code, hooks: Sequence[types.FunctionType]) -> None:
         """Search until nothing new is named.
 
         Attributes:
@@ -169,9 +165,13 @@ class _Search:
         self._seen: set[int] = set()
         self._attributes = {"forward", "__call__"}
         self._classes: dict[type, None] = {}
+        self._of_some_class: list[_Names] = []
         self._objects: dict[int, tuple[Any, str]] = {}
-        for kind in kinds:
-            self._add_class(kind)
+        for part in code:
+            if isinstance(part, type) and issubclass(part, nn.Module):
+                self._add_class(part)  # of a library, too
+            else:
+                self._follow(part, part.__qualname__)
         # To a fixed point: a name that one function mentions may make others of the classes reachable.
         before = -1
         while before != (before := len(self._attributes) + len(self._seen) + len(self._classes) + len(self._objects)):
@@ -179,8 +179,27 @@ class _Search:
                 self._visit_class(c)
             for space, label in list(self._objects.values()):
                 self._visit_object(space, label)
+        for names in self._of_some_class:
+            for c in self._classes:
+                self._note_assigned(c, names)
+        for hook in hooks:
+            self._visit_hook(hook)
         self.scopes = [Scope(owner, tuple(sorted(names))) for owner, names in self._names.items()]
         self.globals = list(self._globals.values())
+
+    @property
+    def is_current(self) -> bool:
+        """Whether none of the modules that the code imports has come since: that has names which were not there."""
+        return not any(name in sys.modules for name in self.not_imported)
+
+    def _visit_hook(self, hook: types.FunctionType) -> None:
+        """Of a hook plain values alone: what it records in must not make the graph another one."""
+        if _is_foreign(hook.__module__):
+            return
+        space = hook.__globals__
+        for name in _Names.of(hook.__code__).globals:
+            if isinstance(space.get(name, len), SIMPLE):
+                self._note(space, str(space.get("__name__", "")), name)
 
     def _add_class(self, kind: type) -> None:
         own = [c for c in kind.__mro__ if not is_library(c.__module__)]
@@ -192,11 +211,13 @@ class _Search:
         if _is_installed(kind.__module__):
             self._visit_installed(kind)
             return
-        special = not issubclass(kind, nn.Module)  # its operators are called without a name
+        # Operators are called without a name, and so are the methods of a differentiable function.
+        special, differentiates = not issubclass(kind, nn.Module), issubclass(kind, torch.autograd.Function)
         for name, value in list(vars(kind).items()):
             function = _function_in(value)
             # Only what some code names: `generate` of a transformer, say, is not called by forward.
-            if name in self._attributes or (special and function is not None and name.startswith("__")):
+            called = function is not None and special and (name.startswith("__") or differentiates)
+            if name in self._attributes or called:
                 self._visit_value(kind, kind.__qualname__, name, value)
 
     def _visit_installed(self, kind: type) -> None:
@@ -227,6 +248,8 @@ class _Search:
         names = _Names.of(function.__code__)
         self._attributes.update(names.attributes)
         self._visit_environment(names)
+        if {"type", "__class__"} & {*names.globals, *names.attributes}:
+            self._of_some_class.append(names)
         if vars(function):
             # Attributes of the function itself, such as a counter ``f.calls``.
             self._objects[id(function)] = function, function.__qualname__
@@ -234,11 +257,21 @@ class _Search:
             with contextlib.suppress(ValueError):  # nothing has been assigned yet
                 self._follow(cell.cell_contents, function.__qualname__)
         space = self._globals[id(function.__globals__)] = function.__globals__
+        label = str(space.get("__name__", ""))
         for name in names.globals:
             if name in space:
-                self._visit_value(space, str(space.get("__name__", "")), name, space[name])
+                self._visit_value(space, label, name, space[name])
+                if isinstance(space[name], type | types.FunctionType):
+                    self._note_assigned(space[name], names)
+            elif name in names.assigned:
+                self._note(space, label, name)
         for module, imported in names.imports:
             self._visit_import(module, imported, str(space.get("__package__") or ""))
+
+    def _note_assigned(self, owner: Any, names: _Names) -> None:
+        """Attributes of a function or class, such as a counter ``f.calls``, that may not be there yet."""
+        for attribute in names.assigned if not _is_foreign(owner.__module__) else ():
+            self._note(owner, owner.__qualname__, attribute)
 
     def _visit_environment(self, names: _Names) -> None:
         """The environment's variables, all of them: which ones the code asks for is not known."""
@@ -269,7 +302,7 @@ class _Search:
         if function is not None:
             is_state = isinstance(space, type) or not _is_foreign(function.__module__)
         else:
-            is_state = isinstance(value, (*SIMPLE, *CONTAINERS, *NAMESPACES)) or _is_users_object(value)
+            is_state = isinstance(value, (*SIMPLE, *CONTAINERS, *NAMESPACES)) or is_users_object(value)
         if is_state:
             self._note(space, label, name)
         self._follow(value, f"{label}.{name}")
@@ -283,12 +316,17 @@ class _Search:
         elif isinstance(value, type):
             if not _is_foreign(value.__module__):
                 self._add_class(value)
+        # A registry of functions, say.
+        elif isinstance(value, list | tuple | dict | functools.partial | types.MethodType):
+            for part in _parts(value):
+                if isinstance(part, type | types.FunctionType):
+                    self._follow(part, label)
         elif function is not None:
             self._visit_function(function)
         elif isinstance(value, types.SimpleNamespace | argparse.Namespace | threading.local):
             self._objects[id(value)] = value, label
         # A config, a tracker: its class's code is searched, too.
-        elif _is_users_object(value):
+        elif is_users_object(value):
             self._objects[id(value)] = value, label
             self._add_class(type(value))
 
@@ -297,16 +335,26 @@ class _Search:
         self._names.setdefault(owner, set()).add(name)
 
 
-def _is_users_object(value: Any) -> bool:
+def is_users_object(value: Any) -> bool:
     """Whether a value is an object of a class of the user's that may have state; modules are looked at themselves."""
     kind = type(value)
     plain = isinstance(value, type | types.ModuleType | types.FunctionType | types.MethodType | nn.Module)
     return not plain and kind not in SIMPLE and not _is_foreign(kind.__module__)
 
 
+def _parts(value: Any) -> list[Any]:
+    """What a container of functions and classes holds."""
+    if isinstance(value, functools.partial):
+        return [value.func]
+    if isinstance(value, types.MethodType):
+        return [value.__func__, type(value.__self__)]
+    return list(value.values() if isinstance(value, dict) else value)
+
+
 def is_library(module: str | None) -> bool:
     """Whether a module is of Python's, torch's, numpy's or autopar's."""
-    return module is None or module.partition(".")[0] in LIBRARIES
+    # No text: a class of Cython's says it through a descriptor.
+    return not isinstance(module, str) or module.partition(".")[0] in LIBRARIES
 
 
 @functools.cache
@@ -340,18 +388,22 @@ class _Names:
         globals: also builtins.
         attributes: apart from globals: ``self.step`` has nothing to do with a loop's variable ``step``.
         imports: modules that it imports, as an import statement says them, each with the names taken from it.
+        assigned: globals and attributes that it assigns.
     """
 
     globals: tuple[str, ...]
     attributes: tuple[str, ...]
     imports: tuple[tuple[str, tuple[str, ...]], ...]
+    assigned: frozenset[str]
 
     @classmethod
+    @functools.lru_cache(MOST)
     def of(cls, code: types.CodeType) -> _Names:
         """Read the bytecode."""
         found: tuple[dict[str, None], dict[str, None]] = ({}, {})
         strings: dict[str, None] = {}
         imports: dict[str, tuple[str, ...]] = {}
+        assigned: set[str] = set()
         pending = [code]
         while pending:
             part = pending.pop()
@@ -360,6 +412,8 @@ class _Names:
             level, names = 0, ()
             for instruction in dis.get_instructions(part):
                 operation, argument = instruction.opname, instruction.argval
+                if operation in ("STORE_GLOBAL", "STORE_ATTR"):
+                    assigned.add(argument)
                 # By suffix: the opcodes' full names differ between versions of Python.
                 if operation.endswith(("_GLOBAL", "_NAME")) and operation != "IMPORT_NAME":
                     found[0][argument] = None
@@ -373,7 +427,7 @@ class _Names:
         if BY_STRING & {*found[0], *found[1]}:
             found[0].update(strings)
             found[1].update(strings)
-        return cls(tuple(found[0]), tuple(found[1]), tuple(imports.items()))
+        return cls(tuple(found[0]), tuple(found[1]), tuple(imports.items()), frozenset(assigned))
 
 
 def _own(value: Any) -> Mapping[str, Any]:

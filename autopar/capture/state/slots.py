@@ -6,7 +6,7 @@ every call, cheaply: what has not been assigned since is not described anew.
 
 from __future__ import annotations
 
-import random
+import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from autopar.capture.state.inventory import Holdings, Inventory, same_objects
-from autopar.capture.state.scope import Scope, scopes_of_classes
-from autopar.capture.state.values import BUFFERS, OWN, Path, Same, children, describe, walk
+from autopar.capture.state.scope import Code, Scope, Search, is_users_object, search
+from autopar.capture.state.values import BUFFERS, GENERATORS, OWN, Path, Same, children, describe, walk
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -87,7 +87,33 @@ _SETTINGS: dict[str, Callable[[], Any]] = {
 Signature = dict[str, dict[Path, Any]]
 """State by the path of the module and the path in it."""
 
-_MUTABLE = (torch.Tensor, np.ndarray, random.Random, np.random.Generator, *BUFFERS)
+
+def _code_in(value: Any) -> Iterator[type | types.FunctionType]:
+    """The user's code that a value is: a function, or the class of an object."""
+    if isinstance(value, types.FunctionType):
+        yield value
+    elif isinstance(value, types.MethodType):
+        yield value.__func__  # type: ignore[misc]
+        yield type(value.__self__)
+    elif is_users_object(value) or isinstance(value, nn.Module):
+        yield type(value)
+
+
+def code_of(model: nn.Module) -> Code:
+    """The classes of a model's modules, and functions and classes of objects that these hold."""
+    kinds = [type(m) for m in model.modules()]
+    held = [c for m in model.modules() for name, value in own_attributes(m).items()
+            for _, part, _ in walk(value, (("attr", name),), set()) for c in _code_in(part)]  # fmt: skip
+    return tuple(dict.fromkeys([*kinds, *held]))
+
+
+def hooks_of(model: nn.Module) -> tuple[types.FunctionType, ...]:
+    """Functions among the hooks of a model."""
+    hooks = [v for m in model.modules() for name in HOOKS for v in getattr(m, name).values()]
+    return tuple(dict.fromkeys(h for h in hooks if isinstance(h, types.FunctionType)))
+
+
+_MUTABLE = (torch.Tensor, np.ndarray, *GENERATORS, *BUFFERS)
 
 
 Contents = dict[int, tuple[Any, ...]]
@@ -103,6 +129,7 @@ class _Description:
         described: what describes each container and leaf, by its path.
         containers: those that can change, with what is in them.
         leaves: tensors, arrays and generators, with what describes them.
+        code: functions and classes of the user's that are in it.
     """
 
     def __init__(self, values: tuple[Any, ...], buffers: tuple[Any, ...] = ()) -> None:
@@ -110,6 +137,7 @@ class _Description:
         self.described: dict[Path, Any] = {}
         self.containers: list[tuple[Any, tuple[Any, ...]]] = []
         self.leaves: list[tuple[Any, Any]] = []
+        self.code: dict[type | types.FunctionType, None] = {}
 
     def add(self, walked: Iterator[tuple[Path, Any, Any]], inputs: frozenset[int], contents: Contents) -> None:
         """Add what `walk` finds; ``inputs``: ids of parameters and buffers, whose values the graph takes as inputs."""
@@ -118,6 +146,7 @@ class _Description:
                 self.described[at] = "a parameter or buffer", id(part)
                 continue
             self.described[at] = text
+            self.code.update(dict.fromkeys(_code_in(part)))
             if isinstance(part, _MUTABLE):
                 self.leaves.append((part, text))
             elif part is not None and children(part) is not None:
@@ -135,6 +164,8 @@ class _Whole:
 
     def __init__(self, inventory: Inventory, found: Signature, parts: list[_Description]) -> None:
         self.inventory, self.found = inventory, found
+        held = dict.fromkeys(c for d in parts for c in d.code)
+        self.code: Code = tuple({**dict.fromkeys([kind for kind, _ in inventory.modes]), **held})
         self._holdings = Holdings([c for d in parts for c in d.containers])
         self._leaves = [leaf for d in parts for leaf in d.leaves]
         self._buffers = [(m, _buffers_of(m)) for _, m in inventory.modules if m._buffers]
@@ -160,6 +191,7 @@ class Slots:
         self._settings: dict[Path, Any] = {}
         self._inventory: Inventory | None = None
         self._whole: dict[bool, _Whole] = {}
+        self._search: tuple[tuple[Code, tuple[types.FunctionType, ...]], Search] | None = None
 
     def inventory(self, compare: bool = True) -> Inventory:
         """What the model consists of now; the same object as long as that has not changed.
@@ -186,18 +218,25 @@ class Slots:
             compare: as of `inventory`.
         """
         inventory, contents = self.inventory(compare), Contents()
-        rest = {
-            SCOPES: self._of_scopes(scopes_of_classes(tuple([kind for kind, _ in inventory.modes])), contents),
-            SETTINGS: self._of_settings(),
-        }
         known = self._whole.get(constants)
-        if known is not None and known.inventory is inventory and known.holds(contents):
-            if any(known.found[name] is not own for name, own in rest.items()):
-                known.found = {**known.found, **rest}
-            return known.found
-        return self._described(inventory, constants, contents, rest)
+        if known is None or known.inventory is not inventory or not known.holds(contents):
+            known = self._whole[constants] = self._described(inventory, constants, contents)
+        rest = {SCOPES: self._of_scopes(self._searched(inventory, known.code).scopes, contents),
+                SETTINGS: self._of_settings()}  # fmt: skip
+        if any(known.found.get(name) is not own for name, own in rest.items()):
+            known.found = {**known.found, **rest}
+        return known.found
 
-    def _described(self, inventory: Inventory, constants: bool, contents: Contents, rest: Signature) -> Signature:
+    def _searched(self, inventory: Inventory, code: Code) -> Search:
+        """What the code of the model and of what it holds reads, as of the last time where it is the same."""
+        if "hooks" not in inventory.memo:
+            inventory.memo["hooks"] = hooks_of(self._model)
+        asked = (code, inventory.memo["hooks"])
+        if self._search is None or self._search[0] != asked or not self._search[1].is_current:
+            self._search = asked, search(*asked)
+        return self._search[1]
+
+    def _described(self, inventory: Inventory, constants: bool, contents: Contents) -> _Whole:
         """The state of every module, each described anew where it has changed."""
         modules = inventory.modules
         own = tuple(t for _, m in modules for t in m._parameters.values())
@@ -206,9 +245,8 @@ class Slots:
             buffers = [t for _, m in modules for t in m._buffers.values()]
             self._parameters, self._inputs = own, frozenset(map(id, (*own, *buffers)))
             self._known = {key: known for key, known in self._known.items() if key[0] == SCOPES}
-        found = {path: self._of(path, module, constants, contents) for path, module in modules} | rest
-        self._whole[constants] = _Whole(inventory, found, [self._known[path, constants] for path, _ in modules])
-        return found
+        found = {path: self._of(path, module, constants, contents) for path, module in modules}
+        return _Whole(inventory, found, [self._known[path, constants] for path, _ in modules])
 
     def _of_settings(self) -> dict[Path, Any]:
         found: dict[Path, Any] = {(("attr", name),): read() for name, read in _SETTINGS.items()}

@@ -62,9 +62,9 @@ def operations_of(value: Tracked) -> tuple[Operation, ...] | None:
     return None if reads else operations
 
 
-def value_of(value: Tracked) -> Number:
-    """The number, unnoticed."""
-    return value._tracked[0]
+def computed_from(value: Tracked, origin: Tracked | None) -> bool:
+    """Whether a number was computed from another one, or is it."""
+    return origin is not None and value._tracked[2] is origin._tracked[2]
 
 
 def replayed(value: Number, operations: tuple[Operation, ...]) -> Number:

@@ -30,6 +30,9 @@ SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.
 BUFFERS = (bytearray, memoryview, array.array)
 """Numbers in memory that can be written one by one."""
 
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+"""Generators of random numbers that are no tensors."""
+
 DEEPEST = 12
 """Levels of containers in one another that are described."""
 
@@ -58,7 +61,8 @@ def children(value: Any) -> list[tuple[Step, Any]] | None:
     if isinstance(value, types.FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         inner = [(("cell", n), c.cell_contents) for n, c in cells if _is_filled(c)]
-        return inner + [(("default", i), d) for i, d in enumerate(value.__defaults__ or ())]
+        inner += [(("default", i), d) for i, d in enumerate(value.__defaults__ or ())]
+        return inner + [(("kwdefault", n), d) for n, d in (value.__kwdefaults__ or {}).items()]
     # A bound method is its object's state; a module's own is described with the module.
     if isinstance(value, types.MethodType):
         return [] if isinstance(value.__self__, nn.Module) else [(("attr", "__self__"), value.__self__)]
@@ -153,11 +157,26 @@ def describe(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         # No version counts writes to an array, so its elements are hashed at every call.
         return "array", value.shape, str(value.dtype), hashlib.sha256(np.ascontiguousarray(value).data).hexdigest()
-    if isinstance(value, random.Random):
-        return "random", hash(value.getstate())
-    if isinstance(value, np.random.Generator):
-        return "random", repr(value.bit_generator.state)
+    if isinstance(value, GENERATORS):
+        return "random", repr(state_of_generator(value))
     return type(value), Same(value)
+
+
+def state_of_generator(value: Any) -> Any:
+    """What the next numbers of a generator depend on."""
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    return value.getstate() if isinstance(value, random.Random) else value.get_state()
+
+
+def set_generator_state(value: Any, state: Any) -> None:
+    """Wind a generator back to a state that it had."""
+    if isinstance(value, np.random.Generator):
+        value.bit_generator.state = state
+    elif isinstance(value, random.Random):
+        value.setstate(state)
+    else:
+        value.set_state(state)
 
 
 class Same:
@@ -202,6 +221,7 @@ def walk(value: Any, path: Path, seen: set[int], depth: int = 0) -> Iterator[tup
     seen.add(id(value))
     # Two functions of one closure are different code; two lists of equal items are the same state.
     kind: Any = Same(value) if isinstance(value, types.FunctionType) else len(inner)
+    kind = tuple(map(hash, value)) if isinstance(value, dict) else kind  # their order
     kind = (value.__func__, Same(value.__self__)) if isinstance(value, types.MethodType) else kind
     yield path, value, (type(value), kind)
     for step, v in inner:

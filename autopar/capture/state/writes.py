@@ -56,10 +56,10 @@ def apply(model: nn.Module, writes: Sequence[Write], results: Any) -> None:
         writes: of the call.
         results: for the leaves.
     """
-    # All values before the first is written: they may refer to what others overwrite.
+    # All values and containers before the first is written: they may be in what others overwrite.
     values = [_value(model, w, results) for w in writes]
-    for write, value in zip(writes, values, strict=True):
-        container = find(model, write.module, write.path[:-1])
+    containers = [find(model, w.module, w.path[:-1]) for w in writes]
+    for write, value, container in zip(writes, values, containers, strict=True):
         step = write.path[-1]
         if value is DELETED:
             delete(container, step)
@@ -70,9 +70,17 @@ def apply(model: nn.Module, writes: Sequence[Write], results: Any) -> None:
             container._buffers.setdefault(step[1], None)  # register_buffer refuses names of other attributes
             container.register_buffer(step[1], value, persistent=step[0] == "buffer")
         elif isinstance(container, nn.Module) and not write.path[:-1]:
-            setattr(container, step[1], value)  # through nn.Module, which registers modules and parameters
+            _set_on_module(container, step[1], value)
         else:
             put(container, step, value)
+
+
+def _set_on_module(module: nn.Module, name: str, value: Any) -> None:
+    """Set what the module's own ``__setattr__``, or a property's setter, has made of a value already."""
+    if hasattr(getattr(type(module), name, None), "__set__"):
+        vars(module)[name] = value
+    else:
+        nn.Module.__setattr__(module, name, value)  # which registers modules and parameters
 
 
 def _value(model: nn.Module, write: Write, results: Any) -> Any:

@@ -216,7 +216,7 @@ def _axis_sizes(axes: Mapping[str, int]) -> dict[str, int]:
 def _microbatch(batch: Batch, data: int, size: int | None) -> tuple[Batch, int]:
     """One microbatch, without values, and how many a data rank has."""
     # The first tensor tells the samples; others may be masks or scalars of the whole batch.
-    tensors, skeleton = pytree.flatten(batch, "batch")
+    tensors, skeleton = pytree.flatten(batch, "batch", shared=True)
     if not tensors or not tensors[0].ndim:
         raise ValueError(
             "the batch does not begin with a tensor of samples; put one along whose first dim they lie first"

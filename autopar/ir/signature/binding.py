@@ -123,7 +123,7 @@ def bind(model: nn.Module, batch: Any) -> tuple[list[torch.Tensor], Arguments]:
     named: dict[str, tuple[str, str | None]] = {k: (k, None) if k in own else (parameters.more, k) for k in kwargs}
     numbers: list[float] = []
     # Bound values in the order of the parameters: how the call passed them makes no difference.
-    tensors, skeleton = pytree.flatten(values, "batch", numbers=numbers)
+    tensors, skeleton = pytree.flatten(values, "batch", numbers=numbers, shared=True)
     hooked = bool(model._forward_hooks or model._forward_pre_hooks)
     kind = type(batch) if isinstance(batch, tuple | list) else tuple
     return tensors, Arguments(skeleton.items, positional, named, kind, len(tensors), tuple(numbers), hooked)

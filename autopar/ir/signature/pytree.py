@@ -133,7 +133,9 @@ class _Visitor:
             self.numbers.append(v)
             return RuntimeFloat.of_batch(len(self.numbers) - 1)
         if isinstance(v, _PLAIN):
-            return v
+            # Another class than it says: a number of the model's state in disguise, while it is traced.
+            said: Any = v.__class__
+            return v if type(v) is said else said(v)
         if isinstance(v, AbstractSet) or _is_numpy_scalar(v):
             return self._constant(v, path)
         # Ids of the containers around this one: the same list twice side by side is fine.

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from autopar.errors import AutoparError
 from autopar.ir.ops.random import current_seed, step_seed
@@ -83,7 +82,12 @@ def run(
     anchor = torch.empty(0, requires_grad=True)
     refuse: Any = _Refusal.apply
     return [
-        outputs[i] if i in outputs else refuse(anchor, [r], i) if i in step.program.withheld else r
+        outputs[i]
+        if i in outputs
+        else refuse(anchor, [r], i)
+        if i in step.program.withheld
+        # One that is also the loss, such as loss.detach(), has its history by now.
+        else (r.detach() if r.requires_grad else r)
         for i, r in enumerate(call.results)
     ]
 
@@ -116,8 +120,18 @@ class _StepFunction(torch.autograd.Function):
         return tuple(call.results[i] for i in step.differentiable)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        with torch.no_grad():
+            found = _StepFunction._backward(ctx, *gradients)
+        if not torch.is_grad_enabled():
+            return found
+        # With create_graph=True. Gradients without a history would be constants, silently: of a penalty, say.
+        anchor = torch.empty(0, requires_grad=True)
+        refuse: Any = _SecondRefusal.apply
+        return tuple(None if g is None else refuse(anchor, [g]) for g in found)
+
+    @staticmethod
+    def _backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
         step = call.step
         call.agree("backward")
@@ -164,6 +178,23 @@ def _reached(
     # As in torch. An optimizer skips a parameter without a gradient; with zeros it would apply weight decay.
     given = {int(name) for name, gradient in incoming.items() if gradient is not None}
     return {name: g for name, g in gradients.items() if not step.reached[name].isdisjoint(given)}
+
+
+class _SecondRefusal(torch.autograd.Function):
+    """A gradient, which raises if someone differentiates it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, box: list[torch.Tensor]) -> torch.Tensor:
+        # In a list, as of `_Refusal`.
+        return box[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        raise AutoparError(
+            "a gradient of a gradient of the parallelized model was asked for (create_graph=True), which its graphs do "
+            "not compute: take gradients of gradients inside the model, with torch.autograd.grad(..., "
+            "create_graph=True) in forward or in loss_fn=lambda output, batch: ..."
+        )
 
 
 class _Refusal(torch.autograd.Function):

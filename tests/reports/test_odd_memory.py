@@ -1,0 +1,191 @@
+"""Tensors in one another's memory, entries that are replaced, and what else a trace turns into something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from autopar import parallelize
+from autopar.errors import CaptureError
+
+D = torch.float64
+
+
+class Model(nn.Module):
+    """Two linear layers, buffers of which one is a view, and a function of these."""
+
+    def __init__(self, function: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.f, self.g = nn.Linear(4, 4, dtype=D), nn.Linear(4, 4, dtype=D)
+        self.register_buffer("whole", torch.ones(6, 4, dtype=D))
+        self.register_buffer("part", self.whole[:1])
+        self.register_buffer("other", torch.ones(4, 4, dtype=D))
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        written = self.function(self, x)
+        loss = self.g(self.f(x)).square().mean() + self.other.mean()
+        return loss * written.mean() if isinstance(written, torch.Tensor) else loss
+
+
+def x() -> torch.Tensor:
+    return torch.randn(6, 4, dtype=D, generator=torch.Generator().manual_seed(1))
+
+
+def sets(name: str, value: Callable[[Any, torch.Tensor], Any]) -> Callable[[Any, torch.Tensor], None]:
+    def function(m: Any, x: torch.Tensor) -> None:
+        path, _, attribute = name.rpartition(".")
+        setattr(attrgetter(path)(m) if path else m, attribute, value(m, x))
+
+    return function
+
+
+def exchanges(m: Any, _: Any) -> None:
+    m.f.weight.data, m.g.weight.data = m.g.weight.data, m.f.weight.data
+
+
+def replaces(m: Any, _: Any) -> None:
+    m.f, m.g = m.g, m.f
+
+
+def puts_back(m: Any, _: Any) -> None:
+    weight = m.f.weight
+    del m.f.weight
+    m.f.weight = weight
+
+
+def calls(name: str, *arguments: Any) -> Callable[[Any, torch.Tensor], None]:
+    def function(m: Any, x: torch.Tensor) -> None:
+        attrgetter(name)(m)(*arguments)
+
+    return function
+
+
+KEPT = torch.zeros(4, dtype=D)
+
+
+def shares_fresh_memory(m: Any, _: Any) -> None:
+    m.f.weight.data = m.g.weight.data = m.g.weight.data * 2
+
+
+REFUSED: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
+    "data exchanged": (exchanges, "'f.weight' is set to memory of 'g.weight'"),
+    "data of another": (sets("f.weight.data", lambda m, x: m.g.weight.data.t()), "set to memory of 'g.weight'"),
+    "data transposed": (sets("f.weight.data", lambda m, x: m.f.weight.data.t()), "set to memory of 'f.weight'"),
+    "data of two": (shares_fresh_memory, "both would share it"),
+    "a global in place": (
+        lambda m, x: KEPT.add_(1),
+        r"writes in place to a tensor .*test_odd_memory.py:\d+ that is kept",
+    ),
+    "an item of a global": (lambda m, x: KEPT.__setitem__(0, 1.0), "writes in place to a tensor"),
+    "data of the batch": (sets("whole.data", lambda m, x: x), "set to memory of the batch's tensor 0"),
+    "a view in an attribute": (sets("kept", lambda m, x: m.f.weight.detach()), "to memory of parameter 'f.weight'"),
+    "a view in a buffer": (sets("other", lambda m, x: m.f.weight.detach()), "to memory of parameter 'f.weight'"),
+    "the whole of a view": (calls("whole.add_", 1), "'whole' and 'part' share their memory"),
+    "submodules": (replaces, "replaces or deletes 'f'"),
+    "parameter": (puts_back, "replaces or deletes 'f.weight'"),
+    "buffer": (lambda m, x: delattr(m, "part"), "deletes buffer 'part'"),
+    "frozen": (calls("f.weight.requires_grad_", False), "sets requires_grad of a parameter"),
+    "resized": (calls("other.resize_", 7, 4), "resizes a tensor"),
+    "backward pass": (lambda m, x: m.f(x).sum().backward(), r"it calls backward\(\)"),
+    "numpy": (lambda m, x: m.f(x).detach().numpy(), "hands a tensor to numpy"),
+    "formatted": (lambda m, x: f"{m.f(x).mean():.2f}", "makes a text of a tensor"),
+    "sparse": (lambda m, x: torch.sparse.mm(torch.eye(6, dtype=D).to_sparse(), m.f(x)), "layout torch.sparse_coo"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    function, text = REFUSED[name]
+    with pytest.raises(CaptureError, match=text):
+        parallelize(Model(function), None)(x())
+
+
+def profiled(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.profiler.record_function("a name"):
+        y: torch.Tensor = m.f(x)
+    return y
+
+
+def copied(m: Any, x: torch.Tensor) -> None:
+    m.f.weight.data = m.f.weight.data
+    m.f.weight.data = m.g.weight.data.clone()
+    m.other = m.g.weight.detach().clone()
+
+
+def from_a_vector(m: Any, x: torch.Tensor) -> None:
+    vector_to_parameters(parameters_to_vector(m.g.parameters()).detach() * 0.5, m.f.parameters())
+
+
+def registers(m: Any, x: torch.Tensor) -> torch.Tensor:
+    if not hasattr(m, "table"):
+        m.register_buffer("table", torch.arange(4.0, dtype=D), persistent=False)
+        m.kept = m.table
+    return m.f(x) * m.kept
+
+
+doubled = torch.compile(lambda y: y * 2, backend="eager")
+
+SAME: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "profiled": profiled,
+    "copied": copied,
+    "from a vector": from_a_vector,
+    "a buffer under two names": registers,
+    "compiled": lambda m, x: doubled(m.f(x)),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_equal_to_eager(name: str) -> None:
+    plain = Model(SAME[name])
+    model = parallelize(Model(SAME[name]), None)
+    for _ in range(2):
+        for m in (model, plain):
+            m.zero_grad()
+            m(x()).backward()
+        for (key, a), b in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=key)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_the_detached_loss_requires_no_gradient() -> None:
+    model: Any = nn.Linear(4, 4, dtype=D)
+    model.forward = lambda x, old=model.forward: (lambda y: {"loss": y, "log": y.detach()})(old(x).square().mean())
+    found = parallelize(model, None)(x())
+    assert found["loss"].requires_grad and not found["log"].requires_grad
+    assert found["loss"] == found["log"]
+
+
+class Attends(nn.Module):
+    """Asks whether two arguments are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(4, 4, dtype=D)
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return self.f(query * key).square().mean() * (2 if query is key else 3)
+
+
+def test_one_tensor_twice() -> None:
+    """In any order of the calls."""
+    plain = Attends()
+    model = parallelize(Attends(), None)
+    model.load_state_dict(plain.state_dict())
+    for pair in ([x()] * 2, [x(), x()], [x().requires_grad_()] * 2):
+        gradients = []
+        for m in (model, plain):
+            pair[0].grad = None
+            m(*pair).backward()
+            gradients.append(pair[0].grad)
+        torch.testing.assert_close(model(*pair), plain(*pair), rtol=1e-12, atol=1e-12)
+        if gradients[1] is not None:
+            torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-12, atol=1e-12)
