@@ -22,6 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 LLAMA = [f"llama3-8b {layers} {memory}" for layers in (4, 32) for memory in ("none", "80GiB", "8GiB")]
 LLAMA += ["llama3-405b 126 72GiB"]
+LLAMA += [f"llama3-8b-on-three-axes 32 {memory}" for memory in ("none", "24GiB", "12GiB")]
 SMALL = ["mlp", "encoder", "cnn", "gpt2", "llama", "bert", "vit"]
 COLUMNS = ("case", "capture_s", "after_s", "cpu_s", "peak_GiB", "graph", "classes", "objective_ms", "gap", "method")
 
@@ -32,6 +33,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="seven small models on axes a=2,b=2,c=2")
     parser.add_argument("--only", metavar="TEXT", default="", help="cases that contain TEXT")
     parser.add_argument("--time-limit", type=float, default=120.0, help="seconds of the search in each case")
+    parser.add_argument("--serial", action="store_true", help="as if no collective ran beside kernels")
     parser.add_argument("--whole", action="store_true", help="capture every block")
     parser.add_argument("--check", action="store_true", help="verify the bound, too; counted into the times")
     parser.add_argument("--repeat", type=int, default=1, help="runs of each case")
@@ -41,13 +43,13 @@ def main() -> None:
     if options.repeat < 1:
         parser.error(f"--repeat {options.repeat}: every case runs at least once")
     if options.case:
-        print(json.dumps(measure(options.case, options.time_limit, options.whole, options.check)))
+        print(json.dumps(measure(options.case, options.time_limit, options.whole, options.check, options.serial)))
         return
     least: dict[str, dict[str, Any]] = {}
     cases = [c for c in (SMALL if options.small else LLAMA) if options.only in c]
     for turn in range(options.repeat):
         for case in cases:
-            row = in_a_process(case, options.time_limit, options.whole, options.check)
+            row = in_a_process(case, options.time_limit, options.whole, options.check, options.serial)
             least[case] = fastest(least.get(case, row), row)
             if options.repeat > 1:
                 print(f"turn {turn + 1} of {options.repeat}: {case}", file=sys.stderr)
@@ -65,11 +67,11 @@ def fastest(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     return {k: min(v, b[k]) if k.endswith("_s") else v for k, v in a.items()}
 
 
-def in_a_process(case: str, time_limit: float, whole: bool, check: bool) -> dict[str, Any]:
+def in_a_process(case: str, time_limit: float, whole: bool, check: bool, serial: bool) -> dict[str, Any]:
     """What the case reports, or its error."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "AUTOPAR_CACHE": "0"}
     command = [sys.executable, __file__, "--case", case, "--time-limit", str(time_limit)]
-    command += ["--whole"] * whole + ["--check"] * check
+    command += ["--whole"] * whole + ["--check"] * check + ["--serial"] * serial
     try:
         done = subprocess.run(
             command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300 + 4 * time_limit
@@ -99,7 +101,7 @@ def print_row(row: dict[str, Any], header: bool) -> None:
     print("  ".join([*cells, row["method"]]), flush=True)
 
 
-def measure(case: str, time_limit: float, whole: bool, check: bool) -> dict[str, Any]:
+def measure(case: str, time_limit: float, whole: bool, check: bool, serial: bool = False) -> dict[str, Any]:
     """Plan one case in this process."""
     sys.path.insert(0, str(ROOT))
     warnings.simplefilter("ignore")
@@ -114,16 +116,19 @@ def measure(case: str, time_limit: float, whole: bool, check: bool) -> dict[str,
     torch.set_num_threads(1)
     name, *rest = case.split()
     if name.startswith("llama3-"):
-        model, batch = llama3(name, int(rest[0]))
+        model, batch = llama3(name.removesuffix("-on-three-axes"), int(rest[0]))
         axes, cluster = {"node": 32 if name == "llama3-8b" else 2048, "gpu": 8}, "h100"
+        if name.endswith("on-three-axes"):
+            axes = {"node": 4, "rail": 8, "gpu": 8}
         memory = None if rest[1] == "none" else rest[1]
     else:
         model, batch = small(name)
         axes, cluster, memory = {"a": 2, "b": 2, "c": 2}, "cpu", None
+    pins = {"overlap": "none"} if serial else {}
     start = time.perf_counter()
     program = (program_of if whole else program_to_plan)(model, batch)
     captured, before = time.perf_counter(), time.process_time()
-    plan = solve(program, axes, cluster, memory=memory, search=Search(time_limit=time_limit, check=check))
+    plan = solve(program, axes, cluster, memory=memory, search=Search(time_limit=time_limit, check=check, pins=pins))
     done, after = time.perf_counter(), time.process_time()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {

@@ -23,8 +23,11 @@ SWEEPS_PER_DECODE = 4
 MAX_SWEEPS = 60
 EXACT = 1e-10  # relative; labels that cannot improve the incumbent by more are dropped even when the gap asked is 0
 
-WINDOWS = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
-"""Shares of the bound, above it, within which labelings are looked for; after the last, up to the incumbent."""
+FIRST_WINDOW, LAST_WINDOW = 1e-3, 3.2e-2
+"""Shares of the bound above it, within which labelings are looked for: each twice the last one, and then all of it."""
+
+MOST_RETRIES = 3
+"""So often, the bound of a window that was too large to be searched is where windows begin anew."""
 
 MOST_COLUMNS = 200_000
 """Of an ILP that is worth being tried: larger ones take minutes, and gigabytes, to say little."""
@@ -107,7 +110,8 @@ def minimize(graph: Workspace, value_of: Value, limits: Limits, start: Ints | No
         best.offer(unfold(graph, np.zeros(len(graph.cost), dtype=np.int64)))
         return _finish(best, graph.constant, "elimination")
     bound, method, dropped = ascend(graph, best, limits), "dual ascent", best.applied
-    for window in (*WINDOWS, np.inf):
+    window, too_large = FIRST_WINDOW, 0
+    while True:
         best.cap = np.inf
         done = bound >= best.cutoff()
         if done or limits.expired():
@@ -116,9 +120,14 @@ def minimize(graph: Workspace, value_of: Value, limits: Limits, start: Ints | No
         best.cap = bound + window * abs(bound) if np.isfinite(bound) else np.inf
         best.applied, whole = np.inf, best.cap >= best.value or best.cap == np.inf
         found, method = _below_cutoff(graph.copy(), best, limits)
-        bound = max(bound, min(found, best.applied))
-        if whole or method in ("time limit", "size"):
+        before, bound = bound, max(bound, min(found, best.applied))
+        too_large += method == "size"
+        # What is too large to be searched has a better bound at least, and a narrow window above that may be small.
+        if method == "time limit" or (method == "size" and (bound <= before or too_large > MOST_RETRIES)):
             break
+        if whole and method != "size":
+            break
+        window = FIRST_WINDOW if method == "size" else 2 * window if window < LAST_WINDOW else np.inf
     best.applied = dropped  # of labels that are gone from every window
     return _finish(best, bound, method)
 

@@ -114,7 +114,7 @@ def test_factors_of_three_nodes_reach_the_ilp(seed: int, monkeypatch: pytest.Mon
 def test_windows_above_the_bound_hold_the_minimum(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Narrow ones are empty, wide ones hold several labelings; of those that are too large the bound holds still."""
     monkeypatch.setattr(minimize, "LEVELS", ((0, 1), (0, 1), (0, 1)))
-    monkeypatch.setattr(minimize, "WINDOWS", (1e-6, 1e-3, 0.1, 0.5))
+    monkeypatch.setattr(minimize, "FIRST_WINDOW", 1e-4)
     monkeypatch.setattr(minimize, "MAX_SWEEPS", 4)
     problem = random_problem(seed, 7, 3.0, 1e-3, 0.05 * (seed % 3), 0.7)
     best, _ = brute_force(problem, None)
