@@ -66,17 +66,18 @@ def test_a_process_that_has_ended(ranks: Ranks) -> None:
 def fail(rank: int, pass_: str, everywhere: bool) -> list[tuple[str, float]]:
     """Errors of a step in which one rank fails, and of the next."""
     model = trained()
-    cut = model._autopar.latest.step.cut
+    session = model._autopar
+    cut, compiler = session.latest.step.cut, session.options.compiler
     graph = cut.forward if pass_ == "forward" else cut.backward
-    original = graph.forward
+    original = compiler.executable(graph, ())
 
     def failing(*args: Any) -> Any:
         if rank == ODD or everywhere:
-            graph.forward = original
+            compiler._graphs[graph] = original
             raise ValueError("bad luck")
         return original(*args)
 
-    graph.forward = failing
+    compiler._graphs[graph] = failing
     return [error_of(lambda i=i: model(**mlp_batch(i))["loss"].backward()) for i in (1, 2)]
 
 

@@ -344,7 +344,7 @@ def fail(rank: int) -> str:
             raise RuntimeError("out of memory, say")
 
         step = parallel._autopar.latest.step
-        step.stage_graphs.microbatch_graph(2, "F").graph.forward = broken
+        parallel._autopar.options.compiler._graphs[step.stage_graphs.microbatch_graph(2, "F").graph] = broken
     try:
         parallel(**batch)
     except Exception as e:

@@ -94,7 +94,7 @@ def _cross_entropy_backward(
     given, total = grad.reshape(-1, 1).to(wide), logsumexp.reshape(-1, 1)
     at_target = given if outside is None else given.masked_fill(outside, 0.0)
     rows = _rows_at_once(x)
-    if len(x) <= rows:
+    if len(x) <= rows and x.is_contiguous():  # the result is row-major
         return _gradient(x.to(wide), total, given, local, at_target).to(dtype).reshape(logits.shape)
     # Block by block into one tensor: a list of them, joined, would take twice the memory.
     found = x.new_empty(x.shape, dtype=dtype)

@@ -1,1 +1,1 @@
-"""Compiled steps: parts of the local graphs between collectives are compiled, one for blocks that are alike."""
+"""What runs in the place of local graphs: between collectives torch's interpreter, or what a compiler makes of them."""

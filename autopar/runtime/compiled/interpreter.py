@@ -34,8 +34,8 @@ from autopar.runtime.compiled.regions import Region, in_order
 FEWEST = 3
 """Operators in a row that are worth a call."""
 
-LARGE = 2**16
-"""Bytes of an input that are worth being freed within a run: a list takes longer to pass than arguments."""
+LARGE = 2**10
+"""Bytes of an input from which on it is freed within a run: a list takes longer to pass than arguments."""
 
 logger = logging.getLogger("autopar")
 
