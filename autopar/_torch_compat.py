@@ -346,8 +346,13 @@ def interpreted(graph: Any, boxed: int) -> Callable[..., tuple[Any, ...]]:
             )
     run: Callable[..., tuple[Any, ...]] = torch._C._create_function_from_graph("region", made)
 
+    one = [torch.empty(0)]
+
     def from_list(values: list[torch.Tensor], *others: torch.Tensor) -> tuple[Any, ...]:
-        given = torch._C.ScriptList(values)
+        # Of one tensor, and then of all: it looks at the type of each that it is made of, which takes long.
+        given = torch._C.ScriptList(one)
+        given.clear()
+        given.extend(values)
         values.clear()
         return run(given, *others)
 

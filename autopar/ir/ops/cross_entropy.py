@@ -98,9 +98,8 @@ def _cross_entropy_backward(
         return _gradient(x.to(wide), total, given, local, at_target).to(dtype).reshape(logits.shape)
     # Block by block into one tensor: a list of them, joined, would take twice the memory.
     found = x.new_empty(x.shape, dtype=dtype)
-    blocks = zip(*(torch.split(t, rows) for t in (found, x, total, given, local, at_target)), strict=True)
-    for into, block, *rest in blocks:
-        into.copy_(_gradient(block.to(wide), *rest))
+    for at in (slice(start, start + rows) for start in range(0, len(x), rows)):
+        found[at] = _gradient(x[at].to(wide), total[at], given[at], local[at], at_target[at])
     return found.reshape(logits.shape)
 
 
