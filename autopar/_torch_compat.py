@@ -68,6 +68,7 @@ __all__ = [
     "recurrent_dropout",
     "reduce_found_inf_over_every_gradient",
     "refuse_items_of_unreduced",
+    "said_by_kernel",
     "selective_policy",
     "set_group_timeout",
     "storage_id",
@@ -291,61 +292,14 @@ def interpreted(graph: Any, boxed: int) -> Callable[..., tuple[Any, ...]]:
         A function of the list (if ``boxed``) and of the other tensors, to be called while `interpreting`.
 
     Raises:
-        TypeError: the interpreter would run another operator in the place of one.
+        TypeError: the interpreter has no such operator, or would run another one in its place.
     """
-    made: Any = torch._C.Graph()
-    tensor, number = torch._C.TensorType.get(), torch._C.IntType.get()
-    elements = {"int": number, "SymInt": number, "float": torch._C.FloatType.get(), "bool": torch._C.BoolType.get()}
-    known: dict[Any, Any] = {}
-
-    def insert(name: str, values: list[Any], results: list[Any]) -> list[Any]:
-        node = made.insertNode(made.create(name, values, len(results)))
-        for output, kind in zip(node.outputs(), results, strict=True):
-            output.setType(kind)
-        return list(node.outputs())
-
-    def input_of(kind: Any) -> Any:
-        found = made.addInput("")
-        found.setType(kind)
-        return found
-
-    def value_of(kind: str, argument: Any) -> Any:
-        if isinstance(argument, torch.fx.Node):
-            return known[argument]
-        if not isinstance(argument, list) or (argument and "Tensor" not in kind):
-            return made.insertConstant(argument)
-        inner = kind.removeprefix("Optional[").removeprefix("List[").removesuffix("]")
-        element = torch._C.OptionalType(tensor) if inner.startswith("Optional") else elements.get(inner, tensor)
-        parts = [value_of("Tensor", a) for a in argument]
-        return insert("prim::ListConstruct", parts, [torch._C.ListType(element)])[0]
-
-    inputs = [n for n in graph.nodes if n.op == "placeholder"]
-    if boxed:
-        given, last = input_of(torch._C.ListType(tensor)), made.insertConstant(-1)
-        for node in reversed(inputs[:boxed]):
-            (known[node],) = insert("aten::pop", [given, last], [tensor])
-    known.update({node: input_of(tensor) for node in inputs[boxed:]})
-    for node in graph.nodes:
-        if node.op == "call_function" and isinstance(node.target, OpOverload):
-            operator, arguments = _call(node)
-            returns = [r.type for r in operator._schema.returns]
-            outputs = insert(operator._schema.name, [value_of(*a) for a in arguments], returns)
-            known[node] = outputs[0] if len(outputs) == 1 else outputs
-            chosen = outputs[0].node().schema()
-            if chosen != str(operator._schema):
-                raise TypeError(f"for {operator} the interpreter takes {chosen}")
-        elif node.op == "call_function":
-            source, position = known[node.args[0]], node.args[1]
-            if not isinstance(source, list):  # a list of tensors
-                source = {position: insert("aten::__getitem__", [source, made.insertConstant(position)], [tensor])[0]}
-            known[node] = source[position]
-        elif node.op == "output":
-            values = [known[v] for v in node.args[0]]
-            made.registerOutput(
-                insert("prim::TupleConstruct", values, [torch._C.TupleType([v.type() for v in values])])[0]
-            )
-    run: Callable[..., tuple[Any, ...]] = torch._C._create_function_from_graph("region", made)
-
+    try:
+        run: Callable[..., tuple[Any, ...]] = torch._C._create_function_from_graph(
+            "run", _Interpreted(graph, boxed).made
+        )
+    except RuntimeError as e:
+        raise TypeError(f"the interpreter refuses the graph: {e}") from e
     one = [torch.empty(0)]
 
     def from_list(values: list[torch.Tensor], *others: torch.Tensor) -> tuple[Any, ...]:
@@ -357,6 +311,74 @@ def interpreted(graph: Any, boxed: int) -> Callable[..., tuple[Any, ...]]:
         return run(given, *others)
 
     return from_list if boxed else run
+
+
+class _Interpreted:
+    """A graph of torch's interpreter, made from an `fx.Graph` as for `interpreted`."""
+
+    def __init__(self, graph: Any, boxed: int) -> None:
+        self.made: Any = torch._C.Graph()
+        self.known: dict[Any, Any] = {}
+        self.tensor, number = torch._C.TensorType.get(), torch._C.IntType.get()
+        self.numbers = {"int": number, "SymInt": number, "float": torch._C.FloatType.get(),
+                        "bool": torch._C.BoolType.get()}  # fmt: skip
+        inputs = [n for n in graph.nodes if n.op == "placeholder"]
+        given = [self._input(torch._C.ListType(self.tensor))] if boxed else []
+        self.known |= {n: self._input(self.tensor) for n in inputs[boxed:]}
+        for node in reversed(inputs[:boxed]):
+            (self.known[node],) = self._insert("aten::pop", [*given, self._argument("int", -1)], [self.tensor])
+        for node in graph.nodes:
+            if node.op == "output":
+                values = [self.known[v] for v in node.args[0]]
+                kind = torch._C.TupleType([v.type() for v in values])
+                self.made.registerOutput(self._insert("prim::TupleConstruct", values, [kind])[0])
+            elif node.op == "call_function":
+                self.known[node] = self._called(node) if isinstance(node.target, OpOverload) else self._item(node)
+
+    def _input(self, kind: Any) -> Any:
+        found = self.made.addInput("")
+        found.setType(kind)
+        return found
+
+    def _insert(self, name: str, values: list[Any], results: list[Any]) -> list[Any]:
+        node = self.made.insertNode(self.made.create(name, values, len(results)))
+        for output, kind in zip(node.outputs(), results, strict=True):
+            output.setType(kind)
+        return list(node.outputs())
+
+    def _called(self, node: Any) -> Any:
+        """The result of an operator, or the list of its results."""
+        operator, arguments = _call(node)
+        returns = [r.type for r in operator._schema.returns]
+        outputs = self._insert(operator._schema.name, [self._argument(*a) for a in arguments], returns)
+        # It chooses among overloads by the types of the arguments.
+        chosen = outputs[0].node().schema()
+        if chosen != str(operator._schema):
+            raise TypeError(f"for {operator} the interpreter takes {chosen}")
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def _item(self, node: Any) -> Any:
+        """One of several results, or an element of a list of tensors."""
+        source, position = self.known[node.args[0]], node.args[1]
+        if isinstance(source, list):
+            return source[position]
+        return self._insert("aten::__getitem__", [source, self._argument("int", position)], [self.tensor])[0]
+
+    def _argument(self, kind: str, argument: Any) -> Any:
+        if isinstance(argument, torch.fx.Node):
+            return self.known[argument]
+        if not isinstance(argument, list) or (argument and "Tensor" not in kind):
+            return self.made.insertConstant(argument)
+        inner = kind.removeprefix("Optional[").removeprefix("List[").removesuffix("]")
+        optional = torch._C.OptionalType(self.tensor)
+        element = optional if inner.startswith("Optional") else self.numbers.get(inner, self.tensor)
+        parts = [self._argument("Tensor", a) for a in argument]
+        return self._insert("prim::ListConstruct", parts, [torch._C.ListType(element)])[0]
+
+
+def said_by_kernel(error: RuntimeError) -> str:
+    """What a kernel said that failed while torch's interpreter ran it, without what the interpreter says around it."""
+    return str(error).rsplit("RuntimeError: ", 1)[-1].strip()
 
 
 @contextmanager

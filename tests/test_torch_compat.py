@@ -43,7 +43,7 @@ def test_every_name_has_a_contract() -> None:
         "is_traced", "is_transformed", "local_shape_of",
         "masks_as_they_are", "operator_database", "pipeline_runtime",
         "put_around_collectives", "pytree_node", "recurrent_dropout", "reduce_found_inf_over_every_gradient",
-        "refuse_items_of_unreduced", "selective_policy", "set_group_timeout",
+        "refuse_items_of_unreduced", "said_by_kernel", "selective_policy", "set_group_timeout",
         "storage_id", "suggest_memory_format", "take_in_foreach", "torch_schedule", "traced_graph", "traced_node",
         "traced_root",
         "tracing", "without_modes", "without_ordered_effects",
@@ -399,6 +399,28 @@ def test_what_the_interpreter_does_not_take() -> None:
     for target, args in ((aten.full_like.default, (x, True)), (aten.atan2.default, (x, 2.0)),
                          (aten.bernoulli.default, (x, torch.Generator()))):  # fmt: skip
         assert not compat.interpreter_takes(graph.create_node("call_function", target, args))
+
+
+def test_what_the_interpreter_has_not_is_a_type_error() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    # Where a tensor is asked for the interpreter is given a list of tensors, so that no overload fits.
+    parts = graph.call_function(aten.split.Tensor, (x, 2))
+    graph.output((graph.call_function(aten.sin.default, (parts,)),))
+    with pytest.raises(TypeError, match="no schema"):
+        compat.interpreted(graph, 0)
+
+
+def test_said_by_kernel() -> None:
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    graph.output((graph.call_function(aten.mm.default, (x, y)),))
+    run = compat.interpreted(graph, 0)
+    with compat.interpreting(), pytest.raises(RuntimeError) as found:
+        run(torch.ones(2, 3), torch.ones(2, 3))
+    with pytest.raises(RuntimeError) as eager:
+        torch.ones(2, 3) @ torch.ones(2, 3)
+    assert str(found.value) != compat.said_by_kernel(found.value) == str(eager.value)
 
 
 def test_boxed_code() -> None:

@@ -33,10 +33,10 @@ class Executables(ABC, Generic[Runs]):
     """Makes what runs in the place of local graphs; one for all graphs of a model, whose regions it shares.
 
     Attributes:
-        regions: by what makes them alike.
+        regions: by what makes them alike; they live as long as a graph that calls them.
     """
 
-    regions: dict[str, Runs] = field(default_factory=dict, init=False)
+    regions: weakref.WeakValueDictionary[str, Runs] = field(default_factory=weakref.WeakValueDictionary, init=False)
     _graphs: weakref.WeakKeyDictionary[fx.GraphModule, Callable[..., Any]] = field(
         default_factory=weakref.WeakKeyDictionary, init=False
     )
@@ -117,9 +117,10 @@ class Executables(ABC, Generic[Runs]):
         count = None if boxed is None else len(boxed)
         graph, text = _alone(part, [*(boxed or ()), *others])
         key = hashlib.sha256(f"{count} {text}".encode()).hexdigest()
-        if key not in self.regions:
-            self.regions[key] = self.region(LazyGraphModule(torch.nn.Module(), graph), count)
-        return self.regions[key]
+        found = self.regions.get(key)
+        if found is None:
+            found = self.regions[key] = self.region(LazyGraphModule(torch.nn.Module(), graph), count)
+        return found
 
 
 def _listed(*values: Any) -> list[Any]:

@@ -7,6 +7,7 @@ errors are those of eager PyTorch.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
 from collections.abc import Callable, Collection, Mapping
@@ -25,6 +26,7 @@ from autopar._torch_compat import (
     interpreter_takes,
     interpreting,
     is_boxed,
+    said_by_kernel,
 )
 from autopar.ir.ops import attention, cross_entropy
 from autopar.ir.ops.attention import CPU_KERNELS, kernel_call
@@ -44,18 +46,7 @@ _KNOWN = ("aten", "prims", "autopar", "_c10d_functional")
 DIRECT = {**attention.KERNELS, **cross_entropy.KERNELS}
 """Operators of this package, and the functions that they are: calling those spares the way through torch."""
 
-_BY_VALUES = (
-    "linalg",
-    "cholesky",
-    "lu_factor",
-    "lu_solve",
-    "inverse",
-    "triangular",
-    "multinomial",
-    "assert",
-    "bincount",
-    "histc",
-)
+_BY_VALUES = tuple("linalg cholesky lu_factor lu_solve inverse triangular multinomial assert bincount histc".split())
 """Parts of names of operators whose errors depend on values."""
 
 
@@ -95,15 +86,14 @@ class Interpreter(Executables[Callable[[list[Any]], Any]]):
         return found
 
     def called(self, outer: fx.GraphModule) -> Callable[..., Any]:
-        """The graph below autograd, if it has no operators of the user's, which may need that."""
-        for node in outer.graph.nodes:
-            if isinstance(node.target, OpOverload) and node.target.namespace not in _KNOWN:
-                return outer
-            if node.target in DIRECT:
-                node.target = DIRECT[node.target]
+        """The graph, below autograd if it has no operators of the user's, which may need that."""
+        operators = [n for n in outer.graph.nodes if isinstance(n.target, OpOverload)]
+        below = below_autograd if all(n.target.namespace in _KNOWN for n in operators) else contextlib.nullcontext
+        for node in operators:
+            node.target = DIRECT.get(node.target, node.target)
 
         def call(*arguments: Any) -> Any:
-            with below_autograd(), interpreting():
+            with below(), interpreting():
                 return outer.forward(*arguments)
 
         return call
@@ -128,9 +118,9 @@ class Interpreter(Executables[Callable[[list[Any]], Any]]):
             try:
                 return run(*arguments)
             except RuntimeError as e:
-                if "out of memory" in str(e):  # the interpreter's errors are all of one class
-                    raise torch.OutOfMemoryError(str(e)) from e
-                raise
+                # The interpreter's errors are all of one class.
+                kind = torch.OutOfMemoryError if "out of memory" in str(e) else RuntimeError
+                raise kind(said_by_kernel(e)) from e
 
         return region
 
@@ -159,8 +149,10 @@ def _is_local(node: fx.Node) -> bool:
     target: Any = node.target
     if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims") or _fails_by_values(target):
         return False
-    # Of several results, each is taken by a getitem.
-    several = isinstance(value, tuple | list) and all(u.target is operator.getitem for u in node.users)
+    # Of several results, each is taken by a getitem, and is a tensor: what none asked for may be None.
+    several = isinstance(value, tuple | list) and all(
+        u.target is operator.getitem and isinstance(u.meta.get("val"), torch.Tensor) for u in node.users
+    )
     tensors = all(isinstance(v, torch.Tensor) for v in (*taken, *(() if several else (value,))))
     draws = torch.Tag.nondeterministic_seeded in target.tags and target not in CPU_KERNELS
     return tensors and not draws and interpreter_takes(node)

@@ -26,7 +26,7 @@ from autopar.search.formulation.pins import Restrictions
 from autopar.search.solver.certify import Claim
 from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits
-from autopar.search.solver.problem import evaluate
+from autopar.search.solver.problem import Solution, evaluate
 
 POINTS = 3
 """At most this many program points have a constraint."""
@@ -38,7 +38,7 @@ def plan_within(searched: BudgetProblem) -> Plan:
     Raises:
         InfeasibleError: nothing fits.
     """
-    job, limits = searched.job, searched.limits
+    job = searched.job
     saved = None if job.memory is None else _saved(searched, job.restrictions)
     if saved is not None and saved.relaxed and job.cutoff.price:
         # The plan to beat was short of memory, so this one will be: its multiplier is the first to try.
@@ -47,11 +47,7 @@ def plan_within(searched: BudgetProblem) -> Plan:
         return _fitting(searched, saved, bound)
     if saved is not None and not searched.whole:  # a stage has a budget only where memory is short
         return _fitting(searched, saved, 0.0)
-    built = searched.formulation(job.restrictions, searched.states_alone)
-    solution = solve(built.problem, gap=limits.gap, time_limit=searched.seconds, progress=job.progress)
-    searched.claims.append(Claim(built.problem, solution.lower_bound))
-    job.cutoff.require_less(solution.lower_bound)
-    plan = searched.plan(built, LayerMix.of(solution), solution.lower_bound, solution.method)
+    built, solution, plan = _without_budget(searched)
     if saved is not None and searched.whole:
         saved.frontier.start(same_candidates(saved.built, built, solution.labels), solution.lower_bound)
         if saved.relaxed and not fits(saved.frontier.free().memory, saved.budget):
@@ -67,14 +63,19 @@ def plan_by_products(searched: BudgetProblem) -> Plan:
     Raises:
         InfeasibleError: nothing fits.
     """
-    job, limits = searched.job, searched.limits
+    _, solution, plan = _without_budget(searched)
+    plan, enough = searched.measured(plan)
+    return plan if enough or searched.job.memory is None else plan_by_axes(searched, solution.lower_bound)
+
+
+def _without_budget(searched: BudgetProblem) -> tuple[Formulation, Solution, Plan]:
+    """The problem of layouts as if there were no budget, its solution, and the plan of that; its bound is a claim."""
+    job = searched.job
     built = searched.formulation(job.restrictions, searched.states_alone)
-    solution = solve(built.problem, gap=limits.gap, time_limit=searched.seconds, progress=job.progress)
+    solution = solve(built.problem, gap=searched.limits.gap, time_limit=searched.seconds, progress=job.progress)
     searched.claims.append(Claim(built.problem, solution.lower_bound))
     job.cutoff.require_less(solution.lower_bound)
-    plan = searched.plan(built, LayerMix.of(solution), solution.lower_bound, solution.method)
-    plan, enough = searched.measured(plan)
-    return plan if enough or job.memory is None else plan_by_axes(searched, solution.lower_bound)
+    return built, solution, searched.plan(built, LayerMix.of(solution), solution.lower_bound, solution.method)
 
 
 def plan_by_axes(searched: BudgetProblem, bound: float) -> Plan:

@@ -109,27 +109,35 @@ def minimize(graph: Workspace, value_of: Value, limits: Limits, start: Ints | No
     if not graph.live_nodes():
         best.offer(unfold(graph, np.zeros(len(graph.cost), dtype=np.int64)))
         return _finish(best, graph.constant, "elimination")
-    bound, method, dropped = ascend(graph, best, limits), "dual ascent", best.applied
-    window, too_large = FIRST_WINDOW, 0
-    while True:
-        best.cap = np.inf
-        done = bound >= best.cutoff()
-        if done or limits.expired():
-            method = method if done else "time limit"
-            break
-        best.cap = bound + window * abs(bound) if np.isfinite(bound) else np.inf
-        best.applied, whole = np.inf, best.cap >= best.value or best.cap == np.inf
-        found, method = _below_cutoff(graph.copy(), best, limits)
-        before, bound = bound, max(bound, min(found, best.applied))
-        too_large += method == "size"
-        # What is too large to be searched has a better bound at least, and a narrow window above that may be small.
-        if method == "time limit" or (method == "size" and (bound <= before or too_large > MOST_RETRIES)):
-            break
-        if whole and method != "size":
-            break
-        window = FIRST_WINDOW if method == "size" else 2 * window if window < LAST_WINDOW else np.inf
+    bound, dropped = ascend(graph, best, limits), best.applied
+    bound, method = _in_windows(graph, best, bound, limits)
     best.applied = dropped  # of labels that are gone from every window
     return _finish(best, bound, method)
+
+
+def _in_windows(graph: Workspace, best: Incumbent, bound: float, limits: Limits) -> tuple[float, str]:
+    """Search above the bound, in windows each of which is twice the last one, and offer the best labeling.
+
+    Returns:
+        A bound on the labelings of the graph, and what closed it.
+    """
+    window, retries, method = FIRST_WINDOW, MOST_RETRIES, "dual ascent"
+    while True:
+        best.cap = np.inf
+        if bound >= best.cutoff() or limits.expired():
+            return bound, method if bound >= best.cutoff() else "time limit"
+        best.cap = bound + window * abs(bound) if np.isfinite(bound) else np.inf
+        whole = best.cap >= best.value or best.cap == np.inf
+        best.applied = np.inf
+        found, method = _below_cutoff(graph.copy(), best, limits)
+        before, bound = bound, max(bound, min(found, best.applied))
+        if method == "size" and bound > before and retries:
+            # What is too large to be searched has a better bound at least: a narrow window above that may be small.
+            window, retries = FIRST_WINDOW, retries - 1
+        elif whole or method in ("time limit", "size"):
+            return bound, method
+        else:
+            window = 2 * window if window < LAST_WINDOW else np.inf
 
 
 def _below_cutoff(graph: Workspace, best: Incumbent, limits: Limits) -> tuple[float, str]:
