@@ -66,11 +66,13 @@ __all__ = [
     "put_around_collectives",
     "pytree_node",
     "recurrent_dropout",
+    "redistributed",
     "reduce_found_inf_over_every_gradient",
     "refuse_items_of_unreduced",
     "said_by_kernel",
     "selective_policy",
     "set_group_timeout",
+    "spec_in",
     "storage_id",
     "suggest_memory_format",
     "take_in_foreach",
@@ -608,6 +610,25 @@ def take_in_foreach(kind: type[torch.Tensor]) -> None:
     for known in lists:
         if kind not in known:
             known.append(kind)
+
+
+def spec_in(mesh: Any, placements: Sequence[Any], meta: TensorMeta | None) -> DTensorSpec:
+    """The metadata of a DTensor whose `StridedShard` say which factor of a dim is split.
+
+    Torch would take them for the order of two splits of one dim; 2.11 fails where they are not.
+    """
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta, use_strided_shard_as_shard_order=False)
+
+
+def redistributed(tensor: Any, mesh: Any, placements: Sequence[Any]) -> Any:
+    """A DTensor in other placements, without autograd; a collective call. As ``DTensor.redistribute``, by `spec_in`."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._redistribute import redistribute_local_tensor
+
+    meta = tensor._spec.tensor_meta
+    own, target = spec_in(mesh, tensor.placements, meta), spec_in(mesh, placements, meta)
+    local = redistribute_local_tensor(tensor._local_tensor, own, target)
+    return DTensor(local, target, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def convert_assigned(convert: Callable[[Any, torch.Tensor, str], torch.Tensor | None]) -> None:

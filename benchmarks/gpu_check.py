@@ -1,8 +1,9 @@
 """Does autopar do on this GPU what it does on a CPU, and are its predictions right there?
 
 One command, one GPU, under 25 minutes. Each part runs in a process of its own, under a limit, and is written to the
-file of ``--out`` when it ends: run the command again, and parts that are done are skipped. On a CPU the same parts run
-on small models, and what needs a GPU says so. Parts are in `benchmarks/gpu_parts`.
+file of ``--out`` when it ends: run the command again, and parts that are done are skipped. With ``--jobs`` parts that
+time nothing run beside each other; the others follow, each alone. On a CPU the same parts run on small models, and what
+needs a GPU says so. Parts are in `benchmarks/gpu_parts`.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import argparse
 import json
 import multiprocessing
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -31,7 +34,9 @@ PARTS: dict[str, Callable[[Setting], list[Row]]] = {
     "equality": training.equality,
     "cpu-plan": training.cpu_plan,
     "dropout": attention.dropout,
+    "cross-entropy": costs.cross_entropy,
     "late-waits": ranks.late_waits,
+    "emulated": ranks.emulated,
     "peak": costs.peak,
     "calibrate": costs.calibration,
     "operators": costs.operators,
@@ -39,6 +44,8 @@ PARTS: dict[str, Callable[[Setting], list[Row]]] = {
     "training": training.training,
     "gloo": ranks.gloo,
 }
+TIMED = ("cross-entropy", "calibrate", "operators", "steps")
+"""Parts that have the device for themselves."""
 LIMIT = 450.0
 """Seconds of a part."""
 
@@ -52,18 +59,28 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSON file that keeps what is done")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
     parser.add_argument("--limit", type=float, default=LIMIT, help=f"seconds of a part (default: {LIMIT:.0f})")
+    parser.add_argument("--jobs", type=int, default=1, help="parts beside each other that time nothing (default: 1)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     setting = Setting(torch.device(name, 0) if name == "cuda" else torch.device(name), name == "cpu")
     found = resumed(options.out, machine(setting))
-    for part in options.part or PARTS:
-        if found["parts"].get(part, {}).get("status") == "done":
-            continue
+    left = [p for p in options.part or PARTS if found["parts"].get(p, {}).get("status") != "done"]
+    written = threading.Lock()
+
+    def one(part: str) -> None:
         print(f"{part} ...", file=sys.stderr, flush=True)
-        found["parts"][part] = run_part(part, setting, options.limit)
-        if options.out:
-            options.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        done = run_part(part, setting, options.limit)
+        with written:
+            found["parts"][part] = done
+            if options.out:
+                options.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(one, [p for p in left if p not in TIMED]))
+    for part in left:
+        if part in TIMED:
+            one(part)
     print(json.dumps(found, indent=1) if options.json else table(found))
     return int(wrong(found["parts"].values()))
 
@@ -132,7 +149,8 @@ def wrong(parts: Iterable[dict[str, Any]]) -> bool:
 def table(found: dict[str, Any]) -> str:
     """All rows, and the seconds of each part."""
     lines = [f"{found['device']}, torch {found['torch']}", ""]
-    for name, part in found["parts"].items():
+    order = {name: i for i, name in enumerate(PARTS)}
+    for name, part in sorted(found["parts"].items(), key=lambda item: order.get(item[0], len(order))):
         lines.append(f"{name}: {part['status']}, {part['seconds']:.0f} s")
         if "error" in part:
             lines += [f"    {line}" for line in part["error"].rstrip().splitlines()[-3:]]

@@ -42,9 +42,9 @@ def test_every_name_has_a_contract() -> None:
         "interpreter_takes", "interpreting", "interrupt_gloo", "is_all_true", "is_boxed",
         "is_traced", "is_transformed", "local_shape_of",
         "masks_as_they_are", "operator_database", "pipeline_runtime",
-        "put_around_collectives", "pytree_node", "recurrent_dropout", "reduce_found_inf_over_every_gradient",
+        "put_around_collectives", "pytree_node", "recurrent_dropout", "redistributed", "reduce_found_inf_over_every_gradient",
         "refuse_items_of_unreduced", "said_by_kernel", "selective_policy", "set_group_timeout",
-        "storage_id", "suggest_memory_format", "take_in_foreach", "torch_schedule", "traced_graph", "traced_node",
+        "spec_in", "storage_id", "suggest_memory_format", "take_in_foreach", "torch_schedule", "traced_graph", "traced_node",
         "traced_root",
         "tracing", "without_modes", "without_ordered_effects",
     }  # fmt: skip
@@ -462,6 +462,19 @@ def test_strided_shard() -> None:
     assert placement.dim == 0
     assert placement.split_factor == 3
     assert isinstance(placement, compat.StridedShard)
+
+
+def test_a_strided_shard_that_is_no_order_of_splits_is_whole_again(fake_group: object) -> None:
+    """Torch 2.11 fails where ``split_factor`` is no size of a mesh axis; the others compute what they would anyway."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole, placement = torch.arange(6.0), compat.StridedShard(0, split_factor=3)
+    meta = compat.TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    spec = compat.spec_in(mesh, [placement], meta)
+    assert spec.placements == (placement,)
+    tensor = DTensor(whole[::2].clone(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    found = compat.redistributed(tensor, mesh, [Replicate()])
+    # The fake group's gather leaves zeros or copies; the shape and the placements are the planner's.
+    assert (found.placements, tuple(found.to_local().shape)) == ((Replicate(),), (6,))
 
 
 def test_group_timeout(fake_group: object) -> None:

@@ -21,9 +21,11 @@ import math
 from collections.abc import Sequence
 from functools import reduce
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx
+from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
@@ -78,13 +80,20 @@ class Attention(TorchFunctionMode):
         """Run the function, attention with what its arguments are known to be."""
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
-            if torch.is_grad_enabled():
-                refuse_foreign_tensors(args)
-            found = self._attention(*args, **kwargs)
-            return func(*args, **kwargs) if found is None else found
+            return self._called(*args, **kwargs)
+        if func is functional.multi_head_attention_forward:
+            # A function of Python: torch switches the mode off within.
+            with patch.object(functional, "scaled_dot_product_attention", self._called):
+                return func(*args, **kwargs)
         if func in _REPEATING and args and (node := traced_node(args[0])) is not None:
             self._tensors[node] = args[0]
         return func(*args, **kwargs)
+
+    def _called(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            refuse_foreign_tensors(args)
+        found = self._attention(*args, **kwargs)
+        return scaled_dot_product_attention(*args, **kwargs) if found is None else found
 
     def _attention(
         self,

@@ -227,10 +227,11 @@ def _fake_tensor(tensor: torch.Tensor, mode: FakeTensorMode, floating: torch.dty
 
 def _trace(harness: Harness, fakes: tuple[torch.Tensor, ...]) -> fx.GraphModule:
     try:
-        # With oneDNN an LSTM on a CPU is one opaque operator; without, it is matrix products, as on every other device.
+        # With oneDNN an LSTM on a CPU is one opaque operator, with cuDNN one on a GPU, which asks for the memory of its
+        # weights; without, it is matrix products, the same on every device.
         with (
-            contextlib.ExitStack() as stack, torch.backends.mkldnn.flags(enabled=False), compiling(),
-            recurrent_dropout(), _uncompiled(),
+            contextlib.ExitStack() as stack, torch.backends.mkldnn.flags(enabled=False),
+            torch.backends.cudnn.flags(enabled=False), compiling(), recurrent_dropout(), _uncompiled(),
         ):  # fmt: skip
             joint: fx.GraphModule = aot_export_joint_with_descriptors(
                 stack, harness, fakes, decompositions=decompositions()

@@ -20,7 +20,7 @@ from autopar.ir.program import Program
 from autopar.ir.signature.outputs import Loss
 from autopar.search.formulation.recipes import RECIPES, TAKES_ROLES
 from autopar.search.options import RECOMPUTE, Progress, Search
-from autopar.search.solver.interrupt import requested, stoppable
+from autopar.search.solver.highs import requested, stoppable
 
 SECONDS = 10.0
 """Time limit of the solver for a recipe, which leaves few choices open."""

@@ -98,7 +98,10 @@ def _call_text(program: Program, node: fx.Node) -> tuple[str, str]:
 
 @lru_cache(maxsize=4096)
 def _call_hash(call: Call) -> str:
-    return short_hash(f"{call.arguments} {call.inputs} {call.outputs}")
+    # Without dtypes of what operators make: those follow from the program's inputs and from casts, which are arguments,
+    # but for means that a GPU keeps in float32. A plan of a CPU is for a GPU, too.
+    inputs, outputs = [shape for shape, _ in call.inputs], [None if v is None else v[0] for v in call.outputs]
+    return short_hash(f"{call.arguments} {inputs} {outputs}")
 
 
 def short_hash(text: str) -> str:

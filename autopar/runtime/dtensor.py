@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import Partial as TorchPartial
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from autopar._torch_compat import DTensorSpec, StridedShard, TensorMeta
+from autopar._torch_compat import DTensorSpec, StridedShard, TensorMeta, redistributed, spec_in
 from autopar.ir import layout as lay
 from autopar.ir.layout import Layout, TensorType
 from autopar.ir.shards import with_padding, without_padding
@@ -159,7 +159,8 @@ def spec_of(context: MeshContext, shape: Sequence[int], dtype: torch.dtype, plac
     """The metadata of a DTensor of this global shape, as if it were contiguous."""
     assert context.mesh is not None
     # Not DTensor.from_local, which takes all shards to be equally long if it is given no shape.
-    return DTensorSpec(context.mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), _row_major(shape), dtype))
+    meta = TensorMeta(torch.Size(shape), _row_major(shape), dtype)
+    return spec_in(context.mesh, placements, meta)
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
@@ -186,7 +187,7 @@ def local_like(local: torch.Tensor, like: DTensor) -> DTensor:
     # A spec says what its tensor's strides are; the other's serves where they are the ones that this one would have.
     if spec.tensor_meta is None or spec.tensor_meta.dtype != local.dtype or not like.is_contiguous():
         strides = TensorMeta(like.shape, _row_major(like.shape), local.dtype)
-        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=strides)
+        spec = spec_in(spec.mesh, spec.placements, strides)
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
@@ -204,7 +205,11 @@ def to_local(tensor: torch.Tensor) -> torch.Tensor:
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor on every rank; a collective call if it is a DTensor."""
     with torch.no_grad():
-        return DTensor.full_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+        if not isinstance(tensor, DTensor):
+            return tensor.detach()
+        mesh = tensor.device_mesh
+        whole: DTensor = redistributed(tensor, mesh, (Replicate(),) * mesh.ndim)
+        return whole._local_tensor
 
 
 def on_all_stages(tensor: torch.Tensor, type_: TensorType, layout: Layout, context: MeshContext) -> torch.Tensor:
@@ -232,7 +237,8 @@ def redistribute(tensor: torch.Tensor, context: MeshContext, placements: Placeme
     if tuple(tensor.placements) == placements:
         return tensor
     with torch.no_grad():
-        return tensor.redistribute(context.mesh, placements)
+        moved: DTensor = redistributed(tensor, context.mesh, placements)
+        return moved
 
 
 def in_layout(value: DTensor, type_: TensorType, layout: Layout, context: MeshContext) -> torch.Tensor:

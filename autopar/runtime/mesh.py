@@ -220,6 +220,12 @@ def mesh_context(mesh: DeviceMesh, timeout: float) -> MeshContext:
 
 def _check_backend(group: ProcessGroup | None, device_type: str) -> None:
     backends = dist.get_backend_config(group)
+    if "cuda:gloo" in str(backends) and device_type == "cuda":
+        # https://github.com/pytorch/pytorch/issues/152645, seen with torch 2.11
+        raise ValueError(
+            "Gloo reads the memory of GPU tensors as the host's when it gathers them, which ends the process; use "
+            'init_process_group("nccl") with one process for each GPU, or a mesh of CPUs'
+        )
     if f"{device_type}:" not in str(backends):
         raise ValueError(
             f"the process group's backend ({backends}) does not serve {device_type} tensors, as the mesh needs; "

@@ -22,7 +22,7 @@ from autopar.search.overlap.weights import Weights
 from autopar.search.predict import predict, step_features
 from autopar.search.solver.certify import Claim
 from autopar.search.solver.duals import examine
-from autopar.search.solver.interrupt import requested
+from autopar.search.solver.highs import requested
 from autopar.sharding.candidates import strategies
 from autopar.sharding.dims import Dims
 from autopar.sharding.layer_classes import LayerClasses, layer_classes

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.nn import functional as F  # noqa: N812
 
 from benchmarks.allocated import peak_allocated
-from benchmarks.gpu_parts.setting import MODELS, NEEDS_GPU, Row, Setting, parallelized, step
+from benchmarks.gpu_parts.setting import MODELS, NEEDS_GPU, Row, Setting, difference, parallelized, step
 
 HELD = ("parameters", "optimizer", "buffers", "batch")
 """What is there before a step."""
@@ -54,6 +55,48 @@ def _step_of(model: Any, batch: dict[str, torch.Tensor]) -> Callable[[], None]:
         getattr(found, "loss", found).backward()
 
     return run
+
+
+def cross_entropy(setting: Setting) -> list[Row]:
+    """Our operator against float64, its least traffic by its time, and torch's own, forward and backward."""
+    count, numbers = (16, (100,)) if setting.small else (8192, (32000, 50257, 128256))
+    return [_cross_entropy(setting, count, classes, dtype) for classes in numbers for dtype in CROSS_ENTROPY]
+
+
+CROSS_ENTROPY = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
+"""Dtypes of logits, and how far the gradient may be from that of float64."""
+
+
+def _cross_entropy(setting: Setting, count: int, classes: int, dtype: torch.dtype) -> Row:
+    from autopar.ir.ops import cross_entropy as ours
+
+    torch.manual_seed(0)
+    logits = torch.randn(count, classes, device=setting.device).to(dtype).requires_grad_()
+    target = torch.randint(classes, (count, 1), device=setting.device)
+    grad = torch.randn(count, 1, device=setting.device)
+
+    def own() -> tuple[Tensor, Tensor]:
+        _, total = ours.cross_entropy(logits.detach(), target, None)
+        return total, ours.cross_entropy_backward(grad, logits.detach(), target, total, None, dtype)
+
+    def of_torch() -> None:
+        F.cross_entropy(logits.float(), target[:, 0]).backward()
+        logits.grad = None
+
+    total, found = own()
+    few = slice(256)
+    x = logits[few].detach().double().requires_grad_()
+    (F.log_softmax(x, -1).gather(-1, target[few]) * grad[few].double()).sum().backward()
+    assert x.grad is not None
+    exact = {"gradient": x.grad, "sum": x.detach().logsumexp(1, True)}
+    error, tolerance = difference({"gradient": found[few], "sum": total[few]}, exact), CROSS_ENTROPY[dtype]
+    seconds = _seconds(setting, own)
+    return {
+        "check": f"{classes} classes, {str(dtype).removeprefix('torch.')}", "passed": error <= tolerance,
+        "error": error, "tolerance": tolerance, "us": seconds * 1e6,
+        "gb_per_s": 3 * logits.numel() * logits.element_size() / seconds / 1e9,
+        "torch_us": _seconds(setting, of_torch) * 1e6,
+    }  # fmt: skip
 
 
 def calibration(setting: Setting) -> list[Row]:
@@ -146,18 +189,52 @@ def operators(setting: Setting) -> list[Row]:
 
 
 def steps(setting: Setting) -> list[Row]:
-    """Seconds of a step of two models: eager, emitted, and (on a GPU) offloaded to the host under a budget."""
+    """Seconds of a step of two models in bfloat16: eager, emitted, both compiled; on a GPU also replayed, offloaded."""
     rows: list[Row] = []
     for name in ("encoder", "llama"):
-        model, batch = setting.example(name)
-        eager = copy.deepcopy(model)
+        model, batch = setting.example(name, torch.bfloat16)
         emitted = parallelized(model, batch)
-        rows.append({"check": f"{name}, eager", "passed": None, "ms": _milliseconds(setting, eager, batch)})
-        predicted = emitted.plan.predicted.step_seconds * 1e3
-        own = _milliseconds(setting, emitted, batch)
-        rows.append({"check": f"{name}, emitted", "passed": None, "ms": own, "predicted_ms": predicted})
+        run: dict[str, Callable[[], Any]] = {
+            "eager": lambda model=model: copy.deepcopy(model),
+            "emitted": lambda emitted=emitted: emitted,
+            "torch.compile": lambda model=model: torch.compile(copy.deepcopy(model)),
+            "emitted, compiled": lambda model=model, batch=batch: parallelized(model, batch, compile=True),
+        }
+        for kind, make in run.items():
+            row: Row = {"check": f"{name}, {kind}", "passed": None, "ms": _milliseconds(setting, make(), batch)}
+            if kind == "emitted":
+                row["predicted_ms"] = emitted.plan.predicted.step_seconds * 1e3
+            rows.append(row)
+        rows.append(_replayed(setting, name, emitted, batch))
         rows.append(_offloaded(setting, name, model, batch, emitted.plan))
     return rows
+
+
+def _replayed(setting: Setting, name: str, model: Any, batch: dict[str, torch.Tensor]) -> Row:
+    """A step that is captured as a CUDA graph once and replayed: its time, and its gradients against those before."""
+    check = f"{name}, emitted, CUDA graph"
+    if not setting.cuda:
+        return {"check": check, "passed": None, "note": NEEDS_GPU}
+    _, expected = step(model, batch)
+    parameters = dict(model.named_parameters())
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # as torch asks: what is allocated and chosen once is, before the capture
+        for _ in range(3):
+            step(model, batch)
+    torch.cuda.current_stream().wait_stream(side)
+    model.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            found = model(**batch)
+            getattr(found, "loss", found).backward()
+    except RuntimeError as error:
+        return {"check": check, "passed": None, "note": f"not captured: {str(error).splitlines()[0][:120]}"}
+    seconds = _seconds(setting, graph.replay)
+    own = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+    error = difference(own, expected)
+    return {"check": check, "passed": error <= 1e-2, "error": error, "ms": seconds * 1e3}
 
 
 def _offloaded(setting: Setting, name: str, model: Any, batch: Any, plan: Any) -> Row:
@@ -168,8 +245,9 @@ def _offloaded(setting: Setting, name: str, model: Any, batch: Any, plan: Any) -
     if not setting.cuda:
         return {"check": check, "passed": None, "note": NEEDS_GPU}
     budget = 0.8 * sum(plan.predicted.peak_bytes.values())
+    pins = {"offload": "search", "recompute": "none"}  # or recomputation serves
     try:
-        own = parallelized(model, batch, memory=budget, search=Search(time_limit=20.0, pins={"offload": "search"}))
+        own = parallelized(model, batch, memory=budget, search=Search(time_limit=20.0, pins=pins))
     except InfeasibleError as error:
         return {"check": check, "passed": None, "note": str(error)[:80]}
     predicted = own.plan.predicted
@@ -180,13 +258,16 @@ def _offloaded(setting: Setting, name: str, model: Any, batch: Any, plan: Any) -
 
 
 def _milliseconds(setting: Setting, model: Any, batch: dict[str, torch.Tensor]) -> float:
-    """The median of a step's, after two that warm it."""
+    return 1e3 * _seconds(setting, lambda: step(model, batch))
+
+
+def _seconds(setting: Setting, run: Callable[[], Any]) -> float:
+    """The median of several runs', after two that warm it."""
     times = []
-    for i in range(5 if setting.small else 12):
+    for _ in range(5 if setting.small else 12):
         setting.synchronize()
         start = time.perf_counter()
-        step(model, batch)
+        run()
         setting.synchronize()
-        if i >= 2:
-            times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])

@@ -1,8 +1,9 @@
-"""Process groups: one rank of NCCL whose waits come late, and four processes over Gloo that share the device."""
+"""Several ranks: one of NCCL whose waits come late, four that the device emulates, and four processes over Gloo."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import tempfile
 import time
 import traceback
@@ -17,11 +18,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.gpu_parts.setting import Row, Setting, difference, step
+from benchmarks.gpu_parts.setting import MODELS, Row, Setting, difference, step
 
 WORLD = 4
 WAIT = 60.0
 """Seconds that a rank waits for the others, in every wait."""
+EXACT = 1e-9
+"""Of float64, by a tensor's norm."""
 LIMIT = 360.0
 """Seconds that all four may take."""
 
@@ -89,12 +92,27 @@ def _named(sizes: tuple[int, ...], recipe: str) -> str:
     return f"a mesh of {' x '.join(map(str, sizes))}, {recipe}"
 
 
+def emulated(setting: Setting) -> list[Row]:
+    """Random plans of small models for four devices, whose graphs run one after the other on this one, in float64."""
+    from autopar.verify.verify import verify
+
+    rows: list[Row] = []
+    for name, seed in itertools.product(MODELS, range(1 if setting.small else 3)):
+        model, batch = Setting(setting.device, small=True).example(name)
+        report = verify(model, batch, {"a": 2, "b": 2}, plan="random", seed=seed)
+        rows.append({"check": f"{name}, plan {seed}", "passed": report.max_error <= EXACT,
+                     "error": report.max_error, "tolerance": EXACT})  # fmt: skip
+    return rows
+
+
 def gloo(setting: Setting) -> list[Row]:
-    """Four processes on the one device: recipes on a line and on a square.
+    """Four processes: recipes on a line and on a square. Gloo is for CPUs, and NCCL wants a GPU for each process.
 
     Raises:
         RuntimeError: a process failed or did not end in time.
     """
+    if setting.cuda:
+        return [{"check": "four processes", "passed": None, "note": "needs four GPUs: see `emulated`"}]
     results = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         context = mp.spawn(_member, args=(setting, folder, results), nprocs=WORLD, join=False)
@@ -113,8 +131,6 @@ def gloo(setting: Setting) -> list[Row]:
 
 def _member(rank: int, setting: Setting, folder: str, results: Any) -> None:
     torch.set_num_threads(1)
-    if setting.cuda:
-        torch.cuda.set_device(setting.device)
     rows: list[Row] = []
     with group("gloo", rank, WORLD, Path(folder) / "store"):
         # The search would replicate a model as small as a test's: recipes communicate in any case.

@@ -45,7 +45,8 @@ class Setting:
         """A model of `MODELS` and a batch, the same each time, on the device."""
         torch.manual_seed(0)
         model, batch = MODELS[name](self.small)
-        moved = {k: v.to(self.device, dtype if v.is_floating_point() else None) for k, v in batch.items()}
+        # Copies: a tensor that is passed twice is one input of a graph.
+        moved = {k: v.clone().to(self.device, dtype if v.is_floating_point() else None) for k, v in batch.items()}
         return model.to(self.device, dtype), moved
 
 

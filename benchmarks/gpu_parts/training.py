@@ -92,7 +92,10 @@ def train(
 
 
 def training(setting: Setting) -> list[Row]:
-    """Parameters after three steps against eager's, by optimizer, with clipping and a scaler; and a checkpoint."""
+    """Parameters after three steps, by optimizer, with clipping and a scaler, and a checkpoint.
+
+    Errors are those from eager's float64, at most twice as large as those of eager's float32.
+    """
     model, batch = setting.example("encoder")
     kinds: dict[str, tuple[Make, dict[str, Any]]] = {n: (m, {}) for n, m in _optimizers(setting.cuda).items()}
     adam = _optimizers(False)["AdamW"]
@@ -101,13 +104,17 @@ def training(setting: Setting) -> list[Row]:
     rows: list[Row] = []
     for name, (make, options) in kinds.items():
         ends = []
-        for own in (copy.deepcopy(model), parallelized(model, batch)):
+        exact = copy.deepcopy(model).double()
+        doubles = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+        for own, given in ((exact, doubles), (copy.deepcopy(model), batch), (parallelized(model, batch), batch)):
             # Of its own for each: the scale that one finds is not the other's.
-            scaler = {"scaler": torch.amp.GradScaler(setting.device.type)} if "scaler" in options else {}
-            train(own, batch, make, **{**options, **scaler})
+            of_scaler = {"scaler": torch.amp.GradScaler(setting.device.type)} if "scaler" in options else {}
+            train(own, given, make, **{**options, **of_scaler})
             ends.append({n: p.detach() for n, p in own.named_parameters()})
-        error = difference(ends[1], ends[0])
-        rows.append({"check": name, "passed": error <= TOLERANCE, "error": error, "tolerance": TOLERANCE})
+        # A gradient that is zero but for rounding, such as a key's bias, moves its parameter by a whole step of some
+        # optimizers: both are as far from float64.
+        error, tolerance = difference(ends[2], ends[0]), 2 * difference(ends[1], ends[0]) + TOLERANCE
+        rows.append({"check": name, "passed": error <= tolerance, "error": error, "tolerance": tolerance})
     return [*rows, _checkpoint(model, batch, adam)]
 
 

@@ -10,7 +10,7 @@ Before::
 
 After (heads of 64 elements)::
 
-    kept = autopar.draw("bernoulli", [0.9], [batch, heads, queries, keys], [0, 1, 2, 3], dtype=bool)
+    kept = autopar.draw("dropout", [0.1, 4], [batch, heads, queries, keys], [0, 1, 2, 3], dtype=bool)
     out, logsumexp = autopar.attention(q, k, v, None, kept, 0.1, True, None)
     dq, dk, dv, _ = autopar.attention_backward(d, q, k, v, None, kept, out, logsumexp, 0.1, True, None, False)
 
@@ -33,6 +33,8 @@ from autopar._torch_compat import FakeTensor
 from autopar.ir.graph import copy_graph, inherit_origin, map_nodes
 from autopar.ir.node_info import info, set_info
 from autopar.ir.ops.attention import attention, attention_backward
+from autopar.ir.ops.attention_kernels import wide_dtype
+from autopar.ir.ops.random import dropout_draw
 from autopar.ir.program import Program
 
 aten = torch.ops.aten
@@ -118,10 +120,10 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
 def _draw(graph: fx.Graph, node: fx.Node, call: _Call) -> fx.Node:
     query, key = (call.named[name].meta["val"] for name in ("query", "key"))
     shape = [*query.shape[:3], key.shape[2]]
-    chance = [1.0 - call.named["dropout_p"]]
+    arguments = dropout_draw(call.named["dropout_p"], wide_dtype(query), shape)
     options = {"dtype": torch.bool, "device": query.device}
     with graph.inserting_before(node):
-        kept = graph.call_function(torch.ops.autopar.draw.default, ("bernoulli", chance, shape, [0, 1, 2, 3]), options)
+        kept = graph.call_function(torch.ops.autopar.draw.default, arguments, options)
     inherit_origin(kept, node)
     set_info(kept, replace(info(kept), internal=False))
     kept.meta["val"] = query.new_empty(shape, dtype=torch.bool)

@@ -6,7 +6,7 @@ Before::
 
 After::
 
-    mask = autopar.ir.ops.random("bernoulli", [0.9], [8, 16], [0, 1], dtype=bool)
+    mask = autopar.ir.ops.random("dropout", [0.1, 4], [8, 16], [0, 1], dtype=bool)
     dropout = aten.native_dropout_backward(x, mask, 1.11)                        # x * mask * 1.11
     noise = autopar.ir.ops.random("uniform", [0, 1], [8, 16], [0, 1], dtype=float32)
     coin = aten._to_copy(aten.lt(autopar.ir.ops.random("uniform", [0, 1], ...), p), dtype=float32)
@@ -28,7 +28,7 @@ from autopar.errors import CaptureError
 from autopar.ir.graph import copy_graph, user_line
 from autopar.ir.module_outputs import pass_on
 from autopar.ir.node_info import info, set_info
-from autopar.ir.ops.random import SCATTERED_NORMAL
+from autopar.ir.ops.random import DROPOUT, SCATTERED_NORMAL, dropout_draw
 from autopar.ir.program import Program
 
 aten = torch.ops.aten
@@ -150,7 +150,8 @@ def _dropout(graph: fx.Graph, node: fx.Node) -> None:
     chance = 1.0 - named["p"]  # of an element to stay
     output, like = node.meta["val"]
     if chance:
-        mask = _draw(graph, node, "bernoulli", [chance], like)
+        _, parameters, *_ = dropout_draw(named["p"], named["input"].meta["val"].dtype, like.shape)
+        mask = _draw(graph, node, DROPOUT, parameters, like)
     else:  # nothing is left to chance, and eager draws nothing
         options = {"dtype": like.dtype, "device": like.device}
         mask = _call(graph, node, like, aten.full.default, list(like.shape), False, **options)

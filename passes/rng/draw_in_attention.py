@@ -2,7 +2,7 @@
 
 Before::
 
-    kept = seeded(autopar.draw, 0, block, "bernoulli", [0.9], [batch, heads, queries, keys], [0, 1, 2, 3], dtype=bool)
+    kept = seeded(autopar.draw, 0, block, "dropout", [0.1, 4], [batch, heads, queries, keys], [0, 1, 2, 3], dtype=bool)
     out, logsumexp = autopar.attention(q, k, v, None, kept, 0.1, True, None)
     dq, dk, dv, _ = autopar.attention_backward(d, q, k, v, None, kept, out, logsumexp, 0.1, True, None, False)
 

@@ -2,12 +2,12 @@
 
 Before (on a mesh of 4 devices along data and 2 along model)::
 
-    mask = autopar.ir.ops.random("bernoulli", [0.9], [2, 16], [0, 1], dtype=bool)          # [batch{data}, hidden]
+    mask = autopar.ir.ops.random("dropout", [0.1, 4], [2, 16], [0, 1], dtype=bool)          # [batch{data}, hidden]
 
 After::
 
     block = axis_index("data")
-    mask = seeded(autopar.ir.ops.random, 0, block, "bernoulli", [0.9], [2, 16], [0, 1], dtype=bool)
+    mask = seeded(autopar.ir.ops.random, 0, block, "dropout", [0.1, 4], [2, 16], [0, 1], dtype=bool)
 
 The seed is made of the step's, the number of the operator (here 0) and the block's, so blocks are independent and
 replicas are equal, whatever the devices' own generators. A copy that the backward pass recomputes has its original's

@@ -2,12 +2,12 @@
 
 Before::
 
-    mask = autopar.ir.ops.random("bernoulli", ...); ...; mask_recomputed = autopar.ir.ops.random("bernoulli", ...)
+    mask = autopar.ir.ops.random("dropout", ...); ...; mask_recomputed = autopar.ir.ops.random("dropout", ...)
 
 After::
 
-    state = generator_state(device); mask = autopar.ir.ops.random("bernoulli", ...); ...
-    mask_recomputed = replayed(autopar.ir.ops.random, state, "bernoulli", ...)
+    state = generator_state(device); mask = autopar.ir.ops.random("dropout", ...); ...
+    mask_recomputed = replayed(autopar.ir.ops.random, state, "dropout", ...)
 
 The generator goes on as if nothing had been recomputed. This is for ``deterministic=True``; else
 `autopar.passes.rng.localize` gives both the same seed.

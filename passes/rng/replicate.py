@@ -2,11 +2,11 @@
 
 Before::
 
-    mask = autopar.ir.ops.random("bernoulli", [0.9], [8, 16], [0, 1], dtype=bool)          # [batch{data}, hidden]
+    mask = autopar.ir.ops.random("dropout", [0.1, 4], [8, 16], [0, 1], dtype=bool)          # [batch{data}, hidden]
 
 After (the slice comes with the other moves)::
 
-    mask = autopar.ir.ops.random("bernoulli", [0.9], [8, 16], [0, 1], dtype=bool)          # [batch, hidden]
+    mask = autopar.ir.ops.random("dropout", [0.1, 4], [8, 16], [0, 1], dtype=bool)          # [batch, hidden]
 
 The generators of all devices, alike before, stay alike. This is what ``deterministic=True`` means; else
 `autopar.passes.rng.localize` runs.

@@ -16,7 +16,7 @@ import pytest
 from autopar.ir.plan import Plan
 from autopar.search.solver.certify import verified_bound
 from autopar.search.solver.duals import relax
-from autopar.search.solver.interrupt import requested, stoppable
+from autopar.search.solver.highs import requested, stoppable
 from autopar.search.solver.minimize import Limits
 from tests.search.brute import random_problem
 
@@ -27,7 +27,7 @@ from autopar import cli
 from autopar.search.budget import within_budget as budget
 from autopar.search.solver.certify import verified_bound
 from autopar.search.solver.duals import relax
-from autopar.search.solver.interrupt import requested
+from autopar.search.solver.highs import requested
 from autopar.search.budget.lagrangian import solve
 import torch
 from torch import nn

@@ -54,6 +54,13 @@ def test_backend_that_does_not_serve_the_device() -> None:
         mesh_context(mesh(2, 2, coordinate=(1, 1)), 1.0)
 
 
+@pytest.mark.usefixtures("world_of_four")
+def test_gloo_for_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:gloo")
+    with pytest.raises(ValueError, match=r'Gloo reads the memory of GPU tensors.*"nccl"'):
+        mesh_context(mesh(2, 2, device="cuda", coordinate=(1, 1)), 1.0)
+
+
 def test_one_device_needs_no_group() -> None:
     found = one_device(torch.device("cpu"))
     assert (found.axes, found.coordinates, found.mesh) == ((("device", 1),), (0,), None)

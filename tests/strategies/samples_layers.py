@@ -265,6 +265,7 @@ def random() -> Iterator[Sample]:
     cpu = torch.device("cpu")
     for distribution, parameters, dtype in (
         ("bernoulli", [0.9], torch.bool),
+        ("dropout", [0.1, 4], torch.bool),
         ("uniform", [-1.0, 2.0], torch.float64),
         ("normal", [1.0, 2.0], torch.float32),
         ("random", [2, 9], torch.int64),

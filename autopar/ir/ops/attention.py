@@ -10,7 +10,7 @@ Before::
 
 After::
 
-    kept = autopar.draw("bernoulli", [0.9], [batch, heads, queries, keys], [0, 1, 2, 3], dtype=bool)
+    kept = autopar.draw("dropout", [0.1, 4], [batch, heads, queries, keys], [0, 1, 2, 3], dtype=bool)
     out, logsumexp = autopar.attention(q, k, v, None, kept, 0.1, False, None)
 
 On GPUs `autopar.passes.rng.draw_in_attention` puts ``attention_drawing`` in the place of both: kernels that draw.
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.ir.ops import attention_kernels as kernels
-from autopar.ir.ops.random import draw, generator_state, replayed
+from autopar.ir.ops.random import draw, dropout_draw, generator_state, replayed
 
 aten = torch.ops.aten
 
@@ -130,7 +130,7 @@ def _attention_drawing_backward(
 
 def _draw_arguments(query: Tensor, key: Tensor, dropout_p: float) -> tuple[tuple[Any, ...], dict[str, Any]]:
     shape = [*query.shape[:3], key.shape[2]]
-    return ("bernoulli", [1.0 - dropout_p], shape, [0, 1, 2, 3]), {"dtype": torch.bool, "device": query.device}
+    return dropout_draw(dropout_p, kernels.wide_dtype(query), shape), {"dtype": torch.bool, "device": query.device}
 
 
 def _kept(query: Tensor, key: Tensor, dropout_p: float) -> Tensor:

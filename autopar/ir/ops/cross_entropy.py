@@ -5,11 +5,14 @@ exp(x - logsumexp(x)))``. Both are functions of the logits and a number a row, s
 saved: the forward reads the logits once, the backward reads them once and writes their gradient. That is the least.
 
 Rows are computed some at a time, in blocks that stay in a device's cache: logits of 16 bits are widened there only, and
-exponentials are never in memory as a whole.
+exponentials are never in memory as a whole. On a GPU a row is computed by one kernel, see
+`autopar.ir.ops.cross_entropy_triton`; without triton, by those blocks.
 """
 
 from __future__ import annotations
 
+import importlib.util
+from functools import cache
 from typing import Any
 
 import torch
@@ -75,8 +78,26 @@ def _cross_entropy(logits: Tensor, target: Tensor, start: int | None) -> tuple[T
         raise (IndexError(f"Target {wrong[0]} is out of bounds.") if wrong else e) from None
     if outside is not None:
         picked = picked.masked_fill(outside, 0.0)
-    total = _joined([_logsumexp(block.to(wide), start is None) for block in torch.split(x, _rows_at_once(x))])
+    total = _total(x, wide, start is None)
     return picked.reshape(target.shape), total.reshape(target.shape)
+
+
+def _total(x: Tensor, wide: torch.dtype, is_whole: bool) -> Tensor:
+    if is_fused(x):
+        from autopar.ir.ops.cross_entropy_triton import logsumexp
+
+        return logsumexp(x if x.stride(1) == 1 else x.contiguous(), wide, is_whole)
+    return _joined([_logsumexp(block.to(wide), is_whole) for block in torch.split(x, _rows_at_once(x))])
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def is_fused(x: Tensor) -> bool:
+    """Whether one kernel computes a row: on a GPU, unless a compiler looks on, which takes operators of torch."""
+    return x.is_cuda and type(x) is Tensor and _has_triton()
 
 
 def _logsumexp(x: Tensor, is_whole: bool) -> Tensor:
@@ -93,6 +114,11 @@ def _cross_entropy_backward(
     local, outside = _local(target.reshape(-1, 1), start, x.shape[1])
     given, total = grad.reshape(-1, 1).to(wide), logsumexp.reshape(-1, 1)
     at_target = given if outside is None else given.masked_fill(outside, 0.0)
+    if is_fused(x):
+        from autopar.ir.ops.cross_entropy_triton import gradient
+
+        rows_of = x if x.stride(1) == 1 else x.contiguous()
+        return gradient(rows_of, total, given, local, at_target, dtype).reshape(logits.shape)
     rows = _rows_at_once(x)
     if len(x) <= rows and x.is_contiguous():  # the result is row-major
         return _gradient(x.to(wide), total, given, local, at_target).to(dtype).reshape(logits.shape)

@@ -26,6 +26,12 @@ _library.define(
 SCATTERED_NORMAL = "scattered_normal"
 """Normal numbers as kernels draw them into a tensor with gaps in memory: others than into one without."""
 
+DROPOUT = "dropout"
+"""What dropout keeps. Parameters: the probability to drop an element, and the bytes of one of its input."""
+
+_INPUT = {2: torch.float16, 4: torch.float32, 8: torch.float64}
+"""A dtype of an input of dropout, by bytes of an element."""
+
 _step_seed: ContextVar[int] = ContextVar("autopar_step_seed", default=0)  # 0 outside of a step: shape propagation
 
 
@@ -39,7 +45,7 @@ def _draw(
     device: torch.device,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """A tensor of ``size`` filled as ``tensor.<distribution>_(*parameters)`` fills it.
+    """A tensor of ``size`` filled as ``tensor.<distribution>_(*parameters)`` fills it, or as dropout masks its input.
 
     ``order`` lists its dims from the outermost to the innermost in memory, since numbers are drawn in that order.
     """
@@ -48,6 +54,14 @@ def _draw(
         return shuffled
     # Filled row by row, then permuted: kernels fill in the order of storage.
     shape = [size[d] for d in order]
+    if distribution == DROPOUT:
+        drop, itemsize = parameters
+        if device.type == "cuda" and generator is None:
+            # As eager's: a GPU's kernel takes its numbers in groups, by the bytes of an element.
+            values = torch.empty(shape, dtype=_INPUT[int(itemsize)], device=device)
+            kept: torch.Tensor = torch.native_dropout(values, drop, True)[1]
+            return kept.permute(sorted(range(len(order)), key=order.__getitem__))
+        distribution, parameters = "bernoulli", [1.0 - drop]
     if distribution == SCATTERED_NORMAL:
         distribution, inner = "normal", torch.empty([*shape, 2], dtype=dtype, device=device)[..., 0]
     else:
@@ -62,6 +76,13 @@ def _draw(
 _library.impl("draw", _draw, "CompositeExplicitAutograd")
 
 draw = torch.ops.autopar.draw.default
+
+
+def dropout_draw(
+    drop: float, dtype: torch.dtype, size: Sequence[int], order: Sequence[int] | None = None
+) -> tuple[str, list[float], list[int], list[int]]:
+    """The arguments of a `draw` of what dropout keeps of an input; ``order``: default: the input is row-major."""
+    return DROPOUT, [drop, dtype.itemsize], list(size), list(range(len(size)) if order is None else order)
 
 
 # An unused call still changes what the next one draws, and the partitioner would drop it: within a tracing context

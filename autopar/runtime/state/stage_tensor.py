@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from autopar._torch_compat import DTensorSpec, local_shape_of
+from autopar._torch_compat import DTensorSpec, local_shape_of, redistributed, spec_in
 from autopar.errors import AutoparError
 from autopar.ir.layout import At, Layout
 from autopar.runtime.agreement.control import during_any
@@ -156,15 +156,15 @@ def _on_every_stage(tensor: StageTensor) -> DTensor:
     local = local.contiguous()
     with during_any("an operator of a parameter that one stage holds"):
         dist.broadcast(local, group=mesh.get_group(owner.axis), group_src=owner.coordinate)
-    return _like(local, DTensorSpec(mesh, placements, tensor_meta=tensor._spec.tensor_meta))
+    return _like(local, spec_in(mesh, placements, tensor._spec.tensor_meta))
 
 
 def _on_owner_stage(tensor: DTensor, owner: OwnerStage, spec: DTensorSpec) -> DTensor:
     """A DTensor of any placements, as the devices of one stage hold it: in ``spec``, empty on the others."""
     mesh = spec.mesh
-    everywhere = [Replicate() if i == owner.axis else p for i, p in enumerate(spec.placements)]
+    everywhere = tuple(Replicate() if i == owner.axis else p for i, p in enumerate(spec.placements))
     # Every rank redistributes, for it may be a collective; those of other stages then drop the result.
-    local = tensor.redistribute(mesh, everywhere)._local_tensor
+    local = redistributed(tensor, mesh, everywhere)._local_tensor
     return _like(local if _is_on_owner(mesh, owner) else local[:0], spec)
 
 

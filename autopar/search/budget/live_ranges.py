@@ -19,7 +19,7 @@ import highspy
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.search.solver.interrupt import obey
+from autopar.search.solver.highs import new_solver
 
 Key = Any
 
@@ -204,12 +204,7 @@ class _MixedIntegerProgram:
 
     def minimize(self, seconds: float, gap: float) -> tuple[float, NDArray[np.float64] | None]:
         """A lower bound on the cost, and the best values of the variables that were found, if any."""
-        solver = highspy.Highs()  # type: ignore[no-untyped-call]
-        for option, value in (
-            ("output_flag", False), ("threads", 1), ("random_seed", 0), ("time_limit", seconds), ("mip_rel_gap", gap),
-        ):  # fmt: skip
-            solver.setOptionValue(option, value)
-        obey(solver)
+        solver = new_solver(seconds, mip_rel_gap=gap)
         solver.passModel(self._program())
         solver.run()
         info = solver.getInfo()

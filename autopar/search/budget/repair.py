@@ -30,7 +30,7 @@ from autopar.search.budget.pareto import Frontier
 from autopar.search.formulation.memory_model import block_boundary_activations
 from autopar.search.peak import peak_snapshot_of
 from autopar.search.read_plan import plan_of
-from autopar.search.solver.interrupt import requested
+from autopar.search.solver.highs import requested
 from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.minimize import Limits
 from autopar.sharding.factor_kinds import from_parameters

@@ -12,7 +12,7 @@ from autopar.search.finished_plan import joint_certificate
 from autopar.search.microbatch.split import microbatch_program
 from autopar.search.options import Job
 from autopar.search.padding import best_padded
-from autopar.search.solver.interrupt import requested
+from autopar.search.solver.highs import requested
 
 WORTH = 0.98
 """Where twice as many microbatches need more than this share of the memory, even more will not do."""

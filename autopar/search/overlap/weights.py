@@ -6,13 +6,13 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import highspy
 import numpy as np
 from torch import fx
 
 from autopar.ir.graph import Value, is_backward
 from autopar.search.overlap.regions import BEFORE
 from autopar.search.overlap.step_time import FILLING, KERNELS, Floats, StepTime, feature, no_features
+from autopar.search.solver.highs import new_solver
 
 LEAST = 1e-3
 """Weight of each link where kernels hide what it sends: of two plans that take the same time, one sends less."""
@@ -86,8 +86,7 @@ class Weights:
         none = no_features(self.step.axes)
         seconds = [[self.step.rows(r) @ features.get(r, none) for r in regions] for features in plans]
         counts = [len(rows) for rows in seconds[0]]
-        solver = highspy.Highs()  # type: ignore[no-untyped-call]
-        solver.setOptionValue("output_flag", False)
+        solver = new_solver(np.inf)
         # One column for the least cost, then one for each row of each region.
         least = np.concatenate([[-np.inf], *(self._floor(r, n) for r, n in zip(regions, counts, strict=True))])
         cost = np.where(np.arange(len(least)) == 0, -1.0, 0.0)
@@ -103,7 +102,10 @@ class Weights:
             columns = np.arange(start, stop, dtype=np.int32)
             solver.addRow(1.0, 1.0, len(columns), columns, np.ones(len(columns)))
         solver.run()
-        found = np.maximum(np.array(solver.getSolution().col_value), least)
+        solution = solver.getSolution()
+        if not solution.value_valid:  # Ctrl-C
+            return self
+        found = np.maximum(np.array(solution.col_value), least)
         each = zip(regions, itertools.pairwise(ends), strict=True)
         return replace(self, rows={r: found[a:b] / found[a:b].sum() for r, (a, b) in each})
 

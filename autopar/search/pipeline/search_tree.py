@@ -17,7 +17,7 @@ from autopar.search.options import Job, Search
 from autopar.search.pipeline.deep_models import RepeatedStages
 from autopar.search.pipeline.shape import Measured, MeshKey, PipelineShape, ScheduledStages
 from autopar.search.pipeline.space import inside_stage, restrictions_inside
-from autopar.search.solver.interrupt import requested
+from autopar.search.solver.highs import requested
 
 
 @dataclass(frozen=True)

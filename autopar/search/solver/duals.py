@@ -11,13 +11,12 @@ import itertools
 import math
 from collections.abc import Sequence
 
-import highspy
 import numpy as np
 
 from autopar.errors import CertificateError
 from autopar.search.solver.certify import Claim, Messages, recount, verified_bound
+from autopar.search.solver.highs import new_solver
 from autopar.search.solver.ilp import OBJECTIVE_SCALE, integer_program, read_labels
-from autopar.search.solver.interrupt import obey
 from autopar.search.solver.layer_mix import LayerMix
 from autopar.search.solver.problem import Floats, Ints, Node, Problem
 from autopar.search.solver.workspace import build
@@ -91,10 +90,7 @@ def relax(problem: Problem, price: float, seconds: float, scale: float = 1.0) ->
     if not all(len(graph.alive(n)) for n in graph.live_nodes()):  # a node has no label: any messages prove infinity
         return _messages(problem, np.zeros(lp.num_row_)), np.zeros(len(nodes), dtype=np.int64)
     lp.integrality_ = []
-    solver = highspy.Highs()  # type: ignore[no-untyped-call]
-    for option, value in (("output_flag", False), ("threads", 1), ("random_seed", 0), ("time_limit", seconds)):
-        solver.setOptionValue(option, value)
-    obey(solver)
+    solver = new_solver(seconds)
     solver.passModel(lp)
     solver.run()
     found = solver.getSolution()

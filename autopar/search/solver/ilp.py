@@ -9,7 +9,7 @@ from __future__ import annotations
 import highspy
 import numpy as np
 
-from autopar.search.solver.interrupt import obey
+from autopar.search.solver.highs import new_solver
 from autopar.search.solver.problem import Floats, Ints, Minimum
 from autopar.search.solver.workspace import Workspace
 
@@ -34,13 +34,7 @@ def solve_ilp(graph: Workspace, scale: float, gap: float, seconds: float, budget
         The best labels found of the live nodes, zero elsewhere, and a bound on all labelings of the workspace.
     """
     unit = OBJECTIVE_SCALE / (scale or 1.0)
-    solver = highspy.Highs()  # type: ignore[no-untyped-call]
-    for option, value in (
-        ("output_flag", False), ("threads", 1), ("random_seed", 0), ("time_limit", max(seconds, 0.01)),
-        ("mip_rel_gap", 0.0), ("mip_abs_gap", gap * unit), ("mip_feasibility_tolerance", 1e-7),
-    ):  # fmt: skip
-        solver.setOptionValue(option, value)
-    obey(solver)
+    solver = new_solver(seconds, mip_rel_gap=0.0, mip_abs_gap=gap * unit, mip_feasibility_tolerance=1e-7)
     solver.passModel(integer_program(graph, unit, budget))
     solver.run()
     status, info = solver.getModelStatus(), solver.getInfo()

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.search.solver.eliminate import fold, unfold
+from autopar.search.solver.highs import requested
 from autopar.search.solver.ilp import columns_of, solve_ilp
-from autopar.search.solver.interrupt import requested
 from autopar.search.solver.message_passing import MessagePassing, compact, write_back
 from autopar.search.solver.presolve import presolve
 from autopar.search.solver.problem import Ints, Minimum

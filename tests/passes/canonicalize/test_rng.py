@@ -54,9 +54,9 @@ def unused(x: Tensor) -> Tensor:
 
 # A function, and what its graph draws.
 CASES: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
-    "dropout": (lambda x: F.dropout(x, 0.3), ["bernoulli"]),
+    "dropout": (lambda x: F.dropout(x, 0.3), ["dropout"]),
     "all dropped": (lambda x: F.dropout(x, 1.0), []),
-    "in another order": (lambda x: F.dropout(x.permute(2, 0, 1), 0.3), ["bernoulli"]),
+    "in another order": (lambda x: F.dropout(x.permute(2, 0, 1), 0.3), ["dropout"]),
     "in place": (lambda x: F.dropout(x * 2, 0.3, inplace=True), ["bernoulli"]),
     "channels": (lambda x: F.dropout1d(x, 0.3), ["bernoulli"]),
     "alpha": (lambda x: F.alpha_dropout(x, 0.3, True), ["bernoulli"]),
@@ -76,9 +76,9 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
     "filled": (lambda x: x * torch.empty(8).uniform_(1, 2) * torch.empty(8).log_normal_(), ["uniform", "log_normal"]),
     "permutation": (lambda x: x[torch.randperm(4)], ["permutation"]),
     "poisson": (lambda x: x * torch.poisson(x * 9), ["aten.poisson.default"]),
-    "attention": (lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.3), ["bernoulli"]),
-    "equal calls": (twice, ["bernoulli"] * 2 + ["aten.multinomial.default"] * 2),
-    "unused": (unused, ["uniform", "bernoulli", "normal"]),
+    "attention": (lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.3), ["dropout"]),
+    "equal calls": (twice, ["dropout"] * 2 + ["aten.multinomial.default"] * 2),
+    "unused": (unused, ["uniform", "dropout", "normal"]),
 }
 
 
@@ -105,7 +105,7 @@ def test_before_and_after() -> None:
 w
 batch0
 mul.Tensor = mul.Tensor(batch0, w)
-autopar.draw = autopar.draw('bernoulli', [0.5], [4, 8], [0, 1], dtype=torch.bool)
+autopar.draw = autopar.draw('dropout', [0.5, 4], [4, 8], [0, 1], dtype=torch.bool)
 native_dropout_backward = native_dropout_backward(mul.Tensor, autopar.draw, 2.0)
 return [native_dropout_backward]"""
     )

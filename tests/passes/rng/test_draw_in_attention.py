@@ -71,9 +71,9 @@ def test_before_and_after() -> None:
         show(rewrite(program, plan, passes=tuple(p for p in PASSES if p.__name__ != left_out)))
         for left_out in ("draw_in_attention", "")
     )
-    assert "seeded(autopar.draw.default, 0, add, 'bernoulli', [0.6], [2, 2, 6, 6]" in before
+    assert "seeded(autopar.draw.default, 0, add, 'dropout', [0.4, 4], [2, 2, 6, 6]" in before
     assert "autopar.attention(" in before and "autopar.attention_backward(" in before
-    assert "bernoulli" not in after
+    assert "dropout'" not in after
     assert "seeded(autopar.attention_drawing.default, 0, add, " in after
     assert ", 0.4, True, None, False)" in after.partition("autopar.attention_drawing_backward(")[2].partition("\n")[0]
 
