@@ -26,12 +26,13 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from benchmarks.gpu_parts import attention, costs, ranks, training  # noqa: E402
+from benchmarks.gpu_parts import attention, costs, families, ranks, training  # noqa: E402
 from benchmarks.gpu_parts.setting import NEEDS_GPU, Row, Setting  # noqa: E402
 
 PARTS: dict[str, Callable[[Setting], list[Row]]] = {
     "attention": attention.attention,
     "equality": training.equality,
+    "families": families.families,
     "cpu-plan": training.cpu_plan,
     "dropout": attention.dropout,
     "cross-entropy": costs.cross_entropy,

@@ -42,9 +42,11 @@ def test_every_name_has_a_contract() -> None:
         "interpreter_takes", "interpreting", "interrupt_gloo", "is_all_true", "is_boxed",
         "is_traced", "is_transformed", "local_shape_of",
         "masks_as_they_are", "operator_database", "pipeline_runtime",
-        "put_around_collectives", "pytree_node", "recurrent_dropout", "redistributed", "reduce_found_inf_over_every_gradient",
+        "put_around_collectives", "pytree_node", "recurrent_dropout", "redistributed",
+        "reduce_found_inf_over_every_gradient",
         "refuse_items_of_unreduced", "said_by_kernel", "selective_policy", "set_group_timeout",
-        "spec_in", "storage_id", "suggest_memory_format", "take_in_foreach", "torch_schedule", "traced_graph", "traced_node",
+        "spec_in",
+        "storage_id", "suggest_memory_format", "take_in_foreach", "torch_schedule", "traced_graph", "traced_node",
         "traced_root",
         "tracing", "without_modes", "without_ordered_effects",
     }  # fmt: skip
