@@ -28,7 +28,7 @@ _FOLDER = Path(__file__).with_name("presets")
 PRESETS: tuple[str, ...] = tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
 """Names that `Cluster.preset` knows: public figures, the source beside each number, in the folder ``presets``."""
 
-_OPTIONAL = ("efficiency", "units", "ramp", "streaming", "host", "host_bandwidth", "copies")
+_OPTIONAL = ("efficiency", "fused", "units", "ramp", "streaming", "host", "host_bandwidth", "copies")
 _FIGURES = ("memory", "bandwidth", "launch", *_OPTIONAL)
 
 

@@ -16,7 +16,7 @@ FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 KIND_NAMES = ("cuda", "rocm", "cpu")
 """Kinds of devices: what a process has on one besides tensors depends on it, see `autopar.costs.budget`."""
 
-_SHARES = ("efficiency", "streaming")
+_SHARES = ("efficiency", "fused", "streaming")
 
 # Work in other dtypes counts at the rate of one that is stated: integers and booleans run on the float32 units.
 _RATED_AS = {"complex128": "float64", "complex64": "float32", "complex32": "float16"} | dict.fromkeys(
@@ -44,6 +44,7 @@ class Device:
         copies: of what a convolution takes and makes, the share that its library copies into another order of memory,
             see `autopar.costs.memory.convolution_copies`: 1 for oneDNN; 0 counts nothing.
         kind: of `KIND_NAMES`; it decides what the default budget leaves out, and no cost.
+        fused: share of what large products reach that fused attention reaches, and a convolution.
 
     Raises:
         ValueError: a figure is not a positive number, or a dtype or the kind is unknown.
@@ -62,6 +63,7 @@ class Device:
     host_bandwidth: float = 0.0
     copies: float = 0.0
     kind: str = "cuda"
+    fused: float = 1.0
 
     def __post_init__(self) -> None:
         check_name(self.name)

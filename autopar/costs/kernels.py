@@ -106,15 +106,15 @@ def busy_seconds(work: Work, dtype: str, device: Device) -> Array:
     Args:
         work: the kernels.
         dtype: of the arithmetic.
-        device: peak, efficiency, units, ramp, bandwidth and streaming count.
+        device: peak, efficiency, fused, units, ramp, bandwidth and streaming count.
 
     Raises:
         ValueError: the device states no peak for this dtype.
     """
     rate = device.peak(dtype) * device.efficiency
-    # The flat share of the peak; matrix products on devices of many units get their tiles below.
-    arithmetic = work.flops / rate
+    # A flat share of the peak; matrix products on devices of many units get their tiles below.
     products = work.rows > 0
+    arithmetic = work.flops / np.where(products, rate, rate * device.fused)
     # A CPU core works through a product without waves: its sizes are not quantized.
     if device.units > 1 and np.any(products):
         arithmetic = np.where(products, _tiled(work, rate, device), arithmetic)

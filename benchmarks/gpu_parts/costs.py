@@ -113,14 +113,21 @@ def calibration(setting: Setting) -> list[Row]:
     assert found is not None
     cluster, samples = found
     seconds = predicted_seconds(samples, cluster.device, cluster.links)
-    errors = [abs(math.log(s / sample.seconds)) for s, sample in zip(seconds, samples, strict=True)]
-    figures = {f"{dtype}_tflops": rate / 1e12 for dtype, rate in cluster.device.flops.items() if dtype in dtypes}
-    return [
-        {"check": "fitted", "passed": None, **figures, "gb_per_s": cluster.device.bandwidth / 1e9,
-         "launch_us": cluster.device.launch * 1e6},
-        {"check": "error of kernels", "passed": None, "median": statistics.median(errors), "largest": max(errors),
-         "kernels": len(errors)},
+    device = cluster.device
+    figures = {f"{dtype}_tflops": rate / 1e12 for dtype, rate in device.flops.items() if dtype in dtypes}
+    rows: list[Row] = [
+        {"check": "fitted", "passed": None, **figures, "gb_per_s": device.bandwidth / 1e9, "fused": device.fused,
+         "ramp": device.ramp, "launch_us": device.launch * 1e6, "host_us": device.host * 1e6}
     ]  # fmt: skip
+    errors: dict[str, list[float]] = {}
+    for predicted, sample in zip(seconds, samples, strict=True):
+        errors.setdefault(sample.kind, []).append(abs(math.log(predicted / sample.seconds)))
+    rows += [
+        {"check": f"error of {kind}", "passed": None, "median": statistics.median(found), "largest": max(found),
+         "kernels": len(found)}
+        for kind, found in errors.items()
+    ]  # fmt: skip
+    return rows
 
 
 def _preset(setting: Setting) -> bool:
@@ -246,13 +253,15 @@ def _offloaded(setting: Setting, name: str, model: Any, batch: Any, plan: Any) -
         return {"check": check, "passed": None, "note": NEEDS_GPU}
     budget = 0.8 * sum(plan.predicted.peak_bytes.values())
     pins = {"offload": "search", "recompute": "none"}  # or recomputation serves
+    _, expected = step(copy.deepcopy(model), batch)
     try:
         own = parallelized(model, batch, memory=budget, search=Search(time_limit=20.0, pins=pins))
     except InfeasibleError as error:
         return {"check": check, "passed": None, "note": str(error)[:80]}
     predicted = own.plan.predicted
+    error = difference(step(own, batch)[1], expected)
     return {
-        "check": check, "passed": None, "ms": _milliseconds(setting, own, batch),
+        "check": check, "passed": error <= 1e-2, "error": error, "ms": _milliseconds(setting, own, batch),
         "predicted_ms": predicted.step_seconds * 1e3, "host_mib": predicted.host_bytes / 2**20,
     }  # fmt: skip
 

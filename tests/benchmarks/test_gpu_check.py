@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.costs.calibrate.sample import ATTENTION
 from benchmarks import gpu_check
 from benchmarks.gpu_parts import attention, costs, setting, training
 from benchmarks.gpu_parts.setting import NEEDS_GPU, Setting
@@ -45,8 +46,10 @@ def test_masks_of_dropout() -> None:
 def test_predictions() -> None:
     (peak,) = costs.peak(CPU)
     assert peak["ratio"] == pytest.approx(1, rel=0.02)
-    fitted, error = costs.calibration(CPU)
-    assert fitted["float32_tflops"] > 0 and error["kernels"] == 5
+    fitted, *errors = costs.calibration(CPU)
+    assert fitted["float32_tflops"] > 0 and 0 < fitted["fused"] <= 1
+    assert [row["check"] for row in errors] == [f"error of {k}" for k in ("matmul", *ATTENTION, "copy")]
+    assert sum(row["kernels"] for row in errors) == 7
 
 
 class Wrong(nn.Module):

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from autopar.costs.calibrate.sample import Sample
+from autopar.costs.calibrate.sample import ATTENTION, LAUNCH, Sample
 from autopar.costs.calibrate.several_starts import Floats, fit_within, require_scipy, scattered
 from autopar.costs.cluster import Cluster, Device, Link
 from autopar.costs.collectives import COLLECTIVES
-from autopar.costs.flops import attention_flops
+from autopar.costs.flops import attention_backward_flops, attention_flops
 from autopar.costs.kernels import Work, kernel_seconds, product, stream
 
 STARTS = 4
@@ -23,9 +23,10 @@ STARTS = 4
 def fit_device(samples: Sequence[Sample], *, name: str, memory: float, units: int = 1) -> Device:
     """The device whose kernels take the times of the samples, as nearly as may be.
 
-    Rates, bandwidth and launch are fitted as they are reached, so that efficiency and streaming are 1; on a device of
-    several units the depth of the ramp is fitted, too. What counts is the ratio of predicted to measured seconds;
-    outliers count less (least squares with a soft absolute loss, from the fastest of each kind and from around it).
+    Rates, bandwidth and launch are fitted as they are reached, so that efficiency and streaming are 1. The share that
+    attention reaches is fitted where there are samples of it, and on a device of several units the depth of the ramp.
+    What counts is the ratio of predicted to measured seconds; outliers count less (least squares with a soft absolute
+    loss, from the fastest of each kind and from around it).
 
     Args:
         samples: kernels; a dtype without matrix products gets no rate.
@@ -47,15 +48,25 @@ def fit_device(samples: Sequence[Sample], *, name: str, memory: float, units: in
     launch = min(s.seconds for s in samples)
     start = Device(name, fastest, memory, bandwidth, launch, units=units, ramp=64.0 if units > 1 else 0.0)
 
+    has_attention = any(s.kind in ATTENTION and s.dtype in dtypes for s in samples)
+
     def device(logs: Floats) -> Device:
         # Logarithms keep the figures positive, and make a step of the fit relative to their size.
         values = [float(v) for v in np.exp(logs)]
         ramp = values.pop() if units > 1 else 0.0
+        fused = min(values.pop(), 1.0) if has_attention else 1.0
         return replace(
-            start, bandwidth=values[0], launch=values[1], flops=dict(zip(dtypes, values[2:], strict=True)), ramp=ramp
-        )
+            start, bandwidth=values[0], launch=values[1], flops=dict(zip(dtypes, values[2:], strict=True)), ramp=ramp,
+            fused=fused,
+        )  # fmt: skip
 
-    first = [bandwidth, launch, *fastest.values(), *([start.ramp] if units > 1 else [])]
+    first = [
+        bandwidth,
+        launch,
+        *fastest.values(),
+        *([0.5] if has_attention else []),
+        *([start.ramp] if units > 1 else []),
+    ]
     used = [s for s in samples if s.dtype in dtypes or s.kind == "copy"]
     return device(_least_squares(lambda logs: _ratios(used, kernels_seconds(used, device(logs))), first))
 
@@ -133,6 +144,8 @@ def predicted_seconds(
             axes = {"members": sample.sizes[1], "between": sample.stride}
             link = Cluster("measured", device, tuple(links), tuple(groups)).link_for(axes)[0]
             found[i] = collectives_seconds([sample], link, device.launch)[0]
+        elif sample.kind == LAUNCH:
+            found[i] = device.host
         elif sample.kind in COLLECTIVES:
             found[i] = collectives_seconds([sample], links[sample.level], device.launch)[0]
         else:
@@ -165,9 +178,11 @@ def _work(sample: Sample) -> Work:
         batch, rows, columns, depth = sample.sizes
         return product(rows, columns, depth, batch, item)
     batch, heads, positions, head = sample.sizes
-    # The search counts it as one kernel, which is no product.
-    fused = stream(4 * item * batch * heads * positions * head)
-    return replace(fused, flops=np.array([float(attention_flops(batch, heads, positions, positions, head))]))
+    # The search counts it as one kernel, which is no product, of four tensors or eight.
+    is_backward, causal = sample.kind == ATTENTION[2], sample.kind != ATTENTION[0]
+    fused = stream((8 if is_backward else 4) * item * batch * heads * positions * head)
+    count = attention_backward_flops if is_backward else attention_flops
+    return replace(fused, flops=np.array([float(count(batch, heads, positions, positions, head, causal))]))
 
 
 def _flops(sample: Sample) -> float:

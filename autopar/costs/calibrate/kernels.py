@@ -1,16 +1,17 @@
-"""Time kernels on one device: matrix products, attention and copies, over sizes."""
+"""Time kernels on one device: matrix products, attention, its backward, and copies, over sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
-from torch.nn import functional
 from torch.utils.benchmark import Timer
 
-from autopar.costs.calibrate.sample import Sample
+from autopar.costs.calibrate.sample import ATTENTION, LAUNCH, Sample
+from autopar.ir.ops import attention as ours
 
 Tick = Callable[[int, int, str], None]
 
@@ -19,6 +20,9 @@ ENOUGH = 0.05
 
 CALLS, HELD = 64, 2**26
 """How many results are held at once, and how many bytes, of kernels whose results are not larger."""
+
+LAUNCHED = 64
+"""Elements of a copy that a GPU has made before the host has launched the next one."""
 
 aten = torch.ops.aten
 
@@ -57,7 +61,7 @@ LARGE = Kernels(
         *((1, 2048, 12288, 1536), (1, 4104, 4104, 1000), (1, 4096, 50257, 1024)),
         *((64, 1024, 1024, 128), (128, 2048, 2048, 64)),
     ),
-    ((1, 16, 1024, 128), (4, 32, 2048, 128)),
+    ((1, 16, 1024, 128), (4, 32, 2048, 128), (8, 16, 512, 64), (1, 8, 8192, 128)),
     tuple(4**i for i in range(3, 15)),
 )
 """For a GPU: waves, depths that are short, sizes that are not aligned."""
@@ -83,10 +87,11 @@ def measure_kernels(
         tick: called with ``(done, total, name)``.
     """
     chosen = chosen or (SMALL if device.type == "cpu" else LARGE)
-    total = len(dtypes) * (len(chosen.products) + len(chosen.attentions)) + len(chosen.copies)
+    total = len(dtypes) * (len(chosen.products) + len(ATTENTION) * len(chosen.attentions)) + len(chosen.copies)
+    total += device.type == "cuda"
     found: list[Sample] = []
     for kind, dtype, sizes, run in _kernels(device, dtypes, chosen):
-        seconds = together(_seconds(run, enough))
+        seconds = together(_seconds(run, enough, replayed=device.type == "cuda" and kind != LAUNCH))
         found.append(Sample(kind, str(dtype).removeprefix("torch."), sizes, seconds))
         if tick is not None:
             tick(len(found), total, str(found[-1]))
@@ -109,26 +114,51 @@ def _kernels(
                 (batch, rows, columns, depth),
                 partial((aten.bmm if shape else aten.mm).default, a, b),
             )
-        for sizes in chosen.attentions:
-            # Tensors of the kind that graphs have: batch, heads, positions, size of a head.
-            q, k, v = (torch.randn(*sizes, device=device, dtype=dtype) for _ in range(3))
-            yield "attention", dtype, sizes, partial(functional.scaled_dot_product_attention, q, k, v)
+        for batch, heads, positions, head in chosen.attentions:
+            # As graphs have them: heads behind positions, in memory.
+            made = torch.randn(4, batch, positions, heads, head, device=device, dtype=dtype).transpose(2, 3)
+            q, k, v, grad = made.unbind()
+            out, total = ours.attention(q, k, v, None, None, 0.0, True, None)
+            calls: tuple[Callable[[], Any], ...] = (
+                partial(ours.attention, q, k, v, None, None, 0.0, False, None),
+                partial(ours.attention, q, k, v, None, None, 0.0, True, None),
+                partial(ours.attention_backward, grad, q, k, v, None, None, out, total, 0.0, True, None, False),
+            )
+            for kind, call in zip(ATTENTION, calls, strict=True):
+                yield kind, dtype, (batch, heads, positions, head), partial(_first, call)
+    if device.type == "cuda":
+        few = torch.randn(LAUNCHED, device=device)
+        yield LAUNCH, torch.float32, (LAUNCHED,), partial(aten.clone.default, few)
     for count in chosen.copies:
         source = torch.randn(count, device=device)
         # Bytes: each float32 is read and written.
         yield "copy", torch.float32, (2 * 4 * count,), partial(aten.clone.default, source)
 
 
-def _seconds(run: Callable[[], torch.Tensor], enough: float) -> float:
+def _first(call: Callable[[], Any]) -> torch.Tensor:
+    made: torch.Tensor = call()[0]
+    return made
+
+
+def _seconds(run: Callable[[], torch.Tensor], enough: float, *, replayed: bool) -> float:
     """Mean seconds of a call; torch's timer waits for the device.
 
     The mean, since processes that share cores take turns of milliseconds: most calls see nothing of it, some wait long.
     As in a step, operators are called by their overloads, and what several return is held and then given back together:
     the memory that the next ones write to is new.
+
+    Args:
+        run: the call.
+        enough: seconds that all of them take together, at least.
+        replayed: calls are launched by a CUDA graph: a GPU waits for the host otherwise, whose time is another figure.
     """
     # As many results as fit into `HELD` bytes: more would measure the allocator at its limit.
     calls = max(1, min(CALLS, HELD // max(run().nbytes, 1)))
-    timer = Timer(
-        "[run() for _ in range(calls)]", globals={"run": run, "calls": calls}, num_threads=torch.get_num_threads()
-    )
+    statement = "[run() for _ in range(calls)]"
+    if replayed:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            held = [run() for _ in range(calls)]  # noqa: F841
+        run, statement = graph.replay, "run()"
+    timer = Timer(statement, globals={"run": run, "calls": calls}, num_threads=torch.get_num_threads())
     return float(timer.blocked_autorange(min_run_time=enough).mean) / calls

@@ -21,7 +21,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from autopar.costs.calibrate import collectives
 from autopar.costs.calibrate.fit import fit_contention, fit_device, fit_link
 from autopar.costs.calibrate.kernels import ENOUGH, Kernels, Tick, measure_kernels
-from autopar.costs.calibrate.sample import Sample
+from autopar.costs.calibrate.sample import LAUNCH, Sample
 from autopar.costs.calibrate.several_starts import require_scipy
 from autopar.costs.cluster import Cluster
 from autopar.costs.collectives import COLLECTIVES
@@ -202,12 +202,14 @@ def cluster_of(
         units: see `autopar.costs.calibrate.fit.fit_device`.
     """
     on_links = [s for s in samples if s.kind in COLLECTIVES]
-    alone = [s for s in samples if s.kind not in COLLECTIVES]
+    alone = [s for s in samples if s.kind not in COLLECTIVES and s.kind != LAUNCH]
+    launches = [s.seconds for s in samples if s.kind == LAUNCH]
     fitted = fit_device(alone, name=base.device.name, memory=base.device.memory, units=units)
     reached = base.device.host_bandwidth * base.device.streaming  # fitted figures are what is reached
     device = replace(
-        fitted, host=base.device.host, host_bandwidth=reached, copies=base.device.copies, kind=base.device.kind
-    )
+        fitted, host=min(launches, default=base.device.host), host_bandwidth=reached, copies=base.device.copies,
+        kind=base.device.kind,
+    )  # fmt: skip
     links, levels = list(base.links), sorted({s.level for s in on_links})
     for level in levels:
         # Names, algorithms and copies cannot be measured: they come from the base's link of that level.

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+ATTENTION = ("attention", "causal", "backward")
+"""Kinds of attention that are timed; the backward is that of causal attention."""
+
+LAUNCH = "launch"
+"""The kind of what a host takes to launch a kernel that a GPU has done before the next one comes."""
+
 
 @dataclass(frozen=True)
 class Sample:
     """One kernel or collective and how long it took.
 
     Attributes:
-        kind: ``matmul``, ``attention``, ``copy``, or a collective's name in `autopar.costs.collectives`.
+        kind: ``matmul``, ``attention``, ``causal`` (attention, too), ``backward`` (of causal attention), ``copy``,
+            ``launch``, or a collective's name in `autopar.costs.collectives`.
         dtype: of its tensors.
         sizes: of a matmul: batch, rows, columns, depth; of attention: batch, heads, positions, head; of a copy: bytes
             read and written; of a collective: bytes, as `autopar.costs.collectives` counts them, and members.

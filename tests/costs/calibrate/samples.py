@@ -5,10 +5,11 @@ from dataclasses import replace
 from autopar.costs.calibrate import Sample, predicted_seconds
 from autopar.costs.calibrate.collectives import KINDS, SIZES
 from autopar.costs.calibrate.kernels import Kernels
+from autopar.costs.calibrate.sample import ATTENTION
 from autopar.costs.cluster import Device, Link
 
 CPU = Device("a CPU", {"float32": 4e10, "float64": 2e10}, 4e9, 8e9, 3e-6)
-GPU = Device("a GPU", {"bfloat16": 3e14}, 8e10, 2e12, 5e-6, units=108, ramp=200.0)
+GPU = Device("a GPU", {"bfloat16": 3e14}, 8e10, 2e12, 5e-6, units=108, ramp=200.0, fused=0.4)
 INNER, OUTER = Link("inner", 3e9, 4e-5), Link("outer", 2e8, 3e-4)
 
 
@@ -16,7 +17,7 @@ def kernels(device: Device, chosen: Kernels) -> list[Sample]:
     """Samples that take just what the cost model says."""
     copies = [Sample("copy", "float32", (8 * n,), 1.0) for n in chosen.copies]
     found = [Sample("matmul", d, s, 1.0) for d in device.flops for s in chosen.products]
-    found += [Sample("attention", d, s, 1.0) for d in device.flops for s in chosen.attentions]
+    found += [Sample(kind, d, s, 1.0) for d in device.flops for s in chosen.attentions for kind in ATTENTION]
     times = predicted_seconds(found + copies, device, ())
     return [replace(s, seconds=float(t)) for s, t in zip(found + copies, times, strict=True)]
 

@@ -9,6 +9,7 @@ import pytest
 from autopar.costs.calibrate import Sample, cluster_of, fit_device, fit_link, predicted_seconds
 from autopar.costs.calibrate.collectives import _levels
 from autopar.costs.calibrate.kernels import LARGE, SMALL, Kernels
+from autopar.costs.calibrate.sample import ATTENTION, LAUNCH
 from autopar.costs.cluster import Cluster, Device, Link
 from autopar.errors import RankError
 from autopar.explain.tables.calibration import calibration_dict, calibration_plot, calibration_table
@@ -24,6 +25,7 @@ def test_a_device_is_found_again(device: Device, chosen: Kernels) -> None:
     assert found.launch == pytest.approx(device.launch, rel=0.02)
     assert found.flops == pytest.approx(device.flops, rel=0.02)
     assert found.ramp == pytest.approx(device.ramp, rel=0.1)
+    assert found.fused == pytest.approx(device.fused, rel=0.02)
     assert (found.name, found.memory, found.units) == (device.name, device.memory, device.units)
 
 
@@ -45,7 +47,9 @@ def test_what_was_not_measured_is_the_bases() -> None:
     base, alone = Cluster.preset("h100"), kernels(GPU, LARGE)
     one = cluster_of(alone, base, name="one", groups=(1,), units=108)
     assert one.links == base.links and one.group_sizes == base.group_sizes
-    assert one.device.memory == base.device.memory
+    assert (one.device.memory, one.device.host) == (base.device.memory, base.device.host)
+    launched = cluster_of([*alone, Sample(LAUNCH, "float32", (64,), 7e-6)], base, name="one", groups=(1,), units=108)
+    assert launched.device == replace(one.device, host=7e-6)
     node = cluster_of(alone + collectives(INNER, 0, 4), base, name="node", groups=(4,), units=108)
     assert node.links[1] == base.links[1] and node.group_sizes == base.group_sizes
     assert node.links[0].bandwidth == pytest.approx(INNER.bandwidth, rel=0.05)
@@ -115,7 +119,7 @@ def test_a_device_is_found_again_from_subsets_of_the_samples() -> None:
     """Whichever samples there are; the fit's start is as far off as the fastest of them is from the peak."""
     samples = kernels(GPU, LARGE)
     products = [s for s in samples if s.kind == "matmul"]
-    for own in (samples, [s for s in samples if s.kind != "attention"], [*products[::2], *samples[len(products) :]]):
+    for own in (samples, [s for s in samples if s.kind not in ATTENTION], [*products[::2], *samples[len(products) :]]):
         found = fit_device(own, name="subset", memory=GPU.memory, units=GPU.units)
         assert (found.bandwidth, found.launch) == pytest.approx((GPU.bandwidth, GPU.launch), rel=0.05)
         assert found.flops == pytest.approx(GPU.flops, rel=0.05)
