@@ -30,7 +30,10 @@ largest: a small tile loads more per multiplication. The rates are assumed; a ca
 
 ALIGNED, UNALIGNED = 8, 0.5
 """Tensor cores load 16 bytes at once: sizes that are not a multiple of 8 elements of 2 bytes fall back to slower
-kernels (the same guide, section 4.1). The rate is fitted: 50257 words cost twice what 50304 do."""
+kernels (the same guide, section 4.1). The rate is fitted: 50257 words cost twice what 50304 do. Products in float32,
+which torch does not put on tensor cores, are as fast at any size: measured on an H200."""
+
+_ON_TENSOR_CORES = ("bfloat16", "float16")
 
 BATCHED = 0.5
 """Rate of batched products relative to single ones: theirs is attention's, of transposed views. Fitted, too."""
@@ -117,7 +120,7 @@ def busy_seconds(work: Work, dtype: str, device: Device) -> Array:
     arithmetic = work.flops / np.where(products, rate, rate * device.fused)
     # A CPU core works through a product without waves: its sizes are not quantized.
     if device.units > 1 and np.any(products):
-        arithmetic = np.where(products, _tiled(work, rate, device), arithmetic)
+        arithmetic = np.where(products, _tiled(work, rate, device, dtype in _ON_TENSOR_CORES), arithmetic)
     return np.maximum(arithmetic, work.moved / (device.bandwidth * device.streaming))
 
 
@@ -133,8 +136,9 @@ def kernel_seconds(work: Work, dtype: str, device: Device) -> Array:
     return np.where(busy > 0, busy + work.launches * device.launch, 0.0)
 
 
-def _tiled(work: Work, rate: float, device: Device) -> Array:
+def _tiled(work: Work, rate: float, device: Device, on_tensor_cores: bool) -> Array:
     aligned = (work.rows % ALIGNED == 0) & (work.columns % ALIGNED == 0) & (work.depth % ALIGNED == 0)
+    aligned |= not on_tensor_cores
     rates = np.where(aligned, 1.0, UNALIGNED) * np.where(work.batch > 1, BATCHED, 1.0) * rate
     best = np.full(work.rows.shape, math.inf)
     for rows, columns, relative in TILES:

@@ -16,12 +16,12 @@ from benchmarks.gpu_parts.setting import NEEDS_GPU, Encoder, Row, Setting, compa
 
 KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
 ON_CPU = KERNELS[:2]
-VARIANTS = ("plain", "causal", "mask", "grouped", "uneven")
+VARIANTS = ("plain", "causal", "mask", "bias", "dropout", "bias and dropout", "grouped", "uneven")
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
 class Attend(nn.Module):
-    """Attention of one projection: causal, under a mask, of grouped heads, or of an uneven length."""
+    """Attention of one projection: causal, under a mask, with a learned bias or dropout, of grouped heads, uneven."""
 
     def __init__(self, variant: str, width: int, heads: int = 4) -> None:
         """With so many heads."""
@@ -30,6 +30,7 @@ class Attend(nn.Module):
         self.kv_heads = heads // 2 if variant == "grouped" else heads
         self.size = width // heads
         self.project = nn.Linear(width, (heads + 2 * self.kv_heads) * self.size)
+        self.bias = nn.Parameter(torch.randn(1, heads, 1, 1)) if "bias" in variant else None
 
     def forward(self, x: Tensor) -> Tensor:
         """The loss."""
@@ -37,8 +38,12 @@ class Attend(nn.Module):
         query, key, value = parts.split([self.heads, self.kv_heads, self.kv_heads], 1)
         rows = x.shape[1]
         mask = torch.ones(rows, rows, dtype=torch.bool, device=x.device).tril(2) if self.variant == "mask" else None
+        if self.bias is not None:
+            far = torch.arange(rows, device=x.device)
+            mask = self.bias * (far[:, None] - far).abs().to(x.dtype) / rows
         grouped, causal = self.variant == "grouped", self.variant == "causal"
-        found = F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, enable_gqa=grouped)
+        drop = 0.1 if "dropout" in self.variant else 0.0
+        found = F.scaled_dot_product_attention(query, key, value, mask, drop, is_causal=causal, enable_gqa=grouped)
         return found.float().square().mean()
 
 

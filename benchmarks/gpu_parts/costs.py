@@ -252,7 +252,7 @@ def _offloaded(setting: Setting, name: str, model: Any, batch: Any, plan: Any) -
     if not setting.cuda:
         return {"check": check, "passed": None, "note": NEEDS_GPU}
     budget = 0.8 * sum(plan.predicted.peak_bytes.values())
-    pins = {"offload": "search", "recompute": "none"}  # or recomputation serves
+    pins = {"offload": "search", "recompute": "none", "microbatches": 1}  # or others serve
     _, expected = step(copy.deepcopy(model), batch)
     try:
         own = parallelized(model, batch, memory=budget, search=Search(time_limit=20.0, pins=pins))
