@@ -1,28 +1,258 @@
-"""Checkpoints: state dicts that `torch.distributed.checkpoint` saves under one plan and loads under another.
+"""Checkpoints: `save` and `load` a training run, on any mesh and under any plan; or state dicts for torch's own.
 
-Parameters split inside a fused dim are `_StridedShard`, which `torch.distributed.checkpoint` refuses to save and loads
-wrongly. A `ParallelModule`'s own ``state_dict()`` therefore holds plain shards; the functions here do the same for the
-optimizer::
+::
 
-    state = autopar.checkpoint.state_dict(model, optimizer)
-    torch.distributed.checkpoint.save(state, checkpoint_id=folder)
+    autopar.checkpoint.save(folder, model, optimizer, step=100, scheduler=scheduler, extra={"epoch": 3})
 
-    state = autopar.checkpoint.state_dict(model, optimizer)  # after a new parallelize(), on any mesh
-    torch.distributed.checkpoint.load(state, checkpoint_id=folder)
-    autopar.checkpoint.load_state_dict(model, optimizer, state)
+    found = autopar.checkpoint.load(folder, model, optimizer, scheduler=scheduler)  # after a new parallelize()
+    start = found.step + 1
+
+Tensors are safetensors, written and read in parallel by `torch.distributed.checkpoint`; everything else is JSON.
+Parameters split inside a fused dim are `_StridedShard`, which that library refuses to save and loads wrongly. A
+`ParallelModule`'s own ``state_dict()`` therefore holds plain shards; `state_dict` here does the same for the optimizer.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.module.parallel_module import ParallelModule
+from autopar.runtime.checkpoint import folders, generators
+from autopar.runtime.checkpoint.manifest import Manifest, as_own, described, put_together, taken_apart
+from autopar.runtime.checkpoint.tensors import WRITING, group_of, read_into, result_of, start_writing
 from autopar.runtime.dtensor import in_layout, redistribute
+from autopar.runtime.mesh import MeshContext
 from autopar.runtime.state.state_dict import savable
+
+
+@dataclass
+class Saving:
+    """A checkpoint that is being saved.
+
+    Attributes:
+        folder: where it will be.
+    """
+
+    folder: Path
+    _context: MeshContext
+    _written: Future[Any]
+    _published: Future[Path]
+    _finished: bool = field(default=False, init=False)
+
+    def done(self) -> bool:
+        """Whether this rank's files, and on rank 0 the whole checkpoint, are on the disk, or failed to get there."""
+        return self._written.done() and (self._context.rank != 0 or self._published.done())
+
+    def wait(self) -> Path:
+        """Wait until the checkpoint is whole; every rank calls it.
+
+        Raises:
+            AutoparError: it could not be written.
+            RankError: a rank is gone.
+        """
+        if not self._finished:
+            self._finished = True
+            limit = WRITING.total_seconds()
+            self._context.together(lambda: result_of(self._written, limit), "writing a checkpoint")
+            self._context.decide(lambda: self._published.result(limit), "publishing a checkpoint")
+        return self.folder
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What `load` has found.
+
+    Attributes:
+        folder: of the checkpoint.
+        step: as it was given to `save`.
+        extra: likewise.
+        same_random_numbers: whether random generators go on as they were: on as many ranks as saved them.
+    """
+
+    folder: Path
+    step: int
+    extra: Any
+    same_random_numbers: bool
+
+
+_last: WeakKeyDictionary[Any, Saving] = WeakKeyDictionary()
+_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def save(
+    folder: str | Path,
+    model: ParallelModule,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int = 0,
+    extra: Any = None,
+    keep: int = 2,
+    wait: bool = True,
+    **stateful: Any,
+) -> Saving:
+    """Save a training run; every rank calls it.
+
+    The checkpoint is written to a new folder in ``folder`` and renamed when all of it is on the disk: killed at any
+    moment, `load` finds the one before or this one.
+
+    Args:
+        folder: of all checkpoints of the run, on a file system that all ranks see.
+        model: its layouts must be decided: pass ``batch=`` to `autopar.parallelize`, or call it once.
+        optimizer: of the model's parameters.
+        step: number of the step that was the last.
+        extra: anything of numbers, texts, small tensors and containers of them: epoch, position in the data.
+        keep: how many checkpoints stay, this one included.
+        wait: False: return when everything is copied to the host, and write in the background; one at a time, so the
+            next `save` waits for it. The host needs room for one copy.
+        stateful: further objects with ``state_dict()`` and ``load_state_dict()``, by name: learning-rate scheduler,
+            sampler, `torch.amp.GradScaler`. Rank 0's are saved, since they are the same on all.
+
+    Raises:
+        AutoparError: ``optimizer`` has a parameter that the model has not, or an earlier save failed.
+        ValueError: an argument is wrong, or something cannot be saved without pickle.
+        RankError: a rank is gone, or at something else.
+    """
+    _check(folder, model, step, keep, stateful)
+    context, root = model._autopar.context, Path(folder)
+    earlier = _last.pop(model._autopar, None)
+    if earlier is not None:
+        earlier.wait()
+    with model._autopar.together("checkpoint.save()"):
+        tensors, plain = taken_apart(_state_dict(model, optimizer), _tied(model))
+    random = generators.states()
+
+    def describe() -> str:
+        states = {name: given.state_dict() for name, given in stateful.items()}
+        rest = {**plain, "stateful": states, "extra": extra}
+        return described(tensors, rest, step, math.prod(context.sizes), list(random))
+
+    manifest = context.together(describe, "checkpoint.save()")
+    tensors.update({f"random.{context.rank}.{name}": state for name, state in random.items()})
+
+    def begin() -> str:
+        name = folders.new_name(step)
+        folders.begin(root, name)
+        return name
+
+    name = context.decide(begin, "making the folder of a checkpoint")
+    partial = root / f"{name}{folders.PARTIAL}"
+    written = start_writing(context, _group(model), tensors, partial, wait=wait)
+    published: Future[Path] = Future()
+    if context.rank == 0:
+        # When its part is done, so are those of the others: the library has asked them.
+        written.add_done_callback(lambda _: _publish(written, published, root, name, manifest, keep))
+    saving = Saving(root / name, context, written, published)
+    if wait:
+        saving.wait()
+    else:
+        _last[model._autopar] = saving
+    return saving
+
+
+def load(
+    folder: str | Path, model: ParallelModule, optimizer: torch.optim.Optimizer | None = None, **stateful: Any
+) -> Loaded:
+    """Load the last checkpoint that `save` has finished, or one of them; every rank calls it.
+
+    Mesh, plan and number of ranks may be others than those of `save`.
+
+    Args:
+        folder: what `save` was given, or the folder of one checkpoint in it.
+        model: a parallelized model with the same names and shapes.
+        optimizer: of the same kind; None leaves what is saved of it.
+        stateful: as for `save`.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        AutoparError: it is of another model or optimizer; names the first differences. Nothing has changed then.
+        ValueError: a file is damaged.
+    """
+    _check(folder, model, 0, 1, stateful)
+    context = model._autopar.context
+    earlier = _last.pop(model._autopar, None)
+    if earlier is not None:
+        earlier.wait()
+    found, text = context.decide(lambda: _read(Path(folder)), "finding a checkpoint")
+    known = Manifest.of(text, found / folders.MANIFEST)
+    with model._autopar.together("checkpoint.load()"):
+        state = _state_dict(model, optimizer)
+        tensors, _ = taken_apart(state, _tied(model))
+    context.together(lambda: known.check(tensors, optimizer is not None, stateful), "checkpoint.load()")
+    same = known.world == math.prod(context.sizes)
+    own: dict[str, torch.Tensor] = {}
+    if same:
+        expected = generators.states()
+        own = {f"random.{context.rank}.{n}": torch.empty_like(expected[n]) for n in known.generators if n in expected}
+    read_into(context, _group(model), {**tensors, **own}, found)
+    with model._autopar.together("checkpoint.load()"):
+        _load_state_dict(model, optimizer, put_together(state, known.values, _tied(model)))
+    for name, given in stateful.items():
+        given.load_state_dict(as_own(known.values["stateful"][name], given.state_dict()))
+    generators.restore({name.split(".", 2)[2]: state for name, state in own.items()})
+    return Loaded(found, known.step, known.values["extra"], same)
+
+
+def _check(folder: Any, model: Any, step: Any, keep: Any, stateful: Mapping[str, Any]) -> None:
+    if not isinstance(folder, str | Path):
+        raise ValueError(f"folder must be a path, got {folder!r}")
+    if not isinstance(model, ParallelModule):
+        raise ValueError(f"model must be what parallelize() returned, got a {type(model).__name__}")
+    for name, number, least in (("step", step, 0), ("keep", keep, 1)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < least:
+            raise ValueError(f"{name} must be a whole number of at least {least}, got {number!r}")
+    for name, given in stateful.items():
+        if not all(callable(getattr(given, method, None)) for method in ("state_dict", "load_state_dict")):
+            raise ValueError(f"{name} must have state_dict() and load_state_dict(), got a {type(given).__name__}")
+
+
+def _read(folder: Path) -> tuple[Path, str]:
+    found = folders.find(folder)
+    try:
+        return found, (found / folders.MANIFEST).read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{found / folders.MANIFEST} is damaged: {e}") from None
+
+
+def _tied(model: ParallelModule) -> dict[str, str]:
+    """Of a parameter's or buffer's further names, the first."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    for name, tensor in tensors:
+        if first.setdefault(id(tensor), name) != name:
+            found[name] = first[id(tensor)]
+    return found
+
+
+def _group(model: ParallelModule) -> Any:
+    session = model._autopar
+    if session not in _groups:
+        _groups[session] = group_of(session.context)
+    return _groups[session]
+
+
+def _publish(written: Future[Any], published: Future[Path], root: Path, name: str, manifest: str, keep: int) -> None:
+    try:
+        written.result()
+        folder = folders.publish(root, name, manifest)
+    except BaseException as e:  # the library's own is no Exception
+        published.set_exception(AutoparError(f"{root / name} could not be written: {type(e).__name__}: {e}"))
+        return
+    # Before anybody knows: the next save makes a folder that looks like what a killed writer has left.
+    with contextlib.suppress(OSError):  # what could not be deleted is no loss
+        folders.prune(root, keep, name)
+    published.set_result(folder)
 
 
 def state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:

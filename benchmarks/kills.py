@@ -2,7 +2,7 @@
 
 Four processes train, in steps that clip and save a checkpoint now and then; one of them is killed at a random moment.
 The others must raise `RankError`, within the timeout, wherever they are. They stay alive behind it: none may depend on
-another's exit.
+another's exit. Where checkpoints are saved, every other one in the background, the last one must load on one device.
 
     python -m benchmarks.kills --count 100
 """
@@ -21,7 +21,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -65,12 +65,14 @@ class Kill:
         rank: that was killed.
         seconds: from the kill to each survivor's error; None: it raised none.
         errors: of the survivors.
+        lost: what is wrong with the last checkpoint; empty: nothing, or there are none.
     """
 
     kind: str
     rank: int
     seconds: tuple[float | None, ...]
     errors: tuple[str, ...]
+    lost: str = ""
 
     @property
     def hangs(self) -> int:
@@ -113,7 +115,6 @@ def train(rank: int, kind: str, folder: str, pipe: Connection) -> None:
 
 
 def _train(kind: str, folder: str, pipe: Connection) -> None:
-    import torch.distributed.checkpoint as dcp
     from torch.distributed import init_device_mesh
 
     import autopar.checkpoint
@@ -134,7 +135,7 @@ def _train(kind: str, folder: str, pipe: Connection) -> None:
         optimizer.step()
         optimizer.zero_grad()
         if kind == "checkpoints":
-            dcp.save(autopar.checkpoint.state_dict(model, optimizer), checkpoint_id=f"{folder}/{step % 2}")
+            autopar.checkpoint.save(f"{folder}/run", model, optimizer, step=step, wait=step % 2 == 0)
         if step == 1:
             pipe.send("trains")
 
@@ -162,11 +163,27 @@ def kill(kind: str, seed: int) -> Kill:
             pid = processes[victim].pid
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
-            return _outcome(kind, victim, time.time(), pipes)
+            found = _outcome(kind, victim, time.time(), pipes)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
+        return replace(found, lost=_lost(f"{folder}/run")) if kind == "checkpoints" else found
+
+
+def _lost(folder: str) -> str:
+    """What is wrong with the last checkpoint."""
+    import autopar.checkpoint
+    from autopar.parallelize import parallelize
+
+    model: Any = parallelize(Net(), None, batch_of(0))
+    optimizer = torch.optim.AdamW(model.parameters())
+    try:
+        found = autopar.checkpoint.load(folder, model, optimizer)
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+    steps = {int(values["step"]) for values in optimizer.state.values()}
+    return "" if steps == {found.step + 1} else f"step {found.step}, and its optimizer has done {steps}"
 
 
 def _outcome(kind: str, victim: int, start: float, pipes: Sequence[Connection]) -> Kill:
@@ -186,8 +203,8 @@ def _outcome(kind: str, victim: int, start: float, pipes: Sequence[Connection]) 
 
 def table(kills: Sequence[Kill]) -> str:
     """A row a kind of training."""
-    rows = ["| training | kills | survivors that hang | raw errors | name the rank | seconds: median, 95%, most |",
-            "| --- | --- | --- | --- | --- | --- |"]  # fmt: skip
+    rows = ["| training | kills | survivors that hang | raw errors | name the rank | checkpoints lost | "
+            "seconds: median, 95%, most |", "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
     for kind in dict.fromkeys(k.kind for k in kills):
         own = [k for k in kills if k.kind == kind]
         taken = sorted(s for k in own for s in k.seconds if s is not None)
@@ -195,7 +212,7 @@ def table(kills: Sequence[Kill]) -> str:
         late = f"{statistics.median(taken):.2f}, {taken[int(0.95 * (len(taken) - 1))]:.2f}, {taken[-1]:.2f}"
         rows.append(
             f"| {kind} | {len(own)} | {sum(k.hangs for k in own)} | {sum(len(k.raw) for k in own)} | "
-            f"{sum(k.naming for k in own)} of {survivors} | {late} |"
+            f"{sum(k.naming for k in own)} of {survivors} | {sum(bool(k.lost) for k in own)} | {late} |"
         )
     return "\n".join(rows)
 
@@ -212,6 +229,8 @@ def main() -> None:
         found = kill(options.kinds[i % len(options.kinds)], options.seed + i)
         kills.append(found)
         print(i, found.kind, found.rank, [None if s is None else round(s, 2) for s in found.seconds], flush=True)
+        if found.lost:
+            print("  lost:", found.lost[:500], flush=True)
         for error in found.raw:
             print("  raw:", error[:500], flush=True)
         if found.naming < len(found.errors):

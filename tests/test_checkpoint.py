@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +18,7 @@ from torch import nn
 from autopar import checkpoint
 from autopar.errors import AutoparError
 from autopar.parallelize import parallelize
+from autopar.runtime.checkpoint import folders
 
 
 def trained(steps: int) -> tuple[Any, torch.optim.Optimizer]:
@@ -53,3 +60,145 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
     model, _ = trained(0)
     with pytest.raises(AutoparError, match="does not have"):
         checkpoint.state_dict(model, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+
+
+def test_a_run_goes_on_from_a_folder(tmp_path: Path) -> None:
+    """Random numbers, scheduler and what the loop keeps included."""
+
+    def made() -> tuple[Any, Any, Any]:
+        model, optimizer = trained(0)
+        return model, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+
+    def run(model: Any, optimizer: Any, scheduler: Any) -> list[torch.Tensor]:
+        for _ in range(3):
+            model(torch.randn(3, 4)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    for wait in (True, False):
+        model, optimizer, scheduler = made()
+        run(model, optimizer, scheduler)
+        saving = checkpoint.save(
+            tmp_path / "run", model, optimizer, step=3, extra={"epoch": 1}, wait=wait, scheduler=scheduler
+        )
+        expected = run(model, optimizer, scheduler)
+        assert saving.wait() == saving.folder and saving.done()
+        other = made()
+        found = checkpoint.load(tmp_path / "run", other[0], other[1], scheduler=other[2])
+        assert (found.step, found.extra, found.same_random_numbers) == (3, {"epoch": 1}, True)
+        assert found.folder == saving.folder
+        assert all(torch.equal(a, b) for a, b in zip(run(*other), expected, strict=True))
+        assert other[2].state_dict() == scheduler.state_dict()
+        assert type(other[2].milestones) is type(scheduler.milestones)
+    assert len(folders.whole(tmp_path / "run")) == 2
+    assert not [p for p in (tmp_path / "run").rglob("*") if p.suffix in (".pkl", ".pt", ".metadata")]
+
+
+def test_a_checkpoint_of_something_else_changes_nothing(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    checkpoint.save(tmp_path, model, step=1)
+    with pytest.raises(AutoparError, match="has no optimizer: it was saved without one"):
+        checkpoint.load(tmp_path, model, optimizer)
+    checkpoint.save(tmp_path, model, optimizer, step=2)
+    torch.manual_seed(1)
+    wider = parallelize(nn.Linear(4, 3), None, loss_fn=lambda output, batch: output.square().mean())
+    before = wider.weight.detach().clone()
+    message = r"model\.weight is \['float32', 2, 4\] there and \['float32', 3, 4\] here; .*it has no sampler="
+    with pytest.raises(AutoparError, match=message):
+        checkpoint.load(tmp_path, wider, sampler=torch.amp.GradScaler("cpu"))
+    assert torch.equal(wider.weight, before)
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        checkpoint.load(tmp_path / "other", model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"folder": 3}, "folder must be a path"),
+        ({"model": nn.Linear(2, 2)}, "model must be what parallelize"),
+        ({"step": -1}, "step must be a whole number"),
+        ({"keep": True}, "keep must be a whole number of at least 1"),
+        ({"scheduler": 0.1}, r"scheduler must have state_dict\(\) and load_state_dict\(\), got a float"),
+        ({"extra": {"f": print}}, r"extra\['f'\] is a builtin_function_or_method, which cannot be saved"),
+    ],
+)
+def test_wrong_arguments(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    model, _ = trained(0)
+    with pytest.raises(ValueError, match=message):
+        checkpoint.save(**{"folder": tmp_path, "model": model, **arguments})
+    assert not list(tmp_path.iterdir())
+
+
+def _same(text: str, other: str) -> bool:
+    try:
+        return bool(json.loads(text) == json.loads(other))
+    except ValueError:
+        return False
+
+
+def test_a_damaged_manifest_is_an_error(tmp_path: Path) -> None:
+    model, _ = trained(0)
+    folder = checkpoint.save(tmp_path, model).folder
+    whole, draw = (folder / folders.MANIFEST).read_text(), random.Random(0)
+    for _ in range(200):
+        i = draw.randrange(len(whole))
+        mutated = draw.choice(
+            [whole[:i], whole[:i] + whole[i + 1 :], whole[:i] + draw.choice('{}[]",x0\xff') + whole[i:]]
+        )
+        (folder / folders.MANIFEST).write_text(mutated, encoding="utf-8")
+        if not _same(mutated, whole):  # spaces are of no account
+            with pytest.raises(ValueError, match=r"autopar\.json is damaged"):
+                checkpoint.load(tmp_path, model)
+    (folder / folders.MANIFEST).write_text(whole)
+    shard = next(folder.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:100])
+    with pytest.raises(AutoparError, match="could not be read: rank 0"):
+        checkpoint.load(tmp_path, model)
+
+
+LOOP = """
+import sys, torch
+from torch import nn
+from autopar import checkpoint
+from autopar.parallelize import parallelize
+
+model = parallelize(nn.Linear(64, 64), None, loss_fn=lambda output, batch: output.square().mean())
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(1, 10000):
+    model(torch.ones(2, 64)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model.bias.fill_(step)
+    checkpoint.save(sys.argv[1], model, optimizer, step=step, wait=step % 2 == 0)
+    print(step, flush=True)
+"""
+
+
+def kill_and_load(folder: Path, kills: int) -> None:
+    """Start the loop and kill it at a random moment after its first save, several times."""
+    draw, model = random.Random(0), parallelize(nn.Linear(64, 64), None, loss_fn=lambda o, b: o.square().mean())
+    for i in range(kills):
+        root = folder / str(i)
+        loop = subprocess.Popen([sys.executable, "-c", LOOP, str(root)], stdout=subprocess.PIPE, text=True)
+        assert loop.stdout is not None and loop.stdout.readline() == "1\n"
+        saved = loop.stdout.readline()  # the second save has waited for the first
+        time.sleep(draw.random() * 0.3)
+        loop.kill()
+        saved = (saved + loop.stdout.read()).strip().splitlines()[-1]
+        loop.wait()
+        found = checkpoint.load(root, model)
+        # The last call to return may have been one that does not wait.
+        assert found.step >= int(saved) - 1
+        assert torch.equal(model.bias, torch.full((64,), float(found.step)))
+
+
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    kill_and_load(tmp_path, 2)
+
+
+@pytest.mark.deep
+def test_killed_at_many_moments(tmp_path: Path) -> None:
+    kill_and_load(tmp_path, 60)

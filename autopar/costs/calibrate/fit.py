@@ -178,11 +178,12 @@ def _work(sample: Sample) -> Work:
         batch, rows, columns, depth = sample.sizes
         return product(rows, columns, depth, batch, item)
     batch, heads, positions, head = sample.sizes
-    # The search counts it as one kernel, which is no product, of four tensors or eight.
-    is_backward, causal = sample.kind == ATTENTION[2], sample.kind != ATTENTION[0]
-    fused = stream((8 if is_backward else 4) * item * batch * heads * positions * head)
-    count = attention_backward_flops if is_backward else attention_flops
-    return replace(fused, flops=np.array([float(count(batch, heads, positions, positions, head, causal))]))
+    # The search counts it as one kernel, which is no product, of four tensors, and its backward as one of eight.
+    is_trained, sizes = sample.kind == ATTENTION[2], (batch, heads, positions, positions, head)
+    flops = attention_flops(*sizes, sample.kind != ATTENTION[0])
+    flops += attention_backward_flops(*sizes, True) if is_trained else 0
+    fused = stream((12 if is_trained else 4) * item * batch * heads * positions * head)
+    return replace(fused, flops=np.array([float(flops)]))
 
 
 def _flops(sample: Sample) -> float:

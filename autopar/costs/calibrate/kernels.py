@@ -1,17 +1,16 @@
-"""Time kernels on one device: matrix products, attention, its backward, and copies, over sizes."""
+"""Time kernels on one device: matrix products, attention and its backward, and copies, over sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
+from torch.nn import functional
 from torch.utils.benchmark import Timer
 
 from autopar.costs.calibrate.sample import ATTENTION, LAUNCH, Sample
-from autopar.ir.ops import attention as ours
 
 Tick = Callable[[int, int, str], None]
 
@@ -117,15 +116,9 @@ def _kernels(
         for batch, heads, positions, head in chosen.attentions:
             # As graphs have them: heads behind positions, in memory.
             made = torch.randn(4, batch, positions, heads, head, device=device, dtype=dtype).transpose(2, 3)
-            q, k, v, grad = made.unbind()
-            out, total = ours.attention(q, k, v, None, None, 0.0, True, None)
-            calls: tuple[Callable[[], Any], ...] = (
-                partial(ours.attention, q, k, v, None, None, 0.0, False, None),
-                partial(ours.attention, q, k, v, None, None, 0.0, True, None),
-                partial(ours.attention_backward, grad, q, k, v, None, None, out, total, 0.0, True, None, False),
-            )
-            for kind, call in zip(ATTENTION, calls, strict=True):
-                yield kind, dtype, (batch, heads, positions, head), partial(_first, call)
+            q, k, v, grad = (t.requires_grad_() for t in made.unbind())
+            for kind in ATTENTION:
+                yield kind, dtype, (batch, heads, positions, head), partial(_attend, kind, q, k, v, grad)
     if device.type == "cuda":
         few = torch.randn(LAUNCHED, device=device)
         yield LAUNCH, torch.float32, (LAUNCHED,), partial(aten.clone.default, few)
@@ -135,9 +128,9 @@ def _kernels(
         yield "copy", torch.float32, (2 * 4 * count,), partial(aten.clone.default, source)
 
 
-def _first(call: Callable[[], Any]) -> torch.Tensor:
-    made: torch.Tensor = call()[0]
-    return made
+def _attend(kind: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    made = functional.scaled_dot_product_attention(q, k, v, is_causal=kind != ATTENTION[0])
+    return torch.autograd.grad(made, (q, k, v), grad)[0] if kind == ATTENTION[2] else made.detach()
 
 
 def _seconds(run: Callable[[], torch.Tensor], enough: float, *, replayed: bool) -> float:
@@ -159,6 +152,7 @@ def _seconds(run: Callable[[], torch.Tensor], enough: float, *, replayed: bool) 
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             held = [run() for _ in range(calls)]  # noqa: F841
-        run, statement = graph.replay, "run()"
-    timer = Timer(statement, globals={"run": run, "calls": calls}, num_threads=torch.get_num_threads())
+        statement = "graph.replay()"
+    known = {"run": run, "calls": calls, "graph": graph if replayed else None}
+    timer = Timer(statement, globals=known, num_threads=torch.get_num_threads())
     return float(timer.blocked_autorange(min_run_time=enough).mean) / calls

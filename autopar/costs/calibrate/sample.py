@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ATTENTION = ("attention", "causal", "backward")
-"""Kinds of attention that are timed; the backward is that of causal attention."""
+ATTENTION = ("attention", "causal", "training")
+"""Kinds of attention that are timed; in training causal attention and its backward together."""
 
 LAUNCH = "launch"
 """The kind of what a host takes to launch a kernel that a GPU has done before the next one comes."""
@@ -16,7 +16,7 @@ class Sample:
     """One kernel or collective and how long it took.
 
     Attributes:
-        kind: ``matmul``, ``attention``, ``causal`` (attention, too), ``backward`` (of causal attention), ``copy``,
+        kind: ``matmul``, ``attention``, ``causal`` (attention, too), ``training`` (with its backward), ``copy``,
             ``launch``, or a collective's name in `autopar.costs.collectives`.
         dtype: of its tensors.
         sizes: of a matmul: batch, rows, columns, depth; of attention: batch, heads, positions, head; of a copy: bytes

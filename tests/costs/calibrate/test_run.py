@@ -25,7 +25,7 @@ FEW = Settings(
 def test_kernels_of_this_process() -> None:
     seen: list[tuple[int, int, str]] = []
     found = measure(FEW, torch.device("cpu"), lambda *progress: seen.append(progress))
-    assert [s.kind for s in found] == 2 * ["matmul", "matmul", "attention", "causal", "backward"] + ["copy"] * 2
+    assert [s.kind for s in found] == 2 * ["matmul", "matmul", "attention", "causal", "training"] + ["copy"] * 2
     assert {s.dtype for s in found} == {"float32", "float64"}
     assert all(s.seconds > 0 for s in found)
     assert found[-1].sizes == (8 * 4096,)

@@ -1,0 +1,90 @@
+"""`autopar.checkpoint.save` under one plan and mesh, `load` under another: the run goes on as it would have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.launch import WAIT, Ranks, mesh_of
+from tests.distributed.models import make
+
+pytestmark = pytest.mark.distributed
+
+
+def saved_and_loaded(rank: int, folder: str) -> float:
+    from autopar import checkpoint
+    from autopar.parallelize import parallelize
+    from autopar.search.options import Search
+
+    strided = {"*.c_attn.weight": ("S(1.1)",), "*.c_attn.bias": ("S(0.1)",), "*.c_fc.weight": ("S(0)",)}
+    square = {"*.c_attn.weight": ("S(0)", "S(1.1)"), "*.wte.weight": ("S(1)", "S(0)")}
+
+    def made(sizes: tuple[int, ...], **search: Any) -> tuple[Any, Any, Any, Any]:
+        model, batch = make("gpt2")
+        parallel = parallelize(model, mesh_of(*sizes), batch(0), search=Search(**search), timeout=WAIT)
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+        return parallel, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2), batch
+
+    def train(model: Any, optimizer: Any, scheduler: Any, batch: Any, steps: range) -> dict[str, torch.Tensor]:
+        for step in steps:
+            model(**batch(step))["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        return model.full_state_dict()
+
+    worst = 0.0
+    kinds: list[Any] = [((4,), {"pins": strided}), ((2, 2), {"pins": square}), ((4,), {"recipe": "fsdp"})]
+    for i, (source, target) in enumerate(zip(kinds, kinds[1:] + kinds[:1], strict=True)):
+        run = made(source[0], **source[1])
+        train(*run, range(2))
+        saving = checkpoint.save(folder, *run[:2], step=2, extra=[i], wait=i % 2 == 0, scheduler=run[2], keep=1 + i % 2)
+        expected = train(*run, range(2, 4))  # while files are written
+        saving.wait()
+        other = made(target[0], **target[1])
+        found = checkpoint.load(folder, *other[:2], scheduler=other[2])
+        assert (found.step, found.extra, found.same_random_numbers) == (2, [i], True)
+        continued = train(*other, range(2, 4))
+        worst = max(worst, *(float((continued[k] - v).abs().max()) for k, v in expected.items()))
+    return worst
+
+
+def test_a_run_goes_on_under_another_plan(ranks: Ranks, tmp_path: Path) -> None:
+    assert max(ranks.run(saved_and_loaded, str(tmp_path / "saved"))) < 1e-9
+    assert len([p for p in (tmp_path / "saved").iterdir() if p.is_dir()]) == 1
+
+
+def on_one(rank: int, folder: str) -> tuple[int, bool]:
+    """Files of four ranks on one device, and what another model says."""
+    from torch import nn
+
+    from autopar import checkpoint
+    from autopar.errors import AutoparError
+    from autopar.parallelize import parallelize
+
+    model, batch = make("gpt2")
+    parallel = parallelize(model, None, batch(0))
+    found = checkpoint.load(folder, parallel, torch.optim.AdamW(parallel.parameters()))
+    other = parallelize(nn.Linear(2, 2), mesh_of(4), loss_fn=lambda o, b: o.mean(), timeout=WAIT)
+    with pytest.raises(AutoparError, match="is of another model"):
+        checkpoint.load(folder, other)
+    with pytest.raises(ValueError, match="step must be"):
+        checkpoint.save(folder, other, step=-rank - 1)
+    return found.step, found.same_random_numbers
+
+
+def saved(rank: int, folder: str) -> None:
+    from autopar import checkpoint
+    from autopar.parallelize import parallelize
+
+    model, batch = make("gpt2")
+    parallel = parallelize(model, mesh_of(2, 2), batch(0), timeout=WAIT)
+    checkpoint.save(folder, parallel, torch.optim.AdamW(parallel.parameters()), step=7)
+
+
+def test_one_device_reads_what_four_have_written(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(saved, str(tmp_path))
+    assert ranks.run(on_one, str(tmp_path)) == [(7, False)] * 4
