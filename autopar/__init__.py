@@ -4,28 +4,37 @@
 computes what one device would; ``autopar.verify`` proves it on an emulated mesh, in one process.
 """
 
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
 from autopar import _former_paths
-from autopar.compiler import plan
-from autopar.costs.cluster import Cluster
-from autopar.errors import (
-    AutoparError,
-    CaptureError,
-    CertificateError,
-    DeadlockError,
-    InfeasibleError,
-    InvalidRuleError,
-    MissingRuleError,
-    PassError,
-    PlanError,
-    RankError,
-    VerifyError,
-)
-from autopar.ir.plan import Plan
-from autopar.ir.precision import Precision
-from autopar.parallelize import parallelize
-from autopar.rules.rule import Lowering, Rule, Spec, rule
-from autopar.search.options import Search
-from autopar.verify.verify import EquivalenceReport, verify
+
+if TYPE_CHECKING:
+    from autopar.compiler import plan
+    from autopar.costs.cluster import Cluster
+    from autopar.errors import (
+        AutoparError,
+        CaptureError,
+        CertificateError,
+        DeadlockError,
+        InfeasibleError,
+        InvalidRuleError,
+        MissingRuleError,
+        PassError,
+        PlanError,
+        RankError,
+        VerifyError,
+    )
+    from autopar.ir.plan import Plan
+    from autopar.ir.precision import Precision
+    from autopar.parallelize import parallelize
+    from autopar.rules.rule import Lowering, Rule, Spec, rule
+    from autopar.search.options import Search
+    from autopar.verify.verify import EquivalenceReport, verify
 
 _former_paths.install()
 
@@ -56,3 +65,39 @@ __all__ = [
     "rule",
     "verify",
 ]
+
+_MODULES = {
+    "autopar.compiler": "plan",
+    "autopar.costs.cluster": "Cluster",
+    "autopar.errors": "AutoparError CaptureError CertificateError DeadlockError InfeasibleError InvalidRuleError "
+    "MissingRuleError PassError PlanError RankError VerifyError",
+    "autopar.ir.plan": "Plan",
+    "autopar.ir.precision": "Precision",
+    "autopar.parallelize": "parallelize",
+    "autopar.rules.rule": "Lowering Rule Spec rule",
+    "autopar.search.options": "Search",
+    "autopar.verify.verify": "EquivalenceReport verify",
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    # On its first use: torch's DTensor alone takes as long to import as torch.
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return vars(sys.modules[__name__]).setdefault(name, getattr(import_module(_HOME[name]), name))
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """Keeps functions under their names: Python would put the modules there that are called like them."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

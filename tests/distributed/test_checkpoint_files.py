@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def saved_and_loaded(rank: int, folder: str) -> float:
 
     worst = 0.0
     kinds: list[Any] = [((4,), {"pins": strided}), ((2, 2), {"pins": square}), ((4,), {"recipe": "fsdp"})]
-    for i, (source, target) in enumerate(zip(kinds, kinds[1:] + kinds[:1], strict=True)):
+    for i, (source, target) in enumerate(itertools.pairwise(kinds)):
         run = made(source[0], **source[1])
         train(*run, range(2))
         saving = checkpoint.save(folder, *run[:2], step=2, extra=[i], wait=i % 2 == 0, scheduler=run[2], keep=1 + i % 2)

@@ -54,5 +54,6 @@ def round_trip(rank: int, folder: str) -> float:
     return worst
 
 
+@pytest.mark.deep  # test_checkpoint_files.py has the same through files of our own
 def test_checkpoint_round_trip(ranks: Ranks, tmp_path: Path) -> None:
     assert max(ranks.run(round_trip, str(tmp_path / "saved"))) < 1e-9

@@ -1,0 +1,42 @@
+"""`import autopar` is quick, and its names are what they say, whatever is imported before them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import autopar
+
+QUICK = """
+import sys
+import autopar
+assert not {"torch", "sympy", "highspy"} & set(sys.modules), "a library comes with the first name that needs it"
+import autopar.cli
+assert "torch" not in sys.modules
+"""
+
+ANY_ORDER = """
+import autopar.parallelize, autopar.verify.verify, autopar.rules.rule
+import autopar
+from autopar import parallelize, plan, rule, verify
+for name in ("parallelize", "plan", "rule", "verify"):
+    assert callable(getattr(autopar, name)), name
+assert autopar.verify is verify and autopar.parallelize is parallelize
+from autopar import *
+assert Search().recipe is None and set(autopar.__all__) <= set(dir(autopar))
+"""
+
+
+@pytest.mark.parametrize("script", [QUICK, ANY_ORDER])
+def test_in_a_fresh_process(script: str) -> None:
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_names() -> None:
+    for name in autopar.__all__:
+        assert getattr(autopar, name).__name__ == name
+    with pytest.raises(AttributeError, match="module 'autopar' has no attribute 'paralelize'"):
+        autopar.paralelize  # noqa: B018
