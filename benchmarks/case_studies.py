@@ -59,7 +59,7 @@ def measure(case: str, time_limit: float, save: Path | None, flat: bool) -> dict
 
     from autopar.compiler import program_to_plan, solve
     from autopar.costs.cluster import Cluster
-    from autopar.explain.recipes import compare_recipes
+    from autopar.explain.recipes import Found, compare_recipes
     from autopar.ir.precision import Precision
     from autopar.search.options import Search
 
@@ -98,7 +98,7 @@ def measure(case: str, time_limit: float, save: Path | None, flat: bool) -> dict
         "model_tflops_a_device": flops / step / devices / 1e12,
     }
     if flat:
-        rows = compare_recipes(program, plan, memory=budget, search=search)
+        rows = compare_recipes(Found(plan, program, budget, search))
         found["recipes"] = {r.label: r.plan.predicted.step_seconds if r.plan else r.reason for r in rows}
     return found
 

@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 import pytest
 from typer.testing import CliRunner
 
-from autopar import cli
+from autopar import (
+    cli,
+    strategies,  # noqa: F401 (or the first page would register its rules for itself)
+)
 from autopar.rules import rule as strategy
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -29,7 +29,22 @@ assert Search().recipe is None and set(autopar.__all__) <= set(dir(autopar))
 """
 
 
-@pytest.mark.parametrize("script", [QUICK, ANY_ORDER])
+RULES = """
+import torch
+from autopar.errors import InvalidRuleError
+from autopar.rules.oracle.sharding import check_rule
+from autopar.rules.rule import find_rule, rule
+try:
+    rule(torch.ops.aten.mm.default)(lambda a, b: None)
+except InvalidRuleError as e:
+    assert "already has a rule: autopar.strategies" in str(e)
+else:
+    raise AssertionError("two rules")
+assert find_rule(torch.ops.aten.add.Tensor) is not None
+"""
+
+
+@pytest.mark.parametrize("script", [QUICK, ANY_ORDER, RULES])
 def test_in_a_fresh_process(script: str) -> None:
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr

@@ -57,6 +57,7 @@ Recompute = Annotated[
     str, typer.Option(metavar="none|selective|full", help="What the backward pass recomputes, with axes pp, dp, tp.")
 ]
 Check = Annotated[bool, typer.Option("--check", help="Verify the lower bound apart from the search.")]
+NoCompare = Annotated[bool, typer.Option("--no-compare", help="Do not search the recipes beside the plan.")]
 Save = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the plan to a file.")]
 Report = Annotated[
     Path | None, typer.Option(metavar="FILE.html", help="Write a page with timeline, memory and what-ifs.")
@@ -71,11 +72,13 @@ class Outputs:
         save: file of the plan.
         report: file of the page.
         as_json: whether stdout gets JSON, not a table.
+        compare: whether recipes are searched, too.
     """
 
     save: Path | None
     report: Path | None
     as_json: bool
+    compare: bool
 
     def check(self) -> None:
         """Raise before the search if a file cannot be written."""
@@ -124,6 +127,7 @@ def plan_command(
     time_limit: Limit = 60.0,
     check: Check = False,
     no_cache: NoCache = False,
+    no_compare: NoCompare = False,
     save: Save = None,
     report: Report = None,
     as_json: Json = False,
@@ -132,7 +136,7 @@ def plan_command(
     """Find the fastest layouts of a model on a mesh, for devices that need not be here, and compare with recipes."""
     with clear_errors(debug):
         target = Target(cluster, parse_axes(axes), memory, optimizer, precision)
-        outputs = Outputs(save, report, as_json)
+        outputs = Outputs(save, report, as_json, not no_compare)
         # Before the search: minutes later there would be nowhere to write the plan.
         outputs.check()
         task = load_task(model)
@@ -166,19 +170,20 @@ def _has_stage_axis(target: Target) -> bool:
 
 
 def _print_plan(task: ModelAndBatch, target: Target, search: Search, outputs: Outputs) -> None:
-    """Search, then write and print the plan and its comparison with the recipes.
+    """Search, write and print the plan, and compare it with the recipes afterwards.
 
     Raises:
-        typer.Exit: Ctrl-C ended the search; the best plan so far is printed all the same.
+        typer.Exit: Ctrl-C ended the search or the comparison; what there was is printed all the same.
     """
-    from autopar.explain.recipes import plan_and_compare
-    from autopar.explain.tables.progress import SearchProgress
+    from autopar.explain.recipes import compare_recipes, find_plan
+    from autopar.explain.tables.progress import SearchProgress, counted
     from autopar.explain.tables.recipes import comparison_list, comparison_table
     from autopar.ir.plan import INTERRUPTED
     from autopar.ir.precision import Precision
+    from autopar.search.formulation.recipes import RECIPES
 
     with SearchProgress() as progress:
-        plan, comparisons = plan_and_compare(
+        found = find_plan(
             task.model,
             task.batch,
             cluster=target.cluster,
@@ -190,21 +195,27 @@ def _print_plan(task: ModelAndBatch, target: Target, search: Search, outputs: Ou
             search=search,
             progress=progress,
         )
+    plan = found.plan
+    comparisons: tuple[Comparison, ...] = ()
     if outputs.save is not None:
         plan.save(outputs.save)
         # On stderr: stdout has the table, or JSON alone.
         typer.echo(f"saved {outputs.save}", err=True)
-    interrupted = plan.certificate.method == INTERRUPTED
-    # The page searches dozens of cases: whoever pressed Ctrl-C does not wait for them.
-    if outputs.report is not None and not interrupted:
-        _write_report(outputs.report, task, target, search, plan, comparisons)
+    if not outputs.as_json:  # now: recipes take longer than the plan
+        typer.echo(plan.summary())
+    if outputs.compare:
+        with counted("recipes: searched") as tick:
+            comparisons = compare_recipes(found, tick)
     if outputs.as_json:
         typer.echo(json.dumps({**plan.to_dict(), "recipes": comparison_list(plan, comparisons)}, indent=1))
-    else:
-        typer.echo(f"{plan.summary()}\n\n{comparison_table(plan, comparisons)}")
-    # Scripts see that the search was cut short, though there is a plan.
-    if interrupted:
+    elif comparisons:
+        typer.echo(f"\n{comparison_table(plan, comparisons)}")
+    # Scripts see that something was cut short, though there is a plan.
+    if plan.certificate.method == INTERRUPTED or (outputs.compare and len(comparisons) < len(RECIPES)):
         raise typer.Exit(STOPPED)
+    # The page searches dozens of cases: whoever pressed Ctrl-C does not wait for them.
+    if outputs.report is not None:
+        _write_report(outputs.report, task, target, search, plan, comparisons)
 
 
 def _write_report(

@@ -1,9 +1,9 @@
-"""`plan_and_compare`: a plan and the recipes under the same costs: how much faster than a hand-made layout is it?"""
+"""A plan and the recipes under the same costs: how much faster than a hand-made layout is it?"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from autopar.ir.signature.outputs import Loss
 from autopar.search.formulation.recipes import RECIPES, TAKES_ROLES
 from autopar.search.options import RECOMPUTE, Progress, Search
 from autopar.search.solver.highs import requested, stoppable
+
+Tick = Callable[[int, int, str], None]
 
 SECONDS = 10.0
 """Time limit of the solver for a recipe, which leaves few choices open."""
@@ -48,7 +50,24 @@ class Comparison:
         return f"{self.recipe}, recomputing" if self.recomputing else self.recipe
 
 
-def plan_and_compare(
+@dataclass(frozen=True)
+class Found:
+    """A plan, and what recipes are searched with beside it.
+
+    Attributes:
+        plan: the plan.
+        program: that it is of.
+        memory: budget per device.
+        search: how it was searched.
+    """
+
+    plan: Plan
+    program: Program
+    memory: str | float
+    search: Search
+
+
+def find_plan(
     model: nn.Module,
     batch: Batch,
     *,
@@ -61,10 +80,8 @@ def plan_and_compare(
     precision: Precision | None = None,
     search: Search | None = None,
     progress: Progress | None = None,
-) -> tuple[Plan, tuple[Comparison, ...]]:
-    """What `autopar.plan` finds, with its arguments, and a comparison with every recipe; the model is captured once.
-
-    Ctrl-C ends the search with the best plan so far, which is not compared with the recipes.
+) -> Found:
+    """What `autopar.plan` finds, with its arguments. Ctrl-C ends the search with the best plan so far.
 
     Raises:
         KeyboardInterrupt: Ctrl-C came a second time, or before there was a plan that fits.
@@ -87,57 +104,64 @@ def plan_and_compare(
             if requested():  # nothing found so far fits, but the search was not over: that proves nothing
                 raise KeyboardInterrupt from e
             raise
-    if found.certificate.method == INTERRUPTED:
-        return found, ()
-    return found, compare_recipes(program, found, memory=budget, search=search)
+    return Found(found, program, budget, search)
 
 
-def compare_recipes(
-    program: Program, found: Plan, *, memory: str | float | None = None, search: Search | None = None
-) -> tuple[Comparison, ...]:
+def compare_recipes(found: Found, tick: Tick | None = None) -> tuple[Comparison, ...]:
     """Every recipe on a plan's axes, cluster and optimizer; one that does not fit also with recomputation.
 
+    Ctrl-C leaves out those that are not done, and a search that was ended so is compared with none.
+
     Args:
-        program: canonical program that the plan is of.
-        found: the plan.
-        memory: budget per device.
-        search: how the plan was searched; pins and recipe are left out.
+        found: the plan. Recipes are searched as it was, without its pins and its recipe.
+        tick: called with ``(done, total, name of the next one)``.
     """
-    search = search or Search()
-    rows = []
-    for name in RECIPES:
-        if name == search.recipe:
-            rows.append(Comparison(name, found))
-            continue
-        # The other recipes decide the roles of all axes, and refuse those of the user.
-        roles = search.roles if name in TAKES_ROLES else {}
-        own = replace(
-            search, recipe=name, roles=roles, pins={}, time_limit=min(search.time_limit, SECONDS), check=False
-        )
-        try:
-            row = Comparison(name, _solve_like(program, found, own, memory))
-        except (InfeasibleError, ValueError) as e:
-            row = Comparison(name, None, reason_of(e))
-            # With a number of bytes the error is about memory, which recomputation may help; otherwise it cannot.
-            if isinstance(e, InfeasibleError) and e.needed is not None:
-                row = _recomputing(program, found, own, memory)
-        rows.append(row)
+    if found.plan.certificate.method == INTERRUPTED:
+        return ()
+    rows: list[Comparison] = []
+    with stoppable(lambda: None):
+        for name in RECIPES:
+            if tick is not None:
+                tick(len(rows), len(RECIPES), name)
+            row = _compared(found, name)
+            if requested():  # its search was cut short
+                break
+            rows.append(row)
     return tuple(rows)
 
 
-def _recomputing(program: Program, found: Plan, search: Search, memory: str | float | None) -> Comparison:
+def _compared(found: Found, name: str) -> Comparison:
+    search = found.search
+    if name == search.recipe:
+        return Comparison(name, found.plan)
+    # The other recipes decide the roles of all axes, and refuse those of the user.
+    roles = search.roles if name in TAKES_ROLES else {}
+    own = replace(search, recipe=name, roles=roles, pins={}, time_limit=min(search.time_limit, SECONDS), check=False)
+    try:
+        return Comparison(name, _solve_like(found, own))
+    except (InfeasibleError, ValueError) as e:
+        # With a number of bytes the error is about memory, which recomputation may help; otherwise it cannot.
+        if isinstance(e, InfeasibleError) and e.needed is not None:
+            return _recomputing(found, own)
+        return Comparison(name, None, reason_of(e))
+
+
+def _recomputing(found: Found, search: Search) -> Comparison:
     """A recipe that does not fit without recomputation."""
     name = str(search.recipe)
     try:
-        plan = _solve_like(program, found, replace(search, pins={RECOMPUTE: "search"}), memory)
+        plan = _solve_like(found, replace(search, pins={RECOMPUTE: "search"}))
     except InfeasibleError as e:
         return Comparison(name, None, reason_of(e), recomputing=True)
     return Comparison(name, plan, recomputing=True)
 
 
-def _solve_like(program: Program, found: Plan, search: Search, memory: str | float | None) -> Plan:
+def _solve_like(found: Found, search: Search) -> Plan:
     """The best plan of another search, for the mesh, cluster and optimizer of a plan."""
-    return solve(program, dict(found.axes), found.cluster, memory=memory, optimizer=found.optimizer, search=search)
+    plan = found.plan
+    return solve(
+        found.program, dict(plan.axes), plan.cluster, memory=found.memory, optimizer=plan.optimizer, search=search
+    )
 
 
 def reason_of(error: Exception) -> str:

@@ -8,8 +8,10 @@ Rules are pure: they see the call's arguments (tensors as `Spec`) and nothing of
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -223,6 +225,13 @@ RuleFunction = Callable[..., Rule]
 _RULES: dict[Any, RuleFunction] = {}
 
 
+def _register_own() -> None:
+    """Rules of autopar come before all others, whichever module is imported first."""
+    # By name: rules are below them, and the strategies import this module.
+    if "autopar.strategies" not in sys.modules:
+        importlib.import_module("autopar.strategies")
+
+
 def rule(*targets: Any) -> Callable[[RuleFunction], RuleFunction]:
     """Register the decorated function as the rule of each operator overload in ``targets``.
 
@@ -232,6 +241,7 @@ def rule(*targets: Any) -> Callable[[RuleFunction], RuleFunction]:
     Raises:
         InvalidRuleError: an operator already has a rule.
     """
+    _register_own()
 
     def register(function: RuleFunction) -> RuleFunction:
         for target in targets:
@@ -246,6 +256,7 @@ def rule(*targets: Any) -> Callable[[RuleFunction], RuleFunction]:
 
 def find_rule(target: Any) -> RuleFunction | None:
     """The rule registered for an operator overload, or None."""
+    _register_own()
     # By name for operators of a library that was not imported when the rule was registered.
     return _RULES.get(target) or _RULES.get(str(target))
 
@@ -270,6 +281,7 @@ def required_strides(target: Any, rule: Rule) -> tuple[str, ...]:
 
 def registered() -> dict[Any, RuleFunction]:
     """Every registered rule, by operator, in order of registration."""
+    _register_own()
     return dict(_RULES)
 
 

@@ -81,6 +81,43 @@ def test_ctrl_c_gives_the_best_plan_so_far(tmp_path: Path) -> None:
     assert plan.certificate.lower_bound <= plan.certificate.objective
 
 
+# Ctrl-C while the fourth recipe is searched.
+COMPARED = """
+import signal
+import torch
+from torch import nn
+from autopar import cli
+from autopar.explain import recipes
+
+compared = recipes._compared
+
+def interrupted(found, name):
+    if name == "fsdp":
+        signal.raise_signal(signal.SIGINT)
+    return compared(found, name)
+
+def make():
+    return nn.Linear(16, 16), (torch.zeros(8, 16),), lambda output, batch: output.square().mean()
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a process in the background ignores
+    recipes._compared = interrupted
+    cli.app(["plan", "--model", f"{__file__}:make", "--cluster", "cpu", "--axes", "a=2,b=2", "--save", "plan.json"])
+"""
+
+
+def test_ctrl_c_leaves_the_plan_and_the_recipes_that_are_done(tmp_path: Path) -> None:
+    (tmp_path / "compared.py").write_text(COMPARED)
+    run = subprocess.run(
+        [sys.executable, "compared.py"], cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
+        capture_output=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert run.returncode == 130, run.stderr
+    plan, _, recipes = run.stdout.partition("compared with recipes")
+    assert "gap" in plan and "zero2" in recipes and "fsdp" not in recipes
+    assert Plan.load(tmp_path / "plan.json").certificate.method != "interrupted"
+
+
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     with searching(tmp_path, "deaf") as process:
         process.send_signal(signal.SIGINT)

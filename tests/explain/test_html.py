@@ -20,7 +20,7 @@ from autopar.compiler import program_of, solve
 from autopar.costs.cluster import Cluster
 from autopar.explain import what_if as whatif
 from autopar.explain.html import report_page
-from autopar.explain.recipes import plan_and_compare
+from autopar.explain.recipes import compare_recipes, find_plan
 from autopar.explain.what_if import memory_of, needed_by, what_if
 from autopar.ir.plan import Plan
 from autopar.search.options import Search
@@ -46,8 +46,8 @@ class Named(nn.Module):
 @pytest.fixture(scope="module")
 def made() -> tuple[nn.Module, dict[str, torch.Tensor], Plan, str]:
     model, batch = Named(), {"x": torch.zeros(16, 32)}
-    found, beside = plan_and_compare(model, batch, cluster=slow_devices(), axes=AXES, memory=BUDGET)
-    return model, batch, found, report_page(model, batch, found, beside, budget=BUDGET)
+    found = find_plan(model, batch, cluster=slow_devices(), axes=AXES, memory=BUDGET)
+    return model, batch, found.plan, report_page(model, batch, found.plan, compare_recipes(found), budget=BUDGET)
 
 
 def data_of(page: str) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def test_a_batch_without_a_dim_of_samples_stays(made: tuple[nn.Module, dict[str,
             return super().forward(x) * scale.sum()
 
     model, batch = Two(), {"x": torch.zeros(16, 32), "scale": torch.zeros(3)}
-    found, _ = plan_and_compare(model, batch, cluster=slow_devices(), axes={"a": 2}, search=Search(recipe="ddp"))
+    found = find_plan(model, batch, cluster=slow_devices(), axes={"a": 2}, search=Search(recipe="ddp")).plan
     cases = what_if(model, batch, found, budget=1e9, search=Search(recipe="ddp"))
     assert {c.devices for c in cases} == {1, 2, 4}
     assert len({c.samples for c in cases}) == 1
@@ -202,10 +202,8 @@ STAGED = {"stages": 2, "microbatches": 4, "schedule": "zb-h1"}
 @pytest.fixture(scope="module")
 def staged() -> tuple[Plan, str]:
     model, batch, search = Deep(), (torch.zeros(64, 16),), Search(pins=STAGED)
-    found, beside = plan_and_compare(
-        model, batch, cluster=slow_devices(), axes={"pp": 2, "a": 2}, memory=BUDGET, search=search
-    )
-    return found, report_page(model, batch, found, beside, budget=BUDGET, search=search)
+    found = find_plan(model, batch, cluster=slow_devices(), axes={"pp": 2, "a": 2}, memory=BUDGET, search=search)
+    return found.plan, report_page(model, batch, found.plan, compare_recipes(found), budget=BUDGET, search=search)
 
 
 def test_the_data_of_stages_are_those_of_the_plan(staged: tuple[Plan, str]) -> None:

@@ -13,7 +13,7 @@ import torch
 import autopar
 from autopar import InfeasibleError, Search
 from autopar.compiler import peak_of, program_of, rewrite, solve
-from autopar.explain.recipes import compare_recipes
+from autopar.explain.recipes import Found, compare_recipes
 from autopar.ir.graph import is_backward
 from autopar.ir.layout import Replicate, Split
 from autopar.ir.node_info import info
@@ -355,11 +355,11 @@ def test_a_recipe_that_does_not_fit_is_compared_with_recomputation(monkeypatch: 
     found = solve(program, LINE, "h100")
     ample = solve(program, LINE, "h100", memory="1GiB", search=Search(recipe="fsdp"))
     budget = 0.8 * sum(ample.predicted.peak_bytes.values())
-    rows = {row.recipe: row for row in compare_recipes(program, found, memory=budget)}
+    rows = {row.recipe: row for row in compare_recipes(Found(found, program, budget, Search()))}
     assert {row.label for row in rows.values()} == {"ddp, recomputing", "fsdp, recomputing"}
     plan = rows["fsdp"].plan
     assert plan is not None
     assert plan.recompute
     assert sum(plan.predicted.peak_bytes.values()) <= budget
-    rows = {row.recipe: row for row in compare_recipes(program, found, memory=1000)}
+    rows = {row.recipe: row for row in compare_recipes(Found(found, program, 1000, Search()))}
     assert re.fullmatch(r"needs .* per device, .* more than the budget of .*", rows["fsdp"].reason)
