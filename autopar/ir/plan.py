@@ -6,10 +6,13 @@ A plan is data: readable, versioned JSON keyed by parameter and operator class, 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from autopar.costs.cluster import Cluster
 from autopar.errors import PlanError
@@ -47,6 +50,7 @@ class Certificate:
             does not bind, or where that is not known (`MEMORY_REPAIR`).
         checked: a lower bound on the same plans that was verified apart from the search, from duals and by sums that
             are rounded down; None where that was not asked for, or of a plan that was changed since (`MEMORY_REPAIR`).
+        claimed: whether a file says all this, which nobody has verified since.
     """
 
     objective: float
@@ -55,6 +59,7 @@ class Certificate:
     method: str
     memory_price: float = 0.0
     checked: float | None = None
+    claimed: bool = field(default=False, compare=False)
 
     @property
     def binds(self) -> bool:
@@ -254,7 +259,8 @@ class Plan:
             data[name] = {k: [str(p) for p in v] for k, v in getattr(self, name).items()}
         data["choices"] = {k: list(v) for k, v in self.choices.items()}
         data["microbatches"] = self.microbatches
-        data["certificate"] = {**asdict(self.certificate), "gap": self.certificate.gap}
+        certificate = {**asdict(self.certificate), "gap": self.certificate.gap}
+        data["certificate"] = {name: value for name, value in certificate.items() if name != "claimed"}
         data["predicted"] = asdict(self.predicted)
         data["modules"] = [asdict(m) for m in self.modules]
         data["stages"] = [list(s.modules) for s in self.stages]
@@ -303,7 +309,7 @@ class Plan:
             )
         try:
             return _parse(_of_version_1(data) if data["autopar_plan"] == 1 else data)
-        except (KeyError, TypeError, ValueError, AttributeError) as e:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, msgspec.ValidationError) as e:
             raise PlanError(f"corrupt: {type(e).__name__}: {e}; save it again with Plan.save") from e
 
     def summary(self) -> str:
@@ -353,50 +359,70 @@ def _of_version_1(data: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _layout(texts: list[str]) -> Layout:
-    return tuple(parse_placement(t) for t in texts)
+_Layouts = Mapping[str, tuple[str, ...]]
 
 
-def _ranges(data: Mapping[str, Any]) -> Ranges:
-    return {str(name): tuple((int(start), int(stop)) for start, stop in ranges) for name, ranges in data.items()}
+@dataclass(frozen=True)
+class _File:
+    """What a file holds, in the types that JSON has; entries with a default are absent from older ones."""
 
-
-def _scatter(data: Mapping[str, Any] | None) -> Scatter | None:
-    return None if data is None else Scatter(str(data["axis"]), tuple(map(int, data["behind"])))
+    axes: Mapping[str, Annotated[int, msgspec.Meta(ge=1, lt=2**31)]]
+    cluster: str
+    parameters: _Layouts
+    batch: _Layouts
+    results: _Layouts
+    consumer_layouts: _Layouts
+    choices: Mapping[str, tuple[str, ...]]
+    optimizer: str
+    fingerprint: str
+    torch: str
+    certificate: Certificate
+    predicted: Predicted
+    modules: tuple[ModuleRow, ...]
+    stages: tuple[tuple[str, ...], ...]
+    microbatches: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] = 1
+    overlap: bool = False
+    pipeline: Pipeline | None = None
+    scatter: Scatter | None = None
+    padding: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    forced_consumer_layouts: tuple[str, ...] = ()
+    recompute: Ranges = field(default_factory=dict)
+    offload: Ranges = field(default_factory=dict)
 
 
 def _parse(data: dict[str, Any]) -> Plan:
-    axes = tuple((str(n), int(size)) for n, size in data["axes"].items())
-    layouts = {name: {k: _layout(v) for k, v in data[name].items()} for name in _LAYOUTS}
+    file = msgspec.convert(data, _File)
+    for name, known in (("certificate", {"gap", *_names(Certificate)}), ("predicted", _names(Predicted))):
+        if set(data[name]) - known:
+            raise ValueError(f"{name} has {sorted(set(data[name]) - known)[0]!r}, which it does not have here")
+    _check_numbers(asdict(file), "")
+    layouts: dict[str, Any] = {
+        name: {k: tuple(map(parse_placement, v)) for k, v in getattr(file, name).items()} for name in _LAYOUTS
+    }
     # Here rather than as an index error in a pass.
-    wrong = [f"{name} {k}" for name in _LAYOUTS for k, v in layouts[name].items() if len(v) != len(axes)]
-    wrong += [f"choices {k}" for k, v in data["choices"].items() if len(v) != len(axes)]
+    wrong = [f"{name} {k}" for name in _LAYOUTS for k, v in layouts[name].items() if len(v) != len(file.axes)]
+    wrong += [f"choices {k}" for k, v in file.choices.items() if len(v) != len(file.axes)]
     if wrong:
-        raise ValueError(f"{wrong[0]!r} does not have one placement for each of {len(axes)} axes")
-    # Absent in files from before there were microbatches, as are the other entries with a default.
-    microbatches = int(data.get("microbatches", 1))
-    if microbatches < 1:
-        raise ValueError(f"{microbatches} microbatches; a step has at least one")
-    # The gap is written for readers, and follows from the others.
-    certificate = {k: v for k, v in data["certificate"].items() if k != "gap"}
-    return Plan(
-        axes=axes,
-        cluster=Cluster.from_toml(data["cluster"]),
-        **layouts,
-        choices={k: tuple(v) for k, v in data["choices"].items()},
-        optimizer=str(data["optimizer"]),
-        fingerprint=str(data["fingerprint"]),
-        torch=str(data["torch"]),
-        microbatches=microbatches,
-        overlap=bool(data.get("overlap", False)),
-        certificate=Certificate(**certificate),
-        predicted=Predicted(**data["predicted"]),
-        modules=tuple(ModuleRow(**m) for m in data["modules"]),
-        stages=tuple(Stage(tuple(s)) for s in data["stages"]),
-        pipeline=None if data.get("pipeline") is None else Pipeline(**data["pipeline"]),
-        scatter=_scatter(data.get("scatter")),
-        padding={str(name): tuple(map(int, shape)) for name, shape in data.get("padding", {}).items()},
-        forced_consumer_layouts=tuple(map(str, data.get("forced_consumer_layouts", ()))),
-        recompute=_ranges(data.get("recompute", {})),
-        offload=_ranges(data.get("offload", {})),
-    )
+        raise ValueError(f"{wrong[0]!r} does not have one placement for each of {len(file.axes)} axes")
+    certificate = file.certificate
+    for name, bound in (("lower_bound", certificate.lower_bound), ("checked", certificate.checked or 0.0)):
+        # Bounds are rounded in the search's units.
+        if bound > certificate.objective * (1 + 1e-6):
+            raise ValueError(f"certificate.{name} is {bound}, and the plan itself takes {certificate.objective}")
+    kept: dict[str, Any] = {f.name: getattr(file, f.name) for f in fields(_File) if f.name not in _LAYOUTS}
+    kept |= {"axes": tuple(file.axes.items()), "cluster": Cluster.from_toml(file.cluster)}
+    kept |= {"stages": tuple(map(Stage, file.stages)), "certificate": replace(certificate, claimed=True)}
+    return Plan(**layouts, **kept)
+
+
+def _names(kind: type) -> set[str]:
+    return {f.name for f in fields(kind)}
+
+
+def _check_numbers(value: Any, path: str) -> None:
+    """Raise if a number is infinite, no number, or negative: none in a file is."""
+    if isinstance(value, float | int) and not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{path.removeprefix('.')} is {value}")
+    if isinstance(value, dict | list | tuple):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            _check_numbers(inner, f"{path}.{key}")

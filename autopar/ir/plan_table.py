@@ -202,6 +202,9 @@ def price_text(plan: Plan) -> str:
     return f"{format_bytes(size)} more per device would save about {format_seconds(saved)} per step ({share})"
 
 
+CLAIMED = "not here: these are the words of a file; `autopar plan --check` searches again and verifies"
+
+
 def _checked(certificate: Certificate) -> str:
     verified = certificate.checked or 0.0
     # Relative to the objective, as `Certificate.gap` is.
@@ -228,5 +231,6 @@ def _certificate(certificate: Certificate) -> RenderableType:
             *([("checked", _checked(certificate))] if certificate.checked is not None else []),
             ("space", certificate.space),
             ("method", METHODS.get(certificate.method, certificate.method)),
+            *([("verified", CLAIMED)] if certificate.claimed else []),
         ]
     )

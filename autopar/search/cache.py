@@ -90,6 +90,8 @@ def load(file: Path, program: Program) -> Plan | None:
         return None
     try:
         plan = Plan.load(file)
+        # Written by this user's own search.
+        plan = replace(plan, certificate=replace(plan.certificate, claimed=False))
         if plan.fingerprint != program.fingerprint:
             raise PlanError(f"plan file {file} is of another program")
         # The time of the last use, by which old files are deleted.

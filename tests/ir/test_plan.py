@@ -84,7 +84,7 @@ def broken(tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
             f"version {VERSION + 1} of the format, this autopar reads 1 to {VERSION}",
         ),
         (lambda d: d.pop("autopar_plan"), "no plan of autopar"),
-        (lambda d: d.pop("choices"), "corrupt: KeyError: 'choices'"),
+        (lambda d: d.pop("choices"), "corrupt: ValidationError: Object missing required field `choices`"),
         (
             lambda d: d["parameters"].update({"up.weight": ["R"]}),
             "'parameters up.weight' does not have one placement for each",
@@ -94,7 +94,7 @@ def broken(tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
         (lambda d: d.update(axes=[1, 2]), "corrupt"),
         (lambda d: d.update(cluster="not toml ["), "corrupt"),
         (lambda d: d["certificate"].pop("objective"), "corrupt"),
-        (lambda d: d["predicted"].update(unknown=1), "corrupt"),
+        (lambda d: d["predicted"].update(unknown=1), "corrupt: ValueError: predicted has 'unknown'"),
         (lambda d: d.update(parameters=None), "corrupt"),
     ],
 )
