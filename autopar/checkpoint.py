@@ -62,10 +62,10 @@ class Saving:
             RankError: a rank is gone.
         """
         if not self._finished:
-            self._finished = True
             limit = WRITING.total_seconds()
             self._context.together(lambda: result_of(self._written, limit), "writing a checkpoint")
             self._context.decide(lambda: self._published.result(limit), "publishing a checkpoint")
+            self._finished = True
         return self.folder
 
 
