@@ -243,6 +243,26 @@ def test_dims_and_heads_of_every_kind() -> None:
     assert targets.count(FORWARD) == 4  # of five dims torch's own parts
 
 
+def test_torchs_own_module_is_one_operator_with_dropout() -> None:
+    """On every device: within its function, which is Python's, torch would take the parts on a CPU."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.attention = nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x, x, x, need_weights=False)[0].square().sum()
+
+    x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
+    targets = [str(n.target) for n in program_of(Own(), (x,)).graph.graph.nodes]
+    assert targets.count("autopar.attention.default") == 1
+    assert not [t for t in targets if "softmax" in t]
+    report = verify(Own().double(), (x.double(),), {"a": 2}, plan="random")
+    assert max(report.max_error, report.capture_error) < BOUND
+
+
 def test_autocast() -> None:
     """Attention computes in the lower precision, as torch's does."""
 

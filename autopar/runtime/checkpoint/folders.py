@@ -82,11 +82,11 @@ def find(folder: Path) -> Path:
 
 
 def whole(root: Path) -> list[str]:
-    """Names of the checkpoints in a folder, by step, of one step by age."""
+    """Names of the checkpoints in a folder, the oldest first: a run that went back has newer ones of earlier steps."""
     if not root.is_dir():
         return []
     found = [p for p in root.iterdir() if _NAME.fullmatch(p.name) and not p.is_symlink() and (p / MANIFEST).is_file()]
-    return [p.name for p in sorted(found, key=lambda p: (int(p.name.split("-")[1]), p.stat().st_mtime_ns, p.name))]
+    return [p.name for p in sorted(found, key=lambda p: (p.stat().st_mtime_ns, p.name))]
 
 
 def prune(root: Path, keep: int, but: str) -> None:

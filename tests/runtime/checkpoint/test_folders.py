@@ -27,6 +27,17 @@ def test_the_last_one_is_found(tmp_path: Path) -> None:
     assert (tmp_path / again / folders.MANIFEST).read_text() == "manifest 2"
 
 
+def test_a_run_that_went_back_keeps_its_own(tmp_path: Path) -> None:
+    names = [saved(tmp_path, step) for step in (10, 3)]
+    for age, name in enumerate(reversed(names)):
+        os.utime(tmp_path / name, (1e9 - age, 1e9 - age))
+    newest = saved(tmp_path, 4)
+    folders.prune(tmp_path, 2, newest)
+    assert folders.whole(tmp_path) == [names[1], newest]
+    (tmp_path / folders.LATEST).unlink()
+    assert folders.find(tmp_path) == tmp_path / newest
+
+
 def test_what_is_not_whole_is_not_found(tmp_path: Path) -> None:
     name = saved(tmp_path, 1)
     folders.begin(tmp_path, folders.new_name(2))
