@@ -165,7 +165,7 @@ def _growth(three: Sequence[MemoryPoint], two: Sequence[MemoryPoint], path: str,
     growth: list[Held | None] = [None] * len(three)
     for a, b, size in matcher.get_matching_blocks():
         for i in range(size):
-            growth[a + i] = _difference(three[a + i].held, two[b + i].held)
+            growth[a + i] = _difference(_settled(three[a + i]), _settled(two[b + i]))
     return growth
 
 
@@ -204,6 +204,11 @@ def _names(found: Sequence[MemoryPoint]) -> list[Name]:
         names.append((*key, seen[key]))
         seen[key] += 1
     return names
+
+
+def _settled(point: MemoryPoint) -> Held:
+    """What is held besides what is in flight, which is of blocks nearby: a further one adds none."""
+    return {k: size - point.in_flight.get(k, 0.0) for k, size in point.held.items()}
 
 
 def _difference(a: Held, b: Held) -> Held:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -24,6 +25,8 @@ from autopar.memory.peak_snapshot import LiveTensor, PeakSnapshot
 from autopar.rules.shapes.local_shapes import propagate
 
 aten = torch.ops.aten
+_WAIT = c10d.wait_tensor.default
+_WAITS = (_WAIT, operator.getitem)
 KINDS = {"parameter": "parameters", "buffer": "buffers", "batch": "batch", "tangent": "batch"}
 
 
@@ -248,6 +251,8 @@ class MemoryPoint:
         backward: whether it is the backward pass that runs.
         operator: that starts; empty before the first and after the last.
         before_blocks: bytes of the activations that were made before the model's blocks.
+        in_flight: of ``held``, what one block's collectives that run beside kernels send and receive until they are
+            waited for.
     """
 
     held: Mapping[str, float]
@@ -255,6 +260,7 @@ class MemoryPoint:
     backward: bool
     operator: str = ""
     before_blocks: float = 0.0
+    in_flight: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
@@ -265,22 +271,67 @@ class MemoryPoint:
 def memory_points(program: Program, plan: Plan) -> list[MemoryPoint]:
     """What is live as each operator that allocates starts, in order; after the last, at the optimizer's step."""
     early, found, before_blocks = _before_blocks(program), [], 0.0
-    for node, changes, held in _walk(program, plan):
-        before_blocks += sum(c.size for c in changes if c.category == "activations" and c.made in early)
+    changes = liveness(program, plan)
+    in_flight = _in_flight(program, changes)
+    for node, now, held in _walk(program, changes):
+        before_blocks += sum(c.size for c in now if c.category == "activations" and c.made in early)
         if node is None:
             found.append(MemoryPoint(held, "", False))
-        elif changes[0].starts:
+        elif now[0].starts:
             # A copy: the walk goes on adding to its own.
-            point = MemoryPoint(dict(held), module_path(node), is_backward(node), str(node.target), before_blocks)
+            point = MemoryPoint(
+                dict(held), module_path(node), is_backward(node), str(node.target), before_blocks, in_flight(node)
+            )
             found.append(point)
     return [*found, MemoryPoint(_at_step(held, program, plan), "", True)]
 
 
-def _walk(program: Program, plan: Plan) -> Iterator[tuple[fx.Node | None, list[Change], dict[str, float]]]:
+def _in_flight(program: Program, changes: Sequence[Change]) -> Callable[[fx.Node], dict[str, float]]:
+    """What `MemoryPoint.in_flight` says, as each node starts; nodes are asked in order."""
+    nodes = list(program.graph.graph.nodes)
+    position = {node: i for i, node in enumerate(nodes)}
+    begins: dict[int, list[tuple[str, float]]] = defaultdict(list)
+
+    def last_wait(node: fx.Node) -> int:
+        """Where a block's collective that runs beside kernels is waited for; where any other is issued."""
+        at = position[node]
+        end = max((position[wait] for wait in waits_for(node)), default=at)
+        beside = any(n.target not in _WAITS for n in nodes[at + 1 : end])
+        # A bucket of several blocks is one that further blocks make larger.
+        blocks = {block_of(module_path(producer(a)[0]), program.blocks) for a in tensor_arguments(node)}
+        return end if beside and len(blocks) == 1 else at
+
+    ends = {node: last_wait(node) for node in nodes if info(node).collective is not None}
+    for change in changes:
+        made, last = change.made, change.node
+        if change.starts or made is None or last is None:
+            continue
+        # What it receives, or what it sends and is freed once it is waited for.
+        source = made if made in ends else producer(last.all_input_nodes[0])[0] if last.target is _WAIT else None
+        if source is not None and ends.get(source, -1) > position[source]:
+            begins[position[source]].append((change.category, -change.size))
+            begins[min(ends[source], position[last] + 1)].append((change.category, change.size))
+    now: dict[str, float] = defaultdict(float)
+    seen = 0
+
+    def at(node: fx.Node) -> dict[str, float]:
+        nonlocal seen
+        while seen <= position[node]:
+            for category, size in begins.get(seen, ()):
+                now[category] += size
+            seen += 1
+        return {category: size for category, size in now.items() if size}
+
+    return at
+
+
+def _walk(
+    program: Program, changes: Sequence[Change]
+) -> Iterator[tuple[fx.Node | None, list[Change], dict[str, float]]]:
     """Before the first operator, and as each starts and ends: it, what changes, and bytes by category after that."""
     allocated: dict[fx.Node | None, list[Change]] = defaultdict(list)
     freed: dict[fx.Node | None, list[Change]] = defaultdict(list)
-    for change in liveness(program, plan):
+    for change in changes:
         (allocated if change.starts else freed)[change.node].append(change)
     held: dict[str, float] = defaultdict(float)
     for change in allocated[None]:
@@ -288,11 +339,11 @@ def _walk(program: Program, plan: Plan) -> Iterator[tuple[fx.Node | None, list[C
     yield None, allocated[None], dict(held)
     for node in program.graph.graph.nodes:
         # Allocations first: an operator has its results before its arguments are freed.
-        for changes in (allocated.get(node), freed.get(node)):
-            for change in changes or ():
+        for here in (allocated.get(node), freed.get(node)):
+            for change in here or ():
                 held[change.category] += change.size
-            if changes:
-                yield node, changes, held
+            if here:
+                yield node, here, held
 
 
 def _at_step(held: Mapping[str, float], program: Program, plan: Plan) -> dict[str, float]:
@@ -318,7 +369,7 @@ def peak_snapshot(program: Program, plan: Plan) -> PeakSnapshot:
     live: dict[fx.Node, float] = defaultdict(float)
     totals: list[float] = []
     peak, at_peak, tensors = -1.0, dict[str, float](), dict[fx.Node, float]()
-    for _, changes, held in _walk(program, plan):
+    for _, changes, held in _walk(program, liveness(program, plan)):
         for change in changes:
             if change.made is not None:
                 live[change.made] += change.size

@@ -156,3 +156,24 @@ def test_a_moment_that_only_some_blocks_have(gathering: int) -> None:
     expected = max(m.total for m in sequence([True] * gathering + [False] * (10 - gathering)))
     repeat = RepeatedLayers("h", 10, None)  # type: ignore[arg-type]
     assert sum(peak_of_blocks(parts, repeat).values()) == expected
+
+
+def prefetched(blocks: int) -> list[MemoryPoint]:
+    """Blocks that save 1, and gather 10 for the next one, or in the backward pass the one before, while they run."""
+    found = [MemoryPoint({"communication": 0.0, "activations": 0.0}, "", False)]
+    for backward in (False, True):
+        for i in reversed(range(blocks)) if backward else range(blocks):
+            more = 10.0 * (i > 0 if backward else i < blocks - 1)
+            held = {"communication": 10.0 + more, "activations": i + 1.0}
+            # As what sums the gradients of two blocks, that the last one has not.
+            for operator in ("mm", "sum") if i < blocks - 1 else ("mm",):
+                found.append(MemoryPoint(held, f"h.{i}.up", backward, operator, in_flight={"communication": more}))
+    return found
+
+
+def test_what_is_gathered_ahead_does_not_grow_with_the_number_of_blocks() -> None:
+    """The first block has none before it to gather in the backward pass, the last has none after it in the forward."""
+    for blocks in (4, 32):
+        repeat = RepeatedLayers("h", blocks, None)  # type: ignore[arg-type]
+        expected = max(m.total for m in prefetched(blocks))
+        assert sum(peak_of_blocks([(1.0, prefetched(3), prefetched(2))], repeat).values()) == expected
