@@ -6,6 +6,7 @@ import contextlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from types import MethodType
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from autopar.capture.state.values import OWN as TORCHS
 from autopar.compiler import rewrite
 from autopar.ir.plan import Plan
-from autopar.module.copies import RESIZING, SAVING, deep_copy, on_a_mesh, refuse_pickling, shallow_copy
+from autopar.module.copies import GENERATING, RESIZING, SAVING, deep_copy, on_a_mesh, refuse_pickling, shallow_copy
 from autopar.module.session import Session
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.pad_dims import pad_dims
@@ -29,6 +30,9 @@ from autopar.specialize import CompileOptions
 
 _OWN = ("_autopar", "_state_dict_hooks", "_load_state_dict_pre_hooks")
 """Attributes that are not the original's."""
+
+_WRAPPED = ("forward", "_original_forward")
+"""Attributes by which libraries (accelerate, for autocast) put code around a module's forward."""
 
 
 class ParallelModule(nn.Module):
@@ -80,12 +84,15 @@ class ParallelModule(nn.Module):
         """Attributes are the original's, so that its forward sees what is set here."""
         if name in _OWN or isinstance(getattr(type(self), name, None), property):
             object.__setattr__(self, name, value)
+        elif name in _WRAPPED and isinstance(value, MethodType) and value.__self__ is self:
+            # A wrapper of this module's forward: as the original's it would call itself.
+            self.__dict__[name] = value
         else:
             setattr(self._autopar.original, name, value)
 
     def __delattr__(self, name: str) -> None:
         """As for setting."""
-        if name in _OWN:
+        if name in _OWN or (name in _WRAPPED and name in self.__dict__):
             object.__delattr__(self, name)
         else:
             delattr(self._autopar.original, name)
@@ -226,7 +233,7 @@ def parallel_module(
         class_ = type(kind)(
             kind.__name__, (ParallelModule, kind),
             {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "forward": _bound(forward, signature),
-             **{name: _own_method(name) for name in (*SAVING, *RESIZING) if hasattr(kind, name)}},
+             **{name: _own_method(name) for name in (*SAVING, *RESIZING, *GENERATING) if hasattr(kind, name)}},
         )  # fmt: skip
     except TypeError:  # a class that cannot be subclassed like this
         class_ = ParallelModule
