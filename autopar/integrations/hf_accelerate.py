@@ -79,8 +79,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "collectives in them: leave it out, and write parallelize(..., compile=True)"
             )
         require_whole_batches(model, "accelerate")
-        if model not in self._models:
-            gather_outputs_without_loss(model)
+        gather_outputs_without_loss(model)
         # For evaluation, as accelerate calls it, it does everything but wrap it in DistributedDataParallel.
         found: torch.nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         return found

@@ -73,11 +73,12 @@ def gather_outputs_without_loss(model: ParallelModule) -> None:
     So a loss that is computed outside of the model, from logits and labels, is what it is on one device. Where the
     model returns its loss, other outputs stay on the ranks: logits may be larger than the model.
     """
+    if _gather not in model._forward_hooks.values():
+        model.register_forward_hook(_gather)
 
-    def gather(module: nn.Module, args: Any, output: Any) -> Any:
-        return output if _has_loss(output) else whole(output)
 
-    model.register_forward_hook(gather)
+def _gather(module: nn.Module, args: Any, output: Any) -> Any:
+    return output if _has_loss(output) else whole(output)
 
 
 def _has_loss(output: Any) -> bool:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.capture.state.values import OWN as TORCHS
 from autopar.compiler import rewrite
+from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
 from autopar.module.copies import GENERATING, RESIZING, SAVING, deep_copy, on_a_mesh, refuse_pickling, shallow_copy
 from autopar.module.session import Session
@@ -159,6 +160,16 @@ class ParallelModule(nn.Module):
     def data_rank(self) -> int:
         """Which part this rank takes: ``rank`` of a sampler."""
         return self._autopar.data_rank
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        # The first thing that DistributedDataParallel asks of a module.
+        if self._autopar.context.mesh is None:
+            raise AttributeError("_ddp_params_and_buffers_to_ignore")
+        raise AutoparError(
+            "a parallelized model is distributed already: use it as it is, without DistributedDataParallel. "
+            "transformers' Trainer, accelerate and lightning put it around a model; take those of autopar.integrations"
+        )
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Plain tensors by original name, as one device would hold them; a collective call."""

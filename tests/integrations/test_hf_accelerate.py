@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.launch import WAIT, Ranks, RanksError, mesh_of
-from tests.distributed.models import gpt2, slow_devices, token_batch
+from tests.distributed.models import mlp, mlp_batch, slow_devices
 from tests.integrations.conftest import launched
 
 pytest.importorskip("accelerate")
@@ -18,14 +18,14 @@ pytestmark = pytest.mark.distributed
 TOLERANCE = 1e-9
 
 
-class Tokens(torch.utils.data.Dataset[Any]):
-    """Rows of tokens."""
+class Rows(torch.utils.data.Dataset[Any]):
+    """Rows of numbers."""
 
     def __len__(self) -> int:
         return 38
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {k: v[0] for k, v in token_batch(index, 1).items()}
+        return {k: v[0] for k, v in mlp_batch(index, 1).items()}
 
 
 def train(
@@ -46,15 +46,15 @@ def train(
             class_ = hf_accelerate.Accelerator
         accelerator = class_(cpu=True, gradient_accumulation_steps=2, **(settings or {}))
         set_seed(1)
-        model: Any = gpt2()
+        model: Any = mlp()
         if count > 1:
             given = dict(cluster=slow_devices(), inputs=inputs, timeout=WAIT)
-            model = parallelize(model, mesh_of(count), token_batch(0, 4), **given)
+            model = parallelize(model, mesh_of(count), mlp_batch(0, 4), **given)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5)
-        loader: Any = torch.utils.data.DataLoader(Tokens(), 4, shuffle=True)
+        loader: Any = torch.utils.data.DataLoader(Rows(), 4, shuffle=True)
         model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
-        assert accelerator.unwrap_model(model).config.n_embd == 32
+        assert type(accelerator.unwrap_model(model)).__name__ == "Mlp"
         if resume:
             accelerator.load_state(folder)
         found: list[float] = []
@@ -62,7 +62,7 @@ def train(
         while done < steps:
             for batch in loader:
                 with accelerator.accumulate(model):
-                    loss = model(**batch).loss
+                    loss = model(**batch)["loss"]
                     accelerator.backward(loss)
                     if accelerator.sync_gradients:
                         found.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.4)))
@@ -77,11 +77,11 @@ def train(
                 accelerator.save_state(folder)
         model.eval()
         rows = 0
-        for batch in accelerator.prepare(torch.utils.data.DataLoader(Tokens(), 9)):
+        for batch in accelerator.prepare(torch.utils.data.DataLoader(Rows(), 8)):
             with torch.no_grad():
-                logits = accelerator.gather_for_metrics(model(**batch).logits)
-            rows += len(logits)
-            found.append(float(logits.square().mean()))
+                out = accelerator.gather_for_metrics(model(**batch)["out"])
+            rows += len(out)
+            found.append(float(out.square().mean()))
         assert rows == 38
         accelerator.save_model(model, f"{folder}/model")
         state = accelerator.get_state_dict(model)
@@ -89,17 +89,10 @@ def train(
 
 
 def require_equal(found: Any, expected: Any) -> None:
-    assert found[0] == pytest.approx(expected[0], rel=1e-6)  # transformers computes the loss in float32
+    assert found[0] == pytest.approx(expected[0], rel=TOLERANCE)
     assert max(float((found[1][k] - v).abs().max()) for k, v in expected[1].items()) < TOLERANCE
 
 
-def test_steps(four: Ranks, tmp_path: Path) -> None:
-    expected = train(0, 1, str(tmp_path / "plain"), 3)
-    for found in four.run(train, 4, str(tmp_path / "ranks"), 3):
-        require_equal(found, expected)
-
-
-@pytest.mark.deep
 def test_a_run_goes_on_with_other_ranks(four: Ranks, two: Ranks, tmp_path: Path) -> None:
     expected = train(0, 1, str(tmp_path / "plain"))
     for found in four.run(train, 4, str(tmp_path / "ranks")):

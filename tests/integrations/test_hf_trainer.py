@@ -118,6 +118,103 @@ def test_a_run_goes_on_with_other_ranks(four: Ranks, two: Ranks, tmp_path: Path)
     assert not os.environ.get("WORLD_SIZE")
 
 
+def translate(rank: int, count: int, folder: str) -> list[Any]:
+    """Losses of a small T5 in bfloat16, and what it generates; its rows come from workers of rank 0's seeds."""
+    import transformers
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    from autopar import parallelize
+
+    with launched(rank, count):
+        torch.manual_seed(0)
+        config = T5Config(
+            vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, dropout_rate=0.0,
+            decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
+        )  # fmt: skip
+        model: Any = T5ForConditionalGeneration(config)
+        class_: Any = transformers.Seq2SeqTrainer
+        if count > 1:
+            from autopar.integrations import hf_trainer
+
+            class_ = hf_trainer.Seq2SeqTrainer
+            model = parallelize(model, mesh_of(count), cluster=slow_devices(), timeout=WAIT)
+        args = transformers.Seq2SeqTrainingArguments(
+            folder, use_cpu=True, max_steps=3, per_device_train_batch_size=4, per_device_eval_batch_size=4,
+            predict_with_generate=True, generation_max_length=6, learning_rate=1e-2, logging_steps=1, report_to=[],
+            disable_tqdm=True, save_strategy="no", bf16=True, **({"ddp_backend": "gloo"} if count > 1 else {}),
+        )  # fmt: skip
+        trainer = class_(model=model, args=args, train_dataset=Tokens(), eval_dataset=Tokens(6))
+        trainer.train()
+        found = trainer.predict(Tokens(6))
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return [losses, found.metrics["test_loss"], found.predictions.tolist()]
+
+
+@pytest.mark.deep
+def test_generation_and_bfloat16(four: Ranks, tmp_path: Path) -> None:
+    losses, loss, tokens = translate(0, 1, str(tmp_path))
+    for found in four.run(translate, 4, str(tmp_path)):
+        assert found[0] == pytest.approx(losses, rel=2e-3)
+        assert found[1] == pytest.approx(loss, rel=2e-3)
+        assert found[2] == tokens
+
+
+def refused(rank: int, count: int, folder: str) -> list[str]:
+    import transformers
+    from torch.nn.parallel import DistributedDataParallel
+
+    from autopar import parallelize
+    from autopar.integrations.hf_trainer import Trainer
+
+    errors: list[str] = []
+    with launched(rank, count):
+        mesh, batch = mesh_of(count), {"input_ids": torch.zeros(4, 16, dtype=torch.long)}
+        model = parallelize(gpt2(), mesh, cluster=slow_devices(), timeout=WAIT)
+        local = parallelize(gpt2(), mesh, batch, inputs="local", cluster=slow_devices(), timeout=WAIT)
+
+        class Other(Tokens):
+            def __getitem__(self, index: int) -> dict[str, Any]:
+                return super().__getitem__((index + rank) % 20)
+
+        def trained(model: Any, data: Any = None, **settings: Any) -> None:
+            settings = {"per_device_train_batch_size": 4, "max_steps": 1, **settings}
+            args = transformers.TrainingArguments(
+                folder, use_cpu=True, ddp_backend="gloo", report_to=[], disable_tqdm=True, **settings
+            )
+            Trainer(model=model, args=args, train_dataset=data or Tokens()).train()
+
+        for attempt in (
+            lambda: trained(model, train_sampling_strategy="batch_rebalance"),
+            lambda: trained(model, torch_compile=True),
+            lambda: trained(model, accelerator_config={"dispatch_batches": True}),
+            lambda: trained(local),
+            lambda: trained(gpt2()),
+            lambda: trained(model, Other()),
+            lambda: DistributedDataParallel(model),
+        ):
+            try:
+                attempt()
+                errors.append("none")
+            except Exception as e:
+                errors.append(f"{type(e).__name__}: {e}")
+    return errors
+
+
+@pytest.mark.deep
+def test_what_does_not_go_together(four: Ranks, tmp_path: Path) -> None:
+    expected = (
+        "ValueError: train_sampling_strategy=",
+        "ValueError: accelerate (dynamo_backend, torch_compile) cannot compile",
+        "ValueError: dispatch_batches lets accelerate distribute",
+        "ValueError: the model takes each rank's own part of a batch",
+        "TypeError: model must be what autopar.parallelize() returned",
+        "RankError: the batch's contents differ",
+        "AutoparError: a parallelized model is distributed already",
+    )
+    for found in four.run(refused, 4, str(tmp_path)):
+        assert [e.startswith(start) for e, start in zip(found, expected, strict=True)] == [True] * 7, found
+
+
 def smoothed(settings: dict[str, Any], given: dict[str, Any]) -> None:
     settings["label_smoothing_factor"] = 0.1
 
