@@ -292,7 +292,8 @@ class Session:
     def _compare_contents(self, key: Any, tensors: list[torch.Tensor]) -> None:
         """Before the first step of a specialization: ranks that take the same part must be given the same batch."""
         # Once, not in every step: it hashes the whole batch, and a mistake of a sampler shows in the first.
-        if key in self.uncompared or (self.compare_always and self.context.mesh is not None):
+        always = self.compare_always and self.context.mesh is not None
+        if always or (self.uncompared and key in self.uncompared):
             plain = [t for t in tensors if not isinstance(t, DTensor)]
             part = 0 if self.options.inputs == "global" else self.data_rank
             require_same_contents(contents(plain), part, self.context)
