@@ -31,9 +31,10 @@ from autopar.module.parallel_module import ParallelModule
 from autopar.runtime.checkpoint import folders, generators
 from autopar.runtime.checkpoint.manifest import Manifest, as_own, described, put_together, taken_apart
 from autopar.runtime.checkpoint.tensors import WRITING, group_of, read_into, result_of, start_writing
-from autopar.runtime.dtensor import in_layout, redistribute
+from autopar.runtime.dtensor import full_tensor, in_layout, redistribute
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.state.state_dict import savable
+from autopar.runtime.state.storage import storage_of
 
 
 @dataclass
@@ -330,6 +331,70 @@ def _load_state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer | N
                 values[key] = value
     for i, group in enumerate(optimizer.param_groups):
         group.update({k: v for k, v in saved["groups"][str(i)].items() if k in group})
+
+
+def full_optimizer_state_dict(model: ParallelModule, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What ``optimizer.state_dict()`` is on one device, for one plain file; every rank calls it.
+
+    Rank 0 gets the values, on the host, which must have room for all of them; elsewhere ``"state"`` is empty. Where
+    that is too much, `save` writes each rank's part.
+
+    Raises:
+        AutoparError: ``optimizer`` has a parameter that the model has not.
+    """
+    session, names = model._autopar, _names(model, optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    found = optimizer.state_dict()
+    if session.context.mesh is None:
+        return found
+    whole: dict[Any, dict[str, Any]] = {}
+    with session.together("full_optimizer_state_dict()"):
+        for number, values in found["state"].items():
+            parameter = parameters[number]
+            known = session.types().get(names[parameter])
+            full = {k: _full(v, known if _shape(v) == parameter.shape else None, session.context)
+                    for k, v in values.items()}  # fmt: skip
+            if session.context.rank == 0:
+                whole[number] = full
+    return {**found, "state": whole}
+
+
+def load_full_optimizer_state_dict(
+    model: ParallelModule, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> None:
+    """Take over what ``optimizer.state_dict()`` was on one device; every rank calls it and keeps its part.
+
+    Args:
+        model: its layouts need not be decided yet.
+        optimizer: with its parameters in the same order.
+        state: plain tensors, the same on every rank.
+
+    Raises:
+        ValueError: torch's, where parameter groups differ.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [n for group in state["param_groups"] for n in group["params"]]
+    taken = dict(state["state"])
+    with model._autopar.context.during("load_full_optimizer_state_dict()", in_step=False):
+        # Before torch moves them to the device, which need not have room for whole ones.
+        for number, parameter in zip(numbers, parameters, strict=False):  # torch says where their counts differ
+            storage = storage_of(parameter)
+            if storage is not None and number in taken:
+                taken[number] = {
+                    k: storage.converted(v) if _shape(v) == parameter.shape and parameter.ndim else v
+                    for k, v in taken[number].items()
+                }
+        optimizer.load_state_dict({**state, "state": taken})
+
+
+def _shape(value: Any) -> torch.Size | None:
+    return value.shape if isinstance(value, torch.Tensor) else None
+
+
+def _full(value: Any, known: Any, context: MeshContext) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return full_tensor(savable(value, known, context) if isinstance(value, DTensor) else value).cpu().clone()
 
 
 def _names(model: ParallelModule, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:

@@ -26,12 +26,13 @@ LAYERS = (
     "explain",
     "module",
     "parallelize checkpoint",
+    "integrations",
     "autopar",  # autopar/__init__.py
     "cli",
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
 
-MOST_FILES, MOST_PACKAGES, MOST_IN_A_FOLDER = 8, 16, 12
+MOST_FILES, MOST_PACKAGES, MOST_IN_A_FOLDER = 8, 17, 12
 """At the top of `autopar`, and in any folder below (beside its ``__init__.py``)."""
 
 # What plans must run where there is no process group, and hardware is described without any framework.

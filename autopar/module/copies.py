@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 SAVING = ("save_pretrained", "push_to_hub")
 """Methods of models that write their tensors to files."""
+
+GENERATING = ("generate",)
+"""Methods of models that call them once for each new token."""
 
 RESIZING = ("resize_token_embeddings", "resize_position_embeddings")
 """Methods of models that put other parameters in place of theirs."""
@@ -77,7 +81,8 @@ def on_a_mesh(module: ParallelModule, name: str, found: Any) -> Any:
             f"{name}() puts plain parameters in place of those on the mesh: call it before parallelize(), or build "
             "the resized model anew, parallelize() that, and load values with load_full_state_dict()"
         )
-    return functools.wraps(found)(functools.partial(_save, module, name, found)) if name in SAVING else found
+    work = _generate if name in GENERATING else _save
+    return functools.wraps(found)(functools.partial(work, module, name, found))
 
 
 def _save(module: ParallelModule, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -87,23 +92,55 @@ def _save(module: ParallelModule, name: str, method: Callable[..., Any], *args: 
         kwargs["state_dict"] = {k: full_tensor(v) if isinstance(v, DTensor) else v for k, v in state.items()}
     context = module._autopar.context
     writes = context.rank == 0
-    with _plain(module, keep=writes):
+    with _plain(module, keep=writes), _config_kept(module._autopar.original):
         # Together, so that others neither read the file before it is there nor go on if the disk is full.
         return context.together(lambda: method(*args, **kwargs) if writes else None, f"{name}() of rank 0")
 
 
 @contextmanager
-def _plain(module: ParallelModule, *, keep: bool) -> Iterator[None]:
+def _config_kept(model: nn.Module) -> Iterator[None]:
+    """What a method writes into the model's ``config`` goes into a copy: on one rank alone it would set that apart."""
+    config = vars(model).get("config")
+    if config is None:
+        yield
+        return
+    vars(model)["config"] = copy.deepcopy(config)
+    try:
+        yield
+    finally:
+        vars(model)["config"] = config
+
+
+def _generate(module: ParallelModule, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What one device would, on whole parameters, of which every rank must have room for; a collective call."""
+    context = module._autopar.context
+
+    def run() -> Any:
+        # Every length is another shape, and graphs for each would take longer than the tokens.
+        return method(*map(_whole, args), **{k: _whole(v) for k, v in kwargs.items()})
+
+    with _plain(module, keep=True, device=context.device):
+        found = context.together(run, f"{name}()")
+    # Rank 0's on all: samples differ where generators of random numbers do.
+    return context.decide(lambda: found, f"the result of {name}()")
+
+
+def _whole(value: Any) -> Any:
+    return full_tensor(value) if isinstance(value, DTensor) else value
+
+
+@contextmanager
+def _plain(module: ParallelModule, *, keep: bool, device: torch.device | str = "cpu") -> Iterator[None]:
     """Whole plain parameters in place of DTensors, on ranks that ``keep`` them; a collective call."""
     session, whole = module._autopar, {}
     session.require_values()
     types = session.types()
-    # One parameter at a time, and kept on the CPU: rank 0 never has the whole model on its device.
+    # One parameter at a time, and those to save on the CPU: rank 0 need not have the whole model on its device.
     for name, parameter in module.named_parameters():
         known = types.get(name)
         full = full_tensor(on_all_stages(parameter, known[0], known[1], session.context) if known else parameter)
         if keep:
-            whole[id(parameter)] = nn.Parameter(full.cpu(), parameter.requires_grad)
+            whole[id(parameter)] = nn.Parameter(full.to(device), parameter.requires_grad)
     tables = [m._parameters for m in module.modules()] if keep else []
     swapped = [(table, name, old) for table in tables for name, old in table.items() if old is not None]
     try:

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from types import MethodType
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from autopar.capture.state.values import OWN as TORCHS
 from autopar.compiler import rewrite
+from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
-from autopar.module.copies import RESIZING, SAVING, deep_copy, on_a_mesh, refuse_pickling, shallow_copy
+from autopar.module.copies import GENERATING, RESIZING, SAVING, deep_copy, on_a_mesh, refuse_pickling, shallow_copy
 from autopar.module.session import Session
 from autopar.passes.annotate_layouts import annotate_layouts
 from autopar.passes.pad_dims import pad_dims
@@ -29,6 +31,9 @@ from autopar.specialize import CompileOptions
 
 _OWN = ("_autopar", "_state_dict_hooks", "_load_state_dict_pre_hooks")
 """Attributes that are not the original's."""
+
+_WRAPPED = ("forward", "_original_forward")
+"""Attributes by which libraries (accelerate, for autocast) put code around a module's forward."""
 
 
 class ParallelModule(nn.Module):
@@ -80,12 +85,15 @@ class ParallelModule(nn.Module):
         """Attributes are the original's, so that its forward sees what is set here."""
         if name in _OWN or isinstance(getattr(type(self), name, None), property):
             object.__setattr__(self, name, value)
+        elif name in _WRAPPED and isinstance(value, MethodType) and value.__self__ is self:
+            # A wrapper of this module's forward: as the original's it would call itself.
+            self.__dict__[name] = value
         else:
             setattr(self._autopar.original, name, value)
 
     def __delattr__(self, name: str) -> None:
         """As for setting."""
-        if name in _OWN:
+        if name in _OWN or (name in _WRAPPED and name in self.__dict__):
             object.__delattr__(self, name)
         else:
             delattr(self._autopar.original, name)
@@ -152,6 +160,16 @@ class ParallelModule(nn.Module):
     def data_rank(self) -> int:
         """Which part this rank takes: ``rank`` of a sampler."""
         return self._autopar.data_rank
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        # The first thing that DistributedDataParallel asks of a module.
+        if self._autopar.context.mesh is None:
+            raise AttributeError("_ddp_params_and_buffers_to_ignore")
+        raise AutoparError(
+            "a parallelized model is distributed already: use it as it is, without DistributedDataParallel. "
+            "transformers' Trainer, accelerate and lightning put it around a model; take those of autopar.integrations"
+        )
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Plain tensors by original name, as one device would hold them; a collective call."""
@@ -226,7 +244,7 @@ def parallel_module(
         class_ = type(kind)(
             kind.__name__, (ParallelModule, kind),
             {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "forward": _bound(forward, signature),
-             **{name: _own_method(name) for name in (*SAVING, *RESIZING) if hasattr(kind, name)}},
+             **{name: _own_method(name) for name in (*SAVING, *RESIZING, *GENERATING) if hasattr(kind, name)}},
         )  # fmt: skip
     except TypeError:  # a class that cannot be subclassed like this
         class_ = ParallelModule

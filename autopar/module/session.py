@@ -66,6 +66,7 @@ class Session:
         slots: the Python state of the model.
         cache: specializations.
         uncompared: keys of specializations for which ranks have not compared their batches yet.
+        compare_always: whether ranks compare each batch, and not only the first of each specialization.
         checked: modes that have been verified.
         first: the specialization that decided the layouts of the parameters.
         latest: the one that ran last.
@@ -82,6 +83,7 @@ class Session:
         self.slots = Slots(model)
         self.cache = SpecializationCache()
         self.uncompared: set[Any] = set()
+        self.compare_always = False
         self.checked: set[Any] = set()
         self.first: Specialization | None = None
         self.latest: Specialization | None = None
@@ -290,11 +292,12 @@ class Session:
     def _compare_contents(self, key: Any, tensors: list[torch.Tensor]) -> None:
         """Before the first step of a specialization: ranks that take the same part must be given the same batch."""
         # Once, not in every step: it hashes the whole batch, and a mistake of a sampler shows in the first.
-        if self.uncompared and key in self.uncompared:
+        always = self.compare_always and self.context.mesh is not None
+        if always or (self.uncompared and key in self.uncompared):
             plain = [t for t in tensors if not isinstance(t, DTensor)]
             part = 0 if self.options.inputs == "global" else self.data_rank
             require_same_contents(contents(plain), part, self.context)
-            self.uncompared.remove(key)
+            self.uncompared.discard(key)
 
     def _check(self, found: Specialization, request: Request, tensors: list[torch.Tensor]) -> None:
         """With ``check=True``, before the first step of a mode: the plan must compute what the model does."""

@@ -143,3 +143,41 @@ def test_an_optimizer_of_other_parameters_may_step() -> None:
     torch.optim.SGD(other.parameters(), lr=0.1).zero_grad()
     with pytest.raises(AutoparError, match="no_sync"):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+class _Around(torch.optim.Optimizer):
+    """As accelerate's: within a window it does nothing."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.ends = optimizer, False
+        self.param_groups = optimizer.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.ends:
+            self.optimizer.zero_grad(set_to_none)
+
+
+def test_an_optimizer_around_another_that_does_nothing_gives_nothing_up() -> None:
+    model, plain = parallelize(mlp(), None), mlp()
+    around = _Around(torch.optim.SGD(model.parameters(), lr=0.1))
+    for m in (model, plain):
+        backward(m, 0, sync=False)
+        around.zero_grad()
+        backward(m, 1)
+    assert apart(model, plain) < 1e-12
+    backward(model, 2, sync=False)
+    around.ends = True
+    around.zero_grad()
+    around.optimizer.step()  # an error while gradients wait
+
+
+def test_the_last_backward_pass_may_be_the_closures() -> None:
+    model, plain = parallelize(mlp(), None), mlp()
+    for m in (model, plain):
+        backward(m, 0, sync=False)
+        torch.optim.SGD(m.parameters(), lr=0.1).step(lambda m=m: backward(m, 1))
+    state = model.full_state_dict()
+    assert max(float((state[n] - v).abs().max()) for n, v in plain.state_dict().items()) < 1e-12
+    backward(model, 2, sync=False)
+    with pytest.raises(AutoparError, match=r"SGD.step\(\): gradients of 4 parameters"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step(lambda: backward(model, 3, sync=False))

@@ -178,6 +178,9 @@ def _wrap_zero_grad(owner: type) -> None:
     @wraps(original)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
+        # One around another may do nothing, as accelerate's does within a window; the other drops when it is called.
+        if isinstance(self, Optimizer) and any(isinstance(v, Optimizer) for v in vars(self).values()):
+            return result
         for deferred in list(_live):
             deferred.drop(_parameters_of(self))
         return result
@@ -192,11 +195,28 @@ def _parameters_of(owner: Any) -> list[torch.Tensor]:
     return [p for group in owner.param_groups for p in group["params"]]
 
 
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
     for known in type(optimizer).__mro__:
         _wrap_zero_grad(known)  # a class that has been defined since
-    for deferred in list(_live):
-        deferred.refuse(_parameters_of(optimizer), f"{type(optimizer).__name__}.step()")
+
+    def refuse() -> None:
+        for deferred in list(_live):
+            deferred.refuse(_parameters_of(optimizer), f"{type(optimizer).__name__}.step()")
+
+    given = dict(zip(("self", "closure"), args, strict=False)) | (kwargs or {})
+    closure = given.pop("closure", None)
+    if closure is None:
+        refuse()
+        return None
+
+    @wraps(closure)
+    def checked() -> Any:
+        # The last backward pass of the window may be the closure's.
+        loss = closure()
+        refuse()
+        return loss
+
+    return (args[0], *args[2:]), {**(kwargs or {}), "closure": checked}
 
 
 def split_reductions(backward: fx.GraphModule, results: int = 0) -> tuple[fx.GraphModule, fx.GraphModule]:

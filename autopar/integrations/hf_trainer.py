@@ -1,0 +1,172 @@
+"""`Trainer`: Hugging Face's, for models that `autopar.parallelize` returned; `WholeBatches` makes one of a subclass.
+
+::
+
+    from autopar.integrations.hf_trainer import Trainer  # instead of transformers'
+
+    model = autopar.parallelize(model, mesh)
+    Trainer(model=model, args=args, train_dataset=data).train()
+
+``per_device_train_batch_size`` is the whole batch, on any number of ranks, since the model spans all of them: a run on
+four ranks takes the steps, rates and losses of a run on one device with the same arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopar import checkpoint
+from autopar.integrations.hf_accelerate import Accelerator, refuse_other_distribution
+from autopar.integrations.whole_batches import WholeOptimizer, attributes, take_random_numbers_of_rank_0, unwrapped
+from autopar.module.parallel_module import ParallelModule
+
+try:
+    import transformers
+    from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+except ImportError as e:
+    raise ImportError(f"transformers' Trainer cannot be imported: {e}; pip install transformers accelerate") from e
+
+
+class WholeBatches:
+    """Comes before a subclass of `transformers.Trainer` in the bases of a class.
+
+    ::
+
+        class Trainer(WholeBatches, MyTrainer): ...
+
+    Checkpoints are those of one device: whole tensors, which rank 0 writes. A run goes on from one on any number of
+    ranks, and without autopar.
+
+    Raises:
+        TypeError: ``model`` is no parallel module.
+        ValueError: settings let transformers or accelerate distribute, or load other rows on each rank.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        trainer: Any = self
+        if trainer.args.train_sampling_strategy == "batch_rebalance":
+            raise ValueError(
+                'train_sampling_strategy="batch_rebalance" gives every rank other rows, and here every rank loads the '
+                'whole batch: choose another, such as "group_by_length"'
+            )
+        if trainer.model is not None:
+            self._require_parallel(trainer.model)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Transformers' accelerator, which then leaves parallel modules as they are."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        trainer: Any = self
+        refuse_other_distribution(trainer.accelerator)
+        # Trainers make it from many settings, differently in each version: what is made is adopted.
+        trainer.accelerator.__class__ = Accelerator
+        gather = functools.partial(trainer.accelerator.gather_for_metrics, use_gather_object=False)
+        trainer.gather_function = gather
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """What ``model_init`` returns, which must be a parallel module."""
+        model = super().call_model_init(trial)  # type: ignore[misc]
+        self._require_parallel(model)
+        return model
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Rows of a step."""
+        return int(self._train_batch_size * args.gradient_accumulation_steps)  # type: ignore[attr-defined]
+
+    def floating_point_ops(self, inputs: Any) -> float:
+        """Those of this rank, of which transformers takes the sum."""
+        trainer: Any = self
+        every: Any = super().floating_point_ops(inputs)  # type: ignore[misc]
+        return float(every) / float(max(1, trainer.args.world_size))
+
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        # A parallel module is on the device of the mesh.
+        if not isinstance(model, ParallelModule):
+            super()._move_model_to_device(model, device)  # type: ignore[misc]
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        loader = super()._get_dataloader(*args, **kwargs)  # type: ignore[misc]
+        start = getattr(loader, "worker_init_fn", None)
+        if isinstance(start, functools.partial) and "rank" in start.keywords:
+            # Transformers seeds workers by rank; here workers of all ranks load the same rows.
+            init = functools.partial(start.func, *start.args, **{**start.keywords, "rank": 0})
+            loader.worker_init_fn = loader.base_dataloader.worker_init_fn = init
+        return loader
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        trainer: Any = self
+        if state_dict is None and not isinstance(trainer.model, transformers.PreTrainedModel):
+            state_dict = trainer.model.full_state_dict()
+        # As for models that transformers has distributed: every rank comes here, since tensors are collected.
+        with attributes(self, is_distributed_loading_by_transformers=True):
+            super()._save(output_dir, state_dict)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        with self._whole_optimizer():
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        trainer: Any = self
+        folder = Path(checkpoint or "")
+        if checkpoint is None or not all((folder / n).is_file() for n in (OPTIMIZER_NAME, SCHEDULER_NAME)):
+            return
+        # Not transformers', which loads whole tensors to every device.
+        state = torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True, mmap=True)
+        WholeOptimizer(trainer.model, trainer.optimizer).load_state_dict(state)
+        trainer.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+
+    @contextlib.contextmanager
+    def _whole_optimizer(self) -> Iterator[None]:
+        trainer: Any = self
+        state = checkpoint.full_optimizer_state_dict(trainer.model, unwrapped(trainer.optimizer))
+        with attributes(self, optimizer=_State(state)):
+            yield
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)  # type: ignore[misc]
+        trainer: Any = self
+        own = Path(output_dir) / "rng_state_0.pth"
+        if trainer.args.world_size > 1 and trainer.args.process_index == 0:
+            shutil.copyfile(own, own.with_name("rng_state.pth"))  # for a run on one device
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        trainer: Any = self
+        super()._load_rng_state(checkpoint)  # type: ignore[misc]
+        if checkpoint is not None:
+            take_random_numbers_of_rank_0(trainer.model._autopar.context)
+
+    def _require_parallel(self, model: Any) -> None:
+        if not isinstance(model, ParallelModule):
+            raise TypeError(
+                f"model must be what autopar.parallelize() returned, got a {type(model).__name__}; for a model on one "
+                "device take transformers' own Trainer"
+            )
+
+
+class Trainer(WholeBatches, transformers.Trainer):  # type: ignore[misc]
+    """`transformers.Trainer` for parallel modules; see `WholeBatches`."""
+
+
+class Seq2SeqTrainer(WholeBatches, transformers.Seq2SeqTrainer):  # type: ignore[misc]
+    """`transformers.Seq2SeqTrainer` for parallel modules; see `WholeBatches`.
+
+    With ``predict_with_generate`` every rank has the whole model on its device while it generates.
+    """
+
+
+class _State:
+    """What has a state to save."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """As it was given."""
+        return self._state
