@@ -26,6 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.distributed.tensor import DTensor
 
+from autopar.costs.read_file import read_text
 from autopar.errors import AutoparError
 from autopar.module.parallel_module import ParallelModule
 from autopar.runtime.checkpoint import folders, generators
@@ -34,6 +35,9 @@ from autopar.runtime.checkpoint.tensors import WRITING, group_of, read_into, res
 from autopar.runtime.dtensor import in_layout, redistribute
 from autopar.runtime.mesh import MeshContext
 from autopar.runtime.state.state_dict import savable
+
+MOST_BYTES = 2**30
+"""Of a manifest."""
 
 
 @dataclass
@@ -219,9 +223,9 @@ def _check(folder: Any, model: Any, step: Any, keep: Any, stateful: Mapping[str,
 def _read(folder: Path) -> tuple[Path, str]:
     found = folders.find(folder)
     try:
-        return found, (found / folders.MANIFEST).read_text(encoding="utf-8")
-    except UnicodeDecodeError as e:
-        raise ValueError(f"{found / folders.MANIFEST} is damaged: {e}") from None
+        return found, read_text(found / folders.MANIFEST, MOST_BYTES)
+    except ValueError as e:
+        raise ValueError(f"the checkpoint in {found} is damaged: {e}") from None
 
 
 def _tied(model: ParallelModule) -> dict[str, str]:

@@ -16,6 +16,8 @@ FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 KIND_NAMES = ("cuda", "rocm", "cpu")
 """Kinds of devices: what a process has on one besides tensors depends on it, see `autopar.costs.budget`."""
 
+MOST_IN_A_NAME = 200
+
 _SHARES = ("efficiency", "fused", "streaming")
 
 # Work in other dtypes counts at the rate of one that is stated: integers and booleans run on the float32 units.
@@ -86,7 +88,7 @@ class Device:
             if getattr(self, key) > 1:
                 raise ValueError(f"{key} is a share of the peak, at most 1, got {getattr(self, key)!r}")
         # A bool is an int to Python: `units = true` in a file would count as 1.
-        if isinstance(self.units, bool) or not isinstance(self.units, int) or self.units < 1:
+        if isinstance(self.units, bool) or not isinstance(self.units, int) or not 1 <= self.units < 2**31:
             raise ValueError(f"units must be a positive integer, got {self.units!r}")
 
     @property
@@ -164,10 +166,10 @@ def _not_negative(key: str, value: object) -> float:
     return float(value)
 
 
-def check_name(name: object) -> None:
+def check_name(name: object, what: str = "name") -> None:
     """Refuse names that are no line of text, which TOML files and tables could not show."""
-    if not isinstance(name, str) or not name or not name.isprintable():
-        raise ValueError(f"name must be a line of text, got {name!r}")
+    if not isinstance(name, str) or not name or not name.isprintable() or len(name) > MOST_IN_A_NAME:
+        raise ValueError(f"{what} must be a line of text, at most {MOST_IN_A_NAME} characters, got {name!r}")
 
 
 def suggest(word: str, known: tuple[str, ...]) -> str:

@@ -15,11 +15,15 @@ from typing import Annotated, Any
 import msgspec
 
 from autopar.costs.cluster import Cluster
+from autopar.costs.read_file import MIB, read_text
 from autopar.errors import PlanError
 from autopar.ir.layout import Layout, parse_placement
 
 VERSION = 2
 """Of the format that `Plan.save` writes; `Plan.load` reads version 1, too."""
+
+MOST_BYTES = 256 * MIB
+"""Of a plan file; that of a model of a thousand layers has a few."""
 
 TIME_LIMIT, INTERRUPTED = "time limit", "interrupted"
 """Methods of certificates whose search did not end by itself."""
@@ -282,13 +286,19 @@ class Plan:
         """Read what `save` wrote.
 
         Raises:
-            PlanError: the file is missing, corrupt or of another version; names the file and the reason.
+            PlanError: the file is missing, no regular file, corrupt or of another version; names the file and the
+                reason.
         """
         try:
-            return Plan.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+            text = read_text(path, MOST_BYTES)
         except OSError as e:
             raise PlanError(f"cannot read plan file {path}: {e.strerror}") from e
-        # Of JSON, or of its encoding.
+        except ValueError as e:
+            raise PlanError(f"plan file {e}") from e
+        try:
+            return Plan.from_dict(json.loads(text))
+        except RecursionError as e:
+            raise PlanError(f"plan file {path} is corrupt: nested too deep; save it again with Plan.save") from e
         except ValueError as e:
             raise PlanError(f"plan file {path} is corrupt: {e}; save it again with Plan.save") from e
         except PlanError as e:
