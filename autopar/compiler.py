@@ -142,7 +142,7 @@ def solve(
     with naming_default(memory), collector_paused():
         dims, kind = analyze(program), f"random numbers {'at once' if deterministic else 'apart'}, factored {factored}"
         file = cache.file_of(program, dims, job, kind)
-        if file is not None and (known := cache.load(file, program)) is not None:
+        if file is not None and (known := cache.load(file, program, job)) is not None:
             job.progress(f"plan of an earlier search, {file}", math.inf, 0.0)
             return known
         plan = best_pipeline(program, job, factored) if search.pipelines else best_flat(program, job)
