@@ -186,17 +186,26 @@ def rewrite(program: Program, plan: Plan, *, passes: tuple[Pass, ...] = PASSES) 
         raise ValueError("the program is of one microbatch; give the whole batch's")
     if program.repeat is not None:
         raise ValueError(f"the program leaves blocks of {program.repeat.path} out; capture the whole model to run it")
-    if plan.fingerprint != program.fingerprint:
-        raise PlanError(
-            f"the plan is for another graph (fingerprint {plan.fingerprint}, this one has {program.fingerprint}): "
-            "the model, its configuration, the batch's shapes or torch differ; plan again"
-        )
+    require_same_graph(plan, program)
     # Gradients of a pipeline are complete before the user calls backward(): nothing may depend on its argument.
     if plan.pipeline is not None and program.training:
         require_early_backward(program)
     # Microbatches first: passes see the shapes that run. The inner plan is that of the devices of one stage.
     part = microbatch_program(program, plan.microbatches, deterministic=replicate_random in passes)
     return run_passes(part, plan.inner, passes)
+
+
+def require_same_graph(plan: Plan, program: Program) -> None:
+    """Refuse a plan of another graph.
+
+    Raises:
+        PlanError: says so.
+    """
+    if plan.fingerprint != program.fingerprint:
+        raise PlanError(
+            f"the plan is for another graph (fingerprint {plan.fingerprint}, this one has {program.fingerprint}): "
+            "the model, its configuration, the batch's shapes or torch differ; plan again"
+        )
 
 
 def plan(
