@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from autopar.costs.arguments import PATH, a, require
 from autopar.costs.device import FLOAT_DTYPES as FLOAT_DTYPES
 from autopar.costs.device import Device as Device
 from autopar.costs.device import Link as Link
-from autopar.costs.device import check_name, suggest
+from autopar.costs.device import check_name, shown, suggest
 from autopar.costs.read_file import read_text
 
 _T = TypeVar("_T")
@@ -64,13 +65,13 @@ class Cluster:
     def __post_init__(self) -> None:
         check_name(self.name)
         if not isinstance(self.device, Device):
-            raise TypeError(f"device must be a Device, got {self.device!r}")
+            raise ValueError(f"device must be a Device, got {self.device!r}")
         for key, kind in (("links", Link), ("group_sizes", int)):
             value = getattr(self, key)
             if not isinstance(value, list | tuple) or not all(isinstance(v, kind) for v in value):
-                raise TypeError(f"{key} must be a tuple of {kind.__name__}s, got {value!r}")
+                raise ValueError(f"{key} must be a tuple of {kind.__name__}s, got {value!r}")
         if not isinstance(self.axis_links, Mapping) or not all(isinstance(v, Link) for v in self.axis_links.values()):
-            raise TypeError(f"axis_links must give a Link for each name of an axis, got {self.axis_links!r}")
+            raise ValueError(f"axis_links must give a Link for each name of an axis, got {self.axis_links!r}")
         for name in self.axis_links:
             check_name(name, "a name in axis_links")
         object.__setattr__(self, "links", tuple(self.links))
@@ -113,6 +114,7 @@ class Cluster:
         >>> [link.name for link in Cluster.preset("h100").link_for({"node": 32, "gpu": 8})]
         ['InfiniBand NDR', 'NVLink 4']
         """
+        require(axis_sizes=(axis_sizes, a(Mapping, "the size of each axis by its name, such as {'gpu': 8}")))
         for name, size in axis_sizes.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"mesh axis {name!r} has size {size!r}: it must be a positive integer")
@@ -164,7 +166,7 @@ class Cluster:
             ValueError: there is none of that name.
         """
         if name not in PRESETS:
-            raise ValueError(f"no cluster preset {name!r}{suggest(name, PRESETS)}")
+            raise ValueError(f"no cluster preset {name!r}{suggest(str(name), PRESETS)}")
         return Cluster.load(_FOLDER / f"{name}.toml")
 
     @staticmethod
@@ -176,11 +178,12 @@ class Cluster:
         """
         if isinstance(spec, Cluster):
             return spec
+        require(cluster=(spec, PATH))
         if isinstance(spec, str) and spec in PRESETS:
             return Cluster.preset(spec)
-        if Path(spec).is_file():
+        if _is_file(spec):
             return Cluster.load(spec)
-        raise ValueError(f"cluster {str(spec)!r} is neither a file nor a preset{suggest(str(spec), PRESETS)}")
+        raise ValueError(f"cluster {shown(str(spec))} is neither a file nor a preset{suggest(str(spec), PRESETS)}")
 
     @staticmethod
     def load(path: str | Path) -> Cluster:
@@ -191,6 +194,7 @@ class Cluster:
                 remedy.
             OSError: the file does not exist or cannot be read.
         """
+        require(path=(path, PATH))
         text = read_text(path, MOST_BYTES)
         try:
             return Cluster.from_toml(text)
@@ -204,6 +208,7 @@ class Cluster:
         Raises:
             ValueError: it is not valid TOML, or a key is missing, unknown or has a wrong value.
         """
+        require(text=(text, a(str, "the text of a TOML file, as to_toml() gives it")))
         # Python's parser takes time that grows with the square of a dotted key's depth.
         longest = max(map(len, text.split("\n")))
         if len(text) > MOST_BYTES or longest > MOST_IN_A_LINE:
@@ -220,7 +225,13 @@ class Cluster:
         return _cluster_of(document)
 
     def save(self, path: str | Path) -> None:
-        """Write a TOML file that `load` reads back as an equal cluster."""
+        """Write a TOML file that `load` reads back as an equal cluster.
+
+        Raises:
+            ValueError: ``path`` is no path.
+            OSError: the file cannot be written.
+        """
+        require(path=(path, PATH))
         Path(path).write_text(self.to_toml(), encoding="utf-8")
 
     def to_toml(self) -> str:
@@ -242,6 +253,13 @@ class Cluster:
     def fingerprint(self) -> str:
         """16 hexadecimal digits, the same for equal clusters on every machine and Python."""
         return hashlib.sha256(self.to_toml().encode()).hexdigest()[:16]
+
+
+def _is_file(path: str | Path) -> bool:
+    try:
+        return Path(path).is_file()
+    except OSError:  # too long to be one
+        return False
 
 
 def _quote(text: str) -> str:

@@ -9,7 +9,17 @@ import torch
 from torch import nn
 
 from autopar.capture import Batch, LossFunction
-from autopar.compiler import default_memory, for_devices, program_of, program_to_plan, require_same_graph, solve
+from autopar.compiler import (
+    BATCH,
+    check_planning,
+    default_memory,
+    for_devices,
+    program_of,
+    program_to_plan,
+    require_same_graph,
+    solve,
+)
+from autopar.costs.arguments import FLAG, FUNCTION, optional, require
 from autopar.costs.memory import format_bytes, parse_bytes
 from autopar.errors import PlanError
 from autopar.ir.plan import Plan
@@ -41,6 +51,11 @@ def check_plan(
     progress: Progress | None = None,
 ) -> Plan:
     """See `autopar.Plan.check`."""
+    check_planning(model, batch, loss_fn, loss, memory, plan.optimizer, search)
+    require(
+        batch=(batch, BATCH),
+        deterministic=(deterministic, FLAG), progress=(progress, optional(FUNCTION)),
+    )  # fmt: skip
     # The bound is verified here and now, and not read from a file.
     search = replace(search or _space_of(plan), check=True, cache=False)
     axes, policy = dict(plan.axes), Precision.resolve(precision)

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from autopar.costs.arguments import PATH, require
 from autopar.costs.cluster import Cluster
 from autopar.costs.read_file import MIB, read_text
 from autopar.errors import PlanError
@@ -279,7 +280,13 @@ class Plan:
         return data
 
     def save(self, path: str | Path) -> None:
-        """Write readable JSON."""
+        """Write readable JSON.
+
+        Raises:
+            ValueError: ``path`` is no path.
+            OSError: the file cannot be written.
+        """
+        require(path=(path, PATH))
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
 
     @staticmethod
@@ -289,7 +296,9 @@ class Plan:
         Raises:
             PlanError: the file is missing, no regular file, corrupt or of another version; names the file and the
                 reason.
+            ValueError: ``path`` is no path.
         """
+        require(path=(path, PATH))
         try:
             text = read_text(path, MOST_BYTES)
         except OSError as e:
